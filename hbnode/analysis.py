@@ -1,0 +1,148 @@
+"""Diagnostics that return data and can plot themselves."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hbnode.blocks import ODEBlock
+from hbnode.nfe import NFE, count_nfe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class NFEToleranceCurve:
+    """Cost and error of a model against its solver's tolerance; one entry per tolerance in each list.
+
+    Attributes:
+        tolerance: rtol = atol.
+        forward: evaluations of the forward pass.
+        backward: evaluations of the backward pass.
+        error: root mean square difference of the output from the reference's.
+        gradient_error: norm of the gradient's difference from the reference's, over all parameters and the input,
+            divided by the norm of the reference's.
+    """
+
+    tolerance: list[float]
+    forward: list[int]
+    backward: list[int]
+    error: list[float]
+    gradient_error: list[float]
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw evaluations (left axis) and errors (right axis) against the tolerance; returns the left axes."""
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plotting needs matplotlib. Fix: pip install 'hbnode[tasks]'.") from error
+        if ax is None:
+            _, ax = plt.subplots(layout="constrained")
+        ax.plot(self.tolerance, self.forward, "o-", color="C0", label="forward NFE")
+        if any(self.backward):
+            ax.plot(self.tolerance, self.backward, "s-", color="C1", label="backward NFE")
+        ax.set_xscale("log")
+        ax.invert_xaxis()
+        ax.set_xlabel("tolerance (rtol = atol)")
+        ax.set_ylabel("function evaluations")
+        ax.set_ylim(bottom=0)
+        right = ax.twinx()
+        right.plot(self.tolerance, self.error, "o:", color="C0", alpha=0.6, label="error")
+        right.plot(self.tolerance, self.gradient_error, "s:", color="C1", alpha=0.6, label="gradient error")
+        right.set_yscale("log")
+        right.set_ylabel("error")
+        lines = ax.get_lines() + right.get_lines()
+        ax.legend(lines, [line.get_label() for line in lines], loc="upper center", fontsize="small")
+        return ax
+
+    def to_csv(self, path: str | os.PathLike) -> None:
+        """Write one row per tolerance; the file appears whole or not at all."""
+        path = Path(path)
+        names = [field.name for field in fields(self)]
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            writer.writerows(zip(*(getattr(self, name) for name in names), strict=True))
+        partial.replace(path)
+
+
+def nfe_vs_tolerance(
+    block: nn.Module,
+    x: Tensor,
+    tolerances: Sequence[float],
+    *,
+    loss: Callable[[Tensor], Tensor] | None = None,
+) -> NFEToleranceCurve:
+    r"""Evaluations, error and gradient error of a block (or a model with blocks inside) against tolerance.
+
+    The reference is a float64 copy solved by dopri8 at tolerance 1e-12 and backpropagated directly. The model itself is
+    left as it is. The backward evaluations of the adjoint depend on the scale of the loss, because atol is absolute.
+
+    Arguments:
+        block: an :class:`hbnode.ODEBlock`, or a module that contains some; its own gradient modes are used.
+        x: input batch, (batch, ...).
+        tolerances: values for rtol = atol.
+        loss: output -> scalar; None is the mean of squares.
+
+    Returns:
+        The curve, with ``.plot()`` and ``.to_csv(path)``.
+
+    Raises:
+        ValueError: if there is no block, or no tolerance.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(3, 3), gradient="adjoint")
+        >>> curve = hbnode.nfe_vs_tolerance(block, torch.randn(4, 3), [1e-2, 1e-5])
+        >>> curve.forward[0] <= curve.forward[1] and curve.error[0] >= curve.error[1]
+        True
+    """
+    if not any(isinstance(module, ODEBlock) for module in block.modules()):
+        raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with one inside.")
+    if len(tolerances) == 0:
+        raise ValueError("tolerances is empty. Fix: for instance [1e-2, 1e-3, 1e-4, 1e-5].")
+    loss = _mean_square if loss is None else loss
+    reference = _with_solver(copy.deepcopy(block).double(), 1e-12, method="dopri8", gradient="direct", options=None)
+    exact, exact_gradient, _ = _solve(reference, x.double(), loss)
+    rows = []
+    for tolerance in tolerances:
+        output, gradient, nfe = _solve(_with_solver(copy.deepcopy(block), float(tolerance)), x, loss)
+        error = (output.double() - exact).pow(2).mean().sqrt()
+        gradient_error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
+        rows.append((float(tolerance), nfe.forward, nfe.backward, float(error), float(gradient_error)))
+    return NFEToleranceCurve(*map(list, zip(*rows, strict=True)))
+
+
+def _mean_square(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def _with_solver(model: nn.Module, tolerance: float, **changes: str | None) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, ODEBlock):
+            module.rtol = module.atol = tolerance
+            for name, value in changes.items():
+                setattr(module, name, value)
+    return model
+
+
+def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, NFE]:
+    """Output, flattened gradient with respect to the parameters and the input, and evaluations."""
+    x = x.detach().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    with count_nfe(model) as nfe, torch.enable_grad():
+        output = model(x)
+        loss(output).backward()
+    tensors = [x, *(p for p in model.parameters() if p.requires_grad)]
+    gradient = torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in tensors])
+    return output.detach(), gradient, nfe

@@ -1,0 +1,154 @@
+"""Blocks: a field, its solver and a time span as one layer of a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hbnode.fields import GHBNODE, HBNODE, State, _check_augment, append_zeros
+from hbnode.nfe import NFE
+from hbnode.solve import check_method, solve
+
+
+class ODEBlock(nn.Module):
+    r"""A layer that maps x to h(T), the solution of an ODE that starts from x.
+
+    Arguments:
+        field: one of hbnode's fields, or a module called ``(t, state)`` that has ``initial_state`` and ``readout``.
+        t_span: start and end of the integration, ``(t0, T)``; the end may lie before the start.
+        method: solver, as in :func:`hbnode.odeint`; so are the following arguments.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        gradient: gradient mode.
+        options: options of the method.
+        adjoint_options: options of the adjoint's solve.
+        step_control: ``"batch"``: one step size for the whole batch.
+        max_steps: steps after which a solve is given up.
+        augment: zeros appended to x along dimension 1 before the solve (features, or channels of an image).
+        initial_state: module x -> state in place of zeros and the field's own ``initial_state``.
+
+    Shape:
+        - ``block(x)``: x (batch, d, ...) -> (batch, d + augment, ...), h at the end of ``t_span``.
+        - ``block(x, t)``: x is the state at ``t[0]``, t (T,) -> (T, batch, d + augment, ...).
+
+    Raises:
+        TypeError: if ``field`` is no field.
+        ValueError: if an argument is out of its range.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.ODEBlock(hbnode.NODE(torch.nn.Linear(2, 2)))
+        >>> block(torch.randn(8, 2)).shape, block(torch.randn(8, 2), [0.0, 0.5, 2.0]).shape
+        (torch.Size([8, 2]), torch.Size([3, 8, 2]))
+    """
+
+    def __init__(
+        self,
+        field: nn.Module,
+        t_span: Sequence[float] = (0.0, 1.0),
+        *,
+        method: str | None = None,
+        rtol: float = 1e-5,
+        atol: float = 1e-5,
+        gradient: str | None = None,
+        options: dict[str, Any] | None = None,
+        adjoint_options: dict[str, Any] | None = None,
+        step_control: str = "batch",
+        max_steps: int = 10_000,
+        augment: int = 0,
+        initial_state: Callable[[Tensor], State] | None = None,
+    ) -> None:
+        super().__init__()
+        if not (callable(field) and hasattr(field, "initial_state") and hasattr(field, "readout")):
+            raise TypeError(
+                f"ODEBlock expected a field, got {type(field).__name__}. "
+                "Fix: wrap the network, ODEBlock(hbnode.NODE(net)), or use HeavyBallODEBlock(net)."
+            )
+        t_span = tuple(float(t) for t in t_span)
+        if len(t_span) != 2 or t_span[0] == t_span[1] or not all(map(math.isfinite, t_span)):
+            raise ValueError(f"t_span must be two different times (t0, T), got {t_span}. Fix: (0.0, 1.0).")
+        check_method(method, gradient, step_control)
+        self.augment = _check_augment(augment)
+        if augment and initial_state is not None:
+            raise ValueError("augment and initial_state were both given. Fix: let initial_state do the augmenting.")
+        self.field = field
+        self.t_span = t_span
+        self.method = method
+        self.rtol = rtol
+        self.atol = atol
+        self.gradient = gradient
+        self.options = options
+        self.adjoint_options = adjoint_options
+        self.step_control = step_control
+        self.max_steps = max_steps
+        self.initial_state = initial_state
+        self.nfe = NFE()  # of the last call; its backward part is filled in by the backward pass
+
+    def forward(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor:
+        """h(T), or the trajectory of h at the times ``t``."""
+        if self.initial_state is not None:
+            state = self.initial_state(x)
+        else:
+            state = self.field.initial_state(append_zeros(x, self.augment))
+        trajectory, self.nfe = solve(
+            self.field,
+            state,
+            self.t_span if t is None else t,
+            method=self.method,
+            rtol=self.rtol,
+            atol=self.atol,
+            gradient=self.gradient,
+            options=self.options,
+            adjoint_options=self.adjoint_options,
+            step_control=self.step_control,
+            event_fn=None,
+            max_steps=self.max_steps,
+        )
+        h = self.field.readout(trajectory)
+        return h[-1] if t is None else h
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        method, gradient = check_method(self.method, self.gradient, self.step_control)
+        augment = f", augment={self.augment}" if self.augment else ""
+        return f"t_span={self.t_span}, method={method!r}, rtol={self.rtol:g}, gradient={gradient!r}{augment}"
+
+
+class HeavyBallODEBlock(ODEBlock):
+    r"""A layer that lets a heavy ball roll: :math:`h'' + \gamma h' = f(h, t)` from h = x, returning h(T).
+
+    Arguments:
+        func: f, a module or callable taking ``(h)`` or ``(t, h)`` and returning the shape of h.
+        generalized: use :class:`hbnode.GHBNODE` in place of :class:`hbnode.HBNODE`.
+        augment: zeros appended to x along dimension 1 (features, or channels of an image).
+        initial_momentum: module h -> m(t0) of the shape of h, augmentation included; None starts at rest.
+        damping: initial γ of the learned damping; None is sigmoid(-3), about 0.047.
+        t_span: start and end of the integration.
+        solver: further keyword arguments of :class:`ODEBlock`: ``method``, ``rtol``, ``atol``, ``gradient``, ...
+
+    Example:
+        >>> import torch, hbnode
+        >>> func = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
+        >>> block = hbnode.HeavyBallODEBlock(func, augment=1)
+        >>> block(torch.randn(8, 4)).shape
+        torch.Size([8, 5])
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        generalized: bool = False,
+        augment: int = 0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        damping: float | None = None,
+        t_span: Sequence[float] = (0.0, 1.0),
+        **solver: Any,  # noqa: ANN401
+    ) -> None:
+        kind = GHBNODE if generalized else HBNODE
+        super().__init__(
+            kind(func, damping=damping, initial_momentum=initial_momentum), t_span, augment=augment, **solver
+        )

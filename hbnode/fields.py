@@ -1,0 +1,420 @@
+"""The fields: right-hand sides of NODE, ANODE, SONODE, HBNODE and GHBNODE, called ``(t, state)``.
+
+Throughout, ``h`` is the hidden state of shape (batch, ...), ``m`` (or ``v``) its momentum (or velocity) of the same
+shape, and ``t`` a scalar tensor. A state is ``h`` for the first-order fields and the tuple ``(h, m)`` for the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+State = Tensor | tuple[Tensor, Tensor]
+
+
+class Field(nn.Module):
+    """Abstract right-hand side of an ODE, ``d state/dt = field(t, state)``, around a network ``func``.
+
+    Arguments:
+        func: module or callable taking the state's parts, with or without the time in front.
+        parts: how many tensors ``func`` takes besides the time.
+        time_dependent: whether ``func`` takes the time first. None reads it off ``func``: its attribute
+            ``time_dependent`` if it has one, else its number of required positional arguments.
+
+    Raises:
+        TypeError: if ``func`` is not callable, or how to call it cannot be told.
+    """
+
+    def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
+        super().__init__()
+        self.func = func
+        self.time_dependent = _takes_time(func, parts) if time_dependent is None else bool(time_dependent)
+
+    def initial_state(self, x: Tensor) -> State:
+        """Make the state at the start of a solve from an input ``x`` of shape (batch, ...)."""
+        raise NotImplementedError
+
+    def readout(self, state: State) -> Tensor:
+        """The hidden state h of a state, or of a whole trajectory of states."""
+        return state if isinstance(state, Tensor) else state[0]
+
+    def dynamics_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the right-hand side depends on: all but those of the initial momentum or velocity."""
+        return [p for name, p in self.named_parameters() if not name.startswith("initial_")]
+
+    def evaluate(self, t: Tensor, h: Tensor, *others: Tensor) -> Tensor:
+        """The value f(h, t) of ``func``, checked to have the shape of ``h``."""
+        f = self.func(t, h, *others) if self.time_dependent else self.func(h, *others)
+        if not isinstance(f, Tensor) or f.shape != h.shape:
+            got = f"shape {tuple(f.shape)}" if isinstance(f, Tensor) else f"a {type(f).__name__}"
+            raise ValueError(
+                f"func returned {got}; expected a tensor of the shape of h, {tuple(h.shape)}. "
+                "Fix: make the last layer's output size equal to the size of h (augmentation included)."
+            )
+        return f
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        return f"time_dependent={self.time_dependent}"
+
+
+class NODE(Field):
+    r"""Neural ODE, :math:`h' = f(h, t)`.
+
+    References:
+        Chen et al., Neural Ordinary Differential Equations, arXiv:1806.07366; equation (18) of Wang et al., How Does
+        Momentum Benefit Deep Neural Networks Architecture Design? (2022).
+
+    Arguments:
+        func: f as a module or callable taking ``(h)`` or ``(t, h)``, returning the shape of h.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+
+    Example:
+        >>> import math, torch, hbnode
+        >>> field = hbnode.NODE(lambda h: -h)
+        >>> h = hbnode.odeint(field, torch.ones(1, 1, dtype=torch.float64), [0.0, 1.0], rtol=1e-9, atol=1e-9)
+        >>> abs(h[-1].item() - math.exp(-1)) < 1e-8
+        True
+    """
+
+    def __init__(self, func: Callable[..., Tensor], *, time_dependent: bool | None = None) -> None:
+        super().__init__(func, parts=1, time_dependent=time_dependent)
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        """The input itself."""
+        return x
+
+    def forward(self, t: Tensor, h: Tensor) -> Tensor:
+        """Equation (18)."""
+        return self.evaluate(t, h)
+
+
+class ANODE(Field):
+    r"""Augmented neural ODE: :math:`h' = f(h, t)` from :math:`h(t_0) = [x, 0]`.
+
+    The zeros give trajectories room to pass each other, which those of a NODE cannot.
+
+    References:
+        Dupont et al., Augmented Neural ODEs, arXiv:1904.01681.
+
+    Arguments:
+        func: f, taking ``(h)`` or ``(t, h)`` with h already augmented.
+        augment: how many zeros (features, or channels of an image) are appended along dimension 1.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+    """
+
+    def __init__(self, func: Callable[..., Tensor], augment: int, *, time_dependent: bool | None = None) -> None:
+        super().__init__(func, parts=1, time_dependent=time_dependent)
+        self.augment = _check_augment(augment)
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        """``x`` with zeros appended along dimension 1."""
+        return append_zeros(x, self.augment)
+
+    def forward(self, t: Tensor, h: Tensor) -> Tensor:
+        """Equation (18) on the augmented state."""
+        return self.evaluate(t, h)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        return f"augment={self.augment}, {super().extra_repr()}"
+
+
+class SONODE(Field):
+    r"""Second-order neural ODE, :math:`h'' = f(h, h', t)`, as :math:`h' = v,\; v' = f(h, v, t)`.
+
+    References:
+        Norcliffe et al., On Second Order Behaviour in Augmented Neural ODEs, arXiv:2006.07220.
+
+    Arguments:
+        func: f, taking ``(h, v)`` or ``(t, h, v)``, returning the shape of h.
+        initial_velocity: module or callable x -> v(t0) of the shape of x; None starts at rest.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        initial_velocity: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(func, parts=2, time_dependent=time_dependent)
+        self.initial_velocity = initial_velocity
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(x, v0)`` with v0 zeros or ``initial_velocity(x)``."""
+        return _paired(x, self.initial_velocity, "initial_velocity")
+
+    def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The equation above."""
+        h, v = state
+        return v, self.evaluate(t, h, v)
+
+
+class _Damped(Field):
+    """What HBNODE and GHBNODE share: the damping γ and the initial momentum."""
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        damping: float | None,
+        learn_damping: bool,
+        max_damping: float,
+        initial_momentum: Callable[[Tensor], Tensor] | None,
+        time_dependent: bool | None,
+    ) -> None:
+        super().__init__(func, parts=1, time_dependent=time_dependent)
+        if not 0 < max_damping < math.inf:
+            raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
+        self.max_damping = float(max_damping)
+        gamma = self.max_damping * _sigmoid(-3.0) if damping is None else float(damping)
+        self.omega: nn.Parameter | None = None
+        self._damping = gamma
+        if learn_damping:
+            if not 0 < gamma < self.max_damping:
+                raise ValueError(
+                    f"a learned damping must start strictly between 0 and max_damping={self.max_damping}, got {gamma}. "
+                    "Fix: raise max_damping, or keep the damping constant with learn_damping=False."
+                )
+            self.omega = nn.Parameter(torch.tensor(_logit(gamma / self.max_damping)))
+        elif not 0 <= gamma < math.inf:
+            raise ValueError(f"damping must be a number >= 0, got {gamma}. Fix: pass damping=0.0 for no damping.")
+        self.initial_momentum = initial_momentum
+
+    @property
+    def damping(self) -> Tensor | float:
+        """The current γ: a scalar tensor if learned, else a Python float."""
+        return self._damping if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(x, m0)`` with m0 zeros or ``initial_momentum(x)``."""
+        return _paired(x, self.initial_momentum, "initial_momentum")
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        learned = "" if self.omega is None else f" (learned, max {self.max_damping:g})"
+        return f"damping={float(self.damping):.4g}{learned}, {super().extra_repr()}"
+
+
+class HBNODE(_Damped):
+    r"""Heavy-ball neural ODE, :math:`h'' + \gamma h' = f(h, t)`, as :math:`h' = m,\; m' = -\gamma m + f(h, t)`.
+
+    A learned damping is :math:`\gamma = \epsilon \cdot \mathrm{sigmoid}(\omega)` with :math:`\epsilon` the
+    ``max_damping`` and :math:`\omega` starting at -3.
+
+    References:
+        Xia et al., Heavy Ball Neural Ordinary Differential Equations (NeurIPS 2021), arXiv:2010.04840; equations
+        (24) and (25) of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022).
+
+    Arguments:
+        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not see m.
+        damping: initial γ, in units of 1/time. None is ``max_damping * sigmoid(-3)``, about 0.047.
+        learn_damping: whether γ is a parameter; a constant γ is kept as a Python float.
+        max_damping: upper bound of a learned γ.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+
+    Raises:
+        ValueError: if the damping is out of its range.
+
+    Example:
+        A spring, h'' = -h, turns h into cos(t):
+
+        >>> import math, torch, hbnode
+        >>> field = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
+        >>> state = field.initial_state(torch.ones(1, 1, dtype=torch.float64))
+        >>> h, m = hbnode.odeint(field, state, [0.0, math.pi], rtol=1e-9, atol=1e-9)
+        >>> abs(h[-1].item() + 1) < 1e-7
+        True
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        damping: float | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(
+            func,
+            damping=damping,
+            learn_damping=learn_damping,
+            max_damping=max_damping,
+            initial_momentum=initial_momentum,
+            time_dependent=time_dependent,
+        )
+
+    def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Equation (25)."""
+        h, m = state
+        return m, -self.damping * m + self.evaluate(t, h)
+
+
+class GHBNODE(_Damped):
+    r"""Generalized heavy-ball neural ODE, :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
+
+    The bounded :math:`\sigma` and the pull :math:`-\xi h` keep h from growing where an HBNODE blows up. A learned
+    skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with :math:`\chi` starting at 0, so :math:`\xi = \ln 2`.
+
+    References:
+        Xia et al., arXiv:2010.04840; equation (48) of Wang et al. (2022).
+
+    Arguments:
+        func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
+        damping: initial γ, as for :class:`HBNODE`.
+        learn_damping: whether γ is a parameter.
+        max_damping: upper bound of a learned γ.
+        xi: initial ξ, in units of 1/time. None is ln 2.
+        learn_xi: whether ξ is a parameter; a constant ξ is kept as a Python float.
+        activation: σ, elementwise.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+
+    Raises:
+        ValueError: if the damping or ξ is out of its range.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        damping: float | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        xi: float | None = None,
+        learn_xi: bool = True,
+        activation: Callable[[Tensor], Tensor] = torch.tanh,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(
+            func,
+            damping=damping,
+            learn_damping=learn_damping,
+            max_damping=max_damping,
+            initial_momentum=initial_momentum,
+            time_dependent=time_dependent,
+        )
+        self.activation = activation
+        self._xi = math.log(2.0) if xi is None else float(xi)
+        self.chi: nn.Parameter | None = None
+        if learn_xi:
+            if not 0 < self._xi < math.inf:
+                raise ValueError(
+                    f"a learned xi must start above 0, got {self._xi}. "
+                    "Fix: pass a positive xi, or keep it constant with learn_xi=False."
+                )
+            self.chi = nn.Parameter(torch.tensor(_inverse_softplus(self._xi)))
+        elif not 0 <= self._xi < math.inf:
+            raise ValueError(f"xi must be a number >= 0, got {self._xi}. Fix: pass xi=0.0 for no skip term.")
+
+    @property
+    def xi(self) -> Tensor | float:
+        """The current ξ: a scalar tensor if learned, else a Python float."""
+        return self._xi if self.chi is None else nn.functional.softplus(self.chi)
+
+    def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Equation (48)."""
+        h, m = state
+        return self.activation(m), -self.damping * m + self.evaluate(t, h) - self.xi * h
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        learned = "" if self.chi is None else " (learned)"
+        return f"xi={float(self.xi):.4g}{learned}, {super().extra_repr()}"
+
+
+def append_zeros(x: Tensor, augment: int) -> Tensor:
+    """Append ``augment`` zeros along dimension 1: (batch, d, ...) -> (batch, d + augment, ...)."""
+    if augment == 0:
+        return x
+    if x.dim() < 2:
+        raise ValueError(
+            f"augmentation appends zeros along dimension 1, so it needs an input of shape (batch, features, ...); "
+            f"got shape {tuple(x.shape)}. Fix: x.unsqueeze(-1)."
+        )
+    zeros = x.new_zeros(x.shape[0], augment, *x.shape[2:])
+    return torch.cat([x, zeros], dim=1)
+
+
+def _paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
+    """``(x, net(x))``, or ``(x, 0)`` without a net."""
+    m = torch.zeros_like(x) if net is None else net(x)
+    if m.shape != x.shape:
+        raise ValueError(
+            f"{name} returned shape {tuple(m.shape)}; expected the shape of the input, {tuple(x.shape)}. "
+            "Fix: match its output size, or give the block an initial_state= that makes both parts."
+        )
+    return x, m
+
+
+def _check_augment(augment: int) -> int:
+    if not isinstance(augment, int) or augment < 0:
+        raise ValueError(f"augment must be an integer >= 0, got {augment!r}. Fix: pass how many zeros to append.")
+    return augment
+
+
+def _takes_time(func: Callable, parts: int) -> bool:
+    """Whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``."""
+    if not callable(func):
+        raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
+    inner = _unwrap(func)
+    declared = getattr(inner, "time_dependent", None)
+    if isinstance(declared, bool):
+        return declared
+    names = "h" if parts == 1 else "h, v"
+    fix = "Fix: say which with time_dependent=True or time_dependent=False."
+    try:
+        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"cannot read the signature of func={inner!r}; expected ({names}) or (t, {names}). {fix}"
+        ) from None
+    required, variadic = 0, False
+    for parameter in signature.parameters.values():
+        variadic |= parameter.kind is parameter.VAR_POSITIONAL
+        if parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            required += 1
+    if variadic or required not in (parts, parts + 1):
+        raise TypeError(
+            f"func takes {signature}, from which it cannot be told whether it wants the time; "
+            f"expected ({names}) or (t, {names}). {fix}"
+        )
+    return required == parts + 1
+
+
+def _unwrap(func: Callable) -> Callable:
+    """``func`` without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
+    while True:
+        if isinstance(func, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            func = func.module
+        elif hasattr(func, "_orig_mod"):
+            func = func._orig_mod
+        elif hasattr(func, "_torchdynamo_orig_callable"):
+            func = func._torchdynamo_orig_callable
+        else:
+            return func
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def _logit(p: float) -> float:
+    return math.log(p) - math.log1p(-p)
+
+
+def _inverse_softplus(y: float) -> float:
+    return y + math.log(-math.expm1(-y))

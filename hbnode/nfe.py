@@ -1,0 +1,96 @@
+"""Counting function evaluations (NFE): one per call of the field, wherever a solver calls it from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class NFE:
+    """Evaluations of a field and steps of its solver.
+
+    Attributes:
+        forward: evaluations in the forward pass.
+        backward: evaluations in the backward pass (the adjoint's own, or those that replay the forward pass).
+            Backpropagation through a solver's operations evaluates nothing anew: ``gradient="direct"`` leaves it at 0.
+        steps: accepted steps of the forward pass.
+        rejected: rejected steps of the forward pass.
+        backward_steps: accepted steps of the backward pass.
+        backward_rejected: rejected steps of the backward pass.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    steps: int = 0
+    rejected: int = 0
+    backward_steps: int = 0
+    backward_rejected: int = 0
+
+    @property
+    def total(self) -> int:
+        """Forward and backward evaluations together."""
+        return self.forward + self.backward
+
+
+_FORWARD = {"evaluation": "forward", "accepted": "steps", "rejected": "rejected"}
+_BACKWARD = {"evaluation": "backward", "accepted": "backward_steps", "rejected": "backward_rejected"}
+
+_open_counters: list[tuple[frozenset[int], NFE]] = []
+
+
+def in_backward_pass() -> bool:
+    """Whether the autograd engine is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Tally:
+    """The count of one solve; passes every event on to the open :func:`count_nfe` contexts that watch its field."""
+
+    def __init__(self, field: Callable) -> None:
+        self.field = field
+        self.nfe = NFE()
+
+    def add(self, event: str) -> None:
+        """Count one ``"evaluation"``, ``"accepted"`` or ``"rejected"`` step in the pass that is running."""
+        name = (_BACKWARD if in_backward_pass() else _FORWARD)[event]
+        watching = [total for watched, total in _open_counters if id(self.field) in watched]
+        for record in (self.nfe, *watching):
+            setattr(record, name, getattr(record, name) + 1)
+
+
+@contextmanager
+def count_nfe(module: nn.Module | Callable) -> Iterator[NFE]:
+    """Sum the evaluations of every field inside ``module`` during a block of code.
+
+    Counts each solve that :func:`hbnode.odeint` or a block runs on a field that is ``module`` itself or one of its
+    submodules, forward and backward, nested solves included. What happens in the backward pass counts as backward,
+    also the forward part of an inner solve that an outer adjoint replays.
+
+    Arguments:
+        module: a block, a model with blocks inside, a field, or any callable that is solved as a field.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", options={"steps": 5})
+        >>> with hbnode.count_nfe(block) as nfe:
+        ...     y = block(block(torch.zeros(3, 2)))
+        >>> nfe.forward, nfe.steps  # two solves, five steps each, four evaluations a step
+        (40, 10)
+    """
+    if not callable(module):
+        raise TypeError(
+            f"count_nfe expected a module or a callable field, got {type(module).__name__}. "
+            "Fix: pass the block or the model that contains it."
+        )
+    members = module.modules() if isinstance(module, nn.Module) else [module]
+    entry = (frozenset(id(member) for member in members), NFE())
+    _open_counters.append(entry)
+    try:
+        yield entry[1]
+    finally:
+        _open_counters[:] = [other for other in _open_counters if other is not entry]

@@ -1,0 +1,86 @@
+"""Exogenous inputs: a sampled signal as a function of time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Signal(nn.Module):
+    r"""A sampled input u(t), for use inside ``func``.
+
+    ``"linear"`` joins the samples by straight lines. ``"cubic"`` joins them by cubic Hermite polynomials whose slopes
+    are second-order finite differences: once continuously differentiable, and exact for quadratics.
+
+    Differentiable with respect to the query times and the samples u (not the sample times).
+
+    Arguments:
+        t: sample times (T,), strictly increasing.
+        u: samples (T, ...); the trailing shape is that of u(t), a batch for instance.
+        kind: ``"linear"`` or ``"cubic"``.
+        outside: what a query outside of [t[0], t[-1]] does: ``"raise"``, or ``"hold"`` the nearest sample. The
+            adaptive methods of torchdiffeq look a little past the last output time: let the signal reach further than
+            the solve, or hold it.
+
+    Shape:
+        - ``signal(t)``: t of any shape S -> (*S, ...).
+
+    Raises:
+        ValueError: times not increasing, too few samples, or a query outside.
+
+    Example:
+        >>> import torch, hbnode
+        >>> u = hbnode.Signal(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0.0, 2.0, 0.0]))
+        >>> u(torch.tensor([0.5, 2.0]))
+        tensor([1., 1.])
+    """
+
+    def __init__(self, t: Tensor, u: Tensor, kind: str = "linear", *, outside: str = "raise") -> None:
+        super().__init__()
+        needed = {"linear": 2, "cubic": 3}
+        if kind not in needed:
+            raise ValueError(f"unknown kind {kind!r} of signal; expected 'linear' or 'cubic'. Fix: kind='linear'.")
+        if outside not in ("raise", "hold"):
+            raise ValueError(f"unknown outside={outside!r}; expected 'raise' or 'hold'. Fix: outside='raise'.")
+        if t.dim() != 1 or len(t) < needed[kind] or u.dim() == 0 or len(u) != len(t):
+            raise ValueError(
+                f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
+                f"{tuple(t.shape)} and {tuple(u.shape)}. Fix: put time first in u."
+            )
+        if not bool((t.diff() > 0).all()):
+            raise ValueError("the sample times must be strictly increasing. Fix: sort them and drop repeated ones.")
+        self.kind = kind
+        self.outside = outside
+        self.register_buffer("t", t.detach(), persistent=False)
+        self.register_buffer("u", u, persistent=False)
+
+    def forward(self, t: Tensor) -> Tensor:
+        """The signal at the times ``t``."""
+        if self.outside == "hold":
+            t = t.clamp(self.t[0], self.t[-1])
+        elif bool(((t < self.t[0]) | (t > self.t[-1])).any()):
+            worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
+            raise ValueError(
+                f"the signal was asked for t={float(worst):g}, outside of its samples "
+                f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: give it samples beyond the end of the solve "
+                "(adaptive methods look past the last output time), or Signal(..., outside='hold')."
+            )
+        left = (torch.searchsorted(self.t, t.detach(), right=True) - 1).clamp(0, len(self.t) - 2)
+        width = self.t[left + 1] - self.t[left]
+        s = _align((t - self.t[left]) / width, self.u)
+        u0, u1 = self.u[left], self.u[left + 1]
+        if self.kind == "linear":
+            return u0 + s * (u1 - u0)
+        (slopes,) = torch.gradient(self.u, spacing=(self.t,), dim=0, edge_order=2)
+        width = _align(width, self.u)
+        d0, d1 = width * slopes[left], width * slopes[left + 1]
+        return u0 + s * (d0 + s * (3 * (u1 - u0) - 2 * d0 - d1 + s * (2 * (u0 - u1) + d0 + d1)))
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        return f"samples={len(self.t)}, kind={self.kind!r}, outside={self.outside!r}"
+
+
+def _align(x: Tensor, u: Tensor) -> Tensor:
+    """``x`` of the shape of the query, with a dimension of 1 for each trailing one of ``u``."""
+    return x.reshape(x.shape + (1,) * (u.dim() - 1)).to(u.dtype)

@@ -1,0 +1,227 @@
+"""One entry to every solver, and the check of what it is given."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode.nfe import NFE
+from hbnode.solvers import torchdiffeq
+
+logger = logging.getLogger("hbnode")
+
+State = Tensor | tuple[Tensor, ...]
+
+
+def odeint(
+    field: Callable[[Tensor, State], State],
+    y0: State,
+    t: Tensor | Sequence[float],
+    *,
+    method: str | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    gradient: str | None = None,
+    options: dict[str, Any] | None = None,
+    adjoint_options: dict[str, Any] | None = None,
+    step_control: str = "batch",
+    event_fn: Callable[[Tensor, State], Tensor] | None = None,
+    max_steps: int = 10_000,
+) -> State | tuple[Tensor, State]:
+    r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
+
+    A step is accepted when the root mean square, over all elements of the whole batch and of h and m together, of
+    (error / (atol + rtol * \|y\|)) is at most 1.
+
+    References:
+        Chen, torchdiffeq (github.com/rtqichen/torchdiffeq), whose methods these are; Chen et al., arXiv:1806.07366,
+        for the adjoint; Kidger, Chen and Lyons, "Hey, that's not an ODE", arXiv:2009.09457, for its seminorm.
+
+    Arguments:
+        field: called ``(t, state)`` with t a scalar tensor, returns d state/dt in the structure of the state. One of
+            hbnode's fields, any module, or a plain function.
+        y0: state at ``t[0]``: a floating tensor (batch, ...), or a tuple of them.
+        t: times (T,), strictly increasing or decreasing; a tensor that requires a gradient gets it.
+        method: ``"dopri5"`` (also for None), ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``; on a
+            fixed grid ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``, ``"explicit_adams"``,
+            ``"implicit_adams"``, ``"fixed_adams"``; or ``"scipy_solver"``.
+        rtol: relative tolerance, of adaptive methods.
+        atol: absolute tolerance, in the units of the state.
+        gradient: ``"direct"`` (also for None) backpropagates through the solver's operations, ``"adjoint"`` solves
+            the adjoint ODE backwards in memory that does not grow with the steps.
+        options: torchdiffeq's options of the method, or ``{"steps": n}`` for n equal steps in each output interval
+            of a fixed-grid method; rtol and atol are then ignored.
+        adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one.
+            ``{"norm": "seminorm"}`` unless given; ``{}`` is torchdiffeq's own default, as the papers used it.
+        step_control: ``"batch"``: one step size for the whole batch, all that torchdiffeq's methods have.
+        event_fn: as in torchdiffeq: ``event_fn(t, state)`` whose change of sign ends the solve. ``t`` then holds two
+            times, of which the second gives the direction only, and the result is ``(event_time, state)``.
+        max_steps: steps, accepted and rejected, after which a forward or backward pass is given up (evaluations,
+            where a method does not report its steps: ``"scipy_solver"``, and events on a fixed grid).
+
+    Returns:
+        States at the times, time first, (T, batch, ...), in the structure of ``y0``.
+
+    Raises:
+        ValueError: an argument out of its range, or a field that returns another shape.
+        TypeError: an argument of the wrong type or dtype.
+        NonFiniteError: the state, field or adjoint became infinite or not a number.
+        StepSizeUnderflowError: the tolerance cannot be met.
+        MaxStepsError: more than ``max_steps`` steps. Like the two above a :class:`SolverError`, which carries the
+            time, the step size and the evaluations so far.
+
+    Example:
+        >>> import math, torch, hbnode
+        >>> spin = lambda t, y: (y[1], -y[0])
+        >>> one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        >>> cos, _ = hbnode.odeint(spin, (one, zero), [0.0, 1.0, 2.0], rtol=1e-9, atol=1e-9)
+        >>> torch.allclose(cos[:, 0], torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).cos())
+        True
+    """
+    solution, _ = solve(
+        field,
+        y0,
+        t,
+        method=method,
+        rtol=rtol,
+        atol=atol,
+        gradient=gradient,
+        options=options,
+        adjoint_options=adjoint_options,
+        step_control=step_control,
+        event_fn=event_fn,
+        max_steps=max_steps,
+    )
+    return solution
+
+
+@torch.compiler.disable
+def solve(
+    field: Callable,
+    y0: State,
+    t: Tensor | Sequence[float],
+    *,
+    method: str | None,
+    rtol: float,
+    atol: float,
+    gradient: str | None,
+    options: dict[str, Any] | None,
+    adjoint_options: dict[str, Any] | None,
+    step_control: str,
+    event_fn: Callable | None,
+    max_steps: int,
+) -> tuple[State | tuple[Tensor, State], NFE]:
+    """:func:`odeint` together with its count of evaluations, which keeps growing in the backward pass."""
+    method, gradient = check_method(method, gradient, step_control)
+    _check_state(field, y0)
+    first = y0 if isinstance(y0, Tensor) else y0[0]
+    if method not in torchdiffeq.FIXED:
+        check_tolerances(rtol, atol, first.dtype)
+    if not isinstance(max_steps, int) or max_steps < 1:
+        raise ValueError(f"max_steps must be an integer >= 1, got {max_steps!r}. Fix: the default is 10_000.")
+    t = _check_times(t, first.device)
+    if event_fn is not None and len(t) != 2:
+        raise ValueError(f"with event_fn, t must hold two times (start and direction), got {len(t)}. Fix: [t0, t1].")
+    return torchdiffeq.solve(
+        field,
+        y0,
+        t,
+        method=method,
+        rtol=rtol,
+        atol=atol,
+        gradient=gradient,
+        options=options or {},
+        adjoint_options=adjoint_options,
+        event_fn=event_fn,
+        max_steps=max_steps,
+    )
+
+
+def check_method(method: str | None, gradient: str | None, step_control: str) -> tuple[str, str]:
+    """The names of the method and the gradient mode, defaults filled in."""
+    method = "dopri5" if method is None else method
+    if method not in torchdiffeq.METHODS:
+        raise ValueError(f"unknown method {method!r}; expected one of {torchdiffeq.METHODS}. Fix: method='dopri5'.")
+    gradient = "direct" if gradient is None else gradient
+    if gradient not in torchdiffeq.GRADIENTS:
+        raise ValueError(
+            f"unknown gradient {gradient!r} for method={method!r}; expected one of {torchdiffeq.GRADIENTS}. "
+            "Fix: gradient='direct'."
+        )
+    if step_control != "batch":
+        raise ValueError(
+            f"step_control={step_control!r} is not possible with method={method!r}, which has one step size for the "
+            "whole batch; expected 'batch'. Fix: leave it out."
+        )
+    return method, gradient
+
+
+def check_tolerances(rtol: float, atol: float, dtype: torch.dtype) -> None:
+    """Tolerances must be positive, and within what the dtype can carry."""
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if isinstance(value, Tensor) or not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
+    eps = torch.finfo(dtype).eps
+    if rtol < eps / 100:
+        raise ValueError(
+            f"rtol={rtol:g} is far below what {dtype} carries (eps={eps:.2g}); expected at least {eps / 100:.2g}. "
+            "Fix: solve in float64, or loosen rtol."
+        )
+    if rtol < eps:
+        _log_tight_tolerance(rtol, dtype)
+
+
+@functools.cache
+def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
+    """Cached, so that each tolerance is mentioned once."""
+    logger.warning("rtol=%g is below the rounding of %s: steps may be refused for rounding errors alone", rtol, dtype)
+
+
+def _check_state(field: Callable, y0: State) -> None:
+    if not callable(field):
+        raise TypeError(
+            f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
+        )
+    parts = (y0,) if isinstance(y0, Tensor) else y0
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, Tensor) for part in parts):
+        raise TypeError(
+            f"the state must be a tensor or a tuple of tensors, got {type(y0).__name__}. "
+            "Fix: field.initial_state(x) makes the state of an hbnode field."
+        )
+    dtype = parts[0].dtype
+    if not all(part.is_floating_point() and part.dtype == dtype for part in parts):
+        raise TypeError(
+            f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in parts)}. "
+            "Fix: x.float()."
+        )
+    if isinstance(field, nn.Module) and not torch.is_autocast_enabled(parts[0].device.type):
+        dtypes = {p.dtype for p in field.parameters() if p.is_floating_point()}
+        if dtypes and dtype not in dtypes:
+            raise TypeError(
+                f"the state is {dtype}, the field's parameters are {', '.join(map(str, dtypes))}; expected one dtype. "
+                "Fix: convert the input (x.float(), x.double()) or the field (field.float(), field.double())."
+            )
+
+
+def _check_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
+    if not isinstance(t, Tensor):
+        t = torch.as_tensor(t, dtype=torch.float64)
+    elif not t.is_floating_point():
+        t = t.to(torch.float64)
+    if t.dim() != 1 or len(t) == 0:
+        raise ValueError(f"t must be one-dimensional with at least one time, got shape {tuple(t.shape)}. Fix: (T,).")
+    t = t.to(device)
+    steps = t.detach().diff()
+    if not bool((steps > 0).all() | (steps < 0).all()):
+        sign = torch.sign(steps[0]) if bool(steps[0] != 0) else torch.ones_like(steps[0])
+        where = int(torch.nonzero(torch.sign(steps) != sign)[0])
+        raise ValueError(
+            f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
+            f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones (or NaNs)."
+        )
+    return t
