@@ -112,7 +112,7 @@ def nfe_vs_tolerance(
     if len(tolerances) == 0:
         raise ValueError("tolerances is empty. Fix: for instance [1e-2, 1e-3, 1e-4, 1e-5].")
     loss = _mean_square if loss is None else loss
-    reference = _with_solver(copy.deepcopy(block).double(), 1e-12, method="dopri8", gradient="direct", options=None)
+    reference = _with_solver(copy.deepcopy(block).double(), 1e-12, **_TIGHT)
     exact, exact_gradient, _ = _solve(reference, x.double(), loss)
     rows = []
     for tolerance in tolerances:
@@ -123,11 +123,14 @@ def nfe_vs_tolerance(
     return NFEToleranceCurve(*map(list, zip(*rows, strict=True)))
 
 
+_TIGHT = {"method": "dopri8", "gradient": "direct", "options": {"land": True}}
+
+
 def _mean_square(output: Tensor) -> Tensor:
     return output.pow(2).mean()
 
 
-def _with_solver(model: nn.Module, tolerance: float, **changes: str | None) -> nn.Module:
+def _with_solver(model: nn.Module, tolerance: float, **changes: str | dict[str, bool]) -> nn.Module:
     for module in model.modules():
         if isinstance(module, ODEBlock):
             module.rtol = module.atol = tolerance

@@ -6,12 +6,13 @@ shape, and ``t`` a scalar tensor. A state is ``h`` for the first-order fields an
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from hbnode._signature import takes_time
 
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -32,7 +33,7 @@ class Field(nn.Module):
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
         self.func = func
-        self.time_dependent = _takes_time(func, parts) if time_dependent is None else bool(time_dependent)
+        self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
     def initial_state(self, x: Tensor) -> State:
         """Make the state at the start of a solve from an input ``x`` of shape (batch, ...)."""
@@ -199,7 +200,7 @@ class _Damped(Field):
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
         learned = "" if self.omega is None else f" (learned, max {self.max_damping:g})"
-        return f"damping={float(self.damping):.4g}{learned}, {super().extra_repr()}"
+        return f"damping={_number(self.damping):.4g}{learned}, {super().extra_repr()}"
 
 
 class HBNODE(_Damped):
@@ -330,7 +331,7 @@ class GHBNODE(_Damped):
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
         learned = "" if self.chi is None else " (learned)"
-        return f"xi={float(self.xi):.4g}{learned}, {super().extra_repr()}"
+        return f"xi={_number(self.xi):.4g}{learned}, {super().extra_repr()}"
 
 
 def append_zeros(x: Tensor, augment: int) -> Tensor:
@@ -354,7 +355,7 @@ def _paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tup
             f"{name} returned shape {tuple(m.shape)}; expected the shape of the input, {tuple(x.shape)}. "
             "Fix: match its output size, or give the block an initial_state= that makes both parts."
         )
-    return x, m
+    return x, m.to(x.dtype)  # autocast may have made m smaller
 
 
 def _check_augment(augment: int) -> int:
@@ -363,49 +364,8 @@ def _check_augment(augment: int) -> int:
     return augment
 
 
-def _takes_time(func: Callable, parts: int) -> bool:
-    """Whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``."""
-    if not callable(func):
-        raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
-    inner = _unwrap(func)
-    declared = getattr(inner, "time_dependent", None)
-    if isinstance(declared, bool):
-        return declared
-    names = "h" if parts == 1 else "h, v"
-    fix = "Fix: say which with time_dependent=True or time_dependent=False."
-    try:
-        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"cannot read the signature of func={inner!r}; expected ({names}) or (t, {names}). {fix}"
-        ) from None
-    required, variadic = 0, False
-    for parameter in signature.parameters.values():
-        variadic |= parameter.kind is parameter.VAR_POSITIONAL
-        if parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            required += 1
-    if variadic or required not in (parts, parts + 1):
-        raise TypeError(
-            f"func takes {signature}, from which it cannot be told whether it wants the time; "
-            f"expected ({names}) or (t, {names}). {fix}"
-        )
-    return required == parts + 1
-
-
-def _unwrap(func: Callable) -> Callable:
-    """``func`` without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
-    while True:
-        if isinstance(func, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            func = func.module
-        elif hasattr(func, "_orig_mod"):
-            func = func._orig_mod
-        elif hasattr(func, "_torchdynamo_orig_callable"):
-            func = func._torchdynamo_orig_callable
-        else:
-            return func
+def _number(x: Tensor | float) -> float:
+    return float(x.detach()) if isinstance(x, Tensor) else x
 
 
 def _sigmoid(x: float) -> float:

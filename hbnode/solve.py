@@ -54,8 +54,10 @@ def odeint(
         atol: absolute tolerance, in the units of the state.
         gradient: ``"direct"`` (also for None) backpropagates through the solver's operations, ``"adjoint"`` solves
             the adjoint ODE backwards in memory that does not grow with the steps.
-        options: torchdiffeq's options of the method, or ``{"steps": n}`` for n equal steps in each output interval
-            of a fixed-grid method; rtol and atol are then ignored.
+        options: torchdiffeq's options of the method, and two of ours. ``{"steps": n}``: n equal steps in each output
+            interval of a fixed-grid method; rtol and atol are then ignored. ``{"land": True}``: adaptive methods step
+            exactly onto the output times. By themselves they step past them and interpolate, to order 4 only, which
+            for dopri8 can be far worse than the tolerance, and ask ``field`` for times beyond the last.
         adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one.
             ``{"norm": "seminorm"}`` unless given; ``{}`` is torchdiffeq's own default, as the papers used it.
         step_control: ``"batch"``: one step size for the whole batch, all that torchdiffeq's methods have.
@@ -118,7 +120,7 @@ def solve(
 ) -> tuple[State | tuple[Tensor, State], NFE]:
     """:func:`odeint` together with its count of evaluations, which keeps growing in the backward pass."""
     method, gradient = check_method(method, gradient, step_control)
-    _check_state(field, y0)
+    y0 = _checked_state(field, y0)
     first = y0 if isinstance(y0, Tensor) else y0[0]
     if method not in torchdiffeq.FIXED:
         check_tolerances(rtol, atol, first.dtype)
@@ -182,7 +184,7 @@ def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
     logger.warning("rtol=%g is below the rounding of %s: steps may be refused for rounding errors alone", rtol, dtype)
 
 
-def _check_state(field: Callable, y0: State) -> None:
+def _checked_state(field: Callable, y0: State) -> State:
     if not callable(field):
         raise TypeError(
             f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
@@ -199,13 +201,17 @@ def _check_state(field: Callable, y0: State) -> None:
             f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in parts)}. "
             "Fix: x.float()."
         )
-    if isinstance(field, nn.Module) and not torch.is_autocast_enabled(parts[0].device.type):
+    if torch.is_autocast_enabled(parts[0].device.type):  # the networks may run in half precision, the state may not
+        parts = tuple(part.float() if part.element_size() < 4 else part for part in parts)
+        return parts[0] if isinstance(y0, Tensor) else parts
+    if isinstance(field, nn.Module):
         dtypes = {p.dtype for p in field.parameters() if p.is_floating_point()}
         if dtypes and dtype not in dtypes:
             raise TypeError(
                 f"the state is {dtype}, the field's parameters are {', '.join(map(str, dtypes))}; expected one dtype. "
                 "Fix: convert the input (x.float(), x.double()) or the field (field.float(), field.double())."
             )
+    return y0
 
 
 def _check_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
@@ -218,8 +224,8 @@ def _check_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
     t = t.to(device)
     steps = t.detach().diff()
     if not bool((steps > 0).all() | (steps < 0).all()):
-        sign = torch.sign(steps[0]) if bool(steps[0] != 0) else torch.ones_like(steps[0])
-        where = int(torch.nonzero(torch.sign(steps) != sign)[0])
+        sign = -1.0 if bool(steps[0] < 0) else 1.0
+        where = int(torch.nonzero(~(torch.sign(steps) == sign))[0])  # a NaN differs from everything
         raise ValueError(
             f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
             f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones (or NaNs)."

@@ -44,7 +44,7 @@ def solve(
     max_steps: int,
 ) -> tuple[State | tuple[Tensor, State], NFE]:
     """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
-    options = _solver_options(options, method, event_fn)
+    options = _solver_options(options, method, t, event_fn)
     if not isinstance(y0, Tensor):
         options.setdefault("norm", _stacked_rms)
     if method in SCIPY and gradient == "direct" and _needs_gradient(field, y0, t):
@@ -53,6 +53,7 @@ def solve(
             "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
         )
     watched = _WatchedField(field, method=method, y0=y0, t=t, max_steps=max_steps, event=event_fn is not None)
+    watched.check_start(y0, t[0])
     common = {"rtol": rtol, "atol": atol, "method": method, "options": options, "event_fn": event_fn}
     try:
         if gradient == "adjoint":
@@ -114,8 +115,7 @@ class _WatchedField:
     def _evaluate(self, t: Tensor, y: State) -> State:
         self.tally.add("evaluation")
         with self.autocast() if in_backward_pass() else nullcontext():
-            value = self.field(t, y)
-        return _like(value, y)
+            return _like(self.field(t, y), y)
 
     def adjoint_parameters(self, t0: Tensor, y0: State) -> tuple[Tensor, ...]:
         """All tensors that the adjoint method must differentiate with respect to.
@@ -184,6 +184,11 @@ class _WatchedField:
         if self.tally.nfe.total > self.max_steps:
             raise self._too_many(t)
 
+    def check_start(self, y0: State, t0: Tensor) -> None:
+        """Tell a bad input from a bad field."""
+        if not _finite(y0):
+            raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t0)
+
     def check_solution(self, solution: State, t: Tensor) -> None:
         """Catch what no step could have caught: a bad last step, and scipy's silent early end."""
         if len(_first(solution)) != len(t):
@@ -216,9 +221,16 @@ class _WatchedField:
         )
 
 
-def _solver_options(options: dict[str, Any], method: str, event_fn: Callable | None) -> dict[str, Any]:
-    """``options`` with ``steps`` turned into a grid, which torchdiffeq understands."""
+def _solver_options(options: dict[str, Any], method: str, t: Tensor, event_fn: Callable | None) -> dict[str, Any]:
+    """``options`` with our ``steps`` and ``land`` turned into the grid and times that torchdiffeq understands."""
     options = dict(options)
+    if options.pop("land", False):
+        if method not in ADAPTIVE or "step_t" in options:
+            raise ValueError(
+                f"options={{'land': True}} makes an adaptive method step onto the output times; got method={method!r}"
+                f"{' beside step_t' if 'step_t' in options else ''}, expected one of {ADAPTIVE}. Fix: leave land out."
+            )
+        options["step_t"] = t.detach()
     steps = options.pop("steps", None)
     if steps is not None:
         if method not in FIXED:

@@ -1,0 +1,39 @@
+"""The five models as the parametrised tests need them, on vectors and on images."""
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+
+MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
+SHAPES = {"vector": (3, 4), "image": (2, 2, 3, 3)}
+
+
+def make_field(model, shape="vector", *, time_dependent=True, smooth=True):
+    """A field with learned initial momentum for inputs of SHAPES[shape]."""
+    channels = SHAPES[shape][1]
+    extra = 1 if model == "anode" else 0
+    d = channels + extra
+    inputs = 2 * d if model == "sonode" else d
+    activation = nn.Tanh if smooth else nn.ReLU
+    if shape == "vector":
+        func = hbnode.nets.MLP(inputs, [6], d, activation=activation, time_dependent=time_dependent)
+        start = nn.Linear(channels, channels)
+    else:
+        func = hbnode.nets.ConvNet(inputs, 4, d, activation=activation, time_dependent=time_dependent)
+        start = nn.Conv2d(channels, channels, 1)
+    return {
+        "node": lambda: hbnode.NODE(func),
+        "anode": lambda: hbnode.ANODE(func, augment=extra),
+        "sonode": lambda: hbnode.SONODE(func, initial_velocity=start),
+        "hbnode": lambda: hbnode.HBNODE(func, initial_momentum=start),
+        "ghbnode": lambda: hbnode.GHBNODE(func, initial_momentum=start),
+    }[model]()
+
+
+def make_input(shape="vector", dtype=torch.float64):
+    return torch.randn(*SHAPES[shape], dtype=dtype)
+
+
+every_model = pytest.mark.parametrize("model", MODELS)

@@ -1,0 +1,45 @@
+"""DistributedDataParallel over two gloo processes gives the gradient of one process."""
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hbnode
+
+
+def make_model(gradient):
+    torch.manual_seed(0)
+    grid = {"method": "rk4", "options": {"steps": 3}, "gradient": gradient}
+    return nn.Sequential(
+        hbnode.HeavyBallODEBlock(hbnode.nets.MLP(3, [6], 3), generalized=True, **grid), nn.Linear(3, 1)
+    )
+
+
+def gradients(model, x):
+    model(x).pow(2).mean().backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def worker(rank, gradient, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = DistributedDataParallel(make_model(gradient))
+    x = torch.load(f"{folder}/x.pt", weights_only=True)
+    with hbnode.count_nfe(model) as nfe:
+        flat = gradients(model, x[rank::2])
+    assert nfe.forward == 12
+    torch.save(flat, f"{folder}/gradient{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_two_processes_compute_the_gradient_of_one(gradient, tmp_path):
+    x = torch.randn(8, 3)
+    torch.save(x, tmp_path / "x.pt")
+    torch.multiprocessing.spawn(worker, (gradient, str(tmp_path)), nprocs=2)
+    expected = gradients(make_model(gradient), x)
+    for rank in range(2):
+        got = torch.load(tmp_path / f"gradient{rank}.pt", weights_only=True)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

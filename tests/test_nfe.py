@@ -1,0 +1,166 @@
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from tests.models import every_model, make_field, make_input
+
+
+class Counted(nn.Module):
+    """A func that counts its own calls, in the forward and in the backward pass."""
+
+    def __init__(self, func):
+        super().__init__()
+        self.func = func
+        self.time_dependent = func.time_dependent
+        self.calls = 0
+
+    def forward(self, *args):
+        self.calls += 1
+        return self.func(*args)
+
+
+def counted_block(model, **solver):
+    field = make_field(model).double()
+    field.func = Counted(field.func)
+    return hbnode.ODEBlock(field, **solver)
+
+
+@every_model
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-4, 1e-7])
+@pytest.mark.parametrize("norm", [{"norm": "seminorm"}, {}])
+def test_dopri5_counts_equal_an_independent_counter_and_the_formula(model, tolerance, norm):
+    block = counted_block(model, rtol=tolerance, atol=tolerance, gradient="adjoint", adjoint_options=norm)
+    func = block.field.func
+    loss = block(make_input()).pow(2).sum()
+    nfe = block.nfe
+    assert nfe.forward == func.calls == 2 + 6 * (nfe.steps + nfe.rejected)
+    assert nfe.backward == 0
+    loss.backward()
+    assert nfe.total == func.calls
+    assert nfe.backward == 2 + 6 * (nfe.backward_steps + nfe.backward_rejected)
+
+
+@pytest.mark.parametrize("outputs", [2, 3, 6])
+@pytest.mark.parametrize("learn_t", [False, True])
+def test_backward_over_n_output_intervals(outputs, learn_t):
+    block = counted_block("hbnode", gradient="adjoint")
+    t = torch.linspace(0, 1, outputs, dtype=torch.float64, requires_grad=learn_t)
+    path = block(make_input(), t)
+    path.pow(2).sum().backward()
+    nfe, intervals = block.nfe, outputs - 1
+    # with a gradient for t, torchdiffeq evaluates the field once more at each output
+    assert nfe.backward == (3 if learn_t else 2) * intervals + 6 * (nfe.backward_steps + nfe.backward_rejected)
+    assert nfe.total == block.field.func.calls
+    assert (t.grad is not None) == learn_t
+
+
+@pytest.mark.parametrize("method", ["bosh3", "dopri8", "adaptive_heun", "fehlberg2", "rk4", "implicit_adams", "euler"])
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_every_kind_of_method_is_counted(method, gradient):
+    fixed = method in ("rk4", "implicit_adams", "euler")
+    block = counted_block("ghbnode", method=method, gradient=gradient, options={"steps": 5} if fixed else None)
+    block(make_input()).sum().backward()
+    assert block.nfe.total == block.field.func.calls
+    assert (block.nfe.backward > 0) == (gradient == "adjoint")
+    if fixed:
+        assert (block.nfe.steps, block.nfe.rejected) == (5, 0)
+
+
+def test_scipy_is_counted():
+    block = counted_block("hbnode", method="scipy_solver", gradient="adjoint")
+    block(make_input()).sum().backward()
+    assert block.nfe.forward > 0
+    assert block.nfe.backward > 0
+    assert block.nfe.total == block.field.func.calls
+
+
+def test_counts_are_of_the_last_call_and_not_cumulative():
+    block = counted_block("hbnode", gradient="adjoint")
+    x = make_input()
+    first = block(x)
+    first_nfe = block.nfe
+    second = block(x)
+    assert block.nfe is not first_nfe
+    assert block.nfe.forward == first_nfe.forward > 0
+    first.sum().backward()  # belongs to the first call, though it comes after the second
+    assert first_nfe.backward > 0
+    assert block.nfe.backward == 0
+    second.sum().backward()
+    assert block.nfe.backward == first_nfe.backward
+
+
+def test_no_grad_and_evaluation_mode_are_counted():
+    block = counted_block("hbnode", gradient="adjoint").eval()
+    with torch.no_grad():
+        block(make_input())
+    assert block.nfe.forward == block.field.func.calls > 0
+    assert block.nfe.backward == 0
+
+
+def test_count_nfe_sums_over_two_blocks_and_repeated_calls():
+    first, second = counted_block("hbnode", gradient="adjoint"), counted_block("node", gradient="adjoint")
+    model, x = nn.Sequential(first, second), make_input()
+    with hbnode.count_nfe(model) as both, hbnode.count_nfe(second) as only_second:
+        model(x).sum().backward()
+        model(x)
+    assert both.total == first.field.func.calls + second.field.func.calls
+    assert only_second.total == second.field.func.calls
+    assert both.backward == first.nfe.backward + second.nfe.backward or both.backward > 0
+    model(x)  # outside of the context: not counted
+    assert both.total < first.field.func.calls + second.field.func.calls
+
+
+def test_a_block_inside_the_func_of_a_block():
+    inner = counted_block("node", method="rk4", options={"steps": 2}, gradient="adjoint")
+    calls = []
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, h):
+            calls.append(1)
+            return -self.inner(h)
+
+    outer = hbnode.HeavyBallODEBlock(Outer(), method="rk4", options={"steps": 3}, gradient="adjoint").double()
+    with hbnode.count_nfe(outer) as nfe:
+        h = outer(make_input())
+        outer_forward, inner_forward = len(calls), inner.field.func.calls
+        assert (outer_forward, inner_forward) == (12, 12 * 8)
+        assert (nfe.forward, nfe.backward) == (outer_forward + inner_forward, 0)
+        h.sum().backward()
+    assert outer.nfe.forward == 12
+    assert outer.nfe.backward == len(calls) - 12 == 12
+    # whatever the backward pass evaluates is backward: the inner solves replayed by the outer adjoint, and their own
+    assert nfe.forward == outer_forward + inner_forward
+    assert nfe.total == len(calls) + inner.field.func.calls
+
+
+def test_recomputation_by_checkpointing_counts_as_backward():
+    from torch.utils.checkpoint import checkpoint
+
+    block = counted_block("hbnode")
+    with hbnode.count_nfe(block) as nfe:
+        h = checkpoint(block, make_input().requires_grad_(), use_reentrant=False)
+        assert nfe.backward == 0
+        h.sum().backward()
+    assert nfe.forward == nfe.backward > 0
+
+
+def test_count_nfe_of_a_plain_function_and_bad_input():
+    field = lambda t, y: -y  # noqa: E731
+    with hbnode.count_nfe(field) as nfe:
+        hbnode.odeint(field, torch.ones(2), [0.0, 1.0], method="euler", options={"steps": 7})
+    assert nfe.forward == 7
+    with pytest.raises(TypeError, match="count_nfe expected a module or a callable"), hbnode.count_nfe(3):
+        pass
+
+
+def test_an_error_inside_the_context_closes_it():
+    block = counted_block("hbnode")
+    with pytest.raises(KeyError), hbnode.count_nfe(block) as nfe:
+        raise KeyError
+    block(make_input())
+    assert nfe.forward == 0

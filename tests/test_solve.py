@@ -1,0 +1,394 @@
+import logging
+import math
+
+import pytest
+import torch
+import torchdiffeq
+from torch import nn
+
+import hbnode
+from hbnode import solve as solve_module
+from hbnode.solvers import torchdiffeq as backend
+from tests.models import make_field, make_input
+
+
+def float64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_all_of_torchdiffeqs_methods_are_offered():
+    from torchdiffeq._impl.odeint import SOLVERS
+
+    assert set(backend.METHODS) == set(SOLVERS)
+
+
+@pytest.mark.parametrize("method", backend.METHODS)
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_every_method_solves_decay(method, gradient):
+    if method == "scipy_solver" and gradient == "direct":
+        pytest.skip("scipy has no direct gradient")
+    rate = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    options = {"steps": 400} if method in backend.FIXED else None
+    y = hbnode.odeint(
+        lambda t, y: -rate * y,
+        float64(2.0),
+        [0.0, 0.4, 1.0],
+        method=method,
+        gradient=gradient,
+        options=options,
+        rtol=1e-6,
+    )[-1]
+    (slope,) = torch.autograd.grad(y.sum(), rate)
+    assert y.item() == pytest.approx(2 * math.exp(-1.5), rel=3e-3)
+    assert slope.item() == pytest.approx(-2 * math.exp(-1.5), rel=3e-3)
+
+
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tuple_states_are_solved_as_torchdiffeq_solves_the_stacked_state(gradient, dtype):
+    """The papers' settings must mean the same: same steps, same evaluations, same numbers, backward included."""
+    field = make_field("hbnode").to(dtype)
+    h0, m0 = torch.randn(2, 5, 4, dtype=dtype)
+    calls = []
+
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.field = field
+
+        def forward(self, t, z):
+            calls.append(1)
+            return torch.stack(self.field(t, (z[0], z[1])))
+
+    def gradients():
+        flat = torch.cat([p.grad.reshape(-1) for p in field.parameters() if p.grad is not None])
+        field.zero_grad()
+        return flat
+
+    t = torch.tensor([0.0, 1.0, 3.0], dtype=dtype)
+    solver = torchdiffeq.odeint if gradient == "direct" else torchdiffeq.odeint_adjoint
+    inner = [p for name, p in field.named_parameters() if not name.startswith("initial_")]
+    extra = {} if gradient == "direct" else {"adjoint_params": inner}
+    z = solver(Stacked(), torch.stack([h0, m0]), t, rtol=1e-4, atol=1e-4, method="dopri5", **extra)
+    forward = len(calls)
+    z[:, 0].pow(2).sum().backward()
+    expected = gradients()
+
+    with hbnode.count_nfe(field) as nfe:
+        h, m = hbnode.odeint(field, (h0, m0), t, rtol=1e-4, atol=1e-4, gradient=gradient, adjoint_options={})
+        h.pow(2).sum().backward()
+    assert (nfe.forward, nfe.backward) == (forward, len(calls) - forward)
+    precise = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(h, z[:, 0], **precise)
+    torch.testing.assert_close(m, z[:, 1], **precise)
+    torch.testing.assert_close(gradients(), expected, **precise)
+
+
+def test_the_adjoints_default_is_the_seminorm_and_inherits_options():
+    field = make_field("node").double()
+    x = make_input()
+
+    def backward_nfe(**options):
+        with hbnode.count_nfe(field) as nfe:
+            y = hbnode.odeint(field, x, [0.0, 5.0], rtol=1e-6, atol=1e-6, gradient="adjoint", **options)[-1]
+            (100 * y.sum()).backward()
+        return nfe.backward
+
+    assert backward_nfe() == backward_nfe(adjoint_options={"norm": "seminorm"}) < backward_nfe(adjoint_options={})
+    grid = {"method": "rk4", "options": {"steps": 9}}
+    assert backward_nfe(**grid) == backward_nfe(**grid, adjoint_options={}) == 36
+
+
+def test_land_steps_exactly_onto_the_output_times():
+    exact = math.cos(3.0)
+    spring = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
+    state = (float64(1.0), float64(0.0))
+    tight = {"method": "dopri8", "rtol": 1e-9, "atol": 1e-9}
+    past = hbnode.odeint(spring, state, [0.0, 3.0], **tight)[0][-1].item()
+    on = hbnode.odeint(spring, state, [0.0, 3.0], **tight, options={"land": True})[0][-1].item()
+    assert abs(on - exact) < 1e-8 < abs(past - exact)
+    latest = []
+
+    def field(t, y):
+        latest.append(float(t))
+        return -y
+
+    hbnode.odeint(field, float64(1.0), [0.0, 0.7], options={"land": True})
+    assert max(latest) <= 0.7
+
+
+@pytest.mark.parametrize("method", ["euler", "midpoint", "heun3", "rk4"])
+def test_gradients_for_t_differentiate_steps_that_are_fractions_of_their_interval(method):
+    t = float64(0.0, 0.5, 1.2).requires_grad_()
+
+    def end(t):
+        return hbnode.odeint(lambda t, y: t * y.sin() + y, float64(0.3), t, method=method, options={"steps": 3})[1:]
+
+    assert torch.autograd.gradcheck(end, (t,))
+
+
+def test_adjoint_gradients_for_t():
+    t = float64(0.1, 0.6, 1.3).requires_grad_()
+    tight = {"gradient": "adjoint", "rtol": 1e-9, "atol": 1e-9}
+    y = hbnode.odeint(lambda t, y: t * y, float64(1.0), t, **tight)
+    (slopes,) = torch.autograd.grad(y.sum(), t)
+    exact = float64(0.1, 0.6, 1.3).requires_grad_()
+    (expected,) = torch.autograd.grad((1 + ((exact[1:] ** 2 - exact[0] ** 2) / 2).exp().sum()), exact)
+    torch.testing.assert_close(slopes, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_times_may_be_lists_integers_or_decreasing():
+    decay = lambda t, y: -y  # noqa: E731
+    for t in ([0, 1], torch.tensor([0, 1]), torch.tensor([0.0, 1.0]), (0.0, 1.0)):
+        assert hbnode.odeint(decay, float64(1.0), t)[-1].item() == pytest.approx(math.exp(-1), abs=1e-5)
+    back = hbnode.odeint(decay, float64(1.0), [1.0, 0.5, 0.0])
+    assert back[-1].item() == pytest.approx(math.e, abs=1e-4)
+
+
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+@pytest.mark.parametrize("method", ["dopri5", "rk4"])
+def test_events(gradient, method):
+    """A ball thrown up lands after 2 v / g."""
+    v = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    state = (float64(1e-9), v[None])
+    fall = lambda t, y: (y[1], -9.81 * torch.ones_like(y[1]))  # noqa: E731
+    options = {"step_size": 0.01, "interp": "cubic"} if method == "rk4" else None
+    time, (h, m) = hbnode.odeint(
+        fall,
+        state,
+        [0.0, 1.0],
+        event_fn=lambda t, y: y[0],
+        method=method,
+        gradient=gradient,
+        options=options,
+        rtol=1e-8,
+        atol=1e-8,
+    )
+    assert time.item() == pytest.approx(2 * 3.0 / 9.81, abs=1e-6)
+    assert m[-1].item() == pytest.approx(-3.0, abs=1e-5)
+    assert h[-1].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_differentiable_event_times_through_torchdiffeqs_odeint_event():
+    v = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    fall = lambda t, y: (y[1], -9.81 * torch.ones_like(y[1]))  # noqa: E731
+    time, _ = torchdiffeq.odeint_event(
+        fall,
+        (float64(1e-9), v[None]),
+        float64(0.0),
+        event_fn=lambda t, y: y[0],
+        odeint_interface=hbnode.odeint,
+        rtol=1e-8,
+        atol=1e-8,
+    )
+    (slope,) = torch.autograd.grad(time, v)
+    assert slope.item() == pytest.approx(2 / 9.81, rel=1e-4)
+
+
+# What a field closes over
+
+
+def test_the_adjoint_reaches_leaves_that_func_closes_over():
+    rate = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    net = nn.Linear(3, 3).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    gradients = []
+    for gradient in ("direct", "adjoint"):
+        y = hbnode.odeint(lambda t, y: net(y) * rate, x, [0.0, 1.0], gradient=gradient, rtol=1e-9, atol=1e-9)
+        gradients.append(torch.autograd.grad(y[-1].pow(2).sum(), [rate, *net.parameters()]))
+    for direct, adjoint in zip(*gradients, strict=True):
+        torch.testing.assert_close(adjoint, direct, rtol=1e-6, atol=1e-7)
+
+
+def test_the_adjoint_refuses_what_it_would_drop():
+    rate = torch.tensor(0.7, requires_grad=True) * 2
+    with pytest.raises(ValueError, match=r"computed outside it \(by MulBackward0\).*Fix: use gradient='direct'"):
+        hbnode.odeint(lambda t, y: -rate * y, torch.ones(2), [0.0, 1.0], gradient="adjoint")
+    with torch.no_grad():  # no gradient asked for, none dropped
+        hbnode.odeint(lambda t, y: -rate * y, torch.ones(2), [0.0, 1.0], gradient="adjoint")
+
+
+def test_a_func_that_computes_gradients_itself():
+    """A Hamiltonian-like field calls autograd inside; its evaluations are still told apart and its gradient right."""
+    stiffness = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def force(h):
+        with torch.enable_grad():
+            h = h if h.requires_grad else h.detach().requires_grad_()
+            energy = (stiffness * h**2 / 2).sum()
+            return -torch.autograd.grad(energy, h, create_graph=True)[0]
+
+    field = hbnode.HBNODE(force, damping=0.0, learn_damping=False)
+    for gradient in ("direct", "adjoint"):
+        with hbnode.count_nfe(field) as nfe:
+            h, _ = hbnode.odeint(field, (float64(1.0), float64(0.0)), [0.0, 1.0], gradient=gradient)
+            assert nfe.backward == 0
+            (slope,) = torch.autograd.grad(h[-1].sum(), stiffness)
+        w = math.sqrt(2.0)
+        assert slope.item() == pytest.approx(-math.sin(w) / (2 * w), abs=1e-4)
+
+
+# Failures by name
+
+
+def nan_after_half(t, y):
+    return torch.where(t > 0.5, torch.nan, -y)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("dopri5", None), ("bosh3", None), ("rk4", {"steps": 10}), ("scipy_solver", None)]
+)
+def test_a_field_that_turns_nan_is_named_with_its_time(method, options):
+    with torch.no_grad(), pytest.raises(hbnode.NonFiniteError, match="returned non-finite values") as error:
+        hbnode.odeint(nan_after_half, torch.ones(2), [0.0, 1.0], method=method, options=options)
+    assert 0.5 < error.value.t < 0.8
+    assert error.value.nfe > 0
+    assert "step size=" in str(error.value)
+
+
+def test_a_bad_last_step_on_a_grid_is_not_carried_on():
+    with pytest.raises(hbnode.NonFiniteError) as error:
+        hbnode.odeint(lambda t, y: torch.where(t > 0.95, torch.inf, -y), torch.ones(2), [0.0, 1.0], method="rk4")
+    assert error.value.t == pytest.approx(1.0)
+
+
+def test_a_state_that_starts_infinite():
+    with pytest.raises(hbnode.NonFiniteError, match="initial state is not finite") as error:
+        hbnode.odeint(lambda t, y: -y, torch.tensor([1.0, math.inf]), [0.0, 1.0])
+    assert error.value.t == 0
+
+
+def test_finite_time_blow_up_underflows():
+    """Y' = y^2 from 1 is infinite at t = 1."""
+    with pytest.raises(hbnode.StepSizeUnderflowError, match="step size underflowed") as error:
+        hbnode.odeint(lambda t, y: y**2, float64(1.0), [0.0, 2.0], max_steps=10**6)
+    assert error.value.t == pytest.approx(1.0, abs=1e-4)
+    assert 0 < error.value.step_size < 1e-12
+
+
+def test_runaway_solves_stop():
+    with pytest.raises(hbnode.MaxStepsError, match="more than max_steps=20 steps") as error:
+        hbnode.odeint(lambda t, y: torch.cos(1e3 * t) + 0 * y, float64(0.0), [0.0, 10.0], max_steps=20)
+    assert error.value.nfe == 2 + 6 * 20
+    with torch.no_grad(), pytest.raises(hbnode.MaxStepsError, match="max_steps=50 evaluations"):
+        hbnode.odeint(
+            lambda t, y: torch.cos(1e3 * t) + 0 * y, float64(0.0), [0.0, 10.0], method="scipy_solver", max_steps=50
+        )
+
+
+def test_an_event_that_never_comes_stops():
+    for method, options in (("dopri5", None), ("rk4", {"step_size": 0.1})):
+        with pytest.raises(hbnode.MaxStepsError):
+            hbnode.odeint(
+                lambda t, y: torch.cos(t) + 0 * y,
+                float64(0.0),
+                [0.0, 1.0],
+                event_fn=lambda t, y: y.sum() - 5,
+                method=method,
+                options=options,
+                max_steps=100,
+            )
+
+
+def test_failures_of_the_adjoint_are_named_too():
+    y0 = torch.ones(2, requires_grad=True)
+    y = hbnode.odeint(lambda t, y: -y, y0, [0.0, 1.0], gradient="adjoint")
+    with pytest.raises(hbnode.NonFiniteError, match=r"adjoint state is not finite.*loss") as error:
+        (y[-1] * math.inf).sum().backward()
+    assert error.value.t == pytest.approx(1.0)
+
+    # a root whose slope is infinite at 0
+    y = hbnode.odeint(lambda t, y: y.clamp(min=0).sqrt() * 0 - 0 * y, y0 * 0, [0.0, 1.0], gradient="adjoint")
+    with pytest.raises(hbnode.NonFiniteError, match="adjoint"):
+        y[-1].sum().backward()
+
+
+def test_an_adjoint_of_a_decreasing_solve_reports_true_time():
+    y0 = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    state = {"backward": False}
+
+    def field(t, y):
+        return torch.where((t > 3.0) & state["backward"], torch.nan, -y)
+
+    y = hbnode.odeint(field, y0, [4.0, 2.0], gradient="adjoint")
+    state["backward"] = True
+    with pytest.raises(hbnode.NonFiniteError) as error:
+        y[-1].sum().backward()
+    assert 3.0 < error.value.t <= 4.5
+
+
+def test_solver_errors_pickle():
+    import pickle
+
+    error = hbnode.MaxStepsError("too many", t=0.5, step_size=1e-3, nfe=7)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.t, copy.step_size, copy.nfe) == (type(error), str(error), 0.5, 1e-3, 7)
+    assert issubclass(hbnode.MaxStepsError, hbnode.SolverError)
+
+
+def test_an_assertion_of_the_users_own_comes_through():
+    def field(t, y):
+        raise AssertionError("mine")
+
+    with pytest.raises(AssertionError, match="mine"):
+        hbnode.odeint(field, torch.ones(1), [0.0, 1.0])
+
+
+def test_torchdiffeqs_assertions_do_not():
+    with pytest.raises(hbnode.SolverError, match="gave up: max_num_steps exceeded"):
+        hbnode.odeint(lambda t, y: torch.cos(1e3 * t) + 0 * y, float64(0.0), [0.0, 9.0], options={"max_num_steps": 2})
+
+
+# Bad input
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"method": "dopri6"}, ValueError, "unknown method 'dopri6'; expected one of .*dopri5"),
+        ({"gradient": "backprop"}, ValueError, r"unknown gradient 'backprop'.*expected one of \('direct', 'adjoint'\)"),
+        ({"step_control": "sample"}, ValueError, "step_control='sample' is not possible with method='dopri5'"),
+        ({"rtol": 0.0}, ValueError, "rtol must be a positive number, got 0.0"),
+        ({"atol": -1e-3}, ValueError, "atol must be a positive number, got -0.001"),
+        ({"rtol": 1e-10}, ValueError, "rtol=1e-10 is far below what torch.float32 carries.*Fix: solve in float64"),
+        ({"max_steps": 0}, ValueError, "max_steps must be an integer >= 1, got 0"),
+        ({"t": [0.0, 0.5, 0.5]}, ValueError, r"t\[1\]=0.5 is followed by t\[2\]=0.5"),
+        ({"t": [0.0, 1.0, 0.5]}, ValueError, r"t\[1\]=1 is followed by t\[2\]=0.5"),
+        ({"t": [0.0, math.nan]}, ValueError, "strictly increasing or strictly decreasing"),
+        ({"t": torch.zeros(2, 2)}, ValueError, r"one-dimensional .* got shape \(2, 2\)"),
+        ({"t": []}, ValueError, "at least one time"),
+        ({"y0": torch.ones(1, dtype=torch.int64)}, TypeError, r"floating point .* got torch.int64. Fix: x.float\(\)"),
+        ({"y0": (ONE, ONE.double())}, TypeError, "of one dtype, got torch.float32, torch.float64"),
+        ({"y0": [1.0]}, TypeError, "a tensor or a tuple of tensors, got list"),
+        ({"field": 3}, TypeError, "field must be callable"),
+        ({"field": lambda t, y: y[:, None]}, ValueError, r"returned shape \(1, 1\) for a state of shape \(1\,\)"),
+        ({"field": lambda t, y: (y, y)}, ValueError, r"returned \(shape .* for a state of shape"),
+        ({"field": lambda t, y: y.double()}, TypeError, "returned torch.float64 for a state of torch.float32"),
+        ({"field": hbnode.NODE(lambda h: h.sum())}, ValueError, r"func returned shape \(\); expected .* \(1,\)"),
+        ({"field": hbnode.NODE(lambda h: 1.0)}, ValueError, "func returned a float"),
+        ({"field": hbnode.NODE(nn.Linear(1, 1).double())}, TypeError, "state is torch.float32, the field's parameters"),
+        ({"options": {"steps": 4}}, ValueError, "sets a fixed grid, which method='dopri5' does not have"),
+        ({"options": {"steps": 0}, "method": "rk4"}, ValueError, "must be an integer >= 1, got 0"),
+        ({"options": {"steps": 2, "step_size": 0.1}, "method": "rk4"}, ValueError, "steps beside step_size"),
+        ({"options": {"land": True}, "method": "rk4"}, ValueError, "got method='rk4', expected one of"),
+        ({"event_fn": lambda t, y: y.sum(), "t": [0.0, 1.0, 2.0]}, ValueError, "t must hold two times .* got 3"),
+        ({"event_fn": lambda t, y: y.sum(), "method": "rk4"}, ValueError, "without options={'step_size': dt}"),
+        ({"method": "scipy_solver", "y0": ONE.clone().requires_grad_()}, ValueError, "no direct gradient"),
+    ],
+)
+def test_bad_input(change, kind, message):
+    arguments = {"field": lambda t, y: -y, "y0": ONE, "t": [0.0, 1.0]} | change
+    with pytest.raises(kind, match=message):
+        hbnode.odeint(arguments.pop("field"), arguments.pop("y0"), arguments.pop("t"), **arguments)
+
+
+def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
+    solve_module._log_tight_tolerance.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="hbnode"):
+        for _ in range(3):
+            hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-7)
+    assert len(caplog.records) == 1
+    assert "below the rounding of torch.float32" in caplog.text
