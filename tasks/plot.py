@@ -1,0 +1,199 @@
+"""Draw run folders: ``python -m tasks.plot runs/demo`` prints a table and writes one figure.
+
+Runs that differ in their seed only are averaged; bands show the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from tasks._run import MODELS, write_figure
+
+COLORS = {name: f"C{index}" for index, name in enumerate(MODELS)}
+TITLES = {"node": "NODE", "anode": "ANODE", "sonode": "SONODE", "hbnode": "HBNODE", "ghbnode": "GHBNODE"}
+COLUMNS = ("test accuracy", "train loss", "parameters", "NFE forward", "NFE backward", "s/epoch")
+logger = logging.getLogger("tasks.plot")
+
+
+class Group:
+    """Finished runs of one task that differ in their seed only."""
+
+    def __init__(self, config: dict[str, object]) -> None:
+        self.config = config
+        self.folders: list[Path] = []
+        self.summaries: list[dict[str, object]] = []
+        self.metrics: list[dict[str, np.ndarray]] = []
+
+    @property
+    def model(self) -> str:
+        """Which of the five models."""
+        return str(self.config["model"])
+
+    def mean(self, name: str) -> float:
+        """Mean of an entry of the summaries over the seeds."""
+        return float(np.mean([summary[name] for summary in self.summaries]))
+
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs and values (seed, epoch), as far as all seeds went."""
+        epochs = min(len(metrics["epoch"]) for metrics in self.metrics)
+        return self.metrics[0]["epoch"][:epochs], np.stack([metrics[name][:epochs] for metrics in self.metrics])
+
+
+def collect(root: Path) -> list[Group]:
+    """The finished runs under a folder, grouped; unfinished ones are mentioned and left out."""
+    groups: dict[str, Group] = {}
+    for path in sorted(root.rglob("config.json")):
+        folder = path.parent
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not (folder / "summary.json").exists():
+            logger.warning("%s is not finished and is left out", folder)
+            continue
+        key = {k: v for k, v in config.items() if k not in ("seed", "out", "device", "checkpoint_seconds")}
+        group = groups.setdefault(json.dumps(key, sort_keys=True), Group(config))
+        group.folders.append(folder)
+        group.summaries.append(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        with (folder / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        group.metrics.append({name: np.array([float(row[name]) for row in rows]) for name in rows[0]})
+    return sorted(groups.values(), key=lambda group: (str(group.config["task"]), MODELS.index(group.model)))
+
+
+def table(groups: Sequence[Group]) -> str:
+    """One line per group: accuracy, loss, size and cost."""
+    rows = [("model", "seeds", *COLUMNS)]
+    for group in groups:
+        accuracies = [float(summary["test_accuracy"]) for summary in group.summaries]
+        spread = f" ±{np.std(accuracies) * 100:.1f}" if len(accuracies) > 1 else ""
+        rows.append(
+            (
+                TITLES[group.model],
+                str(len(group.summaries)),
+                f"{np.mean(accuracies) * 100:.1f} %{spread}",
+                f"{group.mean('train_loss'):.3g}",
+                f"{group.mean('parameters'):.0f}",
+                f"{group.mean('nfe_forward_mean'):.1f}",
+                f"{group.mean('nfe_backward_mean'):.1f}",
+                f"{group.mean('seconds_per_epoch'):.2f}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def draw(groups: Sequence[Group]) -> plt.Figure:
+    """Accuracy or loss and evaluations against epoch, the final cost as bars, and examples where a run kept some."""
+    examples = next((e for g in reversed(groups) if g.model == "hbnode" for e in [_examples(g)] if e), None)
+    figure = plt.figure(figsize=(14, 8) if examples else (14, 4), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1]) if examples else (figure, None)
+    left, middle, right = upper.subplots(1, 3)
+    classification = str(groups[0].config["task"]) == "image_classification"
+    _curves(left, groups, "test_accuracy" if classification else "train_loss")
+    left.set_ylabel("test accuracy" if classification else "training loss")
+    left.legend(fontsize="small")
+    _curves(middle, groups, "nfe_forward", "-")
+    _curves(middle, groups, "nfe_backward", "--")
+    middle.set_ylabel("evaluations of f per batch")
+    middle.set_ylim(bottom=0)
+    middle.plot([], [], "k-", label="forward")
+    middle.plot([], [], "k--", label="backward")
+    middle.legend(*_only(middle, ("forward", "backward")), fontsize="small")
+    _bars(right, groups)
+    if lower is not None:
+        _draw_examples(lower, *examples)
+    return figure
+
+
+def _curves(ax: plt.Axes, groups: Sequence[Group], name: str, style: str = "-") -> None:
+    for group in groups:
+        epochs, values = group.curve(name)
+        ax.plot(epochs, values.mean(0), style, color=COLORS[group.model], label=TITLES[group.model])
+        if len(values) > 1:
+            ax.fill_between(epochs, values.min(0), values.max(0), color=COLORS[group.model], alpha=0.15, lw=0)
+    ax.set_xlabel("epoch")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _only(ax: plt.Axes, names: Sequence[str]) -> tuple[list, list]:
+    handles, labels = ax.get_legend_handles_labels()
+    chosen = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label in names]
+    return [handle for handle, _ in chosen], [label for _, label in chosen]
+
+
+def _bars(ax: plt.Axes, groups: Sequence[Group]) -> None:
+    """Mean evaluations per batch over the training, with the seconds per epoch above."""
+    positions = np.arange(len(groups))
+    forward = np.array([group.mean("nfe_forward_mean") for group in groups])
+    backward = np.array([group.mean("nfe_backward_mean") for group in groups])
+    colors = [COLORS[group.model] for group in groups]
+    ax.bar(positions, forward, color=colors, label="forward")
+    ax.bar(positions, backward, bottom=forward, color=colors, alpha=0.5, hatch="//", label="backward")
+    for x, height, group in zip(positions, forward + backward, groups, strict=True):
+        ax.text(x, height, f"{group.mean('seconds_per_epoch'):.2f} s/epoch", ha="center", va="bottom", fontsize="small")
+    ax.set_xticks(positions, [TITLES[group.model] for group in groups])
+    ax.set_ylabel("mean evaluations per batch")
+    ax.set_ylim(top=1.12 * max(forward + backward))
+    plain = [plt.Rectangle((0, 0), 1, 1, color="0.4"), plt.Rectangle((0, 0), 1, 1, color="0.7", hatch="//")]
+    ax.legend(plain, ["forward", "backward"], fontsize="small", loc="lower right")
+
+
+def _examples(group: Group) -> tuple[dict[str, torch.Tensor], Group] | None:
+    path = group.folders[0] / "examples.pt"
+    return (torch.load(path, weights_only=True), group) if path.exists() else None
+
+
+def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group: Group) -> None:
+    """Test images with the model's predictions, wrong ones in red."""
+    axes = figure.subplots(4, 15).flat
+    for ax, image, label, prediction in zip(
+        axes, examples["images"], examples["labels"].tolist(), examples["predictions"].tolist(), strict=False
+    ):
+        ax.imshow(image, cmap="gray_r")
+        right = label == prediction
+        ax.set_title(
+            f"{prediction}" if right else f"{prediction}, is {label}",
+            color="black" if right else "red",
+            fontsize="small",
+            pad=2,
+        )
+    for ax in figure.axes:
+        ax.set_axis_off()
+    accuracy = float(group.summaries[0]["test_accuracy"]) * 100
+    figure.suptitle(
+        f"{TITLES[group.model]} on {group.config['dataset']}: test images and its answers, {accuracy:.1f} % right"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a table and write a figure for each task under the given folders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, nargs="?", default=Path("runs"), help="folder of run folders [runs]")
+    parser.add_argument("--out", type=Path, help="the figure's path [ROOT/TASK.png]")
+    options = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+    by_task: dict[str, list[Group]] = defaultdict(list)
+    for group in collect(options.root):
+        by_task[str(group.config["task"])].append(group)
+    if not by_task:
+        parser.error(f"no finished run under {options.root}. Fix: train one first, see python -m tasks.")
+    if options.out and len(by_task) > 1:
+        parser.error(f"--out names one figure, but {options.root} holds {sorted(by_task)}. Fix: name one of them.")
+    for task, groups in by_task.items():
+        path = options.out or options.root / f"{task}.png"
+        print(f"{task}\n{table(groups)}")
+        write_figure(draw(groups), path)
+        print(f"figure: {path}\n")
+
+
+if __name__ == "__main__":
+    main()
