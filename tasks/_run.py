@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import os
 import platform
 import signal
@@ -54,9 +55,11 @@ class Config:
     epochs: int = option(20, "passes over the training data")
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "Adam's learning rate")
+    schedule: str = option("constant", "learning rate: constant, or falling to 0 as a cosine", ("constant", "cosine"))
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
     method: str = option("dopri5", "solver")
-    tol: float = option(1e-3, "rtol = atol of the solver")
+    tol: float = option(1e-3, "rtol = atol of an adaptive solver")
+    steps: int = option(0, "steps of a solver with a fixed grid, such as rk4")
     gradient: str = option("adjoint", "how to differentiate", ("adjoint", "direct"))
     adjoint_norm: str = option("seminorm", "error norm of the adjoint; the papers used full", ("seminorm", "full"))
     device: str = option("auto", "cpu, cuda, or auto")
@@ -72,6 +75,7 @@ class Config:
             "atol": self.tol,
             "gradient": self.gradient,
             "adjoint_options": norm,
+            "options": {"steps": self.steps} if self.steps else None,
         }
 
 
@@ -167,7 +171,8 @@ class Run:
         changed = {
             name: (found.get(name), wanted.get(name))
             for name in found.keys() | wanted.keys()
-            if name not in _MAY_CHANGE and found.get(name) != wanted.get(name)
+            if found.get(name) != wanted.get(name)
+            and (name not in _MAY_CHANGE or (name == "epochs" and self.config.schedule == "cosine"))
         }
         if changed:
             listed = ", ".join(f"{name}: {old!r} there, {new!r} wanted" for name, (old, new) in sorted(changed.items()))
@@ -267,6 +272,8 @@ def fit(
         while position < config.epochs * per_epoch:
             epoch, index = divmod(position, per_epoch)
             batch = _share(train, _order(config.seed, epoch, len(train[0])), index, config.batch_size, workers)
+            for group in optimizer.param_groups:
+                group["lr"] = _learning_rate(config, position / (config.epochs * per_epoch))
             _add(totals, _step(wrapped, optimizer, batch, loss, config.clip))
             position += 1
             bar.set_postfix(loss=f"{totals['loss'] / totals['samples']:.4f}", nfe=_per_batch(totals), refresh=False)
@@ -277,7 +284,8 @@ def fit(
                 totals.clear()
                 run.write_metrics()
                 if workers.rank == 0 and (epoch + 1) % every == 0:
-                    tqdm.write("  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items()))
+                    figures = "  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items())
+                    tqdm.write(f"{config.model}: {figures}")
             stop = workers.sum({"stop": float(interrupted())})["stop"] > 0
             done = position == config.epochs * per_epoch
             if stop or done or (workers.rank == 0 and time.monotonic() - saved >= config.checkpoint_seconds):
@@ -318,6 +326,10 @@ def _step(
         torch.cuda.synchronize()
     counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward}
     return _weighted(value, means, len(batch[0])) | counts | {"seconds": time.perf_counter() - start}
+
+
+def _learning_rate(config: Config, progress: float) -> float:
+    return config.lr * (1.0 if config.schedule == "constant" else (1 + math.cos(math.pi * progress)) / 2)
 
 
 def _weighted(value: Tensor, means: dict[str, float], samples: int) -> dict[str, float]:

@@ -43,7 +43,8 @@ class ImageConfig(Config):
 
 
 PRESETS = {
-    "demo": {"dataset": "digits", "small": True, "epochs": 12, "lr": 4e-3},
+    "demo": {"dataset": "digits", "small": True, "epochs": 10, "batch_size": 32, "lr": 6e-3, "schedule": "cosine"},
+    "full": {"dataset": "digits", "epochs": 20, "batch_size": 32, "lr": 4e-3, "schedule": "cosine"},
     "paper": {
         "dataset": "mnist",
         "epochs": 40,

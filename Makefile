@@ -1,0 +1,38 @@
+# Everything a newcomer needs: make demo, make test. Both make their own virtual environment first.
+PYTHON ?= python3
+BIN := .venv/bin
+MODELS := node anode sonode hbnode ghbnode
+DEMO := runs/demo
+
+.PHONY: demo test slow lint docs bench clean
+
+demo: .venv/.complete
+	@for model in $(MODELS); do \
+		$(BIN)/python -m tasks.image_classification --preset demo --model $$model --out $(DEMO)/$$model || exit 1; \
+	done
+	@$(BIN)/python -m tasks.plot $(DEMO) --out $(DEMO)/demo.png
+
+test: lint docs
+	$(BIN)/python -m pytest
+
+slow: .venv/.complete
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.complete
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+docs: .venv/.complete
+	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
+
+bench: .venv/.complete
+	$(BIN)/python -m benchmarks.overhead
+
+clean:
+	rm -rf docs/_build runs/demo
+
+# constraints.txt pins what the tests are run with; torch without CUDA where the index offers it.
+.venv/.complete: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tasks,test,docs,bench]'
+	touch $@

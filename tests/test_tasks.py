@@ -1,0 +1,344 @@
+"""The tasks: presets, run folders, resuming, plotting."""
+
+import csv
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from tasks import _data, _run, image_classification, plot, point_cloud
+from tests.models import MODELS, every_model
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["--subset", "192", "--test-subset", "64", "--batch-size", "32", "--small", "--tol", "0.1"]
+
+
+def read_metrics(folder):
+    """All columns but the wall-clock seconds."""
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert float(row.pop("seconds")) > 0
+    return rows
+
+
+def start(task, *options):
+    command = [sys.executable, "-m", f"tasks.{task}", *map(str, options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+
+
+# Models and presets
+
+
+def test_point_cloud_presets_have_the_papers_parameter_counts():
+    """525, 567, 528, 568, 568 in the paper; the printed 528 counts a damping that SONODE does not have."""
+    counts = [_run.count_parameters(point_cloud.Separator(model)) for model in MODELS]
+    assert counts == [525, 567, 527, 568, 568]
+
+
+def test_mnist_models_have_the_papers_parameter_counts():
+    """Table 5: 85,315 85,462 86,179 85,931 85,235; see the README for the two that differ by one."""
+    counts = [_run.count_parameters(image_classification.Classifier(model, "mnist")) for model in MODELS]
+    assert counts == [85_316, 85_462, 86_179, 85_930, 85_235]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_digits_models_are_of_about_equal_size(small):
+    counts = [_run.count_parameters(image_classification.Classifier(m, "digits", small=small)) for m in MODELS]
+    assert max(counts) < 1.06 * min(counts)
+
+
+def test_paper_presets():
+    config = _run.parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", ["--preset", "paper"])
+    assert (config.tol, config.epochs, config.lr, config.gradient) == (1e-7, 300, 1e-2, "adjoint")
+    assert config.solver()["adjoint_options"] == {}  # torchdiffeq's full norm, as the authors ran it
+    config = _run.parse(image_classification.ImageConfig, image_classification.PRESETS, "", ["--preset", "paper"])
+    assert (config.dataset, config.batch_size, config.lr, config.epochs) == ("mnist", 64, 1e-3, 40)
+
+
+def test_options_override_the_preset():
+    argv = ["--preset", "paper", "--tol", "1e-4", "--model", "sonode", "--animate"]
+    config = _run.parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", argv)
+    assert (config.tol, config.adjoint_norm, config.model, config.animate) == (1e-4, "full", "sonode", True)
+    assert config.solver()["adjoint_options"] == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "resnet"], "invalid choice: 'resnet'"),
+        (["--epochs", "0"], "--epochs must be positive, got 0"),
+        (["--tol", "-1"], "--tol must be positive"),
+        (["--preset", "none"], "invalid choice: 'none'"),
+        (["--dataset", "mnist", "--small"], "--small is for --dataset digits"),
+    ],
+)
+def test_bad_options(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        _run.parse(image_classification.ImageConfig, image_classification.PRESETS, "", argv)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_task_list(capsys):
+    from tasks.__main__ import main
+
+    main()
+    out = capsys.readouterr().out
+    assert "tasks.image_classification" in out
+    assert "tasks.point_cloud" in out
+
+
+# Data
+
+
+def test_digits():
+    x, _ = _data.digits("train")
+    test_x, test_y = _data.digits("test")
+    assert x.shape == (1437, 1, 8, 8)
+    assert test_x.shape == (360, 1, 8, 8)
+    assert (x.min(), x.max()) == (0, 1)
+    assert torch.bincount(test_y).min() >= 34  # stratified
+    seen = {tuple(image.flatten().tolist()) for image in x}
+    assert sum(tuple(image.flatten().tolist()) in seen for image in test_x) == 0
+
+
+def idx_bytes(shape, data):
+    return b"\x00\x00\x08" + bytes([len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape) + bytes(data)
+
+
+def write_mnist(folder, count=32):
+    import gzip
+
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for prefix in ("train", "t10k"):
+        pixels = torch.randint(256, (count * 784,), generator=generator).tolist()
+        labels = torch.randint(10, (count,), generator=generator).tolist()
+        images = gzip.compress(idx_bytes((count, 28, 28), pixels))
+        (raw / f"{prefix}-images-idx3-ubyte.gz").write_bytes(images)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes((count,), labels))  # unzipped is fine too
+    return raw
+
+
+def test_mnist_is_read_from_the_data_folder(tmp_path, monkeypatch):
+    write_mnist(tmp_path)
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    x, y = _data.mnist("train")
+    assert x.shape == (32, 1, 28, 28)
+    assert x.dtype == torch.float32
+    assert y.dtype == torch.int64
+    assert 0 <= x.min() < x.max() <= 1
+
+
+@pytest.mark.parametrize("damage", ["truncate gzip", "truncate data", "not gzip", "not idx"])
+def test_a_damaged_mnist_file_is_named(damage, tmp_path, monkeypatch):
+    raw = write_mnist(tmp_path)
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    images, labels = raw / "train-images-idx3-ubyte.gz", raw / "train-labels-idx1-ubyte"
+    if damage == "truncate gzip":
+        images.write_bytes(images.read_bytes()[:1000])
+        name = images.name
+    elif damage == "not gzip":
+        images.write_bytes(b"<html>404</html>")
+        name = images.name
+    elif damage == "truncate data":
+        labels.write_bytes(labels.read_bytes()[:-3])
+        name = labels.name
+    else:
+        labels.write_bytes(b"abcdefgh")
+        name = labels.name
+    with pytest.raises(ValueError, match=rf"{name}.*Fix: delete the file and download it again"):
+        _data.mnist("train")
+
+
+def test_the_real_mnist_when_it_is_there():
+    root = os.environ.get("HBNODE_DATA")
+    if not root or not (Path(root) / "MNIST" / "raw").is_dir():
+        pytest.skip("MNIST is not in HBNODE_DATA")
+    x, y = _data.mnist("test")
+    assert x.shape == (10_000, 1, 28, 28)
+    assert torch.bincount(y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert x.mean().item() == pytest.approx(0.1325, abs=1e-4)
+
+
+def test_the_point_cloud_lies_where_the_paper_says():
+    points, targets = point_cloud.make_cloud(0)
+    radius = points.norm(dim=1)
+    assert points.shape == (120, 2)
+    assert radius[:40].max() < 0.5
+    assert 0.85 < radius[40:].min() <= radius[40:].max() < 1
+    assert targets[:40].eq(-1).all()
+    assert targets[40:].eq(1).all()
+    # uniform in the disc: the squared radius is uniform in [0, 1/4]
+    many = torch.cat([point_cloud.make_cloud(seed)[0][:40].pow(2).sum(1) for seed in range(100)])
+    assert many.mean().item() == pytest.approx(0.125, abs=0.004)
+
+
+# Runs
+
+
+@every_model
+def test_image_classification_learns_and_leaves_what_redraws_its_figure(model, tmp_path, capsys):
+    folder = tmp_path / model
+    image_classification.main(["--model", model, "--epochs", "2", "--out", str(folder), "--lr", "5e-3", *QUICK])
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "metrics.csv",
+        "summary.json",
+        "checkpoint.pt",
+        "examples.pt",
+    }
+    rows = read_metrics(folder)
+    assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
+    assert all(float(row["nfe_forward"]) >= 8 and float(row["nfe_backward"]) >= 8 for row in rows)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"torch", "device", "commit", "threads", "parameters", "loss_scale", "batch_size"} <= summary.keys()
+    assert f"writing to {folder}" in capsys.readouterr().out
+
+
+def test_point_cloud_draws_its_evolution(tmp_path):
+    for model in ("anode", "ghbnode"):
+        options = ["--model", model, "--epochs", "3", "--tol", "1e-2", "--out", str(tmp_path / model)]
+        point_cloud.main([*options, *(["--animate"] if model == "ghbnode" else [])])
+        assert (tmp_path / model / "evolution.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "ghbnode" / "evolution.gif").read_bytes()[:3] == b"GIF"
+    assert not list(tmp_path.rglob("*partial*"))
+
+
+def wait_for_checkpoint(process, folder, position):
+    """Until the checkpoint says that this many batches are done."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = folder / "checkpoint.pt"
+        if path.exists() and torch.load(path, weights_only=True)["position"] >= position:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no checkpoint at {position}: {process.communicate()[0]}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_resumes_to_the_same_numbers(number, tmp_path):
+    """Killed within an epoch: 6 batches an epoch, and a checkpoint at least every 0.1 s."""
+    options = ["--model", "ghbnode", "--epochs", "8", "--checkpoint-seconds", "0.1", *QUICK]
+    image_classification.main([*options, "--out", str(tmp_path / "whole")])
+    process = start("image_classification", *options, "--out", tmp_path / "killed")
+    wait_for_checkpoint(process, tmp_path / "killed", position=8)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 1), output
+    if number == signal.SIGINT:
+        assert "the same command goes on from there" in output
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    position = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)["position"]
+    assert 8 <= position < 48
+    image_classification.main([*options, "--out", str(tmp_path / "killed")])
+    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
+    weights = [torch.load(tmp_path / run / "checkpoint.pt", weights_only=True)["model"] for run in ("killed", "whole")]
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=0)
+
+
+def test_a_finished_run_can_be_trained_longer_to_the_same_numbers(tmp_path):
+    options = ["--model", "node", "--batch-size", "40", "--tol", "1e-2"]
+    point_cloud.main([*options, "--epochs", "4", "--out", str(tmp_path / "whole")])
+    point_cloud.main([*options, "--epochs", "2", "--out", str(tmp_path / "parts")])
+    point_cloud.main([*options, "--epochs", "4", "--out", str(tmp_path / "parts")])
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
+
+
+def test_a_different_run_is_not_overwritten(tmp_path):
+    options = ["--epochs", "1", "--tol", "0.1", "--out", str(tmp_path)]
+    point_cloud.main(["--model", "node", *options])
+    before = (tmp_path / "metrics.csv").read_bytes()
+    with pytest.raises(SystemExit, match=r"holds a different run .*lr: 0.01 there, 0.5 wanted.*Fix: --out"):
+        point_cloud.main(["--model", "node", "--lr", "0.5", *options])
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+
+
+def test_a_cosine_schedule_cannot_be_extended(tmp_path):
+    options = ["--schedule", "cosine", "--tol", "0.1", "--out", str(tmp_path)]
+    point_cloud.main(["--epochs", "1", *options])
+    with pytest.raises(SystemExit, match="epochs: 1 there, 2 wanted"):
+        point_cloud.main(["--epochs", "2", *options])
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    for model in ("node", "anode"):
+        point_cloud.main(["--model", model, "--epochs", "1", "--tol", "0.1", "--out", str(tmp_path / model)])
+    (tmp_path / "anode" / "checkpoint.pt").replace(tmp_path / "node" / "checkpoint.pt")
+    with pytest.raises(SystemExit, match=r"is a checkpoint of model_name='anode'; expected 'node'. Fix: --out"):
+        point_cloud.main(["--model", "node", "--epochs", "1", "--tol", "0.1", "--out", str(tmp_path / "node")])
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    options = ["--model", "node", "--epochs", "1", "--tol", "0.1", "--out", str(tmp_path)]
+    point_cloud.main(options)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    checkpoint["model"]["head.0.weight"] = torch.zeros(1, 7)
+    torch.save(checkpoint, tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit, match=r"does not fit the model[\s\S]*size mismatch"):
+        point_cloud.main(options)
+
+
+def test_two_processes_under_torchrun(tmp_path):
+    """Each takes half of every batch; on a fixed grid the training is that of one process."""
+    options = ["--epochs", "3", "--method", "rk4", "--steps", "3"]
+    point_cloud.main([*options, "--out", str(tmp_path / "one")])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*torchrun, "-m", "tasks.point_cloud", *options, "--out", str(tmp_path / "two")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["processes"] == 2
+    for a, b in zip(one, two, strict=True):
+        for name, value in a.items():
+            assert float(b[name]) == pytest.approx(float(value), rel=1e-3), name
+
+
+def test_plot_prints_a_table_and_draws_a_figure_for_each_task(tmp_path, capsys):
+    for seed in (0, 1):
+        common = ["--epochs", "2", "--seed", str(seed), "--out"]
+        image_classification.main([*QUICK, *common, str(tmp_path / f"images{seed}")])
+        point_cloud.main(["--model", "node", "--tol", "0.1", *common, str(tmp_path / f"cloud{seed}")])
+    capsys.readouterr()
+    plot.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "HBNODE      2" in out
+    assert "NFE backward" in out
+    for task in ("image_classification", "point_cloud"):
+        assert (tmp_path / f"{task}.png").read_bytes()[:4] == b"\x89PNG"
+    groups = plot.collect(tmp_path)
+    assert [len(group.summaries) for group in groups] == [2, 2]
+    values = [json.loads((tmp_path / f"images{seed}/summary.json").read_text())["test_accuracy"] for seed in (0, 1)]
+    assert groups[0].mean("test_accuracy") == pytest.approx(sum(values) / 2)
+
+
+def test_plot_of_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path)])
+    assert "no finished run under" in capsys.readouterr().err
+
+
+def test_configurations_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        _run.Config().lr = 1.0
