@@ -6,10 +6,10 @@ DEMO := runs/demo
 
 .PHONY: demo test slow lint docs bench clean
 
+# Two models at a time, one thread each.
 demo: .venv/.complete
-	@for model in $(MODELS); do \
-		$(BIN)/python -m tasks.image_classification --preset demo --model $$model --out $(DEMO)/$$model || exit 1; \
-	done
+	@printf '%s\n' $(MODELS) | OMP_NUM_THREADS=1 xargs -P 2 -I MODEL \
+		$(BIN)/python -m tasks.image_classification --preset demo --model MODEL --out $(DEMO)/MODEL
 	@$(BIN)/python -m tasks.plot $(DEMO) --out $(DEMO)/demo.png
 
 test: lint docs

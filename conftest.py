@@ -3,15 +3,15 @@
 import os
 from pathlib import Path
 
-# Two processes of two threads each on two cores fight; one thread a process is also reproducible.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MPLBACKEND", "Agg")
-data = Path(__file__).parents[1] / "shared" / "data"
-if data.is_dir():  # real data kept beside the checkout
-    os.environ.setdefault("HBNODE_DATA", str(data))
-
 import pytest
 import torch
+
+torch.set_num_threads(1)  # reproducible, and the tests run several processes on few cores
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+DATA = Path(__file__).parents[1] / "shared" / "data"
+if DATA.is_dir():  # real data kept beside the checkout
+    os.environ.setdefault("HBNODE_DATA", str(DATA))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ class Signal(nn.Module):
             the solve, or hold it.
 
     Shape:
-        - ``signal(t)``: t of any shape S -> (*S, ...).
+        - ``signal(t)``: t of any shape -> that shape, followed by the trailing shape of u.
 
     Raises:
         ValueError: times not increasing, too few samples, or a query outside.

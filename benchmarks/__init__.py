@@ -1,0 +1,1 @@
+"""Timings that print ratios, measured side by side: ``python -m benchmarks.overhead``."""

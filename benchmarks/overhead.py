@@ -1,0 +1,100 @@
+"""What hbnode's counting and checking cost on top of torchdiffeq, as ratios of the times of one training step.
+
+Both solve the same HBNODE on the same batch with dopri5; the two are timed in turn, and the median of the ratios is
+printed. Writes JSON with the machine in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torchdiffeq
+from torch import Tensor, nn
+
+import hbnode
+
+
+class Stacked(nn.Module):
+    """An HBNODE on the stacked state [h, m], as one would write it for torchdiffeq alone."""
+
+    def __init__(self, field: hbnode.HBNODE) -> None:
+        super().__init__()
+        self.field = field
+
+    def forward(self, t: Tensor, z: Tensor) -> Tensor:
+        """The field on the two halves."""
+        return torch.stack(self.field(t, (z[0], z[1])))
+
+
+def steps(gradient: str, dim: int, batch: int, tol: float) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A training step with hbnode, and the same with torchdiffeq alone."""
+    torch.manual_seed(0)
+    field = hbnode.HBNODE(hbnode.nets.MLP(dim, [64, 64], dim, activation=nn.Tanh))
+    h, m = torch.randn(2, batch, dim)
+    t = torch.tensor([0.0, 1.0])
+    stacked, state = Stacked(field), torch.stack([h, m])
+
+    def ours() -> None:
+        field.zero_grad()
+        y, _ = hbnode.odeint(field, (h, m), t, rtol=tol, atol=tol, gradient=gradient)
+        y[-1].pow(2).mean().backward()
+
+    def theirs() -> None:
+        field.zero_grad()
+        if gradient == "adjoint":
+            norm = {"norm": "seminorm"}
+            z = torchdiffeq.odeint_adjoint(stacked, state, t, rtol=tol, atol=tol, method="dopri5", adjoint_options=norm)
+        else:
+            z = torchdiffeq.odeint(stacked, state, t, rtol=tol, atol=tol, method="dopri5")
+        z[-1, 0].pow(2).mean().backward()
+
+    return ours, theirs
+
+
+def seconds(function: Callable[[], None]) -> float:
+    """Wall-clock time of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Time, print a row per setting, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/overhead.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    print("gradient  dim  batch  hbnode ms  torchdiffeq ms  ratio")
+    for gradient in ("direct", "adjoint"):
+        for dim, batch in ((5, 120), (32, 128)):
+            ours, theirs = steps(gradient, dim, batch, 1e-5)
+            pairs = [(seconds(ours), seconds(theirs)) for _ in range(options.repeats + 3)][3:]
+            a, b = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
+            ratio = statistics.median(x / y for x, y in pairs)
+            rows.append(
+                {"gradient": gradient, "dim": dim, "batch": batch, "ms": a, "torchdiffeq_ms": b, "ratio": ratio}
+            )
+            print(f"{gradient:<8}  {dim:>3}  {batch:>5}  {a:9.2f}  {b:14.2f}  {ratio:5.2f}")
+    machine = {
+        "machine": platform.machine(),
+        "threads": 1,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    partial = options.out.with_suffix(".partial")
+    partial.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
+    partial.replace(options.out)
+
+
+if __name__ == "__main__":
+    main()
