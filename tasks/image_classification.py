@@ -43,7 +43,7 @@ class ImageConfig(Config):
 
 
 PRESETS = {
-    "demo": {"dataset": "digits", "small": True, "epochs": 10, "batch_size": 32, "lr": 6e-3, "schedule": "cosine"},
+    "demo": {"dataset": "digits", "small": True, "epochs": 8, "batch_size": 32, "lr": 8e-3, "schedule": "cosine"},
     "full": {"dataset": "digits", "epochs": 20, "batch_size": 32, "lr": 4e-3, "schedule": "cosine"},
     "paper": {
         "dataset": "mnist",
