@@ -146,7 +146,7 @@ class HeavyBallODEBlock(ODEBlock):
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
         damping: float | None = None,
         t_span: Sequence[float] = (0.0, 1.0),
-        **solver: Any,  # noqa: ANN401
+        **solver: Any,
     ) -> None:
         kind = GHBNODE if generalized else HBNODE
         super().__init__(

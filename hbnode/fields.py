@@ -7,6 +7,7 @@ shape, and ``t`` a scalar tensor. A state is ``h`` for the first-order fields an
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,7 @@ from hbnode._signature import takes_time
 State = Tensor | tuple[Tensor, Tensor]
 
 
-class Field(nn.Module):
+class Field(nn.Module, ABC):
     """Abstract right-hand side of an ODE, ``d state/dt = field(t, state)``, around a network ``func``.
 
     Arguments:
@@ -35,9 +36,13 @@ class Field(nn.Module):
         self.func = func
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
+    @abstractmethod
     def initial_state(self, x: Tensor) -> State:
         """Make the state at the start of a solve from an input ``x`` of shape (batch, ...)."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def forward(self, t: Tensor, state: State) -> State:
+        """The derivative of the state, in the structure of the state."""
 
     def readout(self, state: State) -> Tensor:
         """The hidden state h of a state, or of a whole trajectory of states."""
@@ -164,11 +169,11 @@ class _Damped(Field):
         self,
         func: Callable[..., Tensor],
         *,
-        damping: float | None,
-        learn_damping: bool,
-        max_damping: float,
-        initial_momentum: Callable[[Tensor], Tensor] | None,
-        time_dependent: bool | None,
+        damping: float | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
     ) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
         if not 0 < max_damping < math.inf:
@@ -234,25 +239,6 @@ class HBNODE(_Damped):
         >>> abs(h[-1].item() + 1) < 1e-7
         True
     """
-
-    def __init__(
-        self,
-        func: Callable[..., Tensor],
-        *,
-        damping: float | None = None,
-        learn_damping: bool = True,
-        max_damping: float = 1.0,
-        initial_momentum: Callable[[Tensor], Tensor] | None = None,
-        time_dependent: bool | None = None,
-    ) -> None:
-        super().__init__(
-            func,
-            damping=damping,
-            learn_damping=learn_damping,
-            max_damping=max_damping,
-            initial_momentum=initial_momentum,
-            time_dependent=time_dependent,
-        )
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (25)."""

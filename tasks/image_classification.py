@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks import _data
-from tasks._run import Config, Run, count_parameters, fit, option, parse, write_whole
+from tasks._run import Config, Run, count_parameters, option, parse, write_whole
+from tasks._train import fit
 
 # Channels of h and of f's hidden layers. MNIST: section 3.4.2, footnote 6 and Table 5, with the hidden sizes of the
 # authors' code. Digits: the same channels, hidden sizes that give the five models about equal parameter counts.

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks._run import Config, Run, count_parameters, fit, option, parse, write_figure
+from tasks._run import Config, Run, count_parameters, option, parse, write_figure
+from tasks._train import fit
 
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
 

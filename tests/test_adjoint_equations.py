@@ -103,7 +103,7 @@ def test_eigenvalues_of_proposition_4_come_in_pairs(xi):
         learn_xi=False,
     )
     z = torch.zeros(2 * D, dtype=torch.float64)
-    right_hand_side = lambda z: torch.cat(field(torch.tensor(0.0), (z[:D], z[D:])))  # noqa: E731
+    right_hand_side = lambda z: torch.cat(field(torch.tensor(0.0), (z[:D], z[D:])))
     m = torch.autograd.functional.jacobian(right_hand_side, z).numpy() * (t - T)
     eigenvalues = np.linalg.eigvals(-m)
     partners = (T - t) * -gamma - eigenvalues  # each one's partner must be an eigenvalue too

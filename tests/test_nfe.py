@@ -150,7 +150,7 @@ def test_recomputation_by_checkpointing_counts_as_backward():
 
 
 def test_count_nfe_of_a_plain_function_and_bad_input():
-    field = lambda t, y: -y  # noqa: E731
+    field = lambda t, y: -y
     with hbnode.count_nfe(field) as nfe:
         hbnode.odeint(field, torch.ones(2), [0.0, 1.0], method="euler", options={"steps": 7})
     assert nfe.forward == 7

@@ -19,7 +19,9 @@ def test_snippet(code, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})
+    names = {"__name__": "snippet"}
+    exec(compile(code, "snippet", "exec"), names)
+    assert "hbnode" in names
 
 
 def test_the_readme_has_snippets():
