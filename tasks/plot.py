@@ -158,7 +158,7 @@ def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group:
     for ax, image, label, prediction in zip(
         axes, examples["images"], examples["labels"].tolist(), examples["predictions"].tolist(), strict=False
     ):
-        ax.imshow(image, cmap="gray_r")
+        ax.imshow(image.numpy(), cmap="gray_r")
         right = label == prediction
         ax.set_title(
             f"{prediction}" if right else f"{prediction}, is {label}",

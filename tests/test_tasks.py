@@ -324,7 +324,7 @@ def test_plot_prints_a_table_and_draws_a_figure_for_each_task(tmp_path, capsys):
     capsys.readouterr()
     plot.main([str(tmp_path)])
     out = capsys.readouterr().out
-    assert re.search(r"^ +HBNODE +2 ", out, re.M)
+    assert re.search(r"^ *HBNODE +2 ", out, re.M)
     assert "NFE backward" in out
     for task in ("image_classification", "point_cloud"):
         assert (tmp_path / f"{task}.png").read_bytes()[:4] == b"\x89PNG"
