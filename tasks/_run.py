@@ -24,12 +24,18 @@ if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
-_MAY_CHANGE = ("epochs", "device", "out", "checkpoint_seconds")  # between the parts of a resumed run
 
 
-def option(default: object, text: str, choices: Sequence[str] | None = None) -> typing.Any:
-    """A field of a task's configuration: its default, its help text, its choices."""
-    return dataclasses.field(default=default, metadata={"help": text, "choices": choices})
+def option(default: object, text: str, choices: Sequence[str] | None = None, *, may_change: bool = False) -> typing.Any:
+    """A field of a task's configuration.
+
+    Arguments:
+        default: its value if nothing else is said.
+        text: its help.
+        choices: the values it can have.
+        may_change: whether a run may be resumed with another value, because its numbers stay the same.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "may_change": may_change})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Config:
     model: str = option("hbnode", "which of the five models", MODELS)
     preset: str = option("default", "a set of defaults, see below; other options override it")
     seed: int = option(0, "seed of the initial weights and of the order of the data")
-    epochs: int = option(20, "passes over the training data")
+    epochs: int = option(20, "passes over the training data", may_change=True)
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "Adam's learning rate")
     schedule: str = option("constant", "learning rate: constant, or falling to 0 as a cosine", ("constant", "cosine"))
@@ -49,9 +55,9 @@ class Config:
     steps: int = option(0, "steps of a solver with a fixed grid, such as rk4")
     gradient: str = option("adjoint", "how to differentiate", ("adjoint", "direct"))
     adjoint_norm: str = option("seminorm", "error norm of the adjoint; the papers used full", ("seminorm", "full"))
-    device: str = option("auto", "cpu, cuda, or auto")
-    checkpoint_seconds: float = option(30.0, "time between checkpoints within an epoch")
-    out: str = option("", "run folder; empty makes one under runs/")
+    device: str = option("auto", "cpu, cuda, or auto", may_change=True)
+    checkpoint_seconds: float = option(30.0, "time between checkpoints within an epoch", may_change=True)
+    out: str = option("", "run folder; empty makes one under runs/", may_change=True)
 
     def solver(self) -> dict[str, object]:
         """The arguments of an ODEBlock that the options describe."""
@@ -155,11 +161,13 @@ class Run:
         torch.manual_seed(config.seed)
 
     def _refuse_another(self, found: dict[str, object], wanted: dict[str, object]) -> None:
+        free = {field.name for field in dataclasses.fields(self.config) if field.metadata["may_change"]}
+        if self.config.schedule == "cosine":
+            free -= {"epochs"}
         changed = {
             name: (found.get(name), wanted.get(name))
-            for name in found.keys() | wanted.keys()
+            for name in (found.keys() | wanted.keys()) - free
             if found.get(name) != wanted.get(name)
-            and (name not in _MAY_CHANGE or (name == "epochs" and self.config.schedule == "cosine"))
         }
         if changed:
             listed = ", ".join(f"{name}: {old!r} there, {new!r} wanted" for name, (old, new) in sorted(changed.items()))

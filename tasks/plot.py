@@ -1,6 +1,7 @@
 """Draw run folders: ``python -m tasks.plot runs/demo`` prints a table and writes one figure.
 
-Runs that differ in their seed only are averaged; bands show the smallest and the largest.
+There is one of each for every task, preset and data set found. Runs that differ in their seed only are averaged; bands
+show the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ class Group:
     def model(self) -> str:
         """Which of the five models."""
         return str(self.config["model"])
+
+    @property
+    def experiment(self) -> str:
+        """Which figure the runs belong to: task, preset and data set."""
+        names = (self.config[name] for name in ("task", "preset", "dataset") if name in self.config)
+        return "-".join(map(str, names))
 
     def mean(self, name: str) -> float:
         """Mean of an entry of the summaries over the seeds."""
@@ -142,9 +149,9 @@ def _bars(ax: plt.Axes, groups: Sequence[Group]) -> None:
         ax.text(x, height, f"{group.mean('seconds_per_epoch'):.2f} s/epoch", ha="center", va="bottom", fontsize="small")
     ax.set_xticks(positions, [TITLES[group.model] for group in groups])
     ax.set_ylabel("mean evaluations per batch")
-    ax.set_ylim(top=1.12 * max(forward + backward))
+    ax.set_ylim(top=1.3 * max(forward + backward))
     plain = [plt.Rectangle((0, 0), 1, 1, color="0.4"), plt.Rectangle((0, 0), 1, 1, color="0.7", hatch="//")]
-    ax.legend(plain, ["forward", "backward"], fontsize="small", loc="lower right")
+    ax.legend(plain, ["forward", "backward"], fontsize="small", loc="upper right")
 
 
 def _examples(group: Group) -> tuple[dict[str, torch.Tensor], Group] | None:
@@ -175,22 +182,22 @@ def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a table and write a figure for each task under the given folders."""
+    """Print a table and write a figure for each experiment under a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, nargs="?", default=Path("runs"), help="folder of run folders [runs]")
-    parser.add_argument("--out", type=Path, help="the figure's path [ROOT/TASK.png]")
+    parser.add_argument("--out", type=Path, help="the figure's path [ROOT/EXPERIMENT.png]")
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
-    by_task: dict[str, list[Group]] = defaultdict(list)
+    experiments: dict[str, list[Group]] = defaultdict(list)
     for group in collect(options.root):
-        by_task[str(group.config["task"])].append(group)
-    if not by_task:
+        experiments[group.experiment].append(group)
+    if not experiments:
         parser.error(f"no finished run under {options.root}. Fix: train one first, see python -m tasks.")
-    if options.out and len(by_task) > 1:
-        parser.error(f"--out names one figure, but {options.root} holds {sorted(by_task)}. Fix: name one of them.")
-    for task, groups in by_task.items():
-        path = options.out or options.root / f"{task}.png"
-        print(f"{task}\n{table(groups)}")
+    if options.out and len(experiments) > 1:
+        parser.error(f"--out names one figure, but {options.root} holds {sorted(experiments)}. Fix: name one of them.")
+    for name, groups in experiments.items():
+        path = options.out or options.root / f"{name}.png"
+        print(f"{name}\n{table(groups)}")
         write_figure(draw(groups), path)
         print(f"figure: {path}\n")
 

@@ -29,11 +29,11 @@ HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
 class PointCloudConfig(Config):
     """Options of point cloud separation; an epoch is one step on the whole cloud."""
 
-    epochs: int = option(300, "steps, each on the whole cloud")
+    epochs: int = option(300, "steps, each on the whole cloud", may_change=True)
     batch_size: int = option(120, "samples in a step")
     lr: float = option(1e-2, "Adam's learning rate")
     tol: float = option(1e-5, "rtol = atol of the solver")
-    animate: bool = option(False, "draw the evolution as a GIF too")
+    animate: bool = option(False, "draw the evolution as a GIF too", may_change=True)
 
 
 PRESETS = {"paper": {"tol": 1e-7, "adjoint_norm": "full"}}
@@ -92,7 +92,7 @@ def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Path, title: str, animate: bool) -> None:
-    """Draw the cloud at six times in ``evolution.png``, and moving in ``evolution.gif``."""
+    """Draw the cloud at six times in ``evolution.png``, and moving in ``evolution.gif``; mind the changing scale."""
     import matplotlib.pyplot as plt
     from matplotlib.animation import FuncAnimation, PillowWriter
 
@@ -101,14 +101,10 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
         path = model.block(points.to(next(model.parameters()).device), times).cpu()
     colors = ["C0" if target < 0 else "C3" for target in targets[:, 0].tolist()]
     space = {"projection": "3d"} if path.shape[-1] == 3 else {}
-    lower, upper = path.amin(dim=(0, 1)), path.amax(dim=(0, 1))
-    margin = 0.05 * (upper - lower).clamp(min=0.1)
 
     def scatter(ax: plt.Axes, index: int) -> None:
         ax.clear()
         ax.scatter(*path[index].T.numpy(), s=9, c=colors)
-        for axis, low, high in zip("xyz", (lower - margin).tolist(), (upper + margin).tolist(), strict=False):
-            getattr(ax, f"set_{axis}lim")(low, high)
         ax.set_title(f"t = {times[index]:.2f}", fontsize="medium")
         ax.tick_params(labelsize="x-small")
 
@@ -136,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{config.model}: {count_parameters(model)} parameters, writing to {run.folder}")
     fit(run, model, cloud, fresh, squared_error, every=50)
     if run.workers.rank == 0:
-        title = f"{config.model}: training loss {run.rows[-1]['train_loss']:.3f} after {len(run.rows)} steps"
+        title = f"{config.model.upper()}: training loss {run.rows[-1]['train_loss']:.3f} after {len(run.rows)} steps"
         draw_evolution(model, *cloud, run.folder, title, config.animate)
     run.finish(model, loss_scale="mean over the cloud")
 

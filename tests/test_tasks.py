@@ -326,8 +326,8 @@ def test_plot_prints_a_table_and_draws_a_figure_for_each_task(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^ *HBNODE +2 ", out, re.M)
     assert "NFE backward" in out
-    for task in ("image_classification", "point_cloud"):
-        assert (tmp_path / f"{task}.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("image_classification-default-digits", "point_cloud-default"):
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     groups = plot.collect(tmp_path)
     assert [len(group.summaries) for group in groups] == [2, 2]
     values = [json.loads((tmp_path / f"images{seed}/summary.json").read_text())["test_accuracy"] for seed in (0, 1)]
