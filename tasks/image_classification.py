@@ -45,7 +45,7 @@ class ImageConfig(Config):
 
 PRESETS = {
     "demo": {"dataset": "digits", "small": True, "epochs": 8, "batch_size": 32, "lr": 8e-3, "schedule": "cosine"},
-    "full": {"dataset": "digits", "epochs": 20, "batch_size": 32, "lr": 4e-3, "schedule": "cosine"},
+    "full": {"dataset": "digits", "epochs": 12, "batch_size": 32, "lr": 8e-3, "schedule": "cosine"},
     "paper": {
         "dataset": "mnist",
         "epochs": 40,
