@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from hbnode.fields import GHBNODE, HBNODE, State, _check_augment, append_zeros
+from hbnode._checks import as_count
+from hbnode._state import State
+from hbnode.fields import GHBNODE, HBNODE, append_zeros
 from hbnode.nfe import NFE
-from hbnode.solve import check_method, solve
+from hbnode.solve import Settings, solve
 
 
 class ODEBlock(nn.Module):
@@ -67,11 +70,14 @@ class ODEBlock(nn.Module):
                 f"ODEBlock expected a field, got {type(field).__name__}. "
                 "Fix: wrap the network, ODEBlock(hbnode.NODE(net)), or use HeavyBallODEBlock(net)."
             )
+        if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
+            raise TypeError(
+                f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: learned times go to block(x, t)."
+            )
         t_span = tuple(float(t) for t in t_span)
         if len(t_span) != 2 or t_span[0] == t_span[1] or not all(map(math.isfinite, t_span)):
             raise ValueError(f"t_span must be two different times (t0, T), got {t_span}. Fix: (0.0, 1.0).")
-        check_method(method, gradient, step_control)
-        self.augment = _check_augment(augment)
+        self.augment = as_count(augment, "augment", least=0)
         if augment and initial_state is not None:
             raise ValueError("augment and initial_state were both given. Fix: let initial_state do the augmenting.")
         self.field = field
@@ -86,6 +92,7 @@ class ODEBlock(nn.Module):
         self.max_steps = max_steps
         self.initial_state = initial_state
         self.nfe = NFE()  # of the last call; its backward part is filled in by the backward pass
+        self.settings()  # a wrong argument is told here, not at the first call
 
     def forward(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor:
         """h(T), or the trajectory of h at the times ``t``."""
@@ -93,28 +100,24 @@ class ODEBlock(nn.Module):
             state = self.initial_state(x)
         else:
             state = self.field.initial_state(append_zeros(x, self.augment))
-        trajectory, self.nfe = solve(
-            self.field,
-            state,
-            self.t_span if t is None else t,
-            method=self.method,
-            rtol=self.rtol,
-            atol=self.atol,
-            gradient=self.gradient,
-            options=self.options,
-            adjoint_options=self.adjoint_options,
-            step_control=self.step_control,
-            event_fn=None,
-            max_steps=self.max_steps,
-        )
+        self.nfe = NFE()
+        trajectory = solve(self.field, state, self.t_span if t is None else t, self.settings(), self.nfe)
         h = self.field.readout(trajectory)
         return h[-1] if t is None else h
 
+    def settings(self) -> Settings:
+        """How the block solves, from its attributes, which may be changed at any time."""
+        names = (field.name for field in dataclasses.fields(Settings))
+        return Settings(**{name: getattr(self, name) for name in names})
+
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
-        method, gradient = check_method(self.method, self.gradient, self.step_control)
+        settings = self.settings()
         augment = f", augment={self.augment}" if self.augment else ""
-        return f"t_span={self.t_span}, method={method!r}, rtol={self.rtol:g}, gradient={gradient!r}{augment}"
+        return (
+            f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "
+            f"gradient={settings.gradient!r}{augment}"
+        )
 
 
 class HeavyBallODEBlock(ODEBlock):
@@ -125,7 +128,9 @@ class HeavyBallODEBlock(ODEBlock):
         generalized: use :class:`hbnode.GHBNODE` in place of :class:`hbnode.HBNODE`.
         augment: zeros appended to x along dimension 1 (features, or channels of an image).
         initial_momentum: module h -> m(t0) of the shape of h, augmentation included; None starts at rest.
-        damping: initial γ of the learned damping; None is sigmoid(-3), about 0.047.
+        damping: initial γ; None is sigmoid(-3), about 0.047.
+        learn_damping: whether γ is a parameter.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
         t_span: start and end of the integration.
         solver: further keyword arguments of :class:`ODEBlock`: ``method``, ``rtol``, ``atol``, ``gradient``, ...
 
@@ -145,10 +150,17 @@ class HeavyBallODEBlock(ODEBlock):
         augment: int = 0,
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
         damping: float | None = None,
+        learn_damping: bool = True,
+        time_dependent: bool | None = None,
         t_span: Sequence[float] = (0.0, 1.0),
         **solver: Any,
     ) -> None:
         kind = GHBNODE if generalized else HBNODE
-        super().__init__(
-            kind(func, damping=damping, initial_momentum=initial_momentum), t_span, augment=augment, **solver
+        field = kind(
+            func,
+            damping=damping,
+            learn_damping=learn_damping,
+            initial_momentum=initial_momentum,
+            time_dependent=time_dependent,
         )
+        super().__init__(field, t_span, augment=augment, **solver)

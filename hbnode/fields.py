@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from hbnode._checks import as_count
 from hbnode._signature import takes_time
-
-State = Tensor | tuple[Tensor, Tensor]
+from hbnode._state import State, describe
 
 
 class Field(nn.Module, ABC):
@@ -54,14 +54,26 @@ class Field(nn.Module, ABC):
 
     def evaluate(self, t: Tensor, h: Tensor, *others: Tensor) -> Tensor:
         """The value f(h, t) of ``func``, checked to have the shape of ``h``."""
+        if not isinstance(h, Tensor):
+            raise TypeError(
+                f"{type(self).__name__} is solved on a tensor, got {describe(h)}. Fix: field.initial_state(x) makes it."
+            )
         f = self.func(t, h, *others) if self.time_dependent else self.func(h, *others)
         if not isinstance(f, Tensor) or f.shape != h.shape:
-            got = f"shape {tuple(f.shape)}" if isinstance(f, Tensor) else f"a {type(f).__name__}"
             raise ValueError(
-                f"func returned {got}; expected a tensor of the shape of h, {tuple(h.shape)}. "
+                f"func returned {describe(f)}; expected a tensor of the shape of h, {tuple(h.shape)}. "
                 "Fix: make the last layer's output size equal to the size of h (augmentation included)."
             )
         return f
+
+    def _pair(self, state: State) -> tuple[Tensor, Tensor]:
+        """The two parts of the state of a second-order field."""
+        if isinstance(state, Tensor) or len(state) != 2:
+            raise TypeError(
+                f"{type(self).__name__} is solved on a pair of tensors, got {describe(state)}. "
+                "Fix: field.initial_state(x) makes it; an initial_state= of a block must return two tensors."
+            )
+        return state
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
@@ -115,7 +127,7 @@ class ANODE(Field):
 
     def __init__(self, func: Callable[..., Tensor], augment: int, *, time_dependent: bool | None = None) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
-        self.augment = _check_augment(augment)
+        self.augment = as_count(augment, "augment", least=0)
 
     def initial_state(self, x: Tensor) -> Tensor:
         """``x`` with zeros appended along dimension 1."""
@@ -158,7 +170,7 @@ class SONODE(Field):
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The equation above."""
-        h, v = state
+        h, v = self._pair(state)
         return v, self.evaluate(t, h, v)
 
 
@@ -242,7 +254,7 @@ class HBNODE(_Damped):
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (25)."""
-        h, m = state
+        h, m = self._pair(state)
         return m, -self.damping * m + self.evaluate(t, h)
 
 
@@ -311,7 +323,7 @@ class GHBNODE(_Damped):
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (48)."""
-        h, m = state
+        h, m = self._pair(state)
         return self.activation(m), -self.damping * m + self.evaluate(t, h) - self.xi * h
 
     def extra_repr(self) -> str:
@@ -336,18 +348,12 @@ def append_zeros(x: Tensor, augment: int) -> Tensor:
 def _paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
     """``(x, net(x))``, or ``(x, 0)`` without a net."""
     m = torch.zeros_like(x) if net is None else net(x)
-    if m.shape != x.shape:
+    if not isinstance(m, Tensor) or m.shape != x.shape:
         raise ValueError(
-            f"{name} returned shape {tuple(m.shape)}; expected the shape of the input, {tuple(x.shape)}. "
+            f"{name} returned {describe(m)}; expected the shape of the input, {tuple(x.shape)}. "
             "Fix: match its output size, or give the block an initial_state= that makes both parts."
         )
     return x, m.to(x.dtype)  # autocast may have made m smaller
-
-
-def _check_augment(augment: int) -> int:
-    if not isinstance(augment, int) or augment < 0:
-        raise ValueError(f"augment must be an integer >= 0, got {augment!r}. Fix: pass how many zeros to append.")
-    return augment
 
 
 def _number(x: Tensor | float) -> float:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
+from hbnode._state import State, parts
+
+_REFUSAL = (
+    "func depends on {what}, whose gradient gradient='adjoint' would drop; expected func to depend on the parameters "
+    "of its module, on leaf tensors and on its arguments only, and on the same ones in both passes. "
+    "Fix: use gradient='direct', compute the tensor inside func, or make it a part of the state."
+)
 
 
-def closed_over_leaves(evaluate: Callable[[], Value]) -> tuple[list[Tensor], Value]:
-    """Call ``evaluate`` and find the leaf tensors, parameters or not, that its value depends on.
+def closed_over_leaves(evaluate: Callable[[], State], inputs: Iterable[Tensor]) -> tuple[list[Tensor], State]:
+    """Call ``evaluate`` and find the leaf tensors, parameters or not, that its value depends on beside its inputs.
 
     Arguments:
-        evaluate: a function of nothing, called once with gradients enabled.
+        evaluate: a function of nothing, called once; gradients must be enabled.
+        inputs: the tensors that it computes with, leaves or not.
 
     Returns:
         The leaves that require a gradient, and the value.
@@ -24,25 +31,41 @@ def closed_over_leaves(evaluate: Callable[[], Value]) -> tuple[list[Tensor], Val
         ValueError: if the value depends on a tensor that is not a leaf and was computed before the call. A gradient
             mode that evaluates the field anew in the backward pass cannot reach what lies behind such a tensor.
     """
+    inputs = list(inputs)
+    seen = set(_ancestors(tensor.grad_fn for tensor in inputs))
+    known = {id(tensor) for tensor in inputs} | {id(node.variable) for node in seen if hasattr(node, "variable")}
     marker = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()
     value = evaluate()
-    outputs = (value,) if isinstance(value, Tensor) else value
-    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    leaves: dict[int, Tensor] = {id(output): output for output in outputs if output.is_leaf and output.requires_grad}
-    seen = set()
+    leaves = {id(part): part for part in parts(value) if part.is_leaf and part.requires_grad}
+    pending = [part.grad_fn for part in parts(value)]
     while pending:
         node = pending.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
         elif node._sequence_nr() < marker:
-            raise ValueError(
-                f"func depends on a tensor that was computed outside it (by {node.name()}), whose gradient "
-                "gradient='adjoint' would drop; expected func to depend on leaf tensors and its arguments only. "
-                "Fix: use gradient='direct', compute the tensor inside func, or make it a part of the state."
-            )
+            raise ValueError(_REFUSAL.format(what=f"a tensor that was computed outside it (by {node.name()})"))
         else:
-            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return list(leaves.values()), value
+            pending.extend(parent for parent, _ in node.next_functions)
+    return [leaf for key, leaf in leaves.items() if key not in known], value
+
+
+def refuse_unknown(leaves: Iterable[Tensor], known: frozenset[int]) -> None:
+    """Raise if a leaf is none of those whose gradient is computed, given by their ids."""
+    for leaf in leaves:
+        if id(leaf) not in known:
+            raise ValueError(
+                _REFUSAL.format(what=f"a tensor of shape {tuple(leaf.shape)} that it did not use at first")
+            )
+
+
+def _ancestors(nodes: Iterable[Node | None]) -> set[Node]:
+    seen, pending = set(), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending.extend(parent for parent, _ in node.next_functions)
+    return seen

@@ -43,22 +43,22 @@ _BACKWARD = {"evaluation": "backward", "accepted": "backward_steps", "rejected":
 _open_counters: list[tuple[frozenset[int], NFE]] = []
 
 
-def in_backward_pass() -> bool:
-    """Whether the autograd engine is running a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
+def backward_pass() -> int:
+    """The number of the backward pass that the autograd engine runs in this thread, or -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 class Tally:
     """The count of one solve; passes every event on to the open :func:`count_nfe` contexts that watch its field."""
 
-    def __init__(self, field: Callable) -> None:
-        self.field = field
-        self.nfe = NFE()
+    def __init__(self, field: Callable, nfe: NFE) -> None:
+        self.identity = _identity(field)
+        self.nfe = nfe
 
     def add(self, event: str) -> None:
         """Count one ``"evaluation"``, ``"accepted"`` or ``"rejected"`` step in the pass that is running."""
-        name = (_BACKWARD if in_backward_pass() else _FORWARD)[event]
-        watching = [total for watched, total in _open_counters if id(self.field) in watched]
+        name = (_BACKWARD if backward_pass() != -1 else _FORWARD)[event]
+        watching = [total for watched, total in _open_counters if self.identity in watched]
         for record in (self.nfe, *watching):
             setattr(record, name, getattr(record, name) + 1)
 
@@ -88,9 +88,14 @@ def count_nfe(module: nn.Module | Callable) -> Iterator[NFE]:
             "Fix: pass the block or the model that contains it."
         )
     members = module.modules() if isinstance(module, nn.Module) else [module]
-    entry = (frozenset(id(member) for member in members), NFE())
+    entry = (frozenset(map(_identity, members)), NFE())
     _open_counters.append(entry)
     try:
         yield entry[1]
     finally:
         _open_counters[:] = [other for other in _open_counters if other is not entry]
+
+
+def _identity(field: Callable) -> int:
+    """What tells fields apart; a bound method, made anew at each access, is told by its object."""
+    return id(getattr(field, "__self__", field))

@@ -15,12 +15,13 @@ class Signal(nn.Module):
     Differentiable with respect to the query times and the samples u (not the sample times).
 
     Arguments:
-        t: sample times (T,), strictly increasing.
-        u: samples (T, ...); the trailing shape is that of u(t), a batch for instance.
+        t: sample times (T,), strictly increasing, floating point.
+        u: samples (T, ...), floating point; the trailing shape is that of u(t), a batch for instance.
         kind: ``"linear"`` or ``"cubic"``.
         outside: what a query outside of [t[0], t[-1]] does: ``"raise"``, or ``"hold"`` the nearest sample. The
-            adaptive methods of torchdiffeq look a little past the last output time: let the signal reach further than
-            the solve, or hold it.
+            adaptive methods of torchdiffeq look a little past the last output time, and their adjoint before the
+            first: let the signal reach further than the solve at both ends, solve with ``options={"land": True}``, or
+            hold it.
 
     Shape:
         - ``signal(t)``: t of any shape -> that shape, followed by the trailing shape of u.
@@ -42,6 +43,8 @@ class Signal(nn.Module):
             raise ValueError(f"unknown kind {kind!r} of signal; expected 'linear' or 'cubic'. Fix: kind='linear'.")
         if outside not in ("raise", "hold"):
             raise ValueError(f"unknown outside={outside!r}; expected 'raise' or 'hold'. Fix: outside='raise'.")
+        if not (t.is_floating_point() and u.is_floating_point()):
+            raise TypeError(f"a signal is floating point; got t {t.dtype} and u {u.dtype}. Fix: u.float().")
         if t.dim() != 1 or len(t) < needed[kind] or u.dim() == 0 or len(u) != len(t):
             raise ValueError(
                 f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
@@ -62,8 +65,8 @@ class Signal(nn.Module):
             worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
             raise ValueError(
                 f"the signal was asked for t={float(worst):g}, outside of its samples "
-                f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: give it samples beyond the end of the solve "
-                "(adaptive methods look past the last output time), or Signal(..., outside='hold')."
+                f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: solve with options={{'land': True}} "
+                "(adaptive methods look past the ends), give it more samples, or Signal(..., outside='hold')."
             )
         left = (torch.searchsorted(self.t, t.detach(), right=True) - 1).clamp(0, len(self.t) - 2)
         width = self.t[left + 1] - self.t[left]

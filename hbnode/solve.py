@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import numbers
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hbnode._checks import as_count
+from hbnode._state import State
 from hbnode.nfe import NFE
-from hbnode.solvers import torchdiffeq
+from hbnode.solvers import from_torchdiffeq
 
 logger = logging.getLogger("hbnode")
-
-State = Tensor | tuple[Tensor, ...]
 
 
 def odeint(
@@ -46,7 +49,9 @@ def odeint(
         field: called ``(t, state)`` with t a scalar tensor, returns d state/dt in the structure of the state. One of
             hbnode's fields, any module, or a plain function.
         y0: state at ``t[0]``: a floating tensor (batch, ...), or a tuple of them.
-        t: times (T,), strictly increasing or decreasing; a tensor that requires a gradient gets it.
+        t: times (T,), strictly increasing or decreasing; a tensor that requires a gradient gets it. With
+            ``gradient="direct"`` and an adaptive method that is the gradient of torchdiffeq's interpolation, a good
+            deal less exact than its values: take ``"adjoint"`` or a fixed grid to learn times.
         method: ``"dopri5"`` (also for None), ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``; on a
             fixed grid ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``, ``"explicit_adams"``,
             ``"implicit_adams"``, ``"fixed_adams"``; or ``"scipy_solver"``.
@@ -55,16 +60,19 @@ def odeint(
         gradient: ``"direct"`` (also for None) backpropagates through the solver's operations, ``"adjoint"`` solves
             the adjoint ODE backwards in memory that does not grow with the steps.
         options: torchdiffeq's options of the method, and two of ours. ``{"steps": n}``: n equal steps in each output
-            interval of a fixed-grid method; rtol and atol are then ignored. ``{"land": True}``: adaptive methods step
-            exactly onto the output times. By themselves they step past them and interpolate, to order 4 only, which
-            for dopri8 can be far worse than the tolerance, and ask ``field`` for times beyond the last.
+            interval of a fixed-grid method; rtol and atol are then ignored (but by implicit Adams, and atol by
+            events). ``{"land": True}``: adaptive methods step exactly onto the output times. By themselves they step
+            past them and interpolate, to order 4 only, which for dopri8 can be far worse than the tolerance, and ask
+            ``field`` for times beyond the last.
         adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one.
             ``{"norm": "seminorm"}`` unless given; ``{}`` is torchdiffeq's own default, as the papers used it.
         step_control: ``"batch"``: one step size for the whole batch, all that torchdiffeq's methods have.
         event_fn: as in torchdiffeq: ``event_fn(t, state)`` whose change of sign ends the solve. ``t`` then holds two
-            times, of which the second gives the direction only, and the result is ``(event_time, state)``.
-        max_steps: steps, accepted and rejected, after which a forward or backward pass is given up (evaluations,
-            where a method does not report its steps: ``"scipy_solver"``, and events on a fixed grid).
+            times, of which the second gives the direction only, and the result is ``(event_time, state)``. The time
+            carries no gradient: ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)`` gives it one.
+        max_steps: steps of an adaptive method, accepted and rejected, after which a forward or backward pass is given
+            up; one more is granted for each further output interval. Where a method does not report its steps
+            (``"scipy_solver"``, and events on a fixed grid) it limits evaluations. A fixed grid is as long as it is.
 
     Returns:
         States at the times, time first, (T, batch, ...), in the structure of ``y0``.
@@ -85,21 +93,46 @@ def odeint(
         >>> torch.allclose(cos[:, 0], torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).cos())
         True
     """
-    solution, _ = solve(
-        field,
-        y0,
-        t,
-        method=method,
-        rtol=rtol,
-        atol=atol,
-        gradient=gradient,
-        options=options,
-        adjoint_options=adjoint_options,
-        step_control=step_control,
-        event_fn=event_fn,
-        max_steps=max_steps,
-    )
-    return solution
+    settings = Settings(method, rtol, atol, gradient, options, adjoint_options, step_control, max_steps)
+    return solve(field, y0, t, settings, NFE(), event_fn)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to solve: arguments of :func:`odeint`, checked, with ``method`` and ``gradient`` filled in."""
+
+    method: str | None
+    rtol: float
+    atol: float
+    gradient: str | None
+    options: dict[str, Any] | None
+    adjoint_options: dict[str, Any] | None
+    step_control: str
+    max_steps: int
+
+    def __post_init__(self) -> None:
+        methods, gradients = from_torchdiffeq.METHODS, from_torchdiffeq.GRADIENTS
+        method = "dopri5" if self.method is None else self.method
+        if method not in methods:
+            raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: method='dopri5'.")
+        gradient = "direct" if self.gradient is None else self.gradient
+        if gradient not in gradients:
+            raise ValueError(
+                f"unknown gradient {gradient!r} for method={method!r}; expected one of {gradients}. "
+                "Fix: gradient='direct'."
+            )
+        if self.step_control != "batch":
+            raise ValueError(
+                f"step_control={self.step_control!r} is not possible with method={method!r}, which has one step size "
+                "for the whole batch; expected 'batch'. Fix: leave it out."
+            )
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
+        object.__setattr__(self, "max_steps", as_count(self.max_steps, "max_steps"))
+        object.__setattr__(self, "method", method)
+        object.__setattr__(self, "gradient", gradient)
 
 
 @torch.compiler.disable
@@ -107,67 +140,36 @@ def solve(
     field: Callable,
     y0: State,
     t: Tensor | Sequence[float],
-    *,
-    method: str | None,
-    rtol: float,
-    atol: float,
-    gradient: str | None,
-    options: dict[str, Any] | None,
-    adjoint_options: dict[str, Any] | None,
-    step_control: str,
-    event_fn: Callable | None,
-    max_steps: int,
-) -> tuple[State | tuple[Tensor, State], NFE]:
-    """:func:`odeint` together with its count of evaluations, which keeps growing in the backward pass."""
-    method, gradient = check_method(method, gradient, step_control)
+    settings: Settings,
+    nfe: NFE,
+    event_fn: Callable | None = None,
+) -> State | tuple[Tensor, State]:
+    """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
     y0 = _checked_state(field, y0)
     first = y0 if isinstance(y0, Tensor) else y0[0]
-    if method not in torchdiffeq.FIXED:
-        check_tolerances(rtol, atol, first.dtype)
-    if not isinstance(max_steps, int) or max_steps < 1:
-        raise ValueError(f"max_steps must be an integer >= 1, got {max_steps!r}. Fix: the default is 10_000.")
-    t = _check_times(t, first.device)
+    if settings.method not in from_torchdiffeq.FIXED:
+        _check_precision(settings.rtol, first.dtype)
+    t = _checked_times(t, first.device)
     if event_fn is not None and len(t) != 2:
         raise ValueError(f"with event_fn, t must hold two times (start and direction), got {len(t)}. Fix: [t0, t1].")
-    return torchdiffeq.solve(
+    return from_torchdiffeq.solve(
         field,
         y0,
         t,
-        method=method,
-        rtol=rtol,
-        atol=atol,
-        gradient=gradient,
-        options=options or {},
-        adjoint_options=adjoint_options,
+        method=settings.method,
+        rtol=settings.rtol,
+        atol=settings.atol,
+        gradient=settings.gradient,
+        options=settings.options,
+        adjoint_options=settings.adjoint_options,
         event_fn=event_fn,
-        max_steps=max_steps,
+        max_steps=settings.max_steps,
+        nfe=nfe,
     )
 
 
-def check_method(method: str | None, gradient: str | None, step_control: str) -> tuple[str, str]:
-    """The names of the method and the gradient mode, defaults filled in."""
-    method = "dopri5" if method is None else method
-    if method not in torchdiffeq.METHODS:
-        raise ValueError(f"unknown method {method!r}; expected one of {torchdiffeq.METHODS}. Fix: method='dopri5'.")
-    gradient = "direct" if gradient is None else gradient
-    if gradient not in torchdiffeq.GRADIENTS:
-        raise ValueError(
-            f"unknown gradient {gradient!r} for method={method!r}; expected one of {torchdiffeq.GRADIENTS}. "
-            "Fix: gradient='direct'."
-        )
-    if step_control != "batch":
-        raise ValueError(
-            f"step_control={step_control!r} is not possible with method={method!r}, which has one step size for the "
-            "whole batch; expected 'batch'. Fix: leave it out."
-        )
-    return method, gradient
-
-
-def check_tolerances(rtol: float, atol: float, dtype: torch.dtype) -> None:
-    """Tolerances must be positive, and within what the dtype can carry."""
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if isinstance(value, Tensor) or not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
+def _check_precision(rtol: float, dtype: torch.dtype) -> None:
+    """A tolerance must be within what the dtype can carry."""
     eps = torch.finfo(dtype).eps
     if rtol < eps / 100:
         raise ValueError(
@@ -214,20 +216,25 @@ def _checked_state(field: Callable, y0: State) -> State:
     return y0
 
 
-def _check_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
+def _checked_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
     if not isinstance(t, Tensor):
-        t = torch.as_tensor(t, dtype=torch.float64)
+        if any(isinstance(time, Tensor) for time in t):  # keep the gradients of learned times
+            t = torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device) for time in t])
+        else:
+            t = torch.as_tensor(t, dtype=torch.float64)
     elif not t.is_floating_point():
         t = t.to(torch.float64)
     if t.dim() != 1 or len(t) == 0:
         raise ValueError(f"t must be one-dimensional with at least one time, got shape {tuple(t.shape)}. Fix: (T,).")
+    if not bool(torch.isfinite(t).all()):
+        raise ValueError(f"t must be finite, got {t.tolist()}. Fix: drop the infinite times and the NaNs.")
     t = t.to(device)
     steps = t.detach().diff()
     if not bool((steps > 0).all() | (steps < 0).all()):
         sign = -1.0 if bool(steps[0] < 0) else 1.0
-        where = int(torch.nonzero(~(torch.sign(steps) == sign))[0])  # a NaN differs from everything
+        where = int(torch.nonzero(torch.sign(steps) != sign)[0])
         raise ValueError(
             f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
-            f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones (or NaNs)."
+            f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones."
         )
     return t

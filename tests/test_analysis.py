@@ -60,6 +60,13 @@ def test_a_model_with_blocks_inside_and_a_loss_of_ones_own():
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
 
 
+def test_the_copies_are_in_evaluation_mode():
+    block = hbnode.HeavyBallODEBlock(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), max_steps=20)
+    curve = hbnode.nfe_vs_tolerance(block, torch.randn(4, 3), [1e-3])
+    assert curve.error[0] < 1e-3
+    assert block.training
+
+
 def test_to_csv(curve, tmp_path):
     curve.to_csv(tmp_path / "curve.csv")
     with open(tmp_path / "curve.csv", newline="") as file:

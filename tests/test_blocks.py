@@ -5,6 +5,8 @@ from torch import nn
 import hbnode
 from tests.models import make_field
 
+ONE = torch.tensor(1.0)
+
 
 def test_heavy_ball_block_is_hbnode_or_ghbnode():
     assert isinstance(hbnode.HeavyBallODEBlock(nn.Linear(2, 2)).field, hbnode.HBNODE)
@@ -12,6 +14,8 @@ def test_heavy_ball_block_is_hbnode_or_ghbnode():
     assert isinstance(block.field, hbnode.GHBNODE)
     assert block.field.damping.item() == pytest.approx(0.3)
     assert (block.t_span, block.rtol, block.atol) == ((0.0, 2.0), 1e-3, 1e-5)
+    assert hbnode.HeavyBallODEBlock(nn.Identity(), damping=0.0, learn_damping=False).field.damping == 0.0
+    assert hbnode.HeavyBallODEBlock(lambda *args: args[1], time_dependent=True)(torch.ones(1, 1)).shape == (1, 1)
 
 
 def test_block_equals_odeint():
@@ -82,6 +86,9 @@ def test_blocks_learn_in_a_sequential():
         (lambda: hbnode.ODEBlock(nn.Linear(2, 2)), TypeError, "expected a field, got Linear. Fix: wrap the network"),
         (lambda: hbnode.ODEBlock(make_field("node"), t_span=(0.0, 0.0)), ValueError, "two different times"),
         (lambda: hbnode.ODEBlock(make_field("node"), t_span=(0.0, 1.0, 2.0)), ValueError, "two different times"),
+        (lambda: hbnode.ODEBlock(make_field("node"), t_span=1.0), TypeError, "t_span must be two numbers"),
+        (lambda: hbnode.ODEBlock(make_field("node"), t_span=(0.0, ONE)), TypeError, "learned times go to block"),
+        (lambda: hbnode.ODEBlock(make_field("node"), rtol=0.0), ValueError, "rtol must be a positive number"),
         (lambda: hbnode.ODEBlock(make_field("node"), method="rk5"), ValueError, "unknown method 'rk5'"),
         (lambda: hbnode.HeavyBallODEBlock(nn.Identity(), gradient="magic"), ValueError, "unknown gradient 'magic'"),
         (lambda: hbnode.HeavyBallODEBlock(nn.Identity(), augment=0.5), ValueError, "augment must be an integer"),
@@ -89,6 +96,11 @@ def test_blocks_learn_in_a_sequential():
             lambda: hbnode.HeavyBallODEBlock(nn.Identity(), augment=1, initial_state=nn.Identity()),
             ValueError,
             "augment and initial_state were both given",
+        ),
+        (
+            lambda: hbnode.ODEBlock(hbnode.HBNODE(nn.Identity()), initial_state=nn.Identity())(torch.zeros(2, 3)),
+            TypeError,
+            "HBNODE is solved on a pair of tensors, got shape",
         ),
         (lambda: hbnode.HeavyBallODEBlock(nn.Identity(), tolerance=1e-3), TypeError, "unexpected keyword"),
         (lambda: hbnode.HeavyBallODEBlock(nn.Linear(3, 3))(torch.zeros(2, 4)), RuntimeError, "shapes cannot be"),

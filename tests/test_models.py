@@ -1,7 +1,9 @@
 """One suite over all five models: shapes, gradients, dtypes, copies, and the same gradient from every mode."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -138,6 +140,19 @@ def test_autocast(model, shape):
     torch.testing.assert_close(h, exact(x), rtol=0.05, atol=0.05)
 
 
+def test_autocast_with_weights_that_were_used_before():
+    """Autocast's cache must not make them look like tensors computed outside."""
+    x = make_input(dtype=torch.float32)
+    gradients = []
+    for gradient in ("direct", "adjoint"):
+        torch.manual_seed(0)
+        block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), gradient=gradient, rtol=1e-2, atol=1e-2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            block(block(x)).sum().backward()
+        gradients.append(block.field.func.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
+
+
 def test_bfloat16_state_on_a_fixed_grid():
     block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="rk4", options={"steps": 4})
     x = make_input(dtype=torch.float32)
@@ -177,6 +192,38 @@ def test_torch_compile_with_inductor(model):
     got = hbnode.ODEBlock(field)(x)
     torch.testing.assert_close(got, expected)
     got.sum().backward()
+
+
+@pytest.mark.parametrize("method", ["dopri5", "dopri8", "rk4"])
+def test_the_adjoint_keeps_nothing_alive(method):
+    """Neither between evaluations of the backward pass nor after it, without the garbage collector's help."""
+    alive, most = weakref.WeakSet(), []
+
+    class Watched(nn.Module):
+        def forward(self, h):
+            hidden = h.tanh()
+            if hidden.requires_grad:
+                alive.add(hidden)
+                most.append(len(alive))
+            return hidden * 1.5
+
+    x = make_input().requires_grad_()
+    block = hbnode.HeavyBallODEBlock(Watched(), gradient="adjoint", method=method).double()
+    gc.disable()
+    try:
+        for _ in range(3):
+            block(x).sum().backward()
+        assert len(alive) == 0
+        assert max(most) <= 2
+    finally:
+        gc.enable()
+
+
+@every_model
+def test_an_empty_batch(model):
+    for gradient in ("direct", "adjoint"):
+        h = make_block(model, gradient=gradient)(torch.zeros(0, 4, dtype=torch.float64))
+        assert h.shape == (0, output_shape(model, "vector")[1])
 
 
 def test_frozen_parameters_get_no_gradient():

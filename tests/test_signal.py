@@ -69,7 +69,7 @@ def test_a_driven_oscillator(gradient):
 
 def test_queries_outside_are_refused_or_held():
     t, u = torch.tensor([0.0, 1.0]), torch.tensor([3.0, 5.0])
-    with pytest.raises(ValueError, match=r"asked for t=1.5, outside of its samples \[0, 1\].*Fix: give it samples"):
+    with pytest.raises(ValueError, match=r"asked for t=1.5, outside of its samples \[0, 1\].*Fix: solve with options"):
         hbnode.Signal(t, u)(torch.tensor([0.5, 1.5]))
     held = hbnode.Signal(t, u, outside="hold")
     torch.testing.assert_close(held(torch.tensor([-1.0, 2.0])), torch.tensor([3.0, 5.0]))
@@ -94,5 +94,7 @@ def test_moves_with_a_module_and_stays_out_of_its_state_dict():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         hbnode.Signal(*arguments)
+    with pytest.raises(TypeError, match=r"u torch.int64. Fix: u.float\(\)"):
+        hbnode.Signal(torch.tensor([0.0, 1.0]), torch.tensor([0, 10]))
     with pytest.raises(ValueError, match="unknown outside='wrap'"):
         hbnode.Signal(torch.tensor([0.0, 1.0]), torch.zeros(2), outside="wrap")

@@ -8,7 +8,7 @@ from torch import nn
 
 import hbnode
 from hbnode import solve as solve_module
-from hbnode.solvers import torchdiffeq as backend
+from hbnode.solvers import from_torchdiffeq as backend
 from tests.models import make_field, make_input
 
 
@@ -168,8 +168,11 @@ def test_events(gradient, method):
         atol=1e-8,
     )
     assert time.item() == pytest.approx(2 * 3.0 / 9.81, abs=1e-6)
+    assert not time.requires_grad
     assert m[-1].item() == pytest.approx(-3.0, abs=1e-5)
     assert h[-1].item() == pytest.approx(0.0, abs=1e-6)
+    (slope,) = torch.autograd.grad(h[-1].sum(), v)  # at a fixed time, h grows by t for each unit of v
+    assert slope.item() == pytest.approx(time.item(), abs=1e-4)
 
 
 def test_differentiable_event_times_through_torchdiffeqs_odeint_event():
@@ -211,6 +214,22 @@ def test_the_adjoint_refuses_what_it_would_drop():
         hbnode.odeint(lambda t, y: -rate * y, torch.ones(2), [0.0, 1.0], gradient="adjoint")
 
 
+def test_the_adjoint_refuses_what_it_meets_only_later():
+    early, late = (torch.tensor(0.5, requires_grad=True) for _ in range(2))
+    y = hbnode.odeint(lambda t, y: -(early if t < 0.5 else late) * y, torch.ones(1), [0.0, 1.0], gradient="adjoint")
+    with pytest.raises(ValueError, match="that it did not use at first"):
+        y[-1].sum().backward()
+
+
+def test_the_adjoint_under_functional_call_refuses_to_replay_with_other_weights():
+    field = hbnode.NODE(nn.Linear(2, 2))
+    block = hbnode.ODEBlock(field, gradient="adjoint")
+    swapped = {name: torch.zeros_like(p).requires_grad_() for name, p in block.named_parameters()}
+    h = torch.func.functional_call(block, swapped, torch.ones(1, 2))
+    with pytest.raises(ValueError, match="whose gradient gradient='adjoint' would drop"):
+        h.sum().backward()
+
+
 def test_a_func_that_computes_gradients_itself():
     """A Hamiltonian-like field calls autograd inside; its evaluations are still told apart and its gradient right."""
     stiffness = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -247,6 +266,70 @@ def test_a_field_that_turns_nan_is_named_with_its_time(method, options):
     assert 0.5 < error.value.t < 0.8
     assert error.value.nfe > 0
     assert "step size=" in str(error.value)
+
+
+def test_a_grid_whose_last_step_is_empty_is_harmless():
+    """torchdiffeq's grid of a step_size may repeat its last point."""
+    t = torch.tensor([0.0, 1.1])
+    y = hbnode.odeint(lambda t, y: -y, torch.ones(1), t, method="rk4", options={"step_size": 0.01})
+    assert y[-1].item() == pytest.approx(math.exp(-1.1), abs=1e-5)
+
+
+def test_a_long_grid_is_no_runaway():
+    t = torch.linspace(0, 1, 201)
+    y = hbnode.odeint(lambda t, y: -y, torch.ones(1), t, method="euler", max_steps=10)
+    assert y[-1].item() == pytest.approx(math.exp(-1), abs=2e-3)
+
+
+def test_scalar_states():
+    weight = torch.tensor(1.5, requires_grad=True)
+    for method, options in (("rk4", {"steps": 20}), ("dopri5", None), ("implicit_adams", {"steps": 20})):
+        for gradient in ("direct", "adjoint"):
+            settings = {"method": method, "options": options, "gradient": gradient}
+            y = hbnode.odeint(lambda t, y: -weight * y, torch.tensor(1.0), [0.0, 1.0], **settings)[-1]
+            (slope,) = torch.autograd.grad(y, weight)
+            assert y.dtype == torch.float32
+            assert y.item() == pytest.approx(math.exp(-1.5), abs=1e-4)
+            assert slope.item() == pytest.approx(-math.exp(-1.5), abs=1e-3)
+
+
+def test_learned_times_in_a_list_get_their_gradient():
+    end = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    y = hbnode.odeint(lambda t, y: -y, float64(1.0), [0.0, end], method="rk4", options={"steps": 20})
+    (slope,) = torch.autograd.grad(y[-1].sum(), end)
+    assert slope.item() == pytest.approx(-math.exp(-1), abs=1e-6)
+
+
+def test_adjoint_options_may_set_another_grid():
+    y0 = torch.ones(1, requires_grad=True)
+    field = lambda t, y: -y
+    for adjoint, evaluations in (({"steps": 7}, 7), ({"step_size": 0.1}, 10), ({}, 3)):
+        with hbnode.count_nfe(field) as nfe:
+            y = hbnode.odeint(
+                field,
+                y0,
+                torch.tensor([0.0, 1.0]),
+                method="euler",
+                options={"steps": 3},
+                gradient="adjoint",
+                adjoint_options=adjoint,
+            )
+            y[-1].sum().backward()
+        assert (nfe.forward, nfe.backward) == (3, evaluations)
+
+
+def test_scipy_that_stops_early_is_named(monkeypatch):
+    import torchdiffeq._impl.scipy_wrapper as wrapper
+
+    def stops(*args, **kwargs):
+        solution = solve_ivp(*args, **kwargs)
+        solution.y = solution.y[:, :1]
+        return solution
+
+    solve_ivp = wrapper.solve_ivp
+    monkeypatch.setattr(wrapper, "solve_ivp", stops)
+    with torch.no_grad(), pytest.raises(hbnode.SolverError, match="scipy stopped after 1 of 2 output times"):
+        hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], method="scipy_solver")
 
 
 def test_a_bad_last_step_on_a_grid_is_not_carried_on():
@@ -338,14 +421,20 @@ def test_an_assertion_of_the_users_own_comes_through():
 
 
 def test_torchdiffeqs_assertions_do_not():
-    with pytest.raises(hbnode.SolverError, match="gave up: max_num_steps exceeded"):
-        hbnode.odeint(lambda t, y: torch.cos(1e3 * t) + 0 * y, float64(0.0), [0.0, 9.0], options={"max_num_steps": 2})
+    grid = {"grid_constructor": lambda func, y0, t: t + 1}  # does not begin where it must
+    with pytest.raises(hbnode.SolverError, match="torchdiffeq's rk4 gave up"):
+        hbnode.odeint(lambda t, y: -y, torch.ones(1), [0.0, 1.0], method="rk4", options=grid)
 
 
 # Bad input
 
 
 ONE = torch.ones(1)
+
+
+def closure_over_a_leaf():
+    rate = torch.ones(1, requires_grad=True)
+    return lambda t, y: -rate * y
 
 
 @pytest.mark.parametrize(
@@ -357,10 +446,25 @@ ONE = torch.ones(1)
         ({"rtol": 0.0}, ValueError, "rtol must be a positive number, got 0.0"),
         ({"atol": -1e-3}, ValueError, "atol must be a positive number, got -0.001"),
         ({"rtol": 1e-10}, ValueError, "rtol=1e-10 is far below what torch.float32 carries.*Fix: solve in float64"),
+        ({"rtol": "1e-3"}, ValueError, "rtol must be a positive number, got '1e-3'"),
+        ({"t": [0.0, math.inf]}, ValueError, "t must be finite"),
+        ({"options": "steps"}, TypeError, "options must be a dict, got str"),
+        (
+            {"options": {"step_sise": 0.1}},
+            ValueError,
+            r"options has \['step_sise'\], which method='dopri5' does not know",
+        ),
+        ({"options": {"max_num_steps": 9}}, ValueError, "max_num_steps is max_steps="),
+        ({"options": {"step_size": -0.1}, "method": "rk4"}, ValueError, r"options\['step_size'\] must be positive"),
+        ({"adjoint_options": {"norm": "semi"}, "gradient": "adjoint"}, ValueError, "must be 'seminorm' or a function"),
+        ({"adjoint_options": {"rtol": 1e-3}, "gradient": "adjoint"}, ValueError, r"adjoint_options has \['rtol'\]"),
+        ({"event_fn": lambda t, y: 1.0}, TypeError, "event_fn must return a tensor, got float"),
+        ({"field": hbnode.HBNODE(nn.Linear(1, 1))}, TypeError, "HBNODE is solved on a pair of tensors, got shape"),
+        ({"field": hbnode.NODE(nn.Linear(1, 1)), "y0": (ONE, ONE)}, TypeError, "NODE is solved on a tensor, got"),
         ({"max_steps": 0}, ValueError, "max_steps must be an integer >= 1, got 0"),
         ({"t": [0.0, 0.5, 0.5]}, ValueError, r"t\[1\]=0.5 is followed by t\[2\]=0.5"),
         ({"t": [0.0, 1.0, 0.5]}, ValueError, r"t\[1\]=1 is followed by t\[2\]=0.5"),
-        ({"t": [0.0, math.nan]}, ValueError, "strictly increasing or strictly decreasing"),
+        ({"t": [0.0, math.nan]}, ValueError, "t must be finite"),
         ({"t": torch.zeros(2, 2)}, ValueError, r"one-dimensional .* got shape \(2, 2\)"),
         ({"t": []}, ValueError, "at least one time"),
         ({"y0": torch.ones(1, dtype=torch.int64)}, TypeError, r"floating point .* got torch.int64. Fix: x.float\(\)"),
@@ -371,15 +475,20 @@ ONE = torch.ones(1)
         ({"field": lambda t, y: (y, y)}, ValueError, r"returned \(shape .* for a state of shape"),
         ({"field": lambda t, y: y.double()}, TypeError, "returned torch.float64 for a state of torch.float32"),
         ({"field": hbnode.NODE(lambda h: h.sum())}, ValueError, r"func returned shape \(\); expected .* \(1,\)"),
-        ({"field": hbnode.NODE(lambda h: 1.0)}, ValueError, "func returned a float"),
+        ({"field": hbnode.NODE(lambda h: 1.0)}, ValueError, "func returned type float"),
         ({"field": hbnode.NODE(nn.Linear(1, 1).double())}, TypeError, "state is torch.float32, the field's parameters"),
-        ({"options": {"steps": 4}}, ValueError, "sets a fixed grid, which method='dopri5' does not have"),
+        ({"options": {"steps": 4}}, ValueError, r"options has \['steps'\], which method='dopri5' does not know"),
         ({"options": {"steps": 0}, "method": "rk4"}, ValueError, "must be an integer >= 1, got 0"),
-        ({"options": {"steps": 2, "step_size": 0.1}, "method": "rk4"}, ValueError, "steps beside step_size"),
-        ({"options": {"land": True}, "method": "rk4"}, ValueError, "got method='rk4', expected one of"),
+        ({"options": {"steps": 2, "step_size": 0.1}, "method": "rk4"}, ValueError, "more than one of"),
+        (
+            {"options": {"land": True}, "method": "rk4"},
+            ValueError,
+            r"options has \['land'\], which method='rk4' does not know",
+        ),
         ({"event_fn": lambda t, y: y.sum(), "t": [0.0, 1.0, 2.0]}, ValueError, "t must hold two times .* got 3"),
         ({"event_fn": lambda t, y: y.sum(), "method": "rk4"}, ValueError, "without options={'step_size': dt}"),
         ({"method": "scipy_solver", "y0": ONE.clone().requires_grad_()}, ValueError, "no direct gradient"),
+        ({"method": "scipy_solver", "field": closure_over_a_leaf()}, ValueError, "no direct gradient"),
     ],
 )
 def test_bad_input(change, kind, message):

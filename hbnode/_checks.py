@@ -1,0 +1,16 @@
+"""Checks of arguments that several modules make."""
+
+from __future__ import annotations
+
+import operator
+
+
+def as_count(value: object, name: str, least: int = 1) -> int:
+    """A whole number that is at least ``least``."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}. Fix: pass a whole number.")
+    return count

@@ -1,0 +1,343 @@
+"""torchdiffeq's methods: its solvers and its adjoint, with evaluations counted and failures named.
+
+The state's error norm is the RMS over all its parts together, so a tuple ``(h, m)`` is solved step for step as
+torchdiffeq solves the stacked tensor ``[h, m]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torchdiffeq
+from torch import Tensor
+
+from hbnode._state import State, apply, describe, is_equal, is_finite, parts
+from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
+from hbnode.gradients import closed_over_leaves, refuse_unknown
+from hbnode.nfe import NFE, Tally, backward_pass
+from hbnode.solvers._torchdiffeq_options import (
+    ADAPTIVE,
+    FIXED,
+    METHODS,
+    SCIPY,
+    adjoint_solver_options,
+    check_event,
+    solver_options,
+)
+
+__all__ = ["ADAPTIVE", "FIXED", "GRADIENTS", "METHODS", "SCIPY", "solve"]
+
+GRADIENTS = ("direct", "adjoint")
+
+
+def solve(
+    field: Callable[[Tensor, State], State],
+    y0: State,
+    t: Tensor,
+    *,
+    method: str,
+    rtol: float,
+    atol: float,
+    gradient: str,
+    options: dict[str, Any] | None,
+    adjoint_options: dict[str, Any] | None,
+    event_fn: Callable | None,
+    max_steps: int,
+    nfe: NFE,
+) -> State | tuple[Tensor, State]:
+    """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
+    own = solver_options(options, method, t, "options")
+    if event_fn is not None:
+        check_event(method, own)
+    kind = _AdaptiveField if method in ADAPTIVE else _FixedField if method in FIXED else _WatchedField
+    watched = kind(field, y0, t, Tally(field, nfe), method=method, max_steps=max_steps, adjoint=gradient == "adjoint")
+    watched.counts_evaluations = method in SCIPY or (method in FIXED and event_fn is not None)
+    common = {"rtol": rtol, "atol": atol, "method": method, "options": {"norm": _rms} | own}
+    if event_fn is not None:
+        common["event_fn"] = lambda t, y: _event_value(event_fn(t, y))
+    try:
+        if gradient == "adjoint":
+            solution = torchdiffeq.odeint_adjoint(
+                watched,
+                y0,
+                t,
+                **common,
+                adjoint_options=adjoint_solver_options(own, adjoint_options, method, t),
+                adjoint_params=watched.adjoint_parameters(t[0], y0),
+            )
+        else:
+            if method in SCIPY:
+                _refuse_direct(watched, y0, t)
+            solution = torchdiffeq.odeint(watched, y0, t, **common)
+    except AssertionError as error:
+        if not _raised_by_torchdiffeq(error):
+            raise
+        raise watched.failure(SolverError, f"torchdiffeq's {method} gave up: {error}") from error
+    except RuntimeError as error:
+        if "Reached maximum number of iterations" not in str(error):
+            raise
+        raise watched.failure(MaxStepsError, f"no event was found by {method}: {error}") from error
+    if event_fn is not None:
+        watched.check_solution(solution[1], t)
+        return solution[0].detach(), solution[1]  # the gradient of the event's time is odeint_event's business
+    watched.check_solution(solution, t)
+    return solution
+
+
+class _WatchedField:
+    """The field as torchdiffeq calls it: counts evaluations and steps, and stops a solve that has gone wrong."""
+
+    counts_evaluations = False  # whether max_steps limits evaluations, for want of a report of the steps
+
+    def __init__(
+        self, field: Callable, y0: State, t: Tensor, tally: Tally, *, method: str, max_steps: int, adjoint: bool
+    ) -> None:
+        self.field = field
+        self.method = method
+        self.max_steps = max_steps
+        self.limit = max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step for each output interval
+        self.tally = tally
+        self.adjoint = adjoint
+        self.known: frozenset[int] = frozenset()  # ids of the tensors that the adjoint differentiates
+        self.decreasing = len(t) > 1 and bool(t[1] < t[0])
+        self.dtype = parts(y0)[0].dtype
+        self.recent: deque[tuple[Tensor, State]] = deque(maxlen=32)  # the evaluations since the last step began
+        self.first: tuple[Tensor, State, State] | None = None  # an evaluation made ahead of the solver
+        self.step_size = math.nan
+        self.attempts = (-1, 0)  # which pass, and the steps tried in it
+        self.autocast = _autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
+        if not is_finite(y0):
+            raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
+
+    def __call__(self, t: Tensor, y: State) -> State:
+        y = apply(lambda part: part.to(self.dtype), y)  # a scalar state is promoted by times of another dtype
+        if self.first is not None:
+            (t0, y0, value), self.first = self.first, None
+            if is_equal(y, y0) and bool(t == t0):
+                return value
+        if self.adjoint and torch.is_grad_enabled():  # the backward pass: what it cannot see must not be there
+            leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
+            refuse_unknown(leaves, self.known)
+        else:
+            value = self._evaluate(t, y)
+        self.recent.append((t.detach(), apply(Tensor.detach, value)))
+        if self.counts_evaluations:
+            self._check_evaluation(t, value)
+        return value
+
+    def _evaluate(self, t: Tensor, y: State) -> State:
+        self.tally.add("evaluation")
+        with self.autocast():
+            return _like(self.field(t, y), y)
+
+    def adjoint_parameters(self, t0: Tensor, y0: State) -> tuple[Tensor, ...]:
+        """All tensors that the adjoint method must differentiate with respect to.
+
+        The field's own parameters, and any other leaf that it closes over, seen in the graph of the solver's first
+        evaluation: made here, handed to the solver when it asks for it.
+        """
+        if not torch.is_grad_enabled():
+            return ()
+        t0 = t0.detach().to(self.dtype)
+        y0 = apply(lambda part: part.detach().requires_grad_(), y0)
+        leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), parts(y0))
+        value = apply(Tensor.detach, value)
+        self.first = (t0, apply(Tensor.detach, y0), value)
+        self.recent.append((t0, value))
+        found = {id(p): p for p in (*_parameters(self.field), *leaves) if p.requires_grad}
+        self.known = frozenset(found)
+        return tuple(found.values())
+
+    def begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str = "state") -> None:
+        """Called before each step of size ``dt`` from ``(t0, y0)``."""
+        t0, dt = t0.detach(), dt.detach()
+        self.step_size = float(dt)
+        if not is_finite(y0):
+            self._blame_field()
+            hint = "a field that grows without bound" if what == "state" else "a loss whose gradient is not finite"
+            raise self.failure(NonFiniteError, f"the {what} is not finite. Look for: {hint}", t0)
+        if self.method in ADAPTIVE:
+            self._check_step_size(t0, dt, what)
+        self.recent.clear()
+
+    def _check_step_size(self, t0: Tensor, dt: Tensor, what: str) -> None:
+        if bool((t0 + dt == t0) | (t0 - dt == t0)):
+            self._blame_field()
+            if self.step_size == 0:  # what torchdiffeq makes of an error estimate that is not a number
+                raise self.failure(
+                    NonFiniteError,
+                    f"the error estimate is not finite: the {what}'s derivative is not, or is too large for its "
+                    "dtype. Look for: a derivative like that of sqrt at 0",
+                    t0,
+                )
+            raise self.failure(
+                StepSizeUnderflowError,
+                "the step size underflowed: no step is small enough for the tolerance. "
+                "Fix: loosen rtol and atol, use float64, or look for a discontinuity or stiffness in func",
+                t0,
+            )
+        last, tried = self.attempts
+        tried = tried + 1 if last == backward_pass() else 1
+        if tried > self.limit:
+            raise self._too_many(t0, "steps")
+        self.attempts = (backward_pass(), tried)
+
+    def _blame_field(self) -> None:
+        """Raise if the field returned anything non-finite since the last step began."""
+        for t, value in self.recent:
+            if not is_finite(value):
+                raise self.failure(
+                    NonFiniteError,
+                    "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth "
+                    "without bound (GHBNODE's activation bounds it)",
+                    t,
+                )
+
+    def _check_evaluation(self, t: Tensor, value: State) -> None:
+        """What stands in for :meth:`begin_step` where the method does not report its steps."""
+        if not is_finite(value):
+            raise self.failure(NonFiniteError, "the field returned non-finite values", t)
+        if self.tally.nfe.total > self.limit:
+            raise self._too_many(t, "evaluations")
+
+    def check_solution(self, solution: State, t: Tensor) -> None:
+        """Catch what no step could have caught: a bad last step, and scipy's silent early end."""
+        got = len(parts(solution)[0])
+        if got != len(t):
+            raise self.failure(SolverError, f"scipy stopped after {got} of {len(t)} output times", t[-1])
+        if not is_finite(solution):
+            self._blame_field()
+            raise self.failure(NonFiniteError, "the solution is not finite. Fix: use more steps or bound func", t[-1])
+        self.recent.clear()
+        self.first = None
+
+    def failure(self, kind: type[SolverError], message: str, t: Tensor | None = None) -> SolverError:
+        """An error that knows where the solve was."""
+        if t is None:
+            t = self.recent[-1][0] if self.recent else torch.tensor(math.nan)
+        return kind(
+            f"{message} (method {self.method!r})",
+            t=float(t.detach()),
+            step_size=self.step_size,
+            nfe=self.tally.nfe.total,
+        )
+
+    def _too_many(self, t: Tensor, counted: str) -> SolverError:
+        return self.failure(
+            MaxStepsError,
+            f"the solve needed more than max_steps={self.max_steps} {counted}. "
+            "Fix: loosen rtol and atol, shorten the time span, or raise max_steps",
+            t,
+        )
+
+
+# torchdiffeq reports steps to methods of these names, and warns of those that a solver never calls.
+
+
+class _FixedField(_WatchedField):
+    def callback_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        self.begin_step(t0, y0, dt)
+        self.tally.add("accepted")
+
+    def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        # The adjoint runs in the solver's own, increasing time where the forward solve went down.
+        self.begin_step(-t0 if self.decreasing else t0, y0, dt, "adjoint state")
+        self.tally.add("accepted")
+
+
+class _AdaptiveField(_WatchedField):
+    def callback_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        self.begin_step(t0, y0, dt)
+
+    def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        self.begin_step(-t0 if self.decreasing else t0, y0, dt, "adjoint state")
+
+    def callback_accept_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        self.tally.add("accepted")
+
+    def callback_reject_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        self.tally.add("rejected")
+
+    callback_accept_step_adjoint = callback_accept_step
+    callback_reject_step_adjoint = callback_reject_step
+
+
+def _event_value(value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"event_fn must return a tensor, got {type(value).__name__}. Fix: compute it from the state.")
+    return value
+
+
+def _refuse_direct(watched: _WatchedField, y0: State, t: Tensor) -> None:
+    """Refuse to leave torch for scipy if a gradient would be lost, that of a closure included."""
+    if torch.is_grad_enabled() and (
+        any(tensor.requires_grad for tensor in (t, *parts(y0))) or watched.adjoint_parameters(t[0], y0)
+    ):
+        raise ValueError(
+            "method='scipy_solver' leaves torch, so it has no direct gradient; expected gradient='adjoint'. "
+            "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
+        )
+
+
+def _rms(state: State) -> Tensor:
+    """RMS over all elements of all parts, as if they were stacked in one tensor; 0 for an empty batch."""
+    flat = state if isinstance(state, Tensor) else torch.cat([part.reshape(-1) for part in state])
+    return flat.pow(2).mean().sqrt() if flat.numel() else flat.sum()
+
+
+def _parameters(field: Callable) -> list[Tensor]:
+    """The parameters of the right-hand side, as far as ``field`` can name them."""
+    if hasattr(field, "dynamics_parameters"):
+        return field.dynamics_parameters()
+    return list(field.parameters()) if isinstance(field, torch.nn.Module) else []
+
+
+def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager]:
+    """A maker of contexts that repeat the autocast in force now, in the backward pass too.
+
+    Without its cache, which would hand out copies of the weights made before the evaluation.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+
+
+def _like(value: State, y: State) -> State:
+    """The field's value checked to have the structure, shapes and dtype of the state."""
+    if isinstance(y, Tensor):
+        if isinstance(value, Tensor) and value.shape == y.shape:
+            return _cast(value, y)
+    elif isinstance(value, tuple) and len(value) == len(y):
+        pairs = list(zip(value, y, strict=True))
+        if all(isinstance(v, Tensor) and v.shape == part.shape for v, part in pairs):
+            return tuple(_cast(v, part) for v, part in pairs)
+    raise ValueError(
+        f"the field returned {describe(value)} for a state of {describe(y)}; expected the same. "
+        "Fix: return d state/dt with the structure and shapes of the state."
+    )
+
+
+def _cast(value: Tensor, y: Tensor) -> Tensor:
+    """``value`` in the dtype of the state: autocast may have computed it in a smaller one."""
+    if value.dtype == y.dtype:
+        return value
+    if torch.is_autocast_enabled(y.device.type):
+        return value.to(y.dtype)
+    raise TypeError(
+        f"the field returned {value.dtype} for a state of {y.dtype}; expected the same dtype. "
+        "Fix: convert the field (field.double(), field.float()) or the input to one dtype."
+    )
+
+
+def _raised_by_torchdiffeq(error: BaseException) -> bool:
+    """Whether the innermost frame of an error is torchdiffeq's, rather than the user's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torchdiffeq.")
