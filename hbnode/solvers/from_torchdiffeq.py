@@ -55,8 +55,16 @@ def solve(
     if event_fn is not None:
         check_event(method, own)
     kind = _AdaptiveField if method in ADAPTIVE else _FixedField if method in FIXED else _WatchedField
-    watched = kind(field, y0, t, Tally(field, nfe), method=method, max_steps=max_steps, adjoint=gradient == "adjoint")
-    watched.counts_evaluations = method in SCIPY or (method in FIXED and event_fn is not None)
+    watched = kind(
+        field,
+        y0,
+        t,
+        Tally(field, nfe),
+        method=method,
+        max_steps=max_steps,
+        adjoint=gradient == "adjoint",
+        reports_steps=method in ADAPTIVE or (method in FIXED and event_fn is None),
+    )
     common = {"rtol": rtol, "atol": atol, "method": method, "options": {"norm": _rms} | own}
     if event_fn is not None:
         common["event_fn"] = lambda t, y: _event_value(event_fn(t, y))
@@ -92,10 +100,17 @@ def solve(
 class _WatchedField:
     """The field as torchdiffeq calls it: counts evaluations and steps, and stops a solve that has gone wrong."""
 
-    counts_evaluations = False  # whether max_steps limits evaluations, for want of a report of the steps
-
     def __init__(
-        self, field: Callable, y0: State, t: Tensor, tally: Tally, *, method: str, max_steps: int, adjoint: bool
+        self,
+        field: Callable,
+        y0: State,
+        t: Tensor,
+        tally: Tally,
+        *,
+        method: str,
+        max_steps: int,
+        adjoint: bool,
+        reports_steps: bool,
     ) -> None:
         self.field = field
         self.method = method
@@ -103,6 +118,7 @@ class _WatchedField:
         self.limit = max_steps + max(len(t) - 2, 0)  # the adjoint takes at least one step for each output interval
         self.tally = tally
         self.adjoint = adjoint
+        self.reports_steps = reports_steps  # if not, max_steps limits the evaluations
         self.known: frozenset[int] = frozenset()  # ids of the tensors that the adjoint differentiates
         self.decreasing = len(t) > 1 and bool(t[1] < t[0])
         self.dtype = parts(y0)[0].dtype
@@ -126,7 +142,7 @@ class _WatchedField:
         else:
             value = self._evaluate(t, y)
         self.recent.append((t.detach(), apply(Tensor.detach, value)))
-        if self.counts_evaluations:
+        if not self.reports_steps:
             self._check_evaluation(t, value)
         return value
 
