@@ -207,7 +207,7 @@ class _Damped(Field):
 
     @property
     def damping(self) -> Tensor | float:
-        """The current γ: a scalar tensor if learned, else a Python float."""
+        """The current γ, a scalar tensor if learned, else a Python float."""
         return self._damping if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ class HBNODE(_Damped):
     ``max_damping`` and :math:`\omega` starting at -3.
 
     References:
-        Xia et al., Heavy Ball Neural Ordinary Differential Equations (NeurIPS 2021), arXiv:2010.04840; equations
+        Xia et al., Heavy Ball Neural Ordinary Differential Equations (NeurIPS 2021), arXiv:2110.04840; equations
         (24) and (25) of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022).
 
     Arguments:
@@ -265,7 +265,7 @@ class GHBNODE(_Damped):
     skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with :math:`\chi` starting at 0, so :math:`\xi = \ln 2`.
 
     References:
-        Xia et al., arXiv:2010.04840; equation (48) of Wang et al. (2022).
+        Xia et al., arXiv:2110.04840; equation (48) of Wang et al. (2022).
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
@@ -318,7 +318,7 @@ class GHBNODE(_Damped):
 
     @property
     def xi(self) -> Tensor | float:
-        """The current ξ: a scalar tensor if learned, else a Python float."""
+        """The current ξ, a scalar tensor if learned, else a Python float."""
         return self._xi if self.chi is None else nn.functional.softplus(self.chi)
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class ConvNet(nn.Module):
     If ``time_dependent``, the time is appended as a constant channel before each convolution.
 
     References:
-        Dupont et al., Augmented Neural ODEs, arXiv:1904.01681, appendix; used by Xia et al., arXiv:2010.04840.
+        Dupont et al., Augmented Neural ODEs, arXiv:1904.01681, appendix; used by Xia et al., arXiv:2110.04840.
 
     Arguments:
         in_channels: channels of its inputs together, the time not counted.
