@@ -31,8 +31,9 @@ bench: .venv/.complete
 clean:
 	rm -rf docs/_build runs/demo
 
-# constraints.txt pins what the tests are run with; torch without CUDA where the index offers it.
+# constraints.txt pins what the tests are run with.
 .venv/.complete: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tasks,test,docs,bench]'
 	touch $@

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torchdiffeq
 from torch import Tensor, nn
 
 import hbnode
+from tasks._run import environment, write_whole
 
 
 class Stacked(nn.Module):
@@ -84,16 +84,9 @@ def main() -> None:
                 {"gradient": gradient, "dim": dim, "batch": batch, "ms": a, "torchdiffeq_ms": b, "ratio": ratio}
             )
             print(f"{gradient:<8}  {dim:>3}  {batch:>5}  {a:9.2f}  {b:14.2f}  {ratio:5.2f}")
-    machine = {
-        "machine": platform.machine(),
-        "threads": 1,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = options.out.with_suffix(".partial")
-    partial.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
-    partial.replace(options.out)
+    report = {"machine": environment(torch.device("cpu")), "rows": rows}
+    write_whole(options.out, json.dumps(report, indent=2).encode())
 
 
 if __name__ == "__main__":

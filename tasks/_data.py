@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import zlib
 from pathlib import Path
 
 import torch
@@ -62,13 +63,15 @@ def read_idx(path: Path) -> Tensor:
     fix = "Fix: delete the file and download it again."
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} is truncated or no gzip file ({error}). {fix}") from error
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
         raise ValueError(
             f"{path} is no idx file of unsigned bytes: expected it to begin 00 00 08, got {raw[:3]!r}. {fix}"
         )
     rank = raw[3]
+    if len(raw) < 4 + 4 * rank:
+        raise ValueError(f"{path} is truncated: its header of {4 + 4 * rank} bytes is not whole. {fix}")
     shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(rank)]
     data = raw[4 + 4 * rank :]
     if len(data) != math.prod(shape):
@@ -91,7 +94,7 @@ def _mnist_file(name: str) -> Path:
         return Path(
             pooch.retrieve(MNIST_URL + name, f"md5:{MNIST_MD5[name]}", fname=name, path=cache, progressbar=True)
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no network, or a file that is not the one
         raise FileNotFoundError(
             f"{name} is neither in HBNODE_DATA={root!r} nor could it be downloaded ({error}). "
             "Fix: put the four idx files into a folder MNIST/raw and set HBNODE_DATA to the folder above it."

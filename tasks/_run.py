@@ -19,6 +19,7 @@ import torch
 from torch import distributed, nn
 
 import hbnode
+from hbnode.solvers.from_torchdiffeq import FIXED
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +34,7 @@ def option(default: object, text: str, choices: Sequence[str] | None = None, *, 
         default: its value if nothing else is said.
         text: its help.
         choices: the values it can have.
-        may_change: whether a run may be resumed with another value, because its numbers stay the same.
+        may_change: whether a run may be resumed with another value.
     """
     return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "may_change": may_change})
 
@@ -94,12 +95,27 @@ def parse(kind: type[C], presets: Mapping[str, Mapping[str, object]], doc: str, 
     given = vars(parser.parse_args(argv))
     try:
         config = kind(**{**presets[given.get("preset", "default")], **given})
-    except ValueError as error:
+        _check(config)
+    except (ValueError, TypeError, RuntimeError) as error:
         parser.error(str(error))
-    for name in ("epochs", "batch_size", "lr", "tol"):
-        if not getattr(config, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(config, name)}")
     return config
+
+
+def _check(config: Config) -> None:
+    """Refuse options that no run can have, before anything is written."""
+    for name, value in dataclasses.asdict(config).items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, (int, float)) and value < 0:
+            raise ValueError(f"{flag} must not be negative, got {value}")
+        if name in ("epochs", "batch_size", "lr", "tol") and value == 0:
+            raise ValueError(f"{flag} must be positive, got 0")
+    if config.seed >= 2**32:
+        raise ValueError(f"--seed must be below 2**32, got {config.seed}")
+    if config.device != "auto":
+        torch.device(config.device)
+    if config.method in FIXED and not config.steps:
+        raise ValueError(f"--method {config.method} has a fixed grid; say how fine with --steps")
+    hbnode.ODEBlock(hbnode.NODE(lambda h: -h), **config.solver())(torch.ones(1, 1))  # a trial: method, tolerance, steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,16 +131,18 @@ class Workers:
         """Join the processes that torchrun started, or work alone."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise SystemExit(f"--device {device}: no CUDA device is available. Fix: --device cpu.")
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls(0, 1, torch.device(device))
+        size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
         if device.startswith("cuda"):
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            device = f"cuda:{local}" if size > 1 or device == "cuda" else device
+            if torch.device(device).index >= torch.cuda.device_count():
+                raise SystemExit(
+                    f"{device} is not there: this machine has {torch.cuda.device_count()} CUDA devices. "
+                    "Fix: --device cpu, or as many processes as devices."
+                )
             torch.cuda.set_device(device)
-        if not distributed.is_initialized():
+        if size > 1 and not distributed.is_initialized():
             distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-        return cls(distributed.get_rank(), distributed.get_world_size(), torch.device(device))
+        return cls(distributed.get_rank() if size > 1 else 0, size, torch.device(device))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model to train: itself, or one whose gradients are averaged over the processes."""
@@ -151,19 +169,19 @@ class Run:
         self.workers = Workers.join(config.device)
         self.folder = Path(config.out or Path("runs") / task / label)
         self.rows: list[dict[str, float]] = []
-        described = {"task": task, **dataclasses.asdict(config)}
-        path = self.folder / "config.json"
-        if path.exists():
-            self._refuse_another(json.loads(path.read_text(encoding="utf-8")), described)
-        if self.workers.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(described, indent=2).encode())
+        self.is_finished = False
+        self.described = {"task": task, **dataclasses.asdict(config), "processes": self.workers.size}
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SystemExit(f"{self.folder} is a file; expected a folder for the run. Fix: --out another-folder.")
+        if (self.folder / "checkpoint.pt").exists():
+            self._refuse_another(read_json(self.folder / "config.json"))
         torch.manual_seed(config.seed)
 
-    def _refuse_another(self, found: dict[str, object], wanted: dict[str, object]) -> None:
+    def _refuse_another(self, found: dict[str, object]) -> None:
         free = {field.name for field in dataclasses.fields(self.config) if field.metadata["may_change"]}
         if self.config.schedule == "cosine":
             free -= {"epochs"}
+        wanted = self.described
         changed = {
             name: (found.get(name), wanted.get(name))
             for name in (found.keys() | wanted.keys()) - free
@@ -175,17 +193,37 @@ class Run:
                 f"{self.folder} holds a different run ({listed}). Fix: --out another-folder, or delete that one."
             )
 
+    def begin(self, epochs_done: float) -> None:
+        """Note that training starts or goes on; a finished run is left as it is."""
+        if epochs_done > self.config.epochs:
+            raise SystemExit(
+                f"{self.folder} has {epochs_done:g} epochs behind it, more than --epochs {self.config.epochs}. "
+                "Fix: ask for more epochs, or --out another-folder."
+            )
+        summary = self.folder / "summary.json"
+        self.is_finished = epochs_done == self.config.epochs and summary.exists()
+        if self.workers.rank == 0:
+            if self.is_finished:
+                print(f"{self.folder} is finished already; delete it to run it anew")
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                summary.unlink(missing_ok=True)
+                write_whole(self.folder / "config.json", json.dumps(self.described, indent=2).encode())
+
     def load_checkpoint(self) -> dict | None:
         """The last checkpoint, checked to be this task's and this model's, or None."""
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return None
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            found = {name: checkpoint[name] for name in ("task", "model_name")}
+        except Exception as error:  # a damaged pickle raises whatever it likes
+            raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
         for name, wanted in (("task", self.task), ("model_name", self.config.model)):
-            if checkpoint.get(name) != wanted:
+            if found[name] != wanted:
                 raise SystemExit(
-                    f"{path} is a checkpoint of {name}={checkpoint.get(name)!r}; expected {wanted!r}. "
-                    "Fix: --out another-folder."
+                    f"{path} is a checkpoint of {name}={found[name]!r}; expected {wanted!r}. Fix: --out another-folder."
                 )
         return checkpoint
 
@@ -207,7 +245,7 @@ class Run:
 
     def finish(self, model: nn.Module, **extra: object) -> None:
         """Write ``summary.json``: the last row, the model's size, and where it was run."""
-        if self.workers.rank == 0:
+        if self.workers.rank == 0 and not self.is_finished:
             seconds = [row["seconds"] for row in self.rows]
             summary = {
                 "task": self.task,
@@ -218,7 +256,8 @@ class Run:
                 "nfe_forward_mean": sum(row["nfe_forward"] for row in self.rows) / len(seconds),
                 "nfe_backward_mean": sum(row["nfe_backward"] for row in self.rows) / len(seconds),
                 **extra,
-                **environment(self.workers),
+                **environment(self.workers.device),
+                "processes": self.workers.size,
             }
             write_whole(self.folder / "summary.json", json.dumps(summary, indent=2).encode())
         if self.workers.size > 1:
@@ -230,35 +269,56 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def environment(workers: Workers) -> dict[str, object]:
+def environment(device: torch.device) -> dict[str, object]:
     """Where a run was made: versions, device, commit."""
-    cuda = workers.device.type == "cuda"
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        git = subprocess.run(describe, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout
+    except OSError:  # no git
+        git = ""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "hbnode": hbnode.__version__,
-        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "processes": workers.size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": git.strip() or "unknown",
         "command": " ".join(sys.argv[1:]),
     }
 
 
+def _processor() -> str:
+    """The processor's name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def damaged(path: Path, why: str) -> str:
+    """What to say of a file of a run that cannot be used."""
+    return f"{path} {why}. Fix: delete its folder and run anew, or --out another-folder."
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object, or the end with a message that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
+    if not isinstance(content, dict):
+        raise SystemExit(damaged(path, "holds no JSON object"))
+    return content
+
+
 def write_figure(figure: Figure, path: Path) -> None:
-    """Save a figure whole or not at all, and close it."""
+    """Save a figure, in the format that its name says, whole or not at all, and close it."""
     import matplotlib.pyplot as plt
 
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
+    figure.savefig(buffer, format=path.suffix.removeprefix(".") or "png", dpi=130)
     plt.close(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, buffer.getvalue())
 
 

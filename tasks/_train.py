@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
-from tasks._run import Config, Run, Workers
+from tasks._run import Config, Run, Workers, damaged
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float]]]
 
+EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
 
-def fit(
-    run: Run, model: nn.Module, train: Batch, test: Batch, loss: Loss, *, eval_batch_size: int = 512, every: int = 1
-) -> None:
-    """Train with Adam for the configured epochs, from the last checkpoint if there is one; one row a epoch.
+
+def fit(run: Run, model: nn.Module, train: Batch, test: Batch, loss: Loss, *, every: int = 1) -> None:
+    """Train with Adam for the configured epochs, from the last checkpoint if there is one; one row an epoch.
 
     Arguments:
         run: where to write; its rows are filled.
@@ -36,92 +36,136 @@ def fit(
         train: tensors of equal length, the training data.
         test: the test data likewise, evaluated after every epoch.
         loss: (model, batch) -> the batch's mean loss, and further means to report.
-        eval_batch_size: samples at a time for the test data.
         every: how many epochs between two printed lines.
     """
-    config, workers = run.config, run.workers
-    model.to(workers.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-    position, totals = _resume(run, model, optimizer)
-    wrapped = workers.wrap(model)
-    train, test = (tuple(x.to(workers.device) for x in data) for data in (train, test))
-    per_epoch = -(-len(train[0]) // config.batch_size)
-    saved = time.monotonic()
-
-    def save() -> None:
-        nonlocal saved
-        run.save_checkpoint(
-            model=model.state_dict(),
-            optimizer=optimizer.state_dict(),
-            position=position,
-            totals=workers.sum(totals) if totals else {},
-            rows=run.rows,
-            rng=torch.get_rng_state(),
-        )
-        saved = time.monotonic()
-
-    bar = tqdm(
-        total=config.epochs * per_epoch, initial=position, disable=None if workers.rank == 0 else True, unit="batch"
-    )
-    with _interruptible() as interrupted, bar:
-        while position < config.epochs * per_epoch:
-            epoch, index = divmod(position, per_epoch)
-            batch = _share(train, _order(config.seed, epoch, len(train[0])), index, config.batch_size, workers)
-            for group in optimizer.param_groups:
-                group["lr"] = _learning_rate(config, position / (config.epochs * per_epoch))
-            _add(totals, _step(wrapped, optimizer, batch, loss, config.clip))
-            position += 1
-            bar.set_postfix(loss=f"{totals['loss'] / totals['samples']:.4f}", nfe=_per_batch(totals), refresh=False)
-            bar.update()
-            if index + 1 == per_epoch:
-                tested = evaluate(run, model, test, loss, eval_batch_size)
-                run.rows.append(_row(epoch + 1, workers.sum(totals), tested, workers.size))
-                totals.clear()
+    trainer = _Trainer(run, model, train, loss)
+    test = tuple(x.to(run.workers.device) for x in test)
+    run.begin(trainer.position / trainer.per_epoch)
+    with _interruptible() as interrupted, trainer.bar:
+        while trainer.position < trainer.total:
+            if trainer.step():
+                run.rows.append(trainer.row(evaluate(run, model, test, loss)))
                 run.write_metrics()
-                if workers.rank == 0 and (epoch + 1) % every == 0:
+                if run.workers.rank == 0 and len(run.rows) % every == 0:
                     figures = "  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items())
-                    tqdm.write(f"{config.model}: {figures}")
-            due = workers.rank == 0 and time.monotonic() - saved >= config.checkpoint_seconds
-            wanted = workers.sum({"stop": float(interrupted()), "save": float(due)})
-            done = position == config.epochs * per_epoch
-            if done or any(wanted.values()):
-                save()
-            if wanted["stop"] and not done:
-                bar.close()
+                    tqdm.write(f"{run.config.model}: {figures}")
+            wanted = run.workers.sum({"stop": float(interrupted()), "save": float(trainer.is_checkpoint_due())})
+            if any(wanted.values()) or trainer.position == trainer.total:
+                trainer.save()
+            if wanted["stop"] and trainer.position < trainer.total:
+                trainer.bar.close()
                 raise SystemExit(f"interrupted: saved to {run.folder}; the same command goes on from there")
 
 
-def evaluate(run: Run, model: nn.Module, data: Batch, loss: Loss, batch_size: int) -> dict[str, float]:
+class _Trainer:
+    """A model, its optimizer and its place in the training data: all that a checkpoint holds."""
+
+    def __init__(self, run: Run, model: nn.Module, train: Batch, loss: Loss) -> None:
+        self.run, self.config, self.workers, self.loss = run, run.config, run.workers, loss
+        self.model = model.to(self.workers.device)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=self.config.lr)
+        self.train = tuple(x.to(self.workers.device) for x in train)
+        self.per_epoch = -(-len(train[0]) // self.config.batch_size)
+        self.total = self.config.epochs * self.per_epoch
+        self.position = 0  # batches done
+        self.totals: dict[str, float] = {}  # sums over the epoch so far
+        self._resume()
+        self.wrapped = self.workers.wrap(model)
+        hidden = None if self.workers.rank == 0 else True
+        self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit="batch")
+        self.saved = time.monotonic()
+
+    def step(self) -> bool:
+        """Train on one batch; whether it was the last of its epoch."""
+        epoch, index = divmod(self.position, self.per_epoch)
+        order = _order(self.config.seed, epoch, len(self.train[0]))
+        batch, samples, weight = _share(self.train, order, index, self.config.batch_size, self.workers)
+        for group in self.optimizer.param_groups:
+            group["lr"] = _learning_rate(self.config, self.position / self.total)
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        with hbnode.count_nfe(self.wrapped) as nfe:
+            try:
+                value, means = self.loss(self.wrapped, batch)
+                (value * weight).backward()
+            except hbnode.SolverError as error:
+                raise SystemExit(
+                    f"epoch {epoch + 1}, batch {index + 1}: {type(error).__name__}: {error}. "
+                    f"Fix: a smaller --lr, --clip 1, or another --tol; what was done is in {self.run.folder}"
+                ) from error
+        if self.config.clip > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        if value.is_cuda:
+            torch.cuda.synchronize(value.device)
+        seconds = time.perf_counter() - start
+        counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}
+        _add(self.totals, _weighted(value, means, samples) | counts)
+        self.position += 1
+        shown = "/".join(
+            f"{self.totals[name] / self.totals['batches']:.0f}" for name in ("nfe_forward", "nfe_backward")
+        )
+        self.bar.set_postfix(loss=f"{value.item():.4f}", nfe=shown, refresh=False)
+        self.bar.update()
+        return index + 1 == self.per_epoch
+
+    def row(self, test: dict[str, float]) -> dict[str, float]:
+        """The epoch's row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
+        totals = self.workers.sum(self.totals)
+        self.totals = {}
+        samples, batches = totals.pop("samples"), totals.pop("batches")
+        costs = {name: totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward")}
+        seconds = totals.pop("seconds") / self.workers.size
+        means = {f"train_{name}": value / samples for name, value in totals.items()}
+        batch_size = samples / self.per_epoch
+        epoch = self.position // self.per_epoch
+        return {"epoch": epoch, **means, **test, **costs, "batch_size": batch_size, "seconds": seconds}
+
+    def is_checkpoint_due(self) -> bool:
+        """Whether enough time has passed, by the first process's clock."""
+        return self.workers.rank == 0 and time.monotonic() - self.saved >= self.config.checkpoint_seconds
+
+    def save(self) -> None:
+        """Write a checkpoint; all processes call this together."""
+        self.run.save_checkpoint(
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            position=self.position,
+            totals=self.workers.sum(self.totals) if self.totals else {},
+            rows=self.run.rows,
+            rng=torch.get_rng_state(),
+        )
+        self.saved = time.monotonic()
+
+    def _resume(self) -> None:
+        checkpoint = self.run.load_checkpoint()
+        if checkpoint is None:
+            return
+        try:
+            self.model.load_state_dict(checkpoint["model"])
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            torch.set_rng_state(checkpoint["rng"])
+            self.run.rows, self.position = checkpoint["rows"], checkpoint["position"]
+            self.totals = checkpoint["totals"] if self.workers.rank == 0 else {}  # summed over all when it was saved
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise SystemExit(damaged(self.run.folder / "checkpoint.pt", f"does not fit the model: {error}")) from error
+        self.run.write_metrics()
+
+
+def evaluate(run: Run, model: nn.Module, data: Batch, loss: Loss) -> dict[str, float]:
     """Means over the test data, and the evaluations that a batch of it takes."""
     totals: dict[str, float] = {}
     model.eval()
     with torch.no_grad():
-        for index in range(-(-len(data[0]) // batch_size)):
-            batch = _share(data, torch.arange(len(data[0])), index, batch_size, run.workers)
+        for index in range(-(-len(data[0]) // EVAL_BATCH_SIZE)):
+            batch, samples, _ = _share(data, torch.arange(len(data[0])), index, EVAL_BATCH_SIZE, run.workers)
             with hbnode.count_nfe(model) as nfe:
                 value, means = loss(model, batch)
-            _add(totals, _weighted(value, means, len(batch[0])) | {"batches": 1, "nfe": nfe.forward})
+            _add(totals, _weighted(value, means, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
     totals = run.workers.sum(totals)
     samples, batches, nfe = (totals.pop(name) for name in ("samples", "batches", "nfe"))
     return {f"test_{name}": value / samples for name, value in totals.items()} | {"test_nfe": nfe / batches}
-
-
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss: Loss, clip: float
-) -> dict[str, float]:
-    start = time.perf_counter()
-    optimizer.zero_grad()
-    with hbnode.count_nfe(model) as nfe:
-        value, means = loss(model, batch)
-        value.backward()
-    if clip > 0:
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    if value.is_cuda:
-        torch.cuda.synchronize()
-    counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward}
-    return _weighted(value, means, len(batch[0])) | counts | {"seconds": time.perf_counter() - start}
 
 
 def _learning_rate(config: Config, progress: float) -> float:
@@ -137,48 +181,23 @@ def _add(totals: dict[str, float], new: dict[str, float]) -> None:
         totals[name] = totals.get(name, 0.0) + value
 
 
-def _per_batch(totals: dict[str, float]) -> str:
-    return "/".join(f"{totals[name] / totals['batches']:.0f}" for name in ("nfe_forward", "nfe_backward"))
-
-
-def _row(epoch: int, totals: dict[str, float], test: dict[str, float], processes: int) -> dict[str, float]:
-    """A row of metrics.csv; evaluations are means per batch and process, seconds those of the training steps."""
-    samples, batches = totals.pop("samples"), totals.pop("batches")
-    costs = {name: totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward")}
-    seconds = totals.pop("seconds") / processes
-    means = {f"train_{name}": value / samples for name, value in totals.items()}
-    return {"epoch": epoch, **means, **test, **costs, "batch_size": samples / batches * processes, "seconds": seconds}
-
-
 @functools.lru_cache(maxsize=1)
 def _order(seed: int, epoch: int, length: int) -> Tensor:
     """The order of the samples in an epoch: of the seed and the epoch alone, so that a resumed run repeats it."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
 
 
-def _share(data: Batch, order: Tensor, index: int, batch_size: int, workers: Workers) -> Batch:
-    """This process's part of a batch."""
+def _share(data: Batch, order: Tensor, index: int, batch_size: int, workers: Workers) -> tuple[Batch, int, float]:
+    """This process's part of a batch, how many samples of it count, and the weight of their mean loss.
+
+    The mean over the processes of the weighted losses is the mean over the batch, however unequal the parts. A process
+    left without a sample gets one that counts nothing, because all must take part in the averaging.
+    """
     chosen = order[index * batch_size : (index + 1) * batch_size]
-    chosen = chosen[workers.rank :: workers.size] if len(chosen) >= workers.size else chosen
-    return tuple(x[chosen.to(x.device)] for x in data)
-
-
-def _resume(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, float]]:
-    """Load the last checkpoint into the model and the optimizer: batches done, and the sums of the epoch so far."""
-    checkpoint = run.load_checkpoint()
-    if checkpoint is None:
-        return 0, {}
-    try:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    except (RuntimeError, ValueError) as error:
-        raise SystemExit(
-            f"the checkpoint in {run.folder} does not fit the model: {error}. Fix: --out another-folder."
-        ) from error
-    torch.set_rng_state(checkpoint["rng"])
-    run.rows = checkpoint["rows"]
-    run.write_metrics()
-    return checkpoint["position"], checkpoint["totals"] if run.workers.rank == 0 else {}  # already summed over all
+    part = chosen[workers.rank :: workers.size]
+    samples = len(part)
+    part = part if samples else chosen[:1]
+    return tuple(x[part.to(x.device)] for x in data), samples, samples * workers.size / len(chosen)
 
 
 @contextmanager

@@ -18,10 +18,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from tasks._run import MODELS, write_figure
+from tasks._run import MODELS, read_json, write_figure
 
 COLORS = {name: f"C{index}" for index, name in enumerate(MODELS)}
 TITLES = {"node": "NODE", "anode": "ANODE", "sonode": "SONODE", "hbnode": "HBNODE", "ghbnode": "GHBNODE"}
+NOT_COMPARED = ("seed", "out", "device", "checkpoint_seconds", "animate")  # options that leave the numbers as they are
 COLUMNS = ("test accuracy", "train loss", "parameters", "NFE forward", "NFE backward", "s/epoch")
 logger = logging.getLogger("tasks.plot")
 
@@ -31,9 +32,22 @@ class Group:
 
     def __init__(self, config: dict[str, object]) -> None:
         self.config = config
+        self.label = TITLES[str(config["model"])]
+        self.color = COLORS[str(config["model"])]
         self.folders: list[Path] = []
+        self.seeds: list[object] = []
         self.summaries: list[dict[str, object]] = []
         self.metrics: list[dict[str, np.ndarray]] = []
+
+    def add(self, folder: Path) -> None:
+        """Read a finished run of the group."""
+        summary = read_json(folder / "summary.json")
+        with (folder / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.metrics.append({name: np.array([float(row[name]) for row in rows]) for name in rows[0]})
+        self.summaries.append(summary)
+        self.seeds.append(read_json(folder / "config.json")["seed"])
+        self.folders.append(folder)
 
     @property
     def model(self) -> str:
@@ -57,22 +71,36 @@ class Group:
 
 
 def collect(root: Path) -> list[Group]:
-    """The finished runs under a folder, grouped; unfinished ones are mentioned and left out."""
+    """The finished runs under a folder, grouped; others are mentioned and left out."""
     groups: dict[str, Group] = {}
     for path in sorted(root.rglob("config.json")):
         folder = path.parent
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not (folder / "summary.json").exists():
-            logger.warning("%s is not finished and is left out", folder)
-            continue
-        key = {k: v for k, v in config.items() if k not in ("seed", "out", "device", "checkpoint_seconds")}
-        group = groups.setdefault(json.dumps(key, sort_keys=True), Group(config))
-        group.folders.append(folder)
-        group.summaries.append(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
-        with (folder / "metrics.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        group.metrics.append({name: np.array([float(row[name]) for row in rows]) for name in rows[0]})
-    return sorted(groups.values(), key=lambda group: (str(group.config["task"]), MODELS.index(group.model)))
+        try:
+            config = read_json(path)
+            key = json.dumps({k: v for k, v in config.items() if k not in NOT_COMPARED}, sort_keys=True)
+            if key in groups and config["seed"] in groups[key].seeds:
+                logger.warning("%s repeats a run and is left out", folder)
+                continue
+            group = groups.get(key) or Group(config)
+            group.add(folder)
+        except (SystemExit, OSError, KeyError, IndexError, ValueError) as error:
+            logger.warning("%s is no finished run and is left out (%s)", folder, error)
+        else:
+            groups[key] = group
+    return sorted(groups.values(), key=lambda group: (group.experiment, MODELS.index(group.model)))
+
+
+def tell_apart(groups: Sequence[Group]) -> str:
+    """Put the options in which the groups differ into their labels; return some that they share."""
+    names = [name for name in groups[0].config if name not in (*NOT_COMPARED, "task", "model", "preset", "dataset")]
+    differing = [name for name in names if len({str(group.config.get(name)) for group in groups}) > 1]
+    several = len({group.model for group in groups}) < len(groups)
+    for index, group in enumerate(groups):
+        group.label = " ".join([group.label, *(f"{name}={group.config.get(name)}" for name in differing)])
+        if several:
+            group.color = f"C{index}"
+    shared = [name for name in ("method", "tol", "gradient", "adjoint_norm", "batch_size") if name not in differing]
+    return ", ".join(f"{name} {groups[0].config.get(name)}" for name in shared)
 
 
 def table(groups: Sequence[Group]) -> str:
@@ -83,7 +111,7 @@ def table(groups: Sequence[Group]) -> str:
         spread = f" ±{np.std(accuracies) * 100:.1f}" if len(accuracies) > 1 else ""
         rows.append(
             (
-                TITLES[group.model],
+                group.label,
                 str(len(group.summaries)),
                 f"{np.mean(accuracies) * 100:.1f} %{spread}",
                 f"{group.mean('train_loss'):.3g}",
@@ -94,16 +122,20 @@ def table(groups: Sequence[Group]) -> str:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def draw(groups: Sequence[Group]) -> plt.Figure:
+def draw(groups: Sequence[Group], title: str) -> plt.Figure:
     """Accuracy or loss and evaluations against epoch, the final cost as bars, and examples where a run kept some."""
     examples = next((e for g in reversed(groups) if g.model == "hbnode" for e in [_examples(g)] if e), None)
     figure = plt.figure(figsize=(14, 8) if examples else (14, 4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1]) if examples else (figure, None)
     left, middle, right = upper.subplots(1, 3)
+    upper.suptitle(title, fontsize="medium")
     classification = str(groups[0].config["task"]) == "image_classification"
     _curves(left, groups, "test_accuracy" if classification else "train_loss")
     left.set_ylabel("test accuracy" if classification else "training loss")
@@ -124,9 +156,9 @@ def draw(groups: Sequence[Group]) -> plt.Figure:
 def _curves(ax: plt.Axes, groups: Sequence[Group], name: str, style: str = "-") -> None:
     for group in groups:
         epochs, values = group.curve(name)
-        ax.plot(epochs, values.mean(0), style, color=COLORS[group.model], label=TITLES[group.model])
+        ax.plot(epochs, values.mean(0), style, color=group.color, label=group.label)
         if len(values) > 1:
-            ax.fill_between(epochs, values.min(0), values.max(0), color=COLORS[group.model], alpha=0.15, lw=0)
+            ax.fill_between(epochs, values.min(0), values.max(0), color=group.color, alpha=0.15, lw=0)
     ax.set_xlabel("epoch")
     ax.xaxis.get_major_locator().set_params(integer=True)
 
@@ -142,12 +174,12 @@ def _bars(ax: plt.Axes, groups: Sequence[Group]) -> None:
     positions = np.arange(len(groups))
     forward = np.array([group.mean("nfe_forward_mean") for group in groups])
     backward = np.array([group.mean("nfe_backward_mean") for group in groups])
-    colors = [COLORS[group.model] for group in groups]
+    colors = [group.color for group in groups]
     ax.bar(positions, forward, color=colors, label="forward")
     ax.bar(positions, backward, bottom=forward, color=colors, alpha=0.5, hatch="//", label="backward")
     for x, height, group in zip(positions, forward + backward, groups, strict=True):
         ax.text(x, height, f"{group.mean('seconds_per_epoch'):.2f} s/epoch", ha="center", va="bottom", fontsize="small")
-    ax.set_xticks(positions, [TITLES[group.model] for group in groups])
+    ax.set_xticks(positions, [group.label.replace(" ", "\n") for group in groups])
     ax.set_ylabel("mean evaluations per batch")
     ax.set_ylim(top=1.3 * max(forward + backward))
     plain = [plt.Rectangle((0, 0), 1, 1, color="0.4"), plt.Rectangle((0, 0), 1, 1, color="0.7", hatch="//")]
@@ -176,9 +208,7 @@ def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group:
     for ax in figure.axes:
         ax.set_axis_off()
     accuracy = float(group.summaries[0]["test_accuracy"]) * 100
-    figure.suptitle(
-        f"{TITLES[group.model]} on {group.config['dataset']}: test images and its answers, {accuracy:.1f} % right"
-    )
+    figure.suptitle(f"{group.label} on {group.config['dataset']}: test images and its answers, {accuracy:.1f} % right")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -197,8 +227,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--out names one figure, but {options.root} holds {sorted(experiments)}. Fix: name one of them.")
     for name, groups in experiments.items():
         path = options.out or options.root / f"{name}.png"
-        print(f"{name}\n{table(groups)}")
-        write_figure(draw(groups), path)
+        title = f"{name}: {tell_apart(groups)}"
+        print(f"{title}\n{table(groups)}")
+        write_figure(draw(groups, title), path)
         print(f"figure: {path}\n")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from tasks import _data, _run, image_classification, plot, point_cloud
 from tests.models import MODELS, every_model
 
 ROOT = Path(__file__).parents[1]
-QUICK = ["--subset", "192", "--test-subset", "64", "--batch-size", "32", "--small", "--tol", "0.1"]
+QUICK = "--device cpu --subset 190 --test-subset 63 --batch-size 32 --small --tol 0.1".split()  # 6 batches an epoch
+CLOUD = "--device cpu --tol 0.1".split()
 
 
 def read_metrics(folder):
@@ -64,9 +66,11 @@ def test_digits_models_are_of_about_equal_size(small):
 def test_paper_presets():
     config = _run.parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", ["--preset", "paper"])
     assert (config.tol, config.epochs, config.lr, config.gradient) == (1e-7, 300, 1e-2, "adjoint")
+    assert config.batch_size == len(point_cloud.make_cloud(0)[0]) == 120
     assert config.solver()["adjoint_options"] == {}  # torchdiffeq's full norm, as the authors ran it
     config = _run.parse(image_classification.ImageConfig, image_classification.PRESETS, "", ["--preset", "paper"])
     assert (config.dataset, config.batch_size, config.lr, config.epochs) == ("mnist", 64, 1e-3, 40)
+    assert (config.tol, config.clip, config.schedule) == (1e-4, 10.0, "constant")
 
 
 def test_options_override_the_preset():
@@ -81,7 +85,7 @@ def test_options_override_the_preset():
     [
         (["--model", "resnet"], "invalid choice: 'resnet'"),
         (["--epochs", "0"], "--epochs must be positive, got 0"),
-        (["--tol", "-1"], "--tol must be positive"),
+        (["--tol", "-1"], "--tol must not be negative"),
         (["--preset", "none"], "invalid choice: 'none'"),
         (["--dataset", "mnist", "--small"], "--small is for --dataset digits"),
     ],
@@ -145,7 +149,9 @@ def test_mnist_is_read_from_the_data_folder(tmp_path, monkeypatch):
     assert 0 <= x.min() < x.max() <= 1
 
 
-@pytest.mark.parametrize("damage", ["truncate gzip", "truncate data", "not gzip", "not idx"])
+@pytest.mark.parametrize(
+    "damage", ["truncate gzip", "flip a byte", "truncate data", "only a head", "not gzip", "not idx"]
+)
 def test_a_damaged_mnist_file_is_named(damage, tmp_path, monkeypatch):
     raw = write_mnist(tmp_path)
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
@@ -153,6 +159,14 @@ def test_a_damaged_mnist_file_is_named(damage, tmp_path, monkeypatch):
     if damage == "truncate gzip":
         images.write_bytes(images.read_bytes()[:1000])
         name = images.name
+    elif damage == "flip a byte":
+        content = bytearray(images.read_bytes())
+        content[len(content) // 2] ^= 255
+        images.write_bytes(content)
+        name = images.name
+    elif damage == "only a head":
+        labels.write_bytes(b"\x00\x00\x08\x03")
+        name = labels.name
     elif damage == "not gzip":
         images.write_bytes(b"<html>404</html>")
         name = images.name
@@ -213,7 +227,7 @@ def test_image_classification_learns_and_leaves_what_redraws_its_figure(model, t
 
 def test_point_cloud_draws_its_evolution(tmp_path):
     for model in ("anode", "ghbnode"):
-        options = ["--model", model, "--epochs", "3", "--tol", "1e-2", "--out", str(tmp_path / model)]
+        options = [*CLOUD, "--model", model, "--epochs", "3", "--out", str(tmp_path / model)]
         point_cloud.main([*options, *(["--animate"] if model == "ghbnode" else [])])
         assert (tmp_path / model / "evolution.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "ghbnode" / "evolution.gif").read_bytes()[:3] == b"GIF"
@@ -233,28 +247,30 @@ def wait_for_checkpoint(process, folder, position):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_resumes_to_the_same_numbers(number, tmp_path):
-    """Killed within an epoch: 6 batches an epoch, and a checkpoint at least every 0.1 s."""
-    options = ["--model", "ghbnode", "--epochs", "8", "--checkpoint-seconds", "0.1", *QUICK]
-    image_classification.main([*options, "--out", str(tmp_path / "whole")])
-    process = start("image_classification", *options, "--out", tmp_path / "killed")
-    wait_for_checkpoint(process, tmp_path / "killed", position=8)
+    """Killed within a run of thousands of batches, resumed to a few more, and compared with one that was not."""
+    options = ["--model", "ghbnode", "--checkpoint-seconds", "0.1", *QUICK]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start("image_classification", *options, "--epochs", "1000", "--out", killed)
+    wait_for_checkpoint(process, killed, position=8)
     process.send_signal(number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 1), output
     if number == signal.SIGINT:
         assert "the same command goes on from there" in output
-    assert not (tmp_path / "killed" / "summary.json").exists()
-    position = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)["position"]
-    assert 8 <= position < 48
-    image_classification.main([*options, "--out", str(tmp_path / "killed")])
-    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
-    weights = [torch.load(tmp_path / run / "checkpoint.pt", weights_only=True)["model"] for run in ("killed", "whole")]
+    assert not (killed / "summary.json").exists()
+    position = torch.load(killed / "checkpoint.pt", weights_only=True)["position"]
+    assert position >= 8
+    epochs = str(position // 6 + 2)
+    image_classification.main([*options, "--epochs", epochs, "--out", str(killed)])
+    image_classification.main([*options, "--epochs", epochs, "--out", str(whole)])
+    assert read_metrics(killed) == read_metrics(whole)
+    weights = [torch.load(folder / "checkpoint.pt", weights_only=True)["model"] for folder in (killed, whole)]
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=0)
 
 
 def test_a_finished_run_can_be_trained_longer_to_the_same_numbers(tmp_path):
-    options = ["--model", "node", "--batch-size", "40", "--tol", "1e-2"]
+    options = [*CLOUD, "--model", "node", "--batch-size", "40"]
     point_cloud.main([*options, "--epochs", "4", "--out", str(tmp_path / "whole")])
     point_cloud.main([*options, "--epochs", "2", "--out", str(tmp_path / "parts")])
     point_cloud.main([*options, "--epochs", "4", "--out", str(tmp_path / "parts")])
@@ -262,7 +278,7 @@ def test_a_finished_run_can_be_trained_longer_to_the_same_numbers(tmp_path):
 
 
 def test_a_different_run_is_not_overwritten(tmp_path):
-    options = ["--epochs", "1", "--tol", "0.1", "--out", str(tmp_path)]
+    options = [*CLOUD, "--epochs", "1", "--out", str(tmp_path)]
     point_cloud.main(["--model", "node", *options])
     before = (tmp_path / "metrics.csv").read_bytes()
     with pytest.raises(SystemExit, match=r"holds a different run .*lr: 0.01 there, 0.5 wanted.*Fix: --out"):
@@ -271,7 +287,7 @@ def test_a_different_run_is_not_overwritten(tmp_path):
 
 
 def test_a_cosine_schedule_cannot_be_extended(tmp_path):
-    options = ["--schedule", "cosine", "--tol", "0.1", "--out", str(tmp_path)]
+    options = [*CLOUD, "--schedule", "cosine", "--out", str(tmp_path)]
     point_cloud.main(["--epochs", "1", *options])
     with pytest.raises(SystemExit, match="epochs: 1 there, 2 wanted"):
         point_cloud.main(["--epochs", "2", *options])
@@ -279,14 +295,14 @@ def test_a_cosine_schedule_cannot_be_extended(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     for model in ("node", "anode"):
-        point_cloud.main(["--model", model, "--epochs", "1", "--tol", "0.1", "--out", str(tmp_path / model)])
+        point_cloud.main([*CLOUD, "--model", model, "--epochs", "1", "--out", str(tmp_path / model)])
     (tmp_path / "anode" / "checkpoint.pt").replace(tmp_path / "node" / "checkpoint.pt")
     with pytest.raises(SystemExit, match=r"is a checkpoint of model_name='anode'; expected 'node'. Fix: --out"):
-        point_cloud.main(["--model", "node", "--epochs", "1", "--tol", "0.1", "--out", str(tmp_path / "node")])
+        point_cloud.main([*CLOUD, "--model", "node", "--epochs", "1", "--out", str(tmp_path / "node")])
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
-    options = ["--model", "node", "--epochs", "1", "--tol", "0.1", "--out", str(tmp_path)]
+    options = [*CLOUD, "--model", "node", "--epochs", "1", "--out", str(tmp_path)]
     point_cloud.main(options)
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     checkpoint["model"]["head.0.weight"] = torch.zeros(1, 7)
@@ -296,8 +312,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_two_processes_under_torchrun(tmp_path):
-    """Each takes half of every batch; on a fixed grid the training is that of one process."""
-    options = ["--epochs", "3", "--method", "rk4", "--steps", "3"]
+    """Each takes half of every batch; on a fixed grid the training is that of one process, uneven parts included."""
+    # 8 batches, the last of one point
+    options = "--device cpu --epochs 3 --method rk4 --steps 3 --batch-size 17".split()
     point_cloud.main([*options, "--out", str(tmp_path / "one")])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
@@ -316,11 +333,86 @@ def test_two_processes_under_torchrun(tmp_path):
             assert float(b[name]) == pytest.approx(float(value), rel=1e-3), name
 
 
+def test_a_finished_run_is_left_alone(tmp_path, capsys):
+    options = [*CLOUD, "--model", "node", "--out", str(tmp_path)]
+    point_cloud.main([*options, "--epochs", "2"])
+    before = {name: (tmp_path / name).read_bytes() for name in ("summary.json", "config.json", "metrics.csv")}
+    point_cloud.main([*options, "--epochs", "2"])
+    assert "is finished already" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"has 2 epochs behind it, more than --epochs 1"):
+        point_cloud.main([*options, "--epochs", "1"])
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(tmp_path):
+    options = [*CLOUD, "--model", "node", "--out", str(tmp_path)]
+    point_cloud.main([*options, "--epochs", "1"])
+    run = _run.Run("point_cloud", _run.parse(point_cloud.PointCloudConfig, {}, "", [*options, "--epochs", "2"]), "")
+    run.begin(1)
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_wrong_options_do_not_take_the_folder(tmp_path, capsys):
+    for wrong, message in (
+        (["--steps", "5"], "options has"),
+        (["--method", "foo"], "unknown method 'foo'"),
+        (["--method", "rk4"], "say how fine with --steps"),
+        (["--tol", "1e-12"], "far below what torch.float32 carries"),
+        (["--device", "abacus"], "abacus"),
+        (["--clip", "-1"], "--clip must not be negative"),
+        (["--seed", "99999999999999999999"], "--seed must be below"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            point_cloud.main([*wrong, "--epochs", "1", "--out", str(tmp_path / "run")])
+        assert exit_.value.code == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    point_cloud.main([*CLOUD, "--epochs", "1", "--out", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("checkpoint.pt", b""), ("checkpoint.pt", b"PK\x03\x04 cut"), ("checkpoint.pt", b"text"), ("config.json", b"{")],
+)
+def test_a_damaged_run_is_named(name, content, tmp_path):
+    options = [*CLOUD, "--epochs", "1", "--out", str(tmp_path)]
+    point_cloud.main(options)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=rf"{name} cannot be read[\s\S]*Fix: delete its folder"):
+        point_cloud.main(options)
+
+
+def test_a_solve_that_fails_says_where_in_the_training(tmp_path):
+    options = "--device cpu --model node --lr 1e6 --epochs 50 --batch-size 40".split()
+    with pytest.raises(SystemExit, match=r"epoch \d+, batch \d: \w+Error: .*Fix: a smaller --lr"):
+        point_cloud.main([*options, "--out", str(tmp_path)])
+
+
+def test_a_run_without_git_is_finished_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    point_cloud.main([*CLOUD, "--epochs", "1", "--out", str(tmp_path / "run")])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["commit"] == "unknown"
+
+
+def test_plot_tells_runs_apart(tmp_path, capsys):
+    for name, tolerance in (("a", "0.1"), ("b", "0.01")):
+        point_cloud.main(["--device", "cpu", "--epochs", "1", "--tol", tolerance, "--out", str(tmp_path / name)])
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("[]")
+    capsys.readouterr()
+    plot.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert re.search(r"^HBNODE tol=0.1 +1 ", out, re.M)
+    assert re.search(r"^HBNODE tol=0.01 +1 ", out, re.M)
+    assert "method dopri5, gradient adjoint" in out
+
+
 def test_plot_prints_a_table_and_draws_a_figure_for_each_task(tmp_path, capsys):
     for seed in (0, 1):
         common = ["--epochs", "2", "--seed", str(seed), "--out"]
         image_classification.main([*QUICK, *common, str(tmp_path / f"images{seed}")])
-        point_cloud.main(["--model", "node", "--tol", "0.1", *common, str(tmp_path / f"cloud{seed}")])
+        point_cloud.main([*CLOUD, "--model", "node", *common, str(tmp_path / f"cloud{seed}")])
     capsys.readouterr()
     plot.main([str(tmp_path)])
     out = capsys.readouterr().out
