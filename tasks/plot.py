@@ -178,7 +178,8 @@ def _bars(ax: plt.Axes, groups: Sequence[Group]) -> None:
     ax.bar(positions, forward, color=colors, label="forward")
     ax.bar(positions, backward, bottom=forward, color=colors, alpha=0.5, hatch="//", label="backward")
     for x, height, group in zip(positions, forward + backward, groups, strict=True):
-        ax.text(x, height, f"{group.mean('seconds_per_epoch'):.2f} s/epoch", ha="center", va="bottom", fontsize="small")
+        seconds = f"{group.mean('seconds_per_epoch'):.2g} s\nan epoch"
+        ax.text(x, height, seconds, ha="center", va="bottom", fontsize="small")
     ax.set_xticks(positions, [group.label.replace(" ", "\n") for group in groups])
     ax.set_ylabel("mean evaluations per batch")
     ax.set_ylim(top=1.3 * max(forward + backward))
