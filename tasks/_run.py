@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import gc
 import io
 import json
 import os
@@ -261,6 +262,8 @@ class Run:
             }
             write_whole(self.folder / "summary.json", json.dumps(summary, indent=2).encode())
         if self.workers.size > 1:
+            gc.collect()  # a DistributedDataParallel that outlives its group can hang in gloo's threads
+            distributed.barrier()
             distributed.destroy_process_group()
 
 

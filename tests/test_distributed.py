@@ -22,15 +22,20 @@ def gradients(model, x):
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
 
-def worker(rank, gradient, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def compute(rank, gradient, folder):
     model = DistributedDataParallel(make_model(gradient))
     x = torch.load(f"{folder}/x.pt", weights_only=True)
     with hbnode.count_nfe(model) as nfe:
         flat = gradients(model, x[rank::2])
     assert nfe.forward == 12
     torch.save(flat, f"{folder}/gradient{rank}.pt")
+
+
+def worker(rank, gradient, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    compute(rank, gradient, folder)
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
