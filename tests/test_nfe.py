@@ -139,6 +139,16 @@ def test_a_block_inside_the_func_of_a_block():
     assert nfe.total == len(calls) + inner.field.func.calls
 
 
+def test_a_larger_loss_costs_more_backward_evaluations():
+    """The absolute tolerance applies to the adjoint as well, as the docs say."""
+    block = counted_block("node", gradient="adjoint", rtol=1e-5, atol=1e-5)
+    counts = []
+    for scale in (1.0, 1e6):
+        (scale * block(make_input()).pow(2).sum()).backward()
+        counts.append(block.nfe.backward)
+    assert counts[0] < counts[1]
+
+
 def test_recomputation_by_checkpointing_counts_as_backward():
     from torch.utils.checkpoint import checkpoint
 
