@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_count
-from hbnode._state import State
+from hbnode._state import State, apply, parts
 from hbnode.nfe import NFE
 from hbnode.solvers import from_torchdiffeq
 
@@ -146,26 +146,13 @@ def solve(
 ) -> State | tuple[Tensor, State]:
     """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
     y0 = _checked_state(field, y0)
-    first = y0 if isinstance(y0, Tensor) else y0[0]
+    first = parts(y0)[0]
     if settings.method not in from_torchdiffeq.FIXED:
         _check_precision(settings.rtol, first.dtype)
     t = _checked_times(t, first.device)
     if event_fn is not None and len(t) != 2:
         raise ValueError(f"with event_fn, t must hold two times (start and direction), got {len(t)}. Fix: [t0, t1].")
-    return from_torchdiffeq.solve(
-        field,
-        y0,
-        t,
-        method=settings.method,
-        rtol=settings.rtol,
-        atol=settings.atol,
-        gradient=settings.gradient,
-        options=settings.options,
-        adjoint_options=settings.adjoint_options,
-        event_fn=event_fn,
-        max_steps=settings.max_steps,
-        nfe=nfe,
-    )
+    return from_torchdiffeq.solve(field, y0, t, settings, nfe, event_fn)
 
 
 def _check_precision(rtol: float, dtype: torch.dtype) -> None:
@@ -191,21 +178,20 @@ def _checked_state(field: Callable, y0: State) -> State:
         raise TypeError(
             f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
         )
-    parts = (y0,) if isinstance(y0, Tensor) else y0
-    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, Tensor) for part in parts):
+    tensors = parts(y0)
+    if not isinstance(tensors, tuple) or not tensors or not all(isinstance(part, Tensor) for part in tensors):
         raise TypeError(
             f"the state must be a tensor or a tuple of tensors, got {type(y0).__name__}. "
             "Fix: field.initial_state(x) makes the state of an hbnode field."
         )
-    dtype = parts[0].dtype
-    if not all(part.is_floating_point() and part.dtype == dtype for part in parts):
+    dtype = tensors[0].dtype
+    if not all(part.is_floating_point() and part.dtype == dtype for part in tensors):
         raise TypeError(
-            f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in parts)}. "
+            f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in tensors)}. "
             "Fix: x.float()."
         )
-    if torch.is_autocast_enabled(parts[0].device.type):  # the networks may run in half precision, the state may not
-        parts = tuple(part.float() if part.element_size() < 4 else part for part in parts)
-        return parts[0] if isinstance(y0, Tensor) else parts
+    if torch.is_autocast_enabled(tensors[0].device.type):  # the networks may run in half precision, the state may not
+        return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if isinstance(field, nn.Module):
         dtypes = {p.dtype for p in field.parameters() if p.is_floating_point()}
         if dtypes and dtype not in dtypes:

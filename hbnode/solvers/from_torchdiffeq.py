@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torchdiffeq
@@ -30,6 +30,9 @@ from hbnode.solvers._torchdiffeq_options import (
     solver_options,
 )
 
+if TYPE_CHECKING:
+    from hbnode.solve import Settings
+
 __all__ = ["ADAPTIVE", "FIXED", "GRADIENTS", "METHODS", "SCIPY", "solve"]
 
 GRADIENTS = ("direct", "adjoint")
@@ -39,19 +42,13 @@ def solve(
     field: Callable[[Tensor, State], State],
     y0: State,
     t: Tensor,
-    *,
-    method: str,
-    rtol: float,
-    atol: float,
-    gradient: str,
-    options: dict[str, Any] | None,
-    adjoint_options: dict[str, Any] | None,
-    event_fn: Callable | None,
-    max_steps: int,
+    settings: Settings,
     nfe: NFE,
+    event_fn: Callable | None,
 ) -> State | tuple[Tensor, State]:
     """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
-    own = solver_options(options, method, t, "options")
+    method, adjoint = settings.method, settings.gradient == "adjoint"
+    own = solver_options(settings.options, method, t, "options")
     if event_fn is not None:
         check_event(method, own)
     kind = _AdaptiveField if method in ADAPTIVE else _FixedField if method in FIXED else _WatchedField
@@ -61,21 +58,21 @@ def solve(
         t,
         Tally(field, nfe),
         method=method,
-        max_steps=max_steps,
-        adjoint=gradient == "adjoint",
+        max_steps=settings.max_steps,
+        adjoint=adjoint,
         reports_steps=method in ADAPTIVE or (method in FIXED and event_fn is None),
     )
-    common = {"rtol": rtol, "atol": atol, "method": method, "options": {"norm": _rms} | own}
+    common = {"rtol": settings.rtol, "atol": settings.atol, "method": method, "options": {"norm": _rms} | own}
     if event_fn is not None:
         common["event_fn"] = lambda t, y: _event_value(event_fn(t, y))
     try:
-        if gradient == "adjoint":
+        if adjoint:
             solution = torchdiffeq.odeint_adjoint(
                 watched,
                 y0,
                 t,
                 **common,
-                adjoint_options=adjoint_solver_options(own, adjoint_options, method, t),
+                adjoint_options=adjoint_solver_options(own, settings.adjoint_options, method, t),
                 adjoint_params=watched.adjoint_parameters(t[0], y0),
             )
         else:
