@@ -112,7 +112,7 @@ class ODEBlock(nn.Module):
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
-        settings = self.settings()
+        settings = self.settings().resolved(self.field)
         augment = f", augment={self.augment}" if self.augment else ""
         return (
             f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "

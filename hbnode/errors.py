@@ -38,3 +38,11 @@ class StepSizeUnderflowError(SolverError):
 
 class MaxStepsError(SolverError):
     """The solve needed more than ``max_steps`` steps."""
+
+
+class MaxNFEError(MaxStepsError):
+    """The solve needed more than ``max_nfe`` evaluations of the field."""
+
+
+class ReversalError(SolverError):
+    """A solve that is undone for its gradient does not come back to where it started."""

@@ -181,7 +181,7 @@ class _Damped(Field):
         self,
         func: Callable[..., Tensor],
         *,
-        damping: float | None = None,
+        damping: float | Tensor | None = None,
         learn_damping: bool = True,
         max_damping: float = 1.0,
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
@@ -191,24 +191,37 @@ class _Damped(Field):
         if not 0 < max_damping < math.inf:
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
         self.max_damping = float(max_damping)
-        gamma = self.max_damping * _sigmoid(-3.0) if damping is None else float(damping)
+        gamma = self.max_damping * _sigmoid(-3.0) if damping is None else damping
+        gamma = torch.as_tensor(gamma, dtype=torch.float64).detach()
         self.omega: nn.Parameter | None = None
-        self._damping = gamma
         if learn_damping:
-            if not 0 < gamma < self.max_damping:
+            if not bool(((gamma > 0) & (gamma < self.max_damping)).all()):
                 raise ValueError(
-                    f"a learned damping must start strictly between 0 and max_damping={self.max_damping}, got {gamma}. "
+                    "a learned damping must start strictly between 0 and "
+                    f"max_damping={self.max_damping}, got {gamma.tolist()}. "
                     "Fix: raise max_damping, or keep the damping constant with learn_damping=False."
                 )
-            self.omega = nn.Parameter(torch.tensor(_logit(gamma / self.max_damping)))
-        elif not 0 <= gamma < math.inf:
-            raise ValueError(f"damping must be a number >= 0, got {gamma}. Fix: pass damping=0.0 for no damping.")
+            self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(torch.get_default_dtype()))
+        elif not bool(((gamma >= 0) & torch.isfinite(gamma)).all()):
+            raise ValueError(
+                f"damping must be a number >= 0, got {gamma.tolist()}. Fix: pass damping=0.0 for no damping."
+            )
+        self._damping: float | None = gamma.item() if gamma.dim() == 0 else None
+        self.register_buffer(
+            "_dampings", gamma.to(torch.get_default_dtype()) if gamma.dim() and not learn_damping else None
+        )
         self.initial_momentum = initial_momentum
 
     @property
     def damping(self) -> Tensor | float:
-        """The current γ, a scalar tensor if learned, else a Python float."""
-        return self._damping if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
+        """The current γ: a tensor if learned or one for each channel, else a Python float."""
+        if self.omega is not None:
+            return self.max_damping * torch.sigmoid(self.omega)
+        return self._damping if self._dampings is None else self._dampings
+
+    def force(self, t: Tensor, h: Tensor) -> Tensor:
+        """What acts on the ball apart from the damping."""
+        return self.evaluate(t, h)
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(x, m0)`` with m0 zeros or ``initial_momentum(x)``."""
@@ -217,7 +230,7 @@ class _Damped(Field):
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
         learned = "" if self.omega is None else f" (learned, max {self.max_damping:g})"
-        return f"damping={_number(self.damping):.4g}{learned}, {super().extra_repr()}"
+        return f"damping={_number(self.damping)}{learned}, {super().extra_repr()}"
 
 
 class HBNODE(_Damped):
@@ -232,8 +245,9 @@ class HBNODE(_Damped):
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not see m.
-        damping: initial γ, in units of 1/time. None is ``max_damping * sigmoid(-3)``, about 0.047.
-        learn_damping: whether γ is a parameter; a constant γ is kept as a Python float.
+        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature
+            and (d, 1, 1) for one a channel. None is ``max_damping * sigmoid(-3)``, about 0.047.
+        learn_damping: whether γ is a parameter; a constant number is kept as a Python float.
         max_damping: upper bound of a learned γ.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest.
         time_dependent: whether ``func`` takes the time; None reads it off ``func``.
@@ -255,7 +269,7 @@ class HBNODE(_Damped):
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (25)."""
         h, m = self._pair(state)
-        return m, -self.damping * m + self.evaluate(t, h)
+        return m, -self.damping * m + self.force(t, h)
 
 
 class GHBNODE(_Damped):
@@ -286,7 +300,7 @@ class GHBNODE(_Damped):
         self,
         func: Callable[..., Tensor],
         *,
-        damping: float | None = None,
+        damping: float | Tensor | None = None,
         learn_damping: bool = True,
         max_damping: float = 1.0,
         xi: float | None = None,
@@ -324,12 +338,16 @@ class GHBNODE(_Damped):
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (48)."""
         h, m = self._pair(state)
-        return self.activation(m), -self.damping * m + self.evaluate(t, h) - self.xi * h
+        return self.activation(m), -self.damping * m + self.force(t, h)
+
+    def force(self, t: Tensor, h: Tensor) -> Tensor:
+        """The value of f(h, t) - ξh."""
+        return self.evaluate(t, h) - self.xi * h
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
         learned = "" if self.chi is None else " (learned)"
-        return f"xi={_number(self.xi):.4g}{learned}, {super().extra_repr()}"
+        return f"xi={_number(self.xi)}{learned}, {super().extra_repr()}"
 
 
 def append_zeros(x: Tensor, augment: int) -> Tensor:
@@ -356,16 +374,14 @@ def _paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tup
     return x, m.to(x.dtype)  # autocast may have made m smaller
 
 
-def _number(x: Tensor | float) -> float:
-    return float(x.detach()) if isinstance(x, Tensor) else x
+def _number(x: Tensor | float) -> str:
+    if isinstance(x, Tensor) and x.dim():
+        return f"{float(x.min()):.4g}..{float(x.max()):.4g} of shape {tuple(x.shape)}"
+    return f"{float(x):.4g}"
 
 
 def _sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x))
-
-
-def _logit(p: float) -> float:
-    return math.log(p) - math.log1p(-p)
 
 
 def _inverse_softplus(y: float) -> float:

@@ -1,4 +1,4 @@
-"""What the gradient modes share: finding the tensors that a field closes over."""
+"""What the gradients that evaluate a field anew share: finding the tensors that it closes over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from hbnode._state import State, parts
 
 _REFUSAL = (
-    "func depends on {what}, whose gradient gradient='adjoint' would drop; expected func to depend on the parameters "
+    "func depends on {what}, whose gradient this gradient mode would drop; expected func to depend on the parameters "
     "of its module, on leaf tensors and on its arguments only, and on the same ones in both passes. "
     "Fix: use gradient='direct', compute the tensor inside func, or make it a part of the state."
 )

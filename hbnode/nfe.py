@@ -55,12 +55,12 @@ class Tally:
         self.identity = _identity(field)
         self.nfe = nfe
 
-    def add(self, event: str) -> None:
-        """Count one ``"evaluation"``, ``"accepted"`` or ``"rejected"`` step in the pass that is running."""
+    def add(self, event: str, count: int = 1) -> None:
+        """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the pass that is running."""
         name = (_BACKWARD if backward_pass() != -1 else _FORWARD)[event]
         watching = [total for watched, total in _open_counters if self.identity in watched]
         for record in (self.nfe, *watching):
-            setattr(record, name, getattr(record, name) + 1)
+            setattr(record, name, getattr(record, name) + count)
 
 
 @contextmanager

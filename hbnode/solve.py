@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from hbnode._checks import as_count
 from hbnode._state import State, apply, parts
 from hbnode.nfe import NFE
-from hbnode.solvers import from_torchdiffeq
+from hbnode.solvers import from_torchdiffeq, native, run
 
 logger = logging.getLogger("hbnode")
 
@@ -111,28 +112,41 @@ class Settings:
     max_steps: int
 
     def __post_init__(self) -> None:
-        methods, gradients = from_torchdiffeq.METHODS, from_torchdiffeq.GRADIENTS
-        method = "dopri5" if self.method is None else self.method
-        if method not in methods:
-            raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: method='dopri5'.")
-        gradient = "direct" if self.gradient is None else self.gradient
+        methods = (*native.METHODS, *from_torchdiffeq.METHODS)
+        if self.method is not None and self.method not in methods:
+            raise ValueError(f"unknown method {self.method!r}; expected one of {methods}. Fix: leave it out.")
+        theirs = self.method in from_torchdiffeq.METHODS
+        gradients = from_torchdiffeq.GRADIENTS if theirs else native.GRADIENTS
+        gradient = ("direct" if theirs else "checkpoint") if self.gradient is None else self.gradient
         if gradient not in gradients:
             raise ValueError(
-                f"unknown gradient {gradient!r} for method={method!r}; expected one of {gradients}. "
-                "Fix: gradient='direct'."
+                f"unknown gradient {gradient!r} for method={self.method!r}; expected one of {gradients}. "
+                f"Fix: gradient={gradients[0]!r}."
             )
-        if self.step_control != "batch":
+        if self.step_control not in ("batch", "sample"):
+            raise ValueError(f"step_control must be 'batch' or 'sample', got {self.step_control!r}. Fix: leave it out.")
+        if theirs and self.step_control != "batch":
             raise ValueError(
-                f"step_control={self.step_control!r} is not possible with method={method!r}, which has one step size "
-                "for the whole batch; expected 'batch'. Fix: leave it out."
+                f"step_control={self.step_control!r} is not possible with method={self.method!r}, which has one step "
+                "size for the whole batch; expected 'batch'. Fix: a native method, or leave step_control out."
             )
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
         object.__setattr__(self, "max_steps", as_count(self.max_steps, "max_steps"))
-        object.__setattr__(self, "method", method)
-        object.__setattr__(self, "gradient", gradient)
+        if not theirs:
+            native.check(self)
+
+    def resolved(self, field: Callable, event: bool = False) -> Settings:
+        """These settings with method and gradient filled in for a field."""
+        method = self.method
+        if method is None:
+            method = "dopri5" if event else native.best_method(field, self)
+        gradient = self.gradient
+        if gradient is None:
+            gradient = "direct" if method in from_torchdiffeq.METHODS else "checkpoint"
+        return dataclasses.replace(self, method=method, gradient=gradient)
 
 
 @torch.compiler.disable
@@ -146,11 +160,21 @@ def solve(
 ) -> State | tuple[Tensor, State]:
     """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
     y0 = _checked_state(field, y0)
+    settings = settings.resolved(field, event_fn is not None)
+    theirs = settings.method in from_torchdiffeq.METHODS
     first = parts(y0)[0]
-    if settings.method not in from_torchdiffeq.FIXED:
+    if settings.method not in from_torchdiffeq.FIXED and "steps" not in (settings.options or {}):
         _check_precision(settings.rtol, first.dtype)
-    t = _checked_times(t, first.device)
-    if event_fn is not None and len(t) != 2:
+    t = _checked_times(t, first.device, rows=not theirs)
+    if event_fn is None:
+        return (
+            from_torchdiffeq.solve(field, y0, t, settings, nfe, None)
+            if theirs
+            else run.solve(field, y0, t, settings, nfe)
+        )
+    if not theirs:
+        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
+    if len(t) != 2:
         raise ValueError(f"with event_fn, t must hold two times (start and direction), got {len(t)}. Fix: [t0, t1].")
     return from_torchdiffeq.solve(field, y0, t, settings, nfe, event_fn)
 
@@ -202,7 +226,7 @@ def _checked_state(field: Callable, y0: State) -> State:
     return y0
 
 
-def _checked_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
+def _checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bool) -> Tensor:
     if not isinstance(t, Tensor):
         if any(isinstance(time, Tensor) for time in t):  # keep the gradients of learned times
             t = torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device) for time in t])
@@ -210,12 +234,30 @@ def _checked_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
             t = torch.as_tensor(t, dtype=torch.float64)
     elif not t.is_floating_point():
         t = t.to(torch.float64)
-    if t.dim() != 1 or len(t) == 0:
-        raise ValueError(f"t must be one-dimensional with at least one time, got shape {tuple(t.shape)}. Fix: (T,).")
-    if not bool(torch.isfinite(t).all()):
-        raise ValueError(f"t must be finite, got {t.tolist()}. Fix: drop the infinite times and the NaNs.")
-    t = t.to(device)
-    steps = t.detach().diff()
+    if t.dim() != 1 and not (rows and t.dim() == 2):
+        raise ValueError(
+            f"t must be one-dimensional, got shape {tuple(t.shape)}. "
+            "Fix: (T,); native methods also take (batch, T), a row of times for each sample."
+        )
+    if t.shape[-1] == 0:
+        raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: (T,).")
+    values = t.detach().cpu()
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"t must be finite, got {values.tolist()}. Fix: drop the infinite times and the NaNs.")
+    _check_order(values)
+    return t.to(device) if t.dim() == 2 or not rows else t
+
+
+def _check_order(t: Tensor) -> None:
+    """Shared times must be strictly monotone; of a sample's own, some may be repeated: it stays where it is."""
+    steps = t.diff()
+    if t.dim() == 2:
+        up, down = (steps >= 0).all(), (steps <= 0).all()
+        if not bool(up | down):
+            raise ValueError(
+                "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."
+            )
+        return
     if not bool((steps > 0).all() | (steps < 0).all()):
         sign = -1.0 if bool(steps[0] < 0) else 1.0
         where = int(torch.nonzero(torch.sign(steps) != sign)[0])
@@ -223,4 +265,3 @@ def _checked_times(t: Tensor | Sequence[float], device: torch.device) -> Tensor:
             f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
             f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones."
         )
-    return t

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torchdiffeq
 from torch import Tensor
 
-from hbnode._state import State, apply, describe, is_equal, is_finite, parts
+from hbnode._replay import autocast_of
+from hbnode._state import State, apply, is_equal, is_finite, like, parts
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.gradients import closed_over_leaves, refuse_unknown
 from hbnode.nfe import NFE, Tally, backward_pass
@@ -44,7 +45,7 @@ def solve(
     t: Tensor,
     settings: Settings,
     nfe: NFE,
-    event_fn: Callable | None,
+    event_fn: Callable | None = None,
 ) -> State | tuple[Tensor, State]:
     """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
     method, adjoint = settings.method, settings.gradient == "adjoint"
@@ -123,7 +124,7 @@ class _WatchedField:
         self.first: tuple[Tensor, State, State] | None = None  # an evaluation made ahead of the solver
         self.step_size = math.nan
         self.attempts = (-1, 0)  # which pass, and the steps tried in it
-        self.autocast = _autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
+        self.autocast = autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
         if not is_finite(y0):
             raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
 
@@ -146,7 +147,7 @@ class _WatchedField:
     def _evaluate(self, t: Tensor, y: State) -> State:
         self.tally.add("evaluation")
         with self.autocast():
-            return _like(self.field(t, y), y)
+            return like(self.field(t, y), y)
 
     def adjoint_parameters(self, t0: Tensor, y0: State) -> tuple[Tensor, ...]:
         """All tensors that the adjoint method must differentiate with respect to.
@@ -308,44 +309,6 @@ def _parameters(field: Callable) -> list[Tensor]:
     if hasattr(field, "dynamics_parameters"):
         return field.dynamics_parameters()
     return list(field.parameters()) if isinstance(field, torch.nn.Module) else []
-
-
-def _autocast_of(device_type: str) -> Callable[[], AbstractContextManager]:
-    """A maker of contexts that repeat the autocast in force now, in the backward pass too.
-
-    Without its cache, which would hand out copies of the weights made before the evaluation.
-    """
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(device_type)
-    return lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=False)
-
-
-def _like(value: State, y: State) -> State:
-    """The field's value checked to have the structure, shapes and dtype of the state."""
-    if isinstance(y, Tensor):
-        if isinstance(value, Tensor) and value.shape == y.shape:
-            return _cast(value, y)
-    elif isinstance(value, tuple) and len(value) == len(y):
-        pairs = list(zip(value, y, strict=True))
-        if all(isinstance(v, Tensor) and v.shape == part.shape for v, part in pairs):
-            return tuple(_cast(v, part) for v, part in pairs)
-    raise ValueError(
-        f"the field returned {describe(value)} for a state of {describe(y)}; expected the same. "
-        "Fix: return d state/dt with the structure and shapes of the state."
-    )
-
-
-def _cast(value: Tensor, y: Tensor) -> Tensor:
-    """``value`` in the dtype of the state: autocast may have computed it in a smaller one."""
-    if value.dtype == y.dtype:
-        return value
-    if torch.is_autocast_enabled(y.device.type):
-        return value.to(y.dtype)
-    raise TypeError(
-        f"the field returned {value.dtype} for a state of {y.dtype}; expected the same dtype. "
-        "Fix: convert the field (field.double(), field.float()) or the input to one dtype."
-    )
 
 
 def _raised_by_torchdiffeq(error: BaseException) -> bool:

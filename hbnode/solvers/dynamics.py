@@ -1,0 +1,112 @@
+"""A field as a native method sees it: rows of tensors, and one function to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._replay import autocast_of
+from hbnode._state import State, cast, like, parts
+from hbnode.fields import GHBNODE, HBNODE
+
+
+class Dynamics:
+    """The equation that a method solves.
+
+    Nystrom and splitting methods work on the rows h and m, and evaluate the force on h. Runge-Kutta methods work on one
+    row: the state itself if it is a tensor, else its parts stacked, or strung together if their shapes differ.
+
+    Attributes:
+        damping: γ, a tensor that broadcasts with a row (its dimensions filled up), or of no dimension.
+        template: the first part of the state.
+        activation: σ of a splitting method, None for the identity.
+    """
+
+    def __init__(self, field: Callable, y0: State, *, second_order: bool, strung: bool = False) -> None:
+        self.field = field
+        self.inner = unwrapped(field)
+        self.second_order = second_order
+        self.structure = y0 if isinstance(y0, Tensor) else tuple(y0)
+        tensors = parts(y0)
+        self.template = tensors[0]
+        shapes = {part.shape for part in tensors}
+        self.stacked = not isinstance(y0, Tensor) and not (second_order or strung) and len(shapes) == 1
+        self.strung = not second_order and (strung or len(shapes) > 1)
+        self.activation = None
+        damping: Tensor | float = 0.0
+        if second_order:
+            self.inner._pair(y0)
+            if len(shapes) > 1:
+                raise ValueError(f"h and m must have one shape, got {sorted(map(tuple, shapes))}. Fix: make m like h.")
+            damping = self.inner.damping
+            self.activation = self.inner.activation if isinstance(self.inner, GHBNODE) else None
+        if not isinstance(damping, Tensor):
+            damping = torch.tensor(damping, dtype=torch.float64)
+        if damping.dim():
+            damping = damping.view(*[1] * (self.template.dim() - damping.dim()), *damping.shape)
+        self.damping = damping
+        self.autocast = autocast_of(self.template.device.type)
+        self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
+        self.prepared: Tensor | None = None  # the value of an evaluation made ahead of the first
+
+    def rows(self, state: State) -> tuple[Tensor, ...]:
+        """The rows of a state."""
+        if self.second_order:
+            return parts(state)
+        if self.strung:
+            return (torch.cat([part.reshape(-1) for part in state]),)
+        return (torch.stack(state),) if self.stacked else (state,)
+
+    def state(self, rows: Tensor) -> State:
+        """The state of rows (state rows, ...); or of a trajectory, if the times come first: (T, state rows, ...)."""
+        shape = self.template.shape
+        if self.second_order:
+            return rows.unbind(-len(shape) - 1)
+        if not self.stacked and not self.strung:
+            return rows.squeeze(-len(shape) - 1)
+        row = rows.squeeze(-2 if self.strung else -len(shape) - 2)
+        if self.stacked:
+            return row.unbind(-len(shape) - 1)
+        pieces = row.split([part.numel() for part in self.structure], dim=-1)
+        return tuple(
+            piece.reshape((*piece.shape[:-1], *part.shape)) for piece, part in zip(pieces, self.structure, strict=True)
+        )
+
+    def evaluate(self, t: Tensor, x: Tensor) -> Tensor:
+        """The force on h, or the derivative of a row; of the shape and dtype of ``x``."""
+        if self.prepared is not None:
+            value, self.prepared = self.prepared, None
+            return value
+        with self.autocast():
+            return self.bare(t, x)
+
+    def bare(self, t: Tensor, x: Tensor) -> Tensor:
+        """:meth:`evaluate` under the autocast in force."""
+        if self.second_order:
+            f = self.inner.force(t, x)
+            return f if f.dtype == x.dtype else cast(f, x)
+        if self.stacked:
+            return torch.stack(like(self.field(t, x.unbind(0)), self.structure))
+        if self.strung:
+            value = like(self.field(t, self.state(x.unsqueeze(0))), self.structure)
+            return torch.cat([part.reshape(-1) for part in value])
+        return like(self.field(t, x), x)
+
+
+def unwrapped(field: Callable) -> Callable:
+    """The field inside of what torch.compile and DistributedDataParallel put around it."""
+    while True:
+        if isinstance(field, nn.parallel.DistributedDataParallel):
+            field = field.module
+        elif hasattr(field, "_orig_mod"):
+            field = field._orig_mod
+        else:
+            return field
+
+
+def is_heavy_ball(field: Callable, *kinds: type) -> bool:
+    """Whether a field is one of these kinds and obeys its equation: a subclass may have changed ``forward``."""
+    inner = unwrapped(field)
+    return any(isinstance(inner, kind) and type(inner).forward is kind.forward for kind in kinds)

@@ -1,0 +1,154 @@
+"""One step of any explicit method whose stages are linear in the state and in the values of the field.
+
+Runge-Kutta and Nystrom methods (after the change of gauge of :mod:`hbnode.solvers.nystrom`) share one form. With the
+columns K = [state rows, F_1, ..., F_s],
+
+    x_i = sum_k C[i, k] K_k,  F_i = f(t_i, x_i),  i = 2..s,
+
+and the new state and its error are further such rows. The last stage is evaluated at the new state, so its value is
+the first of the next step. What a step starts from and ends with is therefore a *point*: the rows of the state and the
+value of the field there, stacked. Only the coefficients C know of the step size and the damping.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Evaluate = Callable[[Tensor, Tensor], Tensor]
+
+
+class Coefficients(NamedTuple):
+    """C in the order in which a step uses it.
+
+    Attributes:
+        first: columns of the state rows and F_1, (rows, state rows + 1, ...).
+        columns: those of F_2 to F_s, each from the row after its own stage on, (rows - i + 1, ...).
+
+    Trailing dimensions, if there are any, broadcast against a row of the state: a step size for each sample, a damping
+    for each channel.
+    """
+
+    first: Tensor
+    columns: tuple[Tensor, ...]
+
+
+class Stepped(NamedTuple):
+    """The point after a step, its error (state rows, ...) and the dense output, (state rows x times, ...)."""
+
+    point: Tensor
+    error: Tensor | None
+    dense: Tensor | None
+
+
+class ExplicitMethod(ABC):
+    """A pair of explicit methods with its coefficients.
+
+    Attributes:
+        order: order of the solution that is carried on.
+        error_order: order of the embedded solution.
+        nodes: times of the stages after the first, as fractions of the step.
+        state_rows: rows of the state, 1 for y and 2 for (h, m).
+        has_dense: whether there is an interpolant.
+    """
+
+    carries = True  # the value of the field at its end, to the next step
+    reversible = False
+    order: int
+    error_order: int
+    nodes: tuple[float, ...]
+    state_rows: int
+    has_dense: bool
+
+    @property
+    def evaluations(self) -> int:
+        """Of the field, in one step."""
+        return len(self.nodes)
+
+    @abstractmethod
+    def matrix(self, damping: Tensor, step: Tensor, thetas: Tensor | None) -> Tensor:
+        """C for the stages, the new state, its error, and the dense output at the fractions ``thetas`` of the step.
+
+        Arguments:
+            damping: γ, broadcastable with ``step``; ignored where there is none.
+            step: H, of any shape (...).
+            thetas: fractions (..., n) or None.
+
+        Returns:
+            (..., rows, columns). Rows: s - 1 stages, of which the last is the first row of the new state; the other
+            state rows; their errors; the state rows of the dense output, time by time.
+        """
+
+    def tensors(self, coefficients: Coefficients) -> list[Tensor]:
+        """The coefficients as a list; :meth:`from_tensors` undoes it."""
+        return [coefficients.first, *coefficients.columns]
+
+    def from_tensors(self, tensors: list[Tensor]) -> Coefficients:
+        """The coefficients from their list."""
+        return Coefficients(tensors[0], tuple(tensors[1:]))
+
+    def coefficients(
+        self,
+        damping: Tensor,
+        step: Tensor,
+        *,
+        error: bool,
+        thetas: Tensor | None = None,
+        like: Tensor | None = None,
+    ) -> Coefficients:
+        """C as :meth:`step` uses it, in the dtype and on the device of ``like``, with or without the error's rows."""
+        c = self.matrix(damping, step, thetas)
+        n = self.state_rows
+        stop = len(self.nodes) + n - 1
+        if not error:
+            c = torch.cat([c[..., :stop, :], c[..., stop + n :, :]], dim=-2)
+        if like is not None:
+            c = c.to(like)
+        if c.dim() > 2:
+            c = c.movedim((-2, -1), (0, 1))
+        columns = (c[i + 1 :, n + i + 1].contiguous() for i in range(len(self.nodes)))
+        return Coefficients(c[:, : n + 1].contiguous(), tuple(columns))
+
+    def step(
+        self,
+        point: Tensor,
+        coefficients: Coefficients,
+        times: Sequence[Tensor],
+        evaluate: Evaluate,
+        *,
+        error: bool,
+        activation: None = None,
+    ) -> Stepped:
+        """One step.
+
+        Arguments:
+            point: (state rows + 1, ...).
+            coefficients: from :meth:`coefficients`, with the same ``error``.
+            times: of the stages after the first.
+            evaluate: ``(t, x)`` to the field's value, both of the shape of a row.
+            error: whether to estimate the error.
+            activation: σ, which is part of the field here; only splitting methods know it.
+        """
+        n, shape = self.state_rows, point.shape[1:]
+        first, columns = coefficients
+        uniform = first.dim() == 2  # one step size and one damping for all elements
+        rows = first @ point.reshape(n + 1, -1) if uniform else (first * point).sum(1)
+        for t, column in zip(times, columns, strict=True):
+            x, rows = rows.split([1, len(rows) - 1])
+            f = evaluate(t, x.view(shape))
+            rows = torch.addr(rows, column, f.reshape(-1)) if uniform else torch.addcmul(rows, column, f)
+        ends = torch.cat([x, rows[: n - 1], f.reshape(x.shape)]).view(point.shape)
+        rows = rows[n - 1 :].view(-1, *shape)
+        start = n if error else 0
+        return Stepped(ends, rows[:start] if error else None, rows[start:] if len(rows) > start else None)
+
+
+def strictly_lower(rows: Sequence[Sequence[float]]) -> Tensor:
+    """The square matrix A of a tableau from its rows after the first."""
+    size = len(rows) + 1
+    padded = [[0.0] * size, *([*map(float, row)] + [0.0] * (size - len(row)) for row in rows)]
+    return torch.tensor(padded, dtype=torch.float64)

@@ -1,0 +1,111 @@
+"""The loops of a native solve over its steps: a fixed grid, one adaptive step for all, or one for each sample."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hbnode.solvers.clock import Clock, Step
+from hbnode.solvers.control import Controller, steps_to
+from hbnode.solvers.per_sample import PerSample
+from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
+
+
+def integrate(
+    solve: Solve,
+    point: Tensor,
+    damping: Tensor,
+    *,
+    record: list | None = None,
+    differentiable: bool = False,
+    watch: bool = False,
+) -> Tensor:
+    """The rows of the state at the output times, (T, state rows, ...).
+
+    Arguments:
+        solve: what is solved.
+        point: where it starts.
+        damping: γ, on the clock's device in float64.
+        record: gets ``(step, point)`` for every accepted step.
+        differentiable: whether gradients are to flow to the times.
+        watch: check each step of a fixed grid, and name the first that is not finite.
+    """
+    if not solve.adaptive:
+        return _grid(solve, point, damping, record, differentiable, watch)
+    if solve.clock.per_sample:
+        return PerSample(solve, point).run(damping, record, differentiable)
+    return _adaptive(solve, point, damping, record, differentiable)
+
+
+def _grid(
+    solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool, watch: bool
+) -> Tensor:
+    n, steps = solve.method.state_rows, solve.options.steps
+    outputs = [point[:n]]
+    for interval in range(solve.clock.count):
+        for i in range(steps):
+            step = Step(interval, i / steps, 1 / steps, reached=interval + 1 if i == steps - 1 else None)
+            solve.check_nfe(step)
+            if record is not None:
+                record.append((step, point))
+            before = point
+            point = solve.take(point, step, damping, error=False, differentiable=differentiable).point
+            solve.tally.add("accepted")
+            if watch and not bool(torch.isfinite(point).all()):
+                raise solve.blame(before, step, damping)
+        outputs.append(point[:n])
+    return torch.stack(outputs)
+
+
+def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
+    n, clock, options = solve.method.state_rows, solve.clock, solve.options
+    controller = Controller(solve.method.error_order)
+    outputs = [point[:n]]
+    size = solve.first_size(point) if clock.count else 0.0
+    for interval, length in enumerate(clock.lengths):
+        start, failures = 0.0, 0
+        left = steps_to(length, size) if length else 0
+        while left:
+            fraction = (1.0 - start) / left
+            step = Step(interval, start, fraction, reached=interval + 1 if left == 1 else None)
+            if clock.dense:
+                _mark_outputs(clock, step)
+            solve.step_size = fraction * length
+            solve.count_attempt(step)
+            stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
+            ratio = solve.ratio(stepped.error, point, stepped.point)
+            if ratio <= 1.0:
+                solve.tally.add("accepted")
+                if record is not None:
+                    record.append((step, point))
+                point, failures = stepped.point, 0
+                if step.thetas:
+                    outputs.extend(stepped.dense.view(-1, n, *point.shape[1:]).unbind(0))
+                size = min(fraction * length * controller.accept(ratio), options.max_step)
+                start, left = start + fraction, left - 1
+                if left:
+                    left = steps_to((1.0 - start) * length, size)
+            else:
+                solve.tally.add("rejected")
+                failures = 0 if math.isfinite(ratio) else failures + 1
+                if failures == NON_FINITE_ATTEMPTS:
+                    raise solve.blame(point, step, damping)
+                size = fraction * length * controller.reject(ratio)
+                solve.check_size(step, size)
+                left = max(steps_to((1.0 - start) * length, size), left + 1)
+        if not clock.dense:
+            outputs.append(point[:n])
+    return torch.stack(outputs)
+
+
+def _mark_outputs(clock: Clock, step: Step) -> None:
+    """Which outputs lie in a step, to be interpolated."""
+    begin, length = clock.times[0], clock.times[-1] - clock.times[0]
+    fractions = [(t - begin) / length for t in clock.times]
+    end = 1.0 if step.reached is not None else step.start + step.size
+    inside = [j for j, fraction in enumerate(fractions) if j and step.start < fraction <= end]
+    if inside:
+        step.outputs = range(inside[0], inside[-1] + 1)
+        step.thetas = tuple((fractions[j] - step.start) / step.size for j in inside)

@@ -1,0 +1,127 @@
+"""Our own methods: which there are, and what may be asked of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hbnode._checks import as_count
+from hbnode.fields import GHBNODE, HBNODE
+from hbnode.solvers.dynamics import is_heavy_ball
+from hbnode.solvers.nystrom import Nystrom
+from hbnode.solvers.runge_kutta import RungeKutta
+from hbnode.solvers.splitting import Splitting
+from hbnode.solvers.tableaus import (
+    BLANES_MOAN4_DRIFTS,
+    BLANES_MOAN4_KICKS,
+    RKN4,
+    RKN6,
+    RKN8,
+    STRANG_DRIFTS,
+    STRANG_KICKS,
+    TSIT5,
+)
+
+if TYPE_CHECKING:
+    from hbnode.solve import Settings
+
+NYSTROM = {"nystrom4": Nystrom(RKN4), "nystrom6": Nystrom(RKN6), "nystrom8": Nystrom(RKN8)}
+SPLITTING = {
+    "leapfrog": Splitting(2, STRANG_DRIFTS, STRANG_KICKS),
+    "blanes_moan4": Splitting(4, BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
+}
+RUNGE_KUTTA = {"tsit5": RungeKutta(TSIT5)}
+METHODS = NYSTROM | SPLITTING | RUNGE_KUTTA
+GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
+_ADAPTIVE_OPTIONS = ("steps", "first_step", "max_step", "min_step", "max_nfe", "dense")
+_SPLITTING_OPTIONS = ("steps", "max_nfe")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``options=`` of a native method may hold, checked."""
+
+    steps: int | None = None
+    first_step: float | None = None
+    max_step: float = math.inf
+    min_step: float = 0.0
+    max_nfe: float = math.inf
+    dense: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any] | None, method: str) -> Options:
+        """The options, checked for a method."""
+        if given is not None and not isinstance(given, dict):
+            raise TypeError(f"options must be a dict, got {type(given).__name__}. Fix: options={{'steps': 8}}.")
+        given = dict(given or {})
+        known = _SPLITTING_OPTIONS if method in SPLITTING else _ADAPTIVE_OPTIONS
+        unknown = [option for option in given if option not in known]
+        if unknown:
+            raise ValueError(
+                f"options has {unknown}, which method={method!r} does not know; expected some of {known}. "
+                "Fix: a torchdiffeq method such as 'dopri5' has torchdiffeq's options."
+            )
+        for name in ("first_step", "max_step", "min_step"):
+            if name in given and not given[name] > 0:
+                raise ValueError(f"options[{name!r}] must be positive, got {given[name]!r}. Fix: a length of time.")
+        for name in ("steps", "max_nfe"):
+            if name in given:
+                given[name] = as_count(given[name], f"options[{name!r}]")
+        if method in SPLITTING and "steps" not in given:
+            raise ValueError(
+                f"method={method!r} has a fixed grid. Fix: options={{'steps': n}}, n steps in each output interval."
+            )
+        if given.get("dense"):
+            if not METHODS[method].has_dense:
+                raise ValueError(
+                    f"method={method!r} has no interpolant for options={{'dense': True}}; expected 'nystrom6' or "
+                    "'tsit5'. Fix: leave 'dense' out, and the method steps onto the output times."
+                )
+            if "steps" in given:
+                raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
+        return cls(**given)
+
+
+def best_method(field: Callable, settings: Settings) -> str:
+    """What ``method=None`` means: Nystrom for HBNODE, its order by the tolerance, and ``"tsit5"`` for all others."""
+    if settings.gradient == "reversible":
+        return "blanes_moan4"
+    if not is_heavy_ball(field, HBNODE):
+        return "tsit5"
+    if (settings.options or {}).get("dense"):
+        return "nystrom6"
+    return "nystrom4" if settings.rtol >= 1e-3 else "nystrom6" if settings.rtol >= 1e-5 else "nystrom8"
+
+
+def check(settings: Settings) -> None:
+    """Refuse what native methods cannot do; ``settings.method`` may still be None."""
+    method, gradient = settings.method, settings.gradient
+    if method is None:
+        method = "blanes_moan4" if gradient == "reversible" else "tsit5"
+    Options.of(settings.options, method)
+    if gradient == "reversible" and method not in SPLITTING:
+        raise ValueError(
+            f"gradient='reversible' needs a method that can be undone exactly, one of {tuple(SPLITTING)}, got "
+            f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog'."
+        )
+    if settings.adjoint_options is not None:
+        raise ValueError(
+            "adjoint_options are for torchdiffeq's methods; the native ones solve their adjoint with 'tsit5' at the "
+            "tolerances of the forward solve. Fix: leave them out, or method='dopri5'."
+        )
+
+
+def check_field(method: str, field: Callable) -> None:
+    """Refuse a field that a method cannot solve."""
+    if method in NYSTROM and not is_heavy_ball(field, HBNODE):
+        raise ValueError(
+            f"method={method!r} solves h'' + γh' = f(h, t), an HBNODE with its own forward, got "
+            f"{type(field).__name__}. Fix: method='tsit5', or method=None for the best there is."
+        )
+    if method in SPLITTING and not is_heavy_ball(field, HBNODE, GHBNODE):
+        raise ValueError(
+            f"method={method!r} splits the equation of an HBNODE or GHBNODE, got {type(field).__name__}. "
+            "Fix: method='tsit5', or method=None for the best there is."
+        )

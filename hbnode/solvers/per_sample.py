@@ -1,0 +1,124 @@
+"""``step_control="sample"``: every sample has its own step, its own acceptance and its own end.
+
+One call of the field serves all samples. A sample that has arrived takes steps of size 0 until the last one has; what
+it was given as neighbours changes none of its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hbnode.solvers.clock import Step
+from hbnode.solvers.control import SampleController, first_sizes, norms
+from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
+
+
+class PerSample:
+    """Where every sample is; tensors of shape (batch,)."""
+
+    def __init__(self, solve: Solve, point: Tensor) -> None:
+        self.solve, self.point = solve, point
+        self.rows = solve.method.state_rows
+        self.batch_dim = solve.samples()
+        batch = point.shape[self.batch_dim + 1]
+        t = solve.clock.t.detach()
+        self.t = t if t.dim() == 2 else t.expand(batch, -1)  # (batch, T)
+        self.last = self.t.shape[1] - 1
+        self.index = torch.arange(batch, device=t.device)
+        self.interval = torch.zeros(batch, dtype=torch.long, device=t.device)
+        self.start = torch.zeros(batch, dtype=torch.float64, device=t.device)
+        self.failures = torch.zeros_like(self.interval)
+        self.outputs = point[: self.rows].unsqueeze(0).repeat(self.last + 1, *[1] * point.dim())
+        self.controller = SampleController(solve.method.error_order, self.start)
+        norm = norms(point.detach().double(), self.batch_dim)
+        size = first_sizes(norm, solve.rtol, solve.atol, solve.method.error_order)
+        size = torch.where(torch.isfinite(size), size, self.length())
+        if solve.options.first_step:
+            size = torch.full_like(size, solve.options.first_step)
+        self.size = size.clamp(max=solve.options.max_step)  # of the step that each would like to take
+        self.left = self.steps_left()
+
+    def length(self) -> Tensor:
+        """Of the interval that each sample is in."""
+        index = self.interval.clamp(max=self.last - 1)
+        return (self.t[self.index, index + 1] - self.t[self.index, index]).abs()
+
+    def steps_left(self) -> Tensor:
+        """How many equal steps cover the rest of the interval."""
+        return torch.ceil((1.0 - self.start) * self.length() / self.size - 0.05).clamp(min=1.0)
+
+    def run(self, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
+        """Step until all samples have arrived; one synchronisation a step."""
+        solve, running = self.solve, self.last > 0 and len(self.index) > 0
+        while running:
+            done = self.interval >= self.last
+            fraction = torch.where(done, 0.0, (1.0 - self.start) / self.left)
+            step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
+            stepped = solve.take(self.point, step, damping, error=True, differentiable=differentiable)
+            ratio = self.ratio(stepped.error, stepped.point)
+            step.accepted = (ratio <= 1.0) & ~done
+            step.reached = step.accepted & (self.left <= 1.0)
+            before, self.point = self.point, torch.where(self.marks(step.accepted), stepped.point, self.point)
+            self.write(step)
+            self.advance(step, ratio, done)
+            running = self.go_on(step, before, damping, record)
+        return self.outputs
+
+    def ratio(self, error: Tensor, after: Tensor) -> Tensor:
+        """Norm of (error / tolerance) of each sample."""
+        solve, n = self.solve, self.rows
+        scale = torch.maximum(self.point[:n].abs(), after[:n].abs()).mul(solve.rtol).add(solve.atol)
+        ratio = norms((error.detach() / scale.detach()).double(), self.batch_dim).pow(2).mean(0).sqrt()
+        return torch.where(torch.isfinite(ratio), ratio, math.inf)
+
+    def marks(self, marks: Tensor) -> Tensor:
+        """(batch,) to broadcast with a point."""
+        return marks.view(*[1] * (self.batch_dim + 1), -1, *[1] * (self.point.dim() - self.batch_dim - 2))
+
+    def write(self, step: Step) -> None:
+        """Put the samples that have reached an output time into the outputs."""
+        state = self.point[: self.rows].movedim(self.batch_dim + 1, 0)
+        outputs = self.outputs.movedim(self.batch_dim + 2, 1)
+        old = outputs[step.interval + 1, self.index]
+        new = torch.where(step.reached.view(-1, *[1] * (state.dim() - 1)), state, old)
+        written = outputs.index_put((step.interval + 1, self.index), new)
+        self.outputs = written.movedim(1, self.batch_dim + 2)
+
+    def advance(self, step: Step, ratio: Tensor, done: Tensor) -> None:
+        """Choose the next steps."""
+        taken = step.size * self.length()
+        factor = self.controller.factor(ratio, step.accepted | done)
+        moving = ~done & (taken > 0)
+        self.size = torch.where(moving, (taken * factor).clamp(max=self.solve.options.max_step), self.size)
+        self.failures = torch.where(torch.isfinite(ratio) | done, 0, self.failures + 1)
+        self.start = torch.where(step.accepted, self.start + step.size, self.start)
+        self.start = torch.where(step.reached, 0.0, self.start)
+        self.interval = torch.where(step.reached, self.interval + 1, self.interval)
+        more = torch.where(step.accepted, 1.0, self.left + 1.0)  # a rejected step must become shorter
+        self.left = torch.maximum(self.steps_left(), more)
+
+    def go_on(self, step: Step, before: Tensor, damping: Tensor, record: list | None) -> bool:
+        """Count, record, and stop a solve that has run away; all that the host must know, in one transfer."""
+        solve = self.solve
+        floor = 4 * torch.finfo(self.point.dtype).eps * self.t[self.index, step.interval].abs()
+        small = ~step.accepted & (self.size < floor.clamp(min=max(solve.options.min_step, 1e-300)))
+        small = small & (self.interval < self.last)
+        stuck = self.failures >= NON_FINITE_ATTEMPTS
+        done = (self.interval >= self.last).all()
+        moved, underflow, failed, finished = torch.stack([step.accepted.any(), small.any(), stuck.any(), done]).tolist()
+        solve.tally.add("accepted" if moved else "rejected")
+        if moved and record is not None:
+            record.append((step, before))
+        if failed:
+            raise solve.blame(before, step, damping, sample=int(stuck.nonzero()[0]))
+        if underflow:
+            sample = int(small.nonzero()[0])
+            raise solve.underflow(step, float(self.size[sample]), sample)
+        if not finished:
+            solve.count_attempt(
+                Step(step.interval, step.start, step.size), int((self.interval < self.last).nonzero()[0])
+            )
+        return not finished

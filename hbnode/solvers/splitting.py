@@ -1,0 +1,102 @@
+r"""Reversible splitting methods for HBNODE and GHBNODE, with exact damping.
+
+:math:`h' = \sigma(m),\; m' = -\gamma m + F(h, t)` with :math:`F = f` (HBNODE, :math:`\sigma` the identity) or
+:math:`F = f - \xi h` (GHBNODE) splits into two parts that are solved exactly,
+
+    drift (τ):  h ← h + τ σ(m),  t ← t + τ,
+    kick (τ):   m ← e^{-γτ} m + (1 - e^{-γτ})/γ F(h, t),
+
+each of which is undone exactly, so a composition of them can be run backwards without having been stored. Undoing a
+kick divides by :math:`e^{-\gamma\tau}`: a rounding error grows by :math:`e^{\gamma T}` over the time T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hbnode.solvers.explicit import Evaluate, Stepped
+
+Coefficients = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+class Splitting:
+    """A composition of drifts and kicks that begins and ends with a drift.
+
+    Arguments:
+        order: its order.
+        drifts: fractions of the step, one more than the kicks.
+        kicks: fractions of the step.
+    """
+
+    carries = False
+    reversible = True
+    has_dense = False
+    state_rows = 2
+
+    def __init__(self, order: int, drifts: Sequence[float], kicks: Sequence[float]) -> None:
+        self.order = order
+        self.drifts = torch.tensor(drifts, dtype=torch.float64)
+        self.kicks = torch.tensor(kicks, dtype=torch.float64)
+        self.nodes = tuple(self.drifts.cumsum(0)[:-1].tolist())
+
+    @property
+    def evaluations(self) -> int:
+        """Of the field, in one step."""
+        return len(self.kicks)
+
+    def tensors(self, coefficients: Coefficients) -> list[Tensor]:
+        """The coefficients as a list; :meth:`from_tensors` undoes it."""
+        return [part for group in coefficients for part in group]
+
+    def from_tensors(self, tensors: list[Tensor]) -> Coefficients:
+        """The coefficients from their list."""
+        k = self.evaluations
+        return tuple(tensors[: k + 1]), tuple(tensors[k + 1 : 2 * k + 1]), tuple(tensors[2 * k + 1 :])
+
+    def coefficients(
+        self,
+        damping: Tensor,
+        step: Tensor,
+        *,
+        error: bool = False,
+        thetas: Tensor | None = None,
+        like: Tensor | None = None,
+    ) -> Coefficients:
+        """Lengths of the drifts, and decay and weight of the kicks; each of the shape of ``damping * step``."""
+        drifts, kicks = self.drifts.to(step.device), self.kicks.to(step.device)
+        lengths = step * kicks.view(-1, *[1] * step.dim())
+        z = damping * lengths
+        small = z.abs() < 1e-4  # (1 - e^{-z})/z by its series, where the quotient would divide 0 by 0
+        safe = torch.where(small, torch.ones_like(z), z)
+        phi = torch.where(small, 1 - z / 2 + z * z / 6 - z**3 / 24, -torch.expm1(-safe) / safe)
+        parts = (step * drifts.view(-1, *[1] * step.dim()), torch.exp(-z), lengths * phi)
+        if like is not None:
+            parts = tuple(part.to(like) for part in parts)
+        return tuple(part.unbind(0) for part in parts)
+
+    def step(
+        self,
+        point: Tensor,
+        coefficients: Coefficients,
+        times: Sequence[Tensor],
+        evaluate: Evaluate,
+        *,
+        error: bool = False,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> Stepped:
+        """One step from the point (2, ...), which is (h, m); there is no error estimate."""
+        drifts, decays, weights = coefficients
+        h, m = point.unbind(0)
+        h = self.drift(h, m, drifts[0], activation)
+        for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
+            m = decay * m + weight * evaluate(t, h)
+            h = self.drift(h, m, drift, activation)
+        return Stepped(torch.stack([h, m]), None, None)
+
+    @staticmethod
+    def drift(h: Tensor, m: Tensor, length: Tensor, activation: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """H + τ σ(m), σ the identity if there is none."""
+        return h + length * (m if activation is None else activation(m))

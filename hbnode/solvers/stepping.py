@@ -1,0 +1,215 @@
+"""One native solve: its steps, their errors and its failures."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hbnode import _functorch
+from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
+from hbnode.nfe import Tally
+from hbnode.solvers.clock import Clock, Step
+from hbnode.solvers.control import first_sizes, norms
+from hbnode.solvers.dynamics import Dynamics
+from hbnode.solvers.explicit import Stepped
+from hbnode.solvers.native import METHODS, Options
+
+if TYPE_CHECKING:
+    from hbnode.solve import Settings
+
+NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not finite is blamed
+
+
+class Solve:
+    """One solve: its equation, clock, tolerances and counts.
+
+    A *point*, what a step starts from, is the rows of the state and, if the method carries it, the field's value there.
+    """
+
+    def __init__(self, dynamics: Dynamics, clock: Clock, settings: Settings, tally: Tally) -> None:
+        self.dynamics = dynamics
+        self.clock = clock
+        self.settings = settings
+        self.name = settings.method
+        self.method = METHODS[settings.method]
+        self.options = Options.of(settings.options, settings.method)
+        self.rtol, self.atol = settings.rtol, settings.atol
+        self.max_steps = settings.max_steps
+        self.attempts = 0
+        self.tally = tally
+        self.step_size = math.nan
+        self.stepper = self.plain_step
+        self.counted: int | None = None  # how many elements of a row count in the error; None for all
+        self.known: frozenset[int] = frozenset()  # ids of the leaves that a backward pass differentiates
+        self.closed = False  # whether the field's own parameters are all of them
+        self._cache: dict = {}
+        self._no_times = (torch.zeros((), dtype=dynamics.template.dtype, device=dynamics.template.device),)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether steps are chosen by their error."""
+        return self.options.steps is None
+
+    def samples(self) -> int | None:
+        """The dimension of the batch in a row, if every sample has steps of its own."""
+        return self.clock.row_dims - self.clock.template.dim() if self.clock.per_sample else None
+
+    # Steps
+
+    def start(self, rows: Tensor) -> Tensor:
+        """The point at the first output time."""
+        if not self.method.carries:
+            return rows
+        self.tally.add("evaluation")
+        return torch.cat([rows, self.dynamics.evaluate(self.clock.first_time(), rows[0]).unsqueeze(0)])
+
+    def coefficients(self, step: Step, damping: Tensor, *, error: bool, differentiable: bool = False) -> tuple:
+        """Coefficients and stage times of a step."""
+        size, times = self.clock.at(step, self.method.nodes, differentiable=differentiable)
+        key = (float(size), error, step.thetas) if size.dim() == 0 and not differentiable else None
+        if key in self._cache:
+            coefficients = self._cache[key]
+        else:
+            thetas = None
+            if step.thetas:
+                thetas = torch.tensor(step.thetas, dtype=torch.float64)
+                if differentiable:
+                    thetas = self.clock.thetas(self.clock.t, [step])[0]
+            coefficients = self.method.coefficients(
+                damping, size, error=error, thetas=thetas, like=self.dynamics.template
+            )
+            if key is not None:
+                if len(self._cache) > 64:
+                    self._cache.clear()
+                self._cache[key] = coefficients
+        if not self.dynamics.wants_time:
+            return coefficients, self._no_times * len(self.method.nodes)
+        return coefficients, times.unbind(0)
+
+    def plain_step(self, point: Tensor, coefficients: tuple, times: tuple, *, error: bool) -> Stepped:
+        """One step of the method."""
+        return self.method.step(
+            point, coefficients, times, self.dynamics.evaluate, error=error, activation=self.dynamics.activation
+        )
+
+    def take(self, point: Tensor, step: Step, damping: Tensor, *, error: bool, differentiable: bool) -> Stepped:
+        """Take a step, counted."""
+        coefficients, times = self.coefficients(step, damping, error=error, differentiable=differentiable)
+        self.tally.add("evaluation", self.method.evaluations)
+        return self.stepper(point, coefficients, times, error=error)
+
+    def first_size(self, point: Tensor) -> float:
+        """Size of the first step."""
+        norm = _functorch.plain(norms(point.detach(), None)).reshape(-1, len(point)).pow(2).mean(0).sqrt()
+        size = float(first_sizes(norm, self.rtol, self.atol, self.method.error_order))
+        if not math.isfinite(size):  # the first step will find out why
+            size = self.clock.lengths[0]
+        return min(self.options.first_step or size, self.options.max_step)
+
+    def ratio(self, error: Tensor, before: Tensor, after: Tensor) -> float:
+        """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
+        n = self.method.state_rows
+        scale = torch.maximum(before[:n].abs(), after[:n].abs()).mul(self.rtol).add(self.atol)
+        error = error.detach() / scale.detach()
+        error = error if self.counted is None else error[..., : self.counted]
+        ratio = torch.linalg.vector_norm(error) / math.sqrt(max(error.numel(), 1))
+        if _functorch.is_active():
+            ratio = _functorch.plain(ratio).pow(2).mean().sqrt()
+        value = float(ratio)
+        return value if math.isfinite(value) else math.inf
+
+    # Failures
+
+    def time(self, step: Step, fraction: float = 0.0, sample: int = 0) -> float:
+        """The time at which a step of a sample starts, or a fraction of it later."""
+        t = _functorch.plain(self.clock.ends(self.clock.t))
+        t = t if t.dim() == 1 else t[sample]
+        interval, start, size = (
+            x[sample] if isinstance(x, Tensor) else x for x in (step.interval, step.start, step.size)
+        )
+        return float(t[interval] + (start + fraction * size) * (t[interval + 1] - t[interval]))
+
+    def check_nfe(self, step: Step, sample: int = 0) -> None:
+        """Before each step: is it still within ``max_nfe``?"""
+        if self.tally.nfe.total + self.method.evaluations > self.options.max_nfe:
+            raise self.failure(
+                MaxNFEError,
+                f"the solve needs more than max_nfe={self.options.max_nfe} evaluations. "
+                "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe",
+                self.time(step, sample=sample),
+            )
+
+    def count_attempt(self, step: Step, sample: int = 0) -> None:
+        """Before each adaptive step: has the solve run away?"""
+        self.check_nfe(step, sample)
+        self.attempts += 1
+        if self.attempts > self.max_steps + max(self.clock.t.shape[-1] - 2, 0):
+            raise self.failure(
+                MaxStepsError,
+                f"the solve needed more than max_steps={self.max_steps} steps. "
+                "Fix: loosen rtol and atol, shorten the time span, or raise max_steps",
+                self.time(step, sample=sample),
+            )
+
+    def check_size(self, step: Step, size: float) -> None:
+        """After a rejected step: is the next one, of this size, still a step?"""
+        now = self.time(step)
+        if size < max(4 * torch.finfo(self.dynamics.template.dtype).eps * abs(now), self.options.min_step, 1e-300):
+            raise self.underflow(step, size)
+
+    def underflow(self, step: Step, size: float, sample: int = 0) -> SolverError:
+        """The error for a step that has become too small."""
+        self.step_size = size
+        return self.failure(
+            StepSizeUnderflowError,
+            "the step size underflowed: no step is small enough for the tolerance. "
+            "Fix: loosen rtol and atol, use float64, or look for a discontinuity or stiffness in func",
+            self.time(step, sample=sample),
+        )
+
+    def blame(self, point: Tensor, step: Step, damping: Tensor, sample: int = 0) -> SolverError:
+        """The error for a step that is not finite: which evaluation was it?"""
+        found: list[float] = []
+        of_one = slice(None) if self.samples() is None else (slice(None),) * self.samples() + (sample,)
+        fractions = iter(self.method.nodes)
+
+        def evaluate(t: Tensor, x: Tensor) -> Tensor:
+            f = self.dynamics.evaluate(t, x)
+            fraction = next(fractions)
+            if not found and bool(torch.isfinite(x[of_one]).all()) and not bool(torch.isfinite(f[of_one]).all()):
+                found.append(self.time(step, fraction, sample))
+            return f
+
+        with torch.no_grad():
+            coefficients, times = self.coefficients(step, damping.detach(), error=False)
+            self.tally.add("evaluation", self.method.evaluations)
+            self.method.step(
+                point.detach(), coefficients, times, evaluate, error=False, activation=self.dynamics.activation
+            )
+        if found:
+            return self.failure(
+                NonFiniteError,
+                "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth "
+                "without bound (GHBNODE's activation bounds it)",
+                found[0],
+            )
+        return self.failure(
+            NonFiniteError,
+            "the state or its error is not finite. Look for: a field that grows without bound",
+            self.time(step, sample=sample),
+        )
+
+    def failure(self, kind: type[SolverError], message: str, t: float) -> SolverError:
+        """An error that knows where the solve was."""
+        return kind(f"{message} (method {self.name!r})", t=t, step_size=self.step_size, nfe=self.tally.nfe.total)
+
+
+def no_autocast(device_type: str) -> torch.autocast | nullcontext:
+    """Autocast is for the field; the solver's own arithmetic keeps its precision."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

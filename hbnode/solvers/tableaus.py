@@ -1,0 +1,295 @@
+"""Published coefficients of the native methods; the tests check them against the order conditions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Row = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class NystromTableau:
+    r"""A pair for :math:`u'' = g(u, s)` whose last stage is the first of the next step.
+
+    .. math::
+        u_i = u_0 + c_i H u'_0 + H^2 \sum_j a_{ij} g_j, \quad
+        u_1 = u_0 + H u'_0 + H^2 \sum_j b_j g_j, \quad u'_1 = u'_0 + H \sum_j b'_j g_j
+
+    Attributes:
+        order: order of the solution that is carried on.
+        error_order: order of the embedded solution.
+        c: nodes of the s stages, from 0 to 1.
+        a: rows of the stages after the first; the last is ``b`` without its last weight, which is 0.
+        b_velocity: b', s weights.
+        error: b minus the embedded b, s weights.
+        error_velocity: b' minus the embedded b', s weights.
+        dense: rows of polynomials, :math:`b_i(\theta) = \sum_k` ``dense[i][k]`` :math:`\theta^k`, with
+            :math:`u(\theta) = u_0 + \theta H u'_0 + \theta^2 H^2 \sum_i b_i(\theta) g_i`; None if the pair has none.
+        dense_velocity: the same for :math:`u'(\theta) = u'_0 + \theta H \sum_i b'_i(\theta) g_i`.
+    """
+
+    order: int
+    error_order: int
+    c: Row
+    a: tuple[Row, ...]
+    b_velocity: Row
+    error: Row
+    error_velocity: Row
+    dense: tuple[Row, ...] | None = None
+    dense_velocity: tuple[Row, ...] | None = None
+
+    @property
+    def b(self) -> Row:
+        """Weights of the position."""
+        return (*self.a[-1], 0.0)
+
+
+@dataclass(frozen=True)
+class RungeKuttaTableau:
+    r"""A pair for :math:`y' = f(t, y)` whose last stage is the first of the next step.
+
+    Attributes:
+        order: order of the solution that is carried on.
+        error_order: order of the embedded solution.
+        c: nodes of the s stages, from 0 to 1.
+        a: rows of the stages after the first; the last holds the weights b, but for the last of them, which is 0.
+        error: b minus the embedded b, s weights.
+        dense: polynomials :math:`b_i(\theta) = \sum_k` ``dense[i][k]`` :math:`\theta^k`, with
+            :math:`y(\theta) = y_0 + \theta H \sum_i b_i(\theta) k_i`.
+    """
+
+    order: int
+    error_order: int
+    c: Row
+    a: tuple[Row, ...]
+    error: Row
+    dense: tuple[Row, ...]
+
+
+def _minus(x: Row, y: Row) -> Row:
+    return tuple(a - b for a, b in zip(x, y, strict=True))
+
+
+# RKN4(3)4FM of Dormand, El-Mikkawy and Prince, Families of Runge-Kutta-Nystrom formulae, IMA J. Numer. Anal. 7 (1987)
+# 235-250.
+RKN4 = NystromTableau(
+    order=4,
+    error_order=3,
+    c=(0, 1 / 4, 7 / 10, 1),
+    a=((1 / 32,), (7 / 1000, 119 / 500), (1 / 14, 8 / 27, 25 / 189)),
+    b_velocity=(1 / 14, 32 / 81, 250 / 567, 5 / 54),
+    error=_minus((1 / 14, 8 / 27, 25 / 189, 0), (-7 / 150, 67 / 150, 3 / 20, -1 / 20)),
+    error_velocity=_minus((1 / 14, 32 / 81, 250 / 567, 5 / 54), (13 / 21, -20 / 27, 275 / 189, -1 / 3)),
+)
+
+# RKN6(4)6FD and its interpolant of order 6 of Dormand and Prince, Runge-Kutta-Nystrom triples, Comput. Math. Appl. 13
+# (1987) 937-949.
+_R = math.sqrt(8581)
+_RKN6_B = (
+    329 / 4212,
+    0,
+    (84119543 + 366727 * _R) / 409622616,
+    (84119543 - 366727 * _R) / 409622616,
+    200 / 17901,
+    0,
+)
+_RKN6_B_VELOCITY = (
+    329 / 4212,
+    0,
+    (389225579 + 96856 * _R) / 1024056540,
+    (389225579 - 96856 * _R) / 1024056540,
+    2000 / 17901,
+    1 / 20,
+)
+RKN6 = NystromTableau(
+    order=6,
+    error_order=4,
+    c=(0, (209 - _R) / 900, (209 - _R) / 450, (209 + _R) / 450, 9 / 10, 1),
+    a=(
+        ((26131 - 209 * _R) / 810000,),
+        ((26131 - 209 * _R) / 607500, (26131 - 209 * _R) / 303750),
+        (
+            (980403512254 + 7781688431 * _R) / 11694469921875,
+            -(1262884486208 + 15385481287 * _R) / 11694469921875,
+            (7166233891441 + 78694563299 * _R) / 46777879687500,
+        ),
+        (
+            -9 * (329260 + 3181 * _R) / 27040000,
+            27 * (35129 + 3331 * _R) / 13520000,
+            -27 * (554358343 + 31040327 * _R) / 464060480000,
+            153 * (8555257 - 67973 * _R) / 2745920000,
+        ),
+        _RKN6_B[:5],
+    ),
+    b_velocity=_RKN6_B_VELOCITY,
+    error=_minus(_RKN6_B, ((2701 + 23 * _R) / 4563, -(9829 + 131 * _R) / 9126, 5 * (1798 + 17 * _R) / 9126, 0, 0, 0)),
+    error_velocity=_minus(
+        _RKN6_B_VELOCITY,
+        (
+            115 / 2106,
+            0,
+            (84119543 + 366727 * _R) / 256014135,
+            (84119543 - 366727 * _R) / 256014135,
+            6950 / 17901,
+            -1 / 10,
+        ),
+    ),
+    dense=(
+        (2106 / 4212, -5244 / 4212, 6386 / 4212, -3819 / 4212, 900 / 4212),
+        (0, 0, 0, 0, 0),
+        (
+            0,
+            18 * (81356461 + 25954829 * _R) / 22529243880,
+            (22190560391 - 1109665151 * _R) / 22529243880,
+            -6 * (4929647204 - 156109769 * _R) / 22529243880,
+            1800 * (5860823 - 152228 * _R) / 22529243880,
+        ),
+        (
+            0,
+            18 * (81356461 - 25954829 * _R) / 22529243880,
+            (22190560391 + 1109665151 * _R) / 22529243880,
+            -6 * (4929647204 + 156109769 * _R) / 22529243880,
+            1800 * (5860823 + 152228 * _R) / 22529243880,
+        ),
+        (0, 39000 / 17901, -124000 / 17901, 130200 / 17901, -45000 / 17901),
+        (0, -117 / 110, 757 / 220, -823 / 220, 15 / 11),
+    ),
+    dense_velocity=(
+        (1, -15732 / 4212, 25544 / 4212, -19095 / 4212, 5400 / 4212),
+        (0, 0, 0, 0, 0),
+        (
+            0,
+            27 * (81356461 + 25954829 * _R) / 11264621940,
+            2 * (22190560391 - 1109665151 * _R) / 11264621940,
+            -15 * (4929647204 - 156109769 * _R) / 11264621940,
+            5400 * (5860823 - 152228 * _R) / 11264621940,
+        ),
+        (
+            0,
+            27 * (81356461 - 25954829 * _R) / 11264621940,
+            2 * (22190560391 + 1109665151 * _R) / 11264621940,
+            -15 * (4929647204 + 156109769 * _R) / 11264621940,
+            5400 * (5860823 + 152228 * _R) / 11264621940,
+        ),
+        (0, 117000 / 17901, -496000 / 17901, 651000 / 17901, -270000 / 17901),
+        (0, -702 / 220, 3028 / 220, -4115 / 220, 1800 / 220),
+    ),
+)
+
+# RKN8(6)9FM of Dormand, El-Mikkawy and Prince, High-order embedded Runge-Kutta-Nystrom formulae, IMA J. Numer. Anal. 7
+# (1987) 423-430.
+_RKN8_B = (223 / 7938, 0, 1175 / 8064, 925 / 6048, 41 / 448, 925 / 14112, 1175 / 72576, 0, 0)
+_RKN8_B_VELOCITY = (
+    223 / 7938,
+    0,
+    5875 / 36288,
+    4625 / 21168,
+    41 / 224,
+    4625 / 21168,
+    5875 / 36288,
+    223 / 7938,
+    0,
+)
+RKN8 = NystromTableau(
+    order=8,
+    error_order=6,
+    c=(0, 1 / 20, 1 / 10, 3 / 10, 1 / 2, 7 / 10, 9 / 10, 1, 1),
+    a=(
+        (1 / 800,),
+        (1 / 600, 1 / 300),
+        (9 / 200, -9 / 100, 9 / 100),
+        (-66701 / 197352, 28325 / 32892, -2665 / 5482, 2170 / 24669),
+        (227015747 / 304251000, -54897451 / 30425100, 12942349 / 10141700, -9499 / 304251, 539 / 9250),
+        (-1131891597 / 901789000, 41964921 / 12882700, -6663147 / 3220675, 270954 / 644135, -108 / 5875, 114 / 1645),
+        (
+            13836959 / 3667458,
+            -17731450 / 1833729,
+            1063919505 / 156478208,
+            -33213845 / 39119552,
+            13335 / 28544,
+            -705 / 14272,
+            1645 / 57088,
+        ),
+        _RKN8_B[:8],
+    ),
+    b_velocity=_RKN8_B_VELOCITY,
+    error=_minus(
+        _RKN8_B,
+        (
+            7987313 / 109941300,
+            0,
+            1610737 / 44674560,
+            10023263 / 33505920,
+            -497221 / 12409600,
+            10023263 / 78180480,
+            1610737 / 402071040,
+            0,
+            0,
+        ),
+    ),
+    error_velocity=_minus(
+        _RKN8_B_VELOCITY,
+        (
+            7987313 / 109941300,
+            0,
+            1610737 / 40207104,
+            10023263 / 23454144,
+            -497221 / 6204800,
+            10023263 / 23454144,
+            1610737 / 40207104,
+            -4251941 / 54970650,
+            3 / 20,
+        ),
+    ),
+)
+
+# Tsitouras, Runge-Kutta pairs of order 5(4) satisfying only the first column simplifying assumption, Comput. Math.
+# Appl. 62 (2011) 770-775, with its interpolant of order 4.
+TSIT5 = RungeKuttaTableau(
+    order=5,
+    error_order=4,
+    c=(0, 0.161, 0.327, 0.9, 0.9800255409045097, 1, 1),
+    a=(
+        (0.161,),
+        (-0.008480655492356989, 0.335480655492357),
+        (2.8971530571054935, -6.359448489975075, 4.3622954328695815),
+        (5.325864828439257, -11.748883564062828, 7.4955393428898365, -0.09249506636175525),
+        (5.86145544294642, -12.92096931784711, 8.159367898576159, -0.071584973281401, -0.028269050394068383),
+        (
+            0.09646076681806523,
+            0.01,
+            0.4798896504144996,
+            1.379008574103742,
+            -3.290069515436081,
+            2.324710524099774,
+        ),
+    ),
+    error=(
+        0.00178001105222577714,
+        0.0008164344596567469,
+        -0.007880878010261995,
+        0.1447110071732629,
+        -0.5823571654525552,
+        0.45808210592918697,
+        -1 / 66,
+    ),
+    dense=(
+        (0.9999999999999999, -2.763706197274826, 2.9132554618219126, -1.0530884977290216),
+        (0.0, 0.13169999999999998, -0.2234, 0.1017),
+        (0.0, 3.930296236894751, -5.941033872131505, 2.490627285651253),
+        (-0.0, -12.411077166933676, 30.33818863028232, -16.548102889244902),
+        (0.0, 37.50931341651104, -88.1789048947664, 47.37952196281928),
+        (-0.0, -27.896526289197286, 65.09189467479368, -34.87065786149661),
+        (0.0, 1.5, -4.0, 2.5),
+    ),
+)
+
+# Blanes and Moan, Practical symplectic partitioned Runge-Kutta and Runge-Kutta-Nystrom methods, J. Comput. Appl. Math.
+# 142 (2002) 313-330: the method S6 of order 4, for any split in two; here the first operator drifts, the second kicks.
+_A1, _A2, _A3 = 0.0792036964311957, 0.353172906049774, -0.0420650803577195
+_B1, _B2 = 0.209515106613362, -0.143851773179818
+BLANES_MOAN4_DRIFTS = (_A1, _A2, _A3, 1 - 2 * (_A1 + _A2 + _A3), _A3, _A2, _A1)
+BLANES_MOAN4_KICKS = (_B1, _B2, 0.5 - _B1 - _B2, 0.5 - _B1 - _B2, _B2, _B1)
+STRANG_DRIFTS = (0.5, 0.5)
+STRANG_KICKS = (1.0,)
