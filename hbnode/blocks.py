@@ -61,6 +61,7 @@ class ODEBlock(nn.Module):
         adjoint_options: dict[str, Any] | None = None,
         step_control: str = "batch",
         max_steps: int = 10_000,
+        compile: bool = False,
         augment: int = 0,
         initial_state: Callable[[Tensor], State] | None = None,
     ) -> None:
@@ -90,6 +91,7 @@ class ODEBlock(nn.Module):
         self.adjoint_options = adjoint_options
         self.step_control = step_control
         self.max_steps = max_steps
+        self.compile_steps = compile  # nn.Module has a method of the shorter name
         self.initial_state = initial_state
         self.nfe = NFE()  # of the last call; its backward part is filled in by the backward pass
         self.settings()  # a wrong argument is told here, not at the first call
@@ -107,8 +109,8 @@ class ODEBlock(nn.Module):
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""
-        names = (field.name for field in dataclasses.fields(Settings))
-        return Settings(**{name: getattr(self, name) for name in names})
+        names = (field.name for field in dataclasses.fields(Settings) if field.name != "compile")
+        return Settings(**{name: getattr(self, name) for name in names}, compile=self.compile_steps)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""

@@ -34,6 +34,7 @@ class Field(nn.Module, ABC):
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
         self.func = func
+        self.compiled: dict = {}  # steps of native methods that compile=True has compiled for this field
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
     @abstractmethod
@@ -43,6 +44,10 @@ class Field(nn.Module, ABC):
     @abstractmethod
     def forward(self, t: Tensor, state: State) -> State:
         """The derivative of the state, in the structure of the state."""
+
+    def __getstate__(self) -> dict:
+        """Without what was compiled, which can be neither copied nor pickled."""
+        return {**self.__dict__, "compiled": {}}
 
     def readout(self, state: State) -> Tensor:
         """The hidden state h of a state, or of a whole trajectory of states."""

@@ -36,6 +36,7 @@ def odeint(
     step_control: str = "batch",
     event_fn: Callable[[Tensor, State], Tensor] | None = None,
     max_steps: int = 10_000,
+    compile: bool = False,
 ) -> State | tuple[Tensor, State]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
@@ -94,7 +95,7 @@ def odeint(
         >>> torch.allclose(cos[:, 0], torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).cos())
         True
     """
-    settings = Settings(method, rtol, atol, gradient, options, adjoint_options, step_control, max_steps)
+    settings = Settings(method, rtol, atol, gradient, options, adjoint_options, step_control, max_steps, compile)
     return solve(field, y0, t, settings, NFE(), event_fn)
 
 
@@ -110,6 +111,7 @@ class Settings:
     adjoint_options: dict[str, Any] | None
     step_control: str
     max_steps: int
+    compile: bool
 
     def __post_init__(self) -> None:
         methods = (*native.METHODS, *from_torchdiffeq.METHODS)
@@ -137,6 +139,11 @@ class Settings:
         object.__setattr__(self, "max_steps", as_count(self.max_steps, "max_steps"))
         if not theirs:
             native.check(self)
+        elif self.compile:
+            raise ValueError(
+                f"compile=True is for native methods, got method={self.method!r}. "
+                "Fix: leave method out, or compile the network, torch.compile(func)."
+            )
 
     def resolved(self, field: Callable, event: bool = False) -> Settings:
         """These settings with method and gradient filled in for a field."""

@@ -76,16 +76,18 @@ class Clock:
             return self.for_parts(self.t[:1]).to(self.template)
         return self.for_parts(self.t[:, 0]).to(self.template)
 
-    def at(self, step: Step, nodes: Sequence[float], *, differentiable: bool = False) -> tuple[Tensor, Tensor]:
-        """Size of a step, to broadcast with a row, and the times of its stages, stacked in front of the batch."""
-        if self.host is not None and not differentiable:
-            begin = self.host[step.interval]
-            length = self.host[step.interval + 1] - begin
-            times = [begin + (step.start + c * step.size) * length for c in nodes]
-            size = torch.tensor(step.size * length, dtype=torch.float64)
-            return size, torch.tensor(times, dtype=self.template.dtype, device=self.template.device)
-        size, times = self.affine(self.t, step.interval, step.start, step.size, nodes)
-        return self.for_rows(size), self.for_parts(times).to(self.template)
+    def size(self, step: Step) -> float | None:
+        """Size of a step, if it is one number for all samples."""
+        if self.host is None:
+            return None
+        return step.size * (self.host[step.interval + 1] - self.host[step.interval])
+
+    def stages(self, step: Step, nodes: Sequence[float]) -> tuple[Tensor, ...]:
+        """Times of a step's stages, if they are numbers for all samples."""
+        begin = self.host[step.interval]
+        length = self.host[step.interval + 1] - begin
+        times = [begin + (step.start + c * step.size) * length for c in nodes]
+        return torch.tensor(times, dtype=self.template.dtype, device=self.template.device).unbind(0)
 
     def affine(
         self, t: Tensor, interval: Tensor | int, start: Tensor | float, size: Tensor | float, nodes: Sequence[float]

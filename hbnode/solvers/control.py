@@ -14,14 +14,14 @@ from torch import Tensor
 
 SAFETY = 0.9
 SMALLEST, LARGEST = 0.1, 8.0  # factors by which a step may change
-PROPORTIONAL, INTEGRAL = 0.4, 0.7
+PROPORTIONAL, INTEGRAL = 0.2, 1.0
 
 
 class Controller:
     r"""The step size, from the error ratios of the steps before.
 
     A ratio is the norm of (error / tolerance). With q the order of the embedded solution, an accepted step is followed
-    by one of :math:`H \cdot 0.9\, r_n^{-0.7/(q+1)} r_{n-1}^{0.4/(q+1)}` (Gustafsson's PI control), a rejected one by
+    by one of :math:`H \cdot 0.9\, r_n^{-1/(q+1)} r_{n-1}^{0.2/(q+1)}` (Gustafsson's PI control), a rejected one by
     :math:`H \cdot 0.9\, r_n^{-1/(q+1)}`, and the step after a rejection is not enlarged.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,8 @@ class Dynamics:
         if self.prepared is not None:
             value, self.prepared = self.prepared, None
             return value
+        if self.autocast is nullcontext:
+            return self.bare(t, x)
         with self.autocast():
             return self.bare(t, x)
 

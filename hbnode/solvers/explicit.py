@@ -110,8 +110,8 @@ class ExplicitMethod(ABC):
             c = c.to(like)
         if c.dim() > 2:
             c = c.movedim((-2, -1), (0, 1))
-        columns = (c[i + 1 :, n + i + 1].contiguous() for i in range(len(self.nodes)))
-        return Coefficients(c[:, : n + 1].contiguous(), tuple(columns))
+        columns = c.unbind(1)[n + 1 :]
+        return Coefficients(c[:, : n + 1], tuple(column[i + 1 :] for i, column in enumerate(columns)))
 
     def step(
         self,
@@ -137,14 +137,20 @@ class ExplicitMethod(ABC):
         first, columns = coefficients
         uniform = first.dim() == 2  # one step size and one damping for all elements
         rows = first @ point.reshape(n + 1, -1) if uniform else (first * point).sum(1)
+        in_place = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        left = rows.shape[0]
         for t, column in zip(times, columns, strict=True):
-            x, rows = rows.split([1, len(rows) - 1])
+            left -= 1
+            x, rows = rows.split_with_sizes((1, left))
             f = evaluate(t, x.view(shape))
-            rows = torch.addr(rows, column, f.reshape(-1)) if uniform else torch.addcmul(rows, column, f)
-        ends = torch.cat([x, rows[: n - 1], f.reshape(x.shape)]).view(point.shape)
-        rows = rows[n - 1 :].view(-1, *shape)
-        start = n if error else 0
-        return Stepped(ends, rows[:start] if error else None, rows[start:] if len(rows) > start else None)
+            if uniform:
+                rows = rows.addr_(column, f.reshape(-1)) if in_place else torch.addr(rows, column, f.reshape(-1))
+            else:
+                rows = torch.addcmul(rows, column, f)
+        kept = (n - 1, n if error else 0, left - (n - 1) - (n if error else 0))
+        more, errors, dense = rows.split_with_sizes(kept)
+        ends = torch.cat((x, more, f.reshape(x.shape))).view(point.shape)
+        return Stepped(ends, errors.view(n, *shape) if error else None, dense.view(-1, *shape) if kept[2] else None)
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> Tensor:

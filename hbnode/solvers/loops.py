@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hbnode.solvers.clock import Clock, Step
+from hbnode.solvers.compiled import LONGEST_GRID
 from hbnode.solvers.control import Controller, steps_to
 from hbnode.solvers.per_sample import PerSample
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
@@ -42,11 +43,20 @@ def integrate(
 def _grid(
     solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool, watch: bool
 ) -> Tensor:
-    n, steps = solve.method.state_rows, solve.options.steps
+    n, count = solve.method.state_rows, solve.options.steps
     outputs = [point[:n]]
     for interval in range(solve.clock.count):
-        for i in range(steps):
-            step = Step(interval, i / steps, 1 / steps, reached=interval + 1 if i == steps - 1 else None)
+        steps = [Step(interval, i / count, 1 / count) for i in range(count)]
+        steps[-1].reached = interval + 1
+        if not (watch or differentiable) and count * solve.method.evaluations <= LONGEST_GRID:
+            points = solve.take_all(point, steps, damping)
+            if points is not None:
+                if record is not None:
+                    record.append((steps, points[:-1]))
+                point = points[-1]
+                outputs.append(point[:n])
+                continue
+        for step in steps:
             solve.check_nfe(step)
             if record is not None:
                 record.append((step, point))
@@ -67,8 +77,8 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
     for interval, length in enumerate(clock.lengths):
         start, failures = 0.0, 0
         left = steps_to(length, size) if length else 0
+        fraction = 1.0 / max(left, 1)  # recomputed only when the plan changes: equal steps share their coefficients
         while left:
-            fraction = (1.0 - start) / left
             step = Step(interval, start, fraction, reached=interval + 1 if left == 1 else None)
             if clock.dense:
                 _mark_outputs(clock, step)
@@ -85,8 +95,9 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
                     outputs.extend(stepped.dense.view(-1, n, *point.shape[1:]).unbind(0))
                 size = min(fraction * length * controller.accept(ratio), options.max_step)
                 start, left = start + fraction, left - 1
-                if left:
-                    left = steps_to((1.0 - start) * length, size)
+                planned = steps_to((1.0 - start) * length, size) if left else 0
+                if planned != left:
+                    left, fraction = planned, (1.0 - start) / planned
             else:
                 solve.tally.add("rejected")
                 failures = 0 if math.isfinite(ratio) else failures + 1
@@ -95,6 +106,7 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
                 size = fraction * length * controller.reject(ratio)
                 solve.check_size(step, size)
                 left = max(steps_to((1.0 - start) * length, size), left + 1)
+                fraction = (1.0 - start) / left
         if not clock.dense:
             outputs.append(point[:n])
     return torch.stack(outputs)

@@ -7,12 +7,18 @@ With :math:`u(s) = e^{\gamma s/2} h(t_n + s)`, local to the step that starts at 
 
 and a right-hand side without velocity is what Nystrom methods are made for: their order with fewer evaluations than
 any Runge-Kutta method. The stages u_i = u_0 + c_i H u'_0 + H² Σ_j a_ij g_j are linear in h_n, m_n and the values f_j.
-With q = γ²H²/4, E = diag(e^{γHc_j/2}) and the nilpotent A = (a_ij),
+With z = γH, E = diag(e^{zc_j/2}) and the nilpotent A = (a_ij),
 
-    g = (I - qA)^{-1} [(γ²/4) (1 + cγH/2) h_n + (γ²/4) c H m_n + E f],   (I - qA)^{-1} = Σ_k q^k A^k.
+    H² g = (I - z²A/4)^{-1} [(z²/4) (1 + cz/2) h_n + (z²/4) c (H m_n) + E (H² f)],
+
+so every coefficient is a polynomial in z times an exponential and a power of H (or γ, where a power would be negative).
+The polynomials are worked out once, from (I - z²A/4)^{-1} = Σ_k (z²/4)^k A^k.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,70 +36,113 @@ class Nystrom(ExplicitMethod):
         self.order, self.error_order = tableau.order, tableau.error_order
         self.nodes = tuple(map(float, tableau.c[1:]))
         self.has_dense = tableau.dense is not None
-        double = {"dtype": torch.float64}
-        a = strictly_lower(tableau.a)
-        size = len(a)
-        self.c = torch.tensor(tableau.c, **double)
-        self.a_powers = torch.stack([torch.linalg.matrix_power(a, k) for k in range(size)])
-        b, b_velocity = torch.tensor(tableau.b, **double), torch.tensor(tableau.b_velocity, **double)
-        error, error_velocity = torch.tensor(tableau.error, **double), torch.tensor(tableau.error_velocity, **double)
-        zero = torch.zeros(size, **double)
-        # Rows: stages 2..s (the last is h_1), m_1, error of h, error of m. The weights of g are
-        # H² position + H velocity - H² (γ/2) position_in_velocity, since m = e^{-γs/2} (u' - (γ/2) u).
-        self.position = torch.cat([a[1:], torch.stack([zero, error, zero])])
-        self.velocity = torch.cat([torch.zeros_like(a[1:]), torch.stack([b_velocity, zero, error_velocity])])
-        self.gauge = torch.cat([torch.zeros_like(a[1:]), torch.stack([b, zero, error])])
-        self.is_h = torch.tensor([1.0] * (size - 1) + [0.0, 0.0, 0.0], **double)
-        self.is_m = torch.tensor([0.0] * (size - 1) + [1.0, 0.0, 0.0], **double)
-        self.at = torch.cat([self.c[1:], torch.ones(3, **double)])  # the time of each row, as a fraction of the step
+        self.c = _vector(tableau.c)
+        stages = strictly_lower(tableau.a)
+        self.forces = self._forces(stages)
+        stages = stages[1:]  # the last of them is h_1
+        zero, nothing = torch.zeros_like(self.c), torch.zeros_like(stages)
+        b, b_velocity, error, error_velocity = map(
+            _vector, (tableau.b, tableau.b_velocity, tableau.error, tableau.error_velocity)
+        )
+        self.at = torch.cat([self.c[1:], _vector([1, 1, 1])])  # the time of each row, as a fraction of the step
+        self.of_m = torch.tensor([False] * len(stages) + [True, False, True])
+        self.polynomials = self._rows(
+            at=self.at,
+            is_h=_vector([1] * len(stages) + [0, 0, 0]),
+            is_m=_vector([0] * len(stages) + [1, 0, 0]),
+            weights=torch.cat([stages, torch.stack([b_velocity, error, error_velocity])]),
+            gauge=torch.cat([nothing, torch.stack([b, zero, error])]),
+        )
         if self.has_dense:
-            self.dense = torch.tensor(tableau.dense, **double)
-            self.dense_velocity = torch.tensor(tableau.dense_velocity, **double)
+            self.dense = torch.tensor(tableau.dense, dtype=torch.float64)
+            self.dense_velocity = torch.tensor(tableau.dense_velocity, dtype=torch.float64)
+
+    def _forces(self, a: Tensor) -> Tensor:
+        """H² g as polynomials in z of h_n, H m_n and E H² f: (degree + 1, stages, columns)."""
+        size = len(a)
+        forces = torch.zeros(2 * size + 2, size, size + 2, dtype=torch.float64)
+        power = torch.eye(size, dtype=torch.float64)  # (A/4)^k
+        for k in range(size):
+            forces[2 * k, :, 2:] += power
+            forces[2 * k + 2, :, 0] += power.sum(1) / 4
+            forces[2 * k + 2, :, 1] += power @ self.c / 4
+            forces[2 * k + 3, :, 0] += power @ self.c / 8
+            power = power @ a / 4
+            if not power.any():
+                return forces[: 2 * k + 4]
+        raise ValueError("the matrix A of an explicit method is nilpotent")
+
+    def _rows(self, *, at: Tensor, is_h: Tensor, is_m: Tensor, weights: Tensor, gauge: Tensor) -> Tensor:
+        """Rows of C without their exponentials, as polynomials in z: (degree + 1, ..., rows, columns).
+
+        With the weights (..., rows, stages) of the forces,
+
+            h = e^{-z at/2} (h_n + at (H m_n + (z/2) h_n) + weights H² g),
+            H m = e^{-z at/2} (H m_n - (z/2) at (H m_n + (z/2) h_n) + (weights - (z/2) gauge) H² g).
+        """
+        forces = self.forces.to(weights.device)
+        of_weights = torch.einsum("...rs,ksc->k...rc", weights, forces)
+        of_gauge = torch.einsum("...rs,ksc->k...rc", gauge / 2, forces)
+        nothing = torch.zeros_like(of_weights[:1])
+        rows = torch.cat([of_weights, nothing]) - torch.cat([nothing, of_gauge])
+        rows[0, ..., 0] += is_h
+        rows[1, ..., 0] += is_h * at / 2
+        rows[2, ..., 0] -= is_m * at / 4
+        rows[0, ..., 1] += is_h * at + is_m
+        rows[1, ..., 1] -= is_m * at / 2
+        # H m is made of z² h_n and higher powers; for m itself, z/H = γ takes one of them
+        by_h = torch.where(is_m.bool(), rows[..., 0].roll(-1, 0), rows[..., 0])
+        return torch.cat([by_h.unsqueeze(-1), rows[..., 1:]], -1)
 
     def matrix(self, damping: Tensor, step: Tensor, thetas: Tensor | None = None) -> Tensor:
         """C, from the module's docstring."""
-        step = step[..., None]
-        gamma = damping[..., None].to(step)
-        z = gamma * step
-        size = len(self.c)
-        c, at, is_h, is_m = (x.to(step.device) for x in (self.c, self.at, self.is_h, self.is_m))
-        position, velocity, gauge = (x.to(step.device) for x in (self.position, self.velocity, self.gauge))
-        if thetas is not None:
-            more = self._dense_rows(thetas)
-            at, is_h, is_m = (_append(x, y, -1) for x, y in zip((at, is_h, is_m), more[:3], strict=True))
-            position, velocity, gauge = (
-                _append(x, y, -2) for x, y in zip((position, velocity, gauge), more[3:], strict=True)
-            )
+        damping = damping.to(step)
+        polynomials, rates, units = self.constants(step.device)
+        z = (damping * step).unsqueeze(-1)
+        values = (z ** torch.arange(len(polynomials), dtype=z.dtype, device=z.device)) @ polynomials
+        values = values * torch.exp(z * rates) * _units(damping, step).index_select(-1, units)
+        c = values.unflatten(-1, (-1, len(self.c) + 2))
+        return c if thetas is None else torch.cat([c, self._dense(damping, step, thetas)], -2)
 
-        powers = (z * z / 4) ** torch.arange(size, dtype=z.dtype, device=z.device)
-        inverse = (powers @ self.a_powers.to(step.device).flatten(1)).unflatten(-1, (size, size))
-        source = (gamma * gamma / 4).unsqueeze(-1) * torch.stack([1 + z * c / 2, (step * c).expand_as(z * c)], -1)
-        g = torch.cat([inverse @ source, inverse * torch.exp(z * c / 2).unsqueeze(-2)], -1)
+    @functools.cache  # noqa: B019, the methods live as long as the module
+    def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Polynomials, rates of the exponentials and units of all coefficients, each flat: (..., rows * columns)."""
+        rates, units = self._rates_and_units(self.at, self.of_m)
+        return self.polynomials.flatten(1).to(device), rates.flatten().to(device), units.flatten().to(device)
 
-        h2 = (step * step).unsqueeze(-1)
-        weights = h2 * position + step.unsqueeze(-1) * velocity - (h2 * gamma.unsqueeze(-1) / 2) * gauge
-        base_h = is_h * (1 + at * z / 2) - is_m * gamma * at * z / 4
-        base_m = is_h * at * step + is_m * (1 - at * z / 2)
-        base = torch.stack([base_h, base_m.expand_as(base_h)], -1)
-        rows = weights @ g
-        rows = torch.cat([rows[..., :2] + base, rows[..., 2:]], -1)
-        return torch.exp(-z * at / 2).unsqueeze(-1) * rows
+    def _rates_and_units(self, at: Tensor, of_m: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows at fractions ``at`` of the step, (..., rows, columns)."""
+        c = self.c.to(at.device)
+        rates = (torch.cat([c.new_zeros(2), c]) - at.unsqueeze(-1)) / 2
+        of_h_row, of_m_row = (torch.tensor([*pair, *[pair[1] + 1] * len(c)]) for pair in ((0, 1), (-1, 0)))
+        units = torch.where(of_m.unsqueeze(-1), of_m_row, of_h_row) % 4  # powers of H; -1 is γ
+        return rates, units
 
-    def _dense_rows(self, thetas: Tensor) -> tuple[Tensor, ...]:
-        """Times, marks and weights of rows for h and m at each θ: those of the step with b(θ) in place of b."""
+    def _dense(self, damping: Tensor, step: Tensor, thetas: Tensor) -> Tensor:
+        """Rows of h and m at each θ."""
+        at, polynomials = self._dense_rows(thetas)
+        rates, units = self._rates_and_units(at, torch.tensor([False, True] * thetas.shape[-1]))
+        z = damping * step
+        powers = z.unsqueeze(-1) ** torch.arange(len(polynomials), dtype=z.dtype, device=z.device)
+        values = torch.einsum("...k,k...rc->...rc", powers, polynomials)
+        return values * torch.exp(z[..., None, None] * rates) * _units(damping, step)[..., units.to(z.device)]
+
+    def _dense_rows(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        """Times and polynomials of rows for h and m at each θ: those of the step with b(θ) in place of b."""
         powers = thetas.unsqueeze(-1) ** torch.arange(self.dense.shape[1], dtype=thetas.dtype, device=thetas.device)
         b = thetas.unsqueeze(-1) ** 2 * (powers @ self.dense.to(thetas.device).T)
         b_velocity = thetas.unsqueeze(-1) * (powers @ self.dense_velocity.to(thetas.device).T)
-        one, none, zero = torch.ones_like(thetas), torch.zeros_like(thetas), torch.zeros_like(b)
-        marks = ((thetas, thetas), (one, none), (none, one))
-        weights = ((b, zero), (zero, b_velocity), (zero, b))
-        return (
-            *(torch.stack(pair, -1).flatten(-2) for pair in marks),
-            *(torch.stack(pair, -2).flatten(-3, -2) for pair in weights),
-        )
+        one, none = torch.ones_like(thetas), torch.zeros_like(thetas)
+        at, is_h, is_m = (torch.stack(pair, -1).flatten(-2) for pair in ((thetas, thetas), (one, none), (none, one)))
+        weights = torch.stack([b, b_velocity], -2).flatten(-3, -2)
+        gauge = torch.stack([torch.zeros_like(b), b], -2).flatten(-3, -2)
+        return at, self._rows(at=at, is_h=is_h, is_m=is_m, weights=weights, gauge=gauge)
 
 
-def _append(constant: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """``rows`` behind the ``constant`` ones, which have no leading dimensions."""
-    leading = rows.shape[: rows.dim() - constant.dim()]
-    return torch.cat([constant.expand(*leading, *constant.shape), rows], dim)
+def _units(damping: Tensor, step: Tensor) -> Tensor:
+    """1, H, H² and γ, the last in place of 1/H."""
+    return torch.stack(torch.broadcast_tensors(torch.ones_like(step), step, step * step, damping), -1)
+
+
+def _vector(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

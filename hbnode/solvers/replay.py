@@ -49,17 +49,53 @@ class Tape:
         solve = self.solve
         with torch.enable_grad():
             if self.watched and solve.closed:
-                return solve.stepper(point, coefficients, times, error=False)
+                return solve.step(point, coefficients, times, error=False)
             taken = []
 
             def take() -> Tensor:
-                taken.append(solve.stepper(point, coefficients, times, error=False))
+                taken.append(solve.step(point, coefficients, times, error=False))
                 return taken[0].point
 
             found, _ = closed_over_leaves(take, (point, *tensors))
         refuse_unknown(found, solve.known)
         self.watched = True
         return taken[0]
+
+    def pull_compiled(
+        self,
+        program: str,
+        flags: tuple,
+        points: Tensor | list,
+        coefficients: tuple,
+        times: tuple | list,
+        carried: Tensor,
+    ) -> tuple[Tensor, list] | None:
+        """What :meth:`pull_back` finds, by a compiled program; None if there is none."""
+        compiled = self.solve.compiled
+        if compiled is None or not self.solve.closed:
+            return None
+        by_tensors, by_times = self.needs_damping or self.needs_t, self.needs_t and self.solve.dynamics.wants_time
+        parameters = compiled.parameters()
+        with torch.no_grad():
+            tensors = [part.detach() for part in self.solve.method.tensors(coefficients)]
+            pulled = compiled.run(
+                program,
+                (by_tensors, by_times, *flags),
+                _detached(points),
+                tensors,
+                _detached(times),
+                parameters,
+                carried,
+            )
+        if pulled is None:
+            self.solve.compiled = None
+            return None
+        by_point, by_tensor, by_time, by_parameter = pulled
+        found = {id(parameters[name]): g for name, g in by_parameter.items()}
+        self.add([found.get(id(leaf)) for leaf in self.leaves])
+        if program == "pull":
+            return by_point, [*by_tensor, *by_time]
+        return by_point, (by_tensor, by_time)
 
     def pull_back(
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], points: Sequence[Tensor], tensors: list[Tensor]
@@ -140,6 +176,10 @@ class Tape:
                 cotangents.append(torch.stack([g.to(time) for g in gradients]).view(time.shape))
 
 
+def _detached(x: Tensor | Sequence) -> Tensor | list:
+    return x.detach() if isinstance(x, Tensor) else [_detached(part) for part in x]
+
+
 def _stacked(values: list, t: Tensor) -> Tensor:
     if isinstance(values[0], Tensor):
         return torch.stack(values).to(t.device)
@@ -186,7 +226,8 @@ class Checkpoint(torch.autograd.Function):
         carried = torch.zeros(n + solve.method.carries, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         with ctx.replay(), no_autocast(gradient.device.type):
             for step, point in reversed(ctx.record):
-                carried = _undo(tape, step, point, carried, gradient)
+                undo = _undo_all if isinstance(step, list) else _undo
+                carried = undo(tape, step, point, carried, gradient)
             if solve.method.carries:
                 carried = _undo_start(tape, rows, carried)
         damping, t = tape.finish()
@@ -209,6 +250,11 @@ def _undo(tape: Tape, step: Step, point: Tensor, carried: Tensor, gradient: Tens
     point = point.detach().requires_grad_()
     solve.tally.add("evaluation", solve.method.evaluations)
     solve.tally.add("accepted")
+    pulled = None if step.thetas else tape.pull_compiled("pull", (), point, coefficients, times, carried)
+    if pulled is not None:
+        before, found = pulled
+        tape.keep(step, found)
+        return before if stayed is None else before + stayed
     stepped = tape.taken(point, coefficients, times, tensors)
     outputs, cotangents = [stepped.point], [carried]
     if step.thetas:
@@ -217,6 +263,27 @@ def _undo(tape: Tape, step: Step, point: Tensor, carried: Tensor, gradient: Tens
     (before,), found = tape.pull_back(outputs, cotangents, [point], tensors)
     tape.keep(step, found)
     return before if stayed is None else before + stayed
+
+
+def _undo_all(tape: Tape, steps: list[Step], points: list[Tensor], carried: Tensor, gradient: Tensor) -> Tensor:
+    """:func:`_undo` for all the equal steps between two outputs, which were taken in one compiled program."""
+    solve = tape.solve
+    n = solve.method.state_rows
+    start = torch.cat([carried[:n] + gradient[steps[-1].reached], carried[n:]])
+    coefficients, _ = solve.coefficients(steps[0], tape.damping, error=False)
+    times = [solve.coefficients(step, tape.damping, error=False)[1] for step in steps]
+    pulled = tape.pull_compiled("pull_grid", (len(steps),), points, coefficients, times, start)
+    if pulled is None:
+        for step, point in zip(reversed(steps), reversed(points), strict=True):
+            carried = _undo(tape, step, point, carried, gradient)
+        return carried
+    solve.tally.add("evaluation", len(steps) * solve.method.evaluations)
+    solve.tally.add("accepted", len(steps))
+    carried, found = pulled
+    for step, by_times in zip(steps, found[1], strict=True):
+        tape.keep(step, [*found[0], *by_times])
+        found = ([None] * len(found[0]), found[1])  # equal steps have the same coefficients: the sum is with the first
+    return carried
 
 
 def _undo_start(tape: Tape, rows: Tensor, carried: Tensor) -> Tensor:

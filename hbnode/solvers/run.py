@@ -17,6 +17,7 @@ from hbnode.gradients import closed_over_leaves
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.adjoint import Adjoint
 from hbnode.solvers.clock import Clock, Step
+from hbnode.solvers.compiled import CompiledSteps
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.native import RUNGE_KUTTA, check_field
@@ -38,6 +39,8 @@ def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -
     _check_batch(dynamics, t, per_sample, settings)
     clock = Clock(t, dynamics, per_sample=per_sample, dense=bool(options.get("dense")))
     run = Solve(dynamics, clock, settings, Tally(field, nfe))
+    if settings.compile and not _functorch.is_active():
+        run.compiled = CompiledSteps.of(dynamics, settings.method, run.method)
     with solving(field), no_autocast(dynamics.template.device.type):
         return dynamics.state(_trajectory(run, y0, settings))
 

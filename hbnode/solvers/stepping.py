@@ -13,6 +13,7 @@ from hbnode import _functorch
 from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import Tally
 from hbnode.solvers.clock import Clock, Step
+from hbnode.solvers.compiled import CompiledSteps
 from hbnode.solvers.control import first_sizes, norms
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.explicit import Stepped
@@ -42,7 +43,7 @@ class Solve:
         self.attempts = 0
         self.tally = tally
         self.step_size = math.nan
-        self.stepper = self.plain_step
+        self.compiled: CompiledSteps | None = None
         self.counted: int | None = None  # how many elements of a row count in the error; None for all
         self.known: frozenset[int] = frozenset()  # ids of the leaves that a backward pass differentiates
         self.closed = False  # whether the field's own parameters are all of them
@@ -68,30 +69,29 @@ class Solve:
         return torch.cat([rows, self.dynamics.evaluate(self.clock.first_time(), rows[0]).unsqueeze(0)])
 
     def coefficients(self, step: Step, damping: Tensor, *, error: bool, differentiable: bool = False) -> tuple:
-        """Coefficients and stage times of a step."""
-        size, times = self.clock.at(step, self.method.nodes, differentiable=differentiable)
-        key = (float(size), error, step.thetas) if size.dim() == 0 and not differentiable else None
-        if key in self._cache:
-            coefficients = self._cache[key]
-        else:
-            thetas = None
-            if step.thetas:
-                thetas = torch.tensor(step.thetas, dtype=torch.float64)
-                if differentiable:
-                    thetas = self.clock.thetas(self.clock.t, [step])[0]
-            coefficients = self.method.coefficients(
-                damping, size, error=error, thetas=thetas, like=self.dynamics.template
+        """Coefficients and stage times of a step; those of equal steps are worked out once."""
+        clock, method, nodes = self.clock, self.method, self.method.nodes
+        size = None if differentiable else clock.size(step)
+        if size is None:
+            sizes, times = clock.affine(clock.t, step.interval, step.start, step.size, nodes)
+            sizes, times = clock.for_rows(sizes), clock.for_parts(times).to(self.dynamics.template).unbind(0)
+            thetas = clock.thetas(clock.t, [step])
+            thetas = None if thetas is None else thetas[0]
+            return method.coefficients(damping, sizes, error=error, thetas=thetas, like=self.dynamics.template), times
+        key = (size, error, step.thetas)
+        if key not in self._cache:
+            if len(self._cache) > 64:
+                self._cache.clear()
+            sizes = torch.tensor(size, dtype=torch.float64)
+            thetas = torch.tensor(step.thetas, dtype=torch.float64) if step.thetas else None
+            self._cache[key] = method.coefficients(
+                damping, sizes, error=error, thetas=thetas, like=self.dynamics.template
             )
-            if key is not None:
-                if len(self._cache) > 64:
-                    self._cache.clear()
-                self._cache[key] = coefficients
-        if not self.dynamics.wants_time:
-            return coefficients, self._no_times * len(self.method.nodes)
-        return coefficients, times.unbind(0)
+        times = clock.stages(step, nodes) if self.dynamics.wants_time else self._no_times * len(nodes)
+        return self._cache[key], times
 
-    def plain_step(self, point: Tensor, coefficients: tuple, times: tuple, *, error: bool) -> Stepped:
-        """One step of the method."""
+    def step(self, point: Tensor, coefficients: tuple, times: tuple, *, error: bool) -> Stepped:
+        """One step of the method, not counted."""
         return self.method.step(
             point, coefficients, times, self.dynamics.evaluate, error=error, activation=self.dynamics.activation
         )
@@ -100,7 +100,12 @@ class Solve:
         """Take a step, counted."""
         coefficients, times = self.coefficients(step, damping, error=error, differentiable=differentiable)
         self.tally.add("evaluation", self.method.evaluations)
-        return self.stepper(point, coefficients, times, error=error)
+        if self.compiled is not None and not step.thetas:
+            stepped = self.compiled.run("step", (error,), point, self.method.tensors(coefficients), times)
+            if stepped is not None:
+                return stepped
+            self.compiled = None
+        return self.step(point, coefficients, times, error=error)
 
     def first_size(self, point: Tensor) -> float:
         """Size of the first step."""
@@ -113,14 +118,29 @@ class Solve:
     def ratio(self, error: Tensor, before: Tensor, after: Tensor) -> float:
         """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
         n = self.method.state_rows
-        scale = torch.maximum(before[:n].abs(), after[:n].abs()).mul(self.rtol).add(self.atol)
-        error = error.detach() / scale.detach()
+        scale = torch.maximum(before[:n].detach().abs(), after[:n].detach().abs())
+        error = error.detach() / scale.mul_(self.rtol).add_(self.atol)
         error = error if self.counted is None else error[..., : self.counted]
         ratio = torch.linalg.vector_norm(error) / math.sqrt(max(error.numel(), 1))
         if _functorch.is_active():
             ratio = _functorch.plain(ratio).pow(2).mean().sqrt()
         value = float(ratio)
         return value if math.isfinite(value) else math.inf
+
+    def take_all(self, point: Tensor, steps: list[Step], damping: Tensor) -> list[Tensor] | None:
+        """Equal steps in one compiled program, counted: the points between them; None if there is no program."""
+        if self.compiled is None:
+            return None
+        self.check_nfe(steps[0], count=len(steps))
+        coefficients, _ = self.coefficients(steps[0], damping, error=False)
+        times = [self.coefficients(step, damping, error=False)[1] for step in steps]
+        points = self.compiled.run("grid", (len(steps),), point, self.method.tensors(coefficients), times)
+        if points is None:
+            self.compiled = None
+            return None
+        self.tally.add("evaluation", len(steps) * self.method.evaluations)
+        self.tally.add("accepted", len(steps))
+        return points
 
     # Failures
 
@@ -133,9 +153,9 @@ class Solve:
         )
         return float(t[interval] + (start + fraction * size) * (t[interval + 1] - t[interval]))
 
-    def check_nfe(self, step: Step, sample: int = 0) -> None:
-        """Before each step: is it still within ``max_nfe``?"""
-        if self.tally.nfe.total + self.method.evaluations > self.options.max_nfe:
+    def check_nfe(self, step: Step, sample: int = 0, count: int = 1) -> None:
+        """Before so many steps: are they still within ``max_nfe``?"""
+        if self.tally.nfe.total + count * self.method.evaluations > self.options.max_nfe:
             raise self.failure(
                 MaxNFEError,
                 f"the solve needs more than max_nfe={self.options.max_nfe} evaluations. "
