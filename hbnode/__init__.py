@@ -3,7 +3,14 @@
 from hbnode import nets
 from hbnode.analysis import NFEToleranceCurve, nfe_vs_tolerance
 from hbnode.blocks import HeavyBallODEBlock, ODEBlock
-from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
+from hbnode.errors import (
+    MaxNFEError,
+    MaxStepsError,
+    NonFiniteError,
+    ReversalError,
+    SolverError,
+    StepSizeUnderflowError,
+)
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE, count_nfe
 from hbnode.signal import Signal
@@ -27,6 +34,8 @@ __all__ = [
     "NonFiniteError",
     "StepSizeUnderflowError",
     "MaxStepsError",
+    "MaxNFEError",
+    "ReversalError",
     # blocks
     "ODEBlock",
     "HeavyBallODEBlock",

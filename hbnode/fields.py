@@ -382,7 +382,7 @@ def _paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tup
 def _number(x: Tensor | float) -> str:
     if isinstance(x, Tensor) and x.dim():
         return f"{float(x.min()):.4g}..{float(x.max()):.4g} of shape {tuple(x.shape)}"
-    return f"{float(x):.4g}"
+    return f"{float(x.detach() if isinstance(x, Tensor) else x):.4g}"
 
 
 def _sigmoid(x: float) -> float:

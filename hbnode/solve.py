@@ -40,41 +40,57 @@ def odeint(
 ) -> State | tuple[Tensor, State]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
-    A step is accepted when the root mean square, over all elements of the whole batch and of h and m together, of
-    (error / (atol + rtol * \|y\|)) is at most 1.
+    The native methods step exactly onto the output times. A step is accepted when the root mean square, over all
+    elements of the whole batch and of h and m together, of (error / (atol + rtol * max \|y\|)) is at most 1.
 
     References:
-        Chen, torchdiffeq (github.com/rtqichen/torchdiffeq), whose methods these are; Chen et al., arXiv:1806.07366,
-        for the adjoint; Kidger, Chen and Lyons, "Hey, that's not an ODE", arXiv:2009.09457, for its seminorm.
+        The methods' papers stand with their coefficients, in ``hbnode/solvers/tableaus.py``; their idea in
+        :doc:`solvers`. Chen, torchdiffeq (github.com/rtqichen/torchdiffeq), for the methods of its names; Chen et al.,
+        arXiv:1806.07366, for the adjoint; Kidger, Chen and Lyons, "Hey, that's not an ODE", arXiv:2009.09457, for its
+        seminorm; Gholami, Keutzer and Biros, arXiv:1902.10298, for checkpointing a solve.
 
     Arguments:
-        field: called ``(t, state)`` with t a scalar tensor, returns d state/dt in the structure of the state. One of
-            hbnode's fields, any module, or a plain function.
+        field: called ``(t, state)`` with t a scalar tensor (or (batch, 1, ...), where samples have times of their
+            own), returns d state/dt in the structure of the state. One of hbnode's fields, any module, or a function.
         y0: state at ``t[0]``: a floating tensor (batch, ...), or a tuple of them.
-        t: times (T,), strictly increasing or decreasing; a tensor that requires a gradient gets it. With
-            ``gradient="direct"`` and an adaptive method that is the gradient of torchdiffeq's interpolation, a good
-            deal less exact than its values: take ``"adjoint"`` or a fixed grid to learn times.
-        method: ``"dopri5"`` (also for None), ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``; on a
-            fixed grid ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``, ``"explicit_adams"``,
-            ``"implicit_adams"``, ``"fixed_adams"``; or ``"scipy_solver"``.
+        t: times (T,), strictly increasing or decreasing, or for native methods (batch, T), a row for each sample, in
+            which times may repeat. A tensor that requires a gradient gets it: that of the map in which steps are
+            constant fractions of their output interval. (Of torchdiffeq's methods, adaptive ones with ``"direct"``
+            give that of their interpolation, a good deal less exact than their values.)
+        method: None picks a native method: for HBNODE ``"nystrom4"``, ``"nystrom6"`` or ``"nystrom8"`` by the
+            tolerance, else ``"tsit5"``. Native on a fixed grid, for HBNODE and GHBNODE, and exactly reversible:
+            ``"leapfrog"`` (order 2), ``"blanes_moan4"``. Of torchdiffeq: ``"dopri5"``, ``"dopri8"``, ``"bosh3"``,
+            ``"fehlberg2"``, ``"adaptive_heun"``; on a fixed grid ``"euler"``, ``"midpoint"``, ``"heun2"``,
+            ``"heun3"``, ``"rk4"``, ``"explicit_adams"``, ``"implicit_adams"``, ``"fixed_adams"``; or
+            ``"scipy_solver"``.
         rtol: relative tolerance, of adaptive methods.
         atol: absolute tolerance, in the units of the state.
-        gradient: ``"direct"`` (also for None) backpropagates through the solver's operations, ``"adjoint"`` solves
-            the adjoint ODE backwards in memory that does not grow with the steps.
-        options: torchdiffeq's options of the method, and two of ours. ``{"steps": n}``: n equal steps in each output
-            interval of a fixed-grid method; rtol and atol are then ignored (but by implicit Adams, and atol by
-            events). ``{"land": True}``: adaptive methods step exactly onto the output times. By themselves they step
-            past them and interpolate, to order 4 only, which for dopri8 can be far worse than the tolerance, and ask
-            ``field`` for times beyond the last.
-        adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one.
+        gradient: ``"checkpoint"`` (None, for native methods) takes every step again in the backward pass: the exact
+            gradient of the numbers computed, from one stored point for each step. ``"direct"`` (None, for
+            torchdiffeq's) backpropagates through the solver's operations; the only one for higher derivatives and
+            torch.func. ``"reversible"`` undoes the steps of the splitting methods, and stores outputs only.
+            ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the steps.
+        options: of native methods ``{"steps": n}``, n equal steps in each output interval, whatever the tolerances;
+            ``{"dense": True}``, outputs by the interpolant of ``"nystrom6"`` (order 6) or ``"tsit5"`` (order 4)
+            instead of steps onto them; ``first_step``, ``max_step``, ``min_step`` (lengths of time) and ``max_nfe``,
+            evaluations after which a solve is given up. Of torchdiffeq's methods: torchdiffeq's options, ``steps`` as
+            above, and ``{"land": True}``: adaptive methods step exactly onto the output times. By themselves they
+            step past them and interpolate, to order 4 only, which for dopri8 can be far worse than the tolerance.
+        adjoint_options: torchdiffeq's options of its backward solve, added to those of the forward one.
             ``{"norm": "seminorm"}`` unless given; ``{}`` is torchdiffeq's own default, as the papers used it.
-        step_control: ``"batch"``: one step size for the whole batch, all that torchdiffeq's methods have.
-        event_fn: as in torchdiffeq: ``event_fn(t, state)`` whose change of sign ends the solve. ``t`` then holds two
-            times, of which the second gives the direction only, and the result is ``(event_time, state)``. The time
-            carries no gradient: ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)`` gives it one.
+        step_control: ``"batch"``: one step size for the whole batch. ``"sample"``, for native methods: every sample
+            has its own steps and its own acceptance, so its answer does not depend on its batch-mates (but for the
+            rounding of f itself); one call of f still serves them all.
+        event_fn: as in torchdiffeq, for its methods: ``event_fn(t, state)`` whose change of sign ends the solve. ``t``
+            then holds two times, of which the second gives the direction only, and the result is ``(event_time,
+            state)``. The time carries no gradient: ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)``
+            gives it one.
         max_steps: steps of an adaptive method, accepted and rejected, after which a forward or backward pass is given
             up; one more is granted for each further output interval. Where a method does not report its steps
             (``"scipy_solver"``, and events on a fixed grid) it limits evaluations. A fixed grid is as long as it is.
+        compile: compile the steps of a native method, and their gradients, with torch.compile, in one graph each. The
+            first calls take tens of seconds. Needs one of hbnode's fields; if the network cannot be compiled, a
+            warning says so and the solve goes on without.
 
     Returns:
         States at the times, time first, (T, batch, ...), in the structure of ``y0``.
@@ -84,8 +100,9 @@ def odeint(
         TypeError: an argument of the wrong type or dtype.
         NonFiniteError: the state, field or adjoint became infinite or not a number.
         StepSizeUnderflowError: the tolerance cannot be met.
-        MaxStepsError: more than ``max_steps`` steps. Like the two above a :class:`SolverError`, which carries the
-            time, the step size and the evaluations so far.
+        MaxStepsError: more than ``max_steps`` steps, or (:class:`MaxNFEError`) more than ``max_nfe`` evaluations.
+        ReversalError: in the backward pass of ``"reversible"``: rounding errors grew too much to undo the steps. Like
+            the others a :class:`SolverError`, which carries the time, the step size and the evaluations so far.
 
     Example:
         >>> import math, torch, hbnode

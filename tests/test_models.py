@@ -14,7 +14,16 @@ from tests.models import SHAPES, every_model, make_field, make_input
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-every_gradient = pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+SOLVERS = {
+    "checkpoint": {},
+    "direct": {"gradient": "direct"},
+    "adjoint": {"gradient": "adjoint"},
+    "sample": {"step_control": "sample"},
+    "grid": {"options": {"steps": 3}},
+    "dopri5": {"method": "dopri5"},
+    "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint"},
+}
+every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -30,10 +39,10 @@ def output_shape(model, shape):
 @every_model
 @every_shape
 @every_dtype
-@every_gradient
+@every_solver
 @pytest.mark.parametrize("device", DEVICES)
-def test_block(model, shape, dtype, gradient, device):
-    block = make_block(model, shape, dtype, gradient=gradient, rtol=1e-3, atol=1e-3).to(device)
+def test_block(model, shape, dtype, solver, device):
+    block = make_block(model, shape, dtype, **solver, rtol=1e-3, atol=1e-3).to(device)
     x = make_input(shape, dtype).to(device).requires_grad_()
     h = block(x)
     assert h.shape == output_shape(model, shape)
@@ -49,16 +58,16 @@ def test_block(model, shape, dtype, gradient, device):
 
 @every_model
 @every_shape
-@every_gradient
-def test_copies_compute_the_same(model, shape, gradient):
-    block = make_block(model, shape, gradient=gradient)
+@every_solver
+def test_copies_compute_the_same(model, shape, solver):
+    block = make_block(model, shape, **solver)
     x = make_input(shape)
     expected = block(x)
     expected.sum().backward()  # a used block must copy as well as a fresh one
     torch.testing.assert_close(copy.deepcopy(block)(x), expected, rtol=0, atol=0)
     torch.testing.assert_close(pickle.loads(pickle.dumps(block))(x), expected, rtol=0, atol=0)
     torch.manual_seed(1)
-    fresh = make_block(model, shape, gradient=gradient)
+    fresh = make_block(model, shape, **solver)
     assert not torch.allclose(fresh(x), expected)
     fresh.load_state_dict(block.state_dict())
     torch.testing.assert_close(fresh(x), expected, rtol=0, atol=0)
@@ -68,7 +77,8 @@ def test_copies_compute_the_same(model, shape, gradient):
 def test_repr_names_the_parts(model):
     text = repr(make_block(model))
     assert type(make_field(model)).__name__ in text
-    assert "dopri5" in text
+    assert ("nystrom8" if model == "hbnode" else "tsit5") in repr(make_block(model, rtol=1e-8))
+    assert "checkpoint" in text
     assert "MLP" in text
 
 
@@ -101,9 +111,9 @@ def test_adjoint_and_direct_agree_with_a_tight_reference(model, shape):
 
 
 @every_model
-@every_gradient
-def test_a_trajectory_passes_through_the_end_point(model, gradient):
-    block = make_block(model, gradient=gradient, t_span=(0.0, 2.0), rtol=1e-8, atol=1e-8)
+@every_solver
+def test_a_trajectory_passes_through_the_end_point(model, solver):
+    block = make_block(model, **solver, t_span=(0.0, 2.0), rtol=1e-8, atol=1e-8)
     x = make_input()
     path = block(x, [0.0, 0.5, 1.1, 2.0])
     assert path.shape == (4, *output_shape(model, "vector"))
@@ -164,9 +174,9 @@ def test_bfloat16_state_on_a_fixed_grid():
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
 @every_model
-@every_gradient
-def test_torch_compile_with_the_eager_backend(model, gradient):
-    block = make_block(model, gradient=gradient, rtol=1e-4, atol=1e-4)
+@every_solver
+def test_torch_compile_with_the_eager_backend(model, solver):
+    block = make_block(model, **solver, rtol=1e-4, atol=1e-4)
     x = make_input()
     expected = block(x)
     compiled = torch.compile(block, backend="eager")
@@ -175,7 +185,7 @@ def test_torch_compile_with_the_eager_backend(model, gradient):
         got.sum().backward()
     torch.testing.assert_close(got, expected)
     assert nfe.forward == block.nfe.forward > 0
-    assert (nfe.backward > 0) == (gradient == "adjoint")
+    assert (nfe.backward > 0) == (solver not in (SOLVERS["direct"], SOLVERS["dopri5"]))
     field = make_field(model).double()
     plain = hbnode.ODEBlock(field)(x)
     torch.testing.assert_close(hbnode.ODEBlock(torch.compile(field, backend="eager"))(x), plain)

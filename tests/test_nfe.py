@@ -23,7 +23,7 @@ class Counted(nn.Module):
 def counted_block(model, **solver):
     field = make_field(model).double()
     field.func = Counted(field.func)
-    return hbnode.ODEBlock(field, **solver)
+    return hbnode.ODEBlock(field, **{"method": "dopri5", **solver})
 
 
 @every_model

@@ -84,9 +84,9 @@ class Clock:
 
     def stages(self, step: Step, nodes: Sequence[float]) -> tuple[Tensor, ...]:
         """Times of a step's stages, if they are numbers for all samples."""
-        begin = self.host[step.interval]
-        length = self.host[step.interval + 1] - begin
-        times = [begin + (step.start + c * step.size) * length for c in nodes]
+        begin, end = self.host[step.interval : step.interval + 2]
+        fractions = (min(step.start + c * step.size, 1.0) for c in nodes)
+        times = [begin * (1.0 - fraction) + end * fraction for fraction in fractions]  # the end exactly at 1
         return torch.tensor(times, dtype=self.template.dtype, device=self.template.device).unbind(0)
 
     def affine(
@@ -108,8 +108,9 @@ class Clock:
             if isinstance(start, Tensor):
                 start, size = start.unsqueeze(-1), size.unsqueeze(-1)
         length = end - begin
-        fractions = torch.tensor(nodes, dtype=torch.float64, device=t.device).view(-1, *[1] * length.dim())
-        return size * length, begin + (start + fractions * size) * length
+        nodes = torch.tensor(nodes, dtype=torch.float64, device=t.device).view(-1, *[1] * length.dim())
+        fractions = (start + nodes * size).clamp(max=1.0)
+        return size * length, begin * (1.0 - fractions) + end * fractions
 
     @property
     def has_batch(self) -> bool:

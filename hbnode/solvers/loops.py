@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import LONGEST_GRID
-from hbnode.solvers.control import Controller, steps_to
+from hbnode.solvers.control import Controller, norms, steps_to
 from hbnode.solvers.per_sample import PerSample
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 
@@ -45,6 +45,8 @@ def _grid(
 ) -> Tensor:
     n, count = solve.method.state_rows, solve.options.steps
     outputs = [point[:n]]
+    if watch:
+        solve.check_start(norms(point, None).tolist())
     for interval in range(solve.clock.count):
         steps = [Step(interval, i / count, 1 / count) for i in range(count)]
         steps[-1].reached = interval + 1

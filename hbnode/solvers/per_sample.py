@@ -35,6 +35,8 @@ class PerSample:
         self.controller = SampleController(solve.method.error_order, self.start)
         norm = norms(point.detach().double(), self.batch_dim)
         size = first_sizes(norm, solve.rtol, solve.atol, solve.method.error_order)
+        if not bool(torch.isfinite(norm).all()):
+            solve.check_start(norm.sum(1).tolist())
         size = torch.where(torch.isfinite(size), size, self.length())
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from hbnode.solve import Settings
 
 NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not finite is blamed
+
+_FIELD_NOT_FINITE = (
+    "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
+    "(GHBNODE's activation bounds it)"
+)
 
 
 class Solve:
@@ -110,10 +116,20 @@ class Solve:
     def first_size(self, point: Tensor) -> float:
         """Size of the first step."""
         norm = _functorch.plain(norms(point.detach(), None)).reshape(-1, len(point)).pow(2).mean(0).sqrt()
-        size = float(first_sizes(norm, self.rtol, self.atol, self.method.error_order))
-        if not math.isfinite(size):  # the first step will find out why
+        size = first_sizes(norm, self.rtol, self.atol, self.method.error_order)
+        *norms_of_rows, size = torch.cat([norm, size.reshape(1)]).tolist()
+        self.check_start(norms_of_rows)
+        if math.isnan(size):
             size = self.clock.lengths[0]
         return min(self.options.first_step or size, self.options.max_step)
+
+    def check_start(self, of_rows: Sequence[float]) -> None:
+        """Refuse to start from what is not finite, given numbers that tell of each row of the first point."""
+        if not all(map(math.isfinite, of_rows[: self.method.state_rows])):
+            message = "the initial state is not finite. Fix: look at the block's input"
+            raise self.failure(NonFiniteError, message, self.time(Step(0, 0.0, 1.0)))
+        if not all(map(math.isfinite, of_rows)):
+            raise self.failure(NonFiniteError, _FIELD_NOT_FINITE, self.time(Step(0, 0.0, 1.0)))
 
     def ratio(self, error: Tensor, before: Tensor, after: Tensor) -> float:
         """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
@@ -213,8 +229,7 @@ class Solve:
         if found:
             return self.failure(
                 NonFiniteError,
-                "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth "
-                "without bound (GHBNODE's activation bounds it)",
+                _FIELD_NOT_FINITE,
                 found[0],
             )
         return self.failure(
