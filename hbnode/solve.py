@@ -71,8 +71,8 @@ def odeint(
             torch.func. ``"reversible"`` undoes the steps of the splitting methods, and stores outputs only.
             ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the steps.
         options: of native methods ``{"steps": n}``, n equal steps in each output interval, whatever the tolerances;
-            ``{"dense": True}``, outputs by the interpolant of ``"nystrom6"`` (order 6) or ``"tsit5"`` (order 4)
-            instead of steps onto them; ``first_step``, ``max_step``, ``min_step`` (lengths of time) and ``max_nfe``,
+            ``{"dense": True}``, outputs by the interpolant of ``"nystrom6"`` (order 6 in h, 5 in m) or ``"tsit5"``
+            (order 4) instead of steps onto them; ``first_step``, ``max_step``, ``min_step`` (lengths of time) and ``max_nfe``,
             evaluations after which a solve is given up. Of torchdiffeq's methods: torchdiffeq's options, ``steps`` as
             above, and ``{"land": True}``: adaptive methods step exactly onto the output times. By themselves they
             step past them and interpolate, to order 4 only, which for dopri8 can be far worse than the tolerance.

@@ -38,3 +38,46 @@ def damped_oscillator(omega, gamma, h0, m0, t):
 
 def identity_ghbnode(func, **options):
     return hbnode.GHBNODE(func, activation=nn.Identity(), **options)
+
+
+class Kepler(nn.Module):
+    """Two bodies, h'' = -h / |h|³: class D of Hull et al., in Hairer, Norsett and Wanner, Solving ODEs I, II.10."""
+
+    def forward(self, h):
+        return -h / h.norm(dim=-1, keepdim=True) ** 3
+
+
+def kepler_start(eccentricity):
+    """H and m of D1 to D5 (eccentricities 0.1 to 0.9), at the pericentre; shape (bodies, 2)."""
+    e = torch.as_tensor(eccentricity, dtype=torch.float64)
+    zero = torch.zeros_like(e)
+    return torch.stack([1 - e, zero], -1), torch.stack([zero, ((1 + e) / (1 - e)).sqrt()], -1)
+
+
+def kepler_exact(eccentricity, t):
+    """H and m at the time t, by Kepler's equation u - e sin u = t."""
+    e = np.asarray(eccentricity)
+    u = t + e * np.sin(t)
+    for _ in range(100):
+        u = u - (u - e * np.sin(u) - t) / (1 - e * np.cos(u))
+    r, root = 1 - e * np.cos(u), np.sqrt(1 - e**2)
+    return np.stack([np.cos(u) - e, root * np.sin(u)], -1), np.stack([-np.sin(u), root * np.cos(u)], -1) / r[..., None]
+
+
+def driven_exact(gamma, t):
+    """H, m of h'' + gamma h' + h = sin 2t + (the drive that makes this exact) for h = exp(-t/3) + cos 2t."""
+    return np.exp(-t / 3) + np.cos(2 * t), -np.exp(-t / 3) / 3 - 2 * np.sin(2 * t)
+
+
+class Driven(nn.Module):
+    """The time-dependent force of :func:`driven_exact`, not linear in h."""
+
+    def __init__(self, gamma):
+        super().__init__()
+        self.gamma = gamma
+
+    def forward(self, t, h):
+        decay, cos, sin = torch.exp(-t / 3), torch.cos(2 * t), torch.sin(2 * t)
+        exact = decay + cos
+        acceleration = decay / 9 - 4 * cos + self.gamma * (-decay / 3 - 2 * sin)
+        return acceleration - torch.sin(h) + torch.sin(exact)

@@ -1,0 +1,387 @@
+"""What a gradient costs in time and memory at equal exactness: ``python -m benchmarks.gradients``.
+
+Four tables. Training steps of hbnode and other libraries in float32, each at the loosest tolerance at which the
+relative error of its gradient is at most 1e-4. The tensors that a forward pass keeps for its backward pass. The time of
+a solve over that of its evaluations of f alone. How well reversible methods come back to where they started.
+
+Times are medians of runs that take turns in one process, on one thread. Writes JSON with the machine in it, and a
+figure beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hbnode
+from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
+from benchmarks.overhead import seconds
+from benchmarks.problems import Problem, network
+from tasks._run import environment, write_figure, write_whole
+
+SETTINGS: dict[str, Callable[[], Problem]] = {
+    "A": lambda: network(32, 3, 1.0, 0.5),
+    "B": lambda: network(5, 3, 1.0, 0.05),
+    "C": lambda: network(32, 3, 10.0, 0.5),
+}
+WANTED = 1e-4
+TOLERANCES = [digit * 10.0**-exponent for exponent in range(1, 9) for digit in (1, 0.3)][:-1]
+NYSTROM = ("nystrom4", "nystrom6", "nystrom8")
+BASELINE = "odeint_adjoint dopri5, full norm"
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+Row = dict[str, Any]
+
+
+@dataclass
+class Entry:
+    """A contender's method, ready to be timed.
+
+    Attributes:
+        method: what it solves with.
+        tol: the tolerance chosen.
+        error: of its gradient, relative.
+        step: the training step.
+    """
+
+    method: str
+    tol: float
+    error: float
+    step: Step
+
+
+def contenders() -> dict[str, dict[str, Maker]]:
+    """Of each contender the methods of which the fastest is taken."""
+    orders = {"dopri5": "Dopri5", "tsit5": "Tsit5"}
+    diffrax = {name: {k: with_diffrax(v, name) for k, v in orders.items()} for name in ADJOINTS}
+    return {
+        "hbnode checkpoint": {name: of(native(name, "checkpoint")) for name in NYSTROM},
+        "hbnode direct": {name: of(native(name, "direct")) for name in NYSTROM},
+        "torchdiffeq odeint": {"dopri5": of(with_torchdiffeq(None))},
+        BASELINE: {"dopri5": of(with_torchdiffeq("full"))},
+        "odeint_adjoint dopri5, seminorm": {"dopri5": of(with_torchdiffeq("seminorm"))},
+        "torchode AutoDiffAdjoint": {name: of(with_torchode(name)) for name in orders},
+        **{f"diffrax {label}, jit": diffrax[name] for name, label in ADJOINTS.items()},
+    }
+
+
+ADJOINTS = {"RecursiveCheckpointAdjoint": "checkpoint", "BacksolveAdjoint": "backsolve"}
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    """The relative error of a vector."""
+    return ((x - exact).norm() / exact.norm()).item()
+
+
+def reference(problem: Problem) -> Tensor:
+    """The gradient in float64, by two solvers that must agree."""
+    problem = problem.to(torch.float64)
+    ours = TorchStep(problem, native("nystrom8", "direct"), 1e-12).gradient()
+
+    def dopri8(field: hbnode.HBNODE, x: Tensor, end: float, tol: float) -> Tensor:
+        y0, land = field.initial_state(x), {"land": True}
+        return hbnode.odeint(field, y0, [0.0, end], method="dopri8", rtol=tol, atol=tol, options=land)[0][-1]
+
+    theirs = TorchStep(problem, dopri8, 1e-12).gradient()
+    if relative(theirs, ours) > 1e-7:
+        raise SystemExit(f"{problem.name}: nystrom8 and dopri8 give other gradients ({relative(theirs, ours):.1e})")
+    return ours
+
+
+def tuned(method: str, make: Callable[[float], Step], exact: Tensor) -> Entry | None:
+    """The step at the loosest tolerance whose gradient is exact enough; None if there is none."""
+    for tol in TOLERANCES:
+        step = make(tol)
+        try:
+            error = relative(step.gradient(), exact)
+        except (RuntimeError, AssertionError):  # too many steps, or too small ones
+            return None
+        if error <= WANTED:
+            return Entry(method, tol, error, step)
+    return None
+
+
+def interleaved(functions: Sequence[Callable[[], None]], repeats: int, warm: int = 2) -> list[list[float]]:
+    """Seconds of each function in each round, after some rounds that do not count."""
+    rounds = [[seconds(function) for function in functions] for _ in range(warm + repeats)]
+    return [list(times) for times in zip(*rounds[warm:], strict=True)]
+
+
+def fastest(entries: list[Entry]) -> Entry | None:
+    """The entry with the smallest median time."""
+    if len(entries) < 2:
+        return entries[0] if entries else None
+    medians = [statistics.median(times) for times in interleaved([entry.step for entry in entries], 15)]
+    return entries[medians.index(min(medians))]
+
+
+def chosen(problem: Problem, exact: Tensor, compiled: bool) -> dict[str, Entry | None]:
+    """The best method of each contender at its tolerance; hbnode also compiled, as it was chosen without."""
+    found = {}
+    for name, methods in contenders().items():
+        entries = [tuned(method, make(problem), exact) for method, make in methods.items()]
+        found[name] = fastest([entry for entry in entries if entry is not None])
+        if name == "hbnode checkpoint" and compiled:
+            found["hbnode checkpoint, compiled"] = as_compiled(problem, exact, found[name])
+    return found
+
+
+def as_compiled(problem: Problem, exact: Tensor, entry: Entry | None) -> Entry | None:
+    """The same method at the same tolerance, compiled."""
+    if entry is None:
+        return None
+    step = TorchStep(problem, native(entry.method, "checkpoint", compile=True), entry.tol)
+    return Entry(entry.method, entry.tol, relative(step.gradient(), exact), step)
+
+
+def training(setting: str, repeats: int, compiled: bool) -> list[Row]:
+    """Times of a training step of all contenders on one setting."""
+    problem = SETTINGS[setting]()
+    found = chosen(problem, reference(problem), compiled)
+    ready = {name: entry for name, entry in found.items() if entry is not None}
+    times = dict(zip(ready, interleaved([entry.step for entry in ready.values()], repeats), strict=True))
+    rows = []
+    for name, entry in found.items():
+        row: Row = {"setting": setting, "problem": problem.name, "contender": name}
+        if entry is not None:
+            source = found["hbnode checkpoint"] if name.endswith("compiled") else entry  # a hook would recompile
+            forward, backward = source.step.evaluations()
+            row |= {"method": entry.method, "tolerance": entry.tol, "gradient_error": entry.error}
+            row |= {"forward": forward, "backward": backward, "ms": 1e3 * statistics.median(times[name])}
+            if BASELINE in times:
+                pairs = zip(times[name], times[BASELINE], strict=True)
+                row["ratio"] = statistics.median(a / b for a, b in pairs)
+        rows.append(row)
+    return rows
+
+
+class Living(TorchDispatchMode):
+    """Follows the storages that operations make; ``size()`` counts the bytes of those still alive."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do the operation and remember the storages of what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def size(self) -> int:
+        """Bytes of the storages that are alive."""
+        return sum(size for reference, size in self.storages.values() if not reference.expired())
+
+
+def kept_bytes(problem: Problem, method: str, gradient: str, steps: int) -> int:
+    """Bytes of the tensors made in a forward pass on a fixed grid that are alive after it, the outputs included."""
+    step = TorchStep(problem, partial(on_grid, method=method, gradient=gradient, steps=steps), 1e-5)
+    with Living([*step.leaves]) as living:
+        loss = step.forward()
+        size = living.size()
+    loss.backward()
+    return size
+
+
+def on_grid(
+    field: hbnode.HBNODE, x: Tensor, end: float, tol: float, *, method: str, gradient: str, steps: int
+) -> Tensor:
+    """The value h(T) on a grid of equal steps; with torchdiffeq where the method is its own."""
+    if method == "rk4":
+        options = {"step_size": end / steps}
+        return with_torchdiffeq(None, method, options)(field, x, end, tol)
+    return native(method, gradient, options={"steps": steps})(field, x, end, tol)
+
+
+MEMORY = (
+    ("nystrom4", "checkpoint"),
+    ("nystrom4", "direct"),
+    ("nystrom6", "checkpoint"),
+    ("nystrom6", "direct"),
+    ("nystrom8", "checkpoint"),
+    ("nystrom8", "direct"),
+    ("blanes_moan4", "reversible"),
+    ("blanes_moan4", "checkpoint"),
+    ("blanes_moan4", "direct"),
+    ("rk4", "torchdiffeq odeint"),
+)
+
+
+def memory() -> list[Row]:
+    """What each gradient keeps between the passes for 16 and for 64 steps, setting A in float32."""
+    problem = SETTINGS["A"]()
+    rows = []
+    for method, gradient in MEMORY:
+        few, many = (kept_bytes(problem, method, gradient, steps) / 2**20 for steps in (16, 64))
+        rows.append({"method": method, "gradient": gradient, "MiB_16": few, "MiB_64": many, "growth": many / few})
+    direct = {row["method"]: row["MiB_64"] for row in rows if row["gradient"] == "direct"}
+    for row in rows:
+        row["over_direct_64"] = row["MiB_64"] / direct[row["method"]] if row["method"] in direct else None
+    return rows
+
+
+@torch.no_grad()
+def overhead(repeats: int) -> list[Row]:
+    """Time of a solve over that of as many calls of f alone, setting A."""
+    rows = []
+    for dtype in (torch.float32, torch.float64):
+        problem = SETTINGS["A"]().to(dtype)
+        for method in NYSTROM:
+            for grid, options in (("16 steps", {"steps": 16}), ("rtol 1e-5", None)):
+                solve = partial(hbnode.odeint, problem.field, problem.state, [0.0, problem.end], method=method)
+                with hbnode.count_nfe(problem.field) as nfe:
+                    solve(options=options)
+                bare = partial(call, problem.field.func, problem.x, nfe.forward)
+                ours, theirs = interleaved([partial(solve, options=options), bare], repeats)
+                row = {"method": method, "grid": grid, "dtype": str(dtype).removeprefix("torch.")}
+                row |= {"evaluations": nfe.forward, "ms": 1e3 * statistics.median(ours)}
+                row |= {"ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True))}
+                rows.append(row)
+    return rows
+
+
+def call(func: Callable[[Tensor], Tensor], x: Tensor, times: int) -> None:
+    """Call f some times."""
+    for _ in range(times):
+        func(x)
+
+
+@torch.no_grad()
+def round_trip() -> list[Row]:
+    """How far from its start a solve to T = 1 and back with a symmetric method ends, relative, float64."""
+    problem = SETTINGS["A"]().to(torch.float64)
+    start = torch.stack(problem.state)
+    rows = []
+    for method in ("leapfrog", "blanes_moan4"):
+        state = problem.state
+        for times in ([0.0, problem.end], [problem.end, 0.0]):
+            h, m = hbnode.odeint(problem.field, state, times, method=method, options={"steps": 64})
+            state = h[-1], m[-1]
+        rows.append({"method": method, "steps": 64, "relative_error": relative(torch.stack(state), start)})
+    return rows
+
+
+def show(row: Row, name: str, form: str) -> str:
+    """An entry of a row, or that there is none."""
+    return "n/a" if row.get(name) is None else format(row[name], form)
+
+
+COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
+    "training": (
+        ("setting", "<7"),
+        ("contender", "<32"),
+        ("method", "<8"),
+        ("tolerance", ".0e"),
+        ("gradient_error", ".1e"),
+        ("forward", "d"),
+        ("backward", "d"),
+        ("ms", ".2f"),
+        ("ratio", ".3f"),
+    ),
+    "memory": (
+        ("method", "<12"),
+        ("gradient", "<18"),
+        ("MiB_16", ".3f"),
+        ("MiB_64", ".3f"),
+        ("growth", ".2f"),
+        ("over_direct_64", ".3f"),
+    ),
+    "overhead": (
+        ("method", "<8"),
+        ("grid", "<9"),
+        ("dtype", "<7"),
+        ("evaluations", "d"),
+        ("ms", ".2f"),
+        ("ratio", ".2f"),
+    ),
+    "round trip": (("method", "<12"), ("steps", "d"), ("relative_error", ".1e")),
+}
+
+
+def table(section: str, rows: list[Row]) -> str:
+    """A section's rows under its column names."""
+    columns = COLUMNS[section]
+    cells = [[name for name, _ in columns], *([show(row, name, form) for name, form in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = ["<" if form.startswith("<") else ">" for _, form in columns]
+    return "\n".join(
+        "  ".join(f"{cell.strip():{side}{width}}" for cell, side, width in zip(line, aligned, widths, strict=True))
+        for line in cells
+    )
+
+
+def draw(path: Path, rows: list[Row], machine: str) -> None:
+    """The times of a training step, a panel of bars for each setting, with their ratios to the baseline's."""
+    from matplotlib.figure import Figure
+
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    figure = Figure(figsize=(3.4 + 3.6 * len(settings), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(settings), squeeze=False, sharey=True)[0]
+    for ax, setting in zip(panels, settings, strict=True):
+        own = [row for row in rows if row["setting"] == setting]
+        times = [row["ms"] for row in own if "ms" in row] or [1.0]
+        left, right = min(times) / 2, 6 * max(times)
+        for place, row in enumerate(own):
+            if row["contender"] == BASELINE and "ms" in row:
+                ax.axvline(row["ms"], color="0.3", linewidth=0.8, zorder=0)
+            length, color = row.get("ms", left), "C0" if row["contender"].startswith("hbnode") else "0.6"
+            ax.barh(place, length, color=color)
+            ratio = f" (×{row['ratio']:.2f})" if "ratio" in row else ""
+            label = f"{length:.1f} ms{ratio}" if "ms" in row else "not reached"
+            ax.text(length * 1.06, place, label, va="center", fontsize=8, bbox=WHITE)
+        ax.set(xscale="log", xlim=(left, right), xlabel="milliseconds")
+        ax.set_title(f"{setting}: {own[0]['problem']}", fontsize=9)
+        ax.set_yticks(range(len(own)), [row["contender"] for row in own])
+    panels[0].invert_yaxis()
+    what = f"A training step whose gradient is exact to {WANTED:.0e}, float32\n×: over {BASELINE}"
+    figure.suptitle(f"{what}\n1 thread, {machine}", fontsize=10)
+    write_figure(figure, path)
+
+
+def main() -> None:
+    """Measure, print the tables, write JSON and the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="setting A only")
+    parser.add_argument("--no-compile", dest="compiled", action="store_false", help="leave compile=True out")
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/gradients.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {"machine": environment(torch.device("cpu"))}
+    steps = [
+        row
+        for name in ("A" if options.quick else SETTINGS)
+        for row in training(name, options.repeats, options.compiled)
+    ]
+    sections = {
+        "training": lambda: steps,
+        "memory": memory,
+        "overhead": lambda: overhead(options.repeats),
+        "round trip": round_trip,
+    }
+    for section, measure in sections.items():
+        report[section] = measure()
+        print(f"{section}\n{table(section, report[section])}\n", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.out, json.dumps(report, indent=2).encode())
+    machine = report["machine"]
+    draw(options.out.with_suffix(".png"), steps, f"{machine['device']}, PyTorch {machine['torch']}")
+
+
+if __name__ == "__main__":
+    main()

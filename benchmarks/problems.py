@@ -1,0 +1,120 @@
+"""The initial value problems that the benchmarks solve, all heavy-ball equations h'' + γh' = f(h, t)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import hbnode
+from hbnode.nets import MLP, ConvNet
+from tasks._data import digits
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A field, where it starts (at rest), and the time at which the solution is wanted.
+
+    Attributes:
+        name: what tables and figures call it.
+        field: the equation.
+        x: h(0), of shape (batch, ...); m(0) is 0.
+        end: the time T; solves go from 0 to T.
+    """
+
+    name: str
+    field: hbnode.HBNODE
+    x: Tensor
+    end: float
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        """The state (h, m) at time 0."""
+        return self.field.initial_state(self.x)
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """A copy with the same numbers in another precision."""
+        return Problem(self.name, copy.deepcopy(self.field).to(dtype), self.x.to(dtype), self.end)
+
+
+def network(dim: int, scale: float, end: float, gamma: float) -> Problem:
+    """A random tanh network d -> 64 -> 64 -> d whose weights are PyTorch's times a scale, on h(0) ~ N(0, 1)."""
+    torch.manual_seed(0)
+    func = MLP(dim, [64, 64], dim, activation=nn.Tanh)
+    with torch.no_grad():
+        for weight in func.parameters():
+            if weight.dim() == 2:
+                weight *= scale
+    x = torch.randn(120 if dim == 5 else 128, dim)
+    return Problem(f"dim {dim}, weights ×{scale:g}, T = {end:g}, γ = {gamma:g}", _field(func, gamma), x, end)
+
+
+def pendulum() -> Problem:
+    """A damped pendulum, h'' + 0.2 h' = -sin h, let go at 64 angles."""
+    angles = torch.linspace(-3.0, 3.0, 64)[:, None]
+    return Problem("damped pendulum, T = 10", _field(lambda h: -torch.sin(h), 0.2, learned=False), angles, 10.0)
+
+
+def duffing() -> Problem:
+    """The driven Duffing oscillator, h'' + 0.3 h' = h - h³ + 0.5 cos(1.2 t), from 64 places."""
+
+    def force(t: Tensor, h: Tensor) -> Tensor:
+        return h - h**3 + 0.5 * torch.cos(1.2 * t)
+
+    places = torch.linspace(-1.5, 1.5, 64)[:, None]
+    return Problem("driven Duffing, T = 10", _field(force, 0.3, learned=False), places, 10.0)
+
+
+def trained(steps: int = 300) -> Problem:
+    """The field of a classifier of handwritten digits after some hundred steps of Adam, on 128 of its test images."""
+    torch.manual_seed(0)
+    images, labels = digits("train")
+    images = images.flatten(1)
+    field = hbnode.HBNODE(MLP(64, [64, 64], 64, activation=nn.Tanh))
+    head = nn.Linear(64, 10)
+    optimizer = torch.optim.Adam([*field.parameters(), *head.parameters()], lr=3e-3)
+    for _ in range(steps):
+        batch = torch.randint(len(images), (128,))
+        h, _ = hbnode.odeint(field, field.initial_state(images[batch]), [0.0, 1.0], rtol=1e-3, atol=1e-3)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(head(h[-1]), labels[batch]).backward()
+        optimizer.step()
+    return Problem("trained on digits, dim 64, T = 1", field, digits("test")[0][:128].flatten(1), 1.0)
+
+
+def convolutional() -> Problem:
+    """A random three-layer convolutional f with tanh on 8 noisy images of 5 channels, 14x14."""
+    torch.manual_seed(0)
+    func = ConvNet(5, 32, 5, activation=nn.Tanh, time_dependent=False)
+    with torch.no_grad():
+        for weight in func.parameters():
+            if weight.dim() == 4:
+                weight *= 3.0
+    return Problem("convolutional, 5×14×14, weights ×3, T = 1", _field(func, 0.5), torch.randn(8, 5, 14, 14), 1.0)
+
+
+def _field(func: Callable[..., Tensor], gamma: float, learned: bool = True) -> hbnode.HBNODE:
+    return hbnode.HBNODE(func, damping=gamma, learn_damping=learned)
+
+
+PROBLEMS: tuple[Callable[[], Problem], ...] = (
+    lambda: network(5, 3, 1.0, 0.05),
+    lambda: network(5, 5, 1.0, 0.5),
+    lambda: network(32, 3, 1.0, 0.5),
+    lambda: network(16, 2, 5.0, 0.1),
+    lambda: network(32, 3, 10.0, 0.5),
+    pendulum,
+    duffing,
+    trained,
+    convolutional,
+)
+QUICK = (PROBLEMS[0], PROBLEMS[2], pendulum)
+
+
+def geometric_mean(values: list[float]) -> float | None:
+    """The mean of ratios; None of no values."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None

@@ -1,0 +1,452 @@
+"""The native methods: their orders, their control of steps, and what they say when they fail."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from hbnode.solvers.native import METHODS, NYSTROM, SPLITTING
+from tests.models import every_model, make_field, make_input
+from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
+
+ORDERS = {"nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "tsit5": 5, "leapfrog": 2, "blanes_moan4": 4}
+STEPS = {"nystrom4": (16, 32), "nystrom6": (8, 16), "nystrom8": (4, 8), "tsit5": (16, 32)}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def float64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def driven(gamma=0.4, **options):
+    h, m = driven_exact(gamma, 0.0)
+    return hbnode.HBNODE(Driven(gamma), damping=gamma, learn_damping=False, **options), (float64(h), float64(m))
+
+
+def errors(method, options, t, **settings):
+    """Of h and m at the last time."""
+    field, state = driven()
+    h, m = hbnode.odeint(field, state, t, method=method, options=options, **settings)
+    exact = driven_exact(0.4, t[-1])
+    return abs(h[-1].item() - exact[0]), abs(m[-1].item() - exact[1])
+
+
+# Orders
+
+
+@every_method
+@pytest.mark.parametrize("t", [[0.0, 2.0], [2.0, 0.5]], ids=["up", "down"])
+def test_order_of_convergence(method, t):
+    field, _ = driven()
+    h, m = driven_exact(0.4, t[0])
+    coarse, fine = STEPS.get(method, (16, 32))
+    found = []
+    for steps in (coarse, fine):
+        got = hbnode.odeint(field, (float64(h), float64(m)), t, method=method, options={"steps": steps})
+        found.append([abs(x[-1].item() - e) for x, e in zip(got, driven_exact(0.4, t[1]), strict=True)])
+    for first, second in zip(*found, strict=True):
+        assert math.log2(first / second) > ORDERS[method] - 0.4
+    assert max(found[1]) < 3e-3
+
+
+@pytest.mark.parametrize("method", SPLITTING)
+def test_order_of_the_splittings_for_ghbnode(method):
+    torch.manual_seed(0)
+    field = make_field("ghbnode").double()
+    state = (make_input(), make_input())
+    exact, _ = hbnode.odeint(field, state, [0.0, 1.0], method="dopri8", options={"land": True}, rtol=1e-12, atol=1e-13)
+    found = []
+    for steps in (8, 16):
+        h, _ = hbnode.odeint(field, state, [0.0, 1.0], method=method, options={"steps": steps})
+        found.append((h[-1] - exact[-1]).norm().item())
+    assert math.log2(found[0] / found[1]) == pytest.approx(ORDERS[method], abs=0.3)
+
+
+@pytest.mark.parametrize(("method", "orders"), [("nystrom6", (6, 5)), ("tsit5", (4, 4))])
+def test_order_of_the_dense_output(method, orders):
+    """Between steps of a size that is held fixed, for h and for m."""
+    t = np.linspace(0.0, 2.0, 41).tolist()
+    found = []
+    for step in (0.4, 0.2):
+        field, state = driven()
+        options = {"dense": True, "first_step": step, "max_step": step}
+        got = hbnode.odeint(field, state, t, method=method, options=options, rtol=1.0, atol=1.0)
+        exact = driven_exact(0.4, np.array(t))
+        found.append(
+            [
+                np.abs(x.squeeze(-1).numpy() if x.dim() > 1 else x.numpy() - e).max()
+                for x, e in zip(got, exact, strict=True)
+            ]
+        )
+    for first, second, order in zip(*found, orders, strict=True):
+        assert math.log2(first / second) > order - 0.4
+
+
+def test_dense_output_takes_the_steps_that_no_outputs_would_take():
+    field, state = driven()
+    t = np.linspace(0, 2, 101).tolist()
+    with hbnode.count_nfe(field) as landing:
+        hbnode.odeint(field, state, t, method="nystrom6")
+    with hbnode.count_nfe(field) as dense:
+        h, _ = hbnode.odeint(field, state, t, method="nystrom6", options={"dense": True})
+    with hbnode.count_nfe(field) as end:
+        hbnode.odeint(field, state, [0.0, 2.0], method="nystrom6")
+    assert dense.forward == end.forward < landing.forward / 5
+    np.testing.assert_allclose(h.numpy(), driven_exact(0.4, np.array(t))[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
+def test_tighter_tolerances_reach_smaller_errors(method):
+    previous = math.inf
+    for tolerance in (1e-3, 1e-5, 1e-7, 1e-9):
+        error = max(errors(method, None, [0.0, 2.0], rtol=tolerance, atol=tolerance))
+        assert error < 30 * tolerance
+        assert error < previous
+        previous = error
+
+
+@pytest.mark.parametrize("method", [*NYSTROM, "tsit5"])
+def test_two_bodies(method):
+    """Eccentricities 0.1 to 0.9 over a period and a half, each sample with steps of its own and in one batch."""
+    e = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
+    h, m = kepler_exact(e, 20.0)
+    field = hbnode.HBNODE(Kepler(), damping=0.0, learn_damping=False)
+    for control in ("batch", "sample"):
+        got = hbnode.odeint(
+            field, kepler_start(e), [0.0, 20.0], method=method, step_control=control, rtol=1e-9, atol=1e-9
+        )
+        np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e-5)
+        np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e-4)
+
+
+@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
+def test_damping_is_exact_without_a_force(method):
+    """H' = m, m' = -gamma m: one step of any size, for any gamma."""
+    for gamma in (0.0, 0.3, 4.0):
+        field = hbnode.HBNODE(lambda h: 0.0 * h, damping=gamma, learn_damping=False)
+        h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, options={"steps": 1})
+        decay = math.exp(-1.5 * gamma)
+        assert m[-1].item() == pytest.approx(2 * decay, rel=1e-14)
+        if method in NYSTROM:
+            assert h[-1].item() == pytest.approx(1 + 2 * (1.5 if gamma == 0 else (1 - decay) / gamma), rel=5e-2)
+
+
+@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
+@pytest.mark.parametrize("learn", [True, False])
+def test_a_damping_for_each_channel(method, learn):
+    """The same as one solve for each channel, in values and in the gradient for every gamma."""
+    gammas = float64(0.05, 0.4, 0.9)
+    h0, m0 = torch.randn(2, 5, 3, dtype=torch.float64)
+    force = lambda h: -torch.sin(2 * h)
+    options = {"steps": 4}
+    field = hbnode.HBNODE(force, damping=gammas, learn_damping=learn).double()
+    h, m = hbnode.odeint(field, (h0, m0), [0.0, 1.0], method=method, options=options)
+    assert ("omega" in field.state_dict()) == learn
+    torch.testing.assert_close(field.damping.detach(), gammas, rtol=1e-7, atol=0)
+    for i, gamma in enumerate(field.damping.detach().tolist()):
+        single = hbnode.HBNODE(force, damping=gamma, learn_damping=learn).double()
+        state = (h0[:, i : i + 1], m0[:, i : i + 1])
+        expected, _ = hbnode.odeint(single, state, [0.0, 1.0], method=method, options=options)
+        torch.testing.assert_close(h[..., i : i + 1], expected, rtol=1e-6, atol=1e-7)
+        if learn:
+            (got,) = torch.autograd.grad(h[-1][:, i].sum(), field.omega, retain_graph=True)
+            (wanted,) = torch.autograd.grad(expected[-1].sum(), single.omega)
+            assert got[i].item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+# Times
+
+
+@every_method
+def test_several_outputs_and_the_way_back(method):
+    field = make_field("hbnode").double()
+    state = field.initial_state(make_input())
+    options = {"steps": 40} if method in SPLITTING else None
+    tight = {"method": method, "options": options, "rtol": 1e-10, "atol": 1e-10}
+    t = [0.0, 0.3, 0.35, 1.0]
+    there = hbnode.odeint(field, state, t, **tight)
+    for k in range(1, 4):
+        alone = hbnode.odeint(field, state, [0.0, t[k]], **tight)
+        torch.testing.assert_close(there[0][k], alone[0][-1], rtol=1e-4, atol=1e-4)
+    back = hbnode.odeint(field, tuple(part[-1] for part in there), t[::-1], **tight)
+    torch.testing.assert_close(back[0].flip(0), there[0], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(back[1].flip(0), there[1], rtol=1e-8, atol=1e-8)
+
+
+@every_model
+@pytest.mark.parametrize("control", ["batch", "sample"])
+@pytest.mark.parametrize("options", [None, {"steps": 3}], ids=["adaptive", "grid"])
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["up", "down"])
+def test_times_of_ones_own_are_a_loop_over_samples(model, control, options, sign):
+    """In values and in all gradients, those for the times included."""
+    field = make_field(model).double()
+    x = make_input().requires_grad_()
+    t = sign * float64([0.0, 0.5, 1.5], [0.2, 0.3, 0.3], [-1.0, 1.0, 1.25])
+    t = t.requires_grad_()
+    settings = {"options": options, "step_control": control, "rtol": 1e-11, "atol": 1e-11}
+
+    def flat(h):
+        tensors = [x, t, *field.parameters()]
+        found = torch.autograd.grad(h.sin().sum(), tensors)
+        return torch.cat([h.detach().reshape(-1), *(g.reshape(-1) for g in found)])
+
+    together = flat(field.readout(hbnode.odeint(field, field.initial_state(x), t, **settings)))
+    rows = []
+    for i in range(3):
+        times, index = t[i], [0, 1, 2]
+        if i == 1:  # a repeated time is no interval at all for a single sample
+            times, index = t[i, :2], [0, 1, 1]
+        h = field.readout(hbnode.odeint(field, field.initial_state(x[i : i + 1]), times, **settings))
+        rows.append(h[index])
+    alone = flat(torch.cat(rows, 1))
+    torch.testing.assert_close(together, alone, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "direct"])
+def test_gradients_for_times(gradient):
+    """Exact for the map in which steps are constant fractions of their interval, with times that f sees."""
+    field = make_field("hbnode").double()
+    state = tuple(part.detach() for part in field.initial_state(make_input()))
+    t = float64(0.1, 0.6, 1.3).requires_grad_()
+
+    def end(t, method):
+        options = {"steps": 2}
+        return hbnode.odeint(field, state, t, method=method, options=options, gradient=gradient)[0][1:].sum(1)
+
+    for method in ("nystrom4", "nystrom8", "blanes_moan4", "tsit5"):
+        assert torch.autograd.gradcheck(lambda t, method=method: end(t, method), (t,))
+
+
+# Step control
+
+
+@every_model
+def test_a_sample_does_not_depend_on_its_batch_mates(model):
+    """With a step for each sample; with one for the batch it does, within the tolerance."""
+    torch.manual_seed(2)
+    field = make_field(model).double()
+    x = 3 * torch.randn(6, 4, dtype=torch.float64)
+    x[3:] *= 20
+
+    def solve(x, **settings):
+        state = field.initial_state(x)
+        return field.readout(hbnode.odeint(field, state, [0.0, 3.0], rtol=1e-4, atol=1e-4, **settings))[-1]
+
+    alone = torch.cat([solve(x[i : i + 1], step_control="sample") for i in range(6)])
+    together = solve(x, step_control="sample")
+    order = torch.tensor([5, 2, 0, 4, 1, 3])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(solve(x[order], step_control="sample"), alone[order], rtol=1e-12, atol=1e-12)
+    assert (solve(x) - torch.cat([solve(x[i : i + 1]) for i in range(6)])).abs().max() > 1e-9
+
+
+def test_steps_of_one_sample_are_those_of_the_batch_of_one():
+    field, state = driven()
+    batch, sample = hbnode.NFE(), hbnode.NFE()
+    for nfe, control in ((batch, "batch"), (sample, "sample")):
+        with hbnode.count_nfe(field) as count:
+            hbnode.odeint(field, tuple(part[None] for part in state), [0.0, 1.0, 5.0], step_control=control)
+        nfe.forward, nfe.steps, nfe.rejected = count.forward, count.steps, count.rejected
+    assert abs(batch.forward - sample.forward) <= 2 * 8
+
+
+def test_the_first_step_costs_no_probe_and_steps_are_shared_out_equally():
+    seen = []
+    field = hbnode.HBNODE(lambda t, h: seen.append(float(t)) or -h, damping=0.0, learn_damping=False)
+    with hbnode.count_nfe(field) as nfe, torch.no_grad():
+        hbnode.odeint(field, (torch.ones(1), torch.zeros(1)), [0.0, 1.0], method="nystrom4", rtol=1e-4, atol=1e-4)
+    assert nfe.forward == 1 + 3 * (nfe.steps + nfe.rejected) == len(seen)
+    assert seen[-1] == 1.0
+    assert max(seen) == 1.0
+
+
+def test_first_step_and_max_step():
+    field, state = driven()
+    for options, steps in (({"max_step": 0.1}, 20), ({"max_step": 0.1, "first_step": 5.0}, 20)):
+        with hbnode.count_nfe(field) as nfe:
+            hbnode.odeint(field, state, [0.0, 2.0], rtol=1.0, atol=1.0, options=options)
+        assert nfe.steps == steps
+
+
+@every_method
+def test_evaluations_are_counted(method):
+    calls = []
+
+    class Counted(nn.Module):
+        def forward(self, h):
+            calls.append(1)
+            return -h.sin()
+
+    block = hbnode.HeavyBallODEBlock(Counted(), method=method, options={"steps": 5} if method in SPLITTING else None)
+    block.double()(make_input().requires_grad_()).sum().backward()
+    assert block.nfe.total == len(calls)
+    assert (
+        block.nfe.forward
+        == METHODS[method].evaluations * (block.nfe.steps + block.nfe.rejected) + METHODS[method].carries
+    )
+    assert block.nfe.backward_steps == block.nfe.steps
+    assert block.nfe.backward == METHODS[method].evaluations * block.nfe.steps + METHODS[method].carries
+
+
+# Failures by name
+
+
+@pytest.mark.parametrize("control", ["batch", "sample"])
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
+def test_nan_in_f_is_named_with_its_time(method, control):
+    field = hbnode.HBNODE(lambda t, h: torch.where(t > 0.5, torch.nan, -h), learn_damping=False)
+    state = (torch.ones(2, 1), torch.zeros(2, 1))
+    began = time.perf_counter()
+    with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
+        hbnode.odeint(field, state, [0.0, 1.0], method=method, step_control=control)
+    assert 0.5 < error.value.t < 0.51
+    assert error.value.nfe < 500
+    assert time.perf_counter() - began < 5
+
+
+@every_method
+def test_nan_on_a_grid_is_named_with_its_time(method):
+    field = hbnode.HBNODE(lambda t, h: torch.where(t > 0.5, torch.nan, -h), learn_damping=False)
+    for gradient in ("checkpoint", "direct"):
+        with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
+            options = {"steps": 20}
+            state = (torch.ones(2), torch.zeros(2, requires_grad=True))
+            hbnode.odeint(field, state, [0.0, 1.0], method=method, options=options, gradient=gradient)
+        assert 0.5 < error.value.t <= 0.55
+
+
+@pytest.mark.parametrize("control", ["batch", "sample"])
+def test_what_is_not_finite_at_the_start(control):
+    field = hbnode.HBNODE(lambda h: -h, learn_damping=False)
+    root = hbnode.HBNODE(lambda h: h.log(), learn_damping=False)
+    one, bad = torch.ones(2, 1), torch.tensor([[1.0], [math.inf]])
+    for options in (None, {"steps": 3}):
+        settings = {"step_control": control, "options": options}
+        with pytest.raises(hbnode.NonFiniteError, match="initial state is not finite") as error:
+            hbnode.odeint(field, (bad, one), [0.5, 1.0], **settings)
+        assert error.value.t == 0.5
+        with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
+            hbnode.odeint(root, (-one, one), [0.5, 1.0], **settings)
+        assert error.value.t == 0.5
+
+
+@pytest.mark.parametrize("control", ["batch", "sample"])
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "tsit5"])
+def test_blow_up_underflows_quickly(method, control):
+    """H'' = 6 h² from 1, 2 is 1/(1 - t)²."""
+    field = hbnode.HBNODE(lambda h: 6 * h**2, damping=0.0, learn_damping=False)
+    began = time.perf_counter()
+    with pytest.raises((hbnode.StepSizeUnderflowError, hbnode.NonFiniteError)) as error:
+        hbnode.odeint(field, (float64([1.0]), float64([2.0])), [0.0, 2.0], method=method, step_control=control)
+    assert error.value.t == pytest.approx(1.0, abs=1e-3)
+    assert time.perf_counter() - began < 10
+
+
+@pytest.mark.parametrize("control", ["batch", "sample"])
+def test_limits(control):
+    fast = hbnode.HBNODE(lambda t, h: torch.cos(1e3 * t) - h, learn_damping=False)
+    state = (torch.zeros(2, 1), torch.zeros(2, 1))
+    settings = {"step_control": control, "method": "nystrom4"}
+    with pytest.raises(hbnode.MaxStepsError, match="max_steps=20 steps") as error:
+        hbnode.odeint(fast, state, [0.0, 10.0], max_steps=20, **settings)
+    assert error.value.nfe == 1 + 3 * 20
+    with pytest.raises(hbnode.MaxNFEError, match="max_nfe=50 evaluations") as error:
+        hbnode.odeint(fast, state, [0.0, 10.0], options={"max_nfe": 50}, **settings)
+    assert error.value.nfe <= 50
+    with pytest.raises(hbnode.StepSizeUnderflowError) as error:
+        hbnode.odeint(fast, state, [0.0, 10.0], options={"min_step": 0.1}, rtol=1e-6, atol=1e-6, **settings)
+    assert 0 < error.value.step_size < 0.1
+    with pytest.raises(hbnode.MaxNFEError):
+        hbnode.odeint(fast, state, [0.0, 1.0], method="leapfrog", options={"steps": 50, "max_nfe": 30})
+
+
+def test_a_tolerance_too_tight_for_float32():
+    field = make_field("hbnode")
+    state = field.initial_state(make_input(dtype=torch.float32))
+    with pytest.raises(ValueError, match="far below what torch.float32 carries"):
+        hbnode.odeint(field, state, [0.0, 1.0], rtol=1e-10, atol=1e-10)
+    began = time.perf_counter()  # just above: it ends, one way or the other, and soon
+    with torch.no_grad():
+        hbnode.odeint(field, state, [0.0, 1.0], rtol=2e-9, atol=1e-12, max_steps=1000)
+    assert time.perf_counter() - began < 20
+
+
+SPRING = hbnode.HBNODE(lambda h: -h, learn_damping=False)
+PAIR = (torch.ones(2, 1), torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "leapfrog"}, r"has a fixed grid. Fix: options=\{'steps': n\}"),
+        ({"method": "nystrom4", "field": hbnode.NODE(lambda h: -h), "y0": torch.ones(2)}, "an HBNODE .* got NODE"),
+        ({"method": "nystrom4", "field": hbnode.GHBNODE(lambda h: -h)}, "got GHBNODE.*Fix: method='tsit5'"),
+        ({"method": "leapfrog", "options": {"steps": 2}, "field": hbnode.SONODE(lambda h, v: -h)}, "got SONODE"),
+        ({"method": "nystrom8", "options": {"dense": True}}, "no interpolant .* expected 'nystrom6' or 'tsit5'"),
+        ({"method": "nystrom6", "options": {"dense": True, "steps": 3}}, "'steps' and 'dense'"),
+        ({"options": {"max_step": 0.0}}, r"options\['max_step'\] must be positive"),
+        ({"options": {"steps": 1.5}}, r"options\['steps'\] must be an integer >= 1, got 1.5"),
+        ({"options": {"land": True}}, r"has \['land'\]"),
+        ({"gradient": "reversible"}, "has a fixed grid"),
+        (
+            {"gradient": "reversible", "method": "nystrom4"},
+            "one of .'leapfrog', 'blanes_moan4'., got method='nystrom4'",
+        ),
+        ({"adjoint_options": {}}, "adjoint_options are for torchdiffeq's methods"),
+        ({"step_control": "each"}, "step_control must be 'batch' or 'sample', got 'each'"),
+        ({"t": torch.zeros(3, 2)}, r"t has shape \(3, 2\) for a batch of 2"),
+        ({"t": torch.tensor([[0.0, 1.0], [1.0, 0.0]])}, "must increase along each row, or decrease"),
+        ({"t": torch.tensor([[0.0, 1.0]] * 2), "gradient": "adjoint"}, "gradient='adjoint' does not know t of shape"),
+        ({"step_control": "sample", "gradient": "adjoint"}, "does not know step_control='sample'"),
+        ({"step_control": "sample", "options": {"dense": True}}, "dense output does not know step_control='sample'"),
+        ({"step_control": "sample", "y0": (torch.ones(()), torch.ones(()))}, r"parts have one shape \(batch, ...\)"),
+        ({"y0": (torch.ones(2, 1), torch.ones(2, 2))}, "h and m must have one shape"),
+        ({"event_fn": lambda t, y: y[0].sum(), "method": "tsit5"}, "event_fn is for torchdiffeq's methods"),
+        ({"compile": True, "method": "dopri5"}, "compile=True is for native methods"),
+        ({"compile": True, "field": lambda t, y: y}, "compile=True needs an hbnode field, got function"),
+    ],
+)
+def test_bad_input(change, message):
+    arguments = {"field": SPRING, "y0": PAIR, "t": [0.0, 1.0]} | change
+    with pytest.raises(ValueError, match=message):
+        hbnode.odeint(arguments.pop("field"), arguments.pop("y0"), arguments.pop("t"), **arguments)
+
+
+def test_a_field_that_changes_the_equation_is_not_taken_for_an_hbnode():
+    class Forced(hbnode.HBNODE):
+        def forward(self, t, state):
+            h, m = self._pair(state)
+            return m + 1.0, -self.damping * m + self.evaluate(t, h)
+
+    field = Forced(lambda h: 0.0 * h, damping=0.0, learn_damping=False)
+    h, _ = hbnode.odeint(field, (float64(0.0), float64(0.0)), [0.0, 1.0])
+    assert h[-1].item() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="with its own forward, got Forced"):
+        hbnode.odeint(field, (float64(0.0), float64(0.0)), [0.0, 1.0], method="nystrom4")
+
+
+def test_states_of_every_structure():
+    scalar = hbnode.odeint(lambda t, y: -y, torch.tensor(1.0), [0.0, 1.0])
+    assert scalar.shape == (2,)
+    uneven = hbnode.odeint(
+        lambda t, y: (-y[0], y[1] * 0 + y[0].sum(), -y[2]),
+        (float64([1.0, 2.0]), float64(0.0, 0.0), torch.tensor(3.0, dtype=torch.float64)),
+        [0.0, 1.0],
+        rtol=1e-9,
+        atol=1e-9,
+    )
+    assert [tuple(part.shape) for part in uneven] == [(2, 1, 2), (2, 2), (2,)]
+    assert uneven[1][-1, 0].item() == pytest.approx(3 * (1 - math.exp(-1)), abs=1e-8)
+    assert uneven[2][-1].item() == pytest.approx(3 * math.exp(-1), abs=1e-8)
+    for model in ("node", "hbnode", "sonode"):
+        field = make_field(model).double()
+        state = field.initial_state(torch.zeros(0, 4, dtype=torch.float64))
+        for settings in ({}, {"step_control": "sample"}, {"gradient": "direct"}):
+            h = field.readout(hbnode.odeint(field, state, [0.0, 1.0], **settings))
+            assert h.shape == (2, 0, 4)
+    one = hbnode.odeint(SPRING, PAIR, [0.5])
+    assert one[0].shape == (1, 2, 1)

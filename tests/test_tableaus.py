@@ -1,0 +1,176 @@
+"""The coefficients against the order conditions that define them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import expm
+
+from hbnode.solvers import tableaus
+from hbnode.solvers.tableaus import RKN4, RKN6, RKN8, TSIT5
+
+every_nystrom = pytest.mark.parametrize("tableau", [RKN4, RKN6, RKN8], ids=["RKN4", "RKN6", "RKN8"])
+THETAS = (0.1, 0.37, 0.8, 1.0)
+
+
+def lower(tableau):
+    a = np.zeros((len(tableau.c), len(tableau.c)))
+    for i, row in enumerate(tableau.a, start=1):
+        a[i, : len(row)] = row
+    return a
+
+
+def partitions(total, smallest, make):
+    """All multisets of trees, as tuples, whose sizes (given by ``make``) add up to ``total``."""
+    if total == 0:
+        yield ()
+    for size in range(smallest, total + 1):
+        trees = make(size)
+        for count in range(1, total // size + 1):
+            for chosen in itertools.combinations_with_replacement(trees, count):
+                for rest in partitions(total - count * size, size + 1, make):
+                    yield (*chosen, *rest)
+
+
+def nystrom_trees(q):
+    """Elementary differentials of g(u) of the power s^q along a solution of u'' = g(u): (velocities, subtrees).
+
+    Each velocity u' has the power 1, a subtree of the power q, integrated twice, the power q + 2.
+    """
+    return [
+        (velocities, subtrees)
+        for velocities in range(q + 1)
+        for subtrees in partitions(q - velocities, 2, lambda size: nystrom_trees(size - 2))
+    ]
+
+
+def power(tree):
+    return tree[0] + sum(power(subtree) + 2 for subtree in tree[1])
+
+
+def exact(tree):
+    """The coefficient of s^q in g along the solution."""
+    return math.prod(exact(subtree) / ((power(subtree) + 1) * (power(subtree) + 2)) for subtree in tree[1])
+
+
+def stages(tree, a, c):
+    """The same coefficient in the stages of the method."""
+    return c ** tree[0] * math.prod((a @ stages(subtree, a, c) for subtree in tree[1]), start=np.ones(len(c)))
+
+
+def nystrom_residuals(tableau, position, velocity, order, theta=1.0):
+    """Of all order conditions; the tuple of the largest for position and velocity."""
+    a, c = lower(tableau), np.array(tableau.c)
+    worst = [0.0, 0.0]
+    for q in range(order):
+        for tree in nystrom_trees(q):
+            phi = stages(tree, a, c)
+            if q + 2 <= order:
+                residual = np.dot(position, phi) - exact(tree) * theta ** (q + 2) / ((q + 1) * (q + 2))
+                worst[0] = max(worst[0], abs(residual))
+            worst[1] = max(worst[1], abs(np.dot(velocity, phi) - exact(tree) * theta ** (q + 1) / (q + 1)))
+    return worst
+
+
+def test_the_trees_are_those_of_the_literature():
+    """Numbers of special Nystrom trees: Hairer, Norsett and Wanner, Solving ODEs I, table II.14.3."""
+    assert [len(nystrom_trees(q)) for q in range(7)] == [1, 1, 2, 3, 6, 10, 20]
+
+
+@every_nystrom
+def test_nystrom_order_conditions(tableau):
+    assert max(nystrom_residuals(tableau, tableau.b, tableau.b_velocity, tableau.order)) < 2e-14
+    beyond = nystrom_residuals(tableau, tableau.b, tableau.b_velocity, tableau.order + 1)
+    assert max(beyond) > 1e-7  # the order is that, and not higher
+
+
+@every_nystrom
+def test_nystrom_embedded_order_conditions(tableau):
+    position = np.array(tableau.b) - tableau.error
+    velocity = np.array(tableau.b_velocity) - tableau.error_velocity
+    assert max(nystrom_residuals(tableau, position, velocity, tableau.error_order)) < 2e-14
+    assert max(nystrom_residuals(tableau, position, velocity, tableau.error_order + 1)) > 1e-5
+
+
+@every_nystrom
+def test_nystrom_stages(tableau):
+    """Row sums are c²/2, the last stage is at the end of the step, and its row is that of the solution."""
+    np.testing.assert_allclose(lower(tableau).sum(1), np.array(tableau.c) ** 2 / 2, atol=5e-15)
+    assert tableau.c[0] == 0
+    assert tableau.c[-1] == 1
+    assert tableau.b[-1] == 0
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_the_interpolant_of_rkn6_is_of_order_6_in_the_position_and_5_in_the_velocity(theta):
+    powers = theta ** np.arange(5)
+    position = theta**2 * np.array(RKN6.dense) @ powers
+    velocity = theta * np.array(RKN6.dense_velocity) @ powers
+    assert nystrom_residuals(RKN6, position, velocity, 6, theta)[0] < 2e-14
+    assert nystrom_residuals(RKN6, position, velocity, 5, theta)[1] < 2e-14
+
+
+def rooted_trees(order):
+    """Rooted trees with so many vertices, as nested tuples of subtrees."""
+    return list(partitions(order - 1, 1, rooted_trees))
+
+
+def size(tree):
+    return 1 + sum(map(size, tree))
+
+
+def density(tree):
+    return size(tree) * math.prod(map(density, tree))
+
+
+def weights(tree, a):
+    return math.prod((a @ weights(subtree, a) for subtree in tree), start=np.ones(len(a)))
+
+
+def runge_kutta_residual(a, b, order, theta=1.0):
+    return max(
+        abs(np.dot(b, weights(tree, a)) - theta**n / density(tree))
+        for n in range(1, order + 1)
+        for tree in rooted_trees(n)
+    )
+
+
+def test_tsit5_order_conditions():
+    a = lower(TSIT5)
+    b = np.array([*TSIT5.a[-1], 0.0])
+    assert [len(rooted_trees(n)) for n in range(1, 7)] == [1, 1, 2, 4, 9, 20]
+    np.testing.assert_allclose(a.sum(1), TSIT5.c, atol=1e-14)
+    assert runge_kutta_residual(a, b, 5) < 1e-13
+    assert runge_kutta_residual(a, b, 6) > 1e-5
+    assert runge_kutta_residual(a, b - TSIT5.error, 4) < 1e-13
+    assert runge_kutta_residual(a, b - TSIT5.error, 5) > 1e-5
+    for theta in THETAS:
+        dense = theta * np.array(TSIT5.dense) @ theta ** np.arange(4)
+        assert runge_kutta_residual(a, dense, 4, theta) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("drifts", "kicks", "order"),
+    [
+        (tableaus.STRANG_DRIFTS, tableaus.STRANG_KICKS, 2),
+        (tableaus.BLANES_MOAN4_DRIFTS, tableaus.BLANES_MOAN4_KICKS, 4),
+    ],
+)
+def test_compositions_of_any_two_flows(drifts, kicks, order):
+    """exp(h(A + B)) against the composition, for matrices that do not commute; symmetric, so exactly invertible."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 5, 5)) / 2
+
+    def composed(h):
+        product = expm(h * drifts[0] * a)
+        for drift, kick in zip(drifts[1:], kicks, strict=True):
+            product = expm(h * drift * a) @ expm(h * kick * b) @ product
+        return product
+
+    errors = [np.linalg.norm(composed(h) - expm(h * (a + b))) for h in (0.2, 0.1)]
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(order + 1, abs=0.15)
+    np.testing.assert_allclose(composed(-0.3) @ composed(0.3), np.eye(5), atol=1e-14)
+    assert torch.tensor(drifts).sum() == pytest.approx(1)
+    assert sum(kicks) == pytest.approx(1)
