@@ -76,12 +76,7 @@ def test_order_of_the_dense_output(method, orders):
         options = {"dense": True, "first_step": step, "max_step": step}
         got = hbnode.odeint(field, state, t, method=method, options=options, rtol=1.0, atol=1.0)
         exact = driven_exact(0.4, np.array(t))
-        found.append(
-            [
-                np.abs(x.squeeze(-1).numpy() if x.dim() > 1 else x.numpy() - e).max()
-                for x, e in zip(got, exact, strict=True)
-            ]
-        )
+        found.append([np.abs(x[:, 0].numpy() - e).max() for x, e in zip(got, exact, strict=True)])
     for first, second, order in zip(*found, orders, strict=True):
         assert math.log2(first / second) > order - 0.4
 
@@ -96,7 +91,7 @@ def test_dense_output_takes_the_steps_that_no_outputs_would_take():
     with hbnode.count_nfe(field) as end:
         hbnode.odeint(field, state, [0.0, 2.0], method="nystrom6")
     assert dense.forward == end.forward < landing.forward / 5
-    np.testing.assert_allclose(h.numpy(), driven_exact(0.4, np.array(t))[0], atol=1e-4)
+    np.testing.assert_allclose(h[:, 0].numpy(), driven_exact(0.4, np.array(t))[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
@@ -124,15 +119,16 @@ def test_two_bodies(method):
 
 
 @pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
-def test_damping_is_exact_without_a_force(method):
-    """H' = m, m' = -gamma m: one step of any size, for any gamma."""
-    for gamma in (0.0, 0.3, 4.0):
-        field = hbnode.HBNODE(lambda h: 0.0 * h, damping=gamma, learn_damping=False)
-        h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, options={"steps": 1})
-        decay = math.exp(-1.5 * gamma)
-        assert m[-1].item() == pytest.approx(2 * decay, rel=1e-14)
-        if method in NYSTROM:
-            assert h[-1].item() == pytest.approx(1 + 2 * (1.5 if gamma == 0 else (1 - decay) / gamma), rel=5e-2)
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 4.0])
+def test_damping_without_a_force(method, gamma):
+    """H' = m, m' = -gamma m: the splittings damp exactly in one step of any size, the Nystrom methods to their order."""
+    field = hbnode.HBNODE(lambda h: 0.0 * h, damping=gamma, learn_damping=False)
+    options = {"steps": 1 if method in SPLITTING else 20}
+    h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, options=options)
+    decay = math.exp(-1.5 * gamma)
+    assert m[-1].item() == pytest.approx(2 * decay, rel=1e-14 if method in SPLITTING else 1e-3)
+    if method in NYSTROM:
+        assert h[-1].item() == pytest.approx(1 + 2 * (1.5 if gamma == 0 else (1 - decay) / gamma), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
@@ -191,14 +187,15 @@ def test_times_of_ones_own_are_a_loop_over_samples(model, control, options, sign
 
     def flat(h):
         tensors = [x, t, *field.parameters()]
-        found = torch.autograd.grad(h.sin().sum(), tensors)
+        found = list(torch.autograd.grad(h.sin().sum(), tensors))
+        found[1] = torch.cat([found[1][0], found[1][1, :1], found[1][1, 1:].sum(0, keepdim=True), found[1][2]])
         return torch.cat([h.detach().reshape(-1), *(g.reshape(-1) for g in found)])
 
     together = flat(field.readout(hbnode.odeint(field, field.initial_state(x), t, **settings)))
     rows = []
     for i in range(3):
         times, index = t[i], [0, 1, 2]
-        if i == 1:  # a repeated time is no interval at all for a single sample
+        if i == 1:  # a repeated time is no interval for a single sample; the gradients of both are summed above
             times, index = t[i, :2], [0, 1, 1]
         h = field.readout(hbnode.odeint(field, field.initial_state(x[i : i + 1]), times, **settings))
         rows.append(h[index])

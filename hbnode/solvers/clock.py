@@ -104,7 +104,7 @@ class Clock:
             index = interval.reshape(-1, len(t))
             begin, end = (ends.T.gather(0, i).view(interval.shape) for i in (index, index + 1))
         else:
-            begin, end = ends[:, interval].T, ends[:, interval + 1].T
+            begin, end = ends[:, interval].movedim(0, -1), ends[:, interval + 1].movedim(0, -1)
             if isinstance(start, Tensor):
                 start, size = start.unsqueeze(-1), size.unsqueeze(-1)
         length = end - begin

@@ -80,10 +80,9 @@ def norms(x: Tensor, samples: int | None) -> Tensor:
         samples: the dimension of the batch in a row; None takes all samples together.
     """
     if samples is None:
-        x = x.reshape(len(x), -1)
+        x = x.unsqueeze(-1).flatten(1)
         return torch.linalg.vector_norm(x, dim=1) / math.sqrt(max(x.shape[1], 1))
-    x = x.movedim(samples + 1, 1)
-    x = x.reshape(*x.shape[:2], -1)
+    x = x.movedim(samples + 1, 1).unsqueeze(-1).flatten(2)
     return torch.linalg.vector_norm(x, dim=2) / math.sqrt(max(x.shape[2], 1))
 
 

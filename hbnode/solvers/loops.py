@@ -103,10 +103,12 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
             else:
                 solve.tally.add("rejected")
                 failures = 0 if math.isfinite(ratio) else failures + 1
-                if failures == NON_FINITE_ATTEMPTS:
-                    raise solve.blame(point, step, damping)
                 size = fraction * length * controller.reject(ratio)
-                solve.check_size(step, size)
+                too_small = solve.is_too_small(step, size)
+                if failures == NON_FINITE_ATTEMPTS or (failures and too_small):
+                    raise solve.blame(point, step, damping)
+                if too_small:
+                    raise solve.underflow(step, size)
                 left = max(steps_to((1.0 - start) * length, size), left + 1)
                 fraction = (1.0 - start) / left
         if not clock.dense:

@@ -59,6 +59,7 @@ class PerSample:
             done = self.interval >= self.last
             fraction = torch.where(done, 0.0, (1.0 - self.start) / self.left)
             step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
+            solve.count_attempt(step)
             stepped = solve.take(self.point, step, damping, error=True, differentiable=differentiable)
             ratio = self.ratio(stepped.error, stepped.point)
             step.accepted = (ratio <= 1.0) & ~done
@@ -105,10 +106,11 @@ class PerSample:
     def go_on(self, step: Step, before: Tensor, damping: Tensor, record: list | None) -> bool:
         """Count, record, and stop a solve that has run away; all that the host must know, in one transfer."""
         solve = self.solve
-        floor = 4 * torch.finfo(self.point.dtype).eps * self.t[self.index, step.interval].abs()
+        now = torch.lerp(self.t[self.index, step.interval], self.t[self.index, step.interval + 1], step.start)
+        floor = 4 * torch.finfo(self.point.dtype).eps * now.abs()
         small = ~step.accepted & (self.size < floor.clamp(min=max(solve.options.min_step, 1e-300)))
         small = small & (self.interval < self.last)
-        stuck = self.failures >= NON_FINITE_ATTEMPTS
+        stuck = (self.failures >= NON_FINITE_ATTEMPTS) | (small & (self.failures > 0))
         done = (self.interval >= self.last).all()
         moved, underflow, failed, finished = torch.stack([step.accepted.any(), small.any(), stuck.any(), done]).tolist()
         solve.tally.add("accepted" if moved else "rejected")
@@ -119,8 +121,4 @@ class PerSample:
         if underflow:
             sample = int(small.nonzero()[0])
             raise solve.underflow(step, float(self.size[sample]), sample)
-        if not finished:
-            solve.count_attempt(
-                Step(step.interval, step.start, step.size), int((self.interval < self.last).nonzero()[0])
-            )
         return not finished

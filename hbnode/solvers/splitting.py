@@ -66,13 +66,14 @@ class Splitting:
         like: Tensor | None = None,
     ) -> Coefficients:
         """Lengths of the drifts, and decay and weight of the kicks; each of the shape of ``damping * step``."""
-        drifts, kicks = self.drifts.to(step.device), self.kicks.to(step.device)
-        lengths = step * kicks.view(-1, *[1] * step.dim())
+        ones = [1] * max(step.dim(), damping.dim())
+        drifts, kicks = (x.to(step.device).view(-1, *ones) for x in (self.drifts, self.kicks))
+        lengths = step * kicks
         z = damping * lengths
         small = z.abs() < 1e-4  # (1 - e^{-z})/z by its series, where the quotient would divide 0 by 0
         safe = torch.where(small, torch.ones_like(z), z)
         phi = torch.where(small, 1 - z / 2 + z * z / 6 - z**3 / 24, -torch.expm1(-safe) / safe)
-        parts = (step * drifts.view(-1, *[1] * step.dim()), torch.exp(-z), lengths * phi)
+        parts = (step * drifts, torch.exp(-z), lengths * phi)
         if like is not None:
             parts = tuple(part.to(like) for part in parts)
         return tuple(part.unbind(0) for part in parts)

@@ -160,8 +160,10 @@ class Solve:
 
     # Failures
 
-    def time(self, step: Step, fraction: float = 0.0, sample: int = 0) -> float:
-        """The time at which a step of a sample starts, or a fraction of it later."""
+    def time(self, step: Step, fraction: float = 0.0, sample: int | None = None) -> float:
+        """The time at which a step starts, or a fraction of it later; of the first sample that moves, unless given."""
+        if sample is None:
+            sample = int((step.size > 0).nonzero()[0]) if isinstance(step.size, Tensor) else 0
         t = _functorch.plain(self.clock.ends(self.clock.t))
         t = t if t.dim() == 1 else t[sample]
         interval, start, size = (
@@ -169,35 +171,34 @@ class Solve:
         )
         return float(t[interval] + (start + fraction * size) * (t[interval + 1] - t[interval]))
 
-    def check_nfe(self, step: Step, sample: int = 0, count: int = 1) -> None:
+    def check_nfe(self, step: Step, count: int = 1) -> None:
         """Before so many steps: are they still within ``max_nfe``?"""
         if self.tally.nfe.total + count * self.method.evaluations > self.options.max_nfe:
             raise self.failure(
                 MaxNFEError,
                 f"the solve needs more than max_nfe={self.options.max_nfe} evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe",
-                self.time(step, sample=sample),
+                self.time(step),
             )
 
-    def count_attempt(self, step: Step, sample: int = 0) -> None:
+    def count_attempt(self, step: Step) -> None:
         """Before each adaptive step: has the solve run away?"""
-        self.check_nfe(step, sample)
+        self.check_nfe(step)
         self.attempts += 1
         if self.attempts > self.max_steps + max(self.clock.t.shape[-1] - 2, 0):
             raise self.failure(
                 MaxStepsError,
                 f"the solve needed more than max_steps={self.max_steps} steps. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_steps",
-                self.time(step, sample=sample),
+                self.time(step),
             )
 
-    def check_size(self, step: Step, size: float) -> None:
-        """After a rejected step: is the next one, of this size, still a step?"""
-        now = self.time(step)
-        if size < max(4 * torch.finfo(self.dynamics.template.dtype).eps * abs(now), self.options.min_step, 1e-300):
-            raise self.underflow(step, size)
+    def is_too_small(self, step: Step, size: float) -> bool:
+        """After a rejected step: is the next one, of this size, no step any more?"""
+        floor = 4 * torch.finfo(self.dynamics.template.dtype).eps * abs(self.time(step))
+        return size < max(floor, self.options.min_step, 1e-300)
 
-    def underflow(self, step: Step, size: float, sample: int = 0) -> SolverError:
+    def underflow(self, step: Step, size: float, sample: int | None = None) -> SolverError:
         """The error for a step that has become too small."""
         self.step_size = size
         return self.failure(
@@ -207,7 +208,7 @@ class Solve:
             self.time(step, sample=sample),
         )
 
-    def blame(self, point: Tensor, step: Step, damping: Tensor, sample: int = 0) -> SolverError:
+    def blame(self, point: Tensor, step: Step, damping: Tensor, sample: int | None = None) -> SolverError:
         """The error for a step that is not finite: which evaluation was it?"""
         found: list[float] = []
         of_one = slice(None) if self.samples() is None else (slice(None),) * self.samples() + (sample,)
