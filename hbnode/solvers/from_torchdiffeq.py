@@ -10,13 +10,13 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchdiffeq
 from torch import Tensor
 
-from hbnode._replay import autocast_of
+from hbnode._replay import Replay, autocast_of, solving
 from hbnode._state import State, apply, is_equal, is_finite, like, parts
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.gradients import closed_over_leaves, refuse_unknown
@@ -67,19 +67,8 @@ def solve(
     if event_fn is not None:
         common["event_fn"] = lambda t, y: _event_value(event_fn(t, y))
     try:
-        if adjoint:
-            solution = torchdiffeq.odeint_adjoint(
-                watched,
-                y0,
-                t,
-                **common,
-                adjoint_options=adjoint_solver_options(own, settings.adjoint_options, method, t),
-                adjoint_params=watched.adjoint_parameters(t[0], y0),
-            )
-        else:
-            if method in SCIPY:
-                _refuse_direct(watched, y0, t)
-            solution = torchdiffeq.odeint(watched, y0, t, **common)
+        with solving(field):
+            solution = _solution(watched, y0, t, common, own, settings)
     except AssertionError as error:
         if not _raised_by_torchdiffeq(error):
             raise
@@ -93,6 +82,24 @@ def solve(
         return solution[0].detach(), solution[1]  # the gradient of the event's time is odeint_event's business
     watched.check_solution(solution, t)
     return solution
+
+
+def _solution(
+    watched: _WatchedField, y0: State, t: Tensor, common: dict[str, Any], own: dict[str, Any], settings: Settings
+) -> State | tuple[Tensor, State]:
+    """What torchdiffeq answers, with the gradient that was asked for."""
+    if settings.gradient == "adjoint":
+        return torchdiffeq.odeint_adjoint(
+            watched,
+            y0,
+            t,
+            **common,
+            adjoint_options=adjoint_solver_options(own, settings.adjoint_options, settings.method, t),
+            adjoint_params=watched.adjoint_parameters(t[0], y0),
+        )
+    if settings.method in SCIPY:
+        _refuse_direct(watched, y0, t)
+    return torchdiffeq.odeint(watched, y0, t, **common)
 
 
 class _WatchedField:
@@ -124,6 +131,7 @@ class _WatchedField:
         self.first: tuple[Tensor, State, State] | None = None  # an evaluation made ahead of the solver
         self.step_size = math.nan
         self.attempts = (-1, 0)  # which pass, and the steps tried in it
+        self.replay: Replay | None = None
         self.autocast = autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
         if not is_finite(y0):
             raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
@@ -135,7 +143,8 @@ class _WatchedField:
             if is_equal(y, y0) and bool(t == t0):
                 return value
         if self.adjoint and torch.is_grad_enabled():  # the backward pass: what it cannot see must not be there
-            leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
+            with self.replay():
+                leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
             refuse_unknown(leaves, self.known)
         else:
             value = self._evaluate(t, y)
@@ -161,6 +170,7 @@ class _WatchedField:
         y0 = apply(lambda part: part.detach().requires_grad_(), y0)
         leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), parts(y0))
         value = apply(Tensor.detach, value)
+        self.replay = Replay(self.field, parts(y0)[0].device.type)
         self.first = (t0, apply(Tensor.detach, y0), value)
         self.recent.append((t0, value))
         found = {id(p): p for p in (*_parameters(self.field), *leaves) if p.requires_grad}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hbnode._replay import Replay
+from hbnode._replay import Replay, set_random_state
 from hbnode.errors import ReversalError
 from hbnode.gradients import closed_over_leaves, refuse_unknown
 from hbnode.solvers.clock import Step
-from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.stepping import Solve, no_autocast
 
@@ -44,22 +44,24 @@ class Tape:
             tensors = [*tensors, *times]
         return coefficients, times, tensors
 
-    def taken(self, point: Tensor, coefficients: tuple, times: tuple, tensors: list[Tensor]) -> Stepped:
-        """A step taken again with a graph, in which no leaf may be that the forward pass did not see."""
-        solve = self.solve
+    def watch(self, evaluate: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
+        """The value of ``evaluate`` with its graph, in which no leaf may be that the forward pass did not see.
+
+        If all leaves belong to a module, looking once is enough; a function may use others at each call.
+        """
         with torch.enable_grad():
-            if self.watched and solve.closed:
-                return solve.step(point, coefficients, times, error=False)
-            taken = []
+            if self.watched and self.solve.closed:
+                return evaluate()
+            values = []
 
-            def take() -> Tensor:
-                taken.append(solve.step(point, coefficients, times, error=False))
-                return taken[0].point
+            def first_tensor() -> Tensor:
+                values.append(evaluate())
+                return values[0] if isinstance(values[0], Tensor) else values[0].point
 
-            found, _ = closed_over_leaves(take, (point, *tensors))
-        refuse_unknown(found, solve.known)
+            found, _ = closed_over_leaves(first_tensor, inputs)
+        refuse_unknown(found, self.solve.known)
         self.watched = True
-        return taken[0]
+        return values[0]
 
     def pull_compiled(
         self,
@@ -209,6 +211,7 @@ class Checkpoint(torch.autograd.Function):
         """The rows of the state at the output times, (T, state rows, ...)."""
         record: list[tuple[Step, Tensor]] = []
         point = rows if first is None else torch.cat([rows, first[None]])
+        solve.random = None
         trajectory = integrate(solve, point, damping, record=record)
         ctx.solve, ctx.replay, ctx.record = solve, replay, record
         ctx.clock_t, ctx.damping = t.detach(), damping.detach()
@@ -255,7 +258,8 @@ def _undo(tape: Tape, step: Step, point: Tensor, carried: Tensor, gradient: Tens
         before, found = pulled
         tape.keep(step, found)
         return before if stayed is None else before + stayed
-    stepped = tape.taken(point, coefficients, times, tensors)
+    with set_random_state(step.random, point.device):
+        stepped = tape.watch(lambda: solve.step(point, coefficients, times, error=False), (point, *tensors))
     outputs, cotangents = [stepped.point], [carried]
     if step.thetas:
         outputs.append(stepped.dense)
@@ -291,7 +295,8 @@ def _undo_start(tape: Tape, rows: Tensor, carried: Tensor) -> Tensor:
     solve = tape.solve
     n = solve.method.state_rows
     solve.tally.add("evaluation")
-    with torch.enable_grad():
+    random = solve.random_start if solve.random else None
+    with torch.enable_grad(), set_random_state(random, rows.device):
         t = solve.clock.first_time().detach().requires_grad_(tape.needs_t)
         x = rows[0].detach().requires_grad_()
         f = solve.dynamics.evaluate(t, x)
@@ -383,9 +388,10 @@ def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Te
     for kick in reversed(range(len(times))):
         with torch.no_grad():
             h = h - drifts[kick + 1] * sigma(m)
+        h = h.detach().requires_grad_()
+        evaluate = functools.partial(solve.dynamics.evaluate, times[kick], h)
+        f = tape.watch(evaluate, (h, *tensors))
         with torch.enable_grad():
-            h = h.detach().requires_grad_()
-            f = solve.dynamics.evaluate(times[kick], h)
             m = ((m - weights[kick] * f) / decays[kick]).detach().requires_grad_()
             m_after = decays[kick] * m + weights[kick] * f
             h_after = h + drifts[kick + 1] * sigma(m_after)

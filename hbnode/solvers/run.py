@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _functorch
-from hbnode._replay import Replay, refuse_changing_statistics, solving
+from hbnode._replay import Replay, random_state, refuse_changing_statistics, solving
 from hbnode._state import State, parts
 from hbnode.errors import NonFiniteError
 from hbnode.gradients import closed_over_leaves
+from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.adjoint import Adjoint
 from hbnode.solvers.clock import Clock, Step
@@ -97,7 +98,10 @@ def _first_evaluation(run: Solve, rows: Tensor, damping: Tensor) -> tuple[Tensor
             (drifts, _, _), times = run.coefficients(Step(0, 0.0, 1.0 / run.options.steps), damping, error=False)
             t, x = times[0], run.method.drift(rows[0], rows[1], drifts[0], dynamics.activation)
     x = x.detach().requires_grad_()
+    run.random_start = random_state(x.device)
     found, value = closed_over_leaves(lambda: dynamics.evaluate(t, x), (t, x))
+    if not all(map(torch.equal, run.random_start, random_state(x.device))):
+        _check_random(run)
     own = []
     if hasattr(dynamics.inner, "dynamics_parameters"):
         own = dynamics.inner.dynamics_parameters()
@@ -111,6 +115,18 @@ def _first_evaluation(run: Solve, rows: Tensor, damping: Tensor) -> tuple[Tensor
     dynamics.prepared = value.detach()
     run.tally.add("evaluation", -1)  # it is that of the first kick, counted there
     return None, leaves
+
+
+def _check_random(run: Solve) -> None:
+    """What follows from random numbers in f, other than the masks of SolveDropout."""
+    run.compiled = None
+    inner = run.dynamics.inner
+    masks = isinstance(inner, nn.Module) and any(isinstance(module, SolveDropout) for module in inner.modules())
+    if run.settings.gradient in ("adjoint", "reversible") and not masks:
+        raise ValueError(
+            f"func draws random numbers, which gradient={run.settings.gradient!r} cannot draw again. "
+            "Fix: gradient='checkpoint', or hbnode.nets.SolveDropout for dropout."
+        )
 
 
 def _check_batch(dynamics: Dynamics, t: Tensor, per_sample: bool, settings: Settings) -> None:

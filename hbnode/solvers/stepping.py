@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hbnode import _functorch
+from hbnode._replay import random_state
 from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import Tally
 from hbnode.solvers.clock import Clock, Step
@@ -53,6 +54,8 @@ class Solve:
         self.counted: int | None = None  # how many elements of a row count in the error; None for all
         self.known: frozenset[int] = frozenset()  # ids of the leaves that a backward pass differentiates
         self.closed = False  # whether the field's own parameters are all of them
+        self.random: bool | None = False  # whether the field draws random numbers; None: look at the next step
+        self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self._cache: dict = {}
         self._no_times = (torch.zeros((), dtype=dynamics.template.dtype, device=dynamics.template.device),)
 
@@ -106,6 +109,18 @@ class Solve:
         """Take a step, counted."""
         coefficients, times = self.coefficients(step, damping, error=error, differentiable=differentiable)
         self.tally.add("evaluation", self.method.evaluations)
+        if self.random is False:
+            return self._take(point, step, coefficients, times, error=error)
+        device = self.dynamics.template.device
+        before = random_state(device)
+        stepped = self._take(point, step, coefficients, times, error=error)
+        if self.random is None:
+            self.random = not all(map(torch.equal, before, random_state(device)))
+        step.random = before if self.random else None
+        return stepped
+
+    def _take(self, point: Tensor, step: Step, coefficients: tuple, times: tuple, *, error: bool) -> Stepped:
+        """A step, compiled if it can be."""
         if self.compiled is not None and not step.thetas:
             stepped = self.compiled.run("step", (error,), point, self.method.tensors(coefficients), times)
             if stepped is not None:

@@ -83,8 +83,8 @@ RKN4 = NystromTableau(
     error_velocity=_minus((1 / 14, 32 / 81, 250 / 567, 5 / 54), (13 / 21, -20 / 27, 275 / 189, -1 / 3)),
 )
 
-# RKN6(4)6FD and its interpolant, of order 6 in the position and 5 in the velocity, of Dormand and Prince, Runge-Kutta-Nystrom triples, Comput. Math. Appl. 13
-# (1987) 937-949.
+# RKN6(4)6FD and its interpolant, of order 6 in the position and 5 in the velocity, of Dormand and Prince,
+# Runge-Kutta-Nystrom triples, Comput. Math. Appl. 13 (1987) 937-949.
 _R = math.sqrt(8581)
 _RKN6_B = (
     329 / 4212,

@@ -1,0 +1,536 @@
+"""The gradients of native solves: against tight references and each other, and what they refuse."""
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hbnode
+from hbnode.nets import SolveDropout
+from hbnode.solvers import compiled
+from hbnode.solvers.native import METHODS, NYSTROM, SPLITTING
+from tests.models import every_model, make_field, make_input
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def float64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def gradients(field, x, t, **settings):
+    """Of a scalar of h and m at all times, with respect to x, t, and every parameter; and the field's evaluations."""
+    x, t = x.detach().requires_grad_(), t.detach().requires_grad_()
+    with hbnode.count_nfe(field) as nfe:
+        states = hbnode.odeint(field, field.initial_state(x), t, **settings)
+        states = states if isinstance(states, tuple) else (states,)
+        value = sum((part.sin() * (i + 1)).sum() for i, part in enumerate(states))
+        found = torch.autograd.grad(value, [x, t, *field.parameters()])
+    return torch.cat([g.reshape(-1) for g in found]), nfe
+
+
+def methods_of(model):
+    if model == "hbnode":
+        return [*NYSTROM, *SPLITTING, "tsit5"]
+    return ["tsit5", *SPLITTING] if model == "ghbnode" else ["tsit5"]
+
+
+@every_model
+@pytest.mark.parametrize("shape", ["vector", "image"])
+def test_all_gradients_agree_with_a_tight_reference(model, shape):
+    """In x, in the output times, in gamma, xi and all parameters of f and of the initial momentum."""
+    field = make_field(model, shape).double()
+    x, t = make_input(shape), float64(0.2, 0.7, 1.5)
+    reference, _ = gradients(
+        field, x, t, method="dopri8", options={"land": True}, rtol=1e-12, atol=1e-12, gradient="adjoint"
+    )
+    for method in methods_of(model):
+        for gradient in ("direct", "checkpoint", "adjoint", "reversible"):
+            if gradient == "reversible" and method not in SPLITTING:
+                continue
+            settings = {"method": method, "gradient": gradient, **TIGHT}
+            if method in SPLITTING:
+                settings["options"] = {"steps": 100}
+            found, _ = gradients(field, x, t, **settings)
+            error = (found - reference).norm() / reference.norm()
+            assert error < (1e-4 if method == "leapfrog" else 1e-8), (method, gradient)
+
+
+@every_model
+@pytest.mark.parametrize("options", [None, {"steps": 3}, {"dense": True}], ids=["adaptive", "grid", "dense"])
+@pytest.mark.parametrize("control", ["batch", "sample"])
+def test_checkpoint_and_direct_are_the_same_number(model, options, control):
+    """At any tolerance: both are exact for the numbers that were computed."""
+    if options == {"dense": True} and control == "sample":
+        pytest.skip("refused")
+    field = make_field(model).double()
+    x, t = make_input(), float64(0.0, 0.4, 0.45, 2.0)
+    for method in methods_of(model):
+        if options == {"dense": True} and not METHODS[method].has_dense:
+            continue
+        if method in SPLITTING and options is None:
+            continue
+        settings = {"method": method, "options": options, "step_control": control, "rtol": 1e-3, "atol": 1e-3}
+        direct, count = gradients(field, x, t, gradient="direct", **settings)
+        replayed, again = gradients(field, x, t, gradient="checkpoint", **settings)
+        torch.testing.assert_close(replayed, direct, rtol=1e-9, atol=1e-11)
+        assert (count.forward, count.backward) == (again.forward, 0)
+        assert again.backward == METHODS[method].carries + METHODS[method].evaluations * again.steps
+        if method in SPLITTING:
+            reversed_, third = gradients(field, x, t, gradient="reversible", **settings)
+            torch.testing.assert_close(reversed_, direct, rtol=1e-9, atol=1e-11)
+            assert third.backward == third.forward
+
+
+@every_model
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
+def test_gradcheck(model, gradient):
+    torch.manual_seed(1)
+    field = make_field(model).double()
+    for method in methods_of(model):
+        if gradient == "reversible" and method not in SPLITTING:
+            continue
+        block = hbnode.ODEBlock(field, method=method, gradient=gradient, options={"steps": 2})
+        x = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
+        t = float64(0.1, 0.5, 0.9).requires_grad_()
+        assert torch.autograd.gradcheck(block, (x, t))
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
+@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
+def test_gradcheck_of_the_damping_and_of_a_parameter(method, gradient):
+    if gradient == "reversible" and method not in SPLITTING:
+        pytest.skip("refused")
+    x = torch.randn(1, 4, dtype=torch.float64)
+    rate = torch.tensor(1.2, dtype=torch.float64, requires_grad=True)
+    field = hbnode.HBNODE(lambda t, h: -rate * h.sin(), damping=0.3).double()
+
+    def end(rate, omega):
+        settings = {"method": method, "gradient": gradient, "options": {"steps": 2}}
+        return hbnode.odeint(field, (x, x), [0.0, 1.0], **settings)[0][-1]
+
+    assert torch.autograd.gradcheck(end, (rate, field.omega))
+
+
+@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING, "tsit5"])
+def test_second_derivatives_of_direct(method):
+    rate = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    omega = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    t = float64(0.0, 0.7).requires_grad_()
+
+    def end(x, rate, omega, t):
+        field = hbnode.HBNODE(lambda t, h: -rate * torch.sin(h) * t, damping=0.2).double()
+        del field.omega
+        field.omega = omega
+        settings = {"method": method, "options": {"steps": 2}, "gradient": "direct"}
+        return hbnode.odeint(field, (x, torch.zeros_like(x)), t, **settings)[0][-1]
+
+    assert torch.autograd.gradcheck(end, (x, rate, omega, t))
+    assert torch.autograd.gradgradcheck(end, (x, rate, omega, t))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, inside torch.func
+@pytest.mark.parametrize("options", [None, {"steps": 3}], ids=["adaptive", "grid"])
+@every_model
+def test_direct_under_the_transforms_of_torch_func(model, options):
+    field = make_field(model).double()
+    block = hbnode.ODEBlock(field, gradient="direct", options=options, rtol=1e-4, atol=1e-4)
+    x, v = make_input(), torch.randn(3, 4, dtype=torch.float64)
+    value, tangent = torch.func.jvp(block, (x,), (v,))
+    out, pull = torch.func.vjp(block, x)
+    w = torch.randn_like(out)
+    (pulled,) = pull(w)
+    x_leaf = x.clone().requires_grad_()
+    expected = block(x_leaf)
+    (gradient,) = torch.autograd.grad(expected, x_leaf, w)
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(pulled, gradient)
+    torch.testing.assert_close((tangent * w).sum(), (gradient * v).sum())
+    mapped = torch.func.vmap(lambda row: block(row[None])[0])(x)
+    torch.testing.assert_close(mapped, expected.detach(), rtol=1e-3, atol=1e-3)
+    parameters = dict(block.named_parameters())
+    of_parameters = torch.func.grad(lambda p: (torch.func.functional_call(block, p, (x,)) * w).sum())(parameters)
+    wanted = torch.autograd.grad((block(x) * w).sum(), list(parameters.values()))
+    for got, want in zip(of_parameters.values(), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+    per_sample = torch.func.vmap(torch.func.grad(lambda row: block(row[None]).sum()))(x)
+    assert per_sample.shape == x.shape
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint"])
+def test_the_others_say_that_they_have_one_derivative_and_no_transforms(gradient):
+    settings = {"gradient": gradient, "method": "blanes_moan4", "options": {"steps": 2}}
+    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), **settings).double()
+    x = make_input().requires_grad_()
+    with pytest.raises(ValueError, match=f"gradient='{gradient}' does not work under the transforms of torch.func"):
+        torch.func.vmap(lambda row: block(row[None]))(x)
+    with pytest.raises(RuntimeError, match=f"gradient='{gradient}' gives first derivatives only"):
+        torch.autograd.grad(block(x).sum(), x, create_graph=True)
+
+
+# What f may be
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint", "direct"])
+def test_frozen_and_partly_frozen_fields(gradient):
+    settings = {"gradient": gradient, "method": "blanes_moan4", "options": {"steps": 4}}
+    block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(4, [6], 4), **settings).double()
+    block.field.func.layers[0].requires_grad_(False)
+    x = make_input()
+    block(x).sum().backward()
+    assert all(p.grad is None for p in block.field.func.layers[0].parameters())
+    assert all(p.grad is not None for p in block.field.func.layers[2].parameters())
+    block.requires_grad_(False)
+    assert not block(x).requires_grad
+    x = x.requires_grad_()
+    block(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "adjoint", "direct"])
+def test_closures_over_leaves_get_their_gradient(gradient):
+    rate = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    for field, state in (
+        (lambda t, y: -rate * y, float64([2.0])),
+        (hbnode.HBNODE(lambda h: -rate * h, damping=0.0, learn_damping=False), (float64([2.0]), float64([0.0]))),
+    ):
+        y = hbnode.odeint(field, state, [0.0, 1.0], gradient=gradient, **TIGHT)
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        (slope,) = torch.autograd.grad(y[-1].sum(), rate)
+        w = math.sqrt(0.7)
+        exact = -2 * math.exp(-0.7) if callable(field) and not isinstance(field, nn.Module) else -math.sin(w) / w
+        assert slope.item() == pytest.approx(exact, rel=1e-7)
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "adjoint", "reversible"])
+def test_what_would_be_dropped_is_refused(gradient):
+    method = {"method": "leapfrog", "options": {"steps": 4}} if gradient == "reversible" else {}
+    leaf = torch.tensor(0.7, requires_grad=True)
+    computed = leaf * 2
+    state = (torch.ones(2), torch.zeros(2))
+    field = hbnode.HBNODE(lambda h: -computed * h)
+    with pytest.raises(ValueError, match=r"computed outside it \(by MulBackward0\).*Fix: use gradient='direct'"):
+        hbnode.odeint(field, state, [0.0, 1.0], gradient=gradient, **method)
+    with torch.no_grad():
+        hbnode.odeint(field, state, [0.0, 1.0], gradient=gradient, **method)
+    if gradient != "reversible":
+        late = torch.tensor(0.5, requires_grad=True)
+        field = hbnode.HBNODE(lambda t, h: -(leaf if t < 0.5 else late) * h)
+        h, _ = hbnode.odeint(field, state, [0.0, 0.4, 1.0], gradient=gradient)
+        with pytest.raises(ValueError, match="that it did not use at first"):
+            h[-1].sum().backward()
+    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient=gradient, **method)
+    swapped = {name: torch.zeros_like(p).requires_grad_() for name, p in block.named_parameters()}
+    h = torch.func.functional_call(block, swapped, torch.ones(1, 2))
+    with pytest.raises(ValueError, match="that it did not use at first"):
+        h.sum().backward()
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint"])
+def test_weights_changed_between_the_passes_are_noticed(gradient):
+    settings = {"method": "leapfrog", "options": {"steps": 4}, "gradient": gradient}
+    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **settings)
+    h = block(torch.ones(1, 2))
+    with torch.no_grad():
+        block.field.func.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h.sum().backward()
+
+
+def with_layer(layer, **settings):
+    torch.manual_seed(0)
+    func = nn.Sequential(nn.Linear(4, 8), layer, nn.Tanh(), nn.Linear(8, 4))
+    return hbnode.HeavyBallODEBlock(func, rtol=1e-8, atol=1e-8, **settings).double()
+
+
+@pytest.mark.parametrize("method", [None, "dopri5", "tsit5"])
+def test_ordinary_dropout_is_refused_in_training(method):
+    block = with_layer(nn.Dropout(0.3), method=method)
+    with pytest.raises(ValueError, match=r"Dropout is in training mode inside a solve.*SolveDropout\(p\)"):
+        block(make_input())
+    block.eval()(make_input())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient": "direct"},
+        {"gradient": "adjoint"},
+        {"gradient": "reversible", "options": {"steps": 30}},
+        {"method": "dopri5", "gradient": "adjoint"},
+        {"step_control": "sample"},
+    ],
+    ids=str,
+)
+def test_solve_dropout_keeps_its_mask_for_the_solve_and_its_backward_pass(settings):
+    block = with_layer(SolveDropout(0.5), **settings)
+    x = make_input().requires_grad_()
+    masks = []
+    block.field.func[1].register_forward_hook(lambda module, args, out: masks.append((out == 0).tolist()))
+    first, second = block(x), block(x)
+    assert not torch.allclose(first, second)  # two solves, two masks
+    count = len(masks)
+    (gradient,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
+    if settings.get("gradient") != "direct":
+        assert len(masks) > count
+        assert all(mask == masks[0] for mask in masks[count:])  # of the first solve, though the second came after
+    moved = torch.zeros_like(x)
+    moved[0, 0] = 1e-5
+    block.field.func[1].register_forward_pre_hook(lambda module, args: None)
+    exact = []
+    for sign in (1, -1):
+        frozen = copy.deepcopy(block)
+        keep = torch.tensor(masks[0]).logical_not().double() * 2
+        frozen.field.func[1] = Times(keep)
+        exact.append(frozen(x.detach() + sign * moved).sum())
+    slope = ((exact[0] - exact[1]) / 2e-5).item()
+    assert gradient[0, 0].item() == pytest.approx(slope, rel=1e-4)
+    block.eval()
+    torch.testing.assert_close(block(x), block(x), rtol=0, atol=0)
+
+
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_batch_norm_in_eval_mode_and_in_training():
+    for gradient in ("checkpoint", "direct", "adjoint"):
+        block = with_layer(nn.BatchNorm1d(8), gradient=gradient)
+        block.field.func[1].running_mean.uniform_()
+        block.eval()
+        x = make_input().requires_grad_()
+        block(x).sum().backward()
+        assert torch.isfinite(x.grad).all()
+        block.train()
+        if gradient == "direct":
+            block(x)
+        else:
+            with pytest.raises(ValueError, match=r"BatchNorm1d is in training mode .* Fix: put it in eval mode"):
+                block(x)
+
+
+def test_the_mode_of_the_forward_pass_is_restored_in_the_backward_pass():
+    class ModeDependent(nn.Module):
+        def forward(self, h):
+            return -2 * h if self.training else -h
+
+    block = hbnode.HeavyBallODEBlock(ModeDependent(), **TIGHT).double()
+    x = make_input().requires_grad_()
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    h = block(x)
+    block.eval()
+    (got,) = torch.autograd.grad(h.sum(), x)
+    torch.testing.assert_close(got, expected)
+    assert not block.field.func.training
+
+
+@pytest.mark.parametrize("options", [{"steps": 3}, None], ids=["grid", "adaptive"])
+def test_random_numbers_in_f_are_drawn_again(options):
+    """Each evaluation draws; the replay draws the same, and leaves the generator where it was."""
+
+    def noisy(h):
+        return -h * (1 + 0.01 * torch.rand_like(h))
+
+    x = make_input().requires_grad_()
+    found = []
+    for gradient in ("direct", "checkpoint"):
+        torch.manual_seed(5)
+        block = hbnode.HeavyBallODEBlock(noisy, gradient=gradient, options=options, rtol=0.1, atol=0.1).double()
+        h = block(x)
+        torch.rand(3)
+        before = torch.get_rng_state()
+        found.append(torch.autograd.grad(h.sum(), x)[0])
+        assert torch.equal(before, torch.get_rng_state())
+    torch.testing.assert_close(*found)
+
+
+def test_autocast_is_repeated_in_the_replay():
+    seen = []
+    for gradient in ("checkpoint", "direct"):
+        torch.manual_seed(0)
+        block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), gradient=gradient, rtol=1e-2, atol=1e-2)
+        block.field.func.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = block(torch.ones(2, 4))
+        assert h.dtype == torch.float32
+        h.sum().backward()
+        seen.append(block.field.func.weight.grad)
+    assert {x for x in seen if isinstance(x, torch.dtype)} == {torch.bfloat16}
+    torch.testing.assert_close(*(x for x in seen if isinstance(x, torch.Tensor)), rtol=1e-2, atol=1e-3)
+
+
+# Memory
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages made under it that are still alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = weakref.WeakValueDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for part in torch.utils._pytree.tree_leaves(out):
+            if isinstance(part, torch.Tensor):
+                self.made[id(part.untyped_storage())] = part.untyped_storage()
+        return out
+
+    def bytes(self):
+        return sum(storage.nbytes() for storage in list(self.made.values()))
+
+
+def kept(gradient, steps, method="blanes_moan4"):
+    """Bytes between the forward and the backward pass."""
+    torch.manual_seed(0)
+    block = hbnode.HeavyBallODEBlock(
+        hbnode.nets.MLP(8, [64, 64], 8), method=method, gradient=gradient, options={"steps": steps}
+    )
+    x = torch.randn(64, 8, requires_grad=True)
+    with Live() as live:
+        h = block(x)
+        gc.collect()
+        return live.bytes() + 0 * h.numel()
+
+
+def test_memory():
+    for method in ("nystrom4", "nystrom8", "blanes_moan4"):
+        assert kept("checkpoint", 64, method) < 5 * kept("checkpoint", 16, method)
+        assert kept("checkpoint", 64, method) < kept("direct", 64, method) / 10
+    assert kept("reversible", 64) == kept("reversible", 16) < kept("checkpoint", 16)
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "reversible"])
+def test_the_replay_keeps_nothing_alive(gradient):
+    alive, most = weakref.WeakSet(), []
+
+    class Watched(nn.Module):
+        def forward(self, h):
+            hidden = h.tanh()
+            if hidden.requires_grad:
+                alive.add(hidden)
+                most.append(len(alive))
+            return hidden * 1.5
+
+    x = make_input().requires_grad_()
+    settings = {"gradient": gradient, "method": "leapfrog", "options": {"steps": 20}}
+    block = hbnode.HeavyBallODEBlock(Watched(), **settings).double()
+    gc.disable()
+    try:
+        for _ in range(3):
+            block(x).sum().backward()
+        assert len(alive) == 0
+        assert max(most) <= 3
+    finally:
+        gc.enable()
+
+
+# Reversible
+
+
+@pytest.mark.parametrize("model", ["hbnode", "ghbnode"])
+@pytest.mark.parametrize("method", SPLITTING)
+def test_the_way_there_and_back_is_exact(model, method):
+    field = make_field(model).double()
+    state = field.initial_state(make_input())
+    options = {"steps": 64}
+    there = hbnode.odeint(field, state, [0.0, 1.0], method=method, options=options)
+    back = hbnode.odeint(field, tuple(part[-1] for part in there), [1.0, 0.0], method=method, options=options)
+    for part, start in zip(back, state, strict=True):
+        assert (part[-1] - start).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("gamma", [0.5, 2.0, 6.0, 20.0])
+def test_long_times_in_float32_are_accurate_or_refused(gamma):
+    """Undoing the damping multiplies rounding errors by exp(gamma T)."""
+    torch.manual_seed(0)
+    func = hbnode.nets.MLP(4, [16], 4, activation=nn.Tanh)
+    x = torch.randn(8, 4)
+
+    def solve(gradient, dtype):
+        settings = {"method": "blanes_moan4", "options": {"steps": 100}, "gradient": gradient}
+        field = hbnode.HBNODE(copy.deepcopy(func), damping=gamma, learn_damping=False)
+        block = hbnode.ODEBlock(field, **settings).to(dtype)
+        block(x.to(dtype)).pow(2).sum().backward()
+        return torch.cat([p.grad.reshape(-1) for p in block.parameters()])
+
+    exact = solve("checkpoint", torch.float64)
+    if gamma > 6:
+        with pytest.raises(hbnode.ReversalError, match="gradient='checkpoint'"):
+            solve("reversible", torch.float32)
+    else:
+        assert (solve("reversible", torch.float32) - exact).norm() / exact.norm() < 1e-2
+    assert (solve("checkpoint", torch.float32) - exact).norm() / exact.norm() < 1e-4
+
+
+# Compiled
+
+
+@pytest.fixture
+def eager_compiler(monkeypatch):
+    """torch.compile without its back end: that everything is one graph, and counted right, shows without it."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="eager")
+    )
+
+
+@every_model
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient": "direct"}, {"options": {"steps": 3}}, {"step_control": "sample"}, {"options": {"steps": 30}}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
+def test_compiled_steps_compute_the_same(model, settings, eager_compiler):
+    field = make_field(model).double()
+    x, t = make_input(), float64(0.0, 0.4, 1.0)
+    expected, count = gradients(field, x, t, **settings)
+    for _ in range(2):
+        found, again = gradients(field, x, t, compile=True, **settings)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        assert again == count
+    assert field.compiled
+    assert copy.deepcopy(field).compiled == {}
+
+
+def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
+    class Untraceable(nn.Module):
+        def forward(self, h):
+            torch._dynamo.graph_break()
+            return -h
+
+    block = hbnode.HeavyBallODEBlock(Untraceable(), compile=True).double()
+    x = make_input().requires_grad_()
+    with pytest.warns(compiled.CompilationWarning, match="compile=True has no effect"):
+        h = block(x)
+    h.sum().backward()
+    block(x)  # said once
+    plain = hbnode.HeavyBallODEBlock(Untraceable()).double()
+    torch.testing.assert_close(h, plain(x))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model", ["hbnode", "sonode"])
+@pytest.mark.parametrize("settings", [{}, {"options": {"steps": 3}}], ids=str)
+def test_compiled_by_inductor(model, settings):
+    field = make_field(model).double()
+    x, t = make_input(), float64(0.0, 1.0)
+    expected, _ = gradients(field, x, t, **settings)
+    found, _ = gradients(field, x, t, compile=True, **settings)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
