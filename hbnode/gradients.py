@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hbnode._state import State, parts
@@ -52,10 +52,17 @@ def closed_over_leaves(evaluate: Callable[[], State], inputs: Iterable[Tensor]) 
     return [leaf for key, leaf in leaves.items() if key not in known], value
 
 
+def own_parameters(field: Callable) -> list[Tensor]:
+    """The parameters of the right-hand side, as far as ``field`` can name them."""
+    if hasattr(field, "dynamics_parameters"):
+        return field.dynamics_parameters()
+    return list(field.parameters()) if isinstance(field, nn.Module) else []
+
+
 def refuse_unknown(leaves: Iterable[Tensor], known: frozenset[int]) -> None:
     """Raise if a leaf is none of those whose gradient is computed, given by their ids."""
     for leaf in leaves:
-        if id(leaf) not in known:
+        if leaf.requires_grad and id(leaf) not in known:
             raise ValueError(
                 _REFUSAL.format(what=f"a tensor of shape {tuple(leaf.shape)} that it did not use at first")
             )

@@ -73,9 +73,10 @@ def odeint(
         options: of native methods ``{"steps": n}``, n equal steps in each output interval, whatever the tolerances;
             ``{"dense": True}``, outputs by the interpolant of ``"nystrom6"`` (order 6 in h, 5 in m) or ``"tsit5"``
             (order 4) instead of steps onto them; ``first_step``, ``max_step`` and ``min_step``, lengths of time; and
-            ``max_nfe``, evaluations after which a solve is given up. Of torchdiffeq's methods: torchdiffeq's options, ``steps`` as
-            above, and ``{"land": True}``: adaptive methods step exactly onto the output times. By themselves they
-            step past them and interpolate, to order 4 only, which for dopri8 can be far worse than the tolerance.
+            ``max_nfe``, evaluations after which a solve is given up. Of torchdiffeq's methods: its own options,
+            ``steps`` as above, and ``{"land": True}``: adaptive methods step exactly onto the output times. By
+            themselves they step past them and interpolate, to order 4 only, which for dopri8 can be far worse than the
+            tolerance.
         adjoint_options: torchdiffeq's options of its backward solve, added to those of the forward one.
             ``{"norm": "seminorm"}`` unless given; ``{}`` is torchdiffeq's own default, as the papers used it.
         step_control: ``"batch"``: one step size for the whole batch. ``"sample"``, for native methods: every sample

@@ -85,12 +85,12 @@ class Clock:
             return None
         return step.size * (self.host[step.interval + 1] - self.host[step.interval])
 
-    def stages(self, step: Step, nodes: Sequence[float]) -> tuple[Tensor, ...]:
+    def stages(self, step: Step, nodes: Sequence[float]) -> Tensor:
         """Times of a step's stages, if they are numbers for all samples."""
         begin, end = self.host[step.interval : step.interval + 2]
         fractions = (min(step.start + c * step.size, 1.0) for c in nodes)
         times = [begin * (1.0 - fraction) + end * fraction for fraction in fractions]  # the end exactly at 1
-        return torch.tensor(times, dtype=self.template.dtype, device=self.template.device).unbind(0)
+        return torch.tensor(times, dtype=self.template.dtype, device=self.template.device)
 
     def affine(
         self, t: Tensor, interval: Tensor | int, start: Tensor | float, size: Tensor | float, nodes: Sequence[float]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,6 +36,7 @@ class CompiledSteps:
         self.activation = dynamics.activation
         self.failed = False
         self.programs: dict[tuple, Callable] = {}
+        self._all = {name: (p, p.requires_grad) for name, p in self.evaluation.named_parameters()}
 
     @staticmethod
     def of(dynamics: Dynamics, name: str, method: ExplicitMethod | Splitting) -> CompiledSteps | None:
@@ -54,9 +55,12 @@ class CompiledSteps:
             kept[key] = CompiledSteps(dynamics, method)
         return None if kept[key].failed else kept[key]
 
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The field's parameters that need a gradient, by the names that the gradient's program knows them by."""
-        return {name: p for name, p in self.evaluation.named_parameters() if p.requires_grad}
+        if not all(p.requires_grad == wants for p, wants in self._all.values()):
+            self._all = {name: (p, p.requires_grad) for name, p in self.evaluation.named_parameters()}
+        return {name: p for name, (p, wants) in self._all.items() if wants}
 
     def run(self, kind: str, flags: tuple, *args: Any) -> Any:
         """Run a program; None if it cannot be compiled."""
@@ -79,77 +83,64 @@ class CompiledSteps:
     def _step(self, error: bool) -> Callable:
         method, evaluation, activation = self.method, self.evaluation, self.activation
 
-        def step(point: Tensor, tensors: list[Tensor], times: Sequence[Tensor]) -> Stepped:
-            return method.step(
-                point, method.from_tensors(tensors), times, evaluation, error=error, activation=activation
-            )
+        def step(point: Tensor, matrix: Tensor, times: Tensor) -> Stepped:
+            coefficients = method.arranged(matrix, error=error)
+            return method.step(point, coefficients, times.unbind(0), evaluation, error=error, activation=activation)
 
         return step
 
     def _grid(self, steps: int) -> Callable:
         step = self._step(False)
 
-        def grid(point: Tensor, tensors: list[Tensor], times: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        def grid(point: Tensor, matrix: Tensor, times: list[Tensor]) -> list[Tensor]:
             points = [point]
             for i in range(steps):
-                points.append(step(points[-1], tensors, times[i]).point)
+                points.append(step(points[-1], matrix, times[i]).point)
             return points
 
         return grid
 
-    def _pull(self, by_tensors: bool, by_times: bool) -> Callable:
+    def _pull(self, by_matrix: bool, by_times: bool) -> Callable:
         method, evaluation, activation = self.method, self.evaluation, self.activation
 
         def pull(
-            point: Tensor,
-            tensors: list[Tensor],
-            times: Sequence[Tensor],
-            parameters: dict[str, Tensor],
-            cotangent: Tensor,
-        ) -> tuple[Tensor, list[Tensor], Sequence[Tensor], dict[str, Tensor]]:
-            times = list(times)
-
-            def step(point: Tensor, tensors: list, times: list, parameters: dict) -> Tensor:
+            point: Tensor, matrix: Tensor, times: Tensor, parameters: dict[str, Tensor], cotangent: Tensor
+        ) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
+            def step(point: Tensor, matrix: Tensor, times: Tensor, parameters: dict) -> Tensor:
                 def evaluate(t: Tensor, x: Tensor) -> Tensor:
                     return torch.func.functional_call(evaluation, parameters, (t, x))
 
-                coefficients = method.from_tensors(tensors)
-                return method.step(point, coefficients, times, evaluate, error=False, activation=activation).point
+                coefficients = method.arranged(matrix, error=False)
+                return method.step(
+                    point, coefficients, times.unbind(0), evaluate, error=False, activation=activation
+                ).point
 
             if by_times:
-                return torch.func.vjp(step, point, tensors, times, parameters)[1](cotangent)
-            if by_tensors:
-                _, back = torch.func.vjp(lambda a, b, c: step(a, b, times, c), point, tensors, parameters)
-                by_point, by_tensor, by_parameter = back(cotangent)
-                return by_point, by_tensor, [], by_parameter
-            _, back = torch.func.vjp(lambda a, c: step(a, tensors, times, c), point, parameters)
+                return torch.func.vjp(step, point, matrix, times, parameters)[1](cotangent)
+            if by_matrix:
+                _, back = torch.func.vjp(lambda a, b, c: step(a, b, times, c), point, matrix, parameters)
+                by_point, by_matrix_, by_parameter = back(cotangent)
+                return by_point, by_matrix_, None, by_parameter
+            _, back = torch.func.vjp(lambda a, c: step(a, matrix, times, c), point, parameters)
             by_point, by_parameter = back(cotangent)
-            return by_point, [], [], by_parameter
+            return by_point, None, None, by_parameter
 
         return pull
 
-    def _pull_grid(self, by_tensors: bool, by_times: bool, steps: int) -> Callable:
-        pull = self._pull(by_tensors, by_times)
+    def _pull_grid(self, by_matrix: bool, by_times: bool, steps: int) -> Callable:
+        pull = self._pull(by_matrix, by_times)
 
         def pull_grid(
-            points: list[Tensor],
-            tensors: list[Tensor],
-            times: Sequence[Sequence[Tensor]],
-            parameters: dict[str, Tensor],
-            cotangent: Tensor,
-        ) -> tuple[Tensor, list[Tensor], list[Sequence[Tensor]], dict[str, Tensor]]:
-            totals: tuple[list, dict] | None = None
-            by_time = []
-            for i in reversed(range(steps)):
-                cotangent, by_tensor, by_times_of_step, by_parameter = pull(
-                    points[i], tensors, times[i], parameters, cotangent
-                )
-                by_time.append(by_times_of_step)
-                if totals is not None:
-                    by_tensor = [a + b for a, b in zip(totals[0], by_tensor)]  # noqa: B905, dynamo knows no strict
-                    by_parameter = {name: totals[1][name] + g for name, g in by_parameter.items()}
-                totals = by_tensor, by_parameter
-            return cotangent, totals[0], by_time[::-1], totals[1]
+            points: list[Tensor], matrix: Tensor, times: list[Tensor], parameters: dict[str, Tensor], cotangent: Tensor
+        ) -> tuple[Tensor, Tensor | None, list[Tensor | None], dict[str, Tensor]]:
+            cotangent, total, last, by_parameter = pull(points[-1], matrix, times[-1], parameters, cotangent)
+            by_time = [last]
+            for i in reversed(range(steps - 1)):
+                cotangent, more, of_step, by_parameter_too = pull(points[i], matrix, times[i], parameters, cotangent)
+                by_time.append(of_step)
+                total = None if total is None else total + more
+                by_parameter = {name: g + by_parameter_too[name] for name, g in by_parameter.items()}
+            return cotangent, total, by_time[::-1], by_parameter
 
         return pull_grid
 

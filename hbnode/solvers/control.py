@@ -86,25 +86,20 @@ def norms(x: Tensor, samples: int | None) -> Tensor:
     return torch.linalg.vector_norm(x, dim=2) / math.sqrt(max(x.shape[2], 1))
 
 
-def first_sizes(norm: Tensor, rtol: float, atol: float, error_order: int) -> Tensor:
+def first_size(h: float | Tensor, f: float | Tensor, rtol: float, atol: float, method: object) -> float | Tensor:
     r"""Size of the first step, without an evaluation of its own.
 
     The ball is taken to oscillate about 0 with the frequency :math:`\omega = (\|f\| / \|h\|)^{1/2}`, a first-order
     state to decay at the rate :math:`\omega = \|f\| / \|y\|`, so that a step H has an error of about
-    :math:`\kappa (\omega H)^{q+1} \|h\|`.
+    :math:`(\omega H / 2)^{q+1} \|h\|`.
 
     Arguments:
-        norm: of the rows of a point, (2 or 3, ...): y and f, or h, m and f.
+        h: norm of the state, or of its position; numbers or (batch,).
+        f: norm of the field's value.
         rtol: relative tolerance.
         atol: absolute tolerance.
-        error_order: q.
+        method: with its ``error_order`` q.
     """
-    h, f = norm[0], norm[-1]
     tolerance = atol + rtol * h
-    rate = f / (h + tolerance)
-    if len(norm) == 3:
-        rate = rate.sqrt()
-    return FIRST * (tolerance / (h + tolerance)) ** (1.0 / (error_order + 1)) / rate.clamp(min=1e-12)
-
-
-FIRST = 2.0
+    rate = (f / (h + tolerance)) ** (1.0 / method.state_rows)
+    return 2.0 * (tolerance / (h + tolerance)) ** (1.0 / (method.error_order + 1)) / (rate + 1e-12)

@@ -83,33 +83,12 @@ class ExplicitMethod(ABC):
             state rows; their errors; the state rows of the dense output, time by time.
         """
 
-    def tensors(self, coefficients: Coefficients) -> list[Tensor]:
-        """The coefficients as a list; :meth:`from_tensors` undoes it."""
-        return [coefficients.first, *coefficients.columns]
-
-    def from_tensors(self, tensors: list[Tensor]) -> Coefficients:
-        """The coefficients from their list."""
-        return Coefficients(tensors[0], tuple(tensors[1:]))
-
-    def coefficients(
-        self,
-        damping: Tensor,
-        step: Tensor,
-        *,
-        error: bool,
-        thetas: Tensor | None = None,
-        like: Tensor | None = None,
-    ) -> Coefficients:
-        """C as :meth:`step` uses it, in the dtype and on the device of ``like``, with or without the error's rows."""
-        c = self.matrix(damping, step, thetas)
-        n = self.state_rows
-        stop = len(self.nodes) + n - 1
+    def arranged(self, matrix: Tensor, *, error: bool) -> Coefficients:
+        """C as :meth:`step` uses it, with or without the rows of the error."""
+        n, stop = self.state_rows, len(self.nodes) + self.state_rows - 1
+        c = matrix if matrix.dim() == 2 else matrix.movedim((-2, -1), (0, 1))
         if not error:
-            c = torch.cat([c[..., :stop, :], c[..., stop + n :, :]], dim=-2)
-        if like is not None:
-            c = c.to(like)
-        if c.dim() > 2:
-            c = c.movedim((-2, -1), (0, 1))
+            c = c[:stop] if c.shape[0] == stop + n else torch.cat([c[:stop], c[stop + n :]])
         columns = c.unbind(1)[n + 1 :]
         return Coefficients(c[:, : n + 1], tuple(column[i + 1 :] for i, column in enumerate(columns)))
 
@@ -127,7 +106,7 @@ class ExplicitMethod(ABC):
 
         Arguments:
             point: (state rows + 1, ...).
-            coefficients: from :meth:`coefficients`, with the same ``error``.
+            coefficients: from :meth:`arranged`, with the same ``error``.
             times: of the stages after the first.
             evaluate: ``(t, x)`` to the field's value, both of the shape of a row.
             error: whether to estimate the error.

@@ -19,7 +19,7 @@ from torch import Tensor
 from hbnode._replay import Replay, autocast_of, solving
 from hbnode._state import State, apply, is_equal, is_finite, like, parts
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
-from hbnode.gradients import closed_over_leaves, refuse_unknown
+from hbnode.gradients import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.nfe import NFE, Tally, backward_pass
 from hbnode.solvers._torchdiffeq_options import (
     ADAPTIVE,
@@ -173,7 +173,7 @@ class _WatchedField:
         self.replay = Replay(self.field, parts(y0)[0].device.type)
         self.first = (t0, apply(Tensor.detach, y0), value)
         self.recent.append((t0, value))
-        found = {id(p): p for p in (*_parameters(self.field), *leaves) if p.requires_grad}
+        found = {id(p): p for p in (*own_parameters(self.field), *leaves) if p.requires_grad}
         self.known = frozenset(found)
         return tuple(found.values())
 
@@ -312,13 +312,6 @@ def _rms(state: State) -> Tensor:
     """RMS over all elements of all parts, as if they were stacked in one tensor; 0 for an empty batch."""
     flat = state if isinstance(state, Tensor) else torch.cat([part.reshape(-1) for part in state])
     return flat.pow(2).mean().sqrt() if flat.numel() else flat.sum()
-
-
-def _parameters(field: Callable) -> list[Tensor]:
-    """The parameters of the right-hand side, as far as ``field`` can name them."""
-    if hasattr(field, "dynamics_parameters"):
-        return field.dynamics_parameters()
-    return list(field.parameters()) if isinstance(field, torch.nn.Module) else []
 
 
 def _raised_by_torchdiffeq(error: BaseException) -> bool:

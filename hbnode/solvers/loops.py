@@ -10,6 +10,7 @@ from torch import Tensor
 from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import LONGEST_GRID
 from hbnode.solvers.control import Controller, norms, steps_to
+from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.per_sample import PerSample
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 
@@ -29,7 +30,7 @@ def integrate(
         solve: what is solved.
         point: where it starts.
         damping: γ, on the clock's device in float64.
-        record: gets ``(step, point)`` for every accepted step.
+        record: gets ``(step, point, graph)`` for every accepted step, a graph for the last of them.
         differentiable: whether gradients are to flow to the times.
         watch: check each step of a fixed grid, and name the first that is not finite.
     """
@@ -54,16 +55,17 @@ def _grid(
             points = solve.take_all(point, steps, damping)
             if points is not None:
                 if record is not None:
-                    record.append((steps, points[:-1]))
+                    record.append((steps, points[:-1], None))
                 point = points[-1]
                 outputs.append(point[:n])
                 continue
         for step in steps:
             solve.check_nfe(step)
-            if record is not None:
-                record.append((step, point))
             before = point
-            point = solve.take(point, step, damping, error=False, differentiable=differentiable).point
+            if record is not None:
+                point = _recorded(solve, point, step, damping, record, error=False).point
+            else:
+                point = solve.take(point, step, damping, error=False, differentiable=differentiable).point
             solve.tally.add("accepted")
             if watch and not bool(torch.isfinite(point).all()):
                 raise solve.blame(before, step, damping)
@@ -86,12 +88,13 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
                 _mark_outputs(clock, step)
             solve.step_size = fraction * length
             solve.count_attempt(step)
-            stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
+            if record is not None:
+                stepped = _recorded(solve, point, step, damping, record, error=True)
+            else:
+                stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
             ratio = solve.ratio(stepped.error, point, stepped.point)
             if ratio <= 1.0:
                 solve.tally.add("accepted")
-                if record is not None:
-                    record.append((step, point))
                 point, failures = stepped.point, 0
                 if step.thetas:
                     outputs.extend(stepped.dense.view(-1, n, *point.shape[1:]).unbind(0))
@@ -102,6 +105,8 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
                     left, fraction = planned, (1.0 - start) / planned
             else:
                 solve.tally.add("rejected")
+                if record is not None:
+                    record.pop()
                 failures = 0 if math.isfinite(ratio) else failures + 1
                 size = fraction * length * controller.reject(ratio)
                 too_small = solve.is_too_small(step, size)
@@ -114,6 +119,17 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
         if not clock.dense:
             outputs.append(point[:n])
     return torch.stack(outputs)
+
+
+def _recorded(solve: Solve, point: Tensor, step: Step, damping: Tensor, record: list, *, error: bool) -> Stepped:
+    """Take a step and record it: ``(step, point, graph)``; the graph of the last step only, unless it is watched."""
+    last = step.reached == solve.clock.count and solve.closed and solve.random is not None
+    if last and not solve.random:
+        stepped, graph = solve.take_and_keep(point, step, damping, error=error)
+    else:
+        stepped, graph = solve.take(point, step, damping, error=error, differentiable=False), None
+    record.append((step, point, graph))
+    return stepped
 
 
 def _mark_outputs(clock: Clock, step: Step) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hbnode.solvers.clock import Step
-from hbnode.solvers.control import SampleController, first_sizes, norms
+from hbnode.solvers.control import SampleController, first_size, norms
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 
 
@@ -34,7 +34,7 @@ class PerSample:
         self.outputs = point[: self.rows].unsqueeze(0).repeat(self.last + 1, *[1] * point.dim())
         self.controller = SampleController(solve.method.error_order, self.start)
         norm = norms(point.detach().double(), self.batch_dim)
-        size = first_sizes(norm, solve.rtol, solve.atol, solve.method.error_order)
+        size = first_size(norm[0], norm[-1], solve.rtol, solve.atol, solve.method)
         if not bool(torch.isfinite(norm).all()):
             solve.check_start(norm.sum(1).tolist())
         size = torch.where(torch.isfinite(size), size, self.length())
@@ -115,7 +115,7 @@ class PerSample:
         moved, underflow, failed, finished = torch.stack([step.accepted.any(), small.any(), stuck.any(), done]).tolist()
         solve.tally.add("accepted" if moved else "rejected")
         if moved and record is not None:
-            record.append((step, before))
+            record.append((step, before, None))
         if failed:
             raise solve.blame(before, step, damping, sample=int(stuck.nonzero()[0]))
         if underflow:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from hbnode._replay import Replay, set_random_state
 from hbnode.errors import ReversalError
-from hbnode.gradients import closed_over_leaves, refuse_unknown
+from hbnode.gradients import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.solvers.clock import Step
+from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.stepping import Solve, no_autocast
+from hbnode.solvers.stepping import Graph, Solve, no_autocast
 
 
 class Tape:
@@ -25,89 +26,77 @@ class Tape:
         self.solve: Solve = ctx.solve
         self.damping, self.t = ctx.damping, ctx.clock_t
         self.needs_t, self.needs_damping = ctx.needs_input_grad[3:5]
+        self.by_matrix, self.by_times = self.solve.wanted
         self.leaves = list(leaves)
         self.gradients: list[Tensor | None] = [None] * len(self.leaves)
-        self.steps: list[tuple[Step, list[Tensor | None], list[Tensor | None]]] = []
+        self.steps: list[tuple[Step, Tensor | None, Tensor | None]] = []
         self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
-        self.watched = False
 
-    def inputs(self, step: Step) -> tuple[tuple, tuple, list[Tensor]]:
-        """Coefficients and times of a step, and those of them whose gradients are wanted."""
-        solve, method = self.solve, self.solve.method
-        coefficients, times = solve.coefficients(step, self.damping, error=False)
-        tensors: list[Tensor] = []
-        if self.needs_damping or self.needs_t:
-            tensors = [part.detach().requires_grad_() for part in method.tensors(coefficients)]
-            coefficients = method.from_tensors(tensors)
-        if self.needs_t and solve.dynamics.wants_time:
-            times = tuple(time.detach().requires_grad_() for time in times)
-            tensors = [*tensors, *times]
-        return coefficients, times, tensors
+    def graph(self, step: Step, point: Tensor) -> Graph:
+        """Take a step again, with its graph."""
+        solve = self.solve
+        matrix = solve.matrix(step, self.damping).detach().requires_grad_(self.by_matrix)
+        times = solve.times(step).detach().requires_grad_(self.by_times)
+        point = point.detach().requires_grad_()
+        stepped: list[Stepped] = []
 
-    def watch(self, evaluate: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
+        def take() -> Tensor:
+            coefficients = solve.arranged(step, matrix, error=False)
+            stepped.append(solve.step(point, coefficients, times, error=False))
+            return stepped[0].point
+
+        with set_random_state(step.random, point.device):
+            self.watched(take, (point, matrix, times))
+        tensors = [x for x in (matrix, times) if x.requires_grad]
+        return Graph([point], tensors, stepped[0].point, stepped[0].dense)
+
+    def watched(self, evaluate: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """The value of ``evaluate`` with its graph, in which no leaf may be that the forward pass did not see.
 
-        If all leaves belong to a module, looking once is enough; a function may use others at each call.
+        The leaves of a network are its parameters, which must be those that it had; a function may use others at each
+        call.
         """
+        solve = self.solve
         with torch.enable_grad():
-            if self.watched and self.solve.closed:
+            if solve.closed:
+                if [id(p) for p in own_parameters(solve.dynamics.inner)] != solve.own:
+                    refuse_unknown(own_parameters(solve.dynamics.inner), solve.known)
                 return evaluate()
-            values = []
+            found, value = closed_over_leaves(evaluate, inputs)
+        refuse_unknown(found, solve.known)
+        return value
 
-            def first_tensor() -> Tensor:
-                values.append(evaluate())
-                return values[0] if isinstance(values[0], Tensor) else values[0].point
-
-            found, _ = closed_over_leaves(first_tensor, inputs)
-        refuse_unknown(found, self.solve.known)
-        self.watched = True
-        return values[0]
+    def pull_back(
+        self, graph: Graph, cotangents: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
+        """Gradients with respect to points, and to coefficients and times; those of the leaves are added up here."""
+        outputs = [graph.output] if graph.dense is None else [graph.output, graph.dense]
+        wanted = [*graph.points, *graph.tensors, *self.leaves]
+        found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+        n, k = len(graph.points), len(graph.points) + len(graph.tensors)
+        self.add(found[k:])
+        of_tensors = iter(found[n:k])
+        by_matrix = next(of_tensors, None) if self.by_matrix else None
+        return list(found[:n]), (by_matrix, next(of_tensors, None))
 
     def pull_compiled(
-        self,
-        program: str,
-        flags: tuple,
-        points: Tensor | list,
-        coefficients: tuple,
-        times: tuple | list,
-        carried: Tensor,
-    ) -> tuple[Tensor, list] | None:
-        """What :meth:`pull_back` finds, by a compiled program; None if there is none."""
+        self, program: str, flags: tuple, points: Tensor | list, matrix: Tensor, times: Tensor | list, carried: Tensor
+    ) -> tuple[Tensor, Tensor | None, Any] | None:
+        """What :meth:`graph` and :meth:`pull_back` find, by a compiled program; None if there is none."""
         compiled = self.solve.compiled
         if compiled is None or not self.solve.closed:
             return None
-        by_tensors, by_times = self.needs_damping or self.needs_t, self.needs_t and self.solve.dynamics.wants_time
-        parameters = compiled.parameters()
+        parameters = compiled.parameters
         with torch.no_grad():
-            tensors = [part.detach() for part in self.solve.method.tensors(coefficients)]
-            pulled = compiled.run(
-                program,
-                (by_tensors, by_times, *flags),
-                _detached(points),
-                tensors,
-                _detached(times),
-                parameters,
-                carried,
-            )
+            flags = (self.by_matrix, self.by_times, *flags)
+            pulled = compiled.run(program, flags, points, matrix, times, parameters, carried)
         if pulled is None:
             self.solve.compiled = None
             return None
-        by_point, by_tensor, by_time, by_parameter = pulled
+        by_point, by_matrix, by_times, by_parameter = pulled
         found = {id(parameters[name]): g for name, g in by_parameter.items()}
         self.add([found.get(id(leaf)) for leaf in self.leaves])
-        if program == "pull":
-            return by_point, [*by_tensor, *by_time]
-        return by_point, (by_tensor, by_time)
-
-    def pull_back(
-        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], points: Sequence[Tensor], tensors: list[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients with respect to the points and the tensors; those of the leaves are added up here."""
-        wanted = [*points, *tensors, *self.leaves]
-        found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
-        n, k = len(points), len(points) + len(tensors)
-        self.add(found[k:])
-        return list(found[:n]), list(found[n:k])
+        return by_point, by_matrix, by_times
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add to the gradients of the leaves."""
@@ -115,71 +104,53 @@ class Tape:
             if new is not None:
                 self.gradients[i] = new if total is None else total + new
 
-    def keep(self, step: Step, found: list[Tensor | None]) -> None:
-        """Remember the gradients of a step's coefficients and times."""
-        if self.needs_damping or self.needs_t:
-            times = len(self.solve.method.nodes) if self.needs_t and self.solve.dynamics.wants_time else 0
-            split = len(found) - times
-            self.steps.append((step, found[:split], found[split:]))
-
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients with respect to γ and t, of all steps in one go."""
-        if not self.steps:
-            return None, self._at_start()
+        outputs: list[Tensor] = []
+        cotangents: list[Tensor] = []
+        groups = defaultdict(list)
+        for entry in self.steps:  # dense output gives steps more or fewer rows
+            groups[len(entry[0].thetas)].append(entry)
         with torch.enable_grad():
             damping = self.damping.detach().requires_grad_(self.needs_damping)
             t = self.t.detach().requires_grad_(self.needs_t)
-            outputs, cotangents = [], []
-            groups = defaultdict(list)
-            for entry in self.steps:  # dense output gives steps more or fewer rows
-                groups[len(entry[0].thetas)].append(entry)
             for group in groups.values():
                 self._contract(group, damping, t, outputs, cotangents)
-            wanted = [x for x in (damping, t) if x.requires_grad]
-            found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+        wanted = [x for x in (damping, t) if x.requires_grad]
+        found = [None] * len(wanted)
+        if outputs:
+            found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+        found = iter(found)
         by_damping = next(found) if self.needs_damping else None
         by_t = next(found) if self.needs_t else None
         if self.first_time is not None:
-            by_t = self._at_start() if by_t is None else by_t + self._at_start()
+            by_t = torch.zeros_like(self.t) if by_t is None else by_t
+            by_t[..., 0] += self.first_time.reshape(by_t[..., 0].shape).to(by_t)
         return by_damping, by_t
 
-    def _at_start(self) -> Tensor | None:
-        """The gradient with respect to t of the first evaluation, which is made at its first time."""
-        if self.first_time is None:
-            return None
-        by_t = torch.zeros_like(self.t)
-        by_t[..., 0] = self.first_time.reshape(by_t[..., 0].shape).to(by_t)
-        return by_t
-
     def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
-        solve, clock = self.solve, self.solve.clock
+        """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""
+        clock, method = self.solve.clock, self.solve.method
         steps = [step for step, _, _ in group]
-        interval, start, size = (
-            _stacked([getattr(s, name) for s in steps], t) for name in ("interval", "start", "size")
-        )
-        sizes, times = clock.affine(t, interval.long(), start, size, solve.method.nodes)
-        coefficients = solve.method.coefficients(
-            damping, _align(clock.for_rows(sizes), damping), error=False, thetas=clock.thetas(t, steps)
-        )
-        trailing = _align(clock.for_rows(sizes), damping).dim() - 1
-        for i, tensor in enumerate(solve.method.tensors(coefficients)):
-            gradients = [found[i] for _, found, _ in group]
-            known = next((g for g in gradients if g is not None), None)
-            if known is not None and tensor.requires_grad:
-                gradients = [torch.zeros_like(known) if g is None else g for g in gradients]
-                outputs.append(tensor)
-                cotangents.append(torch.stack(gradients, known.dim() - trailing).to(tensor).sum_to_size(tensor.shape))
-        for i, time in enumerate(times):
-            gradients = [found[i] for _, _, found in group if found]
-            if gradients and any(g is not None for g in gradients):
-                shape = next(g.shape for g in gradients if g is not None)
-                gradients = [torch.zeros(shape, device=t.device) if g is None else g for g in gradients]
-                outputs.append(time)
-                cotangents.append(torch.stack([g.to(time) for g in gradients]).view(time.shape))
+        columns = ([getattr(step, name) for step in steps] for name in ("interval", "start", "size"))
+        interval, start, size = (_stacked(column, t) for column in columns)
+        sizes, times = clock.affine(t, interval.long(), start, size, method.nodes if self.by_times else ())
+        if any(g is not None for _, g, _ in group):
+            sizes = _align(clock.for_rows(sizes), damping)
+            matrix = method.matrix(damping, sizes, clock.thetas(t, steps))
+            by_matrix = _filled([g for _, g, _ in group]).to(matrix)
+            outputs.append(matrix)
+            cotangents.append(by_matrix.sum_to_size(matrix.shape))
+        if any(g is not None for _, _, g in group):
+            by_times = _filled([g for _, _, g in group]).to(times).view(len(group), *times.shape[:1], *times.shape[2:])
+            outputs.append(times)
+            cotangents.append(by_times.movedim(0, 1))
 
 
-def _detached(x: Tensor | Sequence) -> Tensor | list:
-    return x.detach() if isinstance(x, Tensor) else [_detached(part) for part in x]
+def _filled(gradients: list[Tensor | None]) -> Tensor:
+    """Stacked, with zeros for those that are None."""
+    known = next(g for g in gradients if g is not None)
+    return torch.stack([torch.zeros_like(known) if g is None else g for g in gradients])
 
 
 def _stacked(values: list, t: Tensor) -> Tensor:
@@ -209,9 +180,8 @@ class Checkpoint(torch.autograd.Function):
         *leaves: Tensor,
     ) -> Tensor:
         """The rows of the state at the output times, (T, state rows, ...)."""
-        record: list[tuple[Step, Tensor]] = []
+        record: list[tuple[Step, Tensor, Graph | None]] = []
         point = rows if first is None else torch.cat([rows, first[None]])
-        solve.random = None
         trajectory = integrate(solve, point, damping, record=record)
         ctx.solve, ctx.replay, ctx.record = solve, replay, record
         ctx.clock_t, ctx.damping = t.detach(), damping.detach()
@@ -228,16 +198,21 @@ class Checkpoint(torch.autograd.Function):
         tape = Tape(ctx, leaves)
         carried = torch.zeros(n + solve.method.carries, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         with ctx.replay(), no_autocast(gradient.device.type):
-            for step, point in reversed(ctx.record):
-                undo = _undo_all if isinstance(step, list) else _undo
-                carried = undo(tape, step, point, carried, gradient)
+            for i, (step, point, graph) in reversed(list(enumerate(ctx.record))):
+                if isinstance(step, list):
+                    carried = _undo_all(tape, step, point, carried, gradient)
+                else:
+                    carried = _undo(tape, step, point, carried, gradient, graph)
+                    ctx.record[i] = (step, point, None)  # a graph serves once; after that the step is taken again
             if solve.method.carries:
                 carried = _undo_start(tape, rows, carried)
         damping, t = tape.finish()
         return None, None, None, t, damping, carried + gradient[0], *tape.gradients
 
 
-def _undo(tape: Tape, step: Step, point: Tensor, carried: Tensor, gradient: Tensor) -> Tensor:
+def _undo(
+    tape: Tape, step: Step, point: Tensor, carried: Tensor, gradient: Tensor, graph: Graph | None = None
+) -> Tensor:
     """The gradient with respect to the point before a step, from that with respect to the point after it."""
     solve = tape.solve
     n = solve.method.state_rows
@@ -249,23 +224,22 @@ def _undo(tape: Tape, step: Step, point: Tensor, carried: Tensor, gradient: Tens
     if step.accepted is not None:
         moved = _marks(step.accepted, carried, solve.samples())
         stayed, carried = torch.where(moved, 0.0, carried), torch.where(moved, carried, 0.0)
-    coefficients, times, tensors = tape.inputs(step)
-    point = point.detach().requires_grad_()
-    solve.tally.add("evaluation", solve.method.evaluations)
     solve.tally.add("accepted")
-    pulled = None if step.thetas else tape.pull_compiled("pull", (), point, coefficients, times, carried)
+    pulled = None
+    if graph is None:
+        solve.tally.add("evaluation", solve.method.evaluations)
+        if solve.compiled is not None and not step.thetas:
+            matrix, times = solve.matrix(step, tape.damping), solve.times(step).detach()
+            pulled = tape.pull_compiled("pull", (), point.detach(), matrix, times, carried)
     if pulled is not None:
-        before, found = pulled
-        tape.keep(step, found)
-        return before if stayed is None else before + stayed
-    with set_random_state(step.random, point.device):
-        stepped = tape.watch(lambda: solve.step(point, coefficients, times, error=False), (point, *tensors))
-    outputs, cotangents = [stepped.point], [carried]
-    if step.thetas:
-        outputs.append(stepped.dense)
-        cotangents.append(gradient[step.outputs.start : step.outputs.stop].reshape(stepped.dense.shape))
-    (before,), found = tape.pull_back(outputs, cotangents, [point], tensors)
-    tape.keep(step, found)
+        before, *found = pulled
+    else:
+        graph = tape.graph(step, point) if graph is None else graph
+        cotangents = [carried]
+        if graph.dense is not None:
+            cotangents.append(gradient[step.outputs.start : step.outputs.stop].reshape(graph.dense.shape))
+        (before,), found = tape.pull_back(graph, cotangents)
+    tape.steps.append((step, *found))
     return before if stayed is None else before + stayed
 
 
@@ -274,19 +248,19 @@ def _undo_all(tape: Tape, steps: list[Step], points: list[Tensor], carried: Tens
     solve = tape.solve
     n = solve.method.state_rows
     start = torch.cat([carried[:n] + gradient[steps[-1].reached], carried[n:]])
-    coefficients, _ = solve.coefficients(steps[0], tape.damping, error=False)
-    times = [solve.coefficients(step, tape.damping, error=False)[1] for step in steps]
-    pulled = tape.pull_compiled("pull_grid", (len(steps),), points, coefficients, times, start)
+    times = [solve.times(step).detach() for step in steps]
+    matrix = solve.matrix(steps[0], tape.damping)
+    pulled = tape.pull_compiled("pull_grid", (len(steps),), [p.detach() for p in points], matrix, times, start)
     if pulled is None:
         for step, point in zip(reversed(steps), reversed(points), strict=True):
             carried = _undo(tape, step, point, carried, gradient)
         return carried
     solve.tally.add("evaluation", len(steps) * solve.method.evaluations)
     solve.tally.add("accepted", len(steps))
-    carried, found = pulled
-    for step, by_times in zip(steps, found[1], strict=True):
-        tape.keep(step, [*found[0], *by_times])
-        found = ([None] * len(found[0]), found[1])  # equal steps have the same coefficients: the sum is with the first
+    carried, by_matrix, by_times = pulled
+    for step, of_step in zip(steps, by_times, strict=True):
+        tape.steps.append((step, by_matrix, of_step))
+        by_matrix = None  # equal steps have the same coefficients: the sum is with the first
     return carried
 
 
@@ -294,15 +268,17 @@ def _undo_start(tape: Tape, rows: Tensor, carried: Tensor) -> Tensor:
     """The gradient with respect to the rows of the state at the start, from that with respect to the first point."""
     solve = tape.solve
     n = solve.method.state_rows
-    solve.tally.add("evaluation")
-    random = solve.random_start if solve.random else None
-    with torch.enable_grad(), set_random_state(random, rows.device):
+    graph, solve.first = solve.first, None
+    if graph is None:
+        solve.tally.add("evaluation")
         t = solve.clock.first_time().detach().requires_grad_(tape.needs_t)
         x = rows[0].detach().requires_grad_()
-        f = solve.dynamics.evaluate(t, x)
-    if not f.requires_grad:
+        with set_random_state(solve.random_start if solve.random else None, rows.device):
+            f = tape.watched(lambda: solve.dynamics.evaluate(t, x), (t, x))
+        graph = Graph([x, t] if tape.needs_t else [x], [], f)
+    if not graph.output.requires_grad:
         return carried[:n]
-    (by_x,), by_t = tape.pull_back([f], [carried[n]], [x], [t] if tape.needs_t else [])
+    (by_x, *by_t), _ = tape.pull_back(graph, [carried[n]])
     tape.first_time = by_t[0] if by_t else None
     return carried[:n] if by_x is None else torch.cat([(carried[0] + by_x)[None], carried[1:n]])
 
@@ -372,40 +348,45 @@ class Reversible(torch.autograd.Function):
 def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
     """Undo a step: the point before it and the gradient with respect to it. One evaluation for each kick."""
     solve = tape.solve
-    sigma = solve.dynamics.activation or (lambda m: m)
-    (drifts, decays, weights), times, tensors = tape.inputs(step)
-    total: list[Tensor | None] = [None] * len(tensors)
+    method, activation = solve.method, solve.dynamics.activation
+    matrix = solve.matrix(step, tape.damping).detach().requires_grad_(tape.by_matrix)
+    times = solve.times(step).detach().requires_grad_(tape.by_times)
+    tensors = [x for x in (matrix, times) if x.requires_grad]
+    drifts, decays, weights = method.arranged(matrix.detach())
+    total: list[Tensor | None] = [None, None]
     h, m = point.detach().unbind(0)
-    h_gradient, m_gradient = carried.unbind(0)
+    cotangent = carried
 
-    def pull(outputs: list[Tensor], h: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        (h_new, m_new), found = tape.pull_back(outputs, [h_gradient, m_gradient], [h, m], tensors)
-        for i, x in enumerate(found):
+    def pull(output: Tensor, h: Tensor, m: Tensor) -> Tensor:
+        found, of_tensors = tape.pull_back(Graph([h, m], tensors, output), [cotangent])
+        for i, x in enumerate(of_tensors):
             if x is not None:
                 total[i] = x if total[i] is None else total[i] + x
-        return torch.zeros_like(h) if h_new is None else h_new, torch.zeros_like(m) if m_new is None else m_new
+        return torch.stack([torch.zeros_like(h) if x is None else x for x in found])
 
-    for kick in reversed(range(len(times))):
+    for kick in reversed(range(method.evaluations)):
         with torch.no_grad():
-            h = h - drifts[kick + 1] * sigma(m)
+            h = method.drift(h, m, -drifts[kick + 1], activation)
         h = h.detach().requires_grad_()
-        evaluate = functools.partial(solve.dynamics.evaluate, times[kick], h)
-        f = tape.watch(evaluate, (h, *tensors))
+        evaluate = functools.partial(lambda kick, h: solve.dynamics.evaluate(times[kick], h), kick, h)
+        f = tape.watched(evaluate, (h, times))
         with torch.enable_grad():
-            m = ((m - weights[kick] * f) / decays[kick]).detach().requires_grad_()
-            m_after = decays[kick] * m + weights[kick] * f
-            h_after = h + drifts[kick + 1] * sigma(m_after)
-        h_gradient, m_gradient = pull([h_after, m_after], h, m)
+            with_drifts, with_decays, with_weights = method.arranged(matrix)
+            m = ((m - weights[kick] * f.detach()) / decays[kick]).detach().requires_grad_()
+            m_after = with_decays[kick] * m + with_weights[kick] * f
+            h_after = method.drift(h, m_after, with_drifts[kick + 1], activation)
+            output = torch.stack([h_after, m_after])
+        cotangent = pull(output, h, m)
         h, m = h.detach(), m.detach()
     with torch.enable_grad():
-        m_leaf = m.requires_grad_()
-        h_leaf = (h - drifts[0] * sigma(m)).detach().requires_grad_()
-        h_after = h_leaf + drifts[0] * sigma(m_leaf)
-        h_gradient, m_gradient = pull([h_after, m_leaf * 1.0], h_leaf, m_leaf)
-    solve.tally.add("evaluation", solve.method.evaluations)
+        m = m.requires_grad_()
+        h = method.drift(h, m, -drifts[0], activation).detach().requires_grad_()
+        output = torch.stack([method.drift(h, m, method.arranged(matrix)[0][0], activation), m])
+    cotangent = pull(output, h, m)
+    solve.tally.add("evaluation", method.evaluations)
     solve.tally.add("accepted")
-    tape.keep(step, total)
-    return torch.stack([h_leaf.detach(), m_leaf.detach()]), torch.stack([h_gradient, m_gradient])
+    tape.steps.append((step, *total))
+    return torch.stack([h.detach(), m.detach()]), cotangent
 
 
 REVERSAL_TOLERANCE = 1e-3

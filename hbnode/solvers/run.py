@@ -13,7 +13,7 @@ from hbnode import _functorch
 from hbnode._replay import Replay, random_state, refuse_changing_statistics, solving
 from hbnode._state import State, parts
 from hbnode.errors import NonFiniteError
-from hbnode.gradients import closed_over_leaves
+from hbnode.gradients import closed_over_leaves, own_parameters
 from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.adjoint import Adjoint
@@ -23,7 +23,7 @@ from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.native import RUNGE_KUTTA, check_field
 from hbnode.solvers.replay import Checkpoint, Reversible
-from hbnode.solvers.stepping import Solve, no_autocast
+from hbnode.solvers.stepping import Graph, Solve, no_autocast
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
@@ -75,6 +75,8 @@ def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> 
     refuse_changing_statistics(field, gradient)
     first, leaves = _first_evaluation(run, rows, damping)
     if any(x.requires_grad for x in (rows, damping, run.clock.t, *leaves)):
+        by_t = run.clock.t.requires_grad
+        run.wanted = (by_t or damping.requires_grad, by_t and run.dynamics.wants_time)
         replay = Replay(field, rows.device.type)
         return _FUNCTIONS[gradient].apply(run, replay, first, run.clock.t, damping, rows, *leaves)
     return integrate(run, rows if first is None else torch.cat([rows, first[None]]), damping)
@@ -86,40 +88,38 @@ def _first_evaluation(run: Solve, rows: Tensor, damping: Tensor) -> tuple[Tensor
     Those are the field's own parameters and whatever else it closes over, as seen in the graph of its first evaluation.
     A method that carries no value gets it in :attr:`Dynamics.prepared` for the first of its kicks.
     """
-    dynamics, clock = run.dynamics, run.clock
-    if not run.method.carries and clock.count == 0:
+    dynamics, clock, method = run.dynamics, run.clock, run.method
+    if not method.carries and clock.count == 0:
         return None, []
-    run.tally.add("evaluation")
     rows = rows.detach()
-    if run.method.carries:
-        t, x = clock.first_time().detach(), rows[0]
+    if method.carries:
+        t, x = clock.first_time().detach().requires_grad_(clock.t.requires_grad), rows[0]
     else:
+        step = Step(0, 0.0, 1.0 / run.options.steps)
         with torch.no_grad():
-            (drifts, _, _), times = run.coefficients(Step(0, 0.0, 1.0 / run.options.steps), damping, error=False)
-            t, x = times[0], run.method.drift(rows[0], rows[1], drifts[0], dynamics.activation)
+            drifts, _, _ = method.arranged(run.matrix(step, damping))
+            t, x = run.times(step)[0], method.drift(rows[0], rows[1], drifts[0], dynamics.activation)
     x = x.detach().requires_grad_()
     run.random_start = random_state(x.device)
     found, value = closed_over_leaves(lambda: dynamics.evaluate(t, x), (t, x))
     if not all(map(torch.equal, run.random_start, random_state(x.device))):
         _check_random(run)
-    own = []
-    if hasattr(dynamics.inner, "dynamics_parameters"):
-        own = dynamics.inner.dynamics_parameters()
-    elif isinstance(dynamics.inner, nn.Module):
-        own = list(dynamics.inner.parameters())
+    own = own_parameters(dynamics.inner)
     leaves = list({id(p): p for p in (*own, *found) if p.requires_grad}.values())
-    run.known = frozenset(map(id, leaves))
-    run.closed = isinstance(dynamics.inner, nn.Module) and {id(p) for p in found} <= {id(p) for p in own}
-    if run.method.carries:
-        return value.detach(), leaves
-    dynamics.prepared = value.detach()
-    run.tally.add("evaluation", -1)  # it is that of the first kick, counted there
-    return None, leaves
+    run.known, run.own = frozenset(map(id, leaves)), [id(p) for p in own]
+    func = getattr(dynamics.inner, "func", dynamics.inner)
+    run.closed = isinstance(func, nn.Module) and {id(p) for p in found} <= set(run.own)
+    if not method.carries:
+        dynamics.prepared = value.detach()
+        return None, leaves
+    run.tally.add("evaluation")
+    run.first = Graph([x, t] if t.requires_grad else [x], [], value)
+    return value.detach(), leaves
 
 
 def _check_random(run: Solve) -> None:
     """What follows from random numbers in f, other than the masks of SolveDropout."""
-    run.compiled = None
+    run.compiled, run.random = None, None
     inner = run.dynamics.inner
     masks = isinstance(inner, nn.Module) and any(isinstance(module, SolveDropout) for module in inner.modules())
     if run.settings.gradient in ("adjoint", "reversible") and not masks:

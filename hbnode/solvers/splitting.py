@@ -47,36 +47,21 @@ class Splitting:
         """Of the field, in one step."""
         return len(self.kicks)
 
-    def tensors(self, coefficients: Coefficients) -> list[Tensor]:
-        """The coefficients as a list; :meth:`from_tensors` undoes it."""
-        return [part for group in coefficients for part in group]
-
-    def from_tensors(self, tensors: list[Tensor]) -> Coefficients:
-        """The coefficients from their list."""
-        k = self.evaluations
-        return tuple(tensors[: k + 1]), tuple(tensors[k + 1 : 2 * k + 1]), tuple(tensors[2 * k + 1 :])
-
-    def coefficients(
-        self,
-        damping: Tensor,
-        step: Tensor,
-        *,
-        error: bool = False,
-        thetas: Tensor | None = None,
-        like: Tensor | None = None,
-    ) -> Coefficients:
-        """Lengths of the drifts, and decay and weight of the kicks; each of the shape of ``damping * step``."""
-        ones = [1] * max(step.dim(), damping.dim())
-        drifts, kicks = (x.to(step.device).view(-1, *ones) for x in (self.drifts, self.kicks))
-        lengths = step * kicks
-        z = damping * lengths
+    def matrix(self, damping: Tensor, step: Tensor, thetas: None = None) -> Tensor:
+        """Lengths of the drifts, then decays and weights of the kicks, (..., 3 kicks + 1)."""
+        step = step.unsqueeze(-1)
+        lengths = step * self.kicks.to(step.device)
+        z = damping.to(step).unsqueeze(-1) * lengths
         small = z.abs() < 1e-4  # (1 - e^{-z})/z by its series, where the quotient would divide 0 by 0
         safe = torch.where(small, torch.ones_like(z), z)
         phi = torch.where(small, 1 - z / 2 + z * z / 6 - z**3 / 24, -torch.expm1(-safe) / safe)
-        parts = (step * drifts, torch.exp(-z), lengths * phi)
-        if like is not None:
-            parts = tuple(part.to(like) for part in parts)
-        return tuple(part.unbind(0) for part in parts)
+        drifts = (step * self.drifts.to(step.device)).expand(*z.shape[:-1], -1)
+        return torch.cat([drifts, torch.exp(-z), lengths * phi], -1)
+
+    def arranged(self, matrix: Tensor, *, error: bool = False) -> Coefficients:
+        """Drifts, decays and weights, each a tuple of tensors of the shape (...)."""
+        parts, k = matrix.unbind(-1), self.evaluations
+        return parts[: k + 1], parts[k + 1 : 2 * k + 1], parts[2 * k + 1 :]
 
     def step(
         self,

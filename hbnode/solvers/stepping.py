@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverErro
 from hbnode.nfe import Tally
 from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import CompiledSteps
-from hbnode.solvers.control import first_sizes, norms
+from hbnode.solvers.control import first_size, norms
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.native import METHODS, Options
@@ -30,6 +31,16 @@ _FIELD_NOT_FINITE = (
     "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
     "(GHBNODE's activation bounds it)"
 )
+
+
+@dataclass
+class Graph:
+    """A step, or the first evaluation, with what its gradient is wanted for: points, and coefficients and times."""
+
+    points: list[Tensor]
+    tensors: list[Tensor]
+    output: Tensor
+    dense: Tensor | None = None
 
 
 class Solve:
@@ -54,10 +65,14 @@ class Solve:
         self.counted: int | None = None  # how many elements of a row count in the error; None for all
         self.known: frozenset[int] = frozenset()  # ids of the leaves that a backward pass differentiates
         self.closed = False  # whether the field's own parameters are all of them
+        self.own: list[int] = []  # ids of those parameters
+        self.wanted = (False, False)  # whether a backward pass needs gradients of coefficients, and of times
+        self.first: Graph | None = None  # of the first evaluation
         self.random: bool | None = False  # whether the field draws random numbers; None: look at the next step
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self._cache: dict = {}
-        self._no_times = (torch.zeros((), dtype=dynamics.template.dtype, device=dynamics.template.device),)
+        self._arranged: dict = {}
+        self._no_times = dynamics.template.new_zeros(len(self.method.nodes))
 
     @property
     def adaptive(self) -> bool:
@@ -77,65 +92,96 @@ class Solve:
         self.tally.add("evaluation")
         return torch.cat([rows, self.dynamics.evaluate(self.clock.first_time(), rows[0]).unsqueeze(0)])
 
-    def coefficients(self, step: Step, damping: Tensor, *, error: bool, differentiable: bool = False) -> tuple:
-        """Coefficients and stage times of a step; those of equal steps are worked out once."""
-        clock, method, nodes = self.clock, self.method, self.method.nodes
+    def matrix(self, step: Step, damping: Tensor, *, differentiable: bool = False) -> Tensor:
+        """The coefficients of a step, in the state's dtype; those of equal steps are worked out once."""
+        clock, template = self.clock, self.dynamics.template
         size = None if differentiable else clock.size(step)
         if size is None:
-            sizes, times = clock.affine(clock.t, step.interval, step.start, step.size, nodes)
-            sizes, times = clock.for_rows(sizes), clock.for_parts(times).to(self.dynamics.template).unbind(0)
+            sizes, _ = clock.affine(clock.t, step.interval, step.start, step.size, ())
             thetas = clock.thetas(clock.t, [step])
-            thetas = None if thetas is None else thetas[0]
-            return method.coefficients(damping, sizes, error=error, thetas=thetas, like=self.dynamics.template), times
-        key = (size, error, step.thetas)
+            return self.method.matrix(damping, clock.for_rows(sizes), None if thetas is None else thetas[0]).to(
+                template
+            )
+        key = (size, step.thetas)
         if key not in self._cache:
             if len(self._cache) > 64:
                 self._cache.clear()
-            sizes = torch.tensor(size, dtype=torch.float64)
             thetas = torch.tensor(step.thetas, dtype=torch.float64) if step.thetas else None
-            self._cache[key] = method.coefficients(
-                damping, sizes, error=error, thetas=thetas, like=self.dynamics.template
-            )
-        times = clock.stages(step, nodes) if self.dynamics.wants_time else self._no_times * len(nodes)
-        return self._cache[key], times
+            matrix = self.method.matrix(damping, torch.tensor(size, dtype=torch.float64), thetas).to(template)
+            self._cache[key] = matrix
+        return self._cache[key]
 
-    def step(self, point: Tensor, coefficients: tuple, times: tuple, *, error: bool) -> Stepped:
+    def arranged(self, step: Step, matrix: Tensor, *, error: bool) -> tuple:
+        """The coefficients as the method uses them, once for equal steps."""
+        size = None if matrix.requires_grad else self.clock.size(step)
+        if size is None or _functorch.is_active():
+            return self.method.arranged(matrix, error=error)
+        key = (size, step.thetas, error)
+        if key not in self._arranged:
+            if len(self._arranged) > 64:
+                self._arranged.clear()
+            self._arranged[key] = self.method.arranged(matrix, error=error)
+        return self._arranged[key]
+
+    def times(self, step: Step, *, differentiable: bool = False) -> Tensor:
+        """Times of the stages of a step, (stages, ...); zeros if the field does not ask for them."""
+        if not self.dynamics.wants_time:
+            return self._no_times
+        clock, nodes = self.clock, self.method.nodes
+        if clock.host is not None and not differentiable:
+            return clock.stages(step, nodes)
+        _, times = clock.affine(clock.t, step.interval, step.start, step.size, nodes)
+        return clock.for_parts(times).to(self.dynamics.template)
+
+    def step(self, point: Tensor, coefficients: tuple, times: Tensor, *, error: bool) -> Stepped:
         """One step of the method, not counted."""
-        return self.method.step(
-            point, coefficients, times, self.dynamics.evaluate, error=error, activation=self.dynamics.activation
-        )
+        evaluate, activation = self.dynamics.evaluate, self.dynamics.activation
+        return self.method.step(point, coefficients, times.unbind(0), evaluate, error=error, activation=activation)
 
     def take(self, point: Tensor, step: Step, damping: Tensor, *, error: bool, differentiable: bool) -> Stepped:
         """Take a step, counted."""
-        coefficients, times = self.coefficients(step, damping, error=error, differentiable=differentiable)
+        matrix = self.matrix(step, damping, differentiable=differentiable)
+        times = self.times(step, differentiable=differentiable)
         self.tally.add("evaluation", self.method.evaluations)
         if self.random is False:
-            return self._take(point, step, coefficients, times, error=error)
+            return self._take(point, step, matrix, times, error=error)
         device = self.dynamics.template.device
         before = random_state(device)
-        stepped = self._take(point, step, coefficients, times, error=error)
+        stepped = self._take(point, step, matrix, times, error=error)
         if self.random is None:
             self.random = not all(map(torch.equal, before, random_state(device)))
         step.random = before if self.random else None
         return stepped
 
-    def _take(self, point: Tensor, step: Step, coefficients: tuple, times: tuple, *, error: bool) -> Stepped:
+    def take_and_keep(self, point: Tensor, step: Step, damping: Tensor, *, error: bool) -> tuple[Stepped, Graph]:
+        """Take a step, counted, and keep its graph: the backward pass begins with the last step."""
+        by_matrix, by_times = self.wanted
+        matrix = self.matrix(step, damping).detach().requires_grad_(by_matrix)
+        times = self.times(step).detach().requires_grad_(by_times and self.dynamics.wants_time)
+        point = point.detach().requires_grad_()
+        self.tally.add("evaluation", self.method.evaluations)
+        with torch.enable_grad():
+            stepped = self._take(point, step, matrix, times, error=error)
+        graph = Graph([point], [x for x in (matrix, times) if x.requires_grad], stepped.point, stepped.dense)
+        return Stepped(*(None if x is None else x.detach() for x in stepped)), graph
+
+    def _take(self, point: Tensor, step: Step, matrix: Tensor, times: Tensor, *, error: bool) -> Stepped:
         """A step, compiled if it can be."""
         if self.compiled is not None and not step.thetas:
-            stepped = self.compiled.run("step", (error,), point, self.method.tensors(coefficients), times)
+            stepped = self.compiled.run("step", (error,), point, matrix, times)
             if stepped is not None:
                 return stepped
             self.compiled = None
-        return self.step(point, coefficients, times, error=error)
+        return self.step(point, self.arranged(step, matrix, error=error), times, error=error)
 
     def first_size(self, point: Tensor) -> float:
         """Size of the first step."""
-        norm = _functorch.plain(norms(point.detach(), None)).reshape(-1, len(point)).pow(2).mean(0).sqrt()
-        size = first_sizes(norm, self.rtol, self.atol, self.method.error_order)
-        *norms_of_rows, size = torch.cat([norm, size.reshape(1)]).tolist()
-        self.check_start(norms_of_rows)
-        if math.isnan(size):
-            size = self.clock.lengths[0]
+        norm = norms(point.detach(), None)
+        if _functorch.is_active():
+            norm = _functorch.plain(norm).reshape(-1, len(point)).pow(2).mean(0).sqrt()
+        of_rows = norm.tolist()
+        self.check_start(of_rows)
+        size = first_size(of_rows[0], of_rows[-1], self.rtol, self.atol, self.method)
         return min(self.options.first_step or size, self.options.max_step)
 
     def check_start(self, of_rows: Sequence[float]) -> None:
@@ -163,9 +209,8 @@ class Solve:
         if self.compiled is None:
             return None
         self.check_nfe(steps[0], count=len(steps))
-        coefficients, _ = self.coefficients(steps[0], damping, error=False)
-        times = [self.coefficients(step, damping, error=False)[1] for step in steps]
-        points = self.compiled.run("grid", (len(steps),), point, self.method.tensors(coefficients), times)
+        times = [self.times(step) for step in steps]
+        points = self.compiled.run("grid", (len(steps),), point, self.matrix(steps[0], damping), times)
         if points is None:
             self.compiled = None
             return None
@@ -237,11 +282,10 @@ class Solve:
             return f
 
         with torch.no_grad():
-            coefficients, times = self.coefficients(step, damping.detach(), error=False)
+            coefficients = self.method.arranged(self.matrix(step, damping.detach()), error=False)
+            times, activation = self.times(step).unbind(0), self.dynamics.activation
             self.tally.add("evaluation", self.method.evaluations)
-            self.method.step(
-                point.detach(), coefficients, times, evaluate, error=False, activation=self.dynamics.activation
-            )
+            self.method.step(point.detach(), coefficients, times, evaluate, error=False, activation=activation)
         if found:
             return self.failure(
                 NonFiniteError,
