@@ -485,7 +485,7 @@ def eager_compiler(monkeypatch):
     """torch.compile without its back end: that everything is one graph, and counted right, shows without it."""
     compile = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="eager")
+        torch, "compile", lambda function, fullgraph, options: compile(function, fullgraph=fullgraph, backend="eager")
     )
 
 

@@ -35,8 +35,10 @@ class CompiledSteps:
         self.evaluation = _Evaluation(dynamics)
         self.activation = dynamics.activation
         self.failed = False
+        self.device_type = dynamics.template.device.type
         self.programs: dict[tuple, Callable] = {}
         self._all = {name: (p, p.requires_grad) for name, p in self.evaluation.named_parameters()}
+        self.look()
 
     @staticmethod
     def of(dynamics: Dynamics, name: str, method: ExplicitMethod | Splitting) -> CompiledSteps | None:
@@ -53,7 +55,13 @@ class CompiledSteps:
         kept = dynamics.inner.compiled
         if key not in kept:
             kept[key] = CompiledSteps(dynamics, method)
+        kept[key].look()
         return None if kept[key].failed else kept[key]
+
+    def look(self) -> None:
+        """Note what a program depends on that torch.compile is told not to check at each call."""
+        modes = tuple(module.training for module in self.evaluation.modules())
+        self.field_state = modes, tuple((p.requires_grad, p.dtype) for p in self.evaluation.parameters())
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -64,10 +72,10 @@ class CompiledSteps:
 
     def run(self, kind: str, flags: tuple, *args: Any) -> Any:
         """Run a program; None if it cannot be compiled."""
-        key = (kind, flags)
+        key = (kind, flags, self.field_state)
         try:
             if key not in self.programs:
-                self.programs[key] = _compile(getattr(self, f"_{kind}")(*flags))
+                self.programs[key] = _compile(getattr(self, f"_{kind}")(*flags), self.device_type)
             return self.programs[key](*args)
         except Exception as error:  # whatever it is, the step can be taken without
             self.failed = True
@@ -174,9 +182,15 @@ class _Evaluation(nn.Module):
         return self.field(t, x).to(x.dtype)
 
 
-def _compile(function: Callable) -> Callable:
-    """Compiled in one graph; with code of its own, because dynamo limits the variants that one code may have."""
+def _compile(function: Callable, device_type: str) -> Callable:
+    """Compiled in one graph; with code of its own, because dynamo limits the variants that one code may have.
+
+    On the CPU, where a step is short, the call of the program is compiled as well, and the network's modules are not
+    checked again at each call: what may change of them is part of a program's key.
+    """
     own = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
-    return torch.compile(own, fullgraph=True)
+    unchecked = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
+    options = {"cpp_wrapper": True, "guard_filter_fn": unchecked} if device_type == "cpu" and unchecked else None
+    return torch.compile(own, fullgraph=True, options=options)

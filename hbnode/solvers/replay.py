@@ -31,6 +31,7 @@ class Tape:
         self.gradients: list[Tensor | None] = [None] * len(self.leaves)
         self.steps: list[tuple[Step, Tensor | None, Tensor | None]] = []
         self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
+        self.looked = False  # at the field's parameters
 
     def graph(self, step: Step, point: Tensor) -> Graph:
         """Take a step again, with its graph."""
@@ -59,8 +60,9 @@ class Tape:
         solve = self.solve
         with torch.enable_grad():
             if solve.closed:
-                if [id(p) for p in own_parameters(solve.dynamics.inner)] != solve.own:
+                if not self.looked:
                     refuse_unknown(own_parameters(solve.dynamics.inner), solve.known)
+                    self.looked = True
                 return evaluate()
             found, value = closed_over_leaves(evaluate, inputs)
         refuse_unknown(found, solve.known)
@@ -106,6 +108,8 @@ class Tape:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients with respect to γ and t, of all steps in one go."""
+        if self.solve.by_damping:
+            return self._by_damping(), None
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
         groups = defaultdict(list)
@@ -127,6 +131,19 @@ class Tape:
             by_t = torch.zeros_like(self.t) if by_t is None else by_t
             by_t[..., 0] += self.first_time.reshape(by_t[..., 0].shape).to(by_t)
         return by_damping, by_t
+
+    def _by_damping(self) -> Tensor | None:
+        """The gradient with respect to γ from the coefficients of each size of step, kept with their graphs."""
+        totals: dict[tuple, Tensor] = {}
+        for step, by_matrix, _ in self.steps:
+            if by_matrix is not None:
+                key = (self.solve.clock.size(step), step.thetas)
+                totals[key] = totals[key] + by_matrix if key in totals else by_matrix
+        if not totals:
+            return None
+        outputs = [self.solve.by_damping[key] for key in totals]
+        cotangents = [total.to(output) for total, output in zip(totals.values(), outputs, strict=True)]
+        return torch.autograd.grad(outputs, self.solve.damping, cotangents, retain_graph=True)[0]
 
     def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
         """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""

@@ -77,6 +77,8 @@ def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> 
     if any(x.requires_grad for x in (rows, damping, run.clock.t, *leaves)):
         by_t = run.clock.t.requires_grad
         run.wanted = (by_t or damping.requires_grad, by_t and run.dynamics.wants_time)
+        if damping.requires_grad and not by_t and gradient != "adjoint":
+            run.damping, run.by_damping = damping.detach().requires_grad_(), {}
         replay = Replay(field, rows.device.type)
         return _FUNCTIONS[gradient].apply(run, replay, first, run.clock.t, damping, rows, *leaves)
     return integrate(run, rows if first is None else torch.cat([rows, first[None]]), damping)
@@ -106,9 +108,9 @@ def _first_evaluation(run: Solve, rows: Tensor, damping: Tensor) -> tuple[Tensor
         _check_random(run)
     own = own_parameters(dynamics.inner)
     leaves = list({id(p): p for p in (*own, *found) if p.requires_grad}.values())
-    run.known, run.own = frozenset(map(id, leaves)), [id(p) for p in own]
+    run.known = frozenset(map(id, leaves))
     func = getattr(dynamics.inner, "func", dynamics.inner)
-    run.closed = isinstance(func, nn.Module) and {id(p) for p in found} <= set(run.own)
+    run.closed = isinstance(func, nn.Module) and {id(p) for p in found} <= {id(p) for p in own}
     if not method.carries:
         dynamics.prepared = value.detach()
         return None, leaves

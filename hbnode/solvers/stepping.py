@@ -65,13 +65,14 @@ class Solve:
         self.counted: int | None = None  # how many elements of a row count in the error; None for all
         self.known: frozenset[int] = frozenset()  # ids of the leaves that a backward pass differentiates
         self.closed = False  # whether the field's own parameters are all of them
-        self.own: list[int] = []  # ids of those parameters
         self.wanted = (False, False)  # whether a backward pass needs gradients of coefficients, and of times
         self.first: Graph | None = None  # of the first evaluation
         self.random: bool | None = False  # whether the field draws random numbers; None: look at the next step
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self._cache: dict = {}
         self._arranged: dict = {}
+        self.damping: Tensor | None = None  # a leaf to differentiate coefficients with respect to, and
+        self.by_damping: dict | None = None  # those coefficients, with their graphs; None if there is no need
         self._no_times = dynamics.template.new_zeros(len(self.method.nodes))
 
     @property
@@ -104,10 +105,14 @@ class Solve:
             )
         key = (size, step.thetas)
         if key not in self._cache:
-            if len(self._cache) > 64:
-                self._cache.clear()
             thetas = torch.tensor(step.thetas, dtype=torch.float64) if step.thetas else None
-            matrix = self.method.matrix(damping, torch.tensor(size, dtype=torch.float64), thetas).to(template)
+            sizes = torch.tensor(size, dtype=torch.float64)
+            if self.by_damping is not None:
+                with torch.enable_grad():
+                    self.by_damping[key] = self.method.matrix(self.damping, sizes, thetas)
+                matrix = self.by_damping[key].detach().to(template)
+            else:
+                matrix = self.method.matrix(damping, sizes, thetas).to(template)
             self._cache[key] = matrix
         return self._cache[key]
 
@@ -118,8 +123,6 @@ class Solve:
             return self.method.arranged(matrix, error=error)
         key = (size, step.thetas, error)
         if key not in self._arranged:
-            if len(self._arranged) > 64:
-                self._arranged.clear()
             self._arranged[key] = self.method.arranged(matrix, error=error)
         return self._arranged[key]
 
