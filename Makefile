@@ -25,7 +25,11 @@ lint: .venv/.complete
 docs: .venv/.complete
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
 
+# The rivals are installed only for this.
 bench: .venv/.complete
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.solvers
+	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.overhead
 
 clean:
@@ -35,5 +39,5 @@ clean:
 .venv/.complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tasks,test,docs,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tasks,test,docs]'
 	touch $@

@@ -57,16 +57,17 @@ def odeint(
             which times may repeat. A tensor that requires a gradient gets it: that of the map in which steps are
             constant fractions of their output interval. (Of torchdiffeq's methods, adaptive ones with ``"direct"``
             give that of their interpolation, a good deal less exact than their values.)
-        method: None picks a native method: for HBNODE ``"nystrom4"``, ``"nystrom6"`` or ``"nystrom8"`` by the
-            tolerance, else ``"tsit5"``. Native on a fixed grid, for HBNODE and GHBNODE, and exactly reversible:
-            ``"leapfrog"`` (order 2), ``"blanes_moan4"``. Of torchdiffeq: ``"dopri5"``, ``"dopri8"``, ``"bosh3"``,
-            ``"fehlberg2"``, ``"adaptive_heun"``; on a fixed grid ``"euler"``, ``"midpoint"``, ``"heun2"``,
-            ``"heun3"``, ``"rk4"``, ``"explicit_adams"``, ``"implicit_adams"``, ``"fixed_adams"``; or
-            ``"scipy_solver"``.
+        method: None picks a native method: for HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``
+            (``"nystrom6"`` for dense output); for all others ``"tsit5"``. Native on a fixed grid, for HBNODE and
+            GHBNODE, and exactly reversible: ``"leapfrog"`` (order 2), ``"blanes_moan4"``. Of torchdiffeq:
+            ``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``; on a fixed grid
+            ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``, ``"explicit_adams"``,
+            ``"implicit_adams"``, ``"fixed_adams"``; or ``"scipy_solver"``.
         rtol: relative tolerance, of adaptive methods.
         atol: absolute tolerance, in the units of the state.
-        gradient: ``"checkpoint"`` (None, for native methods) takes every step again in the backward pass: the exact
-            gradient of the numbers computed, from one stored point for each step. ``"direct"`` (None, for
+        gradient: ``"checkpoint"`` (None, for native methods) takes its steps again in the backward pass: the exact
+            gradient of the numbers computed, from one stored point for each step. (The last step, and all of a solve
+            of up to 16 evaluations, keep their graphs instead.) ``"direct"`` (None, for
             torchdiffeq's) backpropagates through the solver's operations; the only one for higher derivatives and
             torch.func. ``"reversible"`` undoes the steps of the splitting methods, and stores outputs only.
             ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the steps.

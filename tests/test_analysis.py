@@ -9,7 +9,7 @@ import hbnode
 
 @pytest.fixture
 def curve():
-    block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(3, [8], 3), gradient="adjoint")
+    block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(3, [8], 3), method="dopri5", gradient="adjoint")
     return hbnode.nfe_vs_tolerance(block, torch.randn(5, 3), [1e-1, 1e-3, 1e-5])
 
 

@@ -186,7 +186,7 @@ def test_torch_compile_with_the_eager_backend(model, solver):
         got.sum().backward()
     torch.testing.assert_close(got, expected)
     assert nfe.forward == block.nfe.forward > 0
-    assert (nfe.backward > 0) == (solver not in (SOLVERS["direct"], SOLVERS["dopri5"]))
+    assert (nfe.backward > 0) >= (solver.get("gradient") == "adjoint")
     field = make_field(model).double()
     plain = hbnode.ODEBlock(field)(x)
     torch.testing.assert_close(hbnode.ODEBlock(torch.compile(field, backend="eager"))(x), plain)

@@ -278,7 +278,7 @@ def test_evaluations_are_counted(method):
             calls.append(1)
             return -h.sin()
 
-    block = hbnode.HeavyBallODEBlock(Counted(), method=method, options={"steps": 5} if method in SPLITTING else None)
+    block = hbnode.HeavyBallODEBlock(Counted(), method=method, options={"steps": 17})
     block.double()(make_input().requires_grad_()).sum().backward()
     assert block.nfe.total == len(calls)
     assert (
@@ -290,13 +290,25 @@ def test_evaluations_are_counted(method):
 
 
 def test_a_graph_serves_one_backward_pass_and_a_second_one_replays():
-    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="nystrom4", options={"steps": 3}).double()
+    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="nystrom4", options={"steps": 6}).double()
     x = make_input().requires_grad_()
     h = block(x).sum()
     first = torch.autograd.grad(h, [x, *block.parameters()], retain_graph=True)
-    assert block.nfe.backward == 2 * 3
+    assert block.nfe.backward == 5 * 3
     second = torch.autograd.grad(h, [x, *block.parameters()])
-    assert block.nfe.backward == 2 * 3 + 3 * 3 + 1
+    assert block.nfe.backward == 5 * 3 + 6 * 3 + 1
+    for one, two in zip(first, second, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+def test_short_solves_are_not_replayed():
+    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="nystrom8", options={"steps": 2}).double()
+    x = make_input().requires_grad_()
+    h = block(x).sum()
+    first = torch.autograd.grad(h, [x, *block.parameters()], retain_graph=True)
+    assert (block.nfe.forward, block.nfe.backward, block.nfe.backward_steps) == (17, 0, 2)
+    second = torch.autograd.grad(h, [x, *block.parameters()])
+    assert block.nfe.backward == 17
     for one, two in zip(first, second, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
 

@@ -14,6 +14,8 @@ from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.per_sample import PerSample
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 
+SHORT = 16  # evaluations of a solve whose graph is kept whole
+
 
 def integrate(
     solve: Solve,
@@ -30,7 +32,7 @@ def integrate(
         solve: what is solved.
         point: where it starts.
         damping: γ, on the clock's device in float64.
-        record: gets ``(step, point, graph)`` for every accepted step, a graph for the last of them.
+        record: gets ``(step, point, graph)`` for every accepted step, with a graph for the last ones.
         differentiable: whether gradients are to flow to the times.
         watch: check each step of a fixed grid, and name the first that is not finite.
     """
@@ -59,11 +61,12 @@ def _grid(
                 point = points[-1]
                 outputs.append(point[:n])
                 continue
-        for step in steps:
+        for i, step in enumerate(steps):
             solve.check_nfe(step)
             before = point
             if record is not None:
-                point = _recorded(solve, point, step, damping, record, error=False).point
+                keep = _keeps(solve, step, len(record), count - 1 - i)
+                point = _recorded(solve, point, step, damping, record, keep, error=False).point
             else:
                 point = solve.take(point, step, damping, error=False, differentiable=differentiable).point
             solve.tally.add("accepted")
@@ -89,7 +92,8 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
             solve.step_size = fraction * length
             solve.count_attempt(step)
             if record is not None:
-                stepped = _recorded(solve, point, step, damping, record, error=True)
+                keep = _keeps(solve, step, len(record), left - 1)
+                stepped = _recorded(solve, point, step, damping, record, keep, error=True)
             else:
                 stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
             ratio = solve.ratio(stepped.error, point, stepped.point)
@@ -121,10 +125,20 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
     return torch.stack(outputs)
 
 
-def _recorded(solve: Solve, point: Tensor, step: Step, damping: Tensor, record: list, *, error: bool) -> Stepped:
-    """Take a step and record it: ``(step, point, graph)``; the graph of the last step only, unless it is watched."""
-    last = step.reached == solve.clock.count and solve.closed and solve.random is not None
-    if last and not solve.random:
+def _keeps(solve: Solve, step: Step, taken: int, following: int) -> bool:
+    """Whether a step keeps its graph: the last one, with which the backward pass begins, and all of a short solve."""
+    if not solve.closed or solve.random is not False:
+        return False
+    if solve.clock.count == 1 and (taken + 1 + following) * solve.method.evaluations <= SHORT:
+        return True
+    return following == 0 and step.interval == solve.clock.count - 1
+
+
+def _recorded(
+    solve: Solve, point: Tensor, step: Step, damping: Tensor, record: list, keep: bool, *, error: bool
+) -> Stepped:
+    """Take a step and record it: ``(step, point, graph)``, without a graph if it is to be taken again."""
+    if keep:
         stepped, graph = solve.take_and_keep(point, step, damping, error=error)
     else:
         stepped, graph = solve.take(point, step, damping, error=error, differentiable=False), None
