@@ -22,7 +22,8 @@ def solving(field: Callable) -> Iterator[None]:
     drawing = []
     for module in field.modules() if isinstance(field, nn.Module) else ():
         if isinstance(module, SolveDropout):
-            drawing.append(module)
+            if not module.solving:  # else it belongs to a solve around this one
+                drawing.append(module)
         elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             raise ValueError(_REFUSED_DROPOUT.format(name=type(module).__name__, fix="move it out of func."))
     for module in drawing:
@@ -34,50 +35,64 @@ def solving(field: Callable) -> Iterator[None]:
             module.solving = False
 
 
-def refuse_changing_statistics(field: Callable, gradient: str) -> None:
-    """Refuse batch normalisation whose running statistics a replay would change twice."""
-    if isinstance(field, nn.Module):
-        for module in field.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats:
-                raise ValueError(
-                    f"{type(module).__name__} is in training mode inside a solve, and gradient={gradient!r} would "
-                    "update its running statistics once more for each evaluation of the backward pass. "
-                    "Fix: put it in eval mode, use GroupNorm, or gradient='direct'."
-                )
+def buffer_versions(field: Callable) -> list[tuple[int, int]]:
+    """What tells whether an evaluation changes the buffers of a field, as a running mean."""
+    buffers = field.buffers() if isinstance(field, nn.Module) else ()
+    return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in buffers]
 
 
 class Replay:
     """The conditions of a forward pass, to be restored in its backward pass.
 
+    Those are the parameters and buffers that the field's modules had, be it those that ``functional_call`` lent them,
+    their modes, and the masks of :class:`~hbnode.nets.SolveDropout`.
+
     Arguments:
-        field: whose modes and masks are remembered, as they are now.
-        device_type: of the state.
+        field: as it is now; its masks are remembered by :meth:`remember_masks`, when the solve has drawn them.
     """
 
-    def __init__(self, field: Callable, device_type: str) -> None:
+    def __init__(self, field: Callable) -> None:
         modules = list(field.modules()) if isinstance(field, nn.Module) else []
         self.modes = [(module, module.training) for module in modules]
-        self.masks = [(module, module.mask, True) for module in modules if isinstance(module, SolveDropout)]
-        self.autocast = autocast_of(device_type)
+        self.tensors = [
+            (kept, name, tensor)
+            for module in modules
+            for kept in (module._parameters, module._buffers)
+            for name, tensor in kept.items()
+            if tensor is not None
+        ]
+        self.masks: list[tuple[SolveDropout, Tensor | None, bool]] = []
+
+    def remember_masks(self) -> None:
+        """Remember the masks that the solve has drawn."""
+        self.masks = [(module, module.mask, True) for module, _ in self.modes if isinstance(module, SolveDropout)]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """A context in which modes and masks are those of the forward pass. Autocast is for the evaluations alone."""
-        now = [(module, module.training) for module, _ in self.modes]
+        """A context in which all is as in the forward pass. Autocast is for the evaluations alone."""
+        modes = [(module, module.training) for module, _ in self.modes]
         masks = [(module, module.mask, module.solving) for module, _, _ in self.masks]
+        tensors = [(kept, name, kept.get(name)) for kept, name, _ in self.tensors]
         try:
-            _restore(self.modes, self.masks)
+            _restore(self.modes, self.masks, self.tensors)
             yield
         finally:
-            _restore(now, masks)
+            _restore(modes, masks, tensors)
 
 
-def _restore(modes: list[tuple[nn.Module, bool]], masks: list[tuple[SolveDropout, Tensor | None, bool]]) -> None:
+def _restore(
+    modes: list[tuple[nn.Module, bool]],
+    masks: list[tuple[SolveDropout, Tensor | None, bool]],
+    tensors: list[tuple[dict, str, Tensor | None]],
+) -> None:
     for module, mode in modes:
         if module.training != mode:
             module.training = mode
     for module, mask, solving_now in masks:
         module.mask, module.solving = mask, solving_now
+    for kept, name, tensor in tensors:
+        if kept.get(name) is not tensor:
+            kept[name] = tensor
 
 
 def autocast_of(device_type: str) -> Callable[[], AbstractContextManager]:
@@ -94,7 +109,8 @@ def autocast_of(device_type: str) -> Callable[[], AbstractContextManager]:
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
     """The state of the generators that an evaluation on the device may draw from."""
     states = (torch.get_rng_state(),)
-    return states if device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
+    own = None if device.type == "cpu" else getattr(torch, device.type, None)
+    return (*states, own.get_rng_state(device)) if hasattr(own, "get_rng_state") else states
 
 
 @contextmanager
@@ -103,8 +119,16 @@ def set_random_state(states: tuple[Tensor, ...] | None, device: torch.device) ->
     if states is None:
         yield
         return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], device)
+    now = random_state(device)
+    try:
+        restore_random_state(states, device)
         yield
+    finally:
+        restore_random_state(now, device)
+
+
+def restore_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
+    """Put the generators into this state."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        getattr(torch, device.type).set_rng_state(states[1], device)

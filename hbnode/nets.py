@@ -114,7 +114,8 @@ class SolveDropout(nn.Module):
     solver chases its noise. Here the mask is drawn at the first evaluation of a solve and kept to its end, its
     backward pass included. Used twice in a network on inputs of one shape, it has one mask for both.
 
-    In evaluation mode it does nothing; called outside of a solve it draws a mask each time.
+    In evaluation mode it does nothing; called outside of a solve it draws a mask each time. One module serves one solve
+    at a time: give threads copies of their own.
 
     Arguments:
         p: probability with which an element is set to 0; the others are divided by 1 - p.

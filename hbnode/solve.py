@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,8 +254,14 @@ def _checked_state(field: Callable, y0: State) -> State:
 
 def _checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bool) -> Tensor:
     if not isinstance(t, Tensor):
+        if not isinstance(t, Iterable):
+            raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: [0.0, {t}].")
+        t = list(t)
         if any(isinstance(time, Tensor) for time in t):  # keep the gradients of learned times
-            t = torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device) for time in t])
+            t = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in t]
+            if any(time.numel() != 1 for time in t):
+                raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
+            t = torch.stack([time.reshape(()) for time in t])
         else:
             t = torch.as_tensor(t, dtype=torch.float64)
     elif not t.is_floating_point():

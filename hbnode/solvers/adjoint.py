@@ -19,7 +19,7 @@ from hbnode.gradients import closed_over_leaves, refuse_unknown
 from hbnode.solvers.clock import Clock
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.replay import refuse_double_backward
+from hbnode.solvers.replay import refuse_double_backward, remember
 from hbnode.solvers.stepping import Solve, no_autocast
 
 
@@ -40,16 +40,15 @@ class Adjoint(torch.autograd.Function):
         """The rows of the state at the output times, (T, state rows, ...)."""
         point = rows if first is None else torch.cat([rows, first[None]])
         trajectory = integrate(solve, point, damping)
-        ctx.solve, ctx.replay, ctx.clock_t = solve, replay, t.detach()
-        ctx.save_for_backward(trajectory, *leaves)
+        remember(ctx, solve, replay, t, damping, leaves, trajectory)
         return trajectory
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """One solve for each interval between outputs, from the last to the first."""
         refuse_double_backward("adjoint")
-        trajectory, *leaves = ctx.saved_tensors
-        solve, t = ctx.solve, ctx.clock_t
+        trajectory, *_ = ctx.saved_tensors
+        solve, t, leaves = ctx.solve, ctx.clock_t, ctx.leaves
         field = _Backward(solve, leaves)
         adjoint = torch.zeros_like(trajectory[0])
         quadratures = [torch.zeros_like(leaf) for leaf in leaves]
@@ -70,20 +69,19 @@ class _Backward:
 
     def __init__(self, solve: Solve, leaves: Sequence[Tensor]) -> None:
         self.solve, self.leaves = solve, list(leaves)
-        self.known = frozenset(map(id, leaves))
 
     def __call__(self, t: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         y, a = state[:2]
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             found, value = closed_over_leaves(lambda: self.derivative(t, y), (t, y))
-            refuse_unknown(found, self.known)
-            wanted = [y, *self.leaves]
-            if not value.requires_grad:
-                return (value.detach(), *(torch.zeros_like(x) for x in wanted))
-            gradients = torch.autograd.grad(value, wanted, -a, allow_unused=True)
-        zeros = (torch.zeros_like(x) if g is None else g for g, x in zip(gradients, wanted, strict=True))
-        return (value.detach(), *zeros)
+            refuse_unknown(found, self.solve.known)
+            wanted = [x for x in (y, *self.leaves) if x.requires_grad]
+            gradients = [None] * len(wanted)
+            if value.requires_grad:
+                gradients = torch.autograd.grad(value, wanted, -a, allow_unused=True)
+        of = {id(x): g for x, g in zip(wanted, gradients, strict=True) if g is not None}
+        return (value.detach(), *(of.get(id(x), torch.zeros_like(x)) for x in (y, *self.leaves)))
 
     def derivative(self, t: Tensor, rows: Tensor) -> Tensor:
         """The whole first-order field on the rows of the state."""

@@ -59,6 +59,7 @@ class Clock:
         grid = _functorch.plain(self.t)
         self.times = None if self.has_batch else grid.tolist()
         self.host = self.ends(grid).tolist() if self.times is not None else None
+        self.furthest = float(grid.abs().max()) if grid.numel() else 0.0
         spans = self.ends(grid).diff().abs()
         self.lengths = spans.reshape(-1, self.count).amax(0).tolist() if spans.numel() else [0.0] * self.count
 

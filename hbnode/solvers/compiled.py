@@ -37,12 +37,10 @@ class CompiledSteps:
         self.failed = False
         self.device_type = dynamics.template.device.type
         self.programs: dict[tuple, Callable] = {}
-        self._all = {name: (p, p.requires_grad) for name, p in self.evaluation.named_parameters()}
-        self.look()
 
     @staticmethod
-    def of(dynamics: Dynamics, name: str, method: ExplicitMethod | Splitting) -> CompiledSteps | None:
-        """The field's own compiled steps, made at the first call; None if there can be none."""
+    def of(dynamics: Dynamics, name: str, method: ExplicitMethod | Splitting) -> Programs | None:
+        """The programs of a solve, from the field's own compiled steps; None if there can be none."""
         if not isinstance(dynamics.inner, Field):
             raise ValueError(
                 f"compile=True needs an hbnode field, got {type(dynamics.inner).__name__}. Fix: hbnode.NODE(func)."
@@ -55,38 +53,7 @@ class CompiledSteps:
         kept = dynamics.inner.compiled
         if key not in kept:
             kept[key] = CompiledSteps(dynamics, method)
-        kept[key].look()
-        return None if kept[key].failed else kept[key]
-
-    def look(self) -> None:
-        """Note what a program depends on that torch.compile is told not to check at each call."""
-        modes = tuple(module.training for module in self.evaluation.modules())
-        self.field_state = modes, tuple((p.requires_grad, p.dtype) for p in self.evaluation.parameters())
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The field's parameters that need a gradient, by the names that the gradient's program knows them by."""
-        if not all(p.requires_grad == wants for p, wants in self._all.values()):
-            self._all = {name: (p, p.requires_grad) for name, p in self.evaluation.named_parameters()}
-        return {name: p for name, (p, wants) in self._all.items() if wants}
-
-    def run(self, kind: str, flags: tuple, *args: Any) -> Any:
-        """Run a program; None if it cannot be compiled."""
-        key = (kind, flags, self.field_state)
-        try:
-            if key not in self.programs:
-                self.programs[key] = _compile(getattr(self, f"_{kind}")(*flags), self.device_type)
-            return self.programs[key](*args)
-        except Exception as error:  # whatever it is, the step can be taken without
-            self.failed = True
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            warnings.warn(
-                f"compile=True has no effect: {type(error).__name__}: {reason}. Fix: mend what torch.compile cannot "
-                "trace in func, or leave compile out.",
-                CompilationWarning,
-                stacklevel=2,
-            )
-            return None
+        return None if kept[key].failed else Programs(kept[key])
 
     def _step(self, error: bool) -> Callable:
         method, evaluation, activation = self.method, self.evaluation, self.activation
@@ -153,6 +120,33 @@ class CompiledSteps:
         return pull_grid
 
 
+class Programs:
+    """Compiled steps as one solve uses them, in its backward pass too: with the parameters and modes of its start."""
+
+    def __init__(self, steps: CompiledSteps) -> None:
+        self.steps = steps
+        self.parameters = {name: p for name, p in steps.evaluation.named_parameters() if p.requires_grad}
+        self.modes = tuple(module.training for module in steps.evaluation.modules())
+
+    def run(self, kind: str, flags: tuple, *args: Any) -> Any:
+        """Run a program; None if it cannot be compiled."""
+        steps, key = self.steps, (kind, flags, self.modes, tuple(self.parameters))
+        try:
+            if key not in steps.programs:
+                steps.programs[key] = _compile(getattr(steps, f"_{kind}")(*flags), steps.device_type)
+            return steps.programs[key](*args)
+        except Exception as error:  # whatever it is, the step can be taken without
+            steps.failed = True
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            warnings.warn(
+                f"compile=True has no effect: {type(error).__name__}: {reason}. Fix: mend what torch.compile cannot "
+                "trace in func, or leave compile out.",
+                CompilationWarning,
+                stacklevel=2,
+            )
+            return None
+
+
 class _Evaluation(nn.Module):
     """The field as the compiled programs call it, without anything that belongs to one solve."""
 
@@ -185,12 +179,9 @@ class _Evaluation(nn.Module):
 def _compile(function: Callable, device_type: str) -> Callable:
     """Compiled in one graph; with code of its own, because dynamo limits the variants that one code may have.
 
-    On the CPU, where a step is short, the call of the program is compiled as well, and the network's modules are not
-    checked again at each call: what may change of them is part of a program's key.
+    On the CPU, where a step is short, the calls inside of the program are compiled as well.
     """
     own = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
-    unchecked = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
-    options = {"cpp_wrapper": True, "guard_filter_fn": unchecked} if device_type == "cpu" and unchecked else None
-    return torch.compile(own, fullgraph=True, options=options)
+    return torch.compile(own, fullgraph=True, options={"cpp_wrapper": True} if device_type == "cpu" else None)

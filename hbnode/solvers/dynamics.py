@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hbnode._replay import autocast_of
 from hbnode._state import State, cast, like, parts
@@ -46,11 +46,17 @@ class Dynamics:
         if not isinstance(damping, Tensor):
             damping = torch.tensor(damping, dtype=torch.float64)
         if damping.dim():
+            if damping.dim() > self.template.dim() or any(
+                a not in (1, b) for a, b in zip(damping.shape[::-1], self.template.shape[::-1], strict=False)
+            ):
+                raise ValueError(
+                    f"the damping has shape {tuple(damping.shape)}, which does not broadcast to that of h, "
+                    f"{tuple(self.template.shape)}. Fix: (d,) for one γ a feature, (d, 1, 1) for one a channel."
+                )
             damping = damping.view(*[1] * (self.template.dim() - damping.dim()), *damping.shape)
         self.damping = damping
         self.autocast = autocast_of(self.template.device.type)
         self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
-        self.prepared: Tensor | None = None  # the value of an evaluation made ahead of the first
 
     def rows(self, state: State) -> tuple[Tensor, ...]:
         """The rows of a state."""
@@ -64,12 +70,12 @@ class Dynamics:
         """The state of rows (state rows, ...); or of a trajectory, if the times come first: (T, state rows, ...)."""
         shape = self.template.shape
         if self.second_order:
-            return rows.unbind(-len(shape) - 1)
+            return _unstacked(rows, -len(shape) - 1)
         if not self.stacked and not self.strung:
             return rows.squeeze(-len(shape) - 1)
         row = rows.squeeze(-2 if self.strung else -len(shape) - 2)
         if self.stacked:
-            return row.unbind(-len(shape) - 1)
+            return _unstacked(row, -len(shape) - 1)
         pieces = row.split([part.numel() for part in self.structure], dim=-1)
         return tuple(
             piece.reshape((*piece.shape[:-1], *part.shape)) for piece, part in zip(pieces, self.structure, strict=True)
@@ -77,9 +83,6 @@ class Dynamics:
 
     def evaluate(self, t: Tensor, x: Tensor) -> Tensor:
         """The force on h, or the derivative of a row; of the shape and dtype of ``x``."""
-        if self.prepared is not None:
-            value, self.prepared = self.prepared, None
-            return value
         if self.autocast is nullcontext:
             return self.bare(t, x)
         with self.autocast():
@@ -98,18 +101,22 @@ class Dynamics:
         return like(self.field(t, x), x)
 
 
+def _unstacked(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """Each part by itself, so that it may be changed in place; the views of ``unbind`` may not."""
+    return tuple(x.select(dim, i) for i in range(x.shape[dim]))
+
+
 def unwrapped(field: Callable) -> Callable:
-    """The field inside of what torch.compile and DistributedDataParallel put around it."""
-    while True:
-        if isinstance(field, nn.parallel.DistributedDataParallel):
-            field = field.module
-        elif hasattr(field, "_orig_mod"):
-            field = field._orig_mod
-        else:
-            return field
+    """The field inside of what torch.compile puts around it."""
+    while hasattr(field, "_orig_mod"):
+        field = field._orig_mod
+    return field
 
 
 def is_heavy_ball(field: Callable, *kinds: type) -> bool:
-    """Whether a field is one of these kinds and obeys its equation: a subclass may have changed ``forward``."""
+    """Whether a field is one of these kinds and obeys its equation: a subclass may have changed ``forward``.
+
+    One inside of DistributedDataParallel is not taken for one, because only the wrapper's own call reduces gradients.
+    """
     inner = unwrapped(field)
     return any(isinstance(inner, kind) and type(inner).forward is kind.forward for kind in kinds)

@@ -57,7 +57,6 @@ class ExplicitMethod(ABC):
     """
 
     carries = True  # the value of the field at its end, to the next step
-    reversible = False
     order: int
     error_order: int
     nodes: tuple[float, ...]
@@ -136,4 +135,4 @@ def strictly_lower(rows: Sequence[Sequence[float]]) -> Tensor:
     """The square matrix A of a tableau from its rows after the first."""
     size = len(rows) + 1
     padded = [[0.0] * size, *([*map(float, row)] + [0.0] * (size - len(row)) for row in rows)]
-    return torch.tensor(padded, dtype=torch.float64)
+    return torch.tensor(padded, dtype=torch.float64, device="cpu")

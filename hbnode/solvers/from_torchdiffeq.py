@@ -170,7 +170,8 @@ class _WatchedField:
         y0 = apply(lambda part: part.detach().requires_grad_(), y0)
         leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), parts(y0))
         value = apply(Tensor.detach, value)
-        self.replay = Replay(self.field, parts(y0)[0].device.type)
+        self.replay = Replay(self.field)
+        self.replay.remember_masks()
         self.first = (t0, apply(Tensor.detach, y0), value)
         self.recent.append((t0, value))
         found = {id(p): p for p in (*own_parameters(self.field), *leaves) if p.requires_grad}

@@ -77,14 +77,14 @@ def _grid(
 
 
 def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
-    n, clock, options = solve.method.state_rows, solve.clock, solve.options
+    n, clock = solve.method.state_rows, solve.clock
     controller = Controller(solve.method.error_order)
     outputs = [point[:n]]
     size = solve.first_size(point) if clock.count else 0.0
     for interval, length in enumerate(clock.lengths):
         start, failures = 0.0, 0
-        left = steps_to(length, size) if length else 0
-        fraction = 1.0 / max(left, 1)  # recomputed only when the plan changes: equal steps share their coefficients
+        left = steps_to(length, size) if length else 1  # an empty interval has one empty step
+        fraction = 1.0 / left  # recomputed only when the plan changes: equal steps share their coefficients
         while left:
             step = Step(interval, start, fraction, reached=interval + 1 if left == 1 else None)
             if clock.dense:
@@ -102,7 +102,8 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
                 point, failures = stepped.point, 0
                 if step.thetas:
                     outputs.extend(stepped.dense.view(-1, n, *point.shape[1:]).unbind(0))
-                size = min(fraction * length * controller.accept(ratio), options.max_step)
+                if length:
+                    size = min(fraction * length * controller.accept(ratio), solve.max_step)
                 start, left = start + fraction, left - 1
                 planned = steps_to((1.0 - start) * length, size) if left else 0
                 if planned != left:
@@ -127,8 +128,6 @@ def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None,
 
 def _keeps(solve: Solve, step: Step, taken: int, following: int) -> bool:
     """Whether a step keeps its graph: the last one, with which the backward pass begins, and all of a short solve."""
-    if not solve.closed or solve.random is not False:
-        return False
     if solve.clock.count == 1 and (taken + 1 + following) * solve.method.evaluations <= SHORT:
         return True
     return following == 0 and step.interval == solve.clock.count - 1

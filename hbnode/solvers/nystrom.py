@@ -45,7 +45,7 @@ class Nystrom(ExplicitMethod):
             _vector, (tableau.b, tableau.b_velocity, tableau.error, tableau.error_velocity)
         )
         self.at = torch.cat([self.c[1:], _vector([1, 1, 1])])  # the time of each row, as a fraction of the step
-        self.of_m = torch.tensor([False] * len(stages) + [True, False, True])
+        self.of_m = torch.tensor([False] * len(stages) + [True, False, True], device="cpu")
         self.polynomials = self._rows(
             at=self.at,
             is_h=_vector([1] * len(stages) + [0, 0, 0]),
@@ -54,14 +54,13 @@ class Nystrom(ExplicitMethod):
             gauge=torch.cat([nothing, torch.stack([b, zero, error])]),
         )
         if self.has_dense:
-            self.dense = torch.tensor(tableau.dense, dtype=torch.float64)
-            self.dense_velocity = torch.tensor(tableau.dense_velocity, dtype=torch.float64)
+            self.dense, self.dense_velocity = _vector(tableau.dense), _vector(tableau.dense_velocity)
 
     def _forces(self, a: Tensor) -> Tensor:
         """H² g as polynomials in z of h_n, H m_n and E H² f: (degree + 1, stages, columns)."""
         size = len(a)
-        forces = torch.zeros(2 * size + 2, size, size + 2, dtype=torch.float64)
-        power = torch.eye(size, dtype=torch.float64)  # (A/4)^k
+        forces = a.new_zeros(2 * size + 2, size, size + 2)
+        power = torch.eye(size).to(a)  # (A/4)^k
         for k in range(size):
             forces[2 * k, :, 2:] += power
             forces[2 * k + 2, :, 0] += power.sum(1) / 4
@@ -107,21 +106,25 @@ class Nystrom(ExplicitMethod):
     @functools.cache  # noqa: B019, the methods live as long as the module
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Polynomials, rates of the exponentials and units of all coefficients, each flat: (..., rows * columns)."""
-        rates, units = self._rates_and_units(self.at, self.of_m)
-        return self.polynomials.flatten(1).to(device), rates.flatten().to(device), units.flatten().to(device)
+        with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the first solve
+            rates, units = self._rates_and_units(self.at, self.of_m)
+            tensors = self.polynomials.flatten(1), rates.flatten(), units.flatten()
+            return tuple(x.clone().to(device) for x in tensors)
 
     def _rates_and_units(self, at: Tensor, of_m: Tensor) -> tuple[Tensor, Tensor]:
         """Of rows at fractions ``at`` of the step, (..., rows, columns)."""
         c = self.c.to(at.device)
         rates = (torch.cat([c.new_zeros(2), c]) - at.unsqueeze(-1)) / 2
-        of_h_row, of_m_row = (torch.tensor([*pair, *[pair[1] + 1] * len(c)]) for pair in ((0, 1), (-1, 0)))
+        of_h_row, of_m_row = (
+            torch.tensor([*pair, *[pair[1] + 1] * len(c)], device=at.device) for pair in ((0, 1), (-1, 0))
+        )
         units = torch.where(of_m.unsqueeze(-1), of_m_row, of_h_row) % 4  # powers of H; -1 is γ
         return rates, units
 
     def _dense(self, damping: Tensor, step: Tensor, thetas: Tensor) -> Tensor:
         """Rows of h and m at each θ."""
         at, polynomials = self._dense_rows(thetas)
-        rates, units = self._rates_and_units(at, torch.tensor([False, True] * thetas.shape[-1]))
+        rates, units = self._rates_and_units(at, torch.tensor([False, True] * thetas.shape[-1], device=at.device))
         z = damping * step
         powers = z.unsqueeze(-1) ** torch.arange(len(polynomials), dtype=z.dtype, device=z.device)
         values = torch.einsum("...k,k...rc->...rc", powers, polynomials)
@@ -145,4 +148,4 @@ def _units(damping: Tensor, step: Tensor) -> Tensor:
 
 
 def _vector(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -40,7 +40,7 @@ class PerSample:
         size = torch.where(torch.isfinite(size), size, self.length())
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)
-        self.size = size.clamp(max=solve.options.max_step)  # of the step that each would like to take
+        self.size = size.clamp(max=solve.max_step)  # of the step that each would like to take
         self.left = self.steps_left()
 
     def length(self) -> Tensor:
@@ -95,7 +95,7 @@ class PerSample:
         taken = step.size * self.length()
         factor = self.controller.factor(ratio, step.accepted | done)
         moving = ~done & (taken > 0)
-        self.size = torch.where(moving, (taken * factor).clamp(max=self.solve.options.max_step), self.size)
+        self.size = torch.where(moving, (taken * factor).clamp(max=self.solve.max_step), self.size)
         self.failures = torch.where(torch.isfinite(ratio) | done, 0, self.failures + 1)
         self.start = torch.where(step.accepted, self.start + step.size, self.start)
         self.start = torch.where(step.reached, 0.0, self.start)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hbnode._replay import Replay, set_random_state
 from hbnode.errors import ReversalError
-from hbnode.gradients import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.solvers.clock import Step
 from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.loops import integrate
@@ -22,16 +21,15 @@ from hbnode.solvers.stepping import Graph, Solve, no_autocast
 class Tape:
     """What a backward pass collects: gradients of the leaves, and of the coefficients and times of each step."""
 
-    def __init__(self, ctx: Any, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, ctx: Any) -> None:
         self.solve: Solve = ctx.solve
         self.damping, self.t = ctx.damping, ctx.clock_t
         self.needs_t, self.needs_damping = ctx.needs_input_grad[3:5]
         self.by_matrix, self.by_times = self.solve.wanted
-        self.leaves = list(leaves)
+        self.leaves: list[Tensor] = ctx.leaves
         self.gradients: list[Tensor | None] = [None] * len(self.leaves)
         self.steps: list[tuple[Step, Tensor | None, Tensor | None]] = []
         self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
-        self.looked = False  # at the field's parameters
 
     def graph(self, step: Step, point: Tensor) -> Graph:
         """Take a step again, with its graph."""
@@ -39,44 +37,24 @@ class Tape:
         matrix = solve.matrix(step, self.damping).detach().requires_grad_(self.by_matrix)
         times = solve.times(step).detach().requires_grad_(self.by_times)
         point = point.detach().requires_grad_()
-        stepped: list[Stepped] = []
 
-        def take() -> Tensor:
-            coefficients = solve.arranged(step, matrix, error=False)
-            stepped.append(solve.step(point, coefficients, times, error=False))
-            return stepped[0].point
+        def take() -> Stepped:
+            return solve.step(point, solve.arranged(step, matrix, error=False), times, error=False)
 
         with set_random_state(step.random, point.device):
-            self.watched(take, (point, matrix, times))
-        tensors = [x for x in (matrix, times) if x.requires_grad]
-        return Graph([point], tensors, stepped[0].point, stepped[0].dense)
-
-    def watched(self, evaluate: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """The value of ``evaluate`` with its graph, in which no leaf may be that the forward pass did not see.
-
-        The leaves of a network are its parameters, which must be those that it had; a function may use others at each
-        call.
-        """
-        solve = self.solve
-        with torch.enable_grad():
-            if solve.closed:
-                if not self.looked:
-                    refuse_unknown(own_parameters(solve.dynamics.inner), solve.known)
-                    self.looked = True
-                return evaluate()
-            found, value = closed_over_leaves(evaluate, inputs)
-        refuse_unknown(found, solve.known)
-        return value
+            stepped = solve.watched(take, (point, matrix, times))
+        return Graph([point], [x for x in (matrix, times) if x.requires_grad], stepped.point, stepped.dense)
 
     def pull_back(
         self, graph: Graph, cotangents: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
         """Gradients with respect to points, and to coefficients and times; those of the leaves are added up here."""
         outputs = [graph.output] if graph.dense is None else [graph.output, graph.dense]
-        wanted = [*graph.points, *graph.tensors, *self.leaves]
-        found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]  # some may have been frozen since
+        found = torch.autograd.grad(outputs, [*graph.points, *graph.tensors, *leaves], cotangents, allow_unused=True)
         n, k = len(graph.points), len(graph.points) + len(graph.tensors)
-        self.add(found[k:])
+        of_leaves = iter(found[k:])
+        self.add([next(of_leaves) if leaf.requires_grad else None for leaf in self.leaves])
         of_tensors = iter(found[n:k])
         by_matrix = next(of_tensors, None) if self.by_matrix else None
         return list(found[:n]), (by_matrix, next(of_tensors, None))
@@ -86,7 +64,7 @@ class Tape:
     ) -> tuple[Tensor, Tensor | None, Any] | None:
         """What :meth:`graph` and :meth:`pull_back` find, by a compiled program; None if there is none."""
         compiled = self.solve.compiled
-        if compiled is None or not self.solve.closed:
+        if compiled is None or (self.solve.watches and not isinstance(self.solve.dynamics.inner.func, nn.Module)):
             return None
         parameters = compiled.parameters
         with torch.no_grad():
@@ -200,9 +178,8 @@ class Checkpoint(torch.autograd.Function):
         record: list[tuple[Step, Tensor, Graph | None]] = []
         point = rows if first is None else torch.cat([rows, first[None]])
         trajectory = integrate(solve, point, damping, record=record)
-        ctx.solve, ctx.replay, ctx.record = solve, replay, record
-        ctx.clock_t, ctx.damping = t.detach(), damping.detach()
-        ctx.save_for_backward(rows, *leaves)
+        ctx.record = record
+        remember(ctx, solve, replay, t, damping, leaves, rows)
         return trajectory
 
     @staticmethod
@@ -211,8 +188,8 @@ class Checkpoint(torch.autograd.Function):
         refuse_double_backward("checkpoint")
         solve = ctx.solve
         n = solve.method.state_rows
-        rows, *leaves = ctx.saved_tensors
-        tape = Tape(ctx, leaves)
+        rows, *_ = ctx.saved_tensors
+        tape = Tape(ctx)
         carried = torch.zeros(n + solve.method.carries, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         with ctx.replay(), no_autocast(gradient.device.type):
             for i, (step, point, graph) in reversed(list(enumerate(ctx.record))):
@@ -225,6 +202,17 @@ class Checkpoint(torch.autograd.Function):
                 carried = _undo_start(tape, rows, carried)
         damping, t = tape.finish()
         return None, None, None, t, damping, carried + gradient[0], *tape.gradients
+
+
+def remember(
+    ctx: Any, solve: Solve, replay: Replay, t: Tensor, damping: Tensor, leaves: Sequence[Tensor], state: Tensor
+) -> None:
+    """What a backward pass needs; the tensors that it evaluates with are saved for the check that they are the same."""
+    replay.remember_masks()
+    ctx.solve, ctx.replay, ctx.leaves = solve, replay, list(leaves)
+    ctx.clock_t, ctx.damping = t.detach(), damping.detach()
+    others = {id(tensor): tensor for _, _, tensor in replay.tensors if not tensor.is_inference()}
+    ctx.save_for_backward(state, *({id(leaf): leaf for leaf in leaves} | others).values())
 
 
 def _undo(
@@ -290,8 +278,8 @@ def _undo_start(tape: Tape, rows: Tensor, carried: Tensor) -> Tensor:
         solve.tally.add("evaluation")
         t = solve.clock.first_time().detach().requires_grad_(tape.needs_t)
         x = rows[0].detach().requires_grad_()
-        with set_random_state(solve.random_start if solve.random else None, rows.device):
-            f = tape.watched(lambda: solve.dynamics.evaluate(t, x), (t, x))
+        with torch.enable_grad(), set_random_state(solve.random_start, rows.device):
+            f = solve.dynamics.evaluate(t, x)
         graph = Graph([x, t] if tape.needs_t else [x], [], f)
     if not graph.output.requires_grad:
         return carried[:n]
@@ -338,9 +326,7 @@ class Reversible(torch.autograd.Function):
     ) -> Tensor:
         """The rows of the state at the output times, (T, 2, ...)."""
         trajectory = integrate(solve, rows, damping)
-        ctx.solve, ctx.replay = solve, replay
-        ctx.clock_t, ctx.damping = t.detach(), damping.detach()
-        ctx.save_for_backward(trajectory, *leaves)
+        remember(ctx, solve, replay, t, damping, leaves, trajectory)
         return trajectory
 
     @staticmethod
@@ -348,8 +334,8 @@ class Reversible(torch.autograd.Function):
         """Undo each step, from the last to the first, starting anew from every output."""
         refuse_double_backward("reversible")
         solve = ctx.solve
-        trajectory, *leaves = ctx.saved_tensors
-        tape = Tape(ctx, leaves)
+        trajectory, *_ = ctx.saved_tensors
+        tape = Tape(ctx)
         carried = torch.zeros_like(trajectory[0])
         steps = solve.options.steps
         with ctx.replay(), no_autocast(gradient.device.type):
@@ -360,6 +346,10 @@ class Reversible(torch.autograd.Function):
                 _check_return(solve, point, trajectory[interval], interval)
         damping, t = tape.finish()
         return None, None, None, t, damping, carried + gradient[0], *tape.gradients
+
+
+def _kick(solve: Solve, t: Tensor, h: Tensor) -> Stepped:
+    return Stepped(solve.dynamics.evaluate(t, h), None, None)
 
 
 def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,8 +375,9 @@ def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Te
         with torch.no_grad():
             h = method.drift(h, m, -drifts[kick + 1], activation)
         h = h.detach().requires_grad_()
-        evaluate = functools.partial(lambda kick, h: solve.dynamics.evaluate(times[kick], h), kick, h)
-        f = tape.watched(evaluate, (h, times))
+        with torch.enable_grad():
+            time = times[kick]
+        f = solve.watched(functools.partial(_kick, solve, time, h), (h, time)).point
         with torch.enable_grad():
             with_drifts, with_decays, with_weights = method.arranged(matrix)
             m = ((m - weights[kick] * f.detach()) / decays[kick]).detach().requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,24 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _functorch
-from hbnode._replay import Replay, random_state, refuse_changing_statistics, solving
+from hbnode._replay import Replay, buffer_versions, random_state, restore_random_state, solving
 from hbnode._state import State, parts
 from hbnode.errors import NonFiniteError
 from hbnode.gradients import closed_over_leaves, own_parameters
 from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.adjoint import Adjoint
-from hbnode.solvers.clock import Clock, Step
-from hbnode.solvers.compiled import CompiledSteps
+from hbnode.solvers.clock import Clock
+from hbnode.solvers.compiled import CompilationWarning, CompiledSteps
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.native import RUNGE_KUTTA, check_field
+from hbnode.solvers.native import NYSTROM, RUNGE_KUTTA, check_field
 from hbnode.solvers.replay import Checkpoint, Reversible
-from hbnode.solvers.stepping import Graph, Solve, no_autocast
+from hbnode.solvers.stepping import CHANGES_INPUT, Graph, Solve, no_autocast
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
 
+_CHANGES_BUFFERS = (
+    "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
+    "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
+)
 _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adjoint}
 
 
@@ -51,6 +56,8 @@ def _trajectory(run: Solve, y0: State, settings: Settings) -> Tensor:
     dynamics, clock = run.dynamics, run.clock
     rows = torch.stack(dynamics.rows(y0))
     damping = dynamics.damping.to(clock.t.device, torch.float64)
+    if settings.method in NYSTROM and run.adaptive:
+        run.limit_step(damping)
     if settings.gradient == "direct" or not torch.is_grad_enabled():
         point = run.start(rows)
         differentiable = clock.t.requires_grad and torch.is_grad_enabled()
@@ -66,62 +73,72 @@ def _trajectory(run: Solve, y0: State, settings: Settings) -> Tensor:
 
 def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> Tensor:
     """The trajectory with a gradient that evaluates the field again."""
-    if _functorch.is_active():
+    if _functorch.is_active() or torch.autograd.forward_ad._current_level >= 0:
         raise ValueError(
-            f"gradient={gradient!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...). "
-            "Fix: gradient='direct'."
+            f"gradient={gradient!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
+            "forward mode. Fix: gradient='direct'."
         )
-    field = run.dynamics.field
-    refuse_changing_statistics(field, gradient)
-    first, leaves = _first_evaluation(run, rows, damping)
+    replay = Replay(run.dynamics.field)
+    first, leaves = _first_evaluation(run, rows, gradient)
     if any(x.requires_grad for x in (rows, damping, run.clock.t, *leaves)):
         by_t = run.clock.t.requires_grad
         run.wanted = (by_t or damping.requires_grad, by_t and run.dynamics.wants_time)
         if damping.requires_grad and not by_t and gradient != "adjoint":
             run.damping, run.by_damping = damping.detach().requires_grad_(), {}
-        replay = Replay(field, rows.device.type)
         return _FUNCTIONS[gradient].apply(run, replay, first, run.clock.t, damping, rows, *leaves)
     return integrate(run, rows if first is None else torch.cat([rows, first[None]]), damping)
 
 
-def _first_evaluation(run: Solve, rows: Tensor, damping: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """The value of the field that a solve starts with, and all leaves whose gradients its backward pass must find.
+def _first_evaluation(run: Solve, rows: Tensor, gradient: str) -> tuple[Tensor | None, list[Tensor]]:
+    """The value of the field where a solve starts, and all leaves whose gradients its backward pass must find.
 
-    Those are the field's own parameters and whatever else it closes over, as seen in the graph of its first evaluation.
-    A method that carries no value gets it in :attr:`Dynamics.prepared` for the first of its kicks.
+    Those are the field's own parameters and whatever else it closes over, as seen in the graph of this evaluation. A
+    method that carries no value has no other use for it.
     """
-    dynamics, clock, method = run.dynamics, run.clock, run.method
-    if not method.carries and clock.count == 0:
-        return None, []
-    rows = rows.detach()
-    if method.carries:
-        t, x = clock.first_time().detach().requires_grad_(clock.t.requires_grad), rows[0]
-    else:
-        step = Step(0, 0.0, 1.0 / run.options.steps)
-        with torch.no_grad():
-            drifts, _, _ = method.arranged(run.matrix(step, damping))
-            t, x = run.times(step)[0], method.drift(rows[0], rows[1], drifts[0], dynamics.activation)
-    x = x.detach().requires_grad_()
-    run.random_start = random_state(x.device)
-    found, value = closed_over_leaves(lambda: dynamics.evaluate(t, x), (t, x))
-    if not all(map(torch.equal, run.random_start, random_state(x.device))):
-        _check_random(run)
+    dynamics, clock = run.dynamics, run.clock
+    run.tally.add("evaluation")
+    t = clock.first_time().detach().requires_grad_(clock.t.requires_grad)
+    x = rows[0].detach().clone()
+    version = x._version
+    x.requires_grad_()
+    versions, before = buffer_versions(dynamics.field), random_state(x.device)
+    sigma = dynamics.activation
+
+    def evaluate() -> State:
+        value = dynamics.evaluate(t, x)
+        return value if sigma is None else (value, sigma(rows[1].detach()))
+
+    found, value = closed_over_leaves(evaluate, (t, x))
+    value = parts(value)[0]
+    if x._version != version:
+        raise ValueError(CHANGES_INPUT)
+    if buffer_versions(dynamics.field) != versions:
+        raise ValueError(_CHANGES_BUFFERS.format(gradient))
+    drawn_again = False
+    if not all(map(torch.equal, before, random_state(x.device))):
+        drawn_again = not _draws_masks(run)
+        run.random_start = before
     own = own_parameters(dynamics.inner)
     leaves = list({id(p): p for p in (*own, *found) if p.requires_grad}.values())
-    run.known = frozenset(map(id, leaves))
+    run.known = frozenset(map(id, (*own, *found)))
     func = getattr(dynamics.inner, "func", dynamics.inner)
-    run.closed = isinstance(func, nn.Module) and {id(p) for p in found} <= {id(p) for p in own}
-    if not method.carries:
-        dynamics.prepared = value.detach()
+    closed = isinstance(func, nn.Module) and {id(p) for p in found} <= {id(p) for p in own}
+    run.watches = not closed or getattr(dynamics.inner, "time_dependent", True)
+    run.recording = gradient == "checkpoint"
+    if not run.method.carries:
+        if drawn_again:  # by the first step, as it would have without this evaluation
+            restore_random_state(before, x.device)
         return None, leaves
-    run.tally.add("evaluation")
-    run.first = Graph([x, t] if t.requires_grad else [x], [], value)
+    if gradient == "checkpoint":
+        run.first = Graph([x, t] if t.requires_grad else [x], [], value)
     return value.detach(), leaves
 
 
-def _check_random(run: Solve) -> None:
-    """What follows from random numbers in f, other than the masks of SolveDropout."""
-    run.compiled, run.random = None, None
+def _draws_masks(run: Solve) -> bool:
+    """Whether the random numbers in f are masks of SolveDropout; others are not for every gradient."""
+    if run.compiled is not None:
+        run.compiled = None
+        warnings.warn("compile=True has no effect: func draws random numbers.", CompilationWarning, stacklevel=2)
     inner = run.dynamics.inner
     masks = isinstance(inner, nn.Module) and any(isinstance(module, SolveDropout) for module in inner.modules())
     if run.settings.gradient in ("adjoint", "reversible") and not masks:
@@ -129,6 +146,7 @@ def _check_random(run: Solve) -> None:
             f"func draws random numbers, which gradient={run.settings.gradient!r} cannot draw again. "
             "Fix: gradient='checkpoint', or hbnode.nets.SolveDropout for dropout."
         )
+    return masks
 
 
 def _check_batch(dynamics: Dynamics, t: Tensor, per_sample: bool, settings: Settings) -> None:

@@ -19,10 +19,10 @@ class RungeKutta(ExplicitMethod):
         self.order, self.error_order = tableau.order, tableau.error_order
         self.nodes = tuple(map(float, tableau.c[1:]))
         a = strictly_lower(tableau.a)
-        self.weights = torch.cat([a[1:], torch.tensor([tableau.error], dtype=torch.float64)])
-        self.is_y = torch.ones(len(a), dtype=torch.float64)
+        self.weights = torch.cat([a[1:], a.new_tensor([tableau.error])])
+        self.is_y = a.new_ones(len(a))
         self.is_y[-1] = 0.0
-        self.dense = torch.tensor(tableau.dense, dtype=torch.float64)
+        self.dense = a.new_tensor(tableau.dense)
 
     def matrix(self, damping: Tensor, step: Tensor, thetas: Tensor | None = None) -> Tensor:
         """C: a row of ones for y beside H a."""

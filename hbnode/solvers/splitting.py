@@ -32,14 +32,13 @@ class Splitting:
     """
 
     carries = False
-    reversible = True
     has_dense = False
     state_rows = 2
 
     def __init__(self, order: int, drifts: Sequence[float], kicks: Sequence[float]) -> None:
         self.order = order
-        self.drifts = torch.tensor(drifts, dtype=torch.float64)
-        self.kicks = torch.tensor(kicks, dtype=torch.float64)
+        self.drifts = torch.tensor(drifts, dtype=torch.float64, device="cpu")
+        self.kicks = torch.tensor(kicks, dtype=torch.float64, device="cpu")
         self.nodes = tuple(self.drifts.cumsum(0)[:-1].tolist())
 
     @property

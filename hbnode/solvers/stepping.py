@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,9 +14,10 @@ from torch import Tensor
 from hbnode import _functorch
 from hbnode._replay import random_state
 from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
-from hbnode.nfe import Tally
+from hbnode.gradients import closed_over_leaves, refuse_unknown
+from hbnode.nfe import Tally, backward_pass
 from hbnode.solvers.clock import Clock, Step
-from hbnode.solvers.compiled import CompiledSteps
+from hbnode.solvers.compiled import Programs
 from hbnode.solvers.control import first_size, norms
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.explicit import Stepped
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not finite is blamed
 
+CHANGES_INPUT = (
+    "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its first layer."
+)
 _FIELD_NOT_FINITE = (
     "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
     "(GHBNODE's activation bounds it)"
@@ -61,14 +65,15 @@ class Solve:
         self.attempts = 0
         self.tally = tally
         self.step_size = math.nan
-        self.compiled: CompiledSteps | None = None
+        self.compiled: Programs | None = None
         self.counted: int | None = None  # how many elements of a row count in the error; None for all
         self.known: frozenset[int] = frozenset()  # ids of the leaves that a backward pass differentiates
-        self.closed = False  # whether the field's own parameters are all of them
+        self.watches = True  # whether replays must look for others: f is no network, or may use others at other times
         self.wanted = (False, False)  # whether a backward pass needs gradients of coefficients, and of times
         self.first: Graph | None = None  # of the first evaluation
-        self.random: bool | None = False  # whether the field draws random numbers; None: look at the next step
+        self.recording = False  # random numbers are to be drawn again in the backward pass
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
+        self.max_step = self.options.max_step
         self._cache: dict = {}
         self._arranged: dict = {}
         self.damping: Tensor | None = None  # a leaf to differentiate coefficients with respect to, and
@@ -91,7 +96,12 @@ class Solve:
         if not self.method.carries:
             return rows
         self.tally.add("evaluation")
-        return torch.cat([rows, self.dynamics.evaluate(self.clock.first_time(), rows[0]).unsqueeze(0)])
+        x = rows[0]
+        version = None if x.is_inference() else x._version
+        value = self.dynamics.evaluate(self.clock.first_time(), x)
+        if version is not None and x._version != version:
+            raise ValueError(CHANGES_INPUT)
+        return torch.cat([rows, value.unsqueeze(0)])
 
     def matrix(self, step: Step, damping: Tensor, *, differentiable: bool = False) -> Tensor:
         """The coefficients of a step, in the state's dtype; those of equal steps are worked out once."""
@@ -105,8 +115,8 @@ class Solve:
             )
         key = (size, step.thetas)
         if key not in self._cache:
-            thetas = torch.tensor(step.thetas, dtype=torch.float64) if step.thetas else None
-            sizes = torch.tensor(size, dtype=torch.float64)
+            thetas = self.clock.t.new_tensor(step.thetas) if step.thetas else None
+            sizes = torch.tensor(size, dtype=torch.float64, device=self.clock.t.device)
             if self.by_damping is not None:
                 with torch.enable_grad():
                     self.by_damping[key] = self.method.matrix(self.damping, sizes, thetas)
@@ -146,14 +156,12 @@ class Solve:
         matrix = self.matrix(step, damping, differentiable=differentiable)
         times = self.times(step, differentiable=differentiable)
         self.tally.add("evaluation", self.method.evaluations)
-        if self.random is False:
+        if not self.recording:
             return self._take(point, step, matrix, times, error=error)
         device = self.dynamics.template.device
         before = random_state(device)
         stepped = self._take(point, step, matrix, times, error=error)
-        if self.random is None:
-            self.random = not all(map(torch.equal, before, random_state(device)))
-        step.random = before if self.random else None
+        step.random = None if all(map(torch.equal, before, random_state(device))) else before
         return stepped
 
     def take_and_keep(self, point: Tensor, step: Step, damping: Tensor, *, error: bool) -> tuple[Stepped, Graph]:
@@ -163,10 +171,30 @@ class Solve:
         times = self.times(step).detach().requires_grad_(by_times and self.dynamics.wants_time)
         point = point.detach().requires_grad_()
         self.tally.add("evaluation", self.method.evaluations)
-        with torch.enable_grad():
-            stepped = self._take(point, step, matrix, times, error=error)
+        device = self.dynamics.template.device
+        before = random_state(device)
+        stepped = self.watched(lambda: self._take(point, step, matrix, times, error=error), (point, matrix, times))
+        step.random = None if all(map(torch.equal, before, random_state(device))) else before
         graph = Graph([point], [x for x in (matrix, times) if x.requires_grad], stepped.point, stepped.dense)
         return Stepped(*(None if x is None else x.detach() for x in stepped)), graph
+
+    def watched(self, evaluate: Callable[[], Stepped], inputs: Sequence[Tensor]) -> Stepped:
+        """The value of ``evaluate`` with its graph, in which no leaf may be that the first evaluation did not see.
+
+        A network that is the same at all times has no others than its parameters.
+        """
+        with torch.enable_grad():
+            if not self.watches:
+                return evaluate()
+            values: list[Stepped] = []
+
+            def point() -> Tensor:
+                values.append(evaluate())
+                return values[0].point
+
+            found, _ = closed_over_leaves(point, inputs)
+        refuse_unknown(found, self.known)
+        return values[0]
 
     def _take(self, point: Tensor, step: Step, matrix: Tensor, times: Tensor, *, error: bool) -> Stepped:
         """A step, compiled if it can be."""
@@ -185,7 +213,13 @@ class Solve:
         of_rows = norm.tolist()
         self.check_start(of_rows)
         size = first_size(of_rows[0], of_rows[-1], self.rtol, self.atol, self.method)
-        return min(self.options.first_step or size, self.options.max_step)
+        return min(self.options.first_step or size, self.max_step)
+
+    def limit_step(self, damping: Tensor) -> None:
+        """Keep γH below 16: beyond 32 the decay of a single step hides its error, and any answer would pass."""
+        largest = float(_functorch.plain(damping).abs().max())
+        if largest > 0:
+            self.max_step = min(self.max_step, 16.0 / largest)
 
     def check_start(self, of_rows: Sequence[float]) -> None:
         """Refuse to start from what is not finite, given numbers that tell of each row of the first point."""
@@ -236,7 +270,8 @@ class Solve:
 
     def check_nfe(self, step: Step, count: int = 1) -> None:
         """Before so many steps: are they still within ``max_nfe``?"""
-        if self.tally.nfe.total + count * self.method.evaluations > self.options.max_nfe:
+        spent = self.tally.nfe.forward if backward_pass() == -1 else self.tally.nfe.backward
+        if spent + count * self.method.evaluations > self.options.max_nfe:
             raise self.failure(
                 MaxNFEError,
                 f"the solve needs more than max_nfe={self.options.max_nfe} evaluations. "
@@ -258,7 +293,8 @@ class Solve:
 
     def is_too_small(self, step: Step, size: float) -> bool:
         """After a rejected step: is the next one, of this size, no step any more?"""
-        floor = 4 * torch.finfo(self.dynamics.template.dtype).eps * abs(self.time(step))
+        now = self.clock.furthest if self.clock.has_batch else abs(self.time(step))
+        floor = 4 * torch.finfo(self.dynamics.template.dtype).eps * now
         return size < max(floor, self.options.min_step, 1e-300)
 
     def underflow(self, step: Step, size: float, sample: int | None = None) -> SolverError:
