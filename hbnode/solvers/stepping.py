@@ -276,7 +276,7 @@ class Solve:
                 MaxNFEError,
                 f"the solve needs more than max_nfe={self.options.max_nfe} evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe",
-                self.time(step),
+                self._at(step),
             )
 
     def count_attempt(self, step: Step) -> None:
@@ -288,7 +288,7 @@ class Solve:
                 MaxStepsError,
                 f"the solve needed more than max_steps={self.max_steps} steps. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_steps",
-                self.time(step),
+                self._at(step),
             )
 
     def is_too_small(self, step: Step, size: float) -> bool:
@@ -325,6 +325,7 @@ class Solve:
             times, activation = self.times(step).unbind(0), self.dynamics.activation
             self.tally.add("evaluation", self.method.evaluations)
             self.method.step(point.detach(), coefficients, times, evaluate, error=False, activation=activation)
+        now = self._at(step, sample)
         if found:
             return self.failure(
                 NonFiniteError,
@@ -334,8 +335,14 @@ class Solve:
         return self.failure(
             NonFiniteError,
             "the state or its error is not finite. Look for: a field that grows without bound",
-            self.time(step, sample=sample),
+            now,
         )
+
+    def _at(self, step: Step, sample: int | None = None) -> float:
+        """The time of a step that failed, whose size is noted."""
+        now, end = self.time(step, sample=sample), self.time(step, 1.0, sample)
+        self.step_size = abs(end - now)
+        return now
 
     def failure(self, kind: type[SolverError], message: str, t: float) -> SolverError:
         """An error that knows where the solve was."""
