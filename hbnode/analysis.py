@@ -124,7 +124,15 @@ def nfe_vs_tolerance(
     return NFEToleranceCurve(*map(list, zip(*rows, strict=True)))
 
 
-_TIGHT = {"method": "dopri8", "gradient": "direct", "options": {"land": True}, "max_steps": 10**6}
+_TIGHT = {
+    "method": "dopri8",
+    "gradient": "direct",
+    "options": {"land": True},
+    "adjoint_options": None,
+    "step_control": "batch",
+    "compile_steps": False,
+    "max_steps": 10**6,
+}
 
 
 def _mean_square(output: Tensor) -> Tensor:

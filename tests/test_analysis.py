@@ -92,3 +92,11 @@ def test_bad_input():
         hbnode.nfe_vs_tolerance(nn.Linear(2, 2), torch.zeros(1, 2), [1e-3])
     with pytest.raises(ValueError, match="tolerances is empty"):
         hbnode.nfe_vs_tolerance(hbnode.HeavyBallODEBlock(nn.Linear(2, 2)), torch.zeros(1, 2), [])
+
+
+def test_any_solver_has_a_curve():
+    for settings in ({}, {"step_control": "sample"}, {"gradient": "adjoint"}):
+        block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(3, [8], 3), **settings)
+        curve = hbnode.nfe_vs_tolerance(block, torch.randn(5, 3), [1e-2, 1e-5])
+        assert curve.error[1] < 1e-5
+        assert curve.gradient_error[1] < 1e-4
