@@ -138,7 +138,8 @@ def _recorded(
 ) -> Stepped:
     """Take a step and record it: ``(step, point, graph)``, without a graph if it is to be taken again."""
     if keep:
-        stepped, graph = solve.take_and_keep(point, step, damping, error=error)
+        before = record[-1][2] if record else None
+        stepped, graph = solve.take_and_keep(point, step, damping, before, error=error)
     else:
         stepped, graph = solve.take(point, step, damping, error=error, differentiable=False), None
     record.append((step, point, graph))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hbnode._replay import Replay, set_random_state
 from hbnode.errors import ReversalError
@@ -43,12 +43,11 @@ class Tape:
 
         with set_random_state(step.random, point.device):
             stepped = solve.watched(take, (point, matrix, times))
-        return Graph([point], [x for x in (matrix, times) if x.requires_grad], stepped.point, stepped.dense)
+        tensors = [x for x in (matrix, times) if x.requires_grad]
+        return Graph([point], tensors, stepped.point, stepped.dense, (step,))
 
-    def pull_back(
-        self, graph: Graph, cotangents: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
-        """Gradients with respect to points, and to coefficients and times; those of the leaves are added up here."""
+    def pull_back(self, graph: Graph, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients with respect to the points; those of the leaves are added up, those of the steps kept, here."""
         outputs = [graph.output] if graph.dense is None else [graph.output, graph.dense]
         leaves = [leaf for leaf in self.leaves if leaf.requires_grad]  # some may have been frozen since
         found = torch.autograd.grad(outputs, [*graph.points, *graph.tensors, *leaves], cotangents, allow_unused=True)
@@ -56,15 +55,17 @@ class Tape:
         of_leaves = iter(found[k:])
         self.add([next(of_leaves) if leaf.requires_grad else None for leaf in self.leaves])
         of_tensors = iter(found[n:k])
-        by_matrix = next(of_tensors, None) if self.by_matrix else None
-        return list(found[:n]), (by_matrix, next(of_tensors, None))
+        for step in graph.steps:
+            by_matrix = next(of_tensors) if self.by_matrix else None
+            self.steps.append((step, by_matrix, next(of_tensors) if self.by_times else None))
+        return list(found[:n])
 
     def pull_compiled(
         self, program: str, flags: tuple, points: Tensor | list, matrix: Tensor, times: Tensor | list, carried: Tensor
     ) -> tuple[Tensor, Tensor | None, Any] | None:
         """What :meth:`graph` and :meth:`pull_back` find, by a compiled program; None if there is none."""
         compiled = self.solve.compiled
-        if compiled is None or (self.solve.watches and not isinstance(self.solve.dynamics.inner.func, nn.Module)):
+        if compiled is None or not {id(leaf) for leaf in self.leaves} <= set(map(id, compiled.parameters.values())):
             return None
         parameters = compiled.parameters
         with torch.no_grad():
@@ -192,12 +193,15 @@ class Checkpoint(torch.autograd.Function):
         tape = Tape(ctx)
         carried = torch.zeros(n + solve.method.carries, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         with ctx.replay(), no_autocast(gradient.device.type):
-            for i, (step, point, graph) in reversed(list(enumerate(ctx.record))):
-                if isinstance(step, list):
-                    carried = _undo_all(tape, step, point, carried, gradient)
-                else:
-                    carried = _undo(tape, step, point, carried, gradient, graph)
-                    ctx.record[i] = (step, point, None)  # a graph serves once; after that the step is taken again
+            left = len(ctx.record)
+            while left:
+                step, point, graph = ctx.record[left - 1]
+                undo = _undo_all if isinstance(step, list) else _undo
+                carried = undo(tape, step, point, carried, gradient, graph)
+                undone = range(left - (1 if graph is None else len(graph.steps)), left)
+                for i in undone:  # a graph serves once; after that its steps are taken again
+                    ctx.record[i] = (*ctx.record[i][:2], None)
+                left = undone.start
             if solve.method.carries:
                 carried = _undo_start(tape, rows, carried)
         damping, t = tape.finish()
@@ -229,7 +233,7 @@ def _undo(
     if step.accepted is not None:
         moved = _marks(step.accepted, carried, solve.samples())
         stayed, carried = torch.where(moved, 0.0, carried), torch.where(moved, carried, 0.0)
-    solve.tally.add("accepted")
+    solve.tally.add("accepted", 1 if graph is None else len(graph.steps))
     pulled = None
     if graph is None:
         solve.tally.add("evaluation", solve.method.evaluations)
@@ -238,17 +242,19 @@ def _undo(
             pulled = tape.pull_compiled("pull", (), point.detach(), matrix, times, carried)
     if pulled is not None:
         before, *found = pulled
+        tape.steps.append((step, *found))
     else:
         graph = tape.graph(step, point) if graph is None else graph
         cotangents = [carried]
         if graph.dense is not None:
             cotangents.append(gradient[step.outputs.start : step.outputs.stop].reshape(graph.dense.shape))
-        (before,), found = tape.pull_back(graph, cotangents)
-    tape.steps.append((step, *found))
+        (before,) = tape.pull_back(graph, cotangents)
     return before if stayed is None else before + stayed
 
 
-def _undo_all(tape: Tape, steps: list[Step], points: list[Tensor], carried: Tensor, gradient: Tensor) -> Tensor:
+def _undo_all(
+    tape: Tape, steps: list[Step], points: list[Tensor], carried: Tensor, gradient: Tensor, graph: None
+) -> Tensor:
     """:func:`_undo` for all the equal steps between two outputs, which were taken in one compiled program."""
     solve = tape.solve
     n = solve.method.state_rows
@@ -283,7 +289,7 @@ def _undo_start(tape: Tape, rows: Tensor, carried: Tensor) -> Tensor:
         graph = Graph([x, t] if tape.needs_t else [x], [], f)
     if not graph.output.requires_grad:
         return carried[:n]
-    (by_x, *by_t), _ = tape.pull_back(graph, [carried[n]])
+    by_x, *by_t = tape.pull_back(graph, [carried[n]])
     tape.first_time = by_t[0] if by_t else None
     return carried[:n] if by_x is None else torch.cat([(carried[0] + by_x)[None], carried[1:n]])
 
@@ -360,15 +366,11 @@ def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Te
     times = solve.times(step).detach().requires_grad_(tape.by_times)
     tensors = [x for x in (matrix, times) if x.requires_grad]
     drifts, decays, weights = method.arranged(matrix.detach())
-    total: list[Tensor | None] = [None, None]
     h, m = point.detach().unbind(0)
     cotangent = carried
 
     def pull(output: Tensor, h: Tensor, m: Tensor) -> Tensor:
-        found, of_tensors = tape.pull_back(Graph([h, m], tensors, output), [cotangent])
-        for i, x in enumerate(of_tensors):
-            if x is not None:
-                total[i] = x if total[i] is None else total[i] + x
+        found = tape.pull_back(Graph([h, m], tensors, output, None, (step,)), [cotangent])
         return torch.stack([torch.zeros_like(h) if x is None else x for x in found])
 
     for kick in reversed(range(method.evaluations)):
@@ -393,7 +395,6 @@ def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Te
     cotangent = pull(output, h, m)
     solve.tally.add("evaluation", method.evaluations)
     solve.tally.add("accepted")
-    tape.steps.append((step, *total))
     return torch.stack([h.detach(), m.detach()]), cotangent
 
 

@@ -39,12 +39,13 @@ _FIELD_NOT_FINITE = (
 
 @dataclass
 class Graph:
-    """A step, or the first evaluation, with what its gradient is wanted for: points, and coefficients and times."""
+    """Some steps in a row, or the first evaluation, with what gradients are wanted for: points, coefficients, times."""
 
     points: list[Tensor]
     tensors: list[Tensor]
     output: Tensor
     dense: Tensor | None = None
+    steps: tuple[Step, ...] = ()
 
 
 class Solve:
@@ -164,18 +165,24 @@ class Solve:
         step.random = None if all(map(torch.equal, before, random_state(device))) else before
         return stepped
 
-    def take_and_keep(self, point: Tensor, step: Step, damping: Tensor, *, error: bool) -> tuple[Stepped, Graph]:
-        """Take a step, counted, and keep its graph: the backward pass begins with the last step."""
+    def take_and_keep(
+        self, point: Tensor, step: Step, damping: Tensor, before: Graph | None, *, error: bool
+    ) -> tuple[Stepped, Graph]:
+        """Take a step, counted, and keep its graph, as a continuation of that of the steps before if there is one."""
         by_matrix, by_times = self.wanted
         matrix = self.matrix(step, damping).detach().requires_grad_(by_matrix)
         times = self.times(step).detach().requires_grad_(by_times and self.dynamics.wants_time)
-        point = point.detach().requires_grad_()
+        if before is None or before.dense is not None or step.thetas:
+            before = Graph([point.detach().requires_grad_()], [], point)
+            before.output = before.points[0]
         self.tally.add("evaluation", self.method.evaluations)
         device = self.dynamics.template.device
-        before = random_state(device)
-        stepped = self.watched(lambda: self._take(point, step, matrix, times, error=error), (point, matrix, times))
-        step.random = None if all(map(torch.equal, before, random_state(device))) else before
-        graph = Graph([point], [x for x in (matrix, times) if x.requires_grad], stepped.point, stepped.dense)
+        state = random_state(device)
+        inputs = (before.output, matrix, times)
+        stepped = self.watched(lambda: self._take(before.output, step, matrix, times, error=error), inputs)
+        step.random = None if all(map(torch.equal, state, random_state(device))) else state
+        tensors = [*before.tensors, *(x for x in (matrix, times) if x.requires_grad)]
+        graph = Graph(before.points, tensors, stepped.point, stepped.dense, (*before.steps, step))
         return Stepped(*(None if x is None else x.detach() for x in stepped)), graph
 
     def watched(self, evaluate: Callable[[], Stepped], inputs: Sequence[Tensor]) -> Stepped:
