@@ -35,12 +35,6 @@ def solving(field: Callable) -> Iterator[None]:
             module.solving = False
 
 
-def buffer_versions(field: Callable) -> list[tuple[int, int]]:
-    """What tells whether an evaluation changes the buffers of a field, as a running mean."""
-    buffers = field.buffers() if isinstance(field, nn.Module) else ()
-    return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in buffers]
-
-
 class Replay:
     """The conditions of a forward pass, to be restored in its backward pass.
 
@@ -61,7 +55,20 @@ class Replay:
             for name, tensor in kept.items()
             if tensor is not None
         ]
+        self.versions = [None if tensor.is_inference() else tensor._version for _, _, tensor in self.tensors]
         self.masks: list[tuple[SolveDropout, Tensor | None, bool]] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All that the modules had."""
+        return [tensor for kept, _, tensor in self.tensors if isinstance(tensor, nn.Parameter) or tensor.requires_grad]
+
+    def buffers_changed(self) -> bool:
+        """Whether a tensor of the modules was replaced or changed in place since."""
+        return any(
+            kept.get(name) is not tensor or (version is not None and tensor._version != version)
+            for (kept, name, tensor), version in zip(self.tensors, self.versions, strict=True)
+        )
 
     def remember_masks(self) -> None:
         """Remember the masks that the solve has drawn."""

@@ -243,10 +243,15 @@ def _checked_state(field: Callable, y0: State) -> State:
     if torch.is_autocast_enabled(tensors[0].device.type):  # the networks may run in half precision, the state may not
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if isinstance(field, nn.Module):
-        dtypes = {p.dtype for p in field.parameters() if p.is_floating_point()}
-        if dtypes and dtype not in dtypes:
+        dtypes = []
+        for p in field.parameters():
+            dtypes += [p.dtype] if p.is_floating_point() else []
+            if dtype in dtypes:
+                return y0
+        if dtypes:
+            kinds = ", ".join(map(str, set(dtypes)))
             raise TypeError(
-                f"the state is {dtype}, the field's parameters are {', '.join(map(str, dtypes))}; expected one dtype. "
+                f"the state is {dtype}, the field's parameters are {kinds}; expected one dtype. "
                 "Fix: convert the input (x.float(), x.double()) or the field (field.float(), field.double())."
             )
     return y0

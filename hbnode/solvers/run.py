@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _functorch
-from hbnode._replay import Replay, buffer_versions, random_state, restore_random_state, solving
+from hbnode._replay import Replay, random_state, restore_random_state, solving
 from hbnode._state import State, parts
 from hbnode.errors import NonFiniteError
 from hbnode.gradients import closed_over_leaves, own_parameters
@@ -79,7 +79,7 @@ def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> 
             "forward mode. Fix: gradient='direct'."
         )
     replay = Replay(run.dynamics.field)
-    first, leaves = _first_evaluation(run, rows, gradient)
+    first, leaves = _first_evaluation(run, rows, gradient, replay)
     if any(x.requires_grad for x in (rows, damping, run.clock.t, *leaves)):
         by_t = run.clock.t.requires_grad
         run.wanted = (by_t or damping.requires_grad, by_t and run.dynamics.wants_time)
@@ -89,7 +89,7 @@ def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> 
     return integrate(run, rows if first is None else torch.cat([rows, first[None]]), damping)
 
 
-def _first_evaluation(run: Solve, rows: Tensor, gradient: str) -> tuple[Tensor | None, list[Tensor]]:
+def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -> tuple[Tensor | None, list[Tensor]]:
     """The value of the field where a solve starts, and all leaves whose gradients its backward pass must find.
 
     Those are the field's own parameters and whatever else it closes over, as seen in the graph of this evaluation. A
@@ -101,7 +101,7 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str) -> tuple[Tensor |
     x = rows[0].detach().clone()
     version = x._version
     x.requires_grad_()
-    versions, before = buffer_versions(dynamics.field), random_state(x.device)
+    before = random_state(x.device)
     sigma = dynamics.activation
 
     def evaluate() -> State:
@@ -112,13 +112,13 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str) -> tuple[Tensor |
     value = parts(value)[0]
     if x._version != version:
         raise ValueError(CHANGES_INPUT)
-    if buffer_versions(dynamics.field) != versions:
+    if replay.buffers_changed():
         raise ValueError(_CHANGES_BUFFERS.format(gradient))
     drawn_again = False
     if not all(map(torch.equal, before, random_state(x.device))):
         drawn_again = not _draws_masks(run)
         run.random_start = before
-    own = own_parameters(dynamics.inner)
+    own = own_parameters(dynamics.inner) if gradient == "adjoint" else replay.parameters
     leaves = list({id(p): p for p in (*own, *found) if p.requires_grad}.values())
     run.known = frozenset(map(id, (*own, *found)))
     func = getattr(dynamics.inner, "func", dynamics.inner)
