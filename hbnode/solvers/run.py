@@ -23,7 +23,8 @@ from hbnode.solvers.compiled import CompilationWarning, CompiledSteps
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.native import NYSTROM, RUNGE_KUTTA, check_field
-from hbnode.solvers.replay import Checkpoint, Reversible
+from hbnode.solvers.replay import Checkpoint
+from hbnode.solvers.reversible import Reversible
 from hbnode.solvers.stepping import CHANGES_INPUT, Graph, Solve, no_autocast
 
 if TYPE_CHECKING:
