@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,17 @@ def tuned(method: str, make: Callable[[float], Step], exact: Tensor) -> Entry | 
 
 
 def interleaved(functions: Sequence[Callable[[], None]], repeats: int, warm: int = 2) -> list[list[float]]:
-    """Seconds of each function in each round, after some rounds that do not count."""
-    rounds = [[seconds(function) for function in functions] for _ in range(warm + repeats)]
+    """Seconds of each function in each round, after some rounds that do not count.
+
+    The order changes from round to round, because what ran before, in another library's threads or caches, is felt.
+    """
+    shuffle = random.Random(0)
+    order = list(range(len(functions)))
+    rounds = []
+    for _ in range(warm + repeats):
+        shuffle.shuffle(order)
+        times = {i: seconds(functions[i]) for i in order}
+        rounds.append([times[i] for i in range(len(functions))])
     return [list(times) for times in zip(*rounds[warm:], strict=True)]
 
 
