@@ -684,6 +684,23 @@ def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
     torch.testing.assert_close(h, plain(x))
 
 
+def test_states_that_are_not_compiled():
+    class Uneven(hbnode.Field):
+        def initial_state(self, x):
+            return x, x[:, :1]
+
+        def forward(self, t, state):
+            return -state[0], -state[1]
+
+    field = Uneven(lambda h: h, parts=1, time_dependent=False)
+    with pytest.warns(compiled.CompilationWarning, match="parts of the state differ in shape"):
+        y, _ = hbnode.odeint(field, field.initial_state(make_input()), [0.0, 1.0], compile=True)
+    torch.testing.assert_close(y[-1], y[0] * math.exp(-1), rtol=1e-4, atol=1e-4)
+    dropout = with_layer(SolveDropout(0.5), compile=True)
+    with pytest.warns(compiled.CompilationWarning, match="draws random numbers"):
+        dropout(make_input())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")

@@ -46,6 +46,8 @@ class CompiledSteps:
                 f"compile=True needs an hbnode field, got {type(dynamics.inner).__name__}. Fix: hbnode.NODE(func)."
             )
         if dynamics.strung:
+            message = "compile=True has no effect: the parts of the state differ in shape. Fix: make them of one shape."
+            warnings.warn(message, CompilationWarning, stacklevel=2)
             return None
         kind = dynamics.template.device.type
         autocast = torch.get_autocast_dtype(kind) if dynamics.autocast is not nullcontext else None
