@@ -63,7 +63,7 @@ class Replay:
         """All that the modules had."""
         return [tensor for kept, _, tensor in self.tensors if isinstance(tensor, nn.Parameter) or tensor.requires_grad]
 
-    def buffers_changed(self) -> bool:
+    def changed(self) -> bool:
         """Whether a tensor of the modules was replaced or changed in place since."""
         return any(
             kept.get(name) is not tensor or (version is not None and tensor._version != version)

@@ -13,35 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._replay import Replay
 from hbnode._state import State, parts
 from hbnode.gradients import closed_over_leaves, refuse_unknown
 from hbnode.solvers.clock import Clock
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.replay import refuse_double_backward, remember
+from hbnode.solvers.replay import refuse_double_backward, solve_and_save
 from hbnode.solvers.stepping import Solve, no_autocast
 
 
 class Adjoint(torch.autograd.Function):
     """Solves forwards without storing anything but the outputs, and the adjoint ODE in the backward pass."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        solve: Solve,
-        replay: Replay,
-        first: Tensor | None,
-        t: Tensor,
-        damping: Tensor,
-        rows: Tensor,
-        *leaves: Tensor,
-    ) -> Tensor:
-        """The rows of the state at the output times, (T, state rows, ...)."""
-        point = rows if first is None else torch.cat([rows, first[None]])
-        trajectory = integrate(solve, point, damping)
-        remember(ctx, solve, replay, t, damping, leaves, trajectory)
-        return trajectory
+    forward = staticmethod(solve_and_save)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -53,9 +53,7 @@ class Clock:
         self.shared = t.dim() == 1
         self.per_sample = per_sample
         self.dense = dense
-        self.t = (
-            t.to("cpu", torch.float64) if self.shared and not per_sample else t.to(self.template.device, torch.float64)
-        )
+        self.t = t.to(self.template.device if self.has_batch else "cpu", torch.float64)
         grid = _functorch.plain(self.t)
         self.times = None if self.has_batch else grid.tolist()
         self.host = self.ends(grid).tolist() if self.times is not None else None

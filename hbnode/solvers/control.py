@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from hbnode.solvers.explicit import ExplicitMethod
+
 SAFETY = 0.9
 SMALLEST, LARGEST = 0.1, 8.0  # factors by which a step may change
 PROPORTIONAL, INTEGRAL = 0.2, 1.0
@@ -86,7 +88,9 @@ def norms(x: Tensor, samples: int | None) -> Tensor:
     return torch.linalg.vector_norm(x, dim=2) / math.sqrt(max(x.shape[2], 1))
 
 
-def first_size(h: float | Tensor, f: float | Tensor, rtol: float, atol: float, method: object) -> float | Tensor:
+def first_size(
+    h: float | Tensor, f: float | Tensor, rtol: float, atol: float, method: ExplicitMethod
+) -> float | Tensor:
     r"""Size of the first step, without an evaluation of its own.
 
     The ball is taken to oscillate about 0 with the frequency :math:`\omega = (\|f\| / \|h\|)^{1/2}`, a first-order
@@ -98,7 +102,7 @@ def first_size(h: float | Tensor, f: float | Tensor, rtol: float, atol: float, m
         f: norm of the field's value.
         rtol: relative tolerance.
         atol: absolute tolerance.
-        method: with its ``error_order`` q.
+        method: whose error estimate has the order q.
     """
     tolerance = atol + rtol * h
     rate = (f / (h + tolerance)) ** (1.0 / method.state_rows)

@@ -49,7 +49,6 @@ class ExplicitMethod(ABC):
     """A pair of explicit methods with its coefficients.
 
     Attributes:
-        order: order of the solution that is carried on.
         error_order: order of the embedded solution.
         nodes: times of the stages after the first, as fractions of the step.
         state_rows: rows of the state, 1 for y and 2 for (h, m).
@@ -57,7 +56,6 @@ class ExplicitMethod(ABC):
     """
 
     carries = True  # the value of the field at its end, to the next step
-    order: int
     error_order: int
     nodes: tuple[float, ...]
     state_rows: int

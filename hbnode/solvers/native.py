@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 NYSTROM = {"nystrom4": Nystrom(RKN4), "nystrom6": Nystrom(RKN6), "nystrom8": Nystrom(RKN8)}
 SPLITTING = {
-    "leapfrog": Splitting(2, STRANG_DRIFTS, STRANG_KICKS),
-    "blanes_moan4": Splitting(4, BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
+    "leapfrog": Splitting(STRANG_DRIFTS, STRANG_KICKS),
+    "blanes_moan4": Splitting(BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(TSIT5)}
 METHODS = NYSTROM | SPLITTING | RUNGE_KUTTA

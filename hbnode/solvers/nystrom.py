@@ -33,7 +33,7 @@ class Nystrom(ExplicitMethod):
     state_rows = 2
 
     def __init__(self, tableau: NystromTableau) -> None:
-        self.order, self.error_order = tableau.order, tableau.error_order
+        self.error_order = tableau.error_order
         self.nodes = tuple(map(float, tableau.c[1:]))
         self.has_dense = tableau.dense is not None
         self.c = _vector(tableau.c)

@@ -183,7 +183,7 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Take each step again, from the last to the first, and evaluate the field once more at the start."""
+        """Undo each step, from the last to the first: by its graph where that was kept, else taking it again."""
         refuse_double_backward("checkpoint")
         solve = ctx.solve
         n = solve.method.state_rows
@@ -204,6 +204,22 @@ class Checkpoint(torch.autograd.Function):
                 carried = _undo_start(tape, rows, carried)
         damping, t = tape.finish()
         return None, None, None, t, damping, carried + gradient[0], *tape.gradients
+
+
+def solve_and_save(
+    ctx: Any,
+    solve: Solve,
+    replay: Replay,
+    first: Tensor | None,
+    t: Tensor,
+    damping: Tensor,
+    rows: Tensor,
+    *leaves: Tensor,
+) -> Tensor:
+    """The forward pass of the gradients that store the outputs alone: (T, state rows, ...)."""
+    trajectory = integrate(solve, rows if first is None else torch.cat([rows, first[None]]), damping)
+    remember(ctx, solve, replay, t, damping, leaves, trajectory)
+    return trajectory
 
 
 def remember(

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._replay import Replay
 from hbnode.errors import ReversalError
 from hbnode.solvers.clock import Step
 from hbnode.solvers.explicit import Stepped
-from hbnode.solvers.loops import integrate
-from hbnode.solvers.replay import Tape, refuse_double_backward, remember
+from hbnode.solvers.replay import Tape, refuse_double_backward, solve_and_save
 from hbnode.solvers.stepping import Graph, Solve, no_autocast
 
 REVERSAL_TOLERANCE = 1e-3  # how far from where it began an undone interval may end, relative to the state
@@ -22,21 +20,7 @@ REVERSAL_TOLERANCE = 1e-3  # how far from where it began an undone interval may 
 class Reversible(torch.autograd.Function):
     """The gradient of a splitting method whose steps are undone in the backward pass: it stores the outputs alone."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        solve: Solve,
-        replay: Replay,
-        first: None,
-        t: Tensor,
-        damping: Tensor,
-        rows: Tensor,
-        *leaves: Tensor,
-    ) -> Tensor:
-        """The rows of the state at the output times, (T, 2, ...)."""
-        trajectory = integrate(solve, rows, damping)
-        remember(ctx, solve, replay, t, damping, leaves, trajectory)
-        return trajectory
+    forward = staticmethod(solve_and_save)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

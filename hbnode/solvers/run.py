@@ -113,7 +113,7 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -
     value = parts(value)[0]
     if x._version != version:
         raise ValueError(CHANGES_INPUT)
-    if replay.buffers_changed():
+    if replay.changed():
         raise ValueError(_CHANGES_BUFFERS.format(gradient))
     drawn_again = False
     if not all(map(torch.equal, before, random_state(x.device))):

@@ -16,7 +16,7 @@ class RungeKutta(ExplicitMethod):
     has_dense = True
 
     def __init__(self, tableau: RungeKuttaTableau) -> None:
-        self.order, self.error_order = tableau.order, tableau.error_order
+        self.error_order = tableau.error_order
         self.nodes = tuple(map(float, tableau.c[1:]))
         a = strictly_lower(tableau.a)
         self.weights = torch.cat([a[1:], a.new_tensor([tableau.error])])

@@ -26,7 +26,6 @@ class Splitting:
     """A composition of drifts and kicks that begins and ends with a drift.
 
     Arguments:
-        order: its order.
         drifts: fractions of the step, one more than the kicks.
         kicks: fractions of the step.
     """
@@ -35,8 +34,7 @@ class Splitting:
     has_dense = False
     state_rows = 2
 
-    def __init__(self, order: int, drifts: Sequence[float], kicks: Sequence[float]) -> None:
-        self.order = order
+    def __init__(self, drifts: Sequence[float], kicks: Sequence[float]) -> None:
         self.drifts = torch.tensor(drifts, dtype=torch.float64, device="cpu")
         self.kicks = torch.tensor(kicks, dtype=torch.float64, device="cpu")
         self.nodes = tuple(self.drifts.cumsum(0)[:-1].tolist())

@@ -173,8 +173,8 @@ class Solve:
         matrix = self.matrix(step, damping).detach().requires_grad_(by_matrix)
         times = self.times(step).detach().requires_grad_(by_times and self.dynamics.wants_time)
         if before is None or before.dense is not None or step.thetas:
-            before = Graph([point.detach().requires_grad_()], [], point)
-            before.output = before.points[0]
+            start = point.detach().requires_grad_()
+            before = Graph([start], [], start)
         self.tally.add("evaluation", self.method.evaluations)
         device = self.dynamics.template.device
         state = random_state(device)
