@@ -3,14 +3,13 @@
 import copy
 import gc
 import pickle
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import hbnode
-from tests.models import SHAPES, every_model, make_field, make_input
+from tests.models import SHAPES, Watched, every_model, make_field, make_input
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -208,24 +207,14 @@ def test_torch_compile_with_inductor(model):
 @pytest.mark.parametrize("method", ["dopri5", "dopri8", "rk4"])
 def test_the_adjoint_keeps_nothing_alive(method):
     """Neither between evaluations of the backward pass nor after it, without the garbage collector's help."""
-    alive, most = weakref.WeakSet(), []
-
-    class Watched(nn.Module):
-        def forward(self, h):
-            hidden = h.tanh()
-            if hidden.requires_grad:
-                alive.add(hidden)
-                most.append(len(alive))
-            return hidden * 1.5
-
-    x = make_input().requires_grad_()
-    block = hbnode.HeavyBallODEBlock(Watched(), gradient="adjoint", method=method).double()
+    func, x = Watched(), make_input().requires_grad_()
+    block = hbnode.HeavyBallODEBlock(func, gradient="adjoint", method=method).double()
     gc.disable()
     try:
         for _ in range(3):
             block(x).sum().backward()
-        assert len(alive) == 0
-        assert max(most) <= 2
+        assert len(func.alive) == 0
+        assert 0 < func.most <= 2
     finally:
         gc.enable()
 

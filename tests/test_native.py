@@ -517,13 +517,18 @@ def test_inference_mode_first():
     Nystrom.constants.cache_clear()
     block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2))
     with torch.inference_mode():
-        block(torch.ones(1, 2))
-    block(torch.ones(1, 2)).sum().backward()
+        h = block(torch.ones(1, 2))
+    again = block(torch.ones(1, 2))
+    again.sum().backward()
+    torch.testing.assert_close(again.detach(), h.clone())
+    assert all(p.grad is not None for p in block.parameters())
 
 
 def test_the_result_may_be_changed_in_place():
-    model = nn.Sequential(hbnode.HeavyBallODEBlock(nn.Linear(2, 2)), nn.ReLU(inplace=True)).double()
-    model(torch.ones(1, 2, dtype=torch.float64, requires_grad=True)).sum().backward()
+    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2)).double()
+    x = torch.tensor([[1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    changed, kept = (torch.autograd.grad(nn.ReLU(inplace)(block(x)).sum(), x)[0] for inplace in (True, False))
+    torch.testing.assert_close(changed, kept)
 
 
 @pytest.mark.parametrize("method", ["nystrom4", "tsit5"])
@@ -559,6 +564,20 @@ def test_a_field_inside_of_a_wrapper_is_called_through_it():
 
 
 def test_nested_solves_share_a_mask():
-    inner = hbnode.HeavyBallODEBlock(nn.Sequential(nn.Linear(2, 2), hbnode.nets.SolveDropout(0.5)))
-    outer = hbnode.HeavyBallODEBlock(lambda h: inner(h), rtol=1e-4, atol=1e-4)
-    outer(torch.ones(3, 2))
+    """The mask belongs to the outermost solve, or each of its evaluations would see another field."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = hbnode.HeavyBallODEBlock(nn.Sequential(nn.Linear(4, 4), hbnode.nets.SolveDropout(0.5)))
+
+        def forward(self, h):
+            return self.inner(h)
+
+    func, masks = Outer(), []
+    dropout = func.inner.field.func[1]
+    dropout.register_forward_hook(lambda module, args, out: masks.append((out == 0).tolist()))
+    hbnode.HeavyBallODEBlock(func, rtol=1e-4, atol=1e-4)(torch.ones(8, 4))
+    assert len(masks) > 20
+    assert all(mask == masks[0] for mask in masks)
+    assert not dropout.solving

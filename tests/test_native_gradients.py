@@ -14,7 +14,7 @@ import hbnode
 from hbnode.nets import SolveDropout
 from hbnode.solvers import compiled
 from hbnode.solvers.native import METHODS, NYSTROM, SPLITTING
-from tests.models import every_model, make_field, make_input
+from tests.models import Watched, every_model, make_field, make_input
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -287,7 +287,8 @@ def test_functional_call(gradient, frozen, compile, request):
         h = torch.func.functional_call(block, lent, x)
         found.append(torch.autograd.grad(h.sum(), list(lent.values())))
     for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-2 if gradient == "adjoint" else 1e-9, atol=1e-3)
+        tolerance = 1e-3 if gradient == "adjoint" else 1e-10  # the adjoint is that of the ODE, not of the grid
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -543,25 +544,15 @@ def test_memory():
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "reversible"])
 def test_the_replay_keeps_nothing_alive(gradient):
-    alive, most = weakref.WeakSet(), []
-
-    class Watched(nn.Module):
-        def forward(self, h):
-            hidden = h.tanh()
-            if hidden.requires_grad:
-                alive.add(hidden)
-                most.append(len(alive))
-            return hidden * 1.5
-
-    x = make_input().requires_grad_()
+    func, x = Watched(), make_input().requires_grad_()
     settings = {"gradient": gradient, "method": "leapfrog", "options": {"steps": 20}}
-    block = hbnode.HeavyBallODEBlock(Watched(), **settings).double()
+    block = hbnode.HeavyBallODEBlock(func, **settings).double()
     gc.disable()
     try:
         for _ in range(3):
             block(x).sum().backward()
-        assert len(alive) == 0
-        assert max(most) <= 3
+        assert len(func.alive) == 0
+        assert 0 < func.most <= 3
     finally:
         gc.enable()
 
