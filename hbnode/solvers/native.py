@@ -87,7 +87,7 @@ class Options:
 def best_method(field: Callable, settings: Settings) -> str:
     """What ``method=None`` means: Nystrom for HBNODE, its order by the tolerance, and ``"tsit5"`` for all others.
 
-    The order is that of fewer evaluations at the tolerance, over the problems of ``benchmarks/solvers.py``.
+    The order is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks.
     """
     if settings.gradient == "reversible":
         return "blanes_moan4"
