@@ -44,7 +44,7 @@ def steps(gradient: str, dim: int, batch: int, tol: float) -> tuple[Callable[[],
 
     def ours() -> None:
         field.zero_grad()
-        y, _ = hbnode.odeint(field, (h, m), t, rtol=tol, atol=tol, gradient=gradient)
+        y, _ = hbnode.odeint(field, (h, m), t, rtol=tol, atol=tol, method="dopri5", gradient=gradient)
         y[-1].pow(2).mean().backward()
 
     def theirs() -> None:
