@@ -8,19 +8,22 @@ import dataclasses
 import gc
 import io
 import json
+import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 from torch import distributed, nn
 
 import hbnode
-from hbnode.solvers.from_torchdiffeq import FIXED
+from hbnode.solvers import from_torchdiffeq
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,33 +47,55 @@ def option(default: object, text: str, choices: Sequence[str] | None = None, *, 
 class Config:
     """Options that all tasks have."""
 
-    model: str = option("hbnode", "which of the five models", MODELS)
+    model: str = option("hbnode", "which of the five models; all runs them all", (*MODELS, "all"))
     preset: str = option("default", "a set of defaults, see below; other options override it")
     seed: int = option(0, "seed of the initial weights and of the order of the data")
+    seeds: int = option(1, "how many seeds to run, counting up from --seed", may_change=True)
+    jobs: int = option(0, "processes at a time, of several runs; 0 is one for each core", may_change=True)
     epochs: int = option(20, "passes over the training data", may_change=True)
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "Adam's learning rate")
-    schedule: str = option("constant", "learning rate: constant, or falling to 0 as a cosine", ("constant", "cosine"))
+    schedule: str = option(
+        "constant",
+        "learning rate: constant, falling to 0 as a cosine, or 5 %% less after every 1,000 steps",
+        ("constant", "cosine", "step"),
+    )
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
-    method: str = option("dopri5", "solver")
-    tol: float = option(1e-3, "rtol = atol of an adaptive solver")
-    steps: int = option(0, "steps of a solver with a fixed grid, such as rk4")
-    gradient: str = option("adjoint", "how to differentiate", ("adjoint", "direct"))
-    adjoint_norm: str = option("seminorm", "error norm of the adjoint; the papers used full", ("seminorm", "full"))
+    loss_scale: float = option(1.0, "factor of the loss in the backward pass, which an adjoint's evaluations depend on")
+    solver: str = option("native", "hbnode's solvers, or torchdiffeq's as in the papers", ("native", "torchdiffeq"))
+    method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")
+    tol: float = option(1e-3, "rtol = atol of an adaptive method")
+    steps: int = option(0, "steps of a fixed grid; 0 chooses the steps by the tolerance")
+    gradient: str = option(
+        "",
+        "how to differentiate; empty is checkpoint (native) or adjoint (torchdiffeq)",
+        ("", "direct", "checkpoint", "reversible", "adjoint"),
+    )
+    adjoint_norm: str = option(
+        "seminorm", "error norm of torchdiffeq's adjoint; the papers used full", ("seminorm", "full")
+    )
     device: str = option("auto", "cpu, cuda, or auto", may_change=True)
     checkpoint_seconds: float = option(30.0, "time between checkpoints within an epoch", may_change=True)
-    out: str = option("", "run folder; empty makes one under runs/", may_change=True)
+    out: str = option(
+        "", "run folder, of several runs the folder of theirs; empty makes it under runs/", may_change=True
+    )
 
-    def solver(self) -> dict[str, object]:
+    def ode_options(self) -> dict[str, object]:
         """The arguments of an ODEBlock that the options describe."""
-        norm = {"norm": "seminorm"} if self.adjoint_norm == "seminorm" else {}
-        return {
-            "method": self.method,
+        options = {
+            "method": self.method or None,
             "rtol": self.tol,
             "atol": self.tol,
-            "gradient": self.gradient,
-            "adjoint_options": norm,
+            "gradient": self.gradient or None,
             "options": {"steps": self.steps} if self.steps else None,
+        }
+        if self.solver == "native":
+            return options
+        norm = {"norm": "seminorm"} if self.adjoint_norm == "seminorm" else {}
+        return options | {
+            "method": self.method or "dopri5",
+            "gradient": self.gradient or "adjoint",
+            "adjoint_options": norm,
         }
 
 
@@ -108,15 +133,85 @@ def _check(config: Config) -> None:
         flag = "--" + name.replace("_", "-")
         if isinstance(value, (int, float)) and value < 0:
             raise ValueError(f"{flag} must not be negative, got {value}")
-        if name in ("epochs", "batch_size", "lr", "tol") and value == 0:
+        if name in ("seeds", "epochs", "batch_size", "lr", "tol", "loss_scale") and value == 0:
             raise ValueError(f"{flag} must be positive, got 0")
-    if config.seed >= 2**32:
-        raise ValueError(f"--seed must be below 2**32, got {config.seed}")
+    if config.seed + config.seeds > 2**32:
+        raise ValueError(f"--seed must be below 2**32, got {config.seed + config.seeds - 1}")
     if config.device != "auto":
         torch.device(config.device)
-    if config.method in FIXED and not config.steps:
+    theirs = config.solver == "torchdiffeq"
+    if config.method and theirs != (config.method in from_torchdiffeq.METHODS):
+        raise ValueError(
+            f"--method {config.method} is not one of --solver {config.solver}. "
+            f"Fix: --solver {'native' if theirs else 'torchdiffeq'}, or leave --method out."
+        )
+    if config.method in from_torchdiffeq.FIXED and not config.steps:
         raise ValueError(f"--method {config.method} has a fixed grid; say how fine with --steps")
-    hbnode.ODEBlock(hbnode.NODE(lambda h: -h), **config.solver())(torch.ones(1, 1))  # a trial: method, tolerance, steps
+    for model in MODELS if config.model == "all" else (config.model,):
+        x = torch.ones(1, 1, requires_grad=True)  # a trial: method, tolerance, steps, gradient
+        hbnode.ODEBlock(TRIAL[model](), **config.ode_options())(x).sum().backward()
+
+
+# A field of each kind, to try options on.
+TRIAL: dict[str, Callable[[], nn.Module]] = {
+    "node": lambda: hbnode.NODE(lambda h: -h),
+    "anode": lambda: hbnode.ANODE(lambda h: -h, augment=1),
+    "sonode": lambda: hbnode.SONODE(lambda h, v: -h),
+    "hbnode": lambda: hbnode.HBNODE(lambda h: -h),
+    "ghbnode": lambda: hbnode.GHBNODE(lambda h: -h),
+}
+
+
+def sweep(config: C, train: Callable[[C], None]) -> None:
+    """Train one model with one seed, or all that the options name, in processes side by side.
+
+    Each is a run of its own, with its own folder; one that fails does not keep the others from finishing.
+
+    Arguments:
+        config: options; ``model`` may be "all", and ``seeds`` more than 1.
+        train: the task, a function at the top level of its module.
+    """
+    models = MODELS if config.model == "all" else (config.model,)
+    seeds = range(config.seed, config.seed + config.seeds)
+    if len(models) * len(seeds) == 1:
+        train(config)
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SystemExit("torchrun trains one model with one seed. Fix: no --seeds and no --model all.")
+    configs = [
+        dataclasses.replace(
+            config, model=model, seed=seed, seeds=1, out=config.out and str(Path(config.out) / f"{model}-seed{seed}")
+        )
+        for seed in seeds
+        for model in models
+    ]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = min(config.jobs or cores, len(configs))
+    context = multiprocessing.get_context("spawn")
+    threads = (max(1, cores // jobs),)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=threads) as pool:
+            failed = _wait(pool, {pool.submit(train, config): config for config in configs})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if failed:
+        raise SystemExit("\n".join([*failed, f"{len(failed)} of {len(configs)} runs failed"]))
+
+
+def _wait(pool: ProcessPoolExecutor, runs: Mapping[Future, Config]) -> list[str]:
+    """Wait for all runs; what is to be said of those that failed. Interrupted, each run saves itself first."""
+    failed = []
+    try:
+        for run in as_completed(runs):
+            if error := run.exception():
+                failed.append(f"{runs[run].model}, seed {runs[run].seed}: {error or type(error).__name__}")
+    except KeyboardInterrupt:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+        raise SystemExit("interrupted: the same command goes on with what is not finished") from None
+    return failed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
 import signal
 import time
 import types
@@ -71,7 +72,8 @@ class _Trainer:
         self.totals: dict[str, float] = {}  # sums over the epoch so far
         self._resume()
         self.wrapped = self.workers.wrap(model)
-        hidden = None if self.workers.rank == 0 else True
+        alone = self.workers.rank == 0 and multiprocessing.parent_process() is None
+        hidden = None if alone else True  # one bar at a time, and on a terminal only
         self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit="batch")
         self.saved = time.monotonic()
 
@@ -81,18 +83,21 @@ class _Trainer:
         order = _order(self.config.seed, epoch, len(self.train[0]))
         batch, samples, weight = _share(self.train, order, index, self.config.batch_size, self.workers)
         for group in self.optimizer.param_groups:
-            group["lr"] = _learning_rate(self.config, self.position / self.total)
+            group["lr"] = _learning_rate(self.config, self.position, self.total)
         start = time.perf_counter()
         self.optimizer.zero_grad()
         with hbnode.count_nfe(self.wrapped) as nfe:
             try:
                 value, means = self.loss(self.wrapped, batch)
-                (value * weight).backward()
+                (value * weight * self.config.loss_scale).backward()
             except hbnode.SolverError as error:
                 raise SystemExit(
                     f"epoch {epoch + 1}, batch {index + 1}: {type(error).__name__}: {error}. "
                     f"Fix: a smaller --lr, --clip 1, or another --tol; what was done is in {self.run.folder}"
                 ) from error
+        if self.config.loss_scale != 1:
+            for p in self.model.parameters():
+                p.grad = p.grad if p.grad is None else p.grad / self.config.loss_scale
         if self.config.clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
@@ -115,11 +120,12 @@ class _Trainer:
         self.totals = {}
         samples, batches = totals.pop("samples"), totals.pop("batches")
         costs = {name: totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward")}
+        costs["nfe_ratio"] = costs["nfe_backward"] / costs["nfe_forward"]
         seconds = totals.pop("seconds") / self.workers.size
         means = {f"train_{name}": value / samples for name, value in totals.items()}
-        batch_size = samples / self.per_epoch
+        conditions = {"batch_size": samples / self.per_epoch, "loss_scale": self.config.loss_scale}
         epoch = self.position // self.per_epoch
-        return {"epoch": epoch, **means, **test, **costs, "batch_size": batch_size, "seconds": seconds}
+        return {"epoch": epoch, **means, **test, **costs, **conditions, "seconds": seconds}
 
     def is_checkpoint_due(self) -> bool:
         """Whether enough time has passed, by the first process's clock."""
@@ -168,8 +174,13 @@ def evaluate(run: Run, model: nn.Module, data: Batch, loss: Loss) -> dict[str, f
     return {f"test_{name}": value / samples for name, value in totals.items()} | {"test_nfe": nfe / batches}
 
 
-def _learning_rate(config: Config, progress: float) -> float:
-    return config.lr * (1.0 if config.schedule == "constant" else (1 + math.cos(math.pi * progress)) / 2)
+def _learning_rate(config: Config, position: int, total: int) -> float:
+    factors = {
+        "constant": 1.0,
+        "cosine": (1 + math.cos(math.pi * position / total)) / 2,
+        "step": 0.95 ** (position // 1000),
+    }
+    return config.lr * factors[config.schedule]
 
 
 def _weighted(value: Tensor, means: dict[str, float], samples: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks._run import Config, Run, count_parameters, option, parse, write_figure
+from tasks._run import Config, Run, count_parameters, option, parse, sweep, write_figure
 from tasks._train import fit
 
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
@@ -39,7 +39,7 @@ class PointCloudConfig(Config):
     animate: bool = option(False, "draw the evolution as a GIF too", may_change=True)
 
 
-PRESETS = {"paper": {"tol": 1e-7, "adjoint_norm": "full"}}
+PRESETS = {"paper": {"tol": 1e-7, "solver": "torchdiffeq", "adjoint_norm": "full"}}
 
 
 def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
@@ -125,19 +125,23 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
         plt.close(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def train(config: PointCloudConfig) -> None:
     """Train one model on one cloud and draw what it does to it."""
-    config = parse(PointCloudConfig, PRESETS, __doc__, argv)
     cloud, fresh = make_cloud(config.seed), make_cloud(config.seed + 1_000_000)
     run = Run("point_cloud", config, f"{config.preset}-{config.model}-seed{config.seed}")
-    model = Separator(config.model, **config.solver())
+    model = Separator(config.model, **config.ode_options())
     if run.workers.rank == 0:
-        print(f"{config.model}: {count_parameters(model)} parameters, writing to {run.folder}")
+        print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
     fit(run, model, cloud, fresh, squared_error, every=50)
-    if run.workers.rank == 0:
+    if run.workers.rank == 0 and not run.is_finished:
         title = f"{config.model.upper()}: training loss {run.rows[-1]['train_loss']:.3f} after {len(run.rows)} steps"
         draw_evolution(model, *cloud, run.folder, title, config.animate)
-    run.finish(model, loss_scale="mean")
+    run.finish(model, separates=run.rows[-1]["train_accuracy"] == 1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(PointCloudConfig, PRESETS, __doc__, argv), train)
 
 
 if __name__ == "__main__":
