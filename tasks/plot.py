@@ -1,7 +1,10 @@
-"""Draw run folders: ``python -m tasks.plot runs/demo`` prints a table and writes one figure.
+"""Draw run folders: ``python -m tasks.plot runs/demo`` prints a table and writes figures.
 
-There is one of each for every task, preset and data set found. Runs that differ in their seed only are averaged; bands
-show the smallest and the largest.
+There is a table and a figure (accuracy or loss, evaluations and seconds against epoch, as figures 6, 9 and 10 of the
+momentum-architectures paper) for every task, preset and data set found, and one of evaluations and gradient error
+against tolerance (figure 11) where runs have measured it. Runs that differ in their seed only are drawn as one line,
+the median. Its band reaches from the smallest to the largest, or, of ten seeds and more, from the 10 % to the 90 %
+quantile.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from tasks._run import MODELS, read_json, write_figure
 
 COLORS = {name: f"C{index}" for index, name in enumerate(MODELS)}
 TITLES = {"node": "NODE", "anode": "ANODE", "sonode": "SONODE", "hbnode": "HBNODE", "ghbnode": "GHBNODE"}
-NOT_COMPARED = ("seed", "out", "device", "checkpoint_seconds", "animate")  # options that leave the numbers as they are
-COLUMNS = ("test accuracy", "train loss", "parameters", "NFE forward", "NFE backward", "s/epoch")
+# Options that leave the numbers as they are.
+NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve")
+METRIC = {"image_classification": "test_accuracy", "point_cloud": "train_loss"}  # test_loss for the others
 logger = logging.getLogger("tasks.plot")
 
 
@@ -64,10 +68,23 @@ class Group:
         """Mean of an entry of the summaries over the seeds."""
         return float(np.mean([summary[name] for summary in self.summaries]))
 
+    @property
+    def metric(self) -> str:
+        """What the task is judged by."""
+        return METRIC.get(str(self.config["task"]), "test_loss")
+
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and values (seed, epoch), as far as all seeds went."""
         epochs = min(len(metrics["epoch"]) for metrics in self.metrics)
         return self.metrics[0]["epoch"][:epochs], np.stack([metrics[name][:epochs] for metrics in self.metrics])
+
+    def tolerances(self) -> dict[str, np.ndarray]:
+        """What ``tolerance.csv`` holds, each column (seed, tolerance); empty if a run has none."""
+        paths = [folder / "tolerance.csv" for folder in self.folders]
+        if not all(path.exists() for path in paths):
+            return {}
+        tables = [np.genfromtxt(path, delimiter=",", names=True) for path in paths]
+        return {name: np.stack([table[name] for table in tables]) for name in tables[0].dtype.names}
 
 
 def collect(root: Path) -> list[Group]:
@@ -99,28 +116,18 @@ def tell_apart(groups: Sequence[Group]) -> str:
         group.label = " ".join([group.label, *(f"{name}={group.config.get(name)}" for name in differing)])
         if several:
             group.color = f"C{index}"
-    shared = [name for name in ("method", "tol", "gradient", "adjoint_norm", "batch_size") if name not in differing]
+    shared = [
+        name
+        for name in ("solver", "method", "tol", "gradient", "batch_size")
+        if name not in differing and groups[0].config.get(name)
+    ]
     return ", ".join(f"{name} {groups[0].config.get(name)}" for name in shared)
 
 
 def table(groups: Sequence[Group]) -> str:
     """One line per group: accuracy, loss, size and cost."""
-    rows = [("model", "seeds", *COLUMNS)]
-    for group in groups:
-        accuracies = [float(summary["test_accuracy"]) for summary in group.summaries]
-        spread = f" ±{np.std(accuracies) * 100:.1f}" if len(accuracies) > 1 else ""
-        rows.append(
-            (
-                group.label,
-                str(len(group.summaries)),
-                f"{np.mean(accuracies) * 100:.1f} %{spread}",
-                f"{group.mean('train_loss'):.3g}",
-                f"{group.mean('parameters'):.0f}",
-                f"{group.mean('nfe_forward_mean'):.1f}",
-                f"{group.mean('nfe_backward_mean'):.1f}",
-                f"{group.mean('seconds_per_epoch'):.2f}",
-            )
-        )
+    rows = [("model", "seeds", *_cells(groups[0]))]
+    rows += [(group.label, str(len(group.summaries)), *_cells(group).values()) for group in groups]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -129,62 +136,89 @@ def table(groups: Sequence[Group]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
+def _cells(group: Group) -> dict[str, str]:
+    """A line of the table: its columns and what stands in them."""
+    cells = {}
+    if group.metric == "test_accuracy":
+        accuracies = [float(summary["test_accuracy"]) for summary in group.summaries]
+        spread = f" ±{np.std(accuracies) * 100:.1f}" if len(accuracies) > 1 else ""
+        cells["test accuracy"] = f"{np.mean(accuracies) * 100:.1f} %{spread}"
+        cells["train loss"] = f"{group.mean('train_loss'):.3g}"
+    else:
+        low, median, high = _spread(np.array([float(summary[group.metric]) for summary in group.summaries]))
+        cells[group.metric.replace("_", " ")] = f"{median:.3g} [{low:.3g}, {high:.3g}]"
+    if "separates" in group.summaries[0]:
+        cells["separated"] = f"{group.mean('separates') * 100:.0f} %"
+    forward, backward = group.mean("nfe_forward_mean"), group.mean("nfe_backward_mean")
+    return cells | {
+        "parameters": f"{group.mean('parameters'):.0f}",
+        "NFE forward": f"{forward:.1f}",
+        "NFE backward": f"{backward:.1f}",
+        "ratio": f"{backward / forward:.2f}",
+        "s/epoch": f"{group.mean('seconds_per_epoch'):.3g}",
+    }
+
+
+def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lower end, median and upper end over the seeds, the first axis; see the top of the file."""
+    low, high = (0.1, 0.9) if len(values) >= 10 else (0.0, 1.0)
+    return tuple(np.quantile(values, q, axis=0) for q in (low, 0.5, high))
+
+
 def draw(groups: Sequence[Group], title: str) -> plt.Figure:
-    """Accuracy or loss and evaluations against epoch, the final cost as bars, and examples where a run kept some."""
+    """Accuracy or loss, evaluations and seconds against epoch, and examples where a run kept some."""
     examples = next((e for g in reversed(groups) if g.model == "hbnode" for e in [_examples(g)] if e), None)
-    figure = plt.figure(figsize=(14, 8) if examples else (14, 4), layout="constrained")
+    figure = plt.figure(figsize=(15, 8) if examples else (15, 4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1]) if examples else (figure, None)
-    left, middle, right = upper.subplots(1, 3)
     upper.suptitle(title, fontsize="medium")
-    classification = str(groups[0].config["task"]) == "image_classification"
-    _curves(left, groups, "test_accuracy" if classification else "train_loss")
-    left.set_ylabel("test accuracy" if classification else "training loss")
-    left.legend(fontsize="small")
-    _curves(middle, groups, "nfe_forward", "-")
-    _curves(middle, groups, "nfe_backward", "--")
-    middle.set_ylabel("evaluations of f per batch")
-    middle.set_ylim(bottom=0)
-    middle.plot([], [], "k-", label="forward")
-    middle.plot([], [], "k--", label="backward")
-    middle.legend(*_only(middle, ("forward", "backward")), fontsize="small")
-    _bars(right, groups)
+    metric = groups[0].metric
+    panels = {
+        metric: metric.replace("_", " "),
+        "nfe_forward": "forward evaluations per batch",
+        "nfe_backward": "backward evaluations per batch",
+        "seconds": "seconds per epoch",
+    }
+    for ax, (name, label) in zip(upper.subplots(1, 4), panels.items(), strict=True):
+        for group in groups:
+            epochs, values = group.curve(name)
+            _line(ax, group, epochs, values)
+        ax.set_xlabel("epoch")
+        ax.set_ylabel(label)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        if name != metric:
+            ax.set_ylim(bottom=0)
+    figure.axes[0].legend(fontsize="small")
     if lower is not None:
         _draw_examples(lower, *examples)
     return figure
 
 
-def _curves(ax: plt.Axes, groups: Sequence[Group], name: str, style: str = "-") -> None:
+def draw_tolerances(groups: Sequence[Group], title: str) -> plt.Figure:
+    """Evaluations of the trained models against tolerance, forward and backward, and what they buy."""
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure.suptitle(f"{title}, after training", fontsize="medium")
     for group in groups:
-        epochs, values = group.curve(name)
-        ax.plot(epochs, values.mean(0), style, color=group.color, label=group.label)
-        if len(values) > 1:
-            ax.fill_between(epochs, values.min(0), values.max(0), color=group.color, alpha=0.15, lw=0)
-    ax.set_xlabel("epoch")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+        columns = group.tolerances()
+        for ax, name in zip(axes, ("forward", "backward"), strict=False):
+            _line(ax, group, columns["tolerance"][0], columns[name], "o-")
+        total = np.median(columns["forward"] + columns["backward"], axis=0)
+        axes[2].plot(total, np.median(columns["gradient_error"], axis=0), "o-", color=group.color, label=group.label)
+    for ax, name in zip(axes, ("forward evaluations", "backward evaluations"), strict=False):
+        ax.set(xscale="log", xlabel="tolerance (rtol = atol)", ylabel=name, ylim=(0, None))
+        ax.invert_xaxis()
+    axes[2].set(
+        xscale="log", yscale="log", xlabel="evaluations, forward and backward", ylabel="relative gradient error"
+    )
+    axes[0].legend(fontsize="small")
+    return figure
 
 
-def _only(ax: plt.Axes, names: Sequence[str]) -> tuple[list, list]:
-    handles, labels = ax.get_legend_handles_labels()
-    chosen = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label in names]
-    return [handle for handle, _ in chosen], [label for _, label in chosen]
-
-
-def _bars(ax: plt.Axes, groups: Sequence[Group]) -> None:
-    """Mean evaluations per batch over the training, with the seconds per epoch above."""
-    positions = np.arange(len(groups))
-    forward = np.array([group.mean("nfe_forward_mean") for group in groups])
-    backward = np.array([group.mean("nfe_backward_mean") for group in groups])
-    colors = [group.color for group in groups]
-    ax.bar(positions, forward, color=colors, label="forward")
-    ax.bar(positions, backward, bottom=forward, color=colors, alpha=0.5, hatch="//", label="backward")
-    for x, height, group in zip(positions, forward + backward, groups, strict=True):
-        seconds = f"{group.mean('seconds_per_epoch'):.2g} s\nan epoch"
-        ax.text(x, height, seconds, ha="center", va="bottom", fontsize="small")
-    ax.set_xticks(positions, [group.label.replace(" ", "\n") for group in groups])
-    ax.set_ylabel("mean evaluations per batch")
-    ax.set_ylim(top=1.3 * max(forward + backward))
-    plain = [plt.Rectangle((0, 0), 1, 1, color="0.4"), plt.Rectangle((0, 0), 1, 1, color="0.7", hatch="//")]
-    ax.legend(plain, ["forward", "backward"], fontsize="small", loc="upper right")
+def _line(ax: plt.Axes, group: Group, x: np.ndarray, values: np.ndarray, style: str = "-") -> None:
+    """The median over the seeds and its band."""
+    low, median, high = _spread(values)
+    ax.plot(x, median, style, color=group.color, label=group.label)
+    if len(values) > 1:
+        ax.fill_between(x, low, high, color=group.color, alpha=0.15, lw=0)
 
 
 def _examples(group: Group) -> tuple[dict[str, torch.Tensor], Group] | None:
@@ -198,7 +232,7 @@ def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group:
     for ax, image, label, prediction in zip(
         axes, examples["images"], examples["labels"].tolist(), examples["predictions"].tolist(), strict=False
     ):
-        ax.imshow(image.numpy(), cmap="gray_r")
+        ax.imshow(image.permute(1, 2, 0).numpy(), cmap="gray_r")
         right = label == prediction
         ax.set_title(
             f"{prediction}" if right else f"{prediction}, is {label}",
@@ -213,7 +247,7 @@ def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a table and write a figure for each experiment under a folder."""
+    """Print a table and write figures for each experiment under a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, nargs="?", default=Path("runs"), help="folder of run folders [runs]")
     parser.add_argument("--out", type=Path, help="the figure's path [ROOT/EXPERIMENT.png]")
@@ -231,7 +265,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         title = f"{name}: {tell_apart(groups)}"
         print(f"{title}\n{table(groups)}")
         write_figure(draw(groups, title), path)
-        print(f"figure: {path}\n")
+        print(f"figure: {path}")
+        measured = [group for group in groups if group.tolerances()]
+        if measured:
+            path = path.with_stem(f"{path.stem}-tolerance")
+            write_figure(draw_tolerances(measured, title), path)
+            print(f"figure: {path}")
+        print()
 
 
 if __name__ == "__main__":
