@@ -157,7 +157,7 @@ def _read_cifar_subset(path: Path, split: str) -> tuple[Tensor, Tensor]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
             images, labels = torch.from_numpy(arrays[f"x_{split}"]), torch.from_numpy(arrays[f"y_{split}"])
         return images.permute(0, 3, 1, 2), labels
     except (OSError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
@@ -211,7 +211,7 @@ SILVERBOX_START = 50  # samples of a test set that are given, to find the state 
 SILVERBOX_SETS = {  # the official split, as in Silverbox() of the package nonlinear_benchmarks 1.0.1
     "train": slice(40_650, 105_712),  # three quarters of the ten multisines, validation included
     "multisine": slice(105_712, 127_400),
-    "arrow_no_extrapolation": slice(100, 32_100),  # the arrow while no higher than the multisines
+    "arrow_no_extrapolation": slice(100, 32_100),  # the arrow while about as high as the multisines
     "arrow_full": slice(100, 40_575),
 }
 

@@ -19,7 +19,9 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks import _data, _run, image_classification, plot, point_cloud
+import hbnode
+from tasks import _data, _run, _train, image_classification, plot, point_cloud
+from tasks._regularize import Regularized
 from tests.models import MODELS, every_model
 
 ROOT = Path(__file__).parents[1]
@@ -63,21 +65,40 @@ def test_digits_models_are_of_about_equal_size(small):
     assert max(counts) < 1.06 * min(counts)
 
 
+def test_cifar10_models_have_the_papers_parameter_counts():
+    """All of Table 5's second row."""
+    counts = [_run.count_parameters(image_classification.Classifier(model, "cifar10")) for model in MODELS]
+    assert counts == [173_611, 172_452, 171_635, 172_916, 172_916]
+
+
 def test_paper_presets():
     config = _run.parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", ["--preset", "paper"])
-    assert (config.tol, config.epochs, config.lr, config.gradient) == (1e-7, 300, 1e-2, "adjoint")
+    assert (config.tol, config.epochs, config.lr) == (1e-7, 300, 1e-2)
     assert config.batch_size == len(point_cloud.make_cloud(0)[0]) == 120
-    assert config.solver()["adjoint_options"] == {}  # torchdiffeq's full norm, as the authors ran it
-    config = _run.parse(image_classification.ImageConfig, image_classification.PRESETS, "", ["--preset", "paper"])
-    assert (config.dataset, config.batch_size, config.lr, config.epochs) == ("mnist", 64, 1e-3, 40)
-    assert (config.tol, config.clip, config.schedule) == (1e-4, 10.0, "constant")
+    solver = {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}}  # the full norm, as the authors ran it
+    assert solver.items() <= config.ode_options().items()
+    for dataset, tol, clip, schedule in (("mnist", 1e-4, 10.0, "constant"), ("cifar10", 1e-5, 1.0, "step")):
+        argv = ["--preset", f"paper-{dataset}"]
+        config = _run.parse(image_classification.ImageConfig, image_classification.PRESETS, "", argv)
+        assert (config.dataset, config.batch_size, config.lr, config.epochs) == (dataset, 64, 1e-3, 40)
+        assert (config.tol, config.clip, config.schedule) == (tol, clip, schedule)
+        assert solver.items() <= config.ode_options().items()
+    assert image_classification.Classifier("ghbnode", "cifar10").block.field.xi == 1.5
 
 
 def test_options_override_the_preset():
     argv = ["--preset", "paper", "--tol", "1e-4", "--model", "sonode", "--animate"]
     config = _run.parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", argv)
     assert (config.tol, config.adjoint_norm, config.model, config.animate) == (1e-4, "full", "sonode", True)
-    assert config.solver()["adjoint_options"] == {}
+    assert config.ode_options()["adjoint_options"] == {}
+
+
+def test_solvers():
+    options = _run.Config().ode_options()
+    assert (options["method"], options["gradient"]) == (None, None)
+    options = _run.Config(solver="torchdiffeq").ode_options()
+    assert (options["method"], options["gradient"]) == ("dopri5", "adjoint")
+    assert options["adjoint_options"] == {"norm": "seminorm"}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +109,10 @@ def test_options_override_the_preset():
         (["--tol", "-1"], "--tol must not be negative"),
         (["--preset", "none"], "invalid choice: 'none'"),
         (["--dataset", "mnist", "--small"], "--small is for --dataset digits"),
+        (["--regularize", "both"], "--regularize is for --model node and anode, got hbnode"),
+        (["--curve", "--steps", "3"], "--curve varies the tolerance"),
+        (["--seeds", "0"], "--seeds must be positive"),
+        (["--model", "all", "--method", "nystrom4"], "nystrom4"),
     ],
 )
 def test_bad_options(argv, message, capsys):
@@ -190,6 +215,66 @@ def test_the_real_mnist_when_it_is_there():
     assert x.mean().item() == pytest.approx(0.1325, abs=1e-4)
 
 
+def write_cifar(folder, count=4):
+    """The official layout: five training batches and one for testing."""
+    import pickle
+
+    import numpy as np
+
+    batches = folder / "cifar-10-batches-py"
+    batches.mkdir(parents=True)
+    for index, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        pixels = np.full((count, 3072), index, np.uint8)
+        pixels[:, 1024:2048] = 100  # green
+        batch = {b"batch_label": b"x", b"labels": [index] * count, b"data": pixels, b"filenames": [b"a"] * count}
+        (batches / name).write_bytes(pickle.dumps(batch, protocol=2))
+    return batches
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cifar10_is_read_from_the_official_batches(packed, tmp_path, monkeypatch):
+    batches = write_cifar(tmp_path)
+    if packed:
+        shutil.make_archive(str(tmp_path / "cifar-10-python"), "gztar", tmp_path, batches.name)
+        shutil.rmtree(batches)
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    x, y = _data.cifar10("train")
+    assert x.shape == (20, 3, 32, 32)
+    assert y.tolist() == [k for k in range(5) for _ in range(4)]
+    torch.testing.assert_close(x[:, 1], torch.full((20, 32, 32), 100 / 255))
+    torch.testing.assert_close(x[-1, 0], torch.full((32, 32), 4 / 255))
+    assert _data.cifar10("test")[1].tolist() == [5] * 4
+
+
+def test_cifar10_is_read_from_a_subset(tmp_path, monkeypatch):
+    import numpy as np
+
+    (tmp_path / "cifar10-subset").mkdir()
+    images = np.arange(2 * 32 * 32 * 3, dtype=np.int64).astype(np.uint8).reshape(2, 32, 32, 3)
+    labels = np.array([3, 9], np.uint8)
+    path = tmp_path / "cifar10-subset" / "cifar10_subset.npz"
+    np.savez(path, x_train=images, y_train=labels, x_test=images[:1], y_test=labels[:1])
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    x, y = _data.cifar10("train")
+    assert y.tolist() == [3, 9]
+    torch.testing.assert_close(x[1, 2, 4, 5] * 255, torch.tensor(float(images[1, 4, 5, 2])))
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"cifar10_subset.npz cannot be read[\s\S]*Fix: get it anew"):
+        _data.cifar10("train")
+
+
+def test_a_pickle_that_would_run_something_is_refused(tmp_path, monkeypatch):
+    batches = write_cifar(tmp_path)
+    (batches / "test_batch").write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"test_batch is no CIFAR-10 batch .*posix.system.*Fix: delete it"):
+        _data.cifar10("test")
+    assert not (tmp_path / "ran").exists()
+    (batches / "data_batch_3").write_bytes(b"short")
+    with pytest.raises(ValueError, match="data_batch_3 is no CIFAR-10 batch"):
+        _data.cifar10("train")
+
+
 def test_the_point_cloud_lies_where_the_paper_says():
     points, targets = point_cloud.make_cloud(0)
     radius = points.norm(dim=1)
@@ -207,9 +292,11 @@ def test_the_point_cloud_lies_where_the_paper_says():
 
 
 @every_model
-def test_image_classification_learns_and_leaves_what_redraws_its_figure(model, tmp_path, capsys):
+@pytest.mark.parametrize("solver", ["native", "torchdiffeq"])
+def test_image_classification_learns_and_leaves_what_redraws_its_figure(model, solver, tmp_path, capsys):
     folder = tmp_path / model
-    image_classification.main(["--model", model, "--epochs", "2", "--out", str(folder), "--lr", "5e-3", *QUICK])
+    options = ["--model", model, "--epochs", "2", "--out", str(folder), "--lr", "5e-3", "--solver", solver]
+    image_classification.main([*options, *QUICK])
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "metrics.csv",
@@ -219,10 +306,151 @@ def test_image_classification_learns_and_leaves_what_redraws_its_figure(model, t
     }
     rows = read_metrics(folder)
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
-    assert all(float(row["nfe_forward"]) >= 8 and float(row["nfe_backward"]) >= 8 for row in rows)
+    for row in rows:
+        forward, backward, ratio = (float(row[f"nfe_{name}"]) for name in ("forward", "backward", "ratio"))
+        assert forward >= 3
+        assert (backward > 0) >= (solver == "torchdiffeq")
+        assert ratio == pytest.approx(backward / forward)
+        assert float(row["loss_scale"]) == 1
     summary = json.loads((folder / "summary.json").read_text())
     assert {"torch", "device", "commit", "threads", "parameters", "loss_scale", "batch_size"} <= summary.keys()
+    assert (summary["training_images"], summary["training_images_of_all"]) == (190, 1437)
     assert f"writing to {folder}" in capsys.readouterr().out
+
+
+def test_all_models_and_seeds_side_by_side(tmp_path, capsys):
+    options = [*CLOUD, "--model", "all", "--seeds", "2", "--seed", "5", "--epochs", "2", "--out", str(tmp_path)]
+    point_cloud.main(options)
+    folders = {path.parent.name for path in tmp_path.rglob("summary.json")}
+    assert folders == {f"{model}-seed{seed}" for model in MODELS for seed in (5, 6)}
+    alone = tmp_path / "alone"
+    point_cloud.main([*CLOUD, "--model", "sonode", "--seed", "6", "--epochs", "2", "--out", str(alone)])
+    together = read_metrics(tmp_path / "sonode-seed6")
+    for one, other in zip(read_metrics(alone), together, strict=True):  # another number of threads may round otherwise
+        assert {k: float(v) for k, v in one.items()} == pytest.approx({k: float(v) for k, v in other.items()}, rel=1e-3)
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "hbnode-seed0").write_text("in the way")
+    with pytest.raises(SystemExit, match=r"hbnode, seed 0: .*is a file[\s\S]*1 of 2 runs failed"):
+        point_cloud.main([*CLOUD, "--seeds", "2", "--epochs", "1", "--out", str(tmp_path / "runs")])
+    assert (tmp_path / "runs" / "hbnode-seed1" / "summary.json").exists()
+
+
+def test_interrupted_runs_side_by_side_save_themselves(tmp_path):
+    process = start("point_cloud", *CLOUD, "--seeds", "2", "--epochs", "100000", "--out", tmp_path)
+    for seed in (0, 1):
+        wait_for_metrics(process, tmp_path / f"hbnode-seed{seed}" / "metrics.csv")
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, output
+    assert "interrupted: the same command goes on" in output
+    assert all((tmp_path / f"hbnode-seed{seed}" / "checkpoint.pt").exists() for seed in (0, 1))
+
+
+def wait_for_metrics(process, path):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no {path}: {process.communicate()[0]}")
+
+
+def test_the_loss_scale_leaves_exact_gradients_alone_and_costs_the_adjoint_evaluations(tmp_path):
+    rows = {}
+    for solver in ("native", "torchdiffeq"):
+        for scale in ("1", "1024"):
+            folder = tmp_path / f"{solver}-{scale}"
+            options = ["--device", "cpu", "--tol", "1e-3", "--epochs", "1", "--solver", solver, "--loss-scale", scale]
+            point_cloud.main([*options, "--out", str(folder)])
+            rows[solver, scale] = read_metrics(folder)[0]
+    assert {**rows["native", "1024"], "loss_scale": "1.0"} == rows["native", "1"]
+    assert float(rows["torchdiffeq", "1024"]["nfe_backward"]) > float(rows["torchdiffeq", "1"]["nfe_backward"])
+
+
+def test_learning_rate_schedules():
+    rates = {
+        schedule: [_train._learning_rate(_run.Config(lr=1.0, schedule=schedule), n, 4000) for n in (0, 1000, 2000)]
+        for schedule in ("constant", "cosine", "step")
+    }
+    assert rates["constant"] == [1, 1, 1]
+    assert rates["cosine"] == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5])
+    assert rates["step"] == pytest.approx([1, 0.95, 0.95**2])
+
+
+@pytest.mark.parametrize("solver", [{"gradient": "direct"}, {}, {"method": "dopri5", "gradient": "adjoint"}])
+def test_penalties_of_a_linear_field(solver):
+    """h' = ah: the kinetic energy is a^2 h0^2 (e^2a - 1) / 2a, the Jacobian's penalty a^2 e^2 for the noise e."""
+    linear = torch.nn.Linear(1, 1, bias=False).double()
+    block = hbnode.ODEBlock(Regularized(hbnode.NODE(linear)), rtol=1e-9, atol=1e-9, **solver)
+    x = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
+    h, kinetic, jacobian = block(x).unbind(1)
+    a = linear.weight[0, 0]
+    torch.testing.assert_close(h, x[:, 0] * a.exp())
+    expected = a**2 * x[:, 0] ** 2 * ((2 * a).exp() - 1) / (2 * a)
+    torch.testing.assert_close(kinetic, expected)
+    noise = block.field.noise[:, 0]
+    torch.testing.assert_close(jacobian, a**2 * noise**2)
+    (found,) = torch.autograd.grad((kinetic + jacobian).sum(), linear.weight, retain_graph=True)
+    (exact,) = torch.autograd.grad((expected + a**2 * noise**2).sum(), linear.weight)
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+    block.eval()
+    torch.testing.assert_close(block(x)[:, 0], h)
+
+
+def test_a_regularised_run(tmp_path):
+    options = ["--model", "anode", "--regularize", "both", "--epochs", "1", "--out", str(tmp_path), *QUICK]
+    image_classification.main(options)
+    (row,) = read_metrics(tmp_path)
+    loss, entropy, kinetic, jacobian = (
+        float(row[f"train_{name}"]) for name in ("loss", "cross_entropy", "kinetic", "jacobian")
+    )
+    assert kinetic > 0
+    assert jacobian > 0
+    assert loss == pytest.approx(entropy + 0.01 * (kinetic + jacobian), rel=1e-5)
+    config, model = image_classification.load_run(tmp_path)
+    assert config.regularize == "both"
+    with torch.no_grad():
+        assert model(torch.rand(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_a_trained_model_is_loaded_with_its_accuracy(tmp_path):
+    image_classification.main(["--epochs", "1", "--out", str(tmp_path), *QUICK])
+    config, model = image_classification.load_run(tmp_path)
+    _, (x, y) = image_classification.load_data(config)
+    with torch.no_grad():
+        accuracy = (model(x).argmax(1) == y).float().mean().item()
+    assert accuracy == pytest.approx(float(read_metrics(tmp_path)[-1]["test_accuracy"]))
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(SystemExit, match="is no finished run"):
+        image_classification.load_run(tmp_path)
+
+
+def test_a_run_in_bfloat16(tmp_path):
+    image_classification.main(["--epochs", "1", "--bfloat16", "--out", str(tmp_path), *QUICK])
+    _, model = image_classification.load_run(tmp_path)
+    seen = []
+    model.block.field.func.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    with torch.no_grad():
+        assert model(torch.rand(2, 1, 8, 8)).dtype == torch.float32
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_the_tolerance_curve_is_measured_and_drawn(tmp_path, capsys):
+    for seed in ("0", "1"):
+        options = ["--epochs", "1", "--solver", "torchdiffeq", "--curve", "--seed", seed]
+        image_classification.main([*options, "--out", str(tmp_path / seed), *QUICK])
+    with (tmp_path / "0" / "tolerance.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["tolerance"]) for row in rows] == pytest.approx([1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+    assert int(rows[0]["backward"]) < int(rows[-1]["backward"])
+    assert float(rows[0]["gradient_error"]) > float(rows[-1]["gradient_error"]) > 0
+    plot.main([str(tmp_path)])
+    name = "image_classification-default-digits-tolerance.png"
+    assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    assert name in capsys.readouterr().out
 
 
 def test_point_cloud_draws_its_evolution(tmp_path):
@@ -314,7 +542,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
 def test_two_processes_under_torchrun(tmp_path):
     """Each takes half of every batch; on a fixed grid the training is that of one process, uneven parts included."""
     # 8 batches, the last of one point
-    options = "--device cpu --epochs 3 --method rk4 --steps 3 --batch-size 17".split()
+    options = "--device cpu --epochs 3 --solver torchdiffeq --method rk4 --steps 3 --batch-size 17".split()
     point_cloud.main([*options, "--out", str(tmp_path / "one")])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
@@ -354,9 +582,13 @@ def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(tmp_path):
 
 def test_wrong_options_do_not_take_the_folder(tmp_path, capsys):
     for wrong, message in (
-        (["--steps", "5"], "options has"),
+        (["--steps", "5", "--solver", "torchdiffeq"], "options has"),
         (["--method", "foo"], "unknown method 'foo'"),
-        (["--method", "rk4"], "say how fine with --steps"),
+        (["--method", "rk4"], "--method rk4 is not one of --solver native"),
+        (["--method", "tsit5", "--solver", "torchdiffeq"], "Fix: --solver native"),
+        (["--method", "rk4", "--solver", "torchdiffeq"], "say how fine with --steps"),
+        (["--method", "nystrom4", "--model", "ghbnode"], "nystrom4"),
+        (["--gradient", "reversible"], "reversible"),
         (["--tol", "1e-12"], "far below what torch.float32 carries"),
         (["--device", "abacus"], "abacus"),
         (["--clip", "-1"], "--clip must not be negative"),
@@ -405,7 +637,7 @@ def test_plot_tells_runs_apart(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^HBNODE tol=0.1 +1 ", out, re.M)
     assert re.search(r"^HBNODE tol=0.01 +1 ", out, re.M)
-    assert "method dopri5, gradient adjoint" in out
+    assert "solver native, batch_size 120" in out
 
 
 def test_plot_prints_a_table_and_draws_a_figure_for_each_task(tmp_path, capsys):

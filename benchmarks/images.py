@@ -1,0 +1,161 @@
+"""Training steps of the paper's MNIST models: hbnode's solvers beside torchdiffeq's: ``python -m benchmarks.images``.
+
+The same weights, after some training, on the same batch. The baseline is what the paper ran, dopri5 and its adjoint
+under the full error norm, at the tolerance of the MNIST experiment (1e-4) and at that of figure 6 (1e-5). Beside it
+stand hbnode's defaults at the loosest tolerance of a grid at which neither the logits nor the gradient are less exact
+than the baseline's. Errors are against float64 and a tight tolerance, on a part of the batch.
+
+Times are medians of steps that take turns in one process, on one thread. Writes JSON with the machine in it. MNIST
+comes from HBNODE_DATA; without it the images are noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import hbnode
+from benchmarks.gradients import interleaved
+from tasks import _data
+from tasks._run import MODELS, environment, write_whole
+from tasks.image_classification import Classifier
+
+BATCH = 64
+PART = 8  # of the batch, for the errors: the reference keeps the graph of some hundred evaluations in float64
+REFERENCE = 1e-6  # f is full of kinks, at which a tight solver takes ever smaller steps
+BASELINES = (1e-4, 1e-5)
+TOLERANCES = [digit * 10.0**-exponent for exponent in range(1, 7) for digit in (1, 0.3)]
+PAPER = {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}}
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    """MNIST's first test images, or noise."""
+    try:
+        x, y = _data.mnist("test")
+    except FileNotFoundError:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(count, 1, 28, 28, generator=generator)
+        y = torch.randint(10, (count,), generator=generator)
+        print("no MNIST: the images are noise")
+    return x[:count], y[:count]
+
+
+def trained(name: str, steps: int) -> Classifier:
+    """A model after some steps of training, at the paper's learning rate."""
+    torch.manual_seed(0)
+    model = Classifier(name, "mnist", rtol=1e-2, atol=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x, y = images(BATCH * (steps + 1))
+    for index in range(1, steps + 1):
+        batch = slice(BATCH * index, BATCH * (index + 1))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    return model
+
+
+def with_solver(model: Classifier, tol: float, solver: dict[str, object]) -> Classifier:
+    """The same weights, solved otherwise."""
+    model = copy.deepcopy(model)
+    settings = {"method": None, "gradient": None, "adjoint_options": None} | solver
+    for name, value in (settings | {"rtol": tol, "atol": tol}).items():
+        setattr(model.block, name, value)
+    return model
+
+
+def step(model: Classifier, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """A training step without the optimizer's part."""
+
+    def run() -> None:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    return run
+
+
+def errors(model: Classifier, x: Tensor, y: Tensor, tolerances: list[float]) -> list[tuple[float, float]]:
+    """Errors of logits and gradient at each tolerance."""
+    curve = hbnode.nfe_vs_tolerance(
+        model,
+        x,
+        tolerances,
+        loss=lambda logits: nn.functional.cross_entropy(logits, y),
+        reference_tolerance=REFERENCE,
+    )
+    return list(zip(curve.error, curve.gradient_error, strict=True))
+
+
+def compare(name: str, training: int, repeats: int) -> list[dict[str, object]]:
+    """A row for each baseline: its errors, evaluations and time, and those of hbnode."""
+    model = trained(name, training)
+    x, y = images(BATCH)
+    found = errors(with_solver(model, 1.0, {}), x[:PART], y[:PART], TOLERANCES)
+    rows = []
+    baselines = errors(with_solver(model, 1.0, PAPER), x[:PART], y[:PART], list(BASELINES))
+    for tol, baseline in zip(BASELINES, baselines, strict=True):
+        fits = [all(a <= b for a, b in zip(error, baseline, strict=True)) for error in found]
+        index = fits.index(True)
+        pair = with_solver(model, TOLERANCES[index], {}), with_solver(model, tol, PAPER)
+        steps = [step(each, x, y) for each in pair]
+        counts = []
+        for each, run in zip(pair, steps, strict=True):
+            run()
+            counts.append((each.block.nfe.forward, each.block.nfe.backward))
+        times = interleaved(steps, repeats, warm=1)
+        ours, theirs = (1e3 * statistics.median(each) for each in times)
+        rows.append(
+            {
+                "model": name,
+                "tolerance": tol,
+                "error": baseline,
+                "nfe": counts[1],
+                "ms": theirs,
+                "hbnode_tolerance": TOLERANCES[index],
+                "hbnode_error": found[index],
+                "hbnode_nfe": counts[0],
+                "hbnode_ms": ours,
+                "ratio": statistics.median(b / a for a, b in zip(*times, strict=True)),
+            }
+        )
+    return rows
+
+
+def show(row: dict[str, object]) -> str:
+    """A row of the table."""
+    sides = [
+        f"{row[f'{side}tolerance']:>5.0e}  {row[f'{side}error'][0]:.0e} / {row[f'{side}error'][1]:.0e}  "
+        f"{'{}/{}'.format(*row[f'{side}nfe']):>7}  {row[f'{side}ms']:6.0f}"
+        for side in ("", "hbnode_")
+    ]
+    return f"{row['model']:<8}  {sides[0]} | {sides[1]}  {row['ratio']:5.1f}"
+
+
+def main() -> None:
+    """Time, print a row per model and baseline, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--training", type=int, default=40, help="steps of training before [40]")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/images.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    print("          dopri5, adjoint: tol, errors of logits / gradient, NFE, ms | hbnode, likewise  times faster")
+    for name in options.models:
+        for row in compare(name, options.training, options.repeats):
+            rows.append(row)
+            print(show(row), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    report = {"machine": environment(torch.device("cpu")), "rows": rows}
+    write_whole(options.out, json.dumps(report, indent=2).encode())
+
+
+if __name__ == "__main__":
+    main()

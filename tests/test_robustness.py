@@ -1,0 +1,152 @@
+"""The attacks against closed forms, and what the task writes and refuses."""
+
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from tasks import image_classification, robustness
+
+QUICK = "--device cpu --subset 96 --test-subset 63 --batch-size 32 --small --tol 0.1 --epochs 1".split()
+SIZE = 0.1
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def linear():
+    """A linear model of two classes, with images and labels."""
+    images = 0.8 * torch.rand(50, 1, 4, 4) + 0.1
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), images, torch.randint(2, (50,))
+
+
+def train(folder, model="hbnode", *options):
+    image_classification.main([*QUICK, "--model", model, "--out", str(folder), *options])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two models, one of them with two seeds, the other with torchdiffeq's adjoint."""
+    root = tmp_path_factory.mktemp("runs")
+    train(root / "h0")
+    train(root / "h1", "hbnode", "--seed", "1")
+    train(root / "n0", "node", "--solver", "torchdiffeq")
+    return root
+
+
+def test_the_gradient_is_the_linear_models():
+    model, images, labels = linear()
+    weight = model[1].weight
+    away = (weight[1 - labels] - weight[labels]).view_as(images)
+    wrong = model(images).softmax(1)[torch.arange(50), 1 - labels]
+    torch.testing.assert_close(robustness.gradient(model, images, labels), wrong[:, None, None, None] * away)
+    assert robustness.gradient_ratio(model, images, labels) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("attack", ["fgsm", "pgd"])
+def test_a_linear_model_is_attacked_as_well_as_can_be(attack):
+    """Between two classes the worst image in the box is x + size sign(w_wrong - w_right): a step, or many, finds it."""
+    model, images, labels = linear()
+    weight = model[1].weight.detach()
+    worst = images + SIZE * (weight[1 - labels] - weight[labels]).view_as(images).sign()
+    extra = {"steps": 20} if attack == "pgd" else {}
+    moved = getattr(robustness, attack)(model, images, labels, SIZE, generator(), **extra)
+    torch.testing.assert_close(moved, worst)
+
+
+@pytest.mark.parametrize("attack", ["noise", "signs", "fgsm", "pgd"])
+def test_perturbed_images_are_images_and_stay_in_the_box(attack):
+    model, _, labels = linear()
+    images = torch.rand(50, 1, 4, 4).round()  # black and white: half of all moves would leave [0, 1]
+    extra = {"steps": 3} if attack == "pgd" else {}
+    moved = getattr(robustness, attack)(model, images, labels, SIZE, generator(), **extra)
+    assert 0 <= moved.min() < moved.max() <= 1
+    assert not torch.equal(moved, images)
+    if attack != "noise":
+        assert (moved - images).abs().max() <= SIZE + 1e-6
+
+
+def test_noise_has_its_standard_deviation():
+    grey = torch.full((100, 1, 20, 20), 0.5)
+    change = robustness.noise(nn.Identity(), grey, torch.zeros(100), SIZE, generator()) - grey
+    assert change.std().item() == pytest.approx(SIZE, rel=0.02)
+    assert change.mean().item() == pytest.approx(0, abs=0.002)
+
+
+def test_files_and_clean_accuracy(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(robustness, "SIZES", dict.fromkeys(robustness.SIZES, (0.0, 0.1)))
+    robustness.main([str(runs), "--device", "cpu", "--pgd-steps", "2", "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "Gaussian noise" in out
+    assert "central difference over gradient" in out
+    with (tmp_path / "robustness.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * sum(map(len, robustness.SIZES.values()))
+    for row in rows:
+        assert float(row["nfe_forward"]) > 0
+        if float(row["size"]) == 0:
+            clean = json.loads((runs / row["folder"] / "summary.json").read_text())["test_accuracy"]
+            assert float(row["accuracy"]) == pytest.approx(clean)
+    summary = json.loads((tmp_path / "robustness.json").read_text())
+    assert summary["settings"]["pgd_steps"] == 2
+    assert summary["training"]["epochs"] == 1
+    assert "torch" in summary
+    hbnode = next(model for label, model in summary["models"].items() if label.startswith("HBNODE"))
+    assert hbnode["seeds"] == [0, 1]
+    values = [
+        float(row["accuracy"])
+        for row in rows
+        if (row["attack"], row["size"]) == ("pgd", "0.1") and row["model"].startswith("HBNODE")
+    ]
+    assert hbnode["pgd"]["accuracy"][1] == pytest.approx(sum(values) / 2)
+    assert (tmp_path / "robustness.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_attacked_model_is_the_trained_one_with_an_exact_gradient(runs):
+    for name, expected in (("h0", "checkpoint"), ("n0", "direct")):
+        _, trained = image_classification.load_run(runs / name)
+        model, (images, labels) = robustness.load_attacked(runs / name)
+        assert torch.equal(model(images), trained(images))
+        assert model.block.settings().gradient == expected
+        assert robustness.gradient_ratio(model, images, labels) == pytest.approx(1, abs=0.1)
+
+
+def test_runs_that_were_not_trained_alike_are_refused(runs, tmp_path):
+    shutil.copytree(runs / "h0", tmp_path / "h0")
+    train(tmp_path / "n0", "node", "--epochs", "2")
+    with pytest.raises(SystemExit, match=r"not trained alike; epochs: 1 \(HBNODE\), 2 \(NODE\)\. Fix: "):
+        robustness.main([str(tmp_path), "--device", "cpu"])
+
+
+def test_no_run_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match=r"no finished run of image classification under .*Fix: train"):
+        robustness.main([str(tmp_path)])
+
+
+def test_bad_options(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        robustness.main([str(tmp_path), "--pgd-steps", "0"])
+    assert "--pgd-steps must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_signs_of_masking_are_found():
+    def rows(**accuracy):
+        return [
+            {"model": "M", "seed": 0, "attack": name, "size": size, "accuracy": value, "gradient_ratio": 0.5}
+            for name, value in accuracy.items()
+            for size in robustness.SIZES[name]
+        ]
+
+    found = robustness.signs_of_masking(rows(signs=0.9, fgsm=0.5, pgd=0.8))
+    assert "0.50 times as much as its gradient says" in found[0]
+    assert "accuracy 80.0% after PGD, 50.0% after fgsm" in found[1]
+    assert len(found) == 1 + len(robustness.SIZES["pgd"])
