@@ -1,15 +1,12 @@
 # Everything a newcomer needs: make demo, make test. Both make their own virtual environment first.
 PYTHON ?= python3
 BIN := .venv/bin
-MODELS := node anode sonode hbnode ghbnode
 DEMO := runs/demo
 
 .PHONY: demo test slow lint docs bench clean
 
-# Two models at a time, one thread each.
 demo: .venv/.complete
-	@printf '%s\n' $(MODELS) | OMP_NUM_THREADS=1 xargs -P 2 -I MODEL \
-		$(BIN)/python -m tasks.image_classification --preset demo --model MODEL --out $(DEMO)/MODEL
+	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
 	@$(BIN)/python -m tasks.plot $(DEMO) --out $(DEMO)/demo.png
 
 test: lint docs
@@ -31,6 +28,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.solvers
 	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.images
 
 clean:
 	rm -rf docs/_build runs/demo

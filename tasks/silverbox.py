@@ -1,0 +1,446 @@
+"""The Silverbox: how the five models grow at initialisation, and how well they simulate an electronic oscillator.
+
+The Silverbox is a circuit that resembles a Duffing oscillator: V1 drives it, V2 is what it answers. Data and split are
+those of nonlinearbenchmark.org (T. Wigren and J. Schoukens, ECC 2013).
+
+--experiment growth is figure 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design?
+(2022): the norm of h(t) over 63 samples at initialisation, f being one dense layer that also sees V1(t). Both signals
+are centred and multiplied by 100, a sample is a unit of time, and the second-order models start with a learned scalar,
+as in the authors' code. There V1 was extrapolated beyond t = 1; here it is interpolated. The paper draws the mean of
+ten seeds, which the worst seed decides; here are the median and the quantiles of many, and the mean beside them.
+
+--experiment identification goes beyond the paper: the models learn to simulate V2 from V1. f is a small network of the
+state and V1(t), the initial state comes from an encoder that reads the samples before (all of the state: the zero of an
+ANODE would contradict every window that starts in motion). Trained are windows of the multisines; the last part of them
+is kept for validation. The three test sets are simulated in one go, from the state that the encoder finds in the first
+50 samples, which the benchmark gives and does not count; errors are root mean squares in millivolts. GHBNODE has the
+hardtanh of figure 7 for sigma.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import hbnode
+from tasks import _data
+from tasks._run import (
+    MODELS,
+    Config,
+    Run,
+    count_parameters,
+    environment,
+    option,
+    parse,
+    sweep,
+    write_figure,
+    write_whole,
+)
+from tasks._train import Batch, fit
+
+GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
+GROWTH_TOL = 1e-7  # the paper's
+FINE = 8  # points a sample of the interpolated input
+HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
+
+
+@dataclasses.dataclass(frozen=True)
+class SilverboxConfig(Config):
+    """Options of the Silverbox."""
+
+    experiment: str = option("identification", "what to do", ("identification", "growth"))
+    epochs: int = option(60, "passes over the training windows", may_change=True)
+    batch_size: int = option(256, "windows in a step")
+    lr: float = option(2e-2, "Adam's learning rate")
+    schedule: str = option("cosine", "learning rate, as for the other tasks", ("constant", "cosine", "step"))
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    gradient: str = option("direct", "how to differentiate; a window is short enough to keep its graph", GRADIENTS)
+    steps: int = option(1, "steps a sample; 0 chooses them by the tolerance")
+    window: int = option(50, "samples that are simulated in training")
+    past: int = option(20, "samples that the encoder reads, 50 at most")
+    stride: int = option(10, "samples between the starts of two training windows")
+    validation: int = option(8192, "last samples of the training set, kept for validation")
+    interpolation: str = option("sinc", "of V1 between its samples", ("linear", "cubic", "sinc"))
+    draws: int = option(100, "initialisations of each model, for growth")
+
+    def __post_init__(self) -> None:
+        for name in ("window", "past", "stride", "validation", "draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
+        if self.past > _data.SILVERBOX_START:
+            raise ValueError(
+                f"--past must be at most {_data.SILVERBOX_START}, the samples that the benchmark gives; got {self.past}"
+            )
+
+
+# Identification
+
+
+def refine(u: Tensor, kind: str) -> Tensor:
+    """A signal of N samples at :data:`FINE` points a sample, (N - 1) * FINE + 1 of them.
+
+    The input has power up to a third of the sampling rate, where lines between its samples lose a good part of it.
+    "sinc" is band-limited interpolation with a Kaiser window of 48 samples; beyond the ends it takes the last sample.
+    """
+    count = (len(u) - 1) * FINE + 1
+    if kind != "sinc":
+        times = torch.arange(count, dtype=torch.float64) / FINE
+        return hbnode.Signal(torch.arange(len(u), dtype=torch.float64), u, kind)(times)
+    half = 24
+    taps = torch.arange(-half, half + 1, dtype=torch.float64)
+    distance = taps - torch.arange(FINE)[:, None] / FINE  # (points between two samples, taps)
+    window = torch.special.i0(8.0 * (1 - (distance / (half + 1)) ** 2).clamp(min=0).sqrt())
+    kernel = torch.sinc(distance) * window / torch.special.i0(torch.tensor(8.0, dtype=torch.float64))
+    kernel = (kernel / kernel.sum(1, keepdim=True)).to(u.dtype)  # a constant stays what it is
+    padded = nn.functional.pad(u[None, None], (half, half), mode="replicate")
+    return nn.functional.conv1d(padded, kernel[:, None])[0].T.reshape(-1)[:count]
+
+
+def windows(samples: Tensor, fine: Tensor, past: int, length: int, stride: int) -> Batch:
+    """Cut a record into windows, each some samples to find the state in, and some to simulate.
+
+    Arguments:
+        samples: V1 and V2, (N, 2).
+        fine: V1 as :func:`refine` makes it.
+        past: samples that the encoder reads; the state is that at the last of them.
+        length: samples simulated.
+        stride: samples between the starts of two windows.
+
+    Returns:
+        The past (windows, past, 2), V1 from the last sample of the past on (windows, length * FINE + 1), V2 after it
+        (windows, length).
+    """
+    before = samples[: len(samples) - length].unfold(0, past, stride).mT
+    drive = fine[(past - 1) * FINE :].unfold(0, length * FINE + 1, stride * FINE)
+    return before.contiguous(), drive.contiguous(), samples[past:, 1].unfold(0, length, stride).contiguous()
+
+
+class Force(nn.Module):
+    """f(t, h) or f(t, h, v): a linear map of the state and the input, and a small tanh network of them."""
+
+    time_dependent = True
+
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs + 1, outputs, bias=False)
+        self.net = hbnode.nets.MLP(inputs + 1, [hidden], outputs, activation=nn.Tanh)
+        nn.init.zeros_(self.linear.weight)  # a ball that hardly moves at first: a random force would throw it far away
+        nn.init.zeros_(self.net.layers[-1].weight)
+        nn.init.zeros_(self.net.layers[-1].bias)
+        self.input: Callable[[Tensor], Tensor] | None = None  # set for each solve, and its backward pass
+
+    def forward(self, t: Tensor, *state: Tensor) -> Tensor:
+        """The shape of one part of the state, (batch, outputs)."""
+        x = torch.cat([*state, self.input(t)], dim=-1)
+        return self.linear(x) + self.net(x)
+
+
+class Encoder(nn.Module):
+    """The state at the last of some samples: h is V2 there at first, and what it learns is added."""
+
+    def __init__(self, past: int, size: int, pair: bool) -> None:
+        super().__init__()
+        self.pair = pair
+        self.linear = nn.Linear(2 * past, size)
+        self.net = hbnode.nets.MLP(2 * past, [32], size, activation=nn.Tanh)
+
+    def forward(self, past: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """(batch, past, 2) -> h, or h and its momentum, of (batch, size) together."""
+        x = past.flatten(1)
+        state = self.linear(x) + self.net(x)
+        state = torch.cat([state[:, :1] + past[:, -1, 1:], state[:, 1:]], dim=1)
+        return (state[:, :1], state[:, 1:]) if self.pair else state
+
+
+class Simulator(nn.Module):
+    """V2 from V1 and a few samples before, both standardised; V2 is the first coordinate of h."""
+
+    def __init__(self, model: str, past: int, **solver: object) -> None:
+        super().__init__()
+        n = HIDDEN[model]
+        field = {
+            "node": lambda: hbnode.NODE(Force(1, n, 1)),
+            "anode": lambda: hbnode.ANODE(Force(2, n, 2), augment=1),
+            "sonode": lambda: hbnode.SONODE(Force(2, n, 1)),
+            "hbnode": lambda: hbnode.HBNODE(Force(1, n, 1)),
+            "ghbnode": lambda: hbnode.GHBNODE(Force(1, n, 1), activation=nn.Hardtanh(-5.0, 5.0)),
+        }[model]()
+        encoder = Encoder(past, 1 if model == "node" else 2, pair=model not in ("node", "anode"))
+        self.block = hbnode.ODEBlock(field, initial_state=encoder, **solver)
+
+    def forward(self, past: Tensor, drive: Tensor) -> Tensor:
+        """(batch, past, 2), (batch, T * FINE + 1) -> (batch, T)."""
+        length = (drive.shape[1] - 1) // FINE
+        # float64: a test set has 40,000 units of time, of which float32 would leave hundredths
+        times = torch.arange(drive.shape[1], dtype=torch.float64, device=drive.device) / FINE
+        signal = hbnode.Signal(times, drive.T[..., None], outside="hold")
+        self.block.field.func.input = signal.forward  # not the module: it is no part of the model
+        return self.block(past, times[::FINE])[1:, :, 0].T if length else drive[:, :0]
+
+
+def squared_error(
+    model: nn.Module, batch: tuple[Tensor, Tensor, Tensor], scale: float
+) -> tuple[Tensor, dict[str, float]]:
+    """Mean squared error of the standardised V2, and its root in mV; ``scale`` is V2's deviation in V."""
+    past, drive, target = batch
+    error = nn.functional.mse_loss(model(past, drive), target)
+    return error, {"rmse_mV": 1000 * scale * math.sqrt(error.item())}
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The records, standardised by the training record, and the deviation of V2 in volts."""
+
+    records: Mapping[str, Tensor]
+    scale: float
+
+    @classmethod
+    def of(cls, record: Tensor, validation: int) -> Splits:
+        """The official split, with the last samples of the training set split off as validation."""
+        records = {name: record[part] for name, part in _data.SILVERBOX_SETS.items()}
+        whole = records["train"]
+        if len(whole) < 2 * validation:
+            raise SystemExit(f"--validation {validation} leaves too little of {len(whole)} training samples")
+        records = {"train": whole[:-validation], "validation": whole[-validation:], **records}
+        records["train"] = whole[:-validation]
+        mean, deviation = records["train"].mean(0), records["train"].std(0)
+        return cls({k: ((v - mean) / deviation).float() for k, v in records.items()}, deviation[1].item())
+
+
+def simulate(model: Simulator, samples: Tensor, config: SilverboxConfig) -> Tensor:
+    """V2 of a whole record from its V1 and the first 50 samples, of which the encoder reads the last ones.
+
+    Returns:
+        The samples after the first 50; infinite from where the model diverged.
+    """
+    device = next(model.parameters()).device
+    samples = samples[_data.SILVERBOX_START - config.past :]
+    fine = refine(samples[:, 0], config.interpolation)
+    length = len(samples) - config.past
+    past, drive, _ = (x.to(device) for x in windows(samples, fine, config.past, length, 1))
+    with torch.no_grad():
+        try:
+            return model(past, drive)[0].cpu()
+        except hbnode.SolverError as error:
+            whole = torch.full((length,), math.inf)
+            until = max(math.ceil(error.t) - 1, 0)  # the sample before the failure, which a solve on its own reaches
+            whole[:until] = model(past, drive[:, : until * FINE + 1])[0].cpu()
+            return whole
+
+
+def rmse(simulated: Tensor, measured: Tensor) -> float:
+    """Root of the mean squared difference, in float64."""
+    return (simulated.double() - measured.double()).square().mean().sqrt().item()
+
+
+def identify(config: SilverboxConfig) -> None:
+    """Train one model with one seed, simulate the test sets, and draw the arrow."""
+    splits = Splits.of(_data.silverbox(), config.validation)
+    train, validation = (splits.records[name] for name in ("train", "validation"))
+    cut = functools.partial(windows, past=config.past, length=config.window)
+    run = Run("silverbox", config, f"{config.preset}-{config.model}-seed{config.seed}")
+    model = Simulator(config.model, config.past, **config.ode_options())
+    if run.workers.rank == 0:
+        print(f"{config.model}: {count_parameters(model)} parameters, writing to {run.folder}")
+    loss = functools.partial(squared_error, scale=splits.scale)
+    fit(
+        run,
+        model,
+        cut(train, refine(train[:, 0], config.interpolation), stride=config.stride),
+        cut(validation, refine(validation[:, 0], config.interpolation), stride=config.window),
+        loss,
+    )
+    errors = {}
+    if run.workers.rank == 0 and not run.is_finished:
+        model.eval()
+        simulated = {k: simulate(model, splits.records[k], config) for k in ("validation", "multisine", "arrow_full")}
+        # the arrow without extrapolation is the first part of the whole one, and starts with it
+        part = len(splits.records["arrow_no_extrapolation"]) - _data.SILVERBOX_START
+        simulated["arrow_no_extrapolation"] = simulated["arrow_full"][:part]
+        for name, values in simulated.items():
+            error = 1000 * splits.scale * rmse(values, splits.records[name][_data.SILVERBOX_START :, 1])
+            errors[f"{name}_rmse_mV"] = error if math.isfinite(error) else None  # diverged; JSON has no infinity
+            print(f"{config.model}: {name} RMSE {error:.3f} mV")
+        measured = splits.records["arrow_full"][_data.SILVERBOX_START :, 1]
+        draw_simulation(
+            simulated["arrow_full"] * splits.scale, measured * splits.scale, part, config.model, errors, run.folder
+        )
+    run.finish(model, **errors)
+
+
+def draw_simulation(
+    simulated: Tensor, measured: Tensor, part: int, name: str, errors: Mapping[str, float | None], folder: Path
+) -> None:
+    """Draw V2 of the arrow and the error of its simulation over it, in ``simulation.png``."""
+    import matplotlib.pyplot as plt
+
+    seconds = torch.arange(_data.SILVERBOX_START, _data.SILVERBOX_START + len(measured)) / 610.35
+    figure, ax = plt.subplots(figsize=(10, 3.6), layout="constrained")
+    ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
+    error = (1000 * (simulated - measured)).clamp(-400, 400)
+    ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
+    ax.axvline(seconds[part - 1].item(), color="0.3", lw=0.8, ls=":")
+    figures = ", ".join(
+        f"{text} {'diverged' if errors[f'{key}_rmse_mV'] is None else '{:.2f}'.format(errors[f'{key}_rmse_mV'])}"
+        for key, text in (
+            ("arrow_no_extrapolation", "up to the dotted line"),
+            ("arrow_full", "all of it"),
+            ("multisine", "multisine"),
+        )
+    )
+    ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))
+    ax.set_title(f"{name.upper()} on the arrow. RMSE in mV: {figures}", fontsize="medium")
+    for line in ax.legend(loc="upper left").get_lines():
+        line.set_linewidth(2)
+    write_figure(figure, folder / "simulation.png")
+
+
+# Growth
+
+
+class Draws:
+    """Many initialisations of a model of figure 7, each a sample of one batch, with weights of its own."""
+
+    def __init__(self, model: str, seeds: Sequence[int], signal: Callable[[Tensor], Tensor]) -> None:
+        self.model, self.signal = model, signal
+        size, parts = (2, 1) if model == "anode" else (1, 2 if model == "sonode" else 1)
+        weights, biases, starts = [], [], []
+        for seed in seeds:
+            torch.manual_seed(seed)
+            dense = nn.Linear(parts * size + 1, size)
+            weights.append(dense.weight.detach())
+            biases.append(dense.bias.detach())
+            starts.append(nn.Linear(1, 1, bias=False).weight.detach()[0])
+        self.weight, self.bias, self.start = (torch.stack(x).double() for x in (weights, biases, starts))
+
+    def take(self, index: slice) -> Draws:
+        """Some of them."""
+        part = object.__new__(Draws)
+        part.model, part.signal = self.model, self.signal
+        part.weight, part.bias, part.start = self.weight[index], self.bias[index], self.start[index]
+        return part
+
+    def dense(self, t: Tensor, *state: Tensor) -> Tensor:
+        """The dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
+        u = self.signal(t)
+        x = torch.cat([*state, u.expand(len(self.weight), 1)], dim=-1)
+        return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
+
+    def field(self) -> hbnode.Field:
+        """The field of all draws."""
+        damped = {"learn_damping": False, "initial_momentum": lambda x: self.start, "time_dependent": True}
+        return {
+            "node": lambda: hbnode.NODE(self.dense, time_dependent=True),
+            "anode": lambda: hbnode.ANODE(self.dense, augment=1, time_dependent=True),
+            "sonode": lambda: hbnode.SONODE(self.dense, initial_velocity=lambda x: self.start, time_dependent=True),
+            "hbnode": lambda: hbnode.HBNODE(self.dense, **damped),
+            "ghbnode": lambda: hbnode.GHBNODE(
+                self.dense, activation=nn.Hardtanh(-5.0, 5.0), xi=math.log(2.0), learn_xi=False, **damped
+            ),
+        }[self.model]()
+
+    def norms(self, start: float, times: Tensor, tol: float) -> Tensor:
+        """The norm of h(t), (times, draws); infinite from where a draw diverged."""
+        field = self.field()
+        state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
+        try:
+            solved = hbnode.odeint(field, state, times, rtol=tol, atol=tol, step_control="sample", max_steps=100_000)
+            return field.readout(solved).norm(dim=-1)
+        except hbnode.SolverError as error:
+            if len(self.weight) > 1:  # one at a time: the others go on
+                each = [self.take(slice(i, i + 1)).norms(start, times, tol) for i in range(len(self.weight))]
+                return torch.cat(each, dim=1)
+            reached = int((times < error.t).sum()) - 1
+            whole = torch.full((len(times), 1), math.inf, dtype=torch.float64)
+            whole[0] = abs(start)
+            if reached > 1:
+                whole[:reached] = self.norms(start, times[:reached], tol)
+            return whole
+
+
+def statistics(norms: Tensor) -> dict[str, Tensor]:
+    """Median, 10 % and 90 % quantile and mean over the draws (times, draws), and how many diverged so far.
+
+    A quantile is the nearest draw, which is defined where draws are infinite.
+    """
+    levels = {"median": 0.5, "q10": 0.1, "q90": 0.9}
+    found = {name: torch.quantile(norms, q, dim=1, interpolation="nearest") for name, q in levels.items()}
+    return {**found, "mean": norms.mean(1), "diverged": norms.isinf().sum(1)}
+
+
+def grow(config: SilverboxConfig) -> None:
+    """Solve every model at many initialisations; write ``growth.csv``, ``summary.json`` and ``growth.png``."""
+    run = Run("silverbox", config, f"{config.preset}-growth-seed{config.seed}")
+    record = _data.silverbox()
+    v1, v2 = (100 * (record - record.mean(0))).unbind(1)
+    times = torch.arange(64, dtype=torch.float64)
+    signal = hbnode.Signal(torch.arange(66, dtype=torch.float64), v1[:66], "cubic")
+    seeds = range(config.seed, config.seed + config.draws)
+    found = {}
+    for model in MODELS:
+        found[model] = statistics(Draws(model, seeds, signal).norms(v2[0].item(), times, GROWTH_TOL))
+        last = {name: values[-1].item() for name, values in found[model].items()}
+        print(f"{model}: |h(63)| " + ", ".join(f"{name} {value:.4g}" for name, value in last.items()))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["model", "t", *found["node"]])
+    for model, columns in found.items():
+        for i, t in enumerate(times.tolist()):
+            writer.writerow([model, f"{t:g}", *(values[i].item() for values in columns.values())])
+    summary = {
+        "task": "silverbox",
+        "experiment": "growth",
+        "draws": config.draws,
+        **{
+            f"{model}_{name}": value if math.isfinite(value) else None  # JSON has no infinity
+            for model, columns in found.items()
+            for name, value in ((name, values[-1].item()) for name, values in columns.items())
+        },
+        **environment(torch.device("cpu")),
+    }
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write_whole(run.folder / "config.json", json.dumps(run.described, indent=2).encode())
+    write_whole(run.folder / "growth.csv", text.getvalue().encode())
+    write_whole(run.folder / "summary.json", json.dumps(summary, indent=2).encode())
+    draw_growth(times, found, config.draws, run.folder)
+
+
+def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws: int, folder: Path) -> None:
+    """Draw the quantiles and the mean of each model over time, on one logarithmic axis, in ``growth.png``."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(found), figsize=(13, 3.2), sharey=True, layout="constrained")
+    for ax, (model, columns), color in zip(axes, found.items(), ("C0", "C1", "C2", "C3", "C4"), strict=True):
+        ax.fill_between(times, columns["q10"], columns["q90"], color=color, alpha=0.25, lw=0, label="10 % to 90 %")
+        ax.semilogy(times, columns["median"], color=color, label="median")
+        ax.semilogy(times, columns["mean"], color=color, ls="--", lw=1, label="mean, as in the paper")
+        ax.set(title=model.upper(), xlabel="t in samples")
+    axes[0].set_ylabel("|h(t)|")
+    axes[0].legend(loc="upper left", fontsize="small")
+    figure.suptitle(f"Silverbox, {draws} initialisations of each model")
+    write_figure(figure, folder / "growth.png")
+
+
+PRESETS: dict[str, dict[str, object]] = {}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train models to simulate the Silverbox, or show how they grow untrained."""
+    config = parse(SilverboxConfig, PRESETS, __doc__, argv)
+    if config.experiment == "growth":
+        grow(config)
+    else:
+        sweep(config, identify)
+
+
+if __name__ == "__main__":
+    main()
