@@ -2,8 +2,9 @@
 
 The same weights, after some training, on the same batch. The baseline is what the paper ran, dopri5 and its adjoint
 under the full error norm, at the tolerance of the MNIST experiment (1e-4) and at that of figure 6 (1e-5). Beside it
-stand hbnode's defaults at the loosest tolerance of a grid at which neither the logits nor the gradient are less exact
-than the baseline's. Errors are against float64 and a tight tolerance, on a part of the batch.
+stand hbnode's defaults, at the loosest tolerance of a grid at which the gradient, which is what training sees, is no
+less exact than the baseline's, and at the loosest at which the logits are not either. Errors are against float64 and a
+tight tolerance, on a part of the batch.
 
 Times are medians of steps that take turns in one process, on one thread. Writes JSON with the machine in it. MNIST
 comes from HBNODE_DATA; without it the images are noise.
@@ -93,65 +94,59 @@ def errors(model: Classifier, x: Tensor, y: Tensor, tolerances: list[float]) -> 
 
 
 def compare(name: str, training: int, repeats: int) -> list[dict[str, object]]:
-    """A row for each baseline: its errors, evaluations and time, and those of hbnode."""
+    """Rows for each baseline: itself, hbnode with as good a gradient, hbnode with as good logits too."""
     model = trained(name, training)
     x, y = images(BATCH)
-    found = errors(with_solver(model, 1.0, {}), x[:PART], y[:PART], TOLERANCES)
+    ours = errors(with_solver(model, 1.0, {}), x[:PART], y[:PART], TOLERANCES)
+    theirs = errors(with_solver(model, 1.0, PAPER), x[:PART], y[:PART], list(BASELINES))
     rows = []
-    baselines = errors(with_solver(model, 1.0, PAPER), x[:PART], y[:PART], list(BASELINES))
-    for tol, baseline in zip(BASELINES, baselines, strict=True):
-        fits = [all(a <= b for a, b in zip(error, baseline, strict=True)) for error in found]
-        index = fits.index(True)
-        pair = with_solver(model, TOLERANCES[index], {}), with_solver(model, tol, PAPER)
-        steps = [step(each, x, y) for each in pair]
-        counts = []
-        for each, run in zip(pair, steps, strict=True):
-            run()
-            counts.append((each.block.nfe.forward, each.block.nfe.backward))
+    for tol, (logits, gradient) in zip(BASELINES, theirs, strict=True):
+        good = [i for i, error in enumerate(ours) if error[1] <= gradient]
+        better = [i for i in good if ours[i][0] <= logits]
+        chosen = {"dopri5, adjoint": (with_solver(model, tol, PAPER), tol, (logits, gradient))}
+        for what, indices in (("gradient", good), ("gradient, logits", better)):
+            if indices:
+                at = TOLERANCES[indices[0]]
+                chosen[f"hbnode, equal {what}"] = with_solver(model, at, {}), at, ours[indices[0]]
+        steps = [step(each, x, y) for each, _, _ in chosen.values()]
         times = interleaved(steps, repeats, warm=1)
-        ours, theirs = (1e3 * statistics.median(each) for each in times)
-        rows.append(
-            {
-                "model": name,
-                "tolerance": tol,
-                "error": baseline,
-                "nfe": counts[1],
-                "ms": theirs,
-                "hbnode_tolerance": TOLERANCES[index],
-                "hbnode_error": found[index],
-                "hbnode_nfe": counts[0],
-                "hbnode_ms": ours,
-                "ratio": statistics.median(b / a for a, b in zip(*times, strict=True)),
-            }
-        )
+        for (what, (each, at, error)), mine in zip(chosen.items(), times, strict=True):
+            row = {"model": name, "baseline": tol, "solver": what, "tolerance": at}
+            row |= {"logits_error": error[0], "gradient_error": error[1], "ms": 1e3 * statistics.median(mine)}
+            row |= {"nfe_forward": each.block.nfe.forward, "nfe_backward": each.block.nfe.backward}
+            rows.append(row | {"faster": statistics.median(b / a for a, b in zip(mine, times[0], strict=True))})
     return rows
 
 
-def show(row: dict[str, object]) -> str:
-    """A row of the table."""
-    sides = [
-        f"{row[f'{side}tolerance']:>5.0e}  {row[f'{side}error'][0]:.0e} / {row[f'{side}error'][1]:.0e}  "
-        f"{'{}/{}'.format(*row[f'{side}nfe']):>7}  {row[f'{side}ms']:6.0f}"
-        for side in ("", "hbnode_")
-    ]
-    return f"{row['model']:<8}  {sides[0]} | {sides[1]}  {row['ratio']:5.1f}"
+COLUMNS = {
+    "model": "<8",
+    "solver": "<31",
+    "tolerance": "9.0e",
+    "logits_error": "12.1e",
+    "gradient_error": "14.1e",
+    "nfe_forward": "11d",
+    "nfe_backward": "12d",
+    "ms": "7.0f",
+    "faster": "6.2f",
+}
 
 
 def main() -> None:
     """Time, print a row per model and baseline, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=("node", "hbnode"), choices=MODELS)
     parser.add_argument("--training", type=int, default=40, help="steps of training before [40]")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds [5]")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/images.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    print("          dopri5, adjoint: tol, errors of logits / gradient, NFE, ms | hbnode, likewise  times faster")
+    widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}
+    print("  ".join(name.rjust(width) for name, width in widths.items()))
     for name in options.models:
         for row in compare(name, options.training, options.repeats):
             rows.append(row)
-            print(show(row), flush=True)
+            print("  ".join(format(row[column], form) for column, form in COLUMNS.items()), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": environment(torch.device("cpu")), "rows": rows}
     write_whole(options.out, json.dumps(report, indent=2).encode())

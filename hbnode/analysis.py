@@ -86,9 +86,9 @@ def nfe_vs_tolerance(
 ) -> NFEToleranceCurve:
     r"""Evaluations, error and gradient error of a block (or a model with blocks inside) against tolerance.
 
-    The reference is a float64 copy solved by dopri8 at a tight tolerance and backpropagated directly. The model itself is
-    left as it is; its copies are in evaluation mode. The backward evaluations of the adjoint depend on the scale of the
-    loss, because atol is absolute.
+    The reference is a float64 copy solved by dopri8 at a tight tolerance and backpropagated directly. The model itself
+    is left as it is; its copies are in evaluation mode. The backward evaluations of the adjoint depend on the scale of
+    the loss, because atol is absolute.
 
     Arguments:
         block: an :class:`hbnode.ODEBlock`, or a module that contains some; its own gradient modes are used.

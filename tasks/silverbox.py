@@ -210,8 +210,7 @@ class Splits:
         whole = records["train"]
         if len(whole) < 2 * validation:
             raise SystemExit(f"--validation {validation} leaves too little of {len(whole)} training samples")
-        records = {"train": whole[:-validation], "validation": whole[-validation:], **records}
-        records["train"] = whole[:-validation]
+        records |= {"train": whole[:-validation], "validation": whole[-validation:]}
         mean, deviation = records["train"].mean(0), records["train"].std(0)
         return cls({k: ((v - mean) / deviation).float() for k, v in records.items()}, deviation[1].item())
 
@@ -250,7 +249,7 @@ def identify(config: SilverboxConfig) -> None:
     run = Run("silverbox", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Simulator(config.model, config.past, **config.ode_options())
     if run.workers.rank == 0:
-        print(f"{config.model}: {count_parameters(model)} parameters, writing to {run.folder}")
+        print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
     loss = functools.partial(squared_error, scale=splits.scale)
     fit(
         run,
