@@ -102,7 +102,7 @@ def nfe_vs_tolerance(
         The curve, with ``.plot()`` and ``.to_csv(path)``.
 
     Raises:
-        ValueError: if there is no block, or no tolerance.
+        ValueError: if there is no block, no tolerance, or none that is looser than the reference's.
 
     Example:
         >>> import torch, hbnode
@@ -115,6 +115,11 @@ def nfe_vs_tolerance(
         raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with one inside.")
     if len(tolerances) == 0:
         raise ValueError("tolerances is empty. Fix: for instance [1e-2, 1e-3, 1e-4, 1e-5].")
+    if not reference_tolerance < min(tolerances):
+        raise ValueError(
+            f"reference_tolerance={reference_tolerance:g} must be tighter than all of them, got {min(tolerances):g}. "
+            f"Fix: reference_tolerance={min(tolerances) / 10:g}."
+        )
     loss = _mean_square if loss is None else loss
     reference = _with_solver(copy.deepcopy(block).double().eval(), reference_tolerance, **_TIGHT)
     exact, exact_gradient, _ = _solve(reference, x.double(), loss)

@@ -8,15 +8,13 @@ import dataclasses
 import gc
 import io
 import json
-import multiprocessing
+import math
 import os
 import platform
-import signal
 import subprocess
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -51,7 +49,7 @@ class Config:
     preset: str = option("default", "a set of defaults, see below; other options override it")
     seed: int = option(0, "seed of the initial weights and of the order of the data")
     seeds: int = option(1, "how many seeds to run, counting up from --seed", may_change=True)
-    jobs: int = option(0, "processes at a time, of several runs; 0 is one for each core", may_change=True)
+    jobs: int = option(0, "of several runs, how many at a time; 0: one a core, one alone on a GPU", may_change=True)
     epochs: int = option(20, "passes over the training data", may_change=True)
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "Adam's learning rate")
@@ -131,8 +129,8 @@ def _check(config: Config) -> None:
     """Refuse options that no run can have, before anything is written."""
     for name, value in dataclasses.asdict(config).items():
         flag = "--" + name.replace("_", "-")
-        if isinstance(value, (int, float)) and value < 0:
-            raise ValueError(f"{flag} must not be negative, got {value}")
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            raise ValueError(f"{flag} must not be negative, got {value}" if value < 0 else f"{flag} is {value}")
         if name in ("seeds", "epochs", "batch_size", "lr", "tol", "loss_scale") and value == 0:
             raise ValueError(f"{flag} must be positive, got 0")
     if config.seed + config.seeds > 2**32:
@@ -160,58 +158,6 @@ TRIAL: dict[str, Callable[[], nn.Module]] = {
     "hbnode": lambda: hbnode.HBNODE(lambda h: -h),
     "ghbnode": lambda: hbnode.GHBNODE(lambda h: -h),
 }
-
-
-def sweep(config: C, train: Callable[[C], None]) -> None:
-    """Train one model with one seed, or all that the options name, in processes side by side.
-
-    Each is a run of its own, with its own folder; one that fails does not keep the others from finishing.
-
-    Arguments:
-        config: options; ``model`` may be "all", and ``seeds`` more than 1.
-        train: the task, a function at the top level of its module.
-    """
-    models = MODELS if config.model == "all" else (config.model,)
-    seeds = range(config.seed, config.seed + config.seeds)
-    if len(models) * len(seeds) == 1:
-        train(config)
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SystemExit("torchrun trains one model with one seed. Fix: no --seeds and no --model all.")
-    configs = [
-        dataclasses.replace(
-            config, model=model, seed=seed, seeds=1, out=config.out and str(Path(config.out) / f"{model}-seed{seed}")
-        )
-        for seed in seeds
-        for model in models
-    ]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jobs = min(config.jobs or cores, len(configs))
-    context = multiprocessing.get_context("spawn")
-    threads = (max(1, cores // jobs),)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=threads) as pool:
-            failed = _wait(pool, {pool.submit(train, config): config for config in configs})
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    if failed:
-        raise SystemExit("\n".join([*failed, f"{len(failed)} of {len(configs)} runs failed"]))
-
-
-def _wait(pool: ProcessPoolExecutor, runs: Mapping[Future, Config]) -> list[str]:
-    """Wait for all runs; what is to be said of those that failed. Interrupted, each run saves itself first."""
-    failed = []
-    try:
-        for run in as_completed(runs):
-            if error := run.exception():
-                failed.append(f"{runs[run].model}, seed {runs[run].seed}: {error or type(error).__name__}")
-    except KeyboardInterrupt:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        pool.shutdown(cancel_futures=True)
-        raise SystemExit("interrupted: the same command goes on with what is not finished") from None
-    return failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,19 +255,7 @@ class Run:
     def load_checkpoint(self) -> dict | None:
         """The last checkpoint, checked to be this task's and this model's, or None."""
         path = self.folder / "checkpoint.pt"
-        if not path.exists():
-            return None
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            found = {name: checkpoint[name] for name in ("task", "model_name")}
-        except Exception as error:  # a damaged pickle raises whatever it likes
-            raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
-        for name, wanted in (("task", self.task), ("model_name", self.config.model)):
-            if found[name] != wanted:
-                raise SystemExit(
-                    f"{path} is a checkpoint of {name}={found[name]!r}; expected {wanted!r}. Fix: --out another-folder."
-                )
-        return checkpoint
+        return read_checkpoint(path, self.task, self.config.model) if path.exists() else None
 
     def save_checkpoint(self, **state: object) -> None:
         """Write the checkpoint; only the first process does."""
@@ -354,6 +288,7 @@ class Run:
                 **extra,
                 **environment(self.workers.device),
                 "processes": self.workers.size,
+                "runs_at_a_time": self.config.jobs or 1,
             }
             write_whole(self.folder / "summary.json", json.dumps(summary, indent=2).encode())
         if self.workers.size > 1:
@@ -391,6 +326,21 @@ def _processor() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def read_checkpoint(path: Path, task: str, model: str) -> dict:
+    """A checkpoint, or the end with a message if it is damaged or another task's or model's."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        found = {name: checkpoint[name] for name in ("task", "model_name")}
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
+    for name, wanted in (("task", task), ("model_name", model)):
+        if found[name] != wanted:
+            raise SystemExit(
+                f"{path} is a checkpoint of {name}={found[name]!r}; expected {wanted!r}. Fix: --out another-folder."
+            )
+    return checkpoint
 
 
 def damaged(path: Path, why: str) -> str:

@@ -28,7 +28,9 @@ Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float]]]
 EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
 
 
-def fit(run: Run, model: nn.Module, train: Batch, test: Batch, loss: Loss, *, every: int = 1) -> None:
+def fit(
+    run: Run, model: nn.Module, train: Batch, test: Batch, loss: Loss, *, every: int = 1, held_out: str = "test"
+) -> None:
     """Train with Adam for the configured epochs, from the last checkpoint if there is one; one row an epoch.
 
     Arguments:
@@ -38,6 +40,7 @@ def fit(run: Run, model: nn.Module, train: Batch, test: Batch, loss: Loss, *, ev
         test: the test data likewise, evaluated after every epoch.
         loss: (model, batch) -> the batch's mean loss, and further means to report.
         every: how many epochs between two printed lines.
+        held_out: what the test data is called; "validation" where another set is the test.
     """
     trainer = _Trainer(run, model, train, loss)
     test = tuple(x.to(run.workers.device) for x in test)
@@ -45,11 +48,11 @@ def fit(run: Run, model: nn.Module, train: Batch, test: Batch, loss: Loss, *, ev
     with _interruptible() as interrupted, trainer.bar:
         while trainer.position < trainer.total:
             if trainer.step():
-                run.rows.append(trainer.row(evaluate(run, model, test, loss)))
+                run.rows.append(trainer.row(evaluate(run, model, test, loss, held_out)))
                 run.write_metrics()
                 if run.workers.rank == 0 and len(run.rows) % every == 0:
                     figures = "  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items())
-                    tqdm.write(f"{run.config.model}: {figures}")
+                    tqdm.write(f"{run.config.model}, seed {run.config.seed}: {figures}")
             wanted = run.workers.sum({"stop": float(interrupted()), "save": float(trainer.is_checkpoint_due())})
             if any(wanted.values()) or trainer.position == trainer.total:
                 trainer.save()
@@ -158,7 +161,7 @@ class _Trainer:
         self.run.write_metrics()
 
 
-def evaluate(run: Run, model: nn.Module, data: Batch, loss: Loss) -> dict[str, float]:
+def evaluate(run: Run, model: nn.Module, data: Batch, loss: Loss, name: str) -> dict[str, float]:
     """Means over the test data, and the evaluations that a batch of it takes."""
     totals: dict[str, float] = {}
     model.eval()
@@ -170,8 +173,8 @@ def evaluate(run: Run, model: nn.Module, data: Batch, loss: Loss) -> dict[str, f
             _add(totals, _weighted(value, means, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
     totals = run.workers.sum(totals)
-    samples, batches, nfe = (totals.pop(name) for name in ("samples", "batches", "nfe"))
-    return {f"test_{name}": value / samples for name, value in totals.items()} | {"test_nfe": nfe / batches}
+    samples, batches, nfe = (totals.pop(key) for key in ("samples", "batches", "nfe"))
+    return {f"{name}_{key}": value / samples for key, value in totals.items()} | {f"{name}_nfe": nfe / batches}
 
 
 def _learning_rate(config: Config, position: int, total: int) -> float:

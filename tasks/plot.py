@@ -22,12 +22,15 @@ import numpy as np
 import torch
 
 from tasks._run import MODELS, read_json, write_figure
+from tasks.image_classification import CURVE_IMAGES
 
 COLORS = {name: f"C{index}" for index, name in enumerate(MODELS)}
 TITLES = {"node": "NODE", "anode": "ANODE", "sonode": "SONODE", "hbnode": "HBNODE", "ghbnode": "GHBNODE"}
 # Options that leave the numbers as they are.
 NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve")
-METRIC = {"image_classification": "test_accuracy", "point_cloud": "train_loss"}  # test_loss for the others
+# What a task is judged by.
+METRIC = {"image_classification": "test_accuracy", "point_cloud": "train_loss", "silverbox": "validation_loss"}
+MACHINE = ("device", "threads", "runs_at_a_time")  # entries of a summary that its seconds depend on
 logger = logging.getLogger("tasks.plot")
 
 
@@ -71,7 +74,12 @@ class Group:
     @property
     def metric(self) -> str:
         """What the task is judged by."""
-        return METRIC.get(str(self.config["task"]), "test_loss")
+        return METRIC[str(self.config["task"])]
+
+    @property
+    def uses_adjoint(self) -> bool:
+        """Whether the backward evaluations are those of an adjoint; otherwise steps are taken again, or kept."""
+        return (self.config["gradient"] or self.config["solver"]) in ("adjoint", "torchdiffeq")
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and values (seed, epoch), as far as all seeds went."""
@@ -104,6 +112,10 @@ def collect(root: Path) -> list[Group]:
             logger.warning("%s is no finished run and is left out (%s)", folder, error)
         else:
             groups[key] = group
+    for group in groups.values():
+        mixed = [name for name in MACHINE if len({summary.get(name) for summary in group.summaries}) > 1]
+        if mixed:
+            logger.warning("the seconds of %s are means over different %s", group.label, " and ".join(mixed))
     return sorted(groups.values(), key=lambda group: (group.experiment, MODELS.index(group.model)))
 
 
@@ -137,24 +149,29 @@ def table(groups: Sequence[Group]) -> str:
 
 
 def _cells(group: Group) -> dict[str, str]:
-    """A line of the table: its columns and what stands in them."""
+    """A line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
+    entries = group.summaries[0]
+    loss = "train_cross_entropy" if "train_cross_entropy" in entries else "train_loss"  # without penalties
+    percent = {group.metric: group.metric.endswith("accuracy"), "train_loss": False}
     cells = {}
-    if group.metric == "test_accuracy":
-        accuracies = [float(summary["test_accuracy"]) for summary in group.summaries]
-        spread = f" ±{np.std(accuracies) * 100:.1f}" if len(accuracies) > 1 else ""
-        cells["test accuracy"] = f"{np.mean(accuracies) * 100:.1f} %{spread}"
-        cells["train loss"] = f"{group.mean('train_loss'):.3g}"
-    else:
-        low, median, high = _spread(np.array([float(summary[group.metric]) for summary in group.summaries]))
-        cells[group.metric.replace("_", " ")] = f"{median:.3g} [{low:.3g}, {high:.3g}]"
-    if "separates" in group.summaries[0]:
+    for name, is_percent in percent.items():
+        values = np.array([float(summary[loss if name == "train_loss" else name]) for summary in group.summaries])
+        low, median, high = (f"{100 * x:.1f}" if is_percent else f"{x:.3g}" for x in _spread(values))
+        cells[name.replace("_", " ") + " %" * is_percent] = f"{median} [{low}, {high}]" if len(values) > 1 else median
+    for name in entries:
+        if name.endswith("_rmse_mV"):
+            values = [summary[name] for summary in group.summaries]
+            cells[name.replace("_", " ")] = "diverged" if None in values else f"{np.median(values):.3g}"
+    if "separates" in entries:
         cells["separated"] = f"{group.mean('separates') * 100:.0f} %"
     forward, backward = group.mean("nfe_forward_mean"), group.mean("nfe_backward_mean")
+    held_out = next(name for name in entries if name in ("test_nfe", "validation_nfe"))
     return cells | {
         "parameters": f"{group.mean('parameters'):.0f}",
         "NFE forward": f"{forward:.1f}",
-        "NFE backward": f"{backward:.1f}",
-        "ratio": f"{backward / forward:.2f}",
+        "backward": f"{backward:.1f}",
+        "ratio": f"{backward / forward:.2f}" if group.uses_adjoint else "-",
+        held_out.replace("_nfe", " NFE"): f"{group.mean(held_out):.1f}",
         "s/epoch": f"{group.mean('seconds_per_epoch'):.3g}",
     }
 
@@ -175,7 +192,9 @@ def draw(groups: Sequence[Group], title: str) -> plt.Figure:
     panels = {
         metric: metric.replace("_", " "),
         "nfe_forward": "forward evaluations per batch",
-        "nfe_backward": "backward evaluations per batch",
+        "nfe_backward": "backward evaluations per batch"
+        if all(group.uses_adjoint for group in groups)
+        else "evaluations repeated in the backward pass",
         "seconds": "seconds per epoch",
     }
     for ax, (name, label) in zip(upper.subplots(1, 4), panels.items(), strict=True):
@@ -193,18 +212,23 @@ def draw(groups: Sequence[Group], title: str) -> plt.Figure:
     return figure
 
 
-def draw_tolerances(groups: Sequence[Group], title: str) -> plt.Figure:
+def draw_tolerances(groups: Sequence[Group], name: str) -> plt.Figure:
     """Evaluations of the trained models against tolerance, forward and backward, and what they buy."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    figure.suptitle(f"{title}, after training", fontsize="medium")
+    config = groups[0].config
+    figure.suptitle(
+        f"{name}: trained models on {CURVE_IMAGES} test images, {config['solver']} solver, loss scale "
+        f"{config['loss_scale']:g}",
+        fontsize="medium",
+    )
     for group in groups:
         columns = group.tolerances()
-        for ax, name in zip(axes, ("forward", "backward"), strict=False):
-            _line(ax, group, columns["tolerance"][0], columns[name], "o-")
+        for ax, column in zip(axes, ("forward", "backward"), strict=False):
+            _line(ax, group, columns["tolerance"][0], columns[column], "o-")
         total = np.median(columns["forward"] + columns["backward"], axis=0)
         axes[2].plot(total, np.median(columns["gradient_error"], axis=0), "o-", color=group.color, label=group.label)
-    for ax, name in zip(axes, ("forward evaluations", "backward evaluations"), strict=False):
-        ax.set(xscale="log", xlabel="tolerance (rtol = atol)", ylabel=name, ylim=(0, None))
+    for ax, label in zip(axes, ("forward evaluations", "backward evaluations"), strict=False):
+        ax.set(xscale="log", xlabel="tolerance (rtol = atol)", ylabel=label, ylim=(0, None))
         ax.invert_xaxis()
     axes[2].set(
         xscale="log", yscale="log", xlabel="evaluations, forward and backward", ylabel="relative gradient error"
@@ -269,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured = [group for group in groups if group.tolerances()]
         if measured:
             path = path.with_stem(f"{path.stem}-tolerance")
-            write_figure(draw_tolerances(measured, title), path)
+            write_figure(draw_tolerances(measured, name), path)
             print(f"figure: {path}")
         print()
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks._run import Config, Run, count_parameters, option, parse, sweep, write_figure
+from tasks._run import Config, Run, count_parameters, option, parse, write_figure
+from tasks._sweep import sweep
 from tasks._train import fit
 
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
@@ -133,7 +134,8 @@ def train(config: PointCloudConfig) -> None:
     if run.workers.rank == 0:
         print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
     fit(run, model, cloud, fresh, squared_error, every=50)
-    if run.workers.rank == 0 and not run.is_finished:
+    is_wanted = not run.is_finished or (config.animate and not (run.folder / "evolution.gif").exists())
+    if run.workers.rank == 0 and is_wanted:
         title = f"{config.model.upper()}: training loss {run.rows[-1]['train_loss']:.3f} after {len(run.rows)} steps"
         draw_evolution(model, *cloud, run.folder, title, config.animate)
     run.finish(model, separates=run.rows[-1]["train_accuracy"] == 1)

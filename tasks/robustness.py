@@ -129,7 +129,8 @@ def load_attacked(folder: Path) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """A run's model, whose gradient is that of the steps taken, and its test data."""
     config, trained = load_run(folder)
     exact = "checkpoint" if config.solver == "native" else "direct"
-    model = dataclasses.replace(config, gradient=exact, adjoint_norm="full").make_model()
+    method = trained.block.settings().resolved(trained.block.field).method  # which may depend on the gradient
+    model = dataclasses.replace(config, method=method, gradient=exact, adjoint_norm="full").make_model()
     model.load_state_dict(trained.state_dict())
     return model.eval().requires_grad_(False), load_data(config)[1]
 

@@ -1,29 +1,20 @@
-"""The Silverbox: how the five models grow at initialisation, and how well they simulate an electronic oscillator.
+"""Silverbox: simulating the output V2 of an electronic oscillator from its input V1, on the official test sets.
 
-The Silverbox is a circuit that resembles a Duffing oscillator: V1 drives it, V2 is what it answers. Data and split are
-those of nonlinearbenchmark.org (T. Wigren and J. Schoukens, ECC 2013).
+The Silverbox is a circuit that resembles a Duffing oscillator. Data and split are those of nonlinearbenchmark.org (T.
+Wigren and J. Schoukens, ECC 2013). The momentum-architectures paper only shows how untrained models grow on it, which
+is tasks.silverbox_growth; here they learn it.
 
---experiment growth is figure 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design?
-(2022): the norm of h(t) over 63 samples at initialisation, f being one dense layer that also sees V1(t). Both signals
-are centred and multiplied by 100, a sample is a unit of time, and the second-order models start with a learned scalar,
-as in the authors' code. There V1 was extrapolated beyond t = 1; here it is interpolated. The paper draws the mean of
-ten seeds, which the worst seed decides; here are the median and the quantiles of many, and the mean beside them.
-
---experiment identification goes beyond the paper: the models learn to simulate V2 from V1. f is a small network of the
-state and V1(t), the initial state comes from an encoder that reads the samples before (all of the state: the zero of an
-ANODE would contradict every window that starts in motion). Trained are windows of the multisines; the last part of them
-is kept for validation. The three test sets are simulated in one go, from the state that the encoder finds in the first
-50 samples, which the benchmark gives and does not count; errors are root mean squares in millivolts. GHBNODE has the
-hardtanh of figure 7 for sigma.
+f is a small network of the state and V1(t), the initial state comes from an encoder that reads the samples before (all
+of the state: the zero of an ANODE would contradict every window that starts in motion). Trained are windows of the
+multisines; the last part of them is kept for validation. The three test sets are simulated in one go, from the state
+that the encoder finds in the first 50 samples, which the benchmark gives and does not count; errors are root mean
+squares in millivolts. GHBNODE has the hardtanh of the paper's figure 7 for sigma.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import io
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,21 +25,17 @@ from torch import Tensor, nn
 import hbnode
 from tasks import _data
 from tasks._run import (
-    MODELS,
     Config,
     Run,
     count_parameters,
-    environment,
     option,
     parse,
-    sweep,
     write_figure,
-    write_whole,
 )
+from tasks._sweep import sweep
 from tasks._train import Batch, fit
 
 GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
-GROWTH_TOL = 1e-7  # the paper's
 FINE = 8  # points a sample of the interpolated input
 HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 
@@ -57,7 +44,6 @@ HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 class SilverboxConfig(Config):
     """Options of the Silverbox."""
 
-    experiment: str = option("identification", "what to do", ("identification", "growth"))
     epochs: int = option(60, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
     lr: float = option(2e-2, "Adam's learning rate")
@@ -70,19 +56,20 @@ class SilverboxConfig(Config):
     stride: int = option(10, "samples between the starts of two training windows")
     validation: int = option(8192, "last samples of the training set, kept for validation")
     interpolation: str = option("sinc", "of V1 between its samples", ("linear", "cubic", "sinc"))
-    draws: int = option(100, "initialisations of each model, for growth")
 
     def __post_init__(self) -> None:
-        for name in ("window", "past", "stride", "validation", "draws"):
+        for name in ("window", "past", "stride", "validation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
+        if self.validation < _data.SILVERBOX_START + self.window:
+            raise ValueError(
+                f"--validation must be at least {_data.SILVERBOX_START + self.window}, the first "
+                f"{_data.SILVERBOX_START} samples and a window; got {self.validation}"
+            )
         if self.past > _data.SILVERBOX_START:
             raise ValueError(
                 f"--past must be at most {_data.SILVERBOX_START}, the samples that the benchmark gives; got {self.past}"
             )
-
-
-# Identification
 
 
 def refine(u: Tensor, kind: str) -> Tensor:
@@ -187,13 +174,10 @@ class Simulator(nn.Module):
         return self.block(past, times[::FINE])[1:, :, 0].T if length else drive[:, :0]
 
 
-def squared_error(
-    model: nn.Module, batch: tuple[Tensor, Tensor, Tensor], scale: float
-) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the standardised V2, and its root in mV; ``scale`` is V2's deviation in V."""
+def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """Mean squared error of the standardised V2."""
     past, drive, target = batch
-    error = nn.functional.mse_loss(model(past, drive), target)
-    return error, {"rmse_mV": 1000 * scale * math.sqrt(error.item())}
+    return nn.functional.mse_loss(model(past, drive), target), {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,20 +227,23 @@ def rmse(simulated: Tensor, measured: Tensor) -> float:
 
 def identify(config: SilverboxConfig) -> None:
     """Train one model with one seed, simulate the test sets, and draw the arrow."""
-    splits = Splits.of(_data.silverbox(), config.validation)
+    try:
+        splits = Splits.of(_data.silverbox(), config.validation)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
     train, validation = (splits.records[name] for name in ("train", "validation"))
     cut = functools.partial(windows, past=config.past, length=config.window)
     run = Run("silverbox", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Simulator(config.model, config.past, **config.ode_options())
     if run.workers.rank == 0:
         print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
-    loss = functools.partial(squared_error, scale=splits.scale)
     fit(
         run,
         model,
         cut(train, refine(train[:, 0], config.interpolation), stride=config.stride),
         cut(validation, refine(validation[:, 0], config.interpolation), stride=config.window),
-        loss,
+        squared_error,
+        held_out="validation",
     )
     errors = {}
     if run.workers.rank == 0 and not run.is_finished:
@@ -303,142 +290,9 @@ def draw_simulation(
     write_figure(figure, folder / "simulation.png")
 
 
-# Growth
-
-
-class Draws:
-    """Many initialisations of a model of figure 7, each a sample of one batch, with weights of its own."""
-
-    def __init__(self, model: str, seeds: Sequence[int], signal: Callable[[Tensor], Tensor]) -> None:
-        self.model, self.signal = model, signal
-        size, parts = (2, 1) if model == "anode" else (1, 2 if model == "sonode" else 1)
-        weights, biases, starts = [], [], []
-        for seed in seeds:
-            torch.manual_seed(seed)
-            dense = nn.Linear(parts * size + 1, size)
-            weights.append(dense.weight.detach())
-            biases.append(dense.bias.detach())
-            starts.append(nn.Linear(1, 1, bias=False).weight.detach()[0])
-        self.weight, self.bias, self.start = (torch.stack(x).double() for x in (weights, biases, starts))
-
-    def take(self, index: slice) -> Draws:
-        """Some of them."""
-        part = object.__new__(Draws)
-        part.model, part.signal = self.model, self.signal
-        part.weight, part.bias, part.start = self.weight[index], self.bias[index], self.start[index]
-        return part
-
-    def dense(self, t: Tensor, *state: Tensor) -> Tensor:
-        """The dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
-        u = self.signal(t)
-        x = torch.cat([*state, u.expand(len(self.weight), 1)], dim=-1)
-        return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
-
-    def field(self) -> hbnode.Field:
-        """The field of all draws."""
-        damped = {"learn_damping": False, "initial_momentum": lambda x: self.start, "time_dependent": True}
-        return {
-            "node": lambda: hbnode.NODE(self.dense, time_dependent=True),
-            "anode": lambda: hbnode.ANODE(self.dense, augment=1, time_dependent=True),
-            "sonode": lambda: hbnode.SONODE(self.dense, initial_velocity=lambda x: self.start, time_dependent=True),
-            "hbnode": lambda: hbnode.HBNODE(self.dense, **damped),
-            "ghbnode": lambda: hbnode.GHBNODE(
-                self.dense, activation=nn.Hardtanh(-5.0, 5.0), xi=math.log(2.0), learn_xi=False, **damped
-            ),
-        }[self.model]()
-
-    def norms(self, start: float, times: Tensor, tol: float) -> Tensor:
-        """The norm of h(t), (times, draws); infinite from where a draw diverged."""
-        field = self.field()
-        state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
-        try:
-            solved = hbnode.odeint(field, state, times, rtol=tol, atol=tol, step_control="sample", max_steps=100_000)
-            return field.readout(solved).norm(dim=-1)
-        except hbnode.SolverError as error:
-            if len(self.weight) > 1:  # one at a time: the others go on
-                each = [self.take(slice(i, i + 1)).norms(start, times, tol) for i in range(len(self.weight))]
-                return torch.cat(each, dim=1)
-            reached = int((times < error.t).sum()) - 1
-            whole = torch.full((len(times), 1), math.inf, dtype=torch.float64)
-            whole[0] = abs(start)
-            if reached > 1:
-                whole[:reached] = self.norms(start, times[:reached], tol)
-            return whole
-
-
-def statistics(norms: Tensor) -> dict[str, Tensor]:
-    """Median, 10 % and 90 % quantile and mean over the draws (times, draws), and how many diverged so far.
-
-    A quantile is the nearest draw, which is defined where draws are infinite.
-    """
-    levels = {"median": 0.5, "q10": 0.1, "q90": 0.9}
-    found = {name: torch.quantile(norms, q, dim=1, interpolation="nearest") for name, q in levels.items()}
-    return {**found, "mean": norms.mean(1), "diverged": norms.isinf().sum(1)}
-
-
-def grow(config: SilverboxConfig) -> None:
-    """Solve every model at many initialisations; write ``growth.csv``, ``summary.json`` and ``growth.png``."""
-    run = Run("silverbox", config, f"{config.preset}-growth-seed{config.seed}")
-    record = _data.silverbox()
-    v1, v2 = (100 * (record - record.mean(0))).unbind(1)
-    times = torch.arange(64, dtype=torch.float64)
-    signal = hbnode.Signal(torch.arange(66, dtype=torch.float64), v1[:66], "cubic")
-    seeds = range(config.seed, config.seed + config.draws)
-    found = {}
-    for model in MODELS:
-        found[model] = statistics(Draws(model, seeds, signal).norms(v2[0].item(), times, GROWTH_TOL))
-        last = {name: values[-1].item() for name, values in found[model].items()}
-        print(f"{model}: |h(63)| " + ", ".join(f"{name} {value:.4g}" for name, value in last.items()))
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["model", "t", *found["node"]])
-    for model, columns in found.items():
-        for i, t in enumerate(times.tolist()):
-            writer.writerow([model, f"{t:g}", *(values[i].item() for values in columns.values())])
-    summary = {
-        "task": "silverbox",
-        "experiment": "growth",
-        "draws": config.draws,
-        **{
-            f"{model}_{name}": value if math.isfinite(value) else None  # JSON has no infinity
-            for model, columns in found.items()
-            for name, value in ((name, values[-1].item()) for name, values in columns.items())
-        },
-        **environment(torch.device("cpu")),
-    }
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(run.folder / "config.json", json.dumps(run.described, indent=2).encode())
-    write_whole(run.folder / "growth.csv", text.getvalue().encode())
-    write_whole(run.folder / "summary.json", json.dumps(summary, indent=2).encode())
-    draw_growth(times, found, config.draws, run.folder)
-
-
-def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws: int, folder: Path) -> None:
-    """Draw the quantiles and the mean of each model over time, on one logarithmic axis, in ``growth.png``."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(found), figsize=(13, 3.2), sharey=True, layout="constrained")
-    for ax, (model, columns), color in zip(axes, found.items(), ("C0", "C1", "C2", "C3", "C4"), strict=True):
-        ax.fill_between(times, columns["q10"], columns["q90"], color=color, alpha=0.25, lw=0, label="10 % to 90 %")
-        ax.semilogy(times, columns["median"], color=color, label="median")
-        ax.semilogy(times, columns["mean"], color=color, ls="--", lw=1, label="mean, as in the paper")
-        ax.set(title=model.upper(), xlabel="t in samples")
-    axes[0].set_ylabel("|h(t)|")
-    axes[0].legend(loc="upper left", fontsize="small")
-    figure.suptitle(f"Silverbox, {draws} initialisations of each model")
-    write_figure(figure, folder / "growth.png")
-
-
-PRESETS: dict[str, dict[str, object]] = {}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train models to simulate the Silverbox, or show how they grow untrained."""
-    config = parse(SilverboxConfig, PRESETS, __doc__, argv)
-    if config.experiment == "growth":
-        grow(config)
-    else:
-        sweep(config, identify)
+    """Train what the command line says."""
+    sweep(parse(SilverboxConfig, {}, __doc__, argv), identify)
 
 
 if __name__ == "__main__":

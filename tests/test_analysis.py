@@ -100,3 +100,10 @@ def test_any_solver_has_a_curve():
         curve = hbnode.nfe_vs_tolerance(block, torch.randn(5, 3), [1e-2, 1e-5])
         assert curve.error[1] < 1e-5
         assert curve.gradient_error[1] < 1e-4
+
+
+def test_a_reference_looser_than_the_tolerances_is_refused():
+    with pytest.raises(ValueError, match=r"reference_tolerance=0.001 must be tighter than all of them, got 1e-05"):
+        hbnode.nfe_vs_tolerance(
+            hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2)), torch.zeros(1, 2), [1e-2, 1e-5], reference_tolerance=1e-3
+        )

@@ -120,6 +120,15 @@ def test_the_attacked_model_is_the_trained_one_with_an_exact_gradient(runs):
         assert robustness.gradient_ratio(model, images, labels) == pytest.approx(1, abs=0.1)
 
 
+def test_the_method_stays_when_the_gradient_changes(tmp_path):
+    """A reversible run is solved by a splitting method, which checkpoint alone would not choose."""
+    train(tmp_path / "r", "hbnode", "--gradient", "reversible", "--steps", "2")
+    _, trained = image_classification.load_run(tmp_path / "r")
+    model, (images, _) = robustness.load_attacked(tmp_path / "r")
+    assert torch.equal(model(images), trained(images))
+    assert model.block.settings().method == "blanes_moan4"
+
+
 def test_runs_that_were_not_trained_alike_are_refused(runs, tmp_path):
     shutil.copytree(runs / "h0", tmp_path / "h0")
     train(tmp_path / "n0", "node", "--epochs", "2")

@@ -189,92 +189,6 @@ def test_windows_lie_where_they_should():
         assert torch.equal(target[i], samples[last + 1 : last + 11, 1])
 
 
-# Growth
-
-
-def draws_of(model, weight, bias, start):
-    draws = silverbox.Draws(model, range(len(weight)), lambda t: torch.zeros(1, dtype=torch.float64))
-    draws.weight, draws.bias, draws.start = (torch.tensor(x, dtype=torch.float64) for x in (weight, bias, start))
-    return draws
-
-
-def test_growth_of_a_node_is_the_exponential():
-    w, b = torch.tensor([0.3, -0.5], dtype=torch.float64), torch.tensor([0.2, -0.1], dtype=torch.float64)
-    draws = draws_of("node", [[[0.3, 0.7]], [[-0.5, 0.7]]], [[0.2], [-0.1]], [[0.0], [0.0]])
-    times = torch.arange(64, dtype=torch.float64)
-    exact = ((0.9 + b / w) * (times[:, None] * w).exp() - b / w).abs()
-    torch.testing.assert_close(draws.norms(0.9, times, 1e-7), exact, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("model", ["sonode", "hbnode", "ghbnode"])
-def test_growth_of_the_second_order_models_is_that_of_their_linear_equation(model):
-    """h'' = -c h' + k h from (h0, m0), with c and k of each model; sigma of a small momentum is the identity."""
-    weight = [[[0.1, -0.2, 0.7]]] if model == "sonode" else [[[0.1, 0.7]]]
-    gamma = 1 / (1 + math.exp(3))
-    c, k = {"sonode": (0.2, 0.1), "hbnode": (gamma, 0.1), "ghbnode": (gamma, 0.1 - math.log(2))}[model]
-    times = torch.arange(64, dtype=torch.float64)
-    matrix = torch.tensor([[0.0, 1.0], [k, -c]], dtype=torch.float64)
-    exact = torch.linalg.matrix_exp(times[:, None, None] * matrix) @ torch.tensor([0.9, -0.4], dtype=torch.float64)
-    norms = draws_of(model, weight, [[0.0]], [[-0.4]]).norms(0.9, times, 1e-7)
-    torch.testing.assert_close(norms[:, 0], exact[:, 0].abs(), rtol=1e-5, atol=1e-6)
-
-
-def test_growth_of_an_anode_counts_both_coordinates():
-    turn = [[[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]]]
-    norms = draws_of("anode", turn, [[0.0, 0.0]], [[0.0]]).norms(0.9, torch.arange(20, dtype=torch.float64), 1e-7)
-    torch.testing.assert_close(norms, torch.full_like(norms, 0.9), rtol=1e-5, atol=0)
-
-
-def test_one_that_diverges_is_infinite_and_leaves_the_others_alone():
-    times = torch.arange(5, dtype=torch.float64)
-    draws = draws_of("node", [[[0.0, 0.0]], [[300.0, 0.0]], [[0.1, 0.0]]], [[0.0]] * 3, [[0.0]] * 3)
-    norms = draws.norms(0.9, times, tol=1e-3)
-    assert norms[:, 1].isinf().tolist() == [False, False, True, True, True]  # exp(300 t), beyond float64
-    torch.testing.assert_close(norms[:, 2], 0.9 * (0.1 * times).exp(), rtol=1e-2, atol=0)
-    found = silverbox.statistics(norms)
-    assert found["diverged"].tolist() == [0, 0, 1, 1, 1]
-    assert found["mean"].isinf().tolist() == [False, False, True, True, True]
-    assert found["median"].isfinite().all()
-
-
-def test_statistics_against_numpy():
-    norms = torch.rand(3, 101, dtype=torch.float64)
-    found = silverbox.statistics(norms)
-    for name, q in (("median", 0.5), ("q10", 0.1), ("q90", 0.9)):
-        np.testing.assert_allclose(found[name], np.quantile(norms.numpy(), q, axis=1))
-    np.testing.assert_allclose(found["mean"], norms.numpy().mean(1))
-
-
-def test_draws_are_the_dense_layers_of_their_seeds():
-    torch.manual_seed(7)
-    dense, start = nn.Linear(3, 1), nn.Linear(1, 1, bias=False)
-    draws = silverbox.Draws("sonode", [3, 7], lambda t: torch.full((1,), 0.5, dtype=torch.float64))
-    assert torch.equal(draws.weight[1], dense.weight.double())
-    assert torch.equal(draws.start[1], start.weight[0].double())
-    h, v = torch.tensor([[0.0], [1.0]]).double(), torch.tensor([[0.0], [2.0]]).double()
-    expected = dense(torch.tensor([[1.0, 2.0, 0.5]])).double()
-    torch.testing.assert_close(draws.dense(torch.tensor(0.0), h, v)[1:], expected)
-
-
-def test_growth_writes_its_files(record, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(silverbox, "GROWTH_TOL", 1e-3)
-    folder = tmp_path / "growth"
-    silverbox.main(["--experiment", "growth", "--draws", "2", "--device", "cpu", "--out", str(folder)])
-    assert {path.name for path in folder.iterdir()} == {"config.json", "growth.csv", "growth.png", "summary.json"}
-    with open(folder / "growth.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 5 * 64
-    start = 100 * (record[0, 1] - record[:, 1].mean()).abs().item()
-    assert all(float(row["median"]) == pytest.approx(start) for row in rows if row["t"] == "0")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["hbnode_median"] == pytest.approx(float(rows[4 * 64 - 1]["median"]))
-    assert summary["ghbnode_q90"] < summary["hbnode_q90"]
-    assert "ghbnode: |h(63)| median" in capsys.readouterr().out
-
-
-# Identification
-
-
 class Duffing(nn.Module):
     """The force of the oscillator that made the data."""
 
@@ -358,7 +272,7 @@ def test_models_are_of_about_equal_size():
     [
         (["--past", "51"], "--past must be at most 50"),
         (["--window", "0"], "--window must be positive, got 0"),
-        (["--experiment", "none"], "invalid choice: 'none'"),
+        (["--validation", "10"], "--validation must be at least 100"),
     ],
 )
 def test_bad_options(argv, message, capsys):
@@ -396,6 +310,13 @@ def test_identification_learns_and_writes_its_files(model, record, tmp_path):
         expected = 1000 * np.sqrt(np.mean((simulated - measured) ** 2))
         # the arrow's first part is simulated with the rest, and knows the input after its end
         assert summary[f"{name}_rmse_mV"] == pytest.approx(expected, rel=1e-2 if "no_ext" in name else 1e-4)
+
+
+def test_without_the_data_it_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
+    with pytest.raises(SystemExit, match=r"SNLS80mV.csv is not in HBNODE_DATA=.*Fix: put"):
+        silverbox.main(["--epochs", "1", "--out", str(tmp_path / "run")])
 
 
 def test_identification_resumes_to_the_same_numbers(record, tmp_path):

@@ -20,7 +20,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 import hbnode
-from tasks import _data, _run, _train, image_classification, plot, point_cloud
+from tasks import _data, _run, _sweep, _train, image_classification, plot, point_cloud
 from tasks._regularize import Regularized
 from tests.models import MODELS, every_model
 
@@ -331,22 +331,40 @@ def test_all_models_and_seeds_side_by_side(tmp_path, capsys):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "hbnode-seed0").write_text("in the way")
-    with pytest.raises(SystemExit, match=r"hbnode, seed 0: .*is a file[\s\S]*1 of 2 runs failed"):
-        point_cloud.main([*CLOUD, "--seeds", "2", "--epochs", "1", "--out", str(tmp_path / "runs")])
-    assert (tmp_path / "runs" / "hbnode-seed1" / "summary.json").exists()
+    (tmp_path / "hbnode-seed0").write_text("in the way")
+    process = start("point_cloud", *CLOUD, "--seeds", "2", "--epochs", "1", "--out", tmp_path)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "hbnode-seed0 is a file" in output
+    assert "hbnode, seed 0: failed, as said above\n1 of 2 runs failed" in output
+    assert (tmp_path / "hbnode-seed1" / "summary.json").exists()
 
 
-def test_interrupted_runs_side_by_side_save_themselves(tmp_path):
-    process = start("point_cloud", *CLOUD, "--seeds", "2", "--epochs", "100000", "--out", tmp_path)
-    for seed in (0, 1):
-        wait_for_metrics(process, tmp_path / f"hbnode-seed{seed}" / "metrics.csv")
-    process.send_signal(signal.SIGTERM)
+def die_or_write(config):
+    """A task whose first run is killed."""
+    if config.seed == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(config.out).with_suffix(".txt").write_text(f"{config.model}, {config.jobs} at a time")
+
+
+def test_a_run_that_is_killed_does_not_stop_the_others(tmp_path):
+    config = _run.Config(model="node", seeds=3, jobs=1, out=str(tmp_path))
+    with pytest.raises(SystemExit, match=r"node, seed 0: killed by signal 9\n1 of 3 runs failed"):
+        _sweep.sweep(config, die_or_write)
+    assert {path.name for path in tmp_path.iterdir()} == {"node-seed1.txt", "node-seed2.txt"}
+    assert (tmp_path / "node-seed1.txt").read_text() == "node, 1 at a time"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_runs_save_themselves_and_no_more_start(number, tmp_path):
+    process = start("point_cloud", *CLOUD, "--seeds", "4", "--jobs", "1", "--epochs", "100000", "--out", tmp_path)
+    wait_for_metrics(process, tmp_path / "hbnode-seed0" / "metrics.csv")
+    process.send_signal(number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1, output
     assert "interrupted: the same command goes on" in output
-    assert all((tmp_path / f"hbnode-seed{seed}" / "checkpoint.pt").exists() for seed in (0, 1))
+    assert (tmp_path / "hbnode-seed0" / "checkpoint.pt").exists()
+    assert not (tmp_path / "hbnode-seed1").exists()
 
 
 def wait_for_metrics(process, path):
@@ -592,6 +610,7 @@ def test_wrong_options_do_not_take_the_folder(tmp_path, capsys):
         (["--tol", "1e-12"], "far below what torch.float32 carries"),
         (["--device", "abacus"], "abacus"),
         (["--clip", "-1"], "--clip must not be negative"),
+        (["--loss-scale", "nan"], "--loss-scale is nan"),
         (["--seed", "99999999999999999999"], "--seed must be below"),
     ):
         with pytest.raises(SystemExit) as exit_:
@@ -649,13 +668,53 @@ def test_plot_prints_a_table_and_draws_a_figure_for_each_task(tmp_path, capsys):
     plot.main([str(tmp_path)])
     out = capsys.readouterr().out
     assert re.search(r"^ *HBNODE +2 ", out, re.M)
-    assert "NFE backward" in out
+    assert "NFE forward" in out
     for name in ("image_classification-default-digits", "point_cloud-default"):
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     groups = plot.collect(tmp_path)
     assert [len(group.summaries) for group in groups] == [2, 2]
     values = [json.loads((tmp_path / f"images{seed}/summary.json").read_text())["test_accuracy"] for seed in (0, 1)]
     assert groups[0].mean("test_accuracy") == pytest.approx(sum(values) / 2)
+
+
+def test_plot_says_evaluations_that_can_be_compared(tmp_path, capsys):
+    """A ratio of backward to forward evaluations is printed of adjoints only, and penalties are no loss."""
+    common = ["--epochs", "1", *QUICK]
+    image_classification.main([*common, "--model", "node", "--out", str(tmp_path / "a")])
+    image_classification.main([*common, "--model", "node", "--regularize", "both", "--out", str(tmp_path / "b")])
+    image_classification.main([*common, "--model", "node", "--solver", "torchdiffeq", "--out", str(tmp_path / "c")])
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    capsys.readouterr()
+    plot.main([str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    header = re.split(r"  +", lines[1].strip())
+    rows = [re.split(r"  +", line.strip()) for line in lines[3:6]]
+    columns = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    assert columns["NODE solver=native regularize=none"]["ratio"] == "-"
+    assert float(columns["NODE solver=torchdiffeq regularize=none"]["ratio"]) > 0
+    entropy = float(columns["NODE solver=native regularize=both"]["train loss"])
+    assert entropy == pytest.approx(summary["train_cross_entropy"], rel=1e-2)
+    assert "test NFE" in header
+
+
+def test_plot_warns_of_seconds_from_different_machines(tmp_path, caplog):
+    for seed in ("0", "1"):
+        point_cloud.main([*CLOUD, "--epochs", "1", "--seed", seed, "--out", str(tmp_path / seed)])
+    path = tmp_path / "1" / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"threads": 99}))
+    plot.collect(tmp_path)
+    assert "the seconds of HBNODE are means over different threads" in caplog.text
+
+
+def test_artefacts_can_be_asked_for_afterwards(tmp_path):
+    options = [*CLOUD, "--epochs", "1", "--out", str(tmp_path / "cloud")]
+    point_cloud.main(options)
+    point_cloud.main([*options, "--animate"])
+    assert (tmp_path / "cloud" / "evolution.gif").exists()
+    options = ["--epochs", "1", "--out", str(tmp_path / "images"), *QUICK]
+    image_classification.main(options)
+    image_classification.main([*options, "--curve"])
+    assert (tmp_path / "images" / "tolerance.csv").exists()
 
 
 def test_plot_of_nothing(tmp_path, capsys):

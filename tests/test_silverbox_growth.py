@@ -1,0 +1,102 @@
+"""Growth at initialisation against closed forms."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from tasks import _data, silverbox_growth
+
+
+def draws_of(model, weight, bias, start):
+    draws = silverbox_growth.Draws(model, range(len(weight)), lambda t: torch.zeros(1, dtype=torch.float64))
+    draws.weight, draws.bias, draws.start = (torch.tensor(x, dtype=torch.float64) for x in (weight, bias, start))
+    return draws
+
+
+def test_growth_of_a_node_is_the_exponential():
+    w, b = torch.tensor([0.3, -0.5], dtype=torch.float64), torch.tensor([0.2, -0.1], dtype=torch.float64)
+    draws = draws_of("node", [[[0.3, 0.7]], [[-0.5, 0.7]]], [[0.2], [-0.1]], [[0.0], [0.0]])
+    times = torch.arange(64, dtype=torch.float64)
+    exact = ((0.9 + b / w) * (times[:, None] * w).exp() - b / w).abs()
+    torch.testing.assert_close(draws.norms(0.9, times, 1e-7), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["sonode", "hbnode", "ghbnode"])
+def test_growth_of_the_second_order_models_is_that_of_their_linear_equation(model):
+    """h'' = -c h' + k h from (h0, m0), with c and k of each model; sigma of a small momentum is the identity."""
+    weight = [[[0.1, -0.2, 0.7]]] if model == "sonode" else [[[0.1, 0.7]]]
+    gamma = 1 / (1 + math.exp(3))
+    c, k = {"sonode": (0.2, 0.1), "hbnode": (gamma, 0.1), "ghbnode": (gamma, 0.1 - math.log(2))}[model]
+    times = torch.arange(64, dtype=torch.float64)
+    matrix = torch.tensor([[0.0, 1.0], [k, -c]], dtype=torch.float64)
+    exact = torch.linalg.matrix_exp(times[:, None, None] * matrix) @ torch.tensor([0.9, -0.4], dtype=torch.float64)
+    norms = draws_of(model, weight, [[0.0]], [[-0.4]]).norms(0.9, times, 1e-7)
+    torch.testing.assert_close(norms[:, 0], exact[:, 0].abs(), rtol=1e-5, atol=1e-6)
+
+
+def test_growth_of_an_anode_counts_both_coordinates():
+    turn = [[[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]]]
+    norms = draws_of("anode", turn, [[0.0, 0.0]], [[0.0]]).norms(0.9, torch.arange(20, dtype=torch.float64), 1e-7)
+    torch.testing.assert_close(norms, torch.full_like(norms, 0.9), rtol=1e-5, atol=0)
+
+
+def test_one_that_diverges_is_infinite_and_leaves_the_others_alone():
+    times = torch.arange(5, dtype=torch.float64)
+    draws = draws_of("node", [[[0.0, 0.0]], [[300.0, 0.0]], [[0.1, 0.0]]], [[0.0]] * 3, [[0.0]] * 3)
+    norms = draws.norms(0.9, times, tol=1e-3)
+    assert norms[:, 1].isinf().tolist() == [False, False, True, True, True]  # exp(300 t), beyond float64
+    torch.testing.assert_close(norms[:, 2], 0.9 * (0.1 * times).exp(), rtol=1e-2, atol=0)
+    found = silverbox_growth.statistics(norms)
+    assert found["diverged"].tolist() == [0, 0, 1, 1, 1]
+    assert found["mean"].isinf().tolist() == [False, False, True, True, True]
+    assert found["median"].isfinite().all()
+
+
+def test_statistics_against_numpy():
+    norms = torch.rand(3, 101, dtype=torch.float64)
+    found = silverbox_growth.statistics(norms)
+    for name, q in (("median", 0.5), ("q10", 0.1), ("q90", 0.9)):
+        np.testing.assert_allclose(found[name], np.quantile(norms.numpy(), q, axis=1))
+    np.testing.assert_allclose(found["mean"], norms.numpy().mean(1))
+
+
+def test_draws_are_the_dense_layers_of_their_seeds():
+    torch.manual_seed(7)
+    dense, start = nn.Linear(3, 1), nn.Linear(1, 1, bias=False)
+    draws = silverbox_growth.Draws("sonode", [3, 7], lambda t: torch.full((1,), 0.5, dtype=torch.float64))
+    assert torch.equal(draws.weight[1], dense.weight.double())
+    assert torch.equal(draws.start[1], start.weight[0].double())
+    h, v = torch.tensor([[0.0], [1.0]]).double(), torch.tensor([[0.0], [2.0]]).double()
+    expected = dense(torch.tensor([[1.0, 2.0, 0.5]])).double()
+    torch.testing.assert_close(draws.dense(torch.tensor(0.0), h, v)[1:], expected)
+
+
+def test_growth_writes_its_files(tmp_path, capsys, monkeypatch):
+    record = 0.05 * torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(silverbox_growth, "TOL", 1e-3)
+    monkeypatch.setattr(_data, "silverbox", lambda: record)
+    silverbox_growth.main(["--draws", "2", "--out", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {"growth.csv", "growth.png", "growth.json"}
+    with open(tmp_path / "growth.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5 * 64
+    start = 100 * (record[0, 1] - record[:, 1].mean()).abs().item()
+    assert all(float(row["median"]) == pytest.approx(start) for row in rows if row["t"] == "0")
+    summary = json.loads((tmp_path / "growth.json").read_text())["at_63"]
+    assert summary["hbnode"]["median"] == pytest.approx(float(rows[4 * 64 - 1]["median"]))
+    assert summary["ghbnode"]["q90"] < summary["hbnode"]["q90"]
+    assert "ghbnode: |h(63)| median" in capsys.readouterr().out
+
+
+def test_bad_options(capsys):
+    with pytest.raises(SystemExit):
+        silverbox_growth.main(["--draws", "0"])
+    assert "--draws must be positive" in capsys.readouterr().err
