@@ -20,6 +20,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from tasks._run import MODELS, read_json, write_figure
 from tasks.image_classification import CURVE_IMAGES
@@ -232,6 +233,9 @@ def draw_tolerances(groups: Sequence[Group], name: str) -> plt.Figure:
         ax.invert_xaxis()
     axes[2].set(
         xscale="log", yscale="log", xlabel="evaluations, forward and backward", ylabel="relative gradient error"
+    )
+    axes[2].xaxis.set(
+        major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=ScalarFormatter(), minor_formatter=NullFormatter()
     )
     axes[0].legend(fontsize="small")
     return figure
