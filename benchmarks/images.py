@@ -139,7 +139,7 @@ COLUMNS = {
 def main() -> None:
     """Time, print a row per model and baseline, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=("hbnode", "node"), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=("hbnode",), choices=MODELS)
     parser.add_argument("--training", type=int, default=20, help="steps of training before [20]")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds [5]")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/images.json"))

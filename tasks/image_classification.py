@@ -245,9 +245,11 @@ def train(config: ImageConfig) -> None:
             f"{count_parameters(model)} parameters, writing to {run.folder}"
         )
     fit(run, model, data, test, CrossEntropy(config.regularize, config.penalty))
+    curve = run.folder / "tolerance.csv"
     if run.workers.rank == 0 and not run.is_finished:
         save_examples(run, model, *test)
-    if run.workers.rank == 0 and config.curve and not (run.folder / "tolerance.csv").exists():
+        curve.unlink(missing_ok=True)  # of the model before it was trained longer
+    if run.workers.rank == 0 and config.curve and not curve.exists():
         save_curve(run, model, *test)
     run.finish(
         model,
