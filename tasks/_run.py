@@ -27,6 +27,8 @@ if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
+SCHEDULES = ("constant", "cosine", "step")
+GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
 
 
 def option(default: object, text: str, choices: Sequence[str] | None = None, *, may_change: bool = False) -> typing.Any:
@@ -56,7 +58,7 @@ class Config:
     schedule: str = option(
         "constant",
         "learning rate: constant, falling to 0 as a cosine, or 5 %% less after every 1,000 steps",
-        ("constant", "cosine", "step"),
+        SCHEDULES,
     )
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
     loss_scale: float = option(1.0, "factor of the loss in the backward pass, which an adjoint's evaluations depend on")
@@ -67,7 +69,7 @@ class Config:
     gradient: str = option(
         "",
         "how to differentiate; empty is checkpoint (native) or adjoint (torchdiffeq)",
-        ("", "direct", "checkpoint", "reversible", "adjoint"),
+        GRADIENTS,
     )
     adjoint_norm: str = option(
         "seminorm", "error norm of torchdiffeq's adjoint; the papers used full", ("seminorm", "full")

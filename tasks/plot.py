@@ -80,7 +80,9 @@ class Group:
     @property
     def uses_adjoint(self) -> bool:
         """Whether the backward evaluations are those of an adjoint; otherwise steps are taken again, or kept."""
-        return (self.config["gradient"] or self.config["solver"]) in ("adjoint", "torchdiffeq")
+        return self.config["gradient"] == "adjoint" or (
+            not self.config["gradient"] and self.config["solver"] == "torchdiffeq"
+        )
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and values (seed, epoch), as far as all seeds went."""
@@ -207,6 +209,8 @@ def draw(groups: Sequence[Group], title: str) -> plt.Figure:
         ax.xaxis.get_major_locator().set_params(integer=True)
         if name != metric:
             ax.set_ylim(bottom=0)
+        elif name == "validation_loss":  # falls by orders of magnitude, and not to 0 as a point cloud's
+            ax.set_yscale("log")
     figure.axes[0].legend(fontsize="small")
     if lower is not None:
         _draw_examples(lower, *examples)

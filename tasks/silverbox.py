@@ -25,6 +25,8 @@ from torch import Tensor, nn
 import hbnode
 from tasks import _data
 from tasks._run import (
+    GRADIENTS,
+    SCHEDULES,
     Config,
     Run,
     count_parameters,
@@ -35,7 +37,6 @@ from tasks._run import (
 from tasks._sweep import sweep
 from tasks._train import Batch, fit
 
-GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
 FINE = 8  # points a sample of the interpolated input
 HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 
@@ -47,7 +48,7 @@ class SilverboxConfig(Config):
     epochs: int = option(60, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
     lr: float = option(2e-2, "Adam's learning rate")
-    schedule: str = option("cosine", "learning rate, as for the other tasks", ("constant", "cosine", "step"))
+    schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     gradient: str = option("direct", "how to differentiate; a window is short enough to keep its graph", GRADIENTS)
     steps: int = option(1, "steps a sample; 0 chooses them by the tolerance")
