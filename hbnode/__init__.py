@@ -13,6 +13,7 @@ from hbnode.errors import (
 )
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE, count_nfe
+from hbnode.ode_rnn import ODERNN, Filtered, ODERNNState
 from hbnode.signal import Signal
 from hbnode.solve import odeint
 
@@ -39,6 +40,10 @@ __all__ = [
     # blocks
     "ODEBlock",
     "HeavyBallODEBlock",
+    # sequences
+    "ODERNN",
+    "ODERNNState",
+    "Filtered",
     # counting and diagnostics
     "NFE",
     "count_nfe",

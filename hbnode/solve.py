@@ -185,13 +185,13 @@ def solve(
     event_fn: Callable | None = None,
 ) -> State | tuple[Tensor, State]:
     """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
-    y0 = _checked_state(field, y0)
+    y0 = checked_state(field, y0)
     settings = settings.resolved(field, event_fn is not None)
     theirs = settings.method in from_torchdiffeq.METHODS
     first = parts(y0)[0]
     if settings.method not in from_torchdiffeq.FIXED and "steps" not in (settings.options or {}):
         _check_precision(settings.rtol, first.dtype)
-    t = _checked_times(t, first.device, rows=not theirs)
+    t = checked_times(t, first.device, rows=not theirs)
     if event_fn is None:
         return (
             from_torchdiffeq.solve(field, y0, t, settings, nfe, None)
@@ -223,7 +223,8 @@ def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
     logger.warning("rtol=%g is below the rounding of %s: steps may be refused for rounding errors alone", rtol, dtype)
 
 
-def _checked_state(field: Callable, y0: State) -> State:
+def checked_state(field: Callable, y0: State) -> State:
+    """The state, floating point and of the field's dtype; under autocast at least float32."""
     if not callable(field):
         raise TypeError(
             f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
@@ -257,7 +258,8 @@ def _checked_state(field: Callable, y0: State) -> State:
     return y0
 
 
-def _checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bool) -> Tensor:
+def checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bool) -> Tensor:
+    """Finite, ordered times as a tensor: (T,), or (batch, T) if each sample may have a row of its own."""
     if not isinstance(t, Tensor):
         if not isinstance(t, Iterable):
             raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: [0.0, {t}].")

@@ -25,6 +25,7 @@ class Step:
         thetas: fractions of the step at which it gives dense output, and
         outputs: which outputs those are.
         random: state of the random number generators before the step, if the field draws from them.
+        whole: the interval of which it is the whole, for all samples, where coefficients are made for all at once.
     """
 
     interval: int | Tensor
@@ -35,6 +36,7 @@ class Step:
     thetas: tuple[float, ...] = ()
     outputs: range = range(0)
     random: tuple[Tensor, ...] | None = None
+    whole: int | None = None
 
 
 class Clock:
@@ -70,13 +72,13 @@ class Clock:
         """The ends of the intervals."""
         return t[..., [0, -1]] if self.dense else t
 
-    def first_time(self) -> Tensor:
-        """Where the solve starts, to broadcast with a part of the state."""
+    def time_of(self, output: int) -> Tensor:
+        """An output time, to broadcast with a part of the state."""
         if not self.has_batch:
-            return self.t[0].to(self.template)
+            return self.t[output].to(self.template)
         if self.shared:
-            return self.for_parts(self.t[:1]).to(self.template)
-        return self.for_parts(self.t[:, 0]).to(self.template)
+            return self.for_parts(self.t[output : output + 1]).to(self.template)
+        return self.for_parts(self.t[:, output]).to(self.template)
 
     def size(self, step: Step) -> float | None:
         """Size of a step, if it is one number for all samples."""

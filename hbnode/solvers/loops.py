@@ -25,8 +25,9 @@ def integrate(
     record: list | None = None,
     differentiable: bool = False,
     watch: bool = False,
+    interval: int | None = None,
 ) -> Tensor:
-    """The rows of the state at the output times, (T, state rows, ...).
+    """The rows of the state at the output times, (T, state rows, ...); of an interrupted solve, the last at least.
 
     Arguments:
         solve: what is solved.
@@ -35,22 +36,30 @@ def integrate(
         record: gets ``(step, point, graph)`` for every accepted step, with a graph for the last ones.
         differentiable: whether gradients are to flow to the times.
         watch: check each step of a fixed grid, and name the first that is not finite.
+        interval: the only one to solve; None for all.
     """
+    intervals = range(solve.clock.count) if interval is None else range(interval, interval + 1)
     if not solve.adaptive:
-        return _grid(solve, point, damping, record, differentiable, watch)
+        return _grid(solve, point, damping, record, differentiable, watch, intervals)
     if solve.clock.per_sample:
-        return PerSample(solve, point).run(damping, record, differentiable)
-    return _adaptive(solve, point, damping, record, differentiable)
+        return PerSample(solve, point, intervals).run(damping, record, differentiable)
+    return _adaptive(solve, point, damping, record, differentiable, intervals)
 
 
 def _grid(
-    solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool, watch: bool
+    solve: Solve,
+    point: Tensor,
+    damping: Tensor,
+    record: list | None,
+    differentiable: bool,
+    watch: bool,
+    intervals: range,
 ) -> Tensor:
     n, count = solve.method.state_rows, solve.options.steps
     outputs = [point[:n]]
     if watch:
         solve.check_start(norms(point, None).tolist())
-    for interval in range(solve.clock.count):
+    for interval in intervals:
         steps = [Step(interval, i / count, 1 / count) for i in range(count)]
         steps[-1].reached = interval + 1
         if not (watch or differentiable) and count * solve.method.evaluations <= LONGEST_GRID:
@@ -76,17 +85,21 @@ def _grid(
     return torch.stack(outputs)
 
 
-def _adaptive(solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
+def _adaptive(
+    solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool, intervals: range
+) -> Tensor:
     n, clock = solve.method.state_rows, solve.clock
     controller = Controller(solve.method.error_order)
     outputs = [point[:n]]
-    size = solve.first_size(point) if clock.count else 0.0
-    for interval, length in enumerate(clock.lengths):
-        start, failures = 0.0, 0
+    size = solve.first_size(point, intervals.start) if intervals else 0.0
+    for interval in intervals:
+        length, start, failures = clock.lengths[interval], 0.0, 0
         left = steps_to(length, size) if length else 1  # an empty interval has one empty step
         fraction = 1.0 / left  # recomputed only when the plan changes: equal steps share their coefficients
         while left:
             step = Step(interval, start, fraction, reached=interval + 1 if left == 1 else None)
+            if solve.interrupted and fraction == 1.0:
+                step.whole = interval
             if clock.dense:
                 _mark_outputs(clock, step)
             solve.step_size = fraction * length

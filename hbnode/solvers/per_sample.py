@@ -19,24 +19,23 @@ from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 class PerSample:
     """Where every sample is; tensors of shape (batch,)."""
 
-    def __init__(self, solve: Solve, point: Tensor) -> None:
-        self.solve, self.point = solve, point
+    def __init__(self, solve: Solve, point: Tensor, intervals: range) -> None:
+        self.solve, self.point, self.first, self.last = solve, point, intervals.start, intervals.stop
         self.rows = solve.method.state_rows
         self.batch_dim = solve.samples()
         batch = point.shape[self.batch_dim + 1]
         t = solve.clock.t.detach()
         self.t = t if t.dim() == 2 else t.expand(batch, -1)  # (batch, T)
-        self.last = self.t.shape[1] - 1
         self.index = torch.arange(batch, device=t.device)
-        self.interval = torch.zeros(batch, dtype=torch.long, device=t.device)
+        self.interval = torch.full((batch,), self.first, device=t.device)
         self.start = torch.zeros(batch, dtype=torch.float64, device=t.device)
         self.failures = torch.zeros_like(self.interval)
-        self.outputs = point[: self.rows].unsqueeze(0).repeat(self.last + 1, *[1] * point.dim())
+        self.outputs = point[: self.rows].unsqueeze(0).repeat(len(intervals) + 1, *[1] * point.dim())
         self.controller = SampleController(solve.method.error_order, self.start)
         norm = norms(point.detach().double(), self.batch_dim)
         size = first_size(norm[0], norm[-1], solve.rtol, solve.atol, solve.method)
         if not bool(torch.isfinite(norm).all()):
-            solve.check_start(norm.sum(1).tolist())
+            solve.check_start(norm.sum(1).tolist(), min(self.first, solve.clock.count - 1))
         size = torch.where(torch.isfinite(size), size, self.length())
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)
@@ -54,14 +53,20 @@ class PerSample:
 
     def run(self, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
         """Step until all samples have arrived; one synchronisation a step."""
-        solve, running = self.solve, self.last > 0 and len(self.index) > 0
+        solve, running = self.solve, self.last > self.first and len(self.index) > 0
+        whole = self.first if solve.interrupted and running and bool((self.left <= 1.0).all()) else None
         while running:
             done = self.interval >= self.last
             fraction = torch.where(done, 0.0, (1.0 - self.start) / self.left)
             step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
+            step.whole = whole
             solve.count_attempt(step)
             stepped = solve.take(self.point, step, damping, error=True, differentiable=differentiable)
             ratio = self.ratio(stepped.error, stepped.point)
+            if whole is not None and bool((ratio <= 1.0).all()):  # all that follows is to no purpose
+                solve.tally.add("accepted")
+                return stepped.point[None, : self.rows]
+            whole = None
             step.accepted = (ratio <= 1.0) & ~done
             step.reached = step.accepted & (self.left <= 1.0)
             before, self.point = self.point, torch.where(self.marks(step.accepted), stepped.point, self.point)
@@ -85,9 +90,10 @@ class PerSample:
         """Put the samples that have reached an output time into the outputs."""
         state = self.point[: self.rows].movedim(self.batch_dim + 1, 0)
         outputs = self.outputs.movedim(self.batch_dim + 2, 1)
-        old = outputs[step.interval + 1, self.index]
+        index = step.interval + 1 - self.first
+        old = outputs[index, self.index]
         new = torch.where(step.reached.view(-1, *[1] * (state.dim() - 1)), state, old)
-        written = outputs.index_put((step.interval + 1, self.index), new)
+        written = outputs.index_put((index, self.index), new)
         self.outputs = written.movedim(1, self.batch_dim + 2)
 
     def advance(self, step: Step, ratio: Tensor, done: Tensor) -> None:

@@ -296,7 +296,7 @@ def _undo_start(tape: Tape, rows: Tensor, carried: Tensor) -> Tensor:
     graph, solve.first = solve.first, None
     if graph is None:
         solve.tally.add("evaluation")
-        t = solve.clock.first_time().detach().requires_grad_(tape.needs_t)
+        t = solve.clock.time_of(0).detach().requires_grad_(tape.needs_t)
         x = rows[0].detach().requires_grad_()
         with torch.enable_grad(), set_random_state(solve.random_start, rows.device):
             f = solve.dynamics.evaluate(t, x)

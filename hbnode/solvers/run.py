@@ -39,6 +39,13 @@ _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adj
 
 def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> State:
     """Solve with one of our own methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
+    run = prepare(field, y0, t, settings, nfe)
+    with solving(field), no_autocast(run.dynamics.template.device.type):
+        return run.dynamics.state(_trajectory(run, y0, settings))
+
+
+def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> Solve:
+    """All of a solve that does not depend on the numbers in its state."""
     check_field(settings.method, field)
     options = settings.options or {}
     dynamics = Dynamics(field, y0, second_order=settings.method not in RUNGE_KUTTA)
@@ -48,8 +55,9 @@ def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -
     run = Solve(dynamics, clock, settings, Tally(field, nfe))
     if settings.compile and not _functorch.is_active():
         run.compiled = CompiledSteps.of(dynamics, settings.method, run.method)
-    with solving(field), no_autocast(dynamics.template.device.type):
-        return dynamics.state(_trajectory(run, y0, settings))
+    if settings.method in NYSTROM and run.adaptive:
+        run.limit_step(dynamics.damping)
+    return run
 
 
 def _trajectory(run: Solve, y0: State, settings: Settings) -> Tensor:
@@ -57,19 +65,35 @@ def _trajectory(run: Solve, y0: State, settings: Settings) -> Tensor:
     dynamics, clock = run.dynamics, run.clock
     rows = torch.stack(dynamics.rows(y0))
     damping = dynamics.damping.to(clock.t.device, torch.float64)
-    if settings.method in NYSTROM and run.adaptive:
-        run.limit_step(damping)
     if settings.gradient == "direct" or not torch.is_grad_enabled():
         point = run.start(rows)
         differentiable = clock.t.requires_grad and torch.is_grad_enabled()
         trajectory = integrate(run, point, damping, differentiable=differentiable)
     else:
         trajectory = _with_function(run, rows, damping, settings.gradient)
-    if not run.adaptive and not bool(torch.isfinite(_functorch.plain(trajectory)).all()):
-        with torch.no_grad():  # once more, to see where
-            integrate(run, run.start(rows), damping, watch=True)
-        raise run.failure(NonFiniteError, "the solution is not finite", clock.times[0] if clock.times else math.nan)
+    _check_finite(run, trajectory, rows, damping)
     return trajectory
+
+
+def advance(run: Solve, state: State, damping: Tensor, interval: int) -> State:
+    """The state at the end of one interval of an interrupted solve, with its direct gradient."""
+    dynamics, clock = run.dynamics, run.clock
+    rows = torch.stack(dynamics.rows(state))
+    with solving(dynamics.field), no_autocast(dynamics.template.device.type):
+        differentiable = clock.t.requires_grad and torch.is_grad_enabled()
+        point = run.start(rows, interval)
+        end = integrate(run, point, damping, differentiable=differentiable, interval=interval)[-1]
+        _check_finite(run, end, rows, damping, interval)
+    return dynamics.state(end)
+
+
+def _check_finite(run: Solve, solution: Tensor, rows: Tensor, damping: Tensor, interval: int | None = None) -> None:
+    """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
+    if not run.adaptive and not bool(torch.isfinite(_functorch.plain(solution)).all()):
+        with torch.no_grad():
+            integrate(run, run.start(rows, interval or 0), damping, watch=True, interval=interval)
+        times = run.clock.times
+        raise run.failure(NonFiniteError, "the solution is not finite", times[0] if times else math.nan)
 
 
 def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> Tensor:
@@ -98,7 +122,7 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -
     """
     dynamics, clock = run.dynamics, run.clock
     run.tally.add("evaluation")
-    t = clock.first_time().detach().requires_grad_(clock.t.requires_grad)
+    t = clock.time_of(0).detach().requires_grad_(clock.t.requires_grad)
     x = rows[0].detach().clone()
     version = x._version
     x.requires_grad_()

@@ -26,6 +26,7 @@ from hbnode.solvers.native import METHODS, Options
 if TYPE_CHECKING:
     from hbnode.solve import Settings
 
+TOGETHER = 64  # intervals whose coefficients are made at once
 NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not finite is blamed
 
 CHANGES_INPUT = (
@@ -75,6 +76,7 @@ class Solve:
         self.recording = False  # random numbers are to be drawn again in the backward pass
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self.max_step = self.options.max_step
+        self.interrupted = False  # between intervals, where the state is changed: see solvers/intervals.py
         self._cache: dict = {}
         self._arranged: dict = {}
         self.damping: Tensor | None = None  # a leaf to differentiate coefficients with respect to, and
@@ -92,14 +94,14 @@ class Solve:
 
     # Steps
 
-    def start(self, rows: Tensor) -> Tensor:
-        """The point at the first output time."""
+    def start(self, rows: Tensor, interval: int = 0) -> Tensor:
+        """The point at the beginning of an interval."""
         if not self.method.carries:
             return rows
         self.tally.add("evaluation")
         x = rows[0]
         version = None if x.is_inference() else x._version
-        value = self.dynamics.evaluate(self.clock.first_time(), x)
+        value = self.dynamics.evaluate(self.clock.time_of(interval), x)
         if version is not None and x._version != version:
             raise ValueError(CHANGES_INPUT)
         return torch.cat([rows, value.unsqueeze(0)])
@@ -107,6 +109,8 @@ class Solve:
     def matrix(self, step: Step, damping: Tensor, *, differentiable: bool = False) -> Tensor:
         """The coefficients of a step, in the state's dtype; those of equal steps are worked out once."""
         clock, template = self.clock, self.dynamics.template
+        if step.whole is not None:
+            return self._of_whole_interval(step.whole, damping, differentiable)
         size = None if differentiable else clock.size(step)
         if size is None:
             sizes, _ = clock.affine(clock.t, step.interval, step.start, step.size, ())
@@ -126,6 +130,16 @@ class Solve:
                 matrix = self.method.matrix(damping, sizes, thetas).to(template)
             self._cache[key] = matrix
         return self._cache[key]
+
+    def _of_whole_interval(self, interval: int, damping: Tensor, differentiable: bool) -> Tensor:
+        """The coefficients of a step over a whole interval, for a good many intervals at once."""
+        key = ("whole", interval // TOGETHER)
+        if key not in self._cache:
+            first = key[1] * TOGETHER
+            t = self.clock.t if differentiable else self.clock.t.detach()
+            sizes = self.clock.for_rows(t[..., first : first + TOGETHER + 1].diff().movedim(-1, 0))
+            self._cache[key] = self.method.matrix(damping, sizes, None).to(self.dynamics.template).unbind(0)
+        return self._cache[key][interval % TOGETHER]
 
     def arranged(self, step: Step, matrix: Tensor, *, error: bool) -> tuple:
         """The coefficients as the method uses them, once for equal steps."""
@@ -212,13 +226,13 @@ class Solve:
             self.compiled = None
         return self.step(point, self.arranged(step, matrix, error=error), times, error=error)
 
-    def first_size(self, point: Tensor) -> float:
-        """Size of the first step."""
+    def first_size(self, point: Tensor, interval: int = 0) -> float:
+        """Size of the first step, from the beginning of an interval."""
         norm = norms(point.detach(), None)
         if _functorch.is_active():
             norm = _functorch.plain(norm).reshape(-1, len(point)).pow(2).mean(0).sqrt()
         of_rows = norm.tolist()
-        self.check_start(of_rows)
+        self.check_start(of_rows, interval)
         size = first_size(of_rows[0], of_rows[-1], self.rtol, self.atol, self.method)
         return min(self.options.first_step or size, self.max_step)
 
@@ -228,13 +242,13 @@ class Solve:
         if largest > 0:
             self.max_step = min(self.max_step, 16.0 / largest)
 
-    def check_start(self, of_rows: Sequence[float]) -> None:
+    def check_start(self, of_rows: Sequence[float], interval: int = 0) -> None:
         """Refuse to start from what is not finite, given numbers that tell of each row of the first point."""
         if not all(map(math.isfinite, of_rows[: self.method.state_rows])):
             message = "the initial state is not finite. Fix: look at the block's input"
-            raise self.failure(NonFiniteError, message, self.time(Step(0, 0.0, 1.0)))
+            raise self.failure(NonFiniteError, message, self.time(Step(interval, 0.0, 1.0)))
         if not all(map(math.isfinite, of_rows)):
-            raise self.failure(NonFiniteError, _FIELD_NOT_FINITE, self.time(Step(0, 0.0, 1.0)))
+            raise self.failure(NonFiniteError, _FIELD_NOT_FINITE, self.time(Step(interval, 0.0, 1.0)))
 
     def ratio(self, error: Tensor, before: Tensor, after: Tensor) -> float:
         """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""

@@ -1,0 +1,94 @@
+"""A solve over many short intervals, between which the state is changed: what an ODE-RNN does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hbnode import _functorch
+from hbnode._state import State, apply, parts
+from hbnode.fields import Field
+from hbnode.gradients import own_parameters
+from hbnode.nfe import NFE, Tally
+from hbnode.solve import Settings, checked_state, checked_times, solve
+from hbnode.solvers import from_torchdiffeq, run
+
+
+class Intervals:
+    """Solves a field from each of a row of times to the next, for each sample at times of its own.
+
+    Native methods with the direct gradient are set up once for all intervals; all others solve each by itself.
+
+    Arguments:
+        field: what is solved.
+        y0: a state like those that will come: their structure, shapes and dtype.
+        t: times (batch, T); a sample stays where it is while its times repeat.
+        settings: how to solve.
+    """
+
+    def __init__(self, field: Field, y0: State, t: Tensor, settings: Settings) -> None:
+        self.field = field
+        self.settings = settings.resolved(field)
+        self.nfe: list[NFE] = []
+        y0 = checked_state(field, y0)
+        self.t = checked_times(t.to(torch.float64), t.device, rows=True)
+        resting = self.t.detach().diff() == 0
+        self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()
+        self.run = None
+        native = self.settings.method not in from_torchdiffeq.METHODS
+        if native and self.settings.gradient == "direct" and not _functorch.is_active():
+            self.run = run.prepare(field, y0, self.t, self.settings, NFE())
+            self.run.interrupted = True
+            self.damping = self.run.dynamics.damping.to(self.t.device, torch.float64)
+
+    def advance(self, interval: int, state: State) -> State:
+        """The state at the end of an interval from that at its beginning."""
+        self.nfe.append(NFE())
+        if self.idle[interval]:
+            return state
+        t = self.t[:, interval : interval + 2]
+        if self.resting[interval] and self.settings.step_control == "batch":
+            # whoever stays must not count in the error of the common step
+            moving = (t.detach().diff() != 0)[:, 0].nonzero()[:, 0]
+            moved = self._solve(apply(lambda part: part[moving], state), t[moving])
+            pairs = zip(parts(state), parts(moved), strict=True)
+            new = tuple(part.index_copy(0, moving, there) for part, there in pairs)
+            return new[0] if isinstance(state, Tensor) else new
+        if self.run is None:
+            return self._solve(state, t)
+        self.run.tally, self.run.attempts = Tally(self.field, self.nfe[-1]), 0
+        return run.advance(self.run, state, self.damping, interval)
+
+    def _solve(self, state: State, t: Tensor) -> State:
+        """From the first of two times to the second, by itself."""
+        if self.settings.method not in from_torchdiffeq.METHODS:
+            return apply(lambda part: part[-1], solve(self.field, state, t, self.settings, self.nfe[-1]))
+        rescaled = Rescaled(self.field, t, parts(state)[0])
+        return apply(lambda part: part[-1], solve(rescaled, state, [0.0, 1.0], self.settings, self.nfe[-1]))
+
+
+class Rescaled(nn.Module):
+    """A field over intervals of unlike lengths, each run through while s goes from 0 to 1: dy/ds = (t1 - t0) dy/dt.
+
+    The intervals belong to this object and not to the field, so that an adjoint that evaluates it again much later
+    finds them as they were.
+    """
+
+    def __init__(self, field: Field, t: Tensor, like: Tensor) -> None:
+        super().__init__()
+        self.field = field
+        shape = (-1, *[1] * (like.dim() - 1))
+        self.begin, self.length = t[:, 0].to(like).view(shape), t.diff()[:, 0].to(like).view(shape)
+
+    @property
+    def __self__(self) -> Field:
+        """What its evaluations are counted for."""
+        return self.field
+
+    def dynamics_parameters(self) -> list[nn.Parameter]:
+        """Those of the field."""
+        return own_parameters(self.field)
+
+    def forward(self, s: Tensor, state: State) -> State:
+        """The derivative with respect to s."""
+        return apply(lambda part: self.length * part, self.field(self.begin + s * self.length, state))

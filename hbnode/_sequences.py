@@ -1,0 +1,106 @@
+"""A batch of irregular series as a recurrent module wants it: checked, without padding, without NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Sequences:
+    """A checked batch of series.
+
+    Attributes:
+        x: samples (batch, T, input_size), zero where nothing was observed; T is the greatest length.
+        t: times (batch, T), on padding that of the last sample.
+        seen: of which samples something was observed, (batch, T); None for all.
+    """
+
+    def __init__(self, input_size: int, x: Tensor, t: Tensor, mask: Tensor | None, lengths: Tensor | None) -> None:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != input_size or 0 in x.shape[:2]:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"x must be (batch, T, input_size) with input_size={input_size} and at least one sample, got {got}. "
+                "Fix: x.unsqueeze(0) for a single series."
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"x must be floating point, got {x.dtype}. Fix: x.float().")
+        self.total = x.shape[1]
+        t = self._times(t, x)
+        valid = None if lengths is None else self._valid(lengths, x)
+        observed = None if mask is None else _observed(mask, x)
+        if valid is not None:
+            longest = int(valid.sum(1).max())
+            x, t, valid = x[:, :longest], t[:, :longest], valid[:, :longest]
+            observed = valid.unsqueeze(-1) if observed is None else observed[:, :longest] & valid.unsqueeze(-1)
+            last = t.gather(1, valid.sum(1, keepdim=True) - 1)
+            t = torch.where(valid, t, last)
+        self.valid, self.t = valid, t
+        self._check_times()
+        self.x = x if observed is None else torch.where(observed, x, 0.0)
+        self.seen = None if observed is None else observed.any(-1)
+        if not bool(torch.isfinite(self.x.detach()).all()):
+            raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
+
+    @property
+    def padded_t(self) -> Tensor:
+        """Times as many as x was given with."""
+        missing = self.total - self.t.shape[1]
+        return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
+
+    def padded(self, states: Tensor) -> Tensor:
+        """States (batch, T, n) with zeros on padding, as long as x was given."""
+        if self.valid is None:
+            return states
+        states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
+        return torch.nn.functional.pad(states, (0, 0, 0, self.total - states.shape[1]))
+
+    @staticmethod
+    def _times(t: Tensor, x: Tensor) -> Tensor:
+        shape = x.shape[:2]
+        if not isinstance(t, Tensor) or t.shape not in (shape, shape[1:]):
+            got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+            raise ValueError(
+                f"t must be a tensor (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {got}. "
+                "Fix: a time for each sample."
+            )
+        t = t if t.is_floating_point() else t.to(torch.float64)
+        return t.to(x.device).expand(shape)
+
+    @staticmethod
+    def _valid(lengths: Tensor, x: Tensor) -> Tensor:
+        lengths = torch.as_tensor(lengths, device=x.device)
+        batch, total = x.shape[:2]
+        if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise ValueError(
+                f"lengths must be {batch} whole numbers, got {lengths.dtype} of shape {tuple(lengths.shape)}. "
+                "Fix: one length for each sequence of the batch."
+            )
+        if not bool(((lengths >= 1) & (lengths <= total)).all()):
+            raise ValueError(f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones.")
+        return torch.arange(total, device=x.device) < lengths.unsqueeze(1)
+
+    def _check_times(self) -> None:
+        t = self.t.detach()
+        if not bool(torch.isfinite(t).all()):
+            raise ValueError("t is not finite before the padding. Fix: every sample needs a time, observed or not.")
+        rising = t.diff() > 0
+        rising = rising if self.valid is None else rising | ~self.valid[:, 1:]
+        if not bool(rising.all()):
+            row, i = (int(index) for index in (~rising).nonzero()[0])
+            raise ValueError(
+                f"t must increase strictly, but in sequence {row} t[{i}]={float(t[row, i]):g} is followed by "
+                f"{float(t[row, i + 1]):g}. Fix: sort the samples and merge those of one time; pass lengths= if the "
+                "rest is padding."
+            )
+
+
+def _observed(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask as (batch, T, 1) or (batch, T, input_size)."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"mask must be bool of shape {tuple(x.shape[:2])} or {tuple(x.shape)}, True where observed, got {got}. "
+            "Fix: mask=torch.isfinite(x)."
+        )
+    mask = mask.to(x.device)
+    return mask if mask.dim() == 3 else mask.unsqueeze(-1)
