@@ -78,8 +78,8 @@ class PerSample:
     def ratio(self, error: Tensor, after: Tensor) -> Tensor:
         """Norm of (error / tolerance) of each sample."""
         solve, n = self.solve, self.rows
-        scale = torch.maximum(self.point[:n].abs(), after[:n].abs()).mul(solve.rtol).add(solve.atol)
-        ratio = norms((error.detach() / scale.detach()).double(), self.batch_dim).pow(2).mean(0).sqrt()
+        scale = torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(solve.rtol).add_(solve.atol)
+        ratio = norms((error.detach() / scale).double(), self.batch_dim).square().mean(0).sqrt()
         return torch.where(torch.isfinite(ratio), ratio, math.inf)
 
     def marks(self, marks: Tensor) -> Tensor:

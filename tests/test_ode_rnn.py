@@ -1,0 +1,415 @@
+"""ODERNN: against a plain twin, for ragged and masked series, in parts, copied, compiled, and with wrong input."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import hbnode
+from tests import reference
+from tests.models import every_model
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SOLVERS = {
+    "sample": {},
+    "batch": {"step_control": "batch"},
+    "checkpoint": {"gradient": "checkpoint"},
+    "dopri5": {"method": "dopri5", "step_control": "batch"},
+    "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint", "step_control": "batch"},
+}
+every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+LENGTHS = torch.tensor([5, 3, 1, 4])
+
+
+def make_rnn(model="hbnode", *, dtype=torch.float64, **options):
+    rnn = hbnode.ODERNN(3, 4, field=model, **options)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in rnn.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return rnn.to(dtype)
+
+
+def make_series(dtype=torch.float64, batch=4):
+    generator = torch.Generator().manual_seed(1)
+    gaps = torch.tensor([1.0, 2.0, 1.0, 5.0])
+    t = torch.cat([torch.zeros(1), gaps]).cumsum(0)
+    t = t + torch.linspace(0, 0.9, batch)[:, None] * torch.tensor([0.0, 1.0, 0.3, 2.0, 0.1])
+    return torch.randn(batch, 5, 3, generator=generator).to(dtype), t.to(dtype)
+
+
+def gradients(value, module):
+    value.square().sum().backward()
+    flat = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+    module.zero_grad()
+    return flat
+
+
+def joined(state):
+    return state.h if state.m is None else torch.cat([state.h, state.m], -1)
+
+
+@every_model
+@every_solver
+def test_matches_the_plain_twin_with_gaps_1_2_1_5(model, solver):
+    rnn = make_rnn(model, rtol=1e-9, atol=1e-9, **solver)
+    x, t = make_series()
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[1, 1] = mask[3, 4] = False
+    after = joined(rnn.filter(x, t, mask=mask, lengths=LENGTHS).after)
+    twin = reference.ode_rnn(rnn, x, t, mask, LENGTHS)
+    torch.testing.assert_close(after, twin, rtol=1e-6, atol=1e-7)
+    got, expected = gradients(after, rnn), gradients(twin, rnn)
+    assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+@every_model
+def test_gradients_of_input_times_and_initial_state(model):
+    rnn = make_rnn(model, rtol=1e-10, atol=1e-10, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 4)))
+    if model == "anode":
+        rnn.encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 2)).double()
+    x, t = make_series(batch=2)
+
+    def output(x, t):
+        return rnn(x, t)[0][:, -1]
+
+    inputs = x.requires_grad_(), t.requires_grad_()
+    assert torch.autograd.gradcheck(output, inputs, eps=1e-5, atol=1e-4, rtol=1e-3, fast_mode=True)
+
+
+def test_between_samples_the_state_solves_the_ode():
+    """Without samples that count, the state of h'' = -h is a rotation: a closed form."""
+    field = hbnode.HBNODE(lambda h: -h, damping=0.0, learn_damping=False)
+    rnn = hbnode.ODERNN(1, 2, field=field, rtol=1e-10, atol=1e-10).double()
+    with torch.no_grad():
+        rnn.start.copy_(torch.tensor([1.0, 0.5, 0.0, -1.0]))
+    t = torch.tensor([[0.0, 0.7, 3.0], [1.0, 1.1, 9.0]], dtype=torch.float64)
+    filtered = rnn.filter(torch.full((2, 3, 1), torch.nan).double(), t, mask=torch.zeros(2, 3, dtype=torch.bool))
+    angle = (t - t[:, :1]).unsqueeze(-1)
+    h, m = rnn.start[:2], rnn.start[2:]
+    torch.testing.assert_close(filtered.after.h, h * angle.cos() + m * angle.sin(), rtol=0, atol=1e-8)
+    torch.testing.assert_close(filtered.before.m, m * angle.cos() - h * angle.sin(), rtol=0, atol=1e-8)
+
+
+@every_model
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("cell", ["gru", "rnn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_shapes_and_gradients(model, residual, cell, dtype, device):
+    rnn = make_rnn(model, dtype=dtype, residual=residual, cell=cell, rtol=1e-3, atol=1e-3).to(device)
+    x, t = (part.to(device) for part in make_series(dtype))
+    output, state = rnn(x, t)
+    assert output.shape == (4, 5, 4)
+    assert (output.dtype, output.device) == (x.dtype, x.device)
+    assert state.t.equal(t[:, -1])
+    assert state.h.equal(output[:, -1])
+    assert (state.m is None) == (model in ("node", "anode"))
+    ahead, end = rnn.forecast(state, [0.0, 0.5, 2.0])
+    assert ahead.shape == (4, 3, 4)
+    assert ahead[:, 0].equal(state.h)
+    assert end.h.equal(ahead[:, -1])
+    (output.square().sum() + ahead.square().sum()).backward()
+    for name, p in rnn.named_parameters():
+        assert p.grad is not None, name
+        assert torch.isfinite(p.grad).all()
+        assert p.grad.any(), name
+
+
+@every_model
+def test_output_sees_its_own_sample_and_no_later_one(model):
+    rnn = make_rnn(model, rtol=1e-3, atol=1e-3)
+    x, t = make_series()
+    before, after, _ = rnn.filter(x.requires_grad_(), t)
+    for i in range(5):
+        (seen,) = torch.autograd.grad(after.h[:, i].sum(), x, retain_graph=True)
+        assert seen[:, i].any(-1).all()
+        assert not seen[:, i + 1 :].any()
+        if i:
+            (seen,) = torch.autograd.grad(before.h[:, i].sum(), x, retain_graph=True)
+            assert seen[:, i - 1].any(-1).all()
+            assert not seen[:, i:].any()
+
+
+@every_model
+def test_padding_and_batch_mates_change_nothing(model):
+    rnn = make_rnn(model, rtol=1e-6, atol=1e-6)
+    x, t = make_series()
+    output, state = rnn(x, t, lengths=LENGTHS)
+    wild = torch.where(torch.arange(5)[:, None] < LENGTHS[:, None, None], x, torch.nan)
+    times = torch.where(torch.arange(5) < LENGTHS[:, None], t, -1.0)
+    order = torch.tensor([2, 0, 3, 1])
+    longer = nn.functional.pad(wild[order], (0, 0, 0, 2), value=1e9), nn.functional.pad(times[order], (0, 2))
+    permuted, end = rnn(*longer, lengths=LENGTHS[order])
+    assert permuted.shape == (4, 7, 4)
+    torch.testing.assert_close(permuted[:, :5], output[order], rtol=1e-12, atol=1e-13)
+    assert not permuted[:, 5:].any()
+    assert not output[1, 3:].any()
+    torch.testing.assert_close(joined(end), joined(state)[order], rtol=1e-12, atol=1e-13)
+    for b, length in enumerate(LENGTHS):
+        alone, last = rnn(x[b : b + 1, :length], t[b : b + 1, :length])
+        torch.testing.assert_close(alone[0], output[b, :length], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(joined(last)[0], joined(state)[b], rtol=1e-12, atol=1e-13)
+        assert state.t[b] == t[b, length - 1]
+
+
+@every_solver
+def test_padding_does_not_count_in_the_common_step(solver):
+    rnn = make_rnn("ghbnode", rtol=1e-4, atol=1e-4, **solver)
+    x, t = make_series()
+    once, _ = rnn(x[:2], t[:2])
+    padded = [torch.cat([part[:2], part[:2].repeat(9, *[1] * (part.dim() - 1))]) for part in (x, t)]
+    output, _ = rnn(*padded, lengths=torch.tensor([5, 5] + [1] * 18))
+    torch.testing.assert_close(output[:2], once, rtol=1e-11, atol=1e-12)
+
+
+@every_model
+def test_packed_sequences(model):
+    rnn = make_rnn(model, rtol=1e-4, atol=1e-4)
+    x, t = make_series()
+    output, state = rnn(x, t, lengths=LENGTHS)
+    for times in (t, pack_padded_sequence(t, LENGTHS, batch_first=True, enforce_sorted=False)):
+        packed, end = rnn(pack_padded_sequence(x, LENGTHS, batch_first=True, enforce_sorted=False), times)
+        unpacked, lengths = pad_packed_sequence(packed, batch_first=True)
+        assert lengths.equal(LENGTHS)
+        assert unpacked.equal(output)
+        assert end.h.equal(state.h)
+    with pytest.raises(ValueError, match="has its own"):
+        rnn(pack_padded_sequence(x, LENGTHS, batch_first=True, enforce_sorted=False), t, lengths=LENGTHS)
+
+
+@every_model
+@every_solver
+def test_in_parts_and_sample_by_sample(model, solver):
+    rnn = make_rnn(model, rtol=1e-4, atol=1e-4, **solver)
+    x, t = make_series()
+    whole, end = rnn(x, t)
+    for parts in ([slice(0, 2), slice(2, 5)], [slice(i, i + 1) for i in range(5)]):
+        state, outputs = None, []
+        for part in parts:
+            output, state = rnn(x[:, part], t[:, part], state)
+            outputs.append(output)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(joined(state), joined(end), rtol=1e-13, atol=1e-14)
+
+
+@every_model
+def test_missing_values(model):
+    rnn = make_rnn(model, rtol=1e-8, atol=1e-8)
+    x, t = make_series()
+    keep = [0, 1, 3, 4]
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[:, 2] = False
+    dropped, _ = rnn(x[:, keep], t[:, keep])
+    output, _ = rnn(torch.where(mask[..., None], x, torch.nan), t, mask=mask)
+    torch.testing.assert_close(output[:, keep], dropped, rtol=1e-6, atol=1e-7)
+    by_value = mask[..., None].repeat(1, 1, 3)
+    by_value[0, 1, 2] = by_value[1, 3, :2] = False
+    holes = torch.where(by_value, x, torch.nan).requires_grad_()
+    output, _ = rnn(holes, t, mask=by_value)
+    zeros, _ = rnn(torch.where(by_value, x, 0.0), t, mask=mask)
+    assert output.equal(zeros)
+    output.sum().backward()
+    assert torch.isfinite(holes.grad).all()
+
+
+def test_forecast():
+    """Ahead of every state in one solve, as the rest of the series without samples."""
+    rnn = make_rnn(rtol=1e-10, atol=1e-10)
+    x, t = make_series()
+    _, after, state = rnn.filter(x, t)
+    ahead, end = rnn.forecast(after, torch.tensor([0.5, 1.5]))
+    assert ahead.shape == (4, 5, 2, 4)
+    assert end.t.equal(t + 1.5)
+    last, _ = rnn.forecast(state, [0.5, 1.5])
+    torch.testing.assert_close(ahead[:, -1], last, rtol=1e-9, atol=1e-10)
+    later = torch.stack([t[:, -1] + 0.5, t[:, -1] + 1.5], 1)
+    nothing = torch.zeros(4, 2, dtype=torch.bool)
+    unseen, _ = rnn(torch.zeros(4, 2, 3).double(), later, state, mask=nothing)
+    torch.testing.assert_close(last, unseen, rtol=1e-9, atol=1e-10)
+    own, end = rnn.forecast(state, torch.tensor([[0.5], [1.5], [0.0], [3.0]]))
+    torch.testing.assert_close(own[:2, 0], torch.stack([last[0, 0], last[1, 1]]), rtol=1e-8, atol=1e-9)
+    assert own[2, 0].equal(state.h[2])
+    # and the series goes on from where a forecast ended
+    rnn(x, t + end.t.max(), end)
+
+
+def test_initial_states():
+    x, t = make_series()
+    zeros = hbnode.ODERNN(3, 4, initial_state="zeros").double()
+    assert zeros.start is None
+    assert not zeros.filter(x, t).before.h[:, 0].any()
+    momentum = hbnode.HBNODE(hbnode.nets.MLP(4, [4], 4), initial_momentum=nn.Linear(4, 4))
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 4))
+    rnn = hbnode.ODERNN(3, 4, field=momentum, initial_state=encoder).double()
+    before = rnn.filter(x, t).before
+    torch.testing.assert_close(before.m[:, 0], momentum.initial_momentum(before.h[:, 0]))
+    both = hbnode.ODERNN(3, 4, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 8))).double()
+    torch.testing.assert_close(joined(both.filter(x, t).before)[:, 0], both.encoder(x))
+    anode = hbnode.ODERNN(3, 5, field=lambda n: hbnode.ANODE(nn.Linear(n, n), augment=2)).double()
+    assert anode.start.shape == (3,)
+    assert not anode.filter(x, t).before.h[:, 0, 3:].any()
+
+
+@every_model
+def test_counts(model):
+    rnn = make_rnn(model, rtol=1e-5, atol=1e-5, gradient="checkpoint", options={"max_step": 0.5})
+    x, t = make_series()
+    with hbnode.count_nfe(rnn) as nfe:
+        output, _ = rnn(x, t)
+        assert len(rnn.nfe_per_step) == 4
+        assert rnn.nfe.forward == nfe.forward > 0
+        assert rnn.nfe_per_step[3].steps > rnn.nfe_per_step[0].steps  # a gap of 5 and one of 1
+        output.sum().backward()
+    assert rnn.nfe == nfe
+    assert nfe.backward > 0
+
+
+@every_model
+def test_copies_state_dict_and_repr(model):
+    rnn = make_rnn(model, rtol=1e-3, atol=1e-3)
+    x, t = make_series()
+    output, _ = rnn(x, t)
+    fresh = hbnode.ODERNN(3, 4, field=model, rtol=1e-3, atol=1e-3).double()
+    fresh.load_state_dict(rnn.state_dict())
+    for twin in (copy.deepcopy(rnn), fresh):
+        assert twin(x, t)[0].equal(output)
+    if model in ("node", "hbnode"):
+        assert pickle.loads(pickle.dumps(rnn))(x, t)[0].equal(output)
+    assert "step_control='sample'" in repr(rnn)
+
+
+def test_under_torch_compile_and_autocast():
+    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3)
+    x, t = make_series(torch.float32)
+    expected, _ = rnn(x, t)
+    output, _ = torch.compile(rnn, backend="eager")(x, t)
+    torch.testing.assert_close(output, expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, state = rnn(x, t)
+    assert state.h.dtype == torch.float32
+    torch.testing.assert_close(output, expected, rtol=0.1, atol=0.1)
+    output.sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step_control", ["sample", "batch"])
+@pytest.mark.parametrize("model", ["hbnode", "ghbnode"])
+def test_compiled_steps(model, step_control):
+    rnn = make_rnn(model, rtol=1e-6, atol=1e-6, step_control=step_control)
+    compiled = make_rnn(model, rtol=1e-6, atol=1e-6, step_control=step_control, compile=True)
+    x, t = make_series()
+    (expected, _), (output, _) = rnn(x, t), compiled(x, t)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(gradients(output, compiled), gradients(expected, rnn), rtol=1e-8, atol=1e-9)
+
+
+def test_no_grad_and_frozen_parameters():
+    rnn = make_rnn(rtol=1e-4, atol=1e-4)
+    x, t = make_series()
+    expected, _ = rnn(x, t)
+    with torch.no_grad():
+        torch.testing.assert_close(rnn(x, t)[0], expected, rtol=1e-13, atol=1e-14)
+    with torch.inference_mode():
+        torch.testing.assert_close(rnn(x, t)[0], expected, rtol=1e-13, atol=1e-14)
+    rnn.requires_grad_(False)
+    assert not rnn(x, t)[0].requires_grad
+
+
+def test_a_hook_on_the_cell_sees_the_adjoint_of_each_state():
+    rnn = make_rnn(rtol=1e-10, atol=1e-10, residual=True)
+    x, t = make_series()
+    states = []
+    handle = rnn.cell.register_forward_hook(lambda module, inputs, output: states.append(output))
+    output, _ = rnn(x, t)
+    handle.remove()
+    adjoints = torch.autograd.grad(output[:, -1].square().sum(), states)
+    # the same from the plain definition: restart from the state after sample i
+    after = rnn.filter(x, t).after
+    for i in range(4):
+        h, m = after.h[:, i].detach().requires_grad_(), after.m[:, i].detach().requires_grad_()
+        rest, _ = rnn(x[:, i + 1 :], t[:, i + 1 :], hbnode.ODERNNState(h, m, t[:, i]))
+        expected = torch.cat(torch.autograd.grad(rest[:, -1].square().sum(), (h, m)), 1)
+        torch.testing.assert_close(adjoints[i], expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(4, 5, 2)}, "input_size=3"),
+        ({"x": torch.zeros(4, 3)}, r"x must be \(batch, T, input_size\)"),
+        ({"x": torch.zeros(4, 0, 3)}, "at least one sample"),
+        ({"t": torch.zeros(4, 4)}, "t must be a tensor"),
+        ({"t": torch.zeros(4, 5)}, r"sequence 0 t\[0\]=0 is followed by 0"),
+        ({"t": torch.tensor([0.0, 1.0, torch.nan, 3.0, 4.0])}, "t is not finite"),
+        ({"x": torch.full((4, 5, 3), torch.nan)}, "mask=torch.isfinite"),
+        ({"mask": torch.ones(4, 5)}, "mask must be bool"),
+        ({"mask": torch.ones(4, 4, dtype=torch.bool)}, "mask must be bool"),
+        ({"lengths": torch.tensor([1, 2, 3])}, "4 whole numbers"),
+        ({"lengths": torch.tensor([1, 2, 0, 3])}, "between 1 and T=5"),
+    ],
+)
+def test_wrong_input(change, message):
+    x, t = make_series(torch.float32)
+    with pytest.raises(ValueError, match=message):
+        hbnode.ODERNN(3, 4)(**{"x": x, "t": t} | change)
+
+
+def test_wrong_states_and_forecasts():
+    rnn = hbnode.ODERNN(3, 4)
+    x, t = make_series(torch.float32)
+    _, state = rnn(x, t)
+    with pytest.raises(ValueError, match="lies after the first of t"):
+        rnn(x, t, state)
+    with pytest.raises(ValueError, match="the state must have h and m"):
+        rnn(x, t + 10, state._replace(m=None))
+    with pytest.raises(ValueError, match="the state must have h and m"):
+        rnn(x[:2], t[:2] + 10, state)
+    with pytest.raises(ValueError, match="dt must increase"):
+        rnn.forecast(state, [1.0, 0.5])
+    with pytest.raises(ValueError, match="dt must increase"):
+        rnn.forecast(state, [-1.0])
+    with pytest.raises(ValueError, match="dt must be"):
+        rnn.forecast(state, torch.zeros(3, 2))
+    with pytest.raises(TypeError, match="floating point"):
+        rnn(torch.zeros(4, 5, 3, dtype=torch.long), t)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"field": "lstm"}, ValueError, "field must be one of"),
+        ({"field": nn.Linear(4, 4)}, TypeError, "function hidden_size -> field"),
+        ({"field": lambda n: nn.Linear(n, n)}, TypeError, "function hidden_size -> field"),
+        ({"cell": "lstm"}, ValueError, "cell must be one of"),
+        ({"initial_state": "ones"}, ValueError, "initial_state must be"),
+        ({"method": "dopri5"}, ValueError, "step_control"),
+        ({"rtol": -1.0}, ValueError, "rtol"),
+        ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
+    ],
+)
+def test_wrong_options(options, kind, message):
+    with pytest.raises(kind, match=message):
+        hbnode.ODERNN(3, 4, **options)
+
+
+def test_wrong_modules():
+    x, t = make_series(torch.float32)
+    with pytest.raises(ValueError, match="initial_state returned shape"):
+        hbnode.ODERNN(3, 4, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 5)))(x, t)
+    with pytest.raises(ValueError, match="cell returned"):
+        hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t)
+
+
+@every_solver
+def test_failures_are_named(solver):
+    field = hbnode.NODE(lambda h: h.square())
+    rnn = hbnode.ODERNN(3, 4, field=field, **solver, rtol=1e-3, atol=1e-3, max_steps=50)
+    with torch.no_grad():
+        rnn.start.fill_(1.0)
+    x, t = make_series(torch.float32)
+    with pytest.raises(hbnode.SolverError):
+        rnn(x, t, mask=torch.zeros(4, 5, dtype=torch.bool))
