@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.gradients import interleaved
-from tasks import _data
+from tasks import _data_plane
 from tasks._run import MODELS, environment, write_whole
 from tasks._train import Batch
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/ode_rnn.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record, source = _data.plane_vibration()
+    record, source = _data_plane.plane_vibration()
     splits = Splits.of(record, "paper", 1)
     print(f"data: {source}")
     widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tasks import _data
+from tasks import _data_walker
 from tasks._run import write_figure
 
 if typing.TYPE_CHECKING:
@@ -107,7 +107,7 @@ def generate(episodes: int, seed: int) -> None:
     """
     import numpy as np
 
-    folder = _data.walker2d_folder()
+    folder = _data_walker.walker2d_folder()
     if folder is None:
         raise SystemExit("HBNODE_DATA is not set. Fix: set it to the folder that shall hold walker/rollout_*.npy.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -126,14 +126,14 @@ def generate(episodes: int, seed: int) -> None:
     partial.mkdir(parents=True)
     lengths = []
     for number, rollout in zip(range(episodes), _rollouts(environment, seed, 50 * episodes), strict=False):
-        np.save(partial / _data.WALKER_FILE.format(number), rollout)
+        np.save(partial / _data_walker.WALKER_FILE.format(number), rollout)
         lengths.append(len(rollout))
     if len(lengths) < episodes:
         raise SystemExit(
             f"only {len(lengths)} of {50 * episodes} episodes lasted {SHORTEST} frames. Fix: --seed another."
         )
     about = {"environment": "Walker2d-v5", "policy": "scripted gait", "seed": seed, "gymnasium": gymnasium.__version__}
-    (partial / _data.WALKER_MADE).write_text(json.dumps(about, indent=2))
+    (partial / _data_walker.WALKER_MADE).write_text(json.dumps(about, indent=2))
     partial.replace(folder)
     print(f"{episodes} rollouts of a scripted gait, no trained policy, {sum(lengths)} frames: {folder}")
 

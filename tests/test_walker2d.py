@@ -18,7 +18,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 import hbnode
-from tasks import _data, _run, _walker, walker2d, walker2d_gradients
+from tasks import _data_walker, _run, _walker, walker2d, walker2d_gradients
 from tests.models import MODELS, every_model
 
 QUICK = "--device cpu --batch-size 8 --tol 1e-3 --ahead 3 --clip 1".split()
@@ -69,13 +69,13 @@ def make(model, **options):
 
 
 def test_rollouts_are_read_from_the_data_folder(data):
-    rollouts, source = _data.walker2d()
+    rollouts, source = _data_walker.walker2d()
     assert [len(r) for r in rollouts] == [140, 130, 150, 120, 135, 145, 125, 130]
     assert rollouts[2].dtype == torch.float32
     assert np.array_equal(rollouts[2].numpy(), rollout(2, 150))
     assert source == "8 rollouts of a trained policy"
     (data / "generated.json").write_text("{}")
-    assert _data.walker2d()[1] == "8 rollouts of the scripted gait"
+    assert _data_walker.walker2d()[1] == "8 rollouts of the scripted gait"
 
 
 def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
         walker2d.main(["--epochs", "1", "--out", str(tmp_path / "run")])
     monkeypatch.delenv("HBNODE_DATA")
     with pytest.raises(FileNotFoundError, match="HBNODE_DATA=None"):
-        _data.walker2d()
+        _data_walker.walker2d()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
 def test_a_damaged_rollout_is_named(damage, message, data):
     damage(data / "rollout_003.npy")
     with pytest.raises(ValueError, match=rf"rollout_003\.npy.*{message}[\s\S]*Fix: delete the file"):
-        _data.walker2d()
+        _data_walker.walker2d()
 
 
 def test_windows_are_kept_frames_with_their_times_and_the_next_raw_frames():
@@ -139,7 +139,7 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     with pytest.raises(ValueError, match="at least 3 rollouts, got 2"):
         walker2d.split(rollouts[:2])
     splits = walker2d.Splits.of(walker2d.WalkerConfig(ahead=5))
-    frames = torch.cat(walker2d.split(_data.walker2d()[0])["train"])
+    frames = torch.cat(walker2d.split(_data_walker.walker2d()[0])["train"])
     torch.testing.assert_close(splits.mean, frames.mean(0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(splits.deviation, frames.std(0), atol=1e-5, rtol=1e-5)
 
@@ -161,7 +161,7 @@ def test_the_real_rollouts_when_they_are_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or len(list((Path(root) / "walker").glob("rollout_*.npy"))) != 400:
         pytest.skip("the rollouts are not in HBNODE_DATA")
-    rollouts, _ = _data.walker2d()
+    rollouts, _ = _data_walker.walker2d()
     assert sum(map(len, rollouts)) == 254_963
     # the step of the height is its velocity times the duration of a frame
     one = rollouts[0].double()
@@ -372,7 +372,7 @@ def gymnasium(tmp_path, monkeypatch):
 
 def test_generated_rollouts_are_read_back(gymnasium, tmp_path, capsys):
     walker2d.main(["--generate", "3"])
-    rollouts, source = _data.walker2d()
+    rollouts, source = _data_walker.walker2d()
     assert [tuple(r.shape) for r in rollouts] == [(181, 17)] * 3
     assert rollouts[0].dtype == torch.float32
     assert source == "3 rollouts of the scripted gait"
@@ -392,7 +392,7 @@ def test_generating_leaves_nothing_half_done(gymnasium, tmp_path):
     assert not (tmp_path / "made" / "walker").exists()
     gymnasium.environment.step = step
     walker2d.main(["--generate", "2"])
-    assert len(_data.walker2d()[0]) == 2
+    assert len(_data_walker.walker2d()[0]) == 2
 
 
 def test_generating_says_what_is_missing(gymnasium, tmp_path, monkeypatch):
