@@ -29,6 +29,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.images
+	$(BIN)/python -m benchmarks.ode_rnn
 
 clean:
 	rm -rf docs/_build runs/demo
@@ -37,5 +38,5 @@ clean:
 .venv/.complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tasks,test,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tasks,peers,test,docs]'
 	touch $@

@@ -16,6 +16,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import distributed, nn
@@ -27,6 +28,7 @@ if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
+BASELINES = ("lstm", "gru", "gru-d", "cfc")  # of tasks._baselines, without an ODE
 SCHEDULES = ("constant", "cosine", "step")
 GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
 
@@ -45,9 +47,12 @@ def option(default: object, text: str, choices: Sequence[str] | None = None, *, 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Options that all tasks have."""
+    """Options that all tasks have, and what is fixed for a task."""
 
-    model: str = option("hbnode", "which of the five models; all runs them all", (*MODELS, "all"))
+    models: ClassVar[tuple[str, ...]] = MODELS  # those it can train; a task of series adds BASELINES
+    is_recurrent: ClassVar[bool] = False  # whether its ODEs are solved within an ODERNN
+
+    model: str = option("hbnode", "one of {models}, several with commas between, or all")
     preset: str = option("default", "a set of defaults, see below; other options override it")
     seed: int = option(0, "seed of the initial weights and of the order of the data")
     seeds: int = option(1, "how many seeds to run, counting up from --seed", may_change=True)
@@ -68,7 +73,7 @@ class Config:
     steps: int = option(0, "steps of a fixed grid; 0 chooses the steps by the tolerance")
     gradient: str = option(
         "",
-        "how to differentiate; empty is checkpoint (native) or adjoint (torchdiffeq)",
+        "how to differentiate; empty is checkpoint (native), direct (native, of series) or adjoint (torchdiffeq)",
         GRADIENTS,
     )
     adjoint_norm: str = option(
@@ -79,6 +84,15 @@ class Config:
     out: str = option(
         "", "run folder, of several runs the folder of theirs; empty makes it under runs/", may_change=True
     )
+
+    def chosen(self) -> tuple[str, ...]:
+        """The models that ``--model`` names, in its order and each once."""
+        names = self.models if self.model == "all" else tuple(dict.fromkeys(self.model.split(",")))
+        for name in names:
+            if name not in self.models:
+                known = ", ".join((*self.models, "all"))
+                raise ValueError(f"argument --model: invalid choice: {name!r} (choose from {known})")
+        return names
 
     def ode_options(self) -> dict[str, object]:
         """The arguments of an ODEBlock that the options describe."""
@@ -98,6 +112,10 @@ class Config:
             "adjoint_options": norm,
         }
 
+    def rnn_options(self) -> dict[str, object]:
+        """The arguments of an ODERNN: those of an ODEBlock, and steps of its own for each sample where possible."""
+        return self.ode_options() | {"step_control": "sample" if self.solver == "native" else "batch"}
+
 
 C = typing.TypeVar("C", bound=Config)
 
@@ -112,7 +130,7 @@ def parse(kind: type[C], presets: Mapping[str, Mapping[str, object]], doc: str, 
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
-        text = f"{field.metadata['help']} [{field.default}]"
+        text = f"{field.metadata['help'].format(models=', '.join(kind.models))} [{field.default}]"
         choices = tuple(presets) if field.name == "preset" else field.metadata["choices"]
         if hints[field.name] is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
@@ -122,7 +140,7 @@ def parse(kind: type[C], presets: Mapping[str, Mapping[str, object]], doc: str, 
     try:
         config = kind(**{**presets[given.get("preset", "default")], **given})
         _check(config)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
         parser.error(str(error))
     return config
 
@@ -147,9 +165,14 @@ def _check(config: Config) -> None:
         )
     if config.method in from_torchdiffeq.FIXED and not config.steps:
         raise ValueError(f"--method {config.method} has a fixed grid; say how fine with --steps")
-    for model in MODELS if config.model == "all" else (config.model,):
+    options = config.rnn_options() if config.is_recurrent else config.ode_options()
+    for model in (name for name in config.chosen() if name in TRIAL):
         x = torch.ones(1, 1, requires_grad=True)  # a trial: method, tolerance, steps, gradient
-        hbnode.ODEBlock(TRIAL[model](), **config.ode_options())(x).sum().backward()
+        hbnode.ODEBlock(TRIAL[model](), **options)(x).sum().backward()
+    for model in (name for name in config.chosen() if name in BASELINES):
+        from tasks._baselines import make_baseline  # which imports this module
+
+        make_baseline(model, input_size=1, parameters=1000)  # a trial: what it needs is installed
 
 
 # A field of each kind, to try options on.

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from tasks._run import MODELS, Config
+from tasks._run import Config
 
 C = TypeVar("C", bound=Config)
 
@@ -26,16 +26,16 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
     the runs that go on save themselves, and no further ones start.
 
     Arguments:
-        config: options; ``model`` may be "all", and ``seeds`` more than 1.
+        config: options; ``model`` may be "all" or several, and ``seeds`` more than 1.
         train: the task, a function at the top level of its module.
     """
-    models = MODELS if config.model == "all" else (config.model,)
+    models = config.chosen()
     seeds = range(config.seed, config.seed + config.seeds)
     if len(models) * len(seeds) == 1:
-        train(config)
+        train(dataclasses.replace(config, model=models[0]))
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SystemExit("torchrun trains one model with one seed. Fix: no --seeds and no --model all.")
+        raise SystemExit("torchrun trains one model with one seed. Fix: no --seeds, and one --model.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     jobs = min(config.jobs or (1 if on_gpu else cores), len(models) * len(seeds))

@@ -123,7 +123,8 @@ class _Trainer:
         self.totals = {}
         samples, batches = totals.pop("samples"), totals.pop("batches")
         costs = {name: totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward")}
-        costs["nfe_ratio"] = costs["nfe_backward"] / costs["nfe_forward"]
+        forward, backward = costs["nfe_forward"], costs["nfe_backward"]
+        costs["nfe_ratio"] = backward / forward if forward else 0.0  # a baseline has no ODE
         seconds = totals.pop("seconds") / self.workers.size
         means = {f"train_{name}": value / samples for name, value in totals.items()}
         conditions = {"batch_size": samples / self.per_epoch, "loss_scale": self.config.loss_scale}

@@ -1,10 +1,10 @@
 """Draw run folders: ``python -m tasks.plot runs/demo`` prints a table and writes figures.
 
-There is a table and a figure (accuracy or loss, evaluations and seconds against epoch, as figures 6, 9 and 10 of the
-momentum-architectures paper) for every task, preset and data set found, and one of evaluations and gradient error
-against tolerance (figure 11) where runs have measured it. Runs that differ in their seed only are drawn as one line,
-the median. Its band reaches from the smallest to the largest, or, of ten seeds and more, from the 10 % to the 90 %
-quantile.
+There is a table and a figure (accuracy or loss, evaluations and seconds against epoch, as figures 6, 9, 10, 12 and 13
+of the momentum-architectures paper) for every task, preset, data set and protocol found, and one of evaluations and
+gradient error against tolerance (figure 11) where runs have measured it. Runs that differ in their seed only are drawn
+as one line, the median. Its band reaches from the smallest to the largest, or, of ten seeds and more, from the 10 % to
+the 90 % quantile. Baselines have no evaluations: a dash in the table, and no line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import csv
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -22,15 +22,23 @@ import numpy as np
 import torch
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from tasks._run import MODELS, read_json, write_figure
+from tasks._run import BASELINES, MODELS, read_json, write_figure
 from tasks.image_classification import CURVE_IMAGES
 
-COLORS = {name: f"C{index}" for index, name in enumerate(MODELS)}
-TITLES = {"node": "NODE", "anode": "ANODE", "sonode": "SONODE", "hbnode": "HBNODE", "ghbnode": "GHBNODE"}
+ORDER = (*MODELS, *BASELINES)
+COLORS = {name: f"C{index}" for index, name in enumerate(ORDER)}
+TITLES = {name: name.upper() for name in ORDER} | {"cfc": "CfC"}
 # Options that leave the numbers as they are.
 NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve")
+EXPERIMENT = ("task", "preset", "dataset", "protocol")  # options that say which figure a run belongs to
 # What a task is judged by.
-METRIC = {"image_classification": "test_accuracy", "point_cloud": "train_loss", "silverbox": "validation_loss"}
+METRIC = {
+    "image_classification": "test_accuracy",
+    "plane_vibration": "validation_forecast_mse",
+    "point_cloud": "train_loss",
+    "silverbox": "validation_loss",
+    "walker2d": "validation_loss",
+}
 MACHINE = ("device", "threads", "runs_at_a_time")  # entries of a summary that its seconds depend on
 logger = logging.getLogger("tasks.plot")
 
@@ -59,13 +67,18 @@ class Group:
 
     @property
     def model(self) -> str:
-        """Which of the five models."""
+        """Which model."""
         return str(self.config["model"])
 
     @property
+    def is_ode(self) -> bool:
+        """Whether it is one of the five models, and not a baseline, which evaluates no field."""
+        return self.model in MODELS
+
+    @property
     def experiment(self) -> str:
-        """Which figure the runs belong to: task, preset and data set."""
-        names = (self.config[name] for name in ("task", "preset", "dataset") if name in self.config)
+        """Which figure the runs belong to: task, preset, data set and how it is split."""
+        names = (self.config[name] for name in EXPERIMENT if name in self.config)
         return "-".join(map(str, names))
 
     def mean(self, name: str) -> float:
@@ -76,6 +89,11 @@ class Group:
     def metric(self) -> str:
         """What the task is judged by."""
         return METRIC[str(self.config["task"])]
+
+    @property
+    def train_metric(self) -> str:
+        """What the model makes of the training data: the same where the metric is of validation data, or the loss."""
+        return self.metric.replace("validation_", "train_") if self.metric.startswith("validation_") else "train_loss"
 
     @property
     def uses_adjoint(self) -> bool:
@@ -119,12 +137,12 @@ def collect(root: Path) -> list[Group]:
         mixed = [name for name in MACHINE if len({summary.get(name) for summary in group.summaries}) > 1]
         if mixed:
             logger.warning("the seconds of %s are means over different %s", group.label, " and ".join(mixed))
-    return sorted(groups.values(), key=lambda group: (group.experiment, MODELS.index(group.model)))
+    return sorted(groups.values(), key=lambda group: (group.experiment, ORDER.index(group.model)))
 
 
 def tell_apart(groups: Sequence[Group]) -> str:
     """Put the options in which the groups differ into their labels; return some that they share."""
-    names = [name for name in groups[0].config if name not in (*NOT_COMPARED, "task", "model", "preset", "dataset")]
+    names = [name for name in groups[0].config if name not in (*NOT_COMPARED, *EXPERIMENT, "model")]
     differing = [name for name in names if len({str(group.config.get(name)) for group in groups}) > 1]
     several = len({group.model for group in groups}) < len(groups)
     for index, group in enumerate(groups):
@@ -154,13 +172,11 @@ def table(groups: Sequence[Group]) -> str:
 def _cells(group: Group) -> dict[str, str]:
     """A line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
     entries = group.summaries[0]
-    loss = "train_cross_entropy" if "train_cross_entropy" in entries else "train_loss"  # without penalties
-    percent = {group.metric: group.metric.endswith("accuracy"), "train_loss": False}
+    errors = [name for name in entries if name.startswith("test_") and name.endswith("_mse")]
     cells = {}
-    for name, is_percent in percent.items():
-        values = np.array([float(summary[loss if name == "train_loss" else name]) for summary in group.summaries])
-        low, median, high = (f"{100 * x:.1f}" if is_percent else f"{x:.3g}" for x in _spread(values))
-        cells[name.replace("_", " ") + " %" * is_percent] = f"{median} [{low}, {high}]" if len(values) > 1 else median
+    for name in dict.fromkeys((group.metric, group.train_metric, *errors)):
+        unit = " %" if name.endswith("accuracy") else ""
+        cells[name.replace("_", " ") + unit] = _range([_entry(summary, name) for summary in group.summaries], unit)
     for name in entries:
         if name.endswith("_rmse_mV"):
             values = [summary[name] for summary in group.summaries]
@@ -171,12 +187,26 @@ def _cells(group: Group) -> dict[str, str]:
     held_out = next(name for name in entries if name in ("test_nfe", "validation_nfe"))
     return cells | {
         "parameters": f"{group.mean('parameters'):.0f}",
-        "NFE forward": f"{forward:.1f}",
-        "backward": f"{backward:.1f}",
-        "ratio": f"{backward / forward:.2f}" if group.uses_adjoint else "-",
-        held_out.replace("_nfe", " NFE"): f"{group.mean(held_out):.1f}",
+        "NFE forward": f"{forward:.1f}" if group.is_ode else "-",
+        "backward": f"{backward:.1f}" if group.is_ode else "-",
+        "ratio": f"{backward / forward:.2f}" if group.is_ode and group.uses_adjoint else "-",
+        held_out.replace("_nfe", " NFE"): f"{group.mean(held_out):.1f}" if group.is_ode else "-",
         "s/epoch": f"{group.mean('seconds_per_epoch'):.3g}",
     }
+
+
+def _entry(summary: Mapping[str, object], name: str) -> float | None:
+    """A number of a summary, of the training loss that without penalties; None if the run diverged there."""
+    value = summary.get("train_cross_entropy", summary[name]) if name == "train_loss" else summary[name]
+    return None if value is None else float(value)
+
+
+def _range(values: Sequence[float | None], unit: str) -> str:
+    """A cell of the table: the median over the seeds, and the range if there are several."""
+    if None in values:
+        return "diverged"
+    low, median, high = (f"{100 * x:.1f}" if unit else f"{x:.3g}" for x in _spread(np.array(values)))
+    return f"{median} [{low}, {high}]" if len(values) > 1 else median
 
 
 def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -188,33 +218,40 @@ def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def draw(groups: Sequence[Group], title: str) -> plt.Figure:
     """Accuracy or loss, evaluations and seconds against epoch, and examples where a run kept some."""
     examples = next((e for g in reversed(groups) if g.model == "hbnode" for e in [_examples(g)] if e), None)
-    figure = plt.figure(figsize=(15, 8) if examples else (15, 4), layout="constrained")
+    width = max(15.0, 3.6 * len(_panels(groups)))
+    figure = plt.figure(figsize=(width, 8) if examples else (width, 4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1]) if examples else (figure, None)
     upper.suptitle(title, fontsize="medium")
-    metric = groups[0].metric
-    panels = {
-        metric: metric.replace("_", " "),
-        "nfe_forward": "forward evaluations per batch",
-        "nfe_backward": "backward evaluations per batch"
-        if all(group.uses_adjoint for group in groups)
-        else "evaluations repeated in the backward pass",
-        "seconds": "seconds per epoch",
-    }
-    for ax, (name, label) in zip(upper.subplots(1, 4), panels.items(), strict=True):
+    panels = _panels(groups)
+    for ax, (name, label) in zip(upper.subplots(1, len(panels)), panels.items(), strict=True):
         for group in groups:
-            epochs, values = group.curve(name)
-            _line(ax, group, epochs, values)
+            if group.is_ode or not name.startswith("nfe"):
+                epochs, values = group.curve(name)
+                _line(ax, group, epochs, values, "-" if group.is_ode else "--")
         ax.set_xlabel("epoch")
         ax.set_ylabel(label)
         ax.xaxis.get_major_locator().set_params(integer=True)
-        if name != metric:
+        if name.startswith(("nfe", "seconds")):
             ax.set_ylim(bottom=0)
-        elif name == "validation_loss":  # falls by orders of magnitude, and not to 0 as a point cloud's
-            ax.set_yscale("log")
+        elif groups[0].metric.startswith("validation_"):
+            ax.set_yscale("log")  # falls by orders of magnitude, and not to 0 as a point cloud's
     figure.axes[0].legend(fontsize="small")
     if lower is not None:
         _draw_examples(lower, *examples)
     return figure
+
+
+def _panels(groups: Sequence[Group]) -> dict[str, str]:
+    """The columns that are drawn, and what their axes say; evaluations only if a model makes some."""
+    metric, odes = groups[0].metric, [group for group in groups if group.is_ode]
+    names = (groups[0].train_metric, metric) if metric.startswith("validation_") else (metric,)
+    backward = (
+        "backward evaluations per batch"
+        if all(group.uses_adjoint for group in odes)
+        else "evaluations repeated in the backward pass"
+    )
+    evaluations = {"nfe_forward": "forward evaluations per batch", "nfe_backward": backward} if odes else {}
+    return {name: name.replace("_", " ") for name in names} | evaluations | {"seconds": "seconds per epoch"}
 
 
 def draw_tolerances(groups: Sequence[Group], name: str) -> plt.Figure:
