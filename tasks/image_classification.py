@@ -76,7 +76,7 @@ class ImageConfig(Config):
     def __post_init__(self) -> None:
         if self.small and self.dataset != "digits":
             raise ValueError("--small is for --dataset digits; mnist and cifar10 have the paper's sizes")
-        if self.regularize != "none" and self.model not in ("node", "anode"):
+        if self.regularize != "none" and not {"node", "anode"}.issuperset(self.chosen()):
             raise ValueError(f"--regularize is for --model node and anode, got {self.model}")
         if self.curve and self.steps:
             raise ValueError("--curve varies the tolerance, which a fixed grid (--steps) does not have")
