@@ -242,7 +242,7 @@ def draw(groups: Sequence[Group], title: str) -> plt.Figure:
 
 
 def _panels(groups: Sequence[Group]) -> dict[str, str]:
-    """The columns that are drawn, and what their axes say; evaluations only if a model makes some."""
+    """The columns that are drawn, and what their axes say; evaluations only if a model makes some in that pass."""
     metric, odes = groups[0].metric, [group for group in groups if group.is_ode]
     names = (groups[0].train_metric, metric) if metric.startswith("validation_") else (metric,)
     backward = (
@@ -250,7 +250,8 @@ def _panels(groups: Sequence[Group]) -> dict[str, str]:
         if all(group.uses_adjoint for group in odes)
         else "evaluations repeated in the backward pass"
     )
-    evaluations = {"nfe_forward": "forward evaluations per batch", "nfe_backward": backward} if odes else {}
+    evaluations = {"nfe_forward": "forward evaluations per batch", "nfe_backward": backward}
+    evaluations = {k: v for k, v in evaluations.items() if any(group.curve(k)[1].any() for group in odes)}
     return {name: name.replace("_", " ") for name in names} | evaluations | {"seconds": "seconds per epoch"}
 
 
