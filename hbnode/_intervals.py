@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from hbnode import _functorch
 from hbnode._state import State, apply, parts
+from hbnode.errors import SolverError
 from hbnode.fields import Field
 from hbnode.gradients import own_parameters
 from hbnode.nfe import NFE, Tally
-from hbnode.solve import Settings, checked_state, checked_times, solve
+from hbnode.solve import Settings, check_precision, checked_times, solve
 from hbnode.solvers import from_torchdiffeq, run
 
 
@@ -21,7 +22,7 @@ class Intervals:
 
     Arguments:
         field: what is solved.
-        y0: a state like those that will come: their structure, shapes and dtype.
+        y0: a checked state like those that will come: their structure, shapes and dtype.
         t: times (batch, T); a sample stays where it is while its times repeat.
         settings: how to solve.
     """
@@ -30,9 +31,9 @@ class Intervals:
         self.field = field
         self.settings = settings.resolved(field)
         self.nfe: list[NFE] = []
-        y0 = checked_state(field, y0)
+        check_precision(self.settings, parts(y0)[0].dtype)
         self.t = checked_times(t.to(torch.float64), t.device, rows=True)
-        resting = self.t.detach().diff() == 0
+        resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
         self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()
         self.run = None
         native = self.settings.method not in from_torchdiffeq.METHODS
@@ -49,7 +50,7 @@ class Intervals:
         t = self.t[:, interval : interval + 2]
         if self.resting[interval] and self.settings.step_control == "batch":
             # whoever stays must not count in the error of the common step
-            moving = (t.detach().diff() != 0)[:, 0].nonzero()[:, 0]
+            moving = (t.diff() != 0)[:, 0].nonzero()[:, 0]
             moved = self._solve(apply(lambda part: part[moving], state), t[moving])
             pairs = zip(parts(state), parts(moved), strict=True)
             new = tuple(part.index_copy(0, moving, there) for part, there in pairs)
@@ -64,7 +65,13 @@ class Intervals:
         if self.settings.method not in from_torchdiffeq.METHODS:
             return apply(lambda part: part[-1], solve(self.field, state, t, self.settings, self.nfe[-1]))
         rescaled = Rescaled(self.field, t, parts(state)[0])
-        return apply(lambda part: part[-1], solve(rescaled, state, [0.0, 1.0], self.settings, self.nfe[-1]))
+        try:
+            return apply(lambda part: part[-1], solve(rescaled, state, [0.0, 1.0], self.settings, self.nfe[-1]))
+        except SolverError as error:
+            begin, end = (float(time) for time in t[0].detach())
+            message = f"{error.message}; the time is that of the first sample, in its gap from {begin:g} to {end:g}"
+            time, size = begin + (end - begin) * error.t, (end - begin) * error.step_size
+            raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
 
 
 class Rescaled(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 class Sequences:
@@ -11,11 +12,14 @@ class Sequences:
 
     Attributes:
         x: samples (batch, T, input_size), zero where nothing was observed; T is the greatest length.
+        window: the same with as many times as were given, zero on padding.
         t: times (batch, T), on padding that of the last sample.
         seen: of which samples something was observed, (batch, T); None for all.
     """
 
     def __init__(self, input_size: int, x: Tensor, t: Tensor, mask: Tensor | None, lengths: Tensor | None) -> None:
+        if isinstance(x, PackedSequence):
+            raise TypeError("filter takes padded sequences, got a PackedSequence. Fix: pad_packed_sequence.")
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != input_size or 0 in x.shape[:2]:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
@@ -37,6 +41,7 @@ class Sequences:
         self.valid, self.t = valid, t
         self._check_times()
         self.x = x if observed is None else torch.where(observed, x, 0.0)
+        self.window = torch.nn.functional.pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
         self.seen = None if observed is None else observed.any(-1)
         if not bool(torch.isfinite(self.x.detach()).all()):
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
@@ -57,6 +62,7 @@ class Sequences:
     @staticmethod
     def _times(t: Tensor, x: Tensor) -> Tensor:
         shape = x.shape[:2]
+        t = torch.tensor(t, dtype=torch.float64) if isinstance(t, (list, tuple)) else t
         if not isinstance(t, Tensor) or t.shape not in (shape, shape[1:]):
             got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
             raise ValueError(
@@ -88,9 +94,9 @@ class Sequences:
         if not bool(rising.all()):
             row, i = (int(index) for index in (~rising).nonzero()[0])
             raise ValueError(
-                f"t must increase strictly, but in sequence {row} t[{i}]={float(t[row, i]):g} is followed by "
-                f"{float(t[row, i + 1]):g}. Fix: sort the samples and merge those of one time; pass lengths= if the "
-                "rest is padding."
+                f"t must increase strictly, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
+                f"{float(t[row, i + 1]):.9g}. Fix: sort the samples and merge those of one time, pass lengths= if the "
+                f"rest is padding, or give large times in float64 (these are {self.t.dtype})."
             )
 
 

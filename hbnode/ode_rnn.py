@@ -17,7 +17,8 @@ from hbnode._sequences import Sequences
 from hbnode._state import State
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
-from hbnode.solve import Settings
+from hbnode.solve import Settings, checked_state
+from hbnode.solvers.native import METHODS
 
 
 class ODERNNState(NamedTuple):
@@ -72,26 +73,30 @@ class ODERNN(nn.Module):
         field: ``"node"``, ``"anode"`` (the last half of h starts from zero), ``"sonode"``, ``"hbnode"``, ``"ghbnode"``,
             each around a tanh network with one hidden layer of n units; or a field; or a function n -> field.
         cell: ``"gru"`` or ``"rnn"``, torch.nn's; or a module ``cell(x, s)``, (batch, input_size) and (batch,
-            state_size) -> (batch, state_size). s is h, or h and m side by side. A forward hook on it sees the state
-            that each sample leaves, through which all later gradients come.
+            state_size) -> (batch, state_size). s is h, or h and m side by side. The gradient at its output, which a
+            forward hook can ask for, is the adjoint state after the sample, with or without ``residual``.
         residual: whether the cell's output is added to the state in place of replacing it.
         initial_state: the state at the first time, before the first sample: ``"learned"``, ``"zeros"``, or a module
             (batch, T, input_size) -> (batch, state_size) that sees all of a first call's samples, those that are
-            missing as zeros. It may return h alone, without the zeros of an ANODE: the field makes the rest.
+            missing and padding as zeros. It may return h alone, without the zeros of an ANODE: the field makes the
+            rest, as it does of a learned h if it has an ``initial_momentum`` or ``initial_velocity``.
         method: solver, as in :func:`hbnode.odeint`; so are the following arguments. torchdiffeq's methods need
             ``step_control="batch"``.
         rtol: relative tolerance.
         atol: absolute tolerance.
         gradient: gradient mode. None is ``"direct"``: the solves between samples are short, so that little would be
             saved by taking steps again.
-        options: options of the method; ``{"steps": n}`` is n equal steps in each gap.
+        options: options of the method; ``{"steps": n}`` is n equal steps in each gap. Limits such as ``max_nfe``
+            hold for each gap. Lengths of time among the options of torchdiffeq's methods are fractions of a gap.
         adjoint_options: options of the adjoint's solve.
-        step_control: ``"sample"``, or ``"batch"`` for a common step in units of each sample's gap.
+        step_control: ``"sample"``, or ``"batch"`` for a common step in units of each sample's gap. Series that have
+            ended take no part in it, so that f must not close over tensors with a row for each of the batch.
         max_steps: steps after which the solve of a gap is given up.
         compile: compile the steps of native methods.
 
     Shape:
-        - x: (batch, T, input_size), or a PackedSequence; t: (batch, T) or (T,).
+        - x: (batch, T, input_size), or a PackedSequence; t: (batch, T) or (T,), large times in float64. An f(t, h) is
+          told the time in the dtype of the state: count from a near origin.
         - output: (batch, T, hidden_size), h after each sample; 0 on padding.
 
     Raises:
@@ -135,8 +140,9 @@ class ODERNN(nn.Module):
             raise ValueError(
                 f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: a larger one."
             )
+        like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
-            start = self.field.initial_state(torch.zeros(1, self.hidden_size - self.augment))
+            start = self.field.initial_state(like.new_zeros(1, self.hidden_size - self.augment))
         self.second_order = isinstance(start, tuple)
         self.state_size = self.hidden_size * (2 if self.second_order else 1)
         self.cell = _make_cell(cell, self.input_size, self.state_size)
@@ -146,7 +152,9 @@ class ODERNN(nn.Module):
         if isinstance(initial_state, nn.Module):
             self.encoder = initial_state
         elif initial_state == "learned":
-            self.start = nn.Parameter(torch.zeros(self.state_size - self.augment))
+            fields = getattr(self.field, "initial_momentum", None) or getattr(self.field, "initial_velocity", None)
+            size = self.hidden_size if fields is not None else self.state_size - self.augment
+            self.start = nn.Parameter(torch.zeros(size))  # of h alone, if the field makes m out of it
         elif initial_state != "zeros":
             raise ValueError(
                 f"initial_state must be 'learned', 'zeros' or a module, got {initial_state!r}. Fix: 'learned'."
@@ -162,13 +170,25 @@ class ODERNN(nn.Module):
             max_steps=max_steps,
             compile=compile,
         )
-        self.nfe_per_step: list[NFE] = []  # of the last call, one for each gap; backward parts come with the backward
+        self._check_settings()
+        self.nfe_per_gap: list[NFE] = []  # of the last call, one for each gap; backward parts come with the backward
+
+    def _check_settings(self) -> None:
+        """Refuse what no times of each sample's own can be solved with."""
+        settings = self.settings.resolved(self.field)
+        if settings.method in METHODS and settings.gradient == "adjoint":
+            raise ValueError(
+                "gradient='adjoint' of native methods does not know times of each sample's own. Fix: leave gradient "
+                "out, or method='dopri5' with step_control='batch'."
+            )
+        if (settings.options or {}).get("dense"):
+            raise ValueError("options has 'dense', but every gap ends on its sample. Fix: leave it out.")
 
     @property
     def nfe(self) -> NFE:
         """Evaluations of the last call, all gaps together."""
         total = NFE()
-        for nfe in self.nfe_per_step:
+        for nfe in self.nfe_per_gap:
             for name, count in dataclasses.asdict(nfe).items():
                 setattr(total, name, getattr(total, name) + count)
         return total
@@ -215,6 +235,7 @@ class ODERNN(nn.Module):
         The state before a sample is a forecast that has not seen it: train on it to predict one sample ahead.
         """
         sequences = Sequences(self.input_size, x, t, mask, lengths)
+        self._check_dtype(sequences.x)
         s, start = self._begin(sequences, state)
         return self._filter(sequences, s, start)
 
@@ -222,7 +243,8 @@ class ODERNN(nn.Module):
     def _filter(self, sequences: Sequences, s: Tensor, start: Tensor | None) -> Filtered:
         """The loop over the samples, from the state s; ``start`` is its time, None if that is the first of them."""
         x, t, seen = sequences.x, sequences.t, sequences.seen
-        times = t if start is None else torch.cat([start.to(t).unsqueeze(1), t], 1)
+        times = t if start is None else torch.cat([start.to(t.dtype).unsqueeze(1), t], 1)
+        s = self._joined(checked_state(self.field, self._parts(s)))
         intervals = Intervals(self.field, self._parts(s), times, self.settings)
         before, after = [], []
         for i in range(x.shape[1]):
@@ -233,7 +255,7 @@ class ODERNN(nn.Module):
             jumped = self._jump(x[:, i], s)
             s = jumped if seen is None else torch.where(seen[:, i, None], jumped, s)
             after.append(s)
-        self.nfe_per_step = intervals.nfe
+        self.nfe_per_gap = intervals.nfe
         trajectories = (self._state(sequences.padded(torch.stack(s, 1)), sequences.padded_t) for s in (before, after))
         return Filtered(*trajectories, self._state(s, t[:, -1]))
 
@@ -247,6 +269,7 @@ class ODERNN(nn.Module):
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
         """
+        _check_kind(state)
         shape = state.h.shape[:-1]
         self._check_state(state, shape)
         if not isinstance(dt, Tensor):
@@ -258,7 +281,7 @@ class ODERNN(nn.Module):
         dt = dt.to(state.h.device).expand(*shape, -1)
         if not bool((dt[..., :1] >= 0).all() & (dt.diff() >= 0).all()):
             raise ValueError("dt must increase and not be negative: it is time after that of the state. Fix: sort it.")
-        t = state.t.unsqueeze(-1).to(torch.promote_types(state.t.dtype, dt.dtype))
+        t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
         times = torch.cat([t, t + dt], -1)
         return self._forecast(state, times.flatten(0, -2), shape)
 
@@ -266,13 +289,13 @@ class ODERNN(nn.Module):
     def _forecast(self, state: ODERNNState, times: Tensor, shape: torch.Size) -> tuple[Tensor, ODERNNState]:
         """From a state with any batch dimensions, through rows of times beginning with its own."""
         s = state.h if state.m is None else torch.cat([state.h, state.m], -1)
-        s = s.flatten(0, -2)
+        s = self._joined(checked_state(self.field, self._parts(s.flatten(0, -2))))
         intervals = Intervals(self.field, self._parts(s), times, self.settings)
         path = []
         for interval in range(times.shape[1] - 1):
             s = self._joined(intervals.advance(interval, self._parts(s)))
             path.append(self._h(s))
-        self.nfe_per_step = intervals.nfe
+        self.nfe_per_gap = intervals.nfe
         end = self._state(s.unflatten(0, shape), times[:, -1].unflatten(0, shape))
         return torch.stack(path, 1).unflatten(0, shape), end
 
@@ -293,15 +316,17 @@ class ODERNN(nn.Module):
         x = sequences.x
         batch = x.shape[0]
         if state is not None:
+            _check_kind(state)
             self._check_state(state, x.shape[:1])
-            if bool((state.t.detach() > sequences.t[:, 0].detach()).any()):
+            first = sequences.t[:, 0].detach()
+            if bool((state.t.detach().to(first.dtype) > first).any()):
                 raise ValueError(
                     "the state's time lies after the first of t; expected the series to go on from it. "
                     "Fix: times of the whole series, not of its part."
                 )
             return (state.h if state.m is None else torch.cat([state.h, state.m], 1)), state.t
         if self.encoder is not None:
-            s = self.encoder(x)
+            s = self.encoder(sequences.window)
         elif self.start is not None:
             s = self.start.expand(batch, -1)
         else:
@@ -314,6 +339,12 @@ class ODERNN(nn.Module):
                 + " Fix: the size of its last layer."
             )
         return (s if s.shape[1] == self.state_size else self._joined(self.field.initial_state(s))), None
+
+    def _check_dtype(self, x: Tensor) -> None:
+        dtypes = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        if dtypes and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
+            kinds = ", ".join(map(str, dtypes))
+            raise TypeError(f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. Fix: x.to(dtype).")
 
     def _check_state(self, state: ODERNNState, shape: torch.Size) -> None:
         h, m, t = state
@@ -353,6 +384,14 @@ class ODERNN(nn.Module):
     @staticmethod
     def _output(filtered: Filtered) -> tuple[Tensor, ODERNNState]:
         return filtered.after.h, filtered.state
+
+
+def _check_kind(state: object) -> None:
+    if not isinstance(state, ODERNNState):
+        raise TypeError(
+            f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.ODERNNState(h, m, t), or the state "
+            "that an earlier call returned."
+        )
 
 
 def _make_field(field: str | nn.Module | Callable[[int], nn.Module], n: int) -> nn.Module:

@@ -189,8 +189,7 @@ def solve(
     settings = settings.resolved(field, event_fn is not None)
     theirs = settings.method in from_torchdiffeq.METHODS
     first = parts(y0)[0]
-    if settings.method not in from_torchdiffeq.FIXED and "steps" not in (settings.options or {}):
-        _check_precision(settings.rtol, first.dtype)
+    check_precision(settings, first.dtype)
     t = checked_times(t, first.device, rows=not theirs)
     if event_fn is None:
         return (
@@ -205,9 +204,11 @@ def solve(
     return from_torchdiffeq.solve(field, y0, t, settings, nfe, event_fn)
 
 
-def _check_precision(rtol: float, dtype: torch.dtype) -> None:
-    """A tolerance must be within what the dtype can carry."""
-    eps = torch.finfo(dtype).eps
+def check_precision(settings: Settings, dtype: torch.dtype) -> None:
+    """Refuse a tolerance that is not within what the dtype can carry, if the method goes by it."""
+    if settings.method in from_torchdiffeq.FIXED or "steps" in (settings.options or {}):
+        return
+    rtol, eps = settings.rtol, torch.finfo(dtype).eps
     if rtol < eps / 100:
         raise ValueError(
             f"rtol={rtol:g} is far below what {dtype} carries (eps={eps:.2g}); expected at least {eps / 100:.2g}. "

@@ -165,10 +165,13 @@ def _check(config: Config) -> None:
         )
     if config.method in from_torchdiffeq.FIXED and not config.steps:
         raise ValueError(f"--method {config.method} has a fixed grid; say how fine with --steps")
-    options = config.rnn_options() if config.is_recurrent else config.ode_options()
-    for model in (name for name in config.chosen() if name in TRIAL):
-        x = torch.ones(1, 1, requires_grad=True)  # a trial: method, tolerance, steps, gradient
-        hbnode.ODEBlock(TRIAL[model](), **options)(x).sum().backward()
+    for model in (name for name in config.chosen() if name in TRIAL):  # a trial: method, tolerance, steps, gradient
+        x = torch.ones(1, 2, requires_grad=True)
+        if config.is_recurrent:
+            rnn = hbnode.ODERNN(2, 2, field=TRIAL[model](), **config.rnn_options())
+            rnn(x.unsqueeze(1).expand(1, 2, 2), torch.tensor([0.0, 1.0]))[0].sum().backward()
+        else:
+            hbnode.ODEBlock(TRIAL[model](), **config.ode_options())(x).sum().backward()
     for model in (name for name in config.chosen() if name in BASELINES):
         from tasks._baselines import make_baseline  # which imports this module
 

@@ -25,11 +25,11 @@ LENGTHS = torch.tensor([5, 3, 1, 4])
 
 
 def make_rnn(model="hbnode", *, dtype=torch.float64, **options):
+    torch.manual_seed(0)
     rnn = hbnode.ODERNN(3, 4, field=model, **options)
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in rnn.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+            p.add_(0.2 * torch.randn(p.shape))
     return rnn.to(dtype)
 
 
@@ -260,9 +260,9 @@ def test_counts(model):
     x, t = make_series()
     with hbnode.count_nfe(rnn) as nfe:
         output, _ = rnn(x, t)
-        assert len(rnn.nfe_per_step) == 4
+        assert len(rnn.nfe_per_gap) == 4
         assert rnn.nfe.forward == nfe.forward > 0
-        assert rnn.nfe_per_step[3].steps > rnn.nfe_per_step[0].steps  # a gap of 5 and one of 1
+        assert rnn.nfe_per_gap[3].steps > rnn.nfe_per_gap[0].steps  # a gap of 5 and one of 1
         output.sum().backward()
     assert rnn.nfe == nfe
     assert nfe.backward > 0
@@ -277,8 +277,7 @@ def test_copies_state_dict_and_repr(model):
     fresh.load_state_dict(rnn.state_dict())
     for twin in (copy.deepcopy(rnn), fresh):
         assert twin(x, t)[0].equal(output)
-    if model in ("node", "hbnode"):
-        assert pickle.loads(pickle.dumps(rnn))(x, t)[0].equal(output)
+    assert pickle.loads(pickle.dumps(rnn))(x, t)[0].equal(output)
     assert "step_control='sample'" in repr(rnn)
 
 
@@ -413,3 +412,160 @@ def test_failures_are_named(solver):
     x, t = make_series(torch.float32)
     with pytest.raises(hbnode.SolverError):
         rnn(x, t, mask=torch.zeros(4, 5, dtype=torch.bool))
+
+
+def timed_field(n):
+    return hbnode.HBNODE(hbnode.nets.MLP(n, [6], n, activation=nn.Tanh, time_dependent=True))
+
+
+@every_solver
+def test_fields_that_take_the_time(solver):
+    """Each sample's own time, at every gap; and its gradient."""
+    rnn = make_rnn(timed_field, rtol=1e-9, atol=1e-9, **solver)
+    x, t = make_series()
+    after = joined(rnn.filter(x, t, lengths=LENGTHS).after)
+    twin = reference.ode_rnn(rnn, x, t, lengths=LENGTHS)
+    torch.testing.assert_close(after, twin, rtol=1e-6, atol=1e-7)
+    got, expected = gradients(after, rnn), gradients(twin, rnn)
+    assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("field", ["hbnode", "ghbnode", timed_field], ids=["hbnode", "ghbnode", "timed"])
+@pytest.mark.parametrize("step_control", ["sample", "batch"])
+def test_long_series_with_few_steps_a_gap(field, step_control):
+    """More gaps than have their coefficients made at once, against each solved by itself."""
+    options = {"rtol": 1e-2, "atol": 1e-2, "step_control": step_control}
+    rnn, plain = make_rnn(field, **options), make_rnn(field, gradient="checkpoint", **options)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 140, 3, generator=generator, dtype=torch.float64)
+    t = (0.1 + torch.rand(2, 140, generator=generator, dtype=torch.float64)).cumsum(1)
+    (output, _), (expected, _) = rnn(x, t), plain(x, t)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(gradients(output, rnn), gradients(expected, plain), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", [SOLVERS[name] for name in ("sample", "batch", "checkpoint")])
+def test_gradients_of_times(solver):
+    """h' = 1 moves by the gaps, those of length 0 included."""
+    rnn = hbnode.ODERNN(3, 4, field=hbnode.NODE(lambda h: torch.ones_like(h)), initial_state="zeros", **solver).double()
+    x, t = make_series(batch=2)
+    t.requires_grad_()
+    before = rnn.filter(x, t, mask=torch.zeros(2, 5, dtype=torch.bool)).before
+    (by_t,) = torch.autograd.grad(before.h[:, -1, 0].sum(), t)
+    torch.testing.assert_close(by_t, torch.tensor([[-1.0, 0, 0, 0, 1.0]] * 2).double())
+    state = hbnode.ODERNNState(torch.zeros(2, 4).double(), None, t[:, -1].detach())
+    dt = torch.tensor([[0.0], [1.0]], dtype=torch.float64, requires_grad=True)
+    ahead, _ = rnn.forecast(state, dt)
+    (by_dt,) = torch.autograd.grad(ahead[..., 0].sum(), dt)
+    torch.testing.assert_close(by_dt, torch.ones(2, 1).double())
+
+
+@pytest.mark.parametrize("step_control", ["sample", "batch"])
+def test_times_since_1970(step_control):
+    """Only gaps count: large times in float64 beside samples in float32."""
+    field = hbnode.HBNODE(lambda h: -4e-4 * h * (1 + 20 * h * h), damping=0.001)
+    rnn = hbnode.ODERNN(3, 4, field=field, step_control=step_control)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 5, 3, generator=generator)
+    t = 600.0 * torch.arange(5, dtype=torch.float64)
+    near, _ = rnn(x, t)
+    far, state = rnn(x, t + 1.7e9)
+    torch.testing.assert_close(far, near, rtol=1e-4, atol=1e-5)
+    (moved, end), (soon, _) = rnn.forecast(state, [10.0]), rnn.forecast(state, torch.tensor([10.0]))
+    assert moved.equal(soon)
+    assert not moved[:, 0].equal(state.h)
+    assert end.t.equal(state.t + 10)
+
+
+def test_a_series_goes_on_from_a_forecast_in_float32():
+    rnn = hbnode.ODERNN(3, 4)
+    x, _ = make_series(torch.float32)
+    _, state = rnn(x[:, :1], torch.tensor([0.0]))
+    _, later = rnn.forecast(state, [0.7])
+    expected, _ = rnn(x[:, 1:2], torch.tensor([0.7]), state)
+    output, _ = rnn(x[:, 1:2], torch.tensor([0.7]), later)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_encoder_sees_the_window_as_it_was_given():
+    rnn = hbnode.ODERNN(3, 4, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 4))).double()
+    x, t = make_series()
+    lengths = torch.tensor([3, 2, 1, 3])
+    together, _ = rnn(x, t, lengths=lengths)
+    for b in range(4):
+        alone, _ = rnn(x[b : b + 1], t[b : b + 1], lengths=lengths[b : b + 1])
+        torch.testing.assert_close(alone[0], together[b])
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # whose encoder gives half precision
+        output, state = rnn.float()(x.float(), t)
+        assert rnn.forecast(state, [1.0])[0].dtype == output.dtype == torch.float32
+
+
+def test_a_field_that_makes_its_own_momentum_learns_to():
+    for field in (
+        hbnode.HBNODE(nn.Linear(4, 4), initial_momentum=nn.Linear(4, 4)),
+        hbnode.SONODE(hbnode.nets.MLP(8, [4], 4), initial_velocity=nn.Linear(4, 4)),
+    ):
+        rnn = hbnode.ODERNN(3, 4, field=field.double()).double()
+        assert rnn.start.shape == (4,)
+        torch.nn.init.ones_(rnn.start)
+        rnn(*make_series())[0].sum().backward()
+        assert all(p.grad is not None and p.grad.any() for p in rnn.parameters() if p is not rnn.start)
+
+
+def test_limits_hold_for_each_gap():
+    field = hbnode.NODE(lambda h: -h)
+    rnn = hbnode.ODERNN(1, 2, field=field, max_steps=5, options={"max_step": 0.1})
+    with torch.no_grad():
+        rnn.start.fill_(1.0)
+    x, t = torch.zeros(1, 80, 1), torch.arange(80.0)
+    with pytest.raises(hbnode.MaxStepsError):
+        rnn(x, t)
+    with pytest.raises(ValueError, match="far below what"):
+        hbnode.ODERNN(1, 2, rtol=1e-12)(x, t)
+
+
+@pytest.mark.parametrize(
+    "solver", [{}, {"step_control": "batch"}, {"method": "tsit5", "options": {"steps": 2}}, SOLVERS["dopri5"]]
+)
+def test_failures_tell_the_time(solver):
+    """The cell explodes at the third sample, at 102."""
+
+    class Cell(nn.Module):
+        def forward(self, x, s):
+            return torch.where(x > 0, torch.inf, s)
+
+    rnn = hbnode.ODERNN(1, 2, cell=Cell(), **solver)
+    x = torch.zeros(2, 5, 1)
+    x[1, 2] = 1.0
+    with pytest.raises(hbnode.NonFiniteError) as failure:
+        rnn(x, torch.arange(100.0, 105.0))
+    assert 102 <= failure.value.t <= 103
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient": "adjoint"}, "does not know times of each sample's own"),
+        ({"method": "nystrom6", "options": {"dense": True}}, "every gap ends on its sample"),
+    ],
+)
+def test_what_no_gaps_can_have_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        hbnode.ODERNN(3, 4, **options)
+
+
+def test_wrong_kinds():
+    rnn = hbnode.ODERNN(3, 4)
+    x, t = make_series(torch.float32)
+    _, state = rnn(x, t)
+    with pytest.raises(TypeError, match="must be an ODERNNState"):
+        rnn(x, t + 10, tuple(state[:2]))
+    with pytest.raises(TypeError, match="must be an ODERNNState"):
+        rnn.forecast(state.h, [1.0])
+    with pytest.raises(TypeError, match="expected one dtype"):
+        rnn(x.double(), t)
+    with pytest.raises(TypeError, match="padded sequences"):
+        rnn.filter(pack_padded_sequence(x, LENGTHS, batch_first=True, enforce_sorted=False), t)
+    with pytest.raises(ValueError, match="large times in float64"):
+        rnn(x, t + 1e9)
+    assert rnn(x, t[0].tolist())[0].equal(rnn(x, t[:1].expand(4, 5))[0])

@@ -58,7 +58,7 @@ def _grid(
     n, count = solve.method.state_rows, solve.options.steps
     outputs = [point[:n]]
     if watch:
-        solve.check_start(norms(point, None).tolist())
+        solve.check_start(norms(point, None).tolist(), intervals.start)
     for interval in intervals:
         steps = [Step(interval, i / count, 1 / count) for i in range(count)]
         steps[-1].reached = interval + 1

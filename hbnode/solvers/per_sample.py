@@ -34,8 +34,10 @@ class PerSample:
         self.controller = SampleController(solve.method.error_order, self.start)
         norm = norms(point.detach().double(), self.batch_dim)
         size = first_size(norm[0], norm[-1], solve.rtol, solve.atol, solve.method)
-        if not bool(torch.isfinite(norm).all()):
-            solve.check_start(norm.sum(1).tolist(), min(self.first, solve.clock.count - 1))
+        finite = torch.isfinite(norm).all(0)
+        if not bool(finite.all()):
+            sample = int((~finite).nonzero()[0])
+            solve.check_start(norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
         size = torch.where(torch.isfinite(size), size, self.length())
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)
@@ -113,7 +115,7 @@ class PerSample:
         """Count, record, and stop a solve that has run away; all that the host must know, in one transfer."""
         solve = self.solve
         now = torch.lerp(self.t[self.index, step.interval], self.t[self.index, step.interval + 1], step.start)
-        floor = 4 * torch.finfo(self.point.dtype).eps * now.abs()
+        floor = 4 * solve.resolution * now.abs()
         small = ~step.accepted & (self.size < floor.clamp(min=max(solve.options.min_step, 1e-300)))
         small = small & (self.interval < self.last)
         stuck = (self.failures >= NON_FINITE_ATTEMPTS) | (small & (self.failures > 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from hbnode.gradients import closed_over_leaves, own_parameters
 from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.adjoint import Adjoint
-from hbnode.solvers.clock import Clock
+from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import CompilationWarning, CompiledSteps
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
@@ -92,8 +91,7 @@ def _check_finite(run: Solve, solution: Tensor, rows: Tensor, damping: Tensor, i
     if not run.adaptive and not bool(torch.isfinite(_functorch.plain(solution)).all()):
         with torch.no_grad():
             integrate(run, run.start(rows, interval or 0), damping, watch=True, interval=interval)
-        times = run.clock.times
-        raise run.failure(NonFiniteError, "the solution is not finite", times[0] if times else math.nan)
+        raise run.failure(NonFiniteError, "the solution is not finite", run.time(Step(interval or 0, 0.0, 1.0)))
 
 
 def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> Tensor:

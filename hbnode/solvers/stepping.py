@@ -76,7 +76,7 @@ class Solve:
         self.recording = False  # random numbers are to be drawn again in the backward pass
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self.max_step = self.options.max_step
-        self.interrupted = False  # between intervals, where the state is changed: see solvers/intervals.py
+        self.interrupted = False  # between intervals, where the state is changed: see hbnode/_intervals.py
         self._cache: dict = {}
         self._arranged: dict = {}
         self.damping: Tensor | None = None  # a leaf to differentiate coefficients with respect to, and
@@ -242,13 +242,15 @@ class Solve:
         if largest > 0:
             self.max_step = min(self.max_step, 16.0 / largest)
 
-    def check_start(self, of_rows: Sequence[float], interval: int = 0) -> None:
+    def check_start(self, of_rows: Sequence[float], interval: int = 0, sample: int | None = None) -> None:
         """Refuse to start from what is not finite, given numbers that tell of each row of the first point."""
+        if all(map(math.isfinite, of_rows)):
+            return
+        now = self.time(Step(interval, 0.0, 1.0), sample=sample)
         if not all(map(math.isfinite, of_rows[: self.method.state_rows])):
-            message = "the initial state is not finite. Fix: look at the block's input"
-            raise self.failure(NonFiniteError, message, self.time(Step(interval, 0.0, 1.0)))
-        if not all(map(math.isfinite, of_rows)):
-            raise self.failure(NonFiniteError, _FIELD_NOT_FINITE, self.time(Step(interval, 0.0, 1.0)))
+            message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
+            raise self.failure(NonFiniteError, message, now)
+        raise self.failure(NonFiniteError, _FIELD_NOT_FINITE, now)
 
     def ratio(self, error: Tensor, before: Tensor, after: Tensor) -> float:
         """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
@@ -304,7 +306,8 @@ class Solve:
         """Before each adaptive step: has the solve run away?"""
         self.check_nfe(step)
         self.attempts += 1
-        if self.attempts > self.max_steps + max(self.clock.t.shape[-1] - 2, 0):
+        outputs = 0 if self.interrupted else max(self.clock.t.shape[-1] - 2, 0)
+        if self.attempts > self.max_steps + outputs:
             raise self.failure(
                 MaxStepsError,
                 f"the solve needed more than max_steps={self.max_steps} steps. "
@@ -312,10 +315,16 @@ class Solve:
                 self._at(step),
             )
 
+    @property
+    def resolution(self) -> float:
+        """Relative rounding of the time: the clock's own, or that in which f is told it."""
+        sees_time = getattr(self.dynamics.inner, "time_dependent", True)
+        return torch.finfo(self.dynamics.template.dtype if sees_time else torch.float64).eps
+
     def is_too_small(self, step: Step, size: float) -> bool:
         """After a rejected step: is the next one, of this size, no step any more?"""
         now = self.clock.furthest if self.clock.has_batch else abs(self.time(step))
-        floor = 4 * torch.finfo(self.dynamics.template.dtype).eps * now
+        floor = 4 * self.resolution * now
         return size < max(floor, self.options.min_step, 1e-300)
 
     def underflow(self, step: Step, size: float, sample: int | None = None) -> SolverError:
