@@ -96,6 +96,10 @@ class ODERNN(nn.Module):
         max_steps: steps after which the solve of a gap is given up.
         compile: compile the steps of native methods.
 
+    Attributes:
+        nfe: evaluations of the last call, all gaps together.
+        nfe_per_gap: those of each gap, a list; their backward parts are filled in by the backward pass.
+
     Shape:
         - x: (batch, T, input_size), or a PackedSequence; t: (batch, T) or (T,), large times in float64. An f(t, h) is
           told the time in the dtype of the state: count from a near origin.
@@ -175,7 +179,7 @@ class ODERNN(nn.Module):
             compile=compile,
         )
         self._check_settings()
-        self.nfe_per_gap: list[NFE] = []  # of the last call, one for each gap; backward parts come with the backward
+        self.nfe_per_gap: list[NFE] = []
 
     def _check_settings(self) -> None:
         """Refuse what no times of each sample's own can be solved with."""
