@@ -295,6 +295,7 @@ def test_under_torch_compile_and_autocast():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
 @pytest.mark.parametrize("step_control", ["sample", "batch"])
 @pytest.mark.parametrize("model", ["hbnode", "ghbnode"])
 def test_compiled_steps(model, step_control):

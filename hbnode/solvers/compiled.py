@@ -136,7 +136,11 @@ class Programs:
         try:
             if key not in steps.programs:
                 steps.programs[key] = _compile(getattr(steps, f"_{kind}")(*flags), steps.device_type)
-            return steps.programs[key](*args)
+            if not torch.is_grad_enabled():
+                return steps.programs[key](*args)
+            with warnings.catch_warnings():  # dynamo looks at the .grad of every input, which autograd warns of
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+                return steps.programs[key](*args)
         except Exception as error:  # whatever it is, the step can be taken without
             steps.failed = True
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
