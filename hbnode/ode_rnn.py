@@ -18,7 +18,6 @@ from hbnode._state import State
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
 from hbnode.solve import Settings, checked_state
-from hbnode.solvers.dynamics import is_heavy_ball
 from hbnode.solvers.native import METHODS
 
 
@@ -81,9 +80,8 @@ class ODERNN(nn.Module):
             (batch, T, input_size) -> (batch, state_size) that sees all of a first call's samples, those that are
             missing and padding as zeros. It may return h alone, without the zeros of an ANODE: the field makes the
             rest, as it does of a learned h if it has an ``initial_momentum`` or ``initial_velocity``.
-        method: solver, as in :func:`hbnode.odeint`; so are the following arguments. None is as there, but for an
-            HBNODE ``"nystrom4"`` if rtol >= 1e-5: over a short gap it takes the fewest evaluations for its one step.
-            torchdiffeq's methods need ``step_control="batch"``.
+        method: solver, as in :func:`hbnode.odeint`; so are the following arguments. torchdiffeq's methods need
+            ``step_control="batch"``.
         rtol: relative tolerance.
         atol: absolute tolerance.
         gradient: gradient mode. None is ``"direct"``: the solves between samples are short, so that little would be
@@ -165,8 +163,6 @@ class ODERNN(nn.Module):
             raise ValueError(
                 f"initial_state must be 'learned', 'zeros' or a module, got {initial_state!r}. Fix: 'learned'."
             )
-        if method is None and gradient != "reversible" and rtol >= 1e-5 and is_heavy_ball(self.field, HBNODE):
-            method = "nystrom4"
         self.settings = Settings(
             method=method,
             rtol=rtol,
