@@ -156,8 +156,8 @@ class ODERNN(nn.Module):
         if isinstance(initial_state, nn.Module):
             self.encoder = initial_state
         elif initial_state == "learned":
-            fields = getattr(self.field, "initial_momentum", None) or getattr(self.field, "initial_velocity", None)
-            size = self.hidden_size if fields is not None else self.state_size - self.augment
+            makes = [getattr(self.field, name, None) for name in ("initial_momentum", "initial_velocity")]
+            size = self.hidden_size if any(net is not None for net in makes) else self.state_size - self.augment
             self.start = nn.Parameter(torch.zeros(size))  # of h alone, if the field makes m out of it
         elif initial_state != "zeros":
             raise ValueError(

@@ -431,7 +431,13 @@ def test_fields_that_take_the_time(solver):
     assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("field", ["hbnode", "ghbnode", timed_field], ids=["hbnode", "ghbnode", "timed"])
+def field_with_dampings(n):
+    return hbnode.HBNODE(nn.Linear(n, n), damping=torch.linspace(0.1, 0.9, n))
+
+
+@pytest.mark.parametrize(
+    "field", ["hbnode", "ghbnode", timed_field, field_with_dampings], ids=["hbnode", "ghbnode", "timed", "dampings"]
+)
 @pytest.mark.parametrize("step_control", ["sample", "batch"])
 def test_long_series_with_few_steps_a_gap(field, step_control):
     """More gaps than have their coefficients made at once, against each solved by itself."""
