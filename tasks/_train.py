@@ -170,7 +170,13 @@ def evaluate(run: Run, model: nn.Module, data: Batch, loss: Loss, name: str) -> 
         for index in range(-(-len(data[0]) // EVAL_BATCH_SIZE)):
             batch, samples, _ = _share(data, torch.arange(len(data[0])), index, EVAL_BATCH_SIZE, run.workers)
             with hbnode.count_nfe(model) as nfe:
-                value, means = loss(model, batch)
+                try:
+                    value, means = loss(model, batch)
+                except hbnode.SolverError as error:
+                    raise SystemExit(
+                        f"{name} data: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another "
+                        f"--tol, with another --out; what was done is in {run.folder}"
+                    ) from error
             _add(totals, _weighted(value, means, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
     totals = run.workers.sum(totals)
