@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from hbnode import nets
 from hbnode._checks import as_count
 from hbnode._intervals import Intervals
+from hbnode._named import make_cell, make_field
 from hbnode._sequences import Sequences
 from hbnode._state import State
-from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
 from hbnode.solve import Settings, checked_state
 from hbnode.solvers.native import METHODS
@@ -138,7 +137,7 @@ class ODERNN(nn.Module):
         super().__init__()
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
-        self.field = _make_field(field, self.hidden_size)
+        self.field = make_field(field, self.hidden_size)
         self.augment = getattr(self.field, "augment", 0)
         if self.augment > self.hidden_size:
             raise ValueError(
@@ -149,7 +148,7 @@ class ODERNN(nn.Module):
             start = self.field.initial_state(like.new_zeros(1, self.hidden_size - self.augment))
         self.second_order = isinstance(start, tuple)
         self.state_size = self.hidden_size * (2 if self.second_order else 1)
-        self.cell = _make_cell(cell, self.input_size, self.state_size)
+        self.cell = make_cell(cell, self.input_size, self.state_size)
         self.residual = bool(residual)
         self.start: nn.Parameter | None = None
         self.encoder: nn.Module | None = None
@@ -396,40 +395,3 @@ def _check_kind(state: object) -> None:
             f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.ODERNNState(h, m, t), or the state "
             "that an earlier call returned."
         )
-
-
-def _make_field(field: str | nn.Module | Callable[[int], nn.Module], n: int) -> nn.Module:
-    """A field on states of size n."""
-    if isinstance(field, str):
-        if field not in _FIELDS:
-            raise ValueError(f"field must be one of {tuple(_FIELDS)}, got {field!r}. Fix: 'hbnode', or give a field.")
-        return _FIELDS[field](n)
-    made = field if isinstance(field, nn.Module) else field(n) if callable(field) else None
-    if not (isinstance(made, nn.Module) and hasattr(made, "initial_state") and hasattr(made, "readout")):
-        raise TypeError(
-            f"field must be a name, a field, or a function hidden_size -> field, got {type(field).__name__} that gave "
-            f"{type(made).__name__}. Fix: field=lambda n: hbnode.HBNODE(net(n))."
-        )
-    return made
-
-
-_FIELDS: dict[str, Callable[[int], Field]] = {
-    "node": lambda n: NODE(_net(n, n)),
-    "anode": lambda n: ANODE(_net(n, n), augment=n // 2),
-    "sonode": lambda n: SONODE(_net(2 * n, n)),
-    "hbnode": lambda n: HBNODE(_net(n, n)),
-    "ghbnode": lambda n: GHBNODE(_net(n, n)),
-}
-
-
-def _net(inputs: int, n: int) -> nn.Module:
-    return nets.MLP(inputs, [n], n, activation=nn.Tanh)
-
-
-def _make_cell(cell: str | nn.Module, input_size: int, state_size: int) -> nn.Module:
-    kinds = {"gru": nn.GRUCell, "rnn": nn.RNNCell}
-    if isinstance(cell, str) and cell in kinds:
-        return kinds[cell](input_size, state_size)
-    if not isinstance(cell, nn.Module):
-        raise ValueError(f"cell must be one of {tuple(kinds)} or a module cell(x, s), got {cell!r}. Fix: 'gru'.")
-    return cell
