@@ -12,7 +12,6 @@ class Sequences:
 
     Attributes:
         x: samples (batch, T, input_size), zero where nothing was observed; T is the greatest length.
-        window: the same with as many times as were given, zero on padding.
         t: times (batch, T), on padding that of the last sample.
         seen: of which samples something was observed, (batch, T); None for all.
     """
@@ -41,10 +40,14 @@ class Sequences:
         self.valid, self.t = valid, t
         self._check_times()
         self.x = x if observed is None else torch.where(observed, x, 0.0)
-        self.window = torch.nn.functional.pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
         self.seen = None if observed is None else observed.any(-1)
         if not bool(torch.isfinite(self.x.detach()).all()):
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
+
+    @property
+    def window(self) -> Tensor:
+        """Samples as many as were given, zero on padding."""
+        return torch.nn.functional.pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     @property
     def padded_t(self) -> Tensor:
