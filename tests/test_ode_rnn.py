@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from tests import reference
@@ -194,6 +195,25 @@ def test_in_parts_and_sample_by_sample(model, solver):
             outputs.append(output)
         torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-13, atol=1e-14)
         torch.testing.assert_close(joined(state), joined(end), rtol=1e-13, atol=1e-14)
+
+
+def test_in_parts_under_checkpoint():
+    rnn = make_rnn(rtol=1e-6, atol=1e-6)
+    x, t = make_series()
+    expected = gradients(rnn(x, t)[0], rnn)
+    first, state = checkpoint(rnn, x[:, :3], t[:, :3], use_reentrant=False)
+    second, _ = checkpoint(rnn, x[:, 3:], t[:, 3:], state, use_reentrant=False)
+    torch.testing.assert_close(gradients(torch.cat([first, second], 1), rnn), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_reversible_gradient():
+    """The gaps of a fixed grid undone one after the other, against the graph of the same steps."""
+    undone = make_rnn(gradient="reversible", options={"steps": 6})
+    kept = make_rnn(method="blanes_moan4", options={"steps": 6})
+    x, t = make_series()
+    (output, _), (expected, _) = undone(x, t, lengths=LENGTHS), kept(x, t, lengths=LENGTHS)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gradients(output, undone), gradients(expected, kept), rtol=1e-9, atol=1e-10)
 
 
 @every_model
