@@ -1,6 +1,5 @@
 """Plane vibration: the record and its stand-in, both splits, what the models see, training and resuming."""
 
-import csv
 import json
 import math
 import os
@@ -17,6 +16,7 @@ pytest.importorskip("matplotlib")
 
 from tasks import _data_plane, plane_vibration
 from tests.models import MODELS
+from tests.runs import read_metrics
 
 COUNTS = {"node": 15_986, "anode": 16_730, "sonode": 16_649, "hbnode": 16_126, "ghbnode": 16_127}
 NAME = "F16Data_FullMSine_Level1"
@@ -363,14 +363,6 @@ def few(made_up, monkeypatch):
     monkeypatch.setattr(
         plane_vibration, "split_rows", lambda *args: {name: rows[:12:2] for name, rows in whole(*args).items()}
     )
-
-
-def read_metrics(folder):
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        row.pop("seconds")
-    return rows
 
 
 @pytest.mark.parametrize("model", ["hbnode", "gru"])

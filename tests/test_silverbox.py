@@ -1,6 +1,5 @@
 """The Silverbox: its data and split, growth against closed forms, simulation against scipy, training and resuming."""
 
-import csv
 import json
 import math
 import os
@@ -20,6 +19,7 @@ pytest.importorskip("matplotlib")
 import hbnode
 from tasks import _data, silverbox
 from tests.models import MODELS
+from tests.runs import read_metrics
 
 GAMMA, A, B, GAIN = 0.07, 0.5, 0.05, 0.2  # of a Duffing oscillator much like the Silverbox, in samples
 ROWS = 800
@@ -280,14 +280,6 @@ def test_bad_options(argv, message, capsys):
         silverbox.main(argv)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def read_metrics(folder):
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        row.pop("seconds")
-    return rows
 
 
 @pytest.mark.parametrize("model", ["anode", "hbnode", "ghbnode"])

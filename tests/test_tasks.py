@@ -23,19 +23,11 @@ import hbnode
 from tasks import _data, _run, _sweep, _train, image_classification, plot, point_cloud
 from tasks._regularize import Regularized
 from tests.models import MODELS, every_model
+from tests.runs import read_metrics
 
 ROOT = Path(__file__).parents[1]
 QUICK = "--device cpu --subset 190 --test-subset 63 --batch-size 32 --small --tol 0.1".split()  # 6 batches an epoch
 CLOUD = "--device cpu --tol 0.1".split()
-
-
-def read_metrics(folder):
-    """All columns but the wall-clock seconds."""
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        assert float(row.pop("seconds")) > 0
-    return rows
 
 
 def start(task, *options):

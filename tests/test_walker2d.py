@@ -20,6 +20,7 @@ pytest.importorskip("matplotlib")
 import hbnode
 from tasks import _data_walker, _run, _walker, walker2d, walker2d_gradients
 from tests.models import MODELS, every_model
+from tests.runs import read_metrics
 
 QUICK = "--device cpu --batch-size 8 --tol 1e-3 --ahead 3 --clip 1".split()
 
@@ -285,14 +286,6 @@ def test_the_skeleton_stands_and_bends_as_a_walker():
 
 
 # Training
-
-
-def read_metrics(folder):
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        row.pop("seconds")
-    return rows
 
 
 def test_training_resumes_to_the_same_numbers_and_writes_its_files(data, short, tmp_path):
