@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
-from tasks._run import Config, Run, Workers, damaged
+from tasks._run import Config, Run, damaged
+from tasks._workers import Workers
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float]]]

@@ -39,8 +39,9 @@ from tqdm import tqdm
 
 import hbnode
 from tasks import plot
-from tasks._run import Workers, environment, write_figure, write_whole
+from tasks._run import environment, write_figure, write_whole
 from tasks._train import EVAL_BATCH_SIZE
+from tasks._workers import Workers
 from tasks.image_classification import load_data, load_run
 
 SIZES = {
