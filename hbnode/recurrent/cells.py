@@ -1,0 +1,173 @@
+"""Cells for one step, with any rule: for streaming, for loops of one's own, and for torch.export."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from hbnode._checks import as_count
+from hbnode.recurrent.parameters import (
+    check_dtype,
+    check_rule,
+    check_space,
+    drive_size,
+    init_gates_,
+    parameter_shapes,
+    read_state,
+    rnn_step,
+)
+from hbnode.recurrent.rules import Memory, Rule
+from hbnode.recurrent.runs import Weights
+from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.steps import GRUStep, LSTMStep, Step, Taken
+
+
+class RecurrentCell(nn.Module):
+    """One step of a cell.
+
+    Arguments:
+        step: the cell's step.
+        others: see :class:`LSTMCell`.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        input_size: int,
+        hidden_size: int,
+        *,
+        rule: Rule,
+        bias: bool = True,
+        momentum_space: str = "gates",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.step = step
+        self.input_size = as_count(input_size, "input_size")
+        self.hidden_size = as_count(hidden_size, "hidden_size")
+        self.rule, self.momentum_space = check_rule(rule), check_space(momentum_space)
+        self.has_bias = bias
+        for name, shape in self._shapes().items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(self.step, self.input_size, self.hidden_size, self.momentum_space, self.has_bias)
+
+    def _weights(self) -> Weights:
+        biases = (self.bias_ih, self.bias_hh) if self.has_bias else (None, None)
+        return Weights(self.weight_ih, self.weight_hh, *biases, self.momentum_space == "hidden")
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights, as those of the layer."""
+        init_gates_(self)
+
+    def forward(
+        self, x: Tensor, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None = None
+    ) -> tuple[Tensor, MomentumState]:
+        """Take a step.
+
+        Arguments:
+            x: (batch, input_size) or (input_size,).
+            state: that of the step before; or h, or (h, c) of an LSTM, at the start of a sequence; None is zeros.
+
+        Returns:
+            h (batch, hidden_size) or (hidden_size,), and the state.
+
+        Raises:
+            ValueError: x or the state has another shape or dtype than expected.
+        """
+        if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
+                f"{tuple(x.shape)}. Fix: one sample at a time; a layer takes sequences."
+            )
+        check_dtype(x, self.weight_ih)
+        n = drive_size(self.step, self.hidden_size, self.momentum_space)
+        state = read_state(state, self.rule, self.step, (self.hidden_size, n), tuple(x.shape[:-1]), x)
+        if x.dim() == 1:
+            h, state = self._step(x.unsqueeze(0), state.map(lambda z: z.unsqueeze(0)))
+            return h.squeeze(0), state.map(lambda z: z.squeeze(0))
+        return self._step(x, state)
+
+    def _step(self, x: Tensor, state: MomentumState) -> tuple[Tensor, MomentumState]:
+        weights = self._weights()
+        g = linear(x, weights.w, weights.b)
+        memory = Memory(*state[2:])
+        if memory.v is None:
+            memory = self.rule.start(g)
+            if memory.t is not None:
+                memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
+        d, memory = self.rule.drive(g.unsqueeze(0), memory)
+        d = linear(d[0], weights.u) if weights.is_hidden else d[0]
+        inside, outside = (weights.bias, None) if self.step.bias_is_inside else (None, weights.bias)
+        u = linear(state.h, weights.u, outside)
+        taken = self.step.forward(d, u, Taken(state.h, state.c), inside)
+        return taken.h, MomentumState(taken.h, taken.c, *memory)
+
+    def extra_repr(self) -> str:
+        """Sizes, rule, and what differs from the defaults."""
+        space = "" if self.momentum_space == "gates" else f", momentum_space={self.momentum_space!r}"
+        bias = "" if self.has_bias else ", bias=False"
+        return f"{self.input_size}, {self.hidden_size}, rule={self.rule}{bias}{space}"
+
+
+class RNNCell(RecurrentCell):
+    """One step of :class:`hbnode.recurrent.RNN`.
+
+    Arguments:
+        nonlinearity: "tanh" or "relu".
+        others: see :class:`LSTMCell`, which alone has ``forget_bias``.
+    """
+
+    def __init__(
+        self, input_size: int, hidden_size: int, *, rule: Rule, nonlinearity: str = "tanh", **options: object
+    ) -> None:
+        super().__init__(rnn_step(nonlinearity), input_size, hidden_size, rule=rule, **options)
+
+
+class LSTMCell(RecurrentCell):
+    """One step of :class:`hbnode.recurrent.LSTM`, as in appendix F of the MomentumRNN paper.
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: size of h.
+        rule: one of :mod:`hbnode.recurrent.rules`.
+        bias: whether to have b_ih and b_hh.
+        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM`.
+        forget_bias: at first the bias of the forget gate in b_ih and in b_hh.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Example:
+        >>> from hbnode.recurrent.rules import Momentum
+        >>> cell = LSTMCell(3, 5, rule=Momentum(momentum=0.6, step_size=0.6))
+        >>> state = None
+        >>> for x in torch.ones(7, 2, 3):
+        ...     h, state = cell(x, state)
+        >>> h.shape, state.v.shape
+        (torch.Size([2, 5]), torch.Size([2, 20]))
+    """
+
+    def __init__(
+        self, input_size: int, hidden_size: int, *, rule: Rule, forget_bias: float = 1.0, **options: object
+    ) -> None:
+        self.forget_bias = forget_bias
+        super().__init__(LSTMStep(), input_size, hidden_size, rule=rule, **options)
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights, as those of the layer."""
+        init_gates_(self, forget_bias=self.forget_bias)
+
+
+class GRUCell(RecurrentCell):
+    """One step of :class:`hbnode.recurrent.GRU`.
+
+    Arguments:
+        others: see :class:`LSTMCell`, which alone has ``forget_bias``.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *, rule: Rule, **options: object) -> None:
+        super().__init__(GRUStep(), input_size, hidden_size, rule=rule, **options)

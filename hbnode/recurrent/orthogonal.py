@@ -1,0 +1,218 @@
+"""Orthogonal recurrent layers: DTRIV, whose recurrent weight is orthogonal by construction, driven by any rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
+from torch.utils.hooks import RemovableHandle
+
+from hbnode._checks import as_count
+from hbnode.recurrent.cells import RecurrentCell
+from hbnode.recurrent.layers import RecurrentLayer
+from hbnode.recurrent.rules import Momentum, Rule
+from hbnode.recurrent.runs import Weights
+from hbnode.recurrent.steps import ModReLUStep
+
+PLAIN = Momentum(momentum=0.0, step_size=1.0)
+
+
+class _Orthogonal(nn.Module):
+    """What the layer and the cell share: orthogonal weights ``weight_hh*``, a basis for each, and pickling."""
+
+    arguments: tuple[type[nn.Module], tuple[int, ...], dict[str, object]]  # a class and those of its constructor
+
+    def _make_orthogonal(self) -> None:
+        for name in [name for name, _ in self.named_parameters() if name.startswith("weight_hh")]:
+            orthogonal(self, name, orthogonal_map="matrix_exp", use_trivialization=True)
+
+    def orthogonal_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters behind the orthogonal weights."""
+        for made in self.parametrizations.values():
+            yield made.original
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Take the present weights as the bases, so that B = base exp(0); nothing that the layer computes changes."""
+        for name in self.parametrizations:
+            setattr(self, name, getattr(self, name))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """W by He et al. for relu, the biases in U(-0.01, 0.01), B as ``init`` says."""
+        for name in (*self._parameters, *getattr(self, "parametrizations", ())):
+            value = getattr(self, name)
+            if name.startswith("weight_ih"):
+                nn.init.kaiming_normal_(value, nonlinearity="relu")
+            elif name.startswith("bias"):
+                nn.init.uniform_(value, -0.01, 0.01)
+            elif name in self._parameters:
+                value.copy_(rotations(value, self.init))
+            else:
+                setattr(self, name, rotations(value, self.init))
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Pickle as a call of the constructor and a state_dict, because a parametrized module refuses to be pickled."""
+        kind = next(kind for kind in type(self).__mro__ if not kind.__name__.startswith("Parametrized"))
+        return _rebuilt, (kind, *self.arguments, self.state_dict(), self.training)
+
+
+def _rebuilt(
+    kind: type[nn.Module],
+    base: type[nn.Module],
+    sizes: tuple[int, ...],
+    options: dict[str, object],
+    values: dict[str, Tensor],
+    training: bool,
+) -> nn.Module:
+    module = kind.__new__(kind)
+    base.__init__(module, *sizes, **options)
+    reference = next(iter(values.values()))
+    module.to(reference.device, reference.dtype).load_state_dict(values)
+    return module.train(training)
+
+
+class DTRIV(_Orthogonal, RecurrentLayer):
+    r"""A recurrent layer with an orthogonal weight B, driven by a rule.
+
+    .. math:: h_t = \text{modrelu}(B h_{t-1} + d_t), \quad \text{modrelu}(z) = \text{sign}(z) \, \text{relu}(|z| + b)
+
+    d_t is the drive of W x_t by the rule. B = base exp(A) with A skew-symmetric is torch's own ``orthogonal``
+    parametrization ("dynamic trivialization"); :meth:`rebase` moves the base to B, see :func:`rebase_every`. The
+    drive of all samples is made in one product, and the scan over time takes one product with B a sample.
+
+    References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501);
+        momentum,
+    Nguyen et al. (arXiv:2006.06919), section 4.
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: size of h.
+        num_layers: how many are stacked.
+        rule: one of :mod:`hbnode.recurrent.rules`; by default none.
+        init: B at first turns planes by angles that are "cayley": in U(0, pi/2) (Helfrich et al., arXiv:1707.09520), or
+            "henaff": in U(-pi, pi) (Henaff et al., arXiv:1602.06662).
+        others: as those of :class:`hbnode.recurrent.LSTM`, but for bias and forget_bias.
+
+    Example:
+        >>> layer = DTRIV(3, 6)
+        >>> B = layer.weight_hh_l0
+        >>> bool((B @ B.T - torch.eye(6)).abs().max() < 1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *num_layers: int,
+        rule: Rule = PLAIN,
+        init: str = "cayley",
+        **options: object,
+    ) -> None:
+        self.init = init
+        self.arguments = DTRIV, (input_size, hidden_size, *num_layers), {"rule": rule, "init": init, **options}
+        super().__init__(ModReLUStep(), None, input_size, hidden_size, *num_layers, rule=rule, **options)
+        self._make_orthogonal()
+
+    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
+        n = self.hidden_size
+        return {"weight_ih": (n, input_size), "weight_hh": (n, n), "bias": (n,)}
+
+    def _weights(self, suffix: str) -> Weights:
+        w, u, bias = (getattr(self, name + suffix) for name in ("weight_ih", "weight_hh", "bias"))
+        return Weights(w, u, None, bias, self.momentum_space == "hidden")
+
+
+class DTRIVCell(_Orthogonal, RecurrentCell):
+    """One step of :class:`DTRIV`.
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: size of h.
+        rule: one of :mod:`hbnode.recurrent.rules`; by default none.
+        init: as that of the layer.
+        others: as those of :class:`hbnode.recurrent.LSTMCell`, but for bias and forget_bias.
+    """
+
+    def __init__(
+        self, input_size: int, hidden_size: int, *, rule: Rule = PLAIN, init: str = "cayley", **options: object
+    ) -> None:
+        self.init = init
+        self.arguments = DTRIVCell, (input_size, hidden_size), {"rule": rule, "init": init, **options}
+        super().__init__(ModReLUStep(), input_size, hidden_size, rule=rule, **options)
+        self._make_orthogonal()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        n = self.hidden_size
+        return {"weight_ih": (n, self.input_size), "weight_hh": (n, n), "bias": (n,)}
+
+    def _weights(self) -> Weights:
+        return Weights(self.weight_ih, self.weight_hh, None, self.bias, self.momentum_space == "hidden")
+
+
+def rotations(like: Tensor, init: str) -> Tensor:
+    """An orthogonal matrix that turns planes, block by block, by random angles."""
+    if init not in _ANGLES:
+        raise ValueError(f"init must be one of {tuple(_ANGLES)}, got {init!r}. Fix: 'cayley'.")
+    angles = torch.empty(len(like) // 2, dtype=like.dtype, device=like.device).uniform_(*_ANGLES[init])
+    blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
+    rest = [like.new_ones(1, 1)] * (len(like) % 2)
+    return torch.block_diag(*blocks, *rest)
+
+
+_ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}
+
+
+def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int) -> RemovableHandle:
+    """Move the bases of all orthogonal weights in a module after every so many steps of an optimizer.
+
+    Arguments:
+        optimizer: that of their parameters. What it remembers of them it goes on with in the new basis.
+        module: holds the layers.
+        steps: how many; the K of DTRIV. Without this function K is infinite.
+
+    Returns:
+        A handle, whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: there is no orthogonal layer in the module, or steps is not a positive whole number.
+    """
+    steps, layers = as_count(steps, "steps"), _layers(module)
+    taken = 0
+
+    def after_step(*_: object) -> None:
+        nonlocal taken
+        taken += 1
+        if taken % steps == 0:
+            for layer in layers:
+                layer.rebase()
+
+    return optimizer.register_step_post_hook(after_step)
+
+
+def parameter_groups(module: nn.Module, lr: float, orthogonal_lr: float) -> list[dict[str, object]]:
+    """Two groups for an optimizer: what is behind the orthogonal weights has a learning rate of its own.
+
+    Arguments:
+        module: holds the layers.
+        lr: of all other parameters.
+        orthogonal_lr: of these.
+
+    Raises:
+        ValueError: there is no orthogonal layer in the module.
+    """
+    inner = [parameter for layer in _layers(module) for parameter in layer.orthogonal_parameters()]
+    known = {id(parameter) for parameter in inner}
+    outer = [parameter for parameter in module.parameters() if id(parameter) not in known]
+    return [{"params": outer, "lr": lr}, {"params": inner, "lr": orthogonal_lr}]
+
+
+def _layers(module: nn.Module) -> list[_Orthogonal]:
+    layers = [layer for layer in module.modules() if isinstance(layer, _Orthogonal)]
+    if not layers:
+        raise ValueError(f"{type(module).__name__} holds no orthogonal layer. Fix: a DTRIV or a DTRIVCell in it.")
+    return layers

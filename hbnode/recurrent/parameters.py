@@ -1,0 +1,120 @@
+"""What layers and cells have in common: their parameters, and the checks of what they are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hbnode.recurrent.rules import Rule
+from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.steps import ReLUStep, Step, TanhStep
+
+SPACES = ("gates", "hidden")
+
+
+def check_rule(rule: Rule) -> Rule:
+    """A rule, or an error."""
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule must be one of hbnode.recurrent.rules, got {type(rule).__name__}. Fix: rules.Momentum()."
+        )
+    return rule
+
+
+def check_space(space: str) -> str:
+    """A name of a space, or an error."""
+    if space not in SPACES:
+        raise ValueError(f"momentum_space must be one of {SPACES}, got {space!r}. Fix: 'gates', as equation 9.")
+    return space
+
+
+def drive_size(step: Step, hidden_size: int, space: str) -> int:
+    """The width of g, v and m."""
+    return hidden_size if space == "hidden" else step.gates * hidden_size
+
+
+def parameter_shapes(
+    step: Step, input_size: int, hidden_size: int, space: str, bias: bool
+) -> dict[str, tuple[int, ...]]:
+    """The parameters of a cell."""
+    gates, n = step.gates * hidden_size, drive_size(step, hidden_size, space)
+    shapes = {"weight_ih": (n, input_size), "weight_hh": (gates, hidden_size)}
+    return shapes | ({"bias_ih": (n,), "bias_hh": (gates,)} if bias else {})
+
+
+def check_dtype(x: Tensor, weight: Tensor) -> None:
+    """Refuse inputs of another dtype than the weights, unless autocast sees to it."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"x is {x.dtype}, the parameters are {weight.dtype}. Fix: x.to(...) or layer.to(...).")
+
+
+def read_state(
+    state: MomentumState | tuple[Tensor, Tensor] | Tensor | None,
+    rule: Rule,
+    step: Step,
+    widths: tuple[int, int],
+    shape: tuple[int, ...],
+    like: Tensor,
+) -> MomentumState:
+    """A checked state with h and c; v is None at the start of a sequence.
+
+    Arguments:
+        state: what the caller gave.
+        rule: what a state has to have.
+        step: likewise.
+        widths: of h and of v.
+        shape: expected before the width, (batch,) last.
+        like: a tensor of the dtype and device of the zeros.
+    """
+    if isinstance(state, Tensor):
+        state = MomentumState(state)
+    elif isinstance(state, tuple) and not isinstance(state, MomentumState) and len(state) == 2 and step.has_cell_state:
+        state = MomentumState(*state)
+    elif state is None:
+        state = MomentumState(like.new_zeros(*shape, widths[0]))
+    elif not isinstance(state, MomentumState):
+        pair = ", a pair (h, c)" if step.has_cell_state else ""
+        raise TypeError(
+            f"state must be a MomentumState, h{pair} or None, got {type(state).__name__}. Fix: pass on what the call "
+            "before returned."
+        )
+    if step.has_cell_state and state.c is None:
+        state = state._replace(c=like.new_zeros(*shape, widths[0]))
+    expected = {"h": widths[0]} | ({"c": widths[0]} if step.has_cell_state else {})
+    if any(z is not None for z in state[2:]):
+        expected |= dict.fromkeys(rule.memory, widths[1])
+    for name, z in state._asdict().items():
+        wanted = None if name not in expected else shape[-1:] if name == "t" else (*shape, expected[name])
+        found = None if z is None else tuple(z.shape)
+        if found != wanted:
+            raise ValueError(
+                f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, h alone, or None at the start of a sequence."
+            )
+    return state
+
+
+def rnn_step(nonlinearity: str) -> Step:
+    """The step of an Elman network."""
+    steps = {"tanh": TanhStep(), "relu": ReLUStep()}
+    if nonlinearity not in steps:
+        raise ValueError(f"nonlinearity must be one of {tuple(steps)}, got {nonlinearity!r}. Fix: 'tanh'.")
+    return steps[nonlinearity]
+
+
+@torch.no_grad()
+def init_gates_(module: nn.Module, forget_bias: float = 0.0) -> None:
+    """Appendices A and F: input weights orthogonal, recurrent ones with ones on the diagonal, biases 0.
+
+    Arguments:
+        module: a layer or cell.
+        forget_bias: what the forget gate of an LSTM has in each bias.
+    """
+    for name, parameter in module.named_parameters():
+        if name.startswith("weight_ih"):
+            nn.init.orthogonal_(parameter)
+        elif name.startswith("weight_hh"):
+            nn.init.eye_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+            if len(parameter) == 4 * module.hidden_size:
+                parameter[module.hidden_size : 2 * module.hidden_size] = forget_bias

@@ -1,0 +1,191 @@
+"""Ways to run one layer in one direction: torch's own layer over filtered inputs or ready drives, or a scan.
+
+With a linear rule v_t = mu_t v_{t-1} + s (W x_t + b) from v_0 = 0, the momentum is W applied to filtered inputs, and
+torch's layer does the rest. A v_0 that is carried over from an earlier chunk decays with mu_1 ... mu_t: until nothing
+of it is left, and with rules that are not linear, the cell needs its drive sample by sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+from torch.utils.checkpoint import checkpoint
+
+from hbnode.recurrent.batch import Batch
+from hbnode.recurrent.filter import linear_filter
+from hbnode.recurrent.rules import Memory, Rule
+from hbnode.recurrent.scan import BLOCK, Scan
+from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.steps import Step, Taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters of one layer in one direction.
+
+    Attributes:
+        w: W_ih (n, input_size).
+        u: W_hh (gates * hidden_size, hidden_size).
+        b: b_ih (n,), or None.
+        bias: b_hh (gates * hidden_size,), or that of the activation (hidden_size,), or None.
+        is_hidden: whether momentum lives in the space of h, so that n is hidden_size, and U multiplies the drive too.
+    """
+
+    w: Tensor
+    u: Tensor
+    b: Tensor | None
+    bias: Tensor | None
+    is_hidden: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A cell with a rule, over whole sequences.
+
+    Arguments:
+        step: the cell's step.
+        rule: how inputs drive it.
+        stock: name of torch's layer in ``torch._VF``; None if there is none.
+        compile: whether a scan compiles its steps.
+    """
+
+    step: Step
+    rule: Rule
+    stock: str | None
+    compile: bool
+
+    def __call__(self, batch: Batch, x: Tensor, weights: Weights, state: MomentumState) -> tuple[Tensor, MomentumState]:
+        """Run over a batch.
+
+        Arguments:
+            batch: what is padding.
+            x: inputs (T, batch, input_size).
+            weights: the parameters.
+            state: before the first sample; v is None at the start of a sequence, and t a number unless it differs.
+
+        Returns:
+            h (T, batch, hidden_size), and the state after the last sample of each sequence, but for t.
+        """
+        if state.v is None and self.rule.is_linear:
+            return self._from_rest(batch, x, weights, state)
+        if state.v is None:
+            memory = self.rule.start(x.new_empty(x.shape[1], len(weights.w)))
+            state = state._replace(v=memory.v, m=memory.m, g=memory.g)
+        out, ended, since = [], [], state.t
+        for time, count in batch.segments():
+            ended.insert(0, state.map(lambda z, count=count: z[count:]))
+            state = state.map(lambda z, count=count: z[:count])
+            t = None if since is None else (since[:count] if isinstance(since, Tensor) else since) + time.start
+            h, state = self._from(state._replace(t=t), x[time, :count], weights)
+            out.append(pad(h, (0, 0, 0, x.shape[1] - count)) if count < x.shape[1] else h)
+        if len(out) == 1:
+            return out[0], state
+        return torch.cat(out), MomentumState(*(_joined(parts) for parts in zip(state, *ended, strict=True)))
+
+    def _from_rest(
+        self, batch: Batch, x: Tensor, weights: Weights, state: MomentumState
+    ) -> tuple[Tensor, MomentumState]:
+        """From v_0 = 0 by a linear rule: the cell over filtered inputs."""
+        x, w, b = self._filtered(x, weights, state.t)
+        v = linear(batch.last(x), w, b)
+        h, taken = self._cell(batch, x, w, b, weights, Taken(state.h, state.c))
+        return h, MomentumState(taken.h, taken.c, v)
+
+    def _from(self, state: MomentumState, x: Tensor, weights: Weights) -> tuple[Tensor, MomentumState]:
+        """From any state by any rule, over sequences of one length."""
+        fading = self._fading(len(x), state, x.dtype) if self.rule.is_linear and not weights.is_hidden else len(x)
+        if len(x) - fading < BLOCK:
+            return self._over_drive(x, weights, state)
+        filtered, w, b = self._filtered(x, weights, state.t)
+        v, first = linear(filtered[-1], w, b), []
+        if fading:
+            h, state = self._over_drive(x[:fading], weights, state)
+            first = [h]
+        rest, taken = self._cell(Batch(x), filtered[fading:], w, b, weights, Taken(state.h, state.c))
+        return torch.cat([*first, rest]), MomentumState(taken.h, taken.c, v)
+
+    def _over_drive(self, x: Tensor, weights: Weights, state: MomentumState) -> tuple[Tensor, MomentumState]:
+        """From any state by any rule, sample by sample: the cell over ready drives, or a scan that makes them."""
+        memory, start = Memory(*state[2:]), Taken(state.h, state.c)
+        if weights.is_hidden or (self.stock and x.is_cuda):
+            d, memory = self._drive(x, weights, memory)
+            w = weights.u if weights.is_hidden else torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
+            h, taken = self._cell(Batch(d), d, w, None, weights, start)
+        else:
+            scan = Scan(self.step, self.rule, self.compile)
+            h, taken, memory = scan(x, (weights.w, weights.b), (weights.u, weights.bias), start, memory)
+        return h, MomentumState(taken.h, taken.c, *memory)
+
+    def _filtered(self, x: Tensor, weights: Weights, t: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs filtered from v_0 = 0, and the W and b that make the momentum of them."""
+        mu, s = self.rule.coefficients(t, len(x)), self.rule.step_size
+        w, b = weights.w, weights.b
+        if not mu.any():  # nothing to filter, and with s = 1 nothing to do
+            return (x, w, b) if s == 1 else (s * x, w, None if b is None else s * b)
+        if b is not None:  # b is the weight of an input that is 1 before it is filtered
+            x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
+        return linear_filter(x, mu, s), w, None
+
+    def _fading(self, steps: int, state: MomentumState, dtype: torch.dtype) -> int:
+        """How many samples it takes until v_0 has decayed to nothing."""
+        if isinstance(state.t, Tensor):
+            return steps
+        decay = self.rule.coefficients(state.t, steps).cumprod(0)
+        return int((decay >= torch.finfo(dtype).eps / 8).sum())
+
+    def _drive(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
+        """The drive of a sequence, of which nothing but x is kept for the backward pass."""
+
+        def drive(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
+            return self.rule.drive_blocks((linear(block, w, b) for block in x.split(BLOCK)), memory)
+
+        if not torch.is_grad_enabled():
+            return drive(x, weights.w, weights.b, memory)
+        return checkpoint(drive, x, weights.w, weights.b, memory, use_reentrant=False, preserve_rng_state=False)
+
+    def _cell(
+        self, batch: Batch, x: Tensor, w: Tensor, b: Tensor | None, weights: Weights, start: Taken
+    ) -> tuple[Tensor, Taken]:
+        """The cell over a sequence, driven by w x + b, or by U (w x + b) where momentum lives in the space of h."""
+        u, bias = weights.u, weights.bias
+        if weights.is_hidden and w is not u:
+            w, b = u @ w, None if b is None else u @ b
+        if self.stock is None:
+            return self._scan_ready(batch, linear(x, w, b), u, bias, start)
+        has_bias = b is not None or bias is not None
+        zero = u.new_zeros(len(u))
+        flat = [w, u, zero if b is None else b, zero if bias is None else bias] if has_bias else [w, u]
+        return _stock(self.stock, batch, x, start, flat)
+
+    def _scan_ready(
+        self, batch: Batch, d: Tensor, u: Tensor, bias: Tensor | None, start: Taken
+    ) -> tuple[Tensor, Taken]:
+        """A cell that torch has no layer of, over ready drives."""
+        scan = Scan(self.step, None, self.compile)
+        h, _, _ = scan(d, (None, None), (u, bias), start, None)
+        return h, Taken(batch.last(h))
+
+
+def _stock(name: str, batch: Batch, x: Tensor, start: Taken, flat: list[Tensor]) -> tuple[Tensor, Taken]:
+    """Torch's own layer; the weights are made anew for each call, which cuDNN would warn of."""
+    state = start.h.unsqueeze(0) if start.c is None else (start.h.unsqueeze(0), start.c.unsqueeze(0))
+    rest = (flat, len(flat) == 4, 1, 0.0, torch.is_grad_enabled(), False)
+    layer = getattr(torch._VF, name)
+    with warnings.catch_warnings() if x.is_cuda else contextlib.nullcontext():
+        if x.is_cuda:
+            warnings.filterwarnings("ignore", message=".*single contiguous chunk.*")
+        if batch.sizes is None:
+            out, *last = layer(x, state, *rest, False)
+        else:
+            out, *last = layer(batch.select(x), batch.sizes, state, *rest)
+            out = batch.pad(out)
+    return out, Taken(*(z.squeeze(0) for z in last))
+
+
+def _joined(parts: tuple[Tensor | int | None, ...]) -> Tensor | None:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else None
