@@ -34,52 +34,42 @@ SCHEDULES = ("constant", "cosine", "step")
 GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
 
 
-def option(default: object, text: str, choices: Sequence[str] | None = None, *, may_change: bool = False) -> typing.Any:
+def option(
+    default: object, text: str, choices: Sequence[str] = (), *, may_change: bool = False, is_signed: bool = False
+) -> typing.Any:
     """A field of a task's configuration.
 
     Arguments:
-        default: its value if nothing else is said.
+        default: its value if nothing else is said; the help does not show None.
         text: its help.
-        choices: the values it can have.
+        choices: the values it can have; empty: any.
         may_change: whether a run may be resumed with another value.
+        is_signed: whether it may be negative.
     """
-    return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "may_change": may_change})
+    metadata = {"help": text, "choices": choices or None, "may_change": may_change, "is_signed": is_signed}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class TaskConfig:
     """Options that all tasks have, and what is fixed for a task."""
 
-    models: ClassVar[tuple[str, ...]] = MODELS  # those it can train; a task of series adds BASELINES
-    is_recurrent: ClassVar[bool] = False  # whether its ODEs are solved within an ODERNN
+    models: ClassVar[tuple[str, ...]] = ()  # those it can train
 
-    model: str = option("hbnode", "one of {models}, several with commas between, or all")
+    model: str = option("all", "one of {models}, several with commas between, or all")
     preset: str = option("default", "a set of defaults, see below; other options override it")
     seed: int = option(0, "seed of the initial weights and of the order of the data")
     seeds: int = option(1, "how many seeds to run, counting up from --seed", may_change=True)
     jobs: int = option(0, "of several runs, how many at a time; 0: one a core, one alone on a GPU", may_change=True)
     epochs: int = option(20, "passes over the training data", may_change=True)
     batch_size: int = option(64, "samples in a step")
-    lr: float = option(1e-3, "Adam's learning rate")
+    lr: float = option(1e-3, "learning rate")
     schedule: str = option(
         "constant",
         "learning rate: constant, falling to 0 as a cosine, or 5 %% less after every 1,000 steps",
         SCHEDULES,
     )
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
-    loss_scale: float = option(1.0, "factor of the loss in the backward pass, which an adjoint's evaluations depend on")
-    solver: str = option("native", "hbnode's solvers, or torchdiffeq's as in the papers", ("native", "torchdiffeq"))
-    method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")
-    tol: float = option(1e-3, "rtol = atol of an adaptive method")
-    steps: int = option(0, "steps of a fixed grid; 0 chooses the steps by the tolerance")
-    gradient: str = option(
-        "",
-        "how to differentiate; empty is checkpoint (native), direct (native, of series) or adjoint (torchdiffeq)",
-        GRADIENTS,
-    )
-    adjoint_norm: str = option(
-        "seminorm", "error norm of torchdiffeq's adjoint; the papers used full", ("seminorm", "full")
-    )
     device: str = option("auto", "cpu, cuda, or auto", may_change=True)
     checkpoint_seconds: float = option(30.0, "time between checkpoints within an epoch", may_change=True)
     out: str = option(
@@ -94,6 +84,48 @@ class Config:
                 known = ", ".join((*self.models, "all"))
                 raise ValueError(f"argument --model: invalid choice: {name!r} (choose from {known})")
         return names
+
+    def check(self) -> None:
+        """Refuse options that no run can have, before anything is written."""
+        for field in dataclasses.fields(self):
+            value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if not isinstance(value, (int, float)):
+                continue
+            if not -math.inf < value < math.inf:
+                raise ValueError(f"{flag} is {value}")
+            if value < 0 and not field.metadata["is_signed"]:
+                raise ValueError(f"{flag} must not be negative, got {value}")
+            if field.name in ("seeds", "epochs", "batch_size", "lr", "tol", "loss_scale") and value == 0:
+                raise ValueError(f"{flag} must be positive, got 0")
+        if self.seed + self.seeds > 2**32:
+            raise ValueError(f"--seed must be below 2**32, got {self.seed + self.seeds - 1}")
+        if self.device != "auto":
+            torch.device(self.device)
+        self.chosen()
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TaskConfig):
+    """Options of the tasks that solve ODEs."""
+
+    models: ClassVar[tuple[str, ...]] = MODELS  # a task of series adds BASELINES
+    is_recurrent: ClassVar[bool] = False  # whether its ODEs are solved within an ODERNN
+
+    model: str = option("hbnode", "one of {models}, several with commas between, or all")
+    lr: float = option(1e-3, "Adam's learning rate")
+    loss_scale: float = option(1.0, "factor of the loss in the backward pass, which an adjoint's evaluations depend on")
+    solver: str = option("native", "hbnode's solvers, or torchdiffeq's as in the papers", ("native", "torchdiffeq"))
+    method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")
+    tol: float = option(1e-3, "rtol = atol of an adaptive method")
+    steps: int = option(0, "steps of a fixed grid; 0 chooses the steps by the tolerance")
+    gradient: str = option(
+        "",
+        "how to differentiate; empty is checkpoint (native), direct (native, of series) or adjoint (torchdiffeq)",
+        GRADIENTS,
+    )
+    adjoint_norm: str = option(
+        "seminorm", "error norm of torchdiffeq's adjoint; the papers used full", ("seminorm", "full")
+    )
 
     def ode_options(self) -> dict[str, object]:
         """The arguments of an ODEBlock that the options describe."""
@@ -117,8 +149,31 @@ class Config:
         """The arguments of an ODERNN: those of an ODEBlock, and steps of its own for each sample where possible."""
         return self.ode_options() | {"step_control": "sample" if self.solver == "native" else "batch"}
 
+    def check(self) -> None:
+        """Refuse what no run can have; a solve is tried for the rest."""
+        super().check()
+        theirs = self.solver == "torchdiffeq"
+        if self.method and theirs != (self.method in from_torchdiffeq.METHODS):
+            raise ValueError(
+                f"--method {self.method} is not one of --solver {self.solver}. "
+                f"Fix: --solver {'native' if theirs else 'torchdiffeq'}, or leave --method out."
+            )
+        if self.method in from_torchdiffeq.FIXED and not self.steps:
+            raise ValueError(f"--method {self.method} has a fixed grid; say how fine with --steps")
+        for model in (name for name in self.chosen() if name in TRIAL):  # a trial: method, tolerance, steps, gradient
+            x = torch.ones(1, 2, requires_grad=True)
+            if self.is_recurrent:
+                rnn = hbnode.ODERNN(2, 2, field=TRIAL[model](), **self.rnn_options())
+                rnn(x.unsqueeze(1).expand(1, 2, 2), torch.tensor([0.0, 1.0]))[0].sum().backward()
+            else:
+                hbnode.ODEBlock(TRIAL[model](), **self.ode_options())(x).sum().backward()
+        for model in (name for name in self.chosen() if name in BASELINES):
+            from tasks._baselines import make_baseline  # which imports this module
 
-C = typing.TypeVar("C", bound=Config)
+            make_baseline(model, input_size=1, parameters=1000)  # a trial: what it needs is installed
+
+
+C = typing.TypeVar("C", bound=TaskConfig)
 
 
 def parse(kind: type[C], presets: Mapping[str, Mapping[str, object]], doc: str, argv: Sequence[str] | None) -> C:
@@ -131,52 +186,21 @@ def parse(kind: type[C], presets: Mapping[str, Mapping[str, object]], doc: str, 
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
-        text = f"{field.metadata['help'].format(models=', '.join(kind.models))} [{field.default}]"
+        text = field.metadata["help"].format(models=", ".join(kind.models))
+        text += "" if field.default is None else f" [{field.default}]"
         choices = tuple(presets) if field.name == "preset" else field.metadata["choices"]
         if hints[field.name] is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
-            parser.add_argument(flag, type=hints[field.name], default=argparse.SUPPRESS, choices=choices, help=text)
+            of = next(iter(typing.get_args(hints[field.name])), hints[field.name])  # float | None is a float
+            parser.add_argument(flag, type=of, default=argparse.SUPPRESS, choices=choices, help=text)
     given = vars(parser.parse_args(argv))
     try:
         config = kind(**{**presets[given.get("preset", "default")], **given})
-        _check(config)
+        config.check()
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         parser.error(str(error))
     return config
-
-
-def _check(config: Config) -> None:
-    """Refuse options that no run can have, before anything is written."""
-    for name, value in dataclasses.asdict(config).items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            raise ValueError(f"{flag} must not be negative, got {value}" if value < 0 else f"{flag} is {value}")
-        if name in ("seeds", "epochs", "batch_size", "lr", "tol", "loss_scale") and value == 0:
-            raise ValueError(f"{flag} must be positive, got 0")
-    if config.seed + config.seeds > 2**32:
-        raise ValueError(f"--seed must be below 2**32, got {config.seed + config.seeds - 1}")
-    if config.device != "auto":
-        torch.device(config.device)
-    theirs = config.solver == "torchdiffeq"
-    if config.method and theirs != (config.method in from_torchdiffeq.METHODS):
-        raise ValueError(
-            f"--method {config.method} is not one of --solver {config.solver}. "
-            f"Fix: --solver {'native' if theirs else 'torchdiffeq'}, or leave --method out."
-        )
-    if config.method in from_torchdiffeq.FIXED and not config.steps:
-        raise ValueError(f"--method {config.method} has a fixed grid; say how fine with --steps")
-    for model in (name for name in config.chosen() if name in TRIAL):  # a trial: method, tolerance, steps, gradient
-        x = torch.ones(1, 2, requires_grad=True)
-        if config.is_recurrent:
-            rnn = hbnode.ODERNN(2, 2, field=TRIAL[model](), **config.rnn_options())
-            rnn(x.unsqueeze(1).expand(1, 2, 2), torch.tensor([0.0, 1.0]))[0].sum().backward()
-        else:
-            hbnode.ODEBlock(TRIAL[model](), **config.ode_options())(x).sum().backward()
-    for model in (name for name in config.chosen() if name in BASELINES):
-        from tasks._baselines import make_baseline  # which imports this module
-
-        make_baseline(model, input_size=1, parameters=1000)  # a trial: what it needs is installed
 
 
 # A field of each kind, to try options on.
@@ -195,7 +219,7 @@ class Run:
     Every file appears whole or not at all. A folder that holds a run with other options is refused.
     """
 
-    def __init__(self, task: str, config: Config, label: str) -> None:
+    def __init__(self, task: str, config: TaskConfig, label: str) -> None:
         self.task = task
         self.config = config
         self.workers = Workers.join(config.device)
@@ -273,8 +297,11 @@ class Run:
                 "parameters": count_parameters(model),
                 **self.rows[-1],
                 "seconds_per_epoch": sum(seconds) / len(seconds),
-                "nfe_forward_mean": sum(row["nfe_forward"] for row in self.rows) / len(seconds),
-                "nfe_backward_mean": sum(row["nfe_backward"] for row in self.rows) / len(seconds),
+                **{
+                    f"{name}_mean": sum(row[name] for row in self.rows) / len(seconds)
+                    for name in ("nfe_forward", "nfe_backward")
+                    if name in self.rows[0]  # of a task that solves ODEs
+                },
                 **extra,
                 **environment(self.workers.device),
                 "processes": self.workers.size,

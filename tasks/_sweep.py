@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import torch
 
-from tasks._run import Config
+from tasks._run import TaskConfig
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=TaskConfig)
 
 
 def sweep(config: C, train: Callable[[C], None]) -> None:
@@ -49,7 +49,7 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
         raise SystemExit("\n".join([*failed, f"{len(failed)} of {len(configs)} runs failed"]))
 
 
-def _folder(config: Config, model: str, seed: int) -> str:
+def _folder(config: TaskConfig, model: str, seed: int) -> str:
     """The run's folder, in that of the command; empty leaves it to the task."""
     return str(Path(config.out) / f"{model}-seed{seed}") if config.out else ""
 
@@ -61,7 +61,7 @@ def _side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, t
     if start == "forkserver":
         context.set_forkserver_preload(["tasks._train"])  # torch is imported once
     waiting, failed = list(reversed(configs)), []
-    running: dict[int, tuple[BaseProcess, Config]] = {}
+    running: dict[int, tuple[BaseProcess, TaskConfig]] = {}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or running:

@@ -4,7 +4,9 @@ There is a table and a figure (accuracy or loss, evaluations and seconds against
 of the momentum-architectures paper) for every task, preset, data set and protocol found, and one of evaluations and
 gradient error against tolerance (figure 11) where runs have measured it. Runs that differ in their seed only are drawn
 as one line, the median. Its band reaches from the smallest to the largest, or, of ten seeds and more, from the 10 % to
-the 90 % quantile. Baselines have no evaluations: a dash in the table, and no line.
+the 90 % quantile. Baselines have no evaluations: a dash in the table, and no line. Of recurrent layers with momentum
+there is a figure for each cell and length, without evaluations; broken lines are layers without a rule, a dotted one
+the loss that takes no memory.
 """
 
 from __future__ import annotations
@@ -22,21 +24,28 @@ import numpy as np
 import torch
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+from tasks._momentum import VARIANTS, title
 from tasks._run import BASELINES, MODELS, read_json, write_figure
 from tasks.image_classification import CURVE_IMAGES
 
 ORDER = (*MODELS, *BASELINES)
-COLORS = {name: f"C{index}" for index, name in enumerate(ORDER)}
+COLORS = {name: f"C{index}" for names in (ORDER, VARIANTS) for index, name in enumerate(names)}
 TITLES = {name: name.upper() for name in ORDER} | {"cfc": "CfC"}
 # Options that leave the numbers as they are.
 NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve")
-EXPERIMENT = ("task", "preset", "dataset", "protocol")  # options that say which figure a run belongs to
+# Options that say which figure a run belongs to.
+EXPERIMENT = ("task", "preset", "dataset", "protocol", "cell", "length", "permuted")
 # What a task is judged by.
 METRIC = {
+    "adding": "test_loss",
+    "copying": "test_loss",
     "image_classification": "test_accuracy",
+    "language_model": "validation_perplexity",
+    "pixel_mnist": "validation_accuracy",
     "plane_vibration": "validation_forecast_mse",
     "point_cloud": "train_loss",
     "silverbox": "validation_loss",
+    "speech": "validation_mse",
     "walker2d": "validation_loss",
 }
 MACHINE = ("device", "threads", "runs_at_a_time")  # entries of a summary that its seconds depend on
@@ -48,7 +57,7 @@ class Group:
 
     def __init__(self, config: dict[str, object]) -> None:
         self.config = config
-        self.label = TITLES[str(config["model"])]
+        self.label = title(self.model, str(config["cell"])) if self.model in VARIANTS else TITLES[self.model]
         self.color = COLORS[str(config["model"])]
         self.folders: list[Path] = []
         self.seeds: list[object] = []
@@ -76,10 +85,20 @@ class Group:
         return self.model in MODELS
 
     @property
+    def solves(self) -> bool:
+        """Whether it is a run of a task that solves ODEs, a baseline of these included."""
+        return "solver" in self.config
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what others are compared with, drawn with a broken line: a baseline, a layer without a rule."""
+        return self.model in (*BASELINES, "plain", "gain", "forget")
+
+    @property
     def experiment(self) -> str:
-        """Which figure the runs belong to: task, preset, data set and how it is split."""
-        names = (self.config[name] for name in EXPERIMENT if name in self.config)
-        return "-".join(map(str, names))
+        """Which figure the runs belong to: task, preset, data set, how it is split or read, and the layer's cell."""
+        values = {name: self.config[name] for name in EXPERIMENT if self.config.get(name, False) is not False}
+        return "-".join(name if value is True else str(value) for name, value in values.items())
 
     def mean(self, name: str) -> float:
         """Mean of an entry of the summaries over the seeds."""
@@ -92,8 +111,9 @@ class Group:
 
     @property
     def train_metric(self) -> str:
-        """What the model makes of the training data: the same where the metric is of validation data, or the loss."""
-        return self.metric.replace("validation_", "train_") if self.metric.startswith("validation_") else "train_loss"
+        """What the model makes of the training data: the same, of an ODE judged by validation data, or the loss."""
+        of_validation = self.solves and self.metric.startswith("validation_")
+        return self.metric.replace("validation_", "train_") if of_validation else "train_loss"
 
     @property
     def uses_adjoint(self) -> bool:
@@ -137,7 +157,8 @@ def collect(root: Path) -> list[Group]:
         mixed = [name for name in MACHINE if len({summary.get(name) for summary in group.summaries}) > 1]
         if mixed:
             logger.warning("the seconds of %s are means over different %s", group.label, " and ".join(mixed))
-    return sorted(groups.values(), key=lambda group: (group.experiment, ORDER.index(group.model)))
+    order = (*ORDER, *VARIANTS)
+    return sorted(groups.values(), key=lambda group: (group.experiment, order.index(group.model)))
 
 
 def tell_apart(groups: Sequence[Group]) -> str:
@@ -149,11 +170,8 @@ def tell_apart(groups: Sequence[Group]) -> str:
         group.label = " ".join([group.label, *(f"{name}={group.config.get(name)}" for name in differing)])
         if several:
             group.color = f"C{index}"
-    shared = [
-        name
-        for name in ("solver", "method", "tol", "gradient", "batch_size")
-        if name not in differing and groups[0].config.get(name)
-    ]
+    said = ("solver", "method", "tol", "gradient") if groups[0].solves else ("hidden", "lr")
+    shared = [name for name in (*said, "batch_size") if name not in differing and groups[0].config.get(name)]
     return ", ".join(f"{name} {groups[0].config.get(name)}" for name in shared)
 
 
@@ -172,9 +190,11 @@ def table(groups: Sequence[Group]) -> str:
 def _cells(group: Group) -> dict[str, str]:
     """A line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
     entries = group.summaries[0]
-    errors = [name for name in entries if name.startswith("test_") and name.endswith("_mse")]
+    kinds = ("_mse",) if group.solves else ("_accuracy", "_mse", "_perplexity", "_loss")
+    errors = [name for name in entries if name.startswith("test_") and name.endswith(kinds)]
+    best = [name for name in (f"best_{group.metric}", "best_epoch") if name in entries]
     cells = {}
-    for name in dict.fromkeys((group.metric, group.train_metric, *errors)):
+    for name in dict.fromkeys((*(best or [group.metric]), group.train_metric, *errors)):
         unit = " %" if name.endswith("accuracy") else ""
         cells[name.replace("_", " ") + unit] = _range([_entry(summary, name) for summary in group.summaries], unit)
     for name in entries:
@@ -183,15 +203,24 @@ def _cells(group: Group) -> dict[str, str]:
             cells[name.replace("_", " ")] = "diverged" if None in values else f"{np.median(values):.3g}"
     if "separates" in entries:
         cells["separated"] = f"{group.mean('separates') * 100:.0f} %"
+    if "trivial_loss" in entries:
+        cells["trivial loss"] = f"{group.mean('trivial_loss'):.3g}"
+    return cells | {"parameters": f"{group.mean('parameters'):.0f}"} | _costs(group)
+
+
+def _costs(group: Group) -> dict[str, str]:
+    """The columns of evaluations, of a task that solves ODEs, and seconds."""
+    seconds = {"s/epoch": f"{group.mean('seconds_per_epoch'):.3g}"}
+    if not group.solves:
+        return seconds
     forward, backward = group.mean("nfe_forward_mean"), group.mean("nfe_backward_mean")
-    held_out = next(name for name in entries if name in ("test_nfe", "validation_nfe"))
-    return cells | {
-        "parameters": f"{group.mean('parameters'):.0f}",
+    held_out = next(name for name in group.summaries[0] if name in ("test_nfe", "validation_nfe"))
+    return {
         "NFE forward": f"{forward:.1f}" if group.is_ode else "-",
         "backward": f"{backward:.1f}" if group.is_ode else "-",
         "ratio": f"{backward / forward:.2f}" if group.is_ode and group.uses_adjoint else "-",
         held_out.replace("_nfe", " NFE"): f"{group.mean(held_out):.1f}" if group.is_ode else "-",
-        "s/epoch": f"{group.mean('seconds_per_epoch'):.3g}",
+        **seconds,
     }
 
 
@@ -227,14 +256,17 @@ def draw(groups: Sequence[Group], title: str) -> plt.Figure:
         for group in groups:
             if group.is_ode or not name.startswith("nfe"):
                 epochs, values = group.curve(name)
-                _line(ax, group, epochs, values, "-" if group.is_ode else "--")
+                _line(ax, group, epochs, values, "--" if group.is_plain else "-")
         ax.set_xlabel("epoch")
         ax.set_ylabel(label)
         ax.xaxis.get_major_locator().set_params(integer=True)
         if name.startswith(("nfe", "seconds")):
             ax.set_ylim(bottom=0)
-        elif groups[0].metric.startswith("validation_"):
-            ax.set_yscale("log")  # falls by orders of magnitude, and not to 0 as a point cloud's
+        elif groups[0].metric.startswith("validation_") or not groups[0].solves:
+            if not name.endswith("accuracy"):
+                ax.set_yscale("log")  # falls by orders of magnitude, and not to 0 as a point cloud's
+            if name.endswith("_loss") and "trivial_loss" in groups[0].summaries[0]:
+                ax.axhline(groups[0].mean("trivial_loss"), color="0.4", ls=":", label="no memory")
     figure.axes[0].legend(fontsize="small")
     if lower is not None:
         _draw_examples(lower, *examples)
@@ -244,7 +276,8 @@ def draw(groups: Sequence[Group], title: str) -> plt.Figure:
 def _panels(groups: Sequence[Group]) -> dict[str, str]:
     """The columns that are drawn, and what their axes say; evaluations only if a model makes some in that pass."""
     metric, odes = groups[0].metric, [group for group in groups if group.is_ode]
-    names = (groups[0].train_metric, metric) if metric.startswith("validation_") else (metric,)
+    is_split = metric.startswith("validation_") or not groups[0].solves
+    names = (groups[0].train_metric, metric) if is_split else (metric,)
     backward = (
         "backward evaluations per batch"
         if all(group.uses_adjoint for group in odes)

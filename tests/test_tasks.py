@@ -381,10 +381,7 @@ def test_the_loss_scale_leaves_exact_gradients_alone_and_costs_the_adjoint_evalu
 
 
 def test_learning_rate_schedules():
-    rates = {
-        schedule: [_train._learning_rate(_run.Config(lr=1.0, schedule=schedule), n, 4000) for n in (0, 1000, 2000)]
-        for schedule in ("constant", "cosine", "step")
-    }
+    rates = {schedule: [_train._schedule(schedule, n, 4000) for n in (0, 1000, 2000)] for schedule in _run.SCHEDULES}
     assert rates["constant"] == [1, 1, 1]
     assert rates["cosine"] == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5])
     assert rates["step"] == pytest.approx([1, 0.95, 0.95**2])

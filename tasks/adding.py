@@ -1,0 +1,124 @@
+"""Adding: the sum of the two numbers of a long sequence that are marked.
+
+Appendix A.4 of Nguyen et al., MomentumRNN (2020), figure 4, after Hochreiter and Schmidhuber (1997): T numbers
+uniform in [0, 1), and beside them T zeros and ones, one 1 in the first half, one in the second. The last h is to give
+the sum of the numbers that are marked. To say 1, the mean, has the error 1/6, twice the 1/12 that a number varies by:
+the trivial loss, where the paper's LSTM and MomentumLSTM end at T = 750 (0.162). Printed and drawn with every run.
+
+The preset "750" has the sizes of table 6, Adam, and the rules of tables 7 to 10; for NAG and adaptive momentum, which
+the tables do not have, the step size is that of momentum. The paper lets the halves share the number in the middle;
+here the second begins after the first. Every batch is new, and an epoch is --iterations of them, of which the paper
+does not say how many it has. The test set is the same for all runs. By default, T is small enough for two cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tasks._momentum import RecurrentConfig, Rule, make_layer, title
+from tasks._run import Run, count_parameters, option, parse
+from tasks._sweep import sweep
+from tasks._train import Batch, Fresh, epoch_generator, fit
+
+TRIVIAL_LOSS = 1 / 6
+TEST_SEED = 2**62  # which no training data has
+
+TABLE = {
+    "momentum": Rule(momentum=0.9, step_size=2.0),
+    "adam": Rule(momentum=0.6, step_size=2.0, beta=0.999),
+    "rmsprop": Rule(step_size=2.0, beta=0.999),
+    "sr": Rule(step_size=0.9, restart=100),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AddingConfig(RecurrentConfig):
+    """Options of adding; an epoch is some fresh batches."""
+
+    epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
+    iterations: int = option(100, "batches in an epoch")
+    batch_size: int = option(50, "sequences in a step")
+    lr: float = option(1e-3, "Adam's learning rate")
+    hidden: int = option(64, "size of h")
+    length: int = option(200, "numbers in a sequence, T")
+    test_size: int = option(1000, "test sequences")
+
+    def __post_init__(self) -> None:
+        for name, least in (("iterations", 1), ("test_size", 1), ("length", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(self, name)}")
+
+    def table(self) -> Mapping[str, Rule]:
+        """The rules."""
+        return TABLE
+
+
+PRESETS = {"750": {"length": 750, "hidden": 128, "lr": 2e-4, "epochs": 1200}}
+
+
+def problems(count: int, length: int, generator: torch.Generator) -> Batch:
+    """Numbers (count, length), and the two that are marked, (count, 2)."""
+    numbers = torch.rand(count, length, generator=generator)
+    half = length // 2
+    first = torch.randint(half, (count,), generator=generator)
+    second = torch.randint(half, length, (count,), generator=generator)
+    return numbers, torch.stack([first, second], dim=1)
+
+
+class Adder(nn.Module):
+    """A recurrent layer on the numbers and their marks, and a linear readout of the last h."""
+
+    def __init__(self, config: AddingConfig) -> None:
+        super().__init__()
+        self.layer = make_layer(
+            config.model,
+            config.cell,
+            2,
+            config.hidden,
+            config.rule(config.table()),
+            forget_bias=config.forget_bias,
+            batch_first=True,
+            compile=config.compile,
+        )
+        self.head = nn.Linear(config.hidden, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sums (batch,) of what is marked in (batch, T, 2)."""
+        output, _ = self.layer(x)
+        return self.head(output[:, -1])[:, 0]
+
+
+def squared_error(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    """Mean squared error of the sums."""
+    numbers, marked = batch
+    marks = torch.zeros_like(numbers).scatter(1, marked, 1.0)
+    total = numbers.gather(1, marked).sum(1)
+    return nn.functional.mse_loss(model(torch.stack([numbers, marks], dim=2)), total), {}
+
+
+def train(config: AddingConfig) -> None:
+    """Train one model with one seed."""
+    name = title(config.model, config.cell)
+    run = Run("adding", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
+    model = Adder(config)
+    if run.workers.rank == 0:
+        print(f"{name}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
+        print(f"trivial loss {TRIVIAL_LOSS:.4g}")
+    samples = config.iterations * config.batch_size
+    fresh = Fresh(samples, lambda epoch: problems(samples, config.length, epoch_generator(config.seed, epoch)))
+    test = problems(config.test_size, config.length, torch.Generator().manual_seed(TEST_SEED))
+    fit(run, model, fresh, test, squared_error, eval_batch_size=config.batch_size)
+    run.finish(model, trivial_loss=TRIVIAL_LOSS, rule=dataclasses.asdict(config.rule(config.table())))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(AddingConfig, PRESETS, __doc__, argv), train)
+
+
+if __name__ == "__main__":
+    main()
