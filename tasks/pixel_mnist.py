@@ -1,0 +1,275 @@
+"""Pixel MNIST: an image's class after its pixels were read one at a time, in order or permuted.
+
+Section 3.1 and appendix A.1 of Nguyen, Baraniuk, Bertozzi, Osher and Wang, MomentumRNN (2020), tables 1, 11 and 13,
+figures 3, 6, 9 and 11: 784 grey values in [0, 1], a linear readout of the last state, cross-entropy, RMSprop, gradients
+clipped to 1. The presets have the numbers of tables 6 to 10. What the tables leave out is taken from the nearest size;
+NAG and adaptive momentum, which they lack, take the step size of momentum. RMSprop's alpha is 0.9 for cells with gates,
+as in appendix A.1, and torch's 0.99 for DTRIV, as in the authors' code.
+
+Departures from the paper, which prints the best of 150 test accuracies and, in its code, draws a permutation for each
+seed: the last 10,000 of the 60,000 training images are held out, and pick the epoch whose weights are tested, once; the
+test of the last epoch's weights stands beside it. --permuted has one permutation for all runs,
+numpy.random.RandomState(92916).permutation(784), as in the code of expRNN. "sr" is the paper's equation (9) with the
+scheduled momentum, where its tables of LSTMs come from another cell.
+
+By default the images are averaged down to 14 x 14, and there are 10,000 of them, which two cores can train on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hbnode.recurrent import parameter_groups
+from tasks import _data
+from tasks._momentum import RecurrentConfig, Rule, make_layer, title
+from tasks._run import Run, count_parameters, option, parse
+from tasks._sweep import sweep
+from tasks._train import Batch, evaluate, fit
+
+LOAD = {"mnist": _data.mnist, "digits": _data.digits}
+EDGE = {"mnist": 28, "digits": 8}  # pixels of an image's edge
+SIDE = {"mnist": 14, "digits": 8}  # where --side says nothing
+HELD_OUT = 6  # one in so many training images, from the end, is for validation
+CLASSES = 10
+EVAL_BATCH_SIZE = 250  # adam keeps a number for every sample, pixel and gate
+
+# Tables 7 to 10 by permuted and size; all rules that the paper tried with an LSTM.
+GATED: dict[tuple[bool, int], dict[str, Rule]] = {
+    (False, 128): {
+        "momentum": Rule(momentum=0.6, step_size=0.6),
+        "adam": Rule(momentum=0.6, step_size=0.6, beta=0.1),
+        "rmsprop": Rule(step_size=0.6, beta=0.99),
+        "sr": Rule(restart=2, step_size=1.0),
+    },
+    (True, 128): {
+        "momentum": Rule(momentum=0.6, step_size=1.0),
+        "adam": Rule(momentum=0.6, step_size=1.0, beta=0.01),
+        "rmsprop": Rule(step_size=1.0, beta=0.01),
+        "sr": Rule(restart=6, step_size=0.01),
+    },
+}
+GATED[False, 256] = GATED[False, 128] | {"rmsprop": Rule(step_size=0.6, beta=0.9)}
+GATED[True, 256] = GATED[True, 128] | {"sr": Rule(restart=40, step_size=0.9)}
+# The same for DTRIV, of which there is PMNIST only; the rules beside momentum were tried with 512.
+ORTHOGONAL: dict[int, dict[str, Rule]] = {
+    size: {
+        "momentum": momentum,
+        "adam": Rule(momentum=0.3, step_size=0.3, beta=0.8),
+        "rmsprop": Rule(step_size=0.3, beta=0.9),
+        "sr": Rule(restart=2, step_size=0.3),
+    }
+    for size, momentum in {
+        170: Rule(momentum=0.6, step_size=0.9),
+        360: Rule(momentum=0.3, step_size=0.3),
+        512: Rule(momentum=0.3, step_size=0.3),
+    }.items()
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelMnistConfig(RecurrentConfig):
+    """Options of pixel MNIST."""
+
+    dataset: str = option("mnist", "which images", tuple(LOAD))
+    permuted: bool = option(False, "read the pixels in an order that a seed fixes")
+    permutation: int = option(92916, "the seed of it, numpy's RandomState(SEED).permutation(pixels)")
+    side: int | None = option(
+        None, "pixels on an edge, to which images are averaged down; none: 14 of mnist, 8 of digits"
+    )
+    train_size: int = option(10_000, "train on the first N images only; 0 is all of them")
+    test_size: int = option(2_000, "validate and test on the first N images only; 0 is all of them")
+    epochs: int = option(20, "passes over the training images", may_change=True)
+    batch_size: int = option(128, "images in a step")
+    lr: float = option(1e-3, "RMSprop's learning rate")
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    hidden: int = option(128, "size of h")
+    orthogonal_lr: float = option(2e-4, "learning rate of DTRIV's orthogonal weight")
+    rebase: int = option(0, "move the basis of DTRIV's orthogonal weight after every N steps; 0 never")
+
+    def __post_init__(self) -> None:
+        edge = EDGE[self.dataset]
+        if self.pixels_on_edge < 1 or edge % self.pixels_on_edge:
+            raise ValueError(f"--side must divide {edge}, the edge of {self.dataset}, got {self.side}")
+        if not self.orthogonal_lr > 0:
+            raise ValueError(f"--orthogonal-lr must be positive, got {self.orthogonal_lr}")
+        if self.permutation >= 2**32:
+            raise ValueError(f"--permutation must be below 2**32, got {self.permutation}")
+
+    @property
+    def pixels_on_edge(self) -> int:
+        """What --side says or leaves open."""
+        return SIDE[self.dataset] if self.side is None else self.side
+
+    def rules(self) -> Mapping[str, Rule]:
+        """The table of rules for this cell, order of pixels and size."""
+        if self.cell == "dtriv":
+            return ORTHOGONAL[_nearest(self.hidden, ORTHOGONAL)]
+        return GATED[self.permuted, _nearest(self.hidden, (128, 256))]
+
+    def make_model(self) -> PixelClassifier:
+        """The model that the options describe."""
+        rule, options = self.rule(self.rules()), {"batch_first": True, "compile": self.compile}
+        layer = make_layer(self.model, self.cell, 1, self.hidden, rule, forget_bias=self.forget_bias, **options)
+        return PixelClassifier(layer, self.hidden)
+
+
+def _nearest(size: int, sizes: Iterable[int]) -> int:
+    return min(sizes, key=lambda known: abs(known - size))
+
+
+WHOLE = {"dataset": "mnist", "side": 28, "train_size": 0, "test_size": 0, "epochs": 150}
+
+
+def _dtriv(permuted: bool, hidden: int, rebase: int, lr: float, orthogonal_lr: float) -> dict[str, object]:
+    """A line of table 6's lower half; K = infinity is rebase 0."""
+    line = {"hidden": hidden, "rebase": rebase, "lr": lr, "orthogonal_lr": orthogonal_lr}
+    return WHOLE | {"permuted": permuted, "cell": "dtriv"} | line
+
+
+PRESETS = {
+    "mnist-128": WHOLE | {"permuted": False, "hidden": 128},
+    "mnist-256": WHOLE | {"permuted": False, "hidden": 256},
+    "pmnist-128": WHOLE | {"permuted": True, "hidden": 128},
+    "pmnist-256": WHOLE | {"permuted": True, "hidden": 256},
+    "mnist-dtriv-170": _dtriv(False, 170, 1, 1e-3, 1e-4),
+    "mnist-dtriv-360": _dtriv(False, 360, 0, 5e-4, 1e-4),
+    "mnist-dtriv-512": _dtriv(False, 512, 100, 5e-4, 1e-4),
+    "pmnist-dtriv-170": _dtriv(True, 170, 1, 7e-4, 2e-4),
+    "pmnist-dtriv-360": _dtriv(True, 360, 0, 7e-4, 5e-5),
+    "pmnist-dtriv-512": _dtriv(True, 512, 0, 3e-4, 7e-5),
+}
+
+
+# Data
+
+
+def load_data(config: PixelMnistConfig) -> dict[str, Batch]:
+    """Sequences (N, pixels, 1) and labels (N,) of training, validation and test."""
+    try:
+        (x, y), test = (LOAD[config.dataset](split) for split in ("train", "test"))
+    except FileNotFoundError as error:
+        raise SystemExit(f"{error} Or --dataset digits, 8 x 8 images that scikit-learn brings along.") from error
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    first = len(x) - len(x) // HELD_OUT
+    some = config.test_size or None
+    parts = {
+        "train": (x[:first][: config.train_size or None], y[:first][: config.train_size or None]),
+        "validation": (x[first:][:some], y[first:][:some]),
+        "test": (test[0][:some], test[1][:some]),
+    }
+    return {name: (sequences(images, config), labels) for name, (images, labels) in parts.items()}
+
+
+def sequences(images: Tensor, config: PixelMnistConfig) -> Tensor:
+    """Images (N, 1, edge, edge), averaged down, row by row or permuted: (N, pixels, 1)."""
+    pixels = nn.functional.avg_pool2d(images, images.shape[-1] // config.pixels_on_edge).flatten(1)
+    if config.permuted:
+        pixels = pixels[:, permutation(config.permutation, pixels.shape[1])]
+    return pixels.unsqueeze(2)
+
+
+def permutation(seed: int, pixels: int) -> Tensor:
+    """The order in which pixels are read, (pixels,): numpy's legacy generator, which never changes."""
+    return torch.from_numpy(np.random.RandomState(seed).permutation(pixels))
+
+
+# Model and training
+
+
+class PixelClassifier(nn.Module):
+    """A recurrent layer and a linear readout of its last state."""
+
+    def __init__(self, layer: nn.Module, hidden: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head = nn.Linear(hidden, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (batch, 10) of sequences (batch, T, 1)."""
+        output, _ = self.layer(x)
+        return self.head(output[:, -1])
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    """The mean cross-entropy of a batch, and beside it the accuracy."""
+    x, y = batch
+    logits = model(x)
+    return nn.functional.cross_entropy(logits, y), {"accuracy": (logits.argmax(1) == y).float().mean().item()}
+
+
+def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Optimizer:
+    """RMSprop, with a learning rate of its own for an orthogonal weight."""
+    if config.cell == "dtriv":
+        return torch.optim.RMSprop(parameter_groups(model, config.lr, config.orthogonal_lr), lr=config.lr)
+    return torch.optim.RMSprop(model.parameters(), lr=config.lr, alpha=0.9)
+
+
+def rebase(model: PixelClassifier, config: PixelMnistConfig, steps: int) -> None:
+    """Move the basis of an orthogonal weight if, after so many steps, it is time to."""
+    if config.cell == "dtriv" and config.rebase and steps % config.rebase == 0:
+        model.layer.rebase()
+
+
+def degrees_of_freedom(model: nn.Module, config: PixelMnistConfig) -> int:
+    """Of the parameters; an orthogonal weight has as many as there are pairs of units."""
+    redundant = config.hidden * (config.hidden + 1) // 2 if config.cell == "dtriv" else 0
+    return count_parameters(model) - redundant
+
+
+def train(config: PixelMnistConfig) -> None:
+    """Train one model, and test the weights of the best epoch by validation and those of the last."""
+    data = load_data(config)
+    order = "permuted" if config.permuted else "in-order"
+    label = f"{config.preset}-{config.dataset}-{order}-{config.cell}-{config.model}-seed{config.seed}"
+    run = Run("pixel_mnist", config, label)
+    model, rule = config.make_model(), config.rule(config.rules())
+    if run.workers.rank == 0:
+        sizes = "/".join(f"{len(y):,}" for _, y in data.values())
+        print(
+            f"{title(config.model, config.cell)}, seed {config.seed}: {count_parameters(model)} parameters, {sizes} "
+            f"images of {data['train'][0].shape[1]} pixels, writing to {run.folder}"
+        )
+    found: dict[str, object] = fit(
+        run,
+        model,
+        data["train"],
+        data["validation"],
+        cross_entropy,
+        held_out="validation",
+        optimizer=functools.partial(make_optimizer, config=config),
+        after_step=functools.partial(rebase, model, config),
+        best="validation_accuracy",
+        eval_batch_size=EVAL_BATCH_SIZE,
+    )
+    if not run.is_finished:
+        test = tuple(x.to(run.workers.device) for x in data["test"])
+        found |= evaluate(run, model, test, cross_entropy, "test", EVAL_BATCH_SIZE)
+        model.load_state_dict(run.load_checkpoint()["model"])
+        found |= evaluate(run, model, test, cross_entropy, "last_test", EVAL_BATCH_SIZE)
+        if run.workers.rank == 0:
+            print(f"{title(config.model, config.cell)}: test accuracy {found['test_accuracy']:.4g}")
+    run.finish(
+        model,
+        **found,
+        rule=dataclasses.asdict(rule),
+        degrees_of_freedom=degrees_of_freedom(model, config),
+        training_images=len(data["train"][0]),
+        test_images=len(data["test"][0]),
+        pixels=data["train"][0].shape[1],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(PixelMnistConfig, PRESETS, __doc__, argv), train)
+
+
+if __name__ == "__main__":
+    main()
