@@ -86,7 +86,7 @@ class RecurrentCell(nn.Module):
             )
         check_dtype(x, self.weight_ih)
         n = drive_size(self.step, self.hidden_size, self.momentum_space)
-        state = read_state(state, self.rule, self.step, (self.hidden_size, n), tuple(x.shape[:-1]), x)
+        state = read_state(state, self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x)
         if x.dim() == 1:
             h, state = self._step(x.unsqueeze(0), state.map(lambda z: z.unsqueeze(0)))
             return h.squeeze(0), state.map(lambda z: z.squeeze(0))
@@ -96,15 +96,14 @@ class RecurrentCell(nn.Module):
         weights = self._weights()
         g = linear(x, weights.w, weights.b)
         memory = Memory(*state[2:])
-        if memory.v is None:
+        if state.is_fresh:
             memory = self.rule.start(g)
             if memory.t is not None:
                 memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
         d, memory = self.rule.drive(g.unsqueeze(0), memory)
         d = linear(d[0], weights.u) if weights.is_hidden else d[0]
-        inside, outside = (weights.bias, None) if self.step.bias_is_inside else (None, weights.bias)
-        u = linear(state.h, weights.u, outside)
-        taken = self.step.forward(d, u, Taken(state.h, state.c), inside)
+        a, rest = self.step.prepare(d, weights.bias)
+        taken = self.step.forward(a + linear(state.h, weights.u), rest, Taken(state.h, state.c), weights.bias)
         return taken.h, MomentumState(taken.h, taken.c, *memory)
 
     def extra_repr(self) -> str:

@@ -89,6 +89,7 @@ class RecurrentLayer(nn.Module):
         """Draw the initial weights."""
         raise NotImplementedError
 
+    @torch.compiler.disable  # a loop over time is no graph; torch.compile passes over torch.nn's layers likewise
     def forward(
         self, x: Tensor | PackedSequence, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None = None
     ) -> tuple[Tensor | PackedSequence, MomentumState]:
@@ -135,9 +136,10 @@ class RecurrentLayer(nn.Module):
         self, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None, batch: Batch
     ) -> tuple[list[MomentumState], int | Tensor | None]:
         """States of the layers and directions, and the samples before the first."""
-        shape = (self.num_layers * (2 if self.bidirectional else 1), *(() if batch.is_single else batch.x.shape[1:2]))
+        places = self.num_layers * (2 if self.bidirectional else 1)
+        shape = () if batch.is_single else tuple(batch.x.shape[1:2])
         widths = self.hidden_size, drive_size(self.step, self.hidden_size, self.momentum_space)
-        state = read_state(state, self.rule, self.step, widths, shape, batch.x)
+        state = read_state(state, self.rule, self.step, widths, (places,), shape, batch.x)
         t = state.t
         if t is not None:
             t = batch.sort(t, axis=0)
@@ -145,8 +147,7 @@ class RecurrentLayer(nn.Module):
         elif "t" in self.rule.memory:
             t = 0
         entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in state[:5]]
-        places = range(shape[0])
-        return [MomentumState(*(None if z is None else z[k] for z in entries), t) for k in places], t
+        return [MomentumState(*(None if z is None else z[k] for z in entries), t) for k in range(places)], t
 
     def _written(self, states: list[MomentumState], t: int | Tensor | None, batch: Batch) -> MomentumState:
         """The state of all layers and directions."""

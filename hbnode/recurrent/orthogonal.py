@@ -57,7 +57,8 @@ class _Orthogonal(nn.Module):
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickle as a call of the constructor and a state_dict, because a parametrized module refuses to be pickled."""
         kind = next(kind for kind in type(self).__mro__ if not kind.__name__.startswith("Parametrized"))
-        return _rebuilt, (kind, *self.arguments, self.state_dict(), self.training)
+        frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+        return _rebuilt, (kind, *self.arguments, self.state_dict(), frozen, self.training)
 
 
 def _rebuilt(
@@ -66,12 +67,15 @@ def _rebuilt(
     sizes: tuple[int, ...],
     options: dict[str, object],
     values: dict[str, Tensor],
+    frozen: list[str],
     training: bool,
 ) -> nn.Module:
     module = kind.__new__(kind)
     base.__init__(module, *sizes, **options)
     reference = next(iter(values.values()))
     module.to(reference.device, reference.dtype).load_state_dict(values)
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
     return module.train(training)
 
 

@@ -45,7 +45,9 @@ def parameter_shapes(
 def check_dtype(x: Tensor, weight: Tensor) -> None:
     """Refuse inputs of another dtype than the weights, unless autocast sees to it."""
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"x is {x.dtype}, the parameters are {weight.dtype}. Fix: x.to(...) or layer.to(...).")
+        raise ValueError(
+            f"x must be {weight.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...) or layer.to(...)."
+        )
 
 
 def read_state(
@@ -53,7 +55,8 @@ def read_state(
     rule: Rule,
     step: Step,
     widths: tuple[int, int],
-    shape: tuple[int, ...],
+    places: tuple[int, ...],
+    batch: tuple[int, ...],
     like: Tensor,
 ) -> MomentumState:
     """A checked state with h and c; v is None at the start of a sequence.
@@ -63,9 +66,11 @@ def read_state(
         rule: what a state has to have.
         step: likewise.
         widths: of h and of v.
-        shape: expected before the width, (batch,) last.
+        places: (layers * directions,) of a layer, () of a cell.
+        batch: (batch,), or () for a single sequence.
         like: a tensor of the dtype and device of the zeros.
     """
+    shape = (*places, *batch)
     if isinstance(state, Tensor):
         state = MomentumState(state)
     elif isinstance(state, tuple) and not isinstance(state, MomentumState) and len(state) == 2 and step.has_cell_state:
@@ -84,13 +89,23 @@ def read_state(
     if any(z is not None for z in state[2:]):
         expected |= dict.fromkeys(rule.memory, widths[1])
     for name, z in state._asdict().items():
-        wanted = None if name not in expected else shape[-1:] if name == "t" else (*shape, expected[name])
+        wanted = None if name not in expected else batch if name == "t" else (*shape, expected[name])
         found = None if z is None else tuple(z.shape)
         if found != wanted:
             raise ValueError(
-                f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, h alone, or None at the start of a sequence."
+                f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, h "
+                "alone, or None at the start of a sequence."
             )
+        if z is not None:
+            _check_values(name, z, like)
     return state
+
+
+def _check_values(name: str, z: Tensor, like: Tensor) -> None:
+    if name == "t" and (z.is_floating_point() or z.dtype == torch.bool):
+        raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
+    if name != "t" and z.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
+        raise ValueError(f"state.{name} must be {like.dtype} as x is, got {z.dtype}. Fix: state.{name}.to(x).")
 
 
 def rnn_step(nonlinearity: str) -> Step:

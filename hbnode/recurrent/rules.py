@@ -18,19 +18,20 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class Memory(NamedTuple):
     """What a rule carries from sample to sample.
 
     Attributes:
-        v: momentum (batch, n), n the width of g.
+        v: momentum (batch, n), n the width of g; RMSProp has none.
         m: running mean of g squared (batch, n), of Adam and RMSProp.
         g: the last g (batch, n), of adaptive momentum.
         t: samples so far, of NAG and scheduled restart: a number, or (batch,) where the sequences differ.
     """
 
-    v: Tensor
+    v: Tensor | None = None
     m: Tensor | None = None
     g: Tensor | None = None
     t: int | Tensor | None = None
@@ -171,14 +172,13 @@ class Adam(Rule):
 
     def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
-        v = running_sum(float(self.momentum), self.step_size, g, memory.v)
-        m = running_sum(float(self.beta), 1 - self.beta, g * g, memory.m)
-        return v * torch.rsqrt(m + self.eps), Memory(v[-1], m[-1])
+        d, v, m = _normalized(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
+        return d, Memory(v, m)
 
 
 @dataclasses.dataclass(frozen=True)
-class RMSProp(Adam):
-    """RMSProp: :class:`Adam` without momentum.
+class RMSProp(Rule):
+    """RMSProp: :class:`Adam` without momentum, d_t = s g_t / sqrt(m_t + eps).
 
     Arguments:
         step_size: s, positive.
@@ -186,7 +186,16 @@ class RMSProp(Adam):
         eps: positive, see :class:`Adam`.
     """
 
-    momentum: float = dataclasses.field(default=0.0, init=False)
+    step_size: float = 0.6
+    beta: float = 0.9
+    eps: float = 1e-8
+
+    memory: ClassVar[tuple[str, ...]] = ("m",)
+
+    def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        """As that of :class:`Rule`."""
+        d, _, m = _normalized(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
+        return d, Memory(m=m)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +240,57 @@ _VALID = {
     "delta": (lambda x: 0 < x < 1, "in (0, 1)"),
     "restart": (lambda x: isinstance(x, int) and x > 0, "a positive whole number of samples"),
 }
+
+
+def _normalized(
+    g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
+    if len(g) > 1 and g.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _Normalized.apply(g, v, m, mu, s, beta, eps)
+    numerator = s * g if v is None else running_sum(float(mu), s, g, v)
+    squares = running_sum(float(beta), 1 - beta, g * g, m)
+    return numerator / (squares + eps).sqrt(), None if v is None else numerator[-1], squares[-1]
+
+
+class _Normalized(torch.autograd.Function):
+    """:func:`_normalized` a sample at a time, so that what it works on stays in the cache of a CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        drives, roots = torch.empty_like(g), []
+        v, m = None if v is None else v.clone(), m.clone()
+        for g_t, d in zip(g.unbind(), drives.unbind(), strict=True):
+            m.mul_(beta).addcmul_(g_t, g_t, value=1 - beta)
+            roots.append(m.add(eps).rsqrt_())
+            torch.mul(g_t if v is None else v.mul_(mu).add_(g_t, alpha=s), roots[-1], out=d)
+        if v is None:
+            drives.mul_(s)
+        ctx.save_for_backward(g, drives, *roots)
+        ctx.factors = v is not None, mu, s, beta
+        ctx.set_materialize_grads(False)
+        return drives, v, m
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, grad: Tensor | None, dv: Tensor | None, dm: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        g, drives, *roots = ctx.saved_tensors
+        has_momentum, mu, s, beta = ctx.factors
+        grad = torch.zeros_like(g) if grad is None else grad
+        dg, zero = torch.empty_like(g), torch.zeros_like(g[0])
+        dv, dm = (zero if z is None else z for z in (dv, dm))
+        each = zip(g.unbind(), grad.unbind(), drives.unbind(), roots, dg.unbind(), strict=True)
+        for g_t, grad_t, d, root, dg_t in reversed(list(each)):
+            through_v = grad_t * root
+            dm = torch.addcmul(dm, through_v * root, d, value=-0.5)  # the slope of v (m + eps)^(-1/2) is -d root^2 / 2
+            dv = dv + through_v if has_momentum else through_v
+            torch.mul(dv, s, out=dg_t).addcmul_(dm, g_t, value=2 * (1 - beta))
+            dv, dm = dv * mu if has_momentum else zero, dm * beta
+        return dg, dv if has_momentum else None, dm, None, None, None, None
 
 
 def running_sum(mu: float | Tensor, s: float, g: Tensor, v: Tensor) -> Tensor:

@@ -66,14 +66,14 @@ class Runner:
             batch: what is padding.
             x: inputs (T, batch, input_size).
             weights: the parameters.
-            state: before the first sample; v is None at the start of a sequence, and t a number unless it differs.
+            state: before the first sample; t is a number unless it differs.
 
         Returns:
             h (T, batch, hidden_size), and the state after the last sample of each sequence, but for t.
         """
-        if state.v is None and self.rule.is_linear:
+        if state.is_fresh and self.rule.is_linear:
             return self._from_rest(batch, x, weights, state)
-        if state.v is None:
+        if state.is_fresh:
             memory = self.rule.start(x.new_empty(x.shape[1], len(weights.w)))
             state = state._replace(v=memory.v, m=memory.m, g=memory.g)
         out, ended, since = [], [], state.t

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,7 +57,7 @@ class Scan:
         Returns:
             h (T, batch, n), the last h and c, and the memory after the last sample.
         """
-        memory = memory or Memory(None)
+        memory = memory or Memory()
         h, c, v, m, g = _Scan.apply(self, memory.t, x, *weights, *recurrent, start.h, start.c, *memory[:3])
         t = None if memory.t is None else memory.t + len(x)
         return h, Taken(h[-1], c), None if self.rule is None else Memory(v, m, g, t)
@@ -65,17 +66,18 @@ class Scan:
         """The drive of a block."""
         return (x, memory) if self.rule is None else self.rule.drive(linear(x, w, b), memory)
 
-    def forward(self, drive: Tensor, u: Tensor, bias: Tensor | None, taken: Taken) -> list[Taken]:
-        """The steps of a block."""
-        inside, outside = (bias, None) if self.step.bias_is_inside else (None, bias)
-        steps = []
-        for d in drive.unbind():
-            taken = self.step.forward(d, linear(taken.h, u, outside), taken, inside)
-            steps.append(taken)
-        return steps
+    def forward(self, drive: Tensor, u: Tensor, bias: Tensor | None, before: Taken) -> Taken:
+        """The steps of a block, stacked."""
+        base, rest = self.step.prepare(drive, bias)
+        rest = [None] * len(base) if rest is None else rest.unbind()
+        u = u.T.contiguous()
+        steps = [before]
+        for a, rest_t in zip(base.unbind(), rest, strict=True):
+            steps.append(self.step.forward(torch.addmm(a, steps[-1].h, u), rest_t, steps[-1], bias))
+        return _stacked(steps[1:])
 
     def backward(
-        self, grad: Tensor, dh: Tensor, dc: Tensor | None, u: Tensor, steps: Sequence[Taken]
+        self, grad: Tensor, dh: Tensor, dc: Tensor | None, u: Tensor, before: Taken, taken: Taken
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The transpose of a block.
 
@@ -84,33 +86,44 @@ class Scan:
             dh: gradient of the last h from after the block.
             dc: likewise of the last c.
             u: U.
-            steps: the last step before the block, and those of the block.
+            before: the steps before those of the block.
+            taken: the steps of the block.
 
         Returns:
-            Gradients of the drive and of U h + b at each sample, and of h and c before the block.
+            Gradients of the drive and of a at each sample, and of h and c before the block.
         """
-        dd, du = [], []
-        for k in range(len(grad) - 1, -1, -1):
-            gradients = self.step.backward(dh + grad[k], dc, steps[k], steps[k + 1])
-            dd.append(gradients.d)
-            du.append(gradients.u)
-            dh, dc = gradients.u @ u, gradients.c
-            dh = dh if gradients.h is None else dh + gradients.h
-        du = dd if du[0] is dd[0] else du
-        stacked = torch.stack(dd[::-1])
-        return stacked, stacked if du is dd else torch.stack(du[::-1]), dh, dc
-
-    @functools.cached_property
-    def compiled(self) -> tuple[Callable, Callable, Callable]:
-        """drive, forward and backward, for a block of full length."""
-        if not self.compile:
-            return self.drive, self.forward, self.backward
-        drive = self.drive if self.rule is None or self.rule.is_linear else torch.compile(self.drive, dynamic=False)
-        return drive, torch.compile(self.forward, dynamic=False), torch.compile(self.backward, dynamic=False)
+        factors = zip(*(factor.unbind() for factor in self.step.factors(before, taken)), strict=True)
+        found = []
+        for grad_t, of_t in zip(reversed(grad.unbind()), reversed(list(factors)), strict=True):
+            found.append(self.step.backward(dh + grad_t, dc, *of_t))
+            dh, dc = found[-1].a @ u, found[-1].c
+            dh = dh if found[-1].h is None else dh + found[-1].h
+        da = torch.stack([gradients.a for gradients in reversed(found)])
+        drest = None if found[0].rest is None else torch.stack([gradients.rest for gradients in reversed(found)])
+        return self.step.drive_gradient(da, drest), da, dh, dc
 
     def of(self, length: int) -> tuple[Callable, Callable, Callable]:
         """drive, forward and backward, for a block of this length; a shorter one at the end is not worth compiling."""
-        return self.compiled if length == BLOCK else (self.drive, self.forward, self.backward)
+        return _compiled(self) if self.compile and length == BLOCK else (self.drive, self.forward, self.backward)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(scan: Scan) -> tuple[Callable, Callable, Callable]:
+    drive = scan.drive if scan.rule is None or scan.rule.is_linear else _program(scan.drive)
+    return drive, _program(scan.forward), _program(scan.backward)
+
+
+def _program(method: types.MethodType) -> Callable:
+    """A compiled method; its code is a copy, because how often code is compiled anew for other shapes is limited."""
+    function = method.__func__
+    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(types.MethodType(copied, method.__self__), dynamic=False)
+
+
+def _stacked(steps: Sequence[Taken]) -> Taken:
+    h, c, parts = zip(*steps, strict=True)
+    stack = torch.stack
+    return Taken(stack(h), None if c[0] is None else stack(c), tuple(stack(part) for part in zip(*parts, strict=True)))
 
 
 class _Scan(torch.autograd.Function):
@@ -128,21 +141,22 @@ class _Scan(torch.autograd.Function):
         c: Tensor | None,
         *kept: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        memory = Memory(*kept, t)
-        steps, memories = [Taken(h, c)], []
+        memory, last = Memory(*kept, t), Taken(h, c)
+        blocks, memories = [], []
         for block in x.split(BLOCK):
             drive, forward, _ = scan.of(len(block))
             memories.append(memory)
             d, memory = drive(block, w, b, memory)
             memory = _apart(memory)
-            steps += forward(d, u, bias, steps[-1])
-        out = torch.stack([taken.h for taken in steps[1:]])
-        ctx.scan, ctx.times, ctx.parts = scan, [memory.t for memory in memories], len(steps[1].parts)
+            blocks.append(forward(d, u, bias, last))
+            last = Taken(blocks[-1].h[-1], None if c is None else blocks[-1].c[-1])
+        out = torch.cat([taken.h for taken in blocks])
+        ctx.scan, ctx.times = scan, [memory.t for memory in memories]
         kept = [z for memory in memories for z in memory[:3]]
-        kept += [z for taken in steps[1:] for z in (taken.c, *taken.parts)]
+        kept += [z for taken in blocks for z in (taken.c, *taken.parts)]
         ctx.save_for_backward(x, w, b, u, bias, h, c, out, *kept)
         ctx.set_materialize_grads(False)
-        return out, steps[-1].c, *memory[:3]
+        return out, None if c is None else last.c.clone(), *memory[:3]
 
     @staticmethod
     @once_differentiable
@@ -151,17 +165,17 @@ class _Scan(torch.autograd.Function):
         x, w, b, u, bias, h, c, out, *kept = ctx.saved_tensors
         cut = 3 * len(ctx.times)
         memories = [Memory(*kept[3 * k : 3 * k + 3], t) for k, t in enumerate(ctx.times)]
-        steps = [Taken(h, c), *_taken(out, kept[cut:], ctx.parts)]
-        before = torch.cat([h.unsqueeze(0), out[:-1]])
+        blocks = _pairs(Taken(h, c), out, kept[cut:], len(memories))
         grad = torch.zeros_like(out) if grad is None else grad
         dh, dc = torch.zeros_like(h), torch.zeros_like(c) if dc is None and c is not None else dc
         sums = _Sums(scan, u, bias)
         dx = torch.empty_like(x) if ctx.needs_input_grad[2] else None
         for k in reversed(range(len(memories))):
             at = slice(k * BLOCK, min((k + 1) * BLOCK, len(x)))
-            _, _, backward = scan.of(at.stop - at.start)
-            dd, du, dh, dc = backward(grad[at], dh, dc, u, steps[at.start : at.stop + 1])
-            sums.add_recurrent(dd, du, before[at], out[at])
+            before, taken = blocks[k]
+            _, _, backward = scan.of(len(taken.h))
+            dd, da, dh, dc = backward(grad[at], dh, dc, u, before, taken)
+            sums.add_recurrent(da, before.h, taken.h)
             dx_block, *dkept = sums.add_drive((x[at], w, b, *memories[k][:3]), memories[k].t, (dd, *dkept))
             if dx is not None:
                 dx[at] = dx_block
@@ -177,11 +191,11 @@ class _Sums:
         self.bias = None if bias is None else torch.zeros_like(bias)
         self.w = self.b = None
 
-    def add_recurrent(self, dd: Tensor, du: Tensor, before: Tensor, out: Tensor) -> None:
+    def add_recurrent(self, da: Tensor, before: Tensor, out: Tensor) -> None:
         """Add those of U and its bias, from h at the samples before and at those of the block."""
-        self.u.addmm_(du.flatten(0, 1).T, before.flatten(0, 1))
+        self.u.addmm_(da.flatten(0, 1).T, before.flatten(0, 1))
         if self.bias is not None:
-            self.bias += (dd * out.sign() if self.scan.step.bias_is_inside else du).sum((0, 1))
+            self.bias += (da * out.sign() if self.scan.step.bias_is_inside else da).sum((0, 1))
 
     def add_drive(
         self, inputs: tuple[Tensor | None, ...], t: int | Tensor | None, grads: tuple[Tensor | None, ...]
@@ -215,6 +229,15 @@ def _apart(memory: Memory) -> Memory:
     return Memory(*(z if z is None else z.clone() for z in memory[:3]), memory.t)
 
 
-def _taken(out: Tensor, kept: Sequence[Tensor | None], parts: int) -> list[Taken]:
-    width = parts + 1
-    return [Taken(h, kept[k * width], tuple(kept[k * width + 1 : (k + 1) * width])) for k, h in enumerate(out.unbind())]
+def _pairs(start: Taken, out: Tensor, kept: Sequence[Tensor | None], blocks: int) -> list[tuple[Taken, Taken]]:
+    """For each block, the steps before those of the block, and those."""
+    width = len(kept) // blocks
+    found, last = [], start
+    for k, h in enumerate(out.split(BLOCK)):
+        c, *parts = kept[k * width : (k + 1) * width]
+        before = Taken(
+            *(None if z is None else torch.cat([z.unsqueeze(0), y[:-1]]) for z, y in ((last.h, h), (last.c, c)))
+        )
+        found.append((before, Taken(h, c, tuple(parts))))
+        last = Taken(h[-1], None if c is None else c[-1])
+    return found

@@ -18,7 +18,7 @@ class MomentumState(NamedTuple):
     Attributes:
         h: hidden state (..., batch, hidden_size).
         c: cell state of an LSTM (..., batch, hidden_size).
-        v: momentum (..., batch, n).
+        v: momentum (..., batch, n), but of RMSProp.
         m: running mean of squares of Adam and RMSProp (..., batch, n).
         g: the last W x + b, of adaptive momentum (..., batch, n).
         t: samples so far (batch,), int64, of NAG and scheduled restart.
@@ -30,6 +30,11 @@ class MomentumState(NamedTuple):
     m: Tensor | None = None
     g: Tensor | None = None
     t: Tensor | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no sample has been seen."""
+        return all(z is None for z in self[2:5])
 
     def detach(self) -> MomentumState:
         """The state without its history, for truncated backpropagation."""

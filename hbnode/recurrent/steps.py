@@ -1,21 +1,20 @@
 """One step of each cell, and its transpose written out: what a scan over time is made of.
 
-A step makes h_t of the drive d_t and of u_t = U h_{t-1} + b_hh, both ``gates`` times as wide as h.
+With the drive d_t and the recurrent bias, all of a_t but U h_{t-1} is ready for many samples at once. Likewise the
+transpose of a step multiplies with factors that are ready for many samples at once; U apart, it is diagonal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-_sigmoid_backward = torch.ops.aten.sigmoid_backward
-_tanh_backward = torch.ops.aten.tanh_backward
-
 
 class Taken(NamedTuple):
-    """A step that was taken.
+    """A step that was taken, or several, on a first axis.
 
     Attributes:
         h: h_t (batch, n).
@@ -32,18 +31,19 @@ class Gradients(NamedTuple):
     """What the transpose of a step gives.
 
     Attributes:
-        d: gradient of the drive (batch, gates * n).
-        u: gradient of u (batch, gates * n).
-        h: gradient of h_{t-1} on ways besides u; None where there are none.
+        a: gradient of a_t (batch, gates * n).
+        rest: gradient of the rest of the drive.
+        h: gradient of h_{t-1} on ways besides a_t; None where there are none.
         c: gradient of c_{t-1} of an LSTM.
     """
 
-    d: Tensor
-    u: Tensor
+    a: Tensor
+    rest: Tensor | None = None
     h: Tensor | None = None
     c: Tensor | None = None
 
 
+@dataclasses.dataclass(frozen=True)
 class Step:
     """A cell's step. Its parameters are U and b_hh, or a bias of the activation, which are given to it."""
 
@@ -51,55 +51,81 @@ class Step:
     has_cell_state: ClassVar[bool] = False
     bias_is_inside: ClassVar[bool] = False  # of the activation; else it is b_hh
 
-    def forward(self, d: Tensor, u: Tensor, before: Taken, bias: Tensor | None) -> Taken:
-        """Take a step from the one before; ``bias`` is that of the activation."""
+    def prepare(self, d: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """All of a but U h, and what else of the drive a step needs, the rest.
+
+        Arguments:
+            d: drive (..., batch, gates * n).
+            bias: b_hh, or that of the activation.
+        """
+        return (d if bias is None or self.bias_is_inside else d + bias), None
+
+    def drive_gradient(self, da: Tensor, drest: Tensor | None) -> Tensor:
+        """The gradient of the drive from those of what was prepared."""
+        return da
+
+    def forward(self, a: Tensor, rest: Tensor | None, before: Taken, bias: Tensor | None) -> Taken:
+        """Take a step.
+
+        Arguments:
+            a: (batch, gates * n).
+            rest: the rest of the drive.
+            before: the step before.
+            bias: as for :meth:`prepare`.
+        """
         raise NotImplementedError
 
-    def backward(self, dh: Tensor, dc: Tensor | None, before: Taken, taken: Taken) -> Gradients:
-        """Transpose a step: from the gradients of h_t and c_t."""
+    def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
+        """What the transposes of several steps multiply with; all tensors have the samples on their first axis."""
+        raise NotImplementedError
+
+    def backward(self, dh: Tensor, dc: Tensor | None, *factors: Tensor) -> Gradients:
+        """Transpose a step: from the gradients of h_t and c_t, with its factors."""
         raise NotImplementedError
 
 
-class TanhStep(Step):
-    """h_t = tanh(d_t + u_t)."""
-
-    def forward(self, d: Tensor, u: Tensor, before: Taken, bias: None) -> Taken:
+class _ElmanStep(Step):
+    def backward(self, dh: Tensor, dc: None, slope: Tensor) -> Gradients:
         """As that of :class:`Step`."""
-        return Taken(torch.tanh(d + u))
+        return Gradients(dh * slope)
 
-    def backward(self, dh: Tensor, dc: None, before: Taken, taken: Taken) -> Gradients:
+
+class TanhStep(_ElmanStep):
+    """h_t = tanh(a_t)."""
+
+    def forward(self, a: Tensor, rest: None, before: Taken, bias: Tensor | None) -> Taken:
         """As that of :class:`Step`."""
-        dz = _tanh_backward(dh, taken.h)
-        return Gradients(dz, dz)
+        return Taken(torch.tanh(a))
 
-
-class ReLUStep(Step):
-    """h_t = relu(d_t + u_t)."""
-
-    def forward(self, d: Tensor, u: Tensor, before: Taken, bias: None) -> Taken:
+    def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
         """As that of :class:`Step`."""
-        return Taken(torch.relu(d + u))
+        return (1 - taken.h * taken.h,)
 
-    def backward(self, dh: Tensor, dc: None, before: Taken, taken: Taken) -> Gradients:
+
+class ReLUStep(_ElmanStep):
+    """h_t = relu(a_t)."""
+
+    def forward(self, a: Tensor, rest: None, before: Taken, bias: Tensor | None) -> Taken:
         """As that of :class:`Step`."""
-        dz = torch.where(taken.h > 0, dh, 0.0)
-        return Gradients(dz, dz)
+        return Taken(torch.relu(a))
+
+    def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
+        """As that of :class:`Step`."""
+        return ((taken.h > 0).to(taken.h),)
 
 
-class ModReLUStep(Step):
-    """h_t = modrelu(d_t + u_t), modrelu(z) = sign(z) relu(|z| + b)."""
+class ModReLUStep(_ElmanStep):
+    """h_t = modrelu(a_t), modrelu(a) = sign(a) relu(|a| + b); the gradient of b is that of a times the sign of h."""
 
     bias_is_inside: ClassVar[bool] = True
 
-    def forward(self, d: Tensor, u: Tensor, before: Taken, bias: Tensor) -> Taken:
+    def forward(self, a: Tensor, rest: None, before: Taken, bias: Tensor) -> Taken:
         """As that of :class:`Step`."""
-        z = d + u
-        return Taken(z.sign() * torch.relu(z.abs() + bias))
+        return Taken(a.sign() * torch.relu(a.abs() + bias))
 
-    def backward(self, dh: Tensor, dc: None, before: Taken, taken: Taken) -> Gradients:
-        """As that of :class:`Step`; the bias has the gradient of d times the sign of h."""
-        dz = torch.where(taken.h != 0, dh, 0.0)
-        return Gradients(dz, dz)
+    def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
+        """As that of :class:`Step`."""
+        return ((taken.h != 0).to(taken.h),)
 
 
 class LSTMStep(Step):
@@ -108,40 +134,55 @@ class LSTMStep(Step):
     gates: ClassVar[int] = 4
     has_cell_state: ClassVar[bool] = True
 
-    def forward(self, d: Tensor, u: Tensor, before: Taken, bias: None) -> Taken:
+    def forward(self, a: Tensor, rest: None, before: Taken, bias: Tensor | None) -> Taken:
         """As that of :class:`Step`."""
-        i, f, g, o = (d + u).chunk(4, dim=-1)
+        i, f, g, o = a.chunk(4, dim=-1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        c = f * before.c + i * g
+        c = torch.addcmul(f * before.c, i, g)
         return Taken(o * c.tanh(), c, (i, f, g, o))
 
-    def backward(self, dh: Tensor, dc: Tensor, before: Taken, taken: Taken) -> Gradients:
+    def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
         """As that of :class:`Step`."""
         i, f, g, o = taken.parts
         tanh_c = taken.c.tanh()
-        dc = dc + _tanh_backward(dh * o, tanh_c)
-        di, df = _sigmoid_backward(dc * g, i), _sigmoid_backward(dc * before.c, f)
-        dg, do = _tanh_backward(dc * i, g), _sigmoid_backward(dh * tanh_c, o)
-        dz = torch.cat([di, df, dg, do], dim=-1)
-        return Gradients(dz, dz, c=dc * f)
+        through_c = torch.stack([g * i * (1 - i), before.c * f * (1 - f), i * (1 - g * g)], dim=-2)
+        return o * (1 - tanh_c * tanh_c), through_c, tanh_c * o * (1 - o), f
+
+    def backward(self, dh: Tensor, dc: Tensor, h_to_c: Tensor, through_c: Tensor, to_o: Tensor, f: Tensor) -> Gradients:
+        """As that of :class:`Step`."""
+        dc = torch.addcmul(dc, dh, h_to_c)
+        return Gradients(torch.cat([(through_c * dc.unsqueeze(-2)).flatten(-2), dh * to_o], dim=-1), c=dc * f)
 
 
 class GRUStep(Step):
-    """The gates r, z, n are those of torch.nn.GRU; r multiplies u of n, and not d."""
+    """The gates r, z, n are those of torch.nn.GRU; r multiplies U h + b_hh of n, and not the drive, the rest."""
 
     gates: ClassVar[int] = 3
 
-    def forward(self, d: Tensor, u: Tensor, before: Taken, bias: None) -> Taken:
+    def prepare(self, d: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """As that of :class:`Step`."""
-        (dr, dz, dn), (ur, uz, un) = d.chunk(3, dim=-1), u.chunk(3, dim=-1)
-        r, z = (dr + ur).sigmoid(), (dz + uz).sigmoid()
-        n = (dn + r * un).tanh()
+        r, z, n = d.chunk(3, dim=-1)
+        a = torch.cat([r, z, torch.zeros_like(n)], dim=-1)
+        return (a if bias is None else a + bias), n
+
+    def drive_gradient(self, da: Tensor, drest: Tensor) -> Tensor:
+        """As that of :class:`Step`."""
+        return torch.cat([da[..., : 2 * drest.shape[-1]], drest], dim=-1)
+
+    def forward(self, a: Tensor, rest: Tensor, before: Taken, bias: Tensor | None) -> Taken:
+        """As that of :class:`Step`."""
+        r, z, un = a.chunk(3, dim=-1)
+        r, z = r.sigmoid(), z.sigmoid()
+        n = torch.addcmul(rest, r, un).tanh()
         return Taken(n + z * (before.h - n), None, (r, z, n, un))
 
-    def backward(self, dh: Tensor, dc: None, before: Taken, taken: Taken) -> Gradients:
+    def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
         """As that of :class:`Step`."""
         r, z, n, un = taken.parts
-        dn = _tanh_backward(dh * (1 - z), n)
-        dz = _sigmoid_backward(dh * (before.h - n), z)
-        dr = _sigmoid_backward(dn * un, r)
-        return Gradients(torch.cat([dr, dz, dn], dim=-1), torch.cat([dr, dz, dn * r], dim=-1), h=dh * z)
+        to_n = (1 - z) * (1 - n * n)
+        to_a = torch.stack([to_n * un * r * (1 - r), (before.h - n) * z * (1 - z), to_n * r], dim=-2)
+        return to_a, to_n, z
+
+    def backward(self, dh: Tensor, dc: None, to_a: Tensor, to_n: Tensor, z: Tensor) -> Gradients:
+        """As that of :class:`Step`."""
+        return Gradients((to_a * dh.unsqueeze(-2)).flatten(-2), rest=dh * to_n, h=dh * z)

@@ -1,0 +1,335 @@
+"""Momentum recurrent layers beside torch.nn's and beside the papers' own loops: ``python -m benchmarks.recurrent``.
+
+Five tables. *training*: a step of each rule's LSTM over that of ``nn.LSTM``, from rest, and carried on with the state
+of an earlier chunk. *cells*: the same over the per-step Python cell of the MomentumRNN paper's appendix F, as the batch
+shrinks. *orthogonal*: DTRIV layers over a plain loop with the same parametrisation. *paper*: training and evaluation at
+the setting of the paper's table 14. *memory*: what they add to the peak, as in table 15, each in a fresh process.
+
+A training step is forward, the mean square of all outputs, backward. Times are medians of runs that take turns in one
+process, on one thread unless told; ratios are medians over the rounds. Memory is the process's, on a GPU that of
+PyTorch's allocator; on a CPU, where the compiler's would count too, only of eager layers. Writes JSON with the machine
+in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from benchmarks.gradients import interleaved
+from hbnode import recurrent
+from tasks._run import environment, write_whole
+
+RULES = ("Momentum", "NAG", "SR", "Adam", "RMSProp")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The sizes of a problem."""
+
+    time: int
+    batch: int
+    hidden: int
+    inputs: int
+
+    def __str__(self) -> str:
+        """T x batch x hidden x inputs."""
+        return f"{self.time} x {self.batch} x {self.hidden} x {self.inputs}"
+
+
+TINY = Setting(6, 2, 4, 1)
+LSTMS = (Setting(784, 64, 128, 1), Setting(200, 32, 158, 129))
+BATCHES = tuple(Setting(784, batch, 128, 1) for batch in (64, 8, 1))
+ORTHOGONAL = Setting(784, 128, 170, 1)
+PAPER = Setting(784, 128, 256, 1)
+
+
+class PaperLSTM(nn.Module):
+    """The cell of appendix F in a loop over time, as the authors ran it; with ``beta`` that of Adam, equation 15."""
+
+    def __init__(
+        self, inputs: int, hidden: int, momentum: float = 0.6, step_size: float = 0.6, beta: float | None = None
+    ) -> None:
+        super().__init__()
+        self.hidden, self.momentum, self.step_size, self.beta = hidden, momentum, step_size, beta
+        self.x2h = nn.Linear(inputs, 4 * hidden)
+        self.h2h = nn.Linear(hidden, 4 * hidden)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """The outputs (T, batch, hidden) of x (T, batch, inputs)."""
+        h = c = x.new_zeros(x.shape[1], self.hidden)
+        v = m = x.new_zeros(x.shape[1], 4 * self.hidden)
+        outputs = []
+        for sample in x:
+            wx = self.x2h(sample)
+            drive = v = self.momentum * v + self.step_size * wx
+            if self.beta is not None:
+                m = self.beta * m + (1 - self.beta) * wx * wx
+                drive = v / torch.sqrt(m + 1e-8)
+            i, f, g, o = (drive + self.h2h(h)).chunk(4, 1)
+            c = c * torch.sigmoid(f) + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            outputs.append(h)
+        return torch.stack(outputs), None
+
+
+class LoopDTRIV(nn.Module):
+    """An orthogonal RNN with momentum as a plain loop: v = mu v + s W x, h = modrelu(B h + v); mu 0, s 1 is DTRIV."""
+
+    def __init__(self, inputs: int, hidden: int, momentum: float, step_size: float) -> None:
+        super().__init__()
+        self.hidden, self.momentum, self.step_size = hidden, momentum, step_size
+        self.encoder = nn.Linear(inputs, hidden, bias=False)
+        self.recurrent = parametrizations.orthogonal(nn.Linear(hidden, hidden, bias=False))
+        self.bias = nn.Parameter(torch.empty(hidden).uniform_(-0.01, 0.01))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """The outputs (T, batch, hidden) of x (T, batch, inputs)."""
+        h = v = x.new_zeros(x.shape[1], self.hidden)
+        weight, outputs = self.recurrent.weight, []
+        for sample in x:
+            v = self.momentum * v + self.step_size * self.encoder(sample)
+            z = h @ weight.T + v
+            h = z.sign() * torch.relu(z.abs() + self.bias)
+            outputs.append(h)
+        return torch.stack(outputs), None
+
+
+MODULES: dict[str, Callable[[int, int], nn.Module]] = {
+    "nn.LSTM": nn.LSTM,
+    "appendix F": PaperLSTM,
+    "appendix F, Adam": lambda inputs, hidden: PaperLSTM(inputs, hidden, beta=0.9),
+    "DTRIV, loop": lambda inputs, hidden: LoopDTRIV(inputs, hidden, 0.0, 1.0),
+    "MomentumDTRIV, loop": lambda inputs, hidden: LoopDTRIV(inputs, hidden, 0.6, 0.6),
+}
+
+
+@dataclass
+class Contender:
+    """A layer at a setting, ready to be timed."""
+
+    module: nn.Module
+    x: Tensor
+    state: Any = None
+
+    @classmethod
+    def of(cls, name: str, setting: Setting, device: torch.device, how: str = "") -> Contender:
+        """By its name in :data:`MODULES` or in :mod:`hbnode.recurrent`; ``how`` has "carried" or "compiled" in it."""
+        torch.manual_seed(0)
+        options = {"compile": True} if "compiled" in how else {}
+        make = MODULES.get(name) or getattr(recurrent, name)
+        module = make(setting.inputs, setting.hidden, **options).to(device)
+        x = torch.randn(setting.time, setting.batch, setting.inputs, device=device)
+        contender = cls(module, x)
+        if "carried" in how:
+            contender.state = module(x[:2])[1].detach()
+        return contender
+
+    def output(self) -> Tensor:
+        """The outputs at all times."""
+        return (self.module(self.x) if self.state is None else self.module(self.x, self.state))[0]
+
+    def train(self) -> None:
+        """A training step without the optimizer's part."""
+        self.module.zero_grad()
+        self.output().square().mean().backward()
+        self.wait()
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """A forward pass."""
+        self.output()
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the device has done its work."""
+        if self.x.is_cuda:
+            torch.cuda.synchronize(self.x.device)
+
+
+def timed(contenders: dict[str, Contender], repeats: int, what: str = "train") -> list[Row]:
+    """A row for each contender; ratios are over the first."""
+    rounds = interleaved([getattr(each, what) for each in contenders.values()], repeats)
+    rows = []
+    for name, times in zip(contenders, rounds, strict=True):
+        ratio = statistics.median(mine / first for mine, first in zip(times, rounds[0], strict=True))
+        rows.append({"layer": name, "ms": 1e3 * statistics.median(times), "ratio": ratio})
+    return rows
+
+
+def entered(
+    names: Sequence[str], setting: Setting, device: torch.device, hows: Sequence[str] = ("",)
+) -> dict[str, Contender]:
+    """Contenders by name and by how they run."""
+    return {
+        f"{name}, {how}" if how else name: Contender.of(name, setting, device, how) for how in hows for name in names
+    }
+
+
+def training(options: argparse.Namespace) -> list[Row]:
+    """Steps of each rule's LSTM over those of nn.LSTM."""
+    rows = []
+    for setting in (TINY,) if options.quick else LSTMS:
+        hows = ["", "carried", *(["compiled", "carried, compiled"] if options.compiled else [])]
+        names = [f"{rule}LSTM" for rule in RULES]
+        contenders = entered(["nn.LSTM"], setting, options.device) | entered(names, setting, options.device, hows)
+        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats)]
+    return rows
+
+
+def cells(options: argparse.Namespace) -> list[Row]:
+    """Steps over those of the per-step cell, as the batch shrinks."""
+    rows = []
+    for setting in (TINY,) if options.quick else BATCHES:
+        names = ["appendix F", "appendix F, Adam", "nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
+        contenders = entered(names, setting, options.device)
+        if options.compiled:
+            contenders |= entered(names[3:], setting, options.device, ["compiled"])
+        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats)]
+    return rows
+
+
+def orthogonal(options: argparse.Namespace) -> list[Row]:
+    """Steps of DTRIV layers over those of a plain loop."""
+    setting = TINY if options.quick else ORTHOGONAL
+    names = ["DTRIV", *(f"{rule}DTRIV" for rule in RULES)]
+    contenders = entered(["MomentumDTRIV, loop", "DTRIV, loop"], setting, options.device)
+    contenders |= entered(names, setting, options.device, ["", "compiled"] if options.compiled else [""])
+    return [{"setting": str(setting), **row} for row in timed(contenders, options.repeats)]
+
+
+def paper(options: argparse.Namespace) -> list[Row]:
+    """Training and evaluation at the setting of table 14, in microseconds for a sample of the batch."""
+    setting = TINY if options.quick else PAPER
+    names = ["nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
+    contenders = entered(names, setting, options.device)
+    if options.compiled:
+        contenders |= entered(names[1:], setting, options.device, ["compiled"])
+    rows = []
+    for trained, evaluated in zip(
+        timed(contenders, options.repeats), timed(contenders, options.repeats, "evaluate"), strict=True
+    ):
+        row = {"setting": str(setting), "layer": trained["layer"]}
+        for name, found in (("training", trained), ("evaluation", evaluated)):
+            row |= {f"{name}_us": 1e3 * found["ms"] / setting.batch, f"{name}_ratio": found["ratio"]}
+        rows.append(row)
+    return rows
+
+
+def peak(name: str, setting: Setting, device: str, threads: int, how: str) -> dict[str, float]:
+    """MiB that evaluation and a training step add to the peak of this process, which must be a fresh one."""
+    torch.set_num_threads(threads)
+    place = torch.device(device)
+    Contender.of(name, Setting(2, 1, setting.hidden, setting.inputs), place).train()  # what libraries keep for good
+    contender = Contender.of(name, setting, place, how)
+    if "compiled" in how:
+        contender.train()
+        contender.module.zero_grad()
+    start, found = _peak(place), {}
+    for what, run in (("evaluation", contender.evaluate), ("training", contender.train)):
+        if place.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(place)
+            start = _peak(place)
+        run()
+        found[f"{what}_MiB"] = (_peak(place) - start) / 2**20
+    return found
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes; on a GPU since the peak was last set back to what is in use."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size
+
+
+def memory(options: argparse.Namespace) -> list[Row]:
+    """Peaks at the setting of table 15, each layer's in a process of its own."""
+    setting = TINY if options.quick else PAPER
+    ours = [f"{rule}LSTM" for rule in RULES]
+    runs = [
+        ("nn.LSTM", ""),
+        ("appendix F", ""),
+        ("appendix F, Adam", ""),
+        *((name, how) for how in ("", "carried") for name in ours),
+    ]
+    if options.device.type == "cuda" and options.compiled:
+        runs += [(name, "compiled") for name in ours]
+    rows = []
+    for name, how in runs:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            found = pool.submit(peak, name, setting, str(options.device), options.threads, how).result()
+        rows.append({"setting": str(setting), "layer": f"{name}, {how}" if how else name, **found})
+    for row in rows:
+        for what in ("training", "evaluation"):
+            first = rows[0][f"{what}_MiB"]
+            row[f"{what}_ratio"] = row[f"{what}_MiB"] / first if first else None
+    return rows
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "training": training,
+    "cells": cells,
+    "orthogonal": orthogonal,
+    "paper": paper,
+    "memory": memory,
+}
+FORMS = {"ms": ".2f", "ratio": ".3f", "us": ".1f", "MiB": ".1f"}
+
+
+def table(rows: list[Row]) -> str:
+    """Rows under the names of their columns."""
+    names = list(rows[0])
+    lines = [names]
+    for row in rows:
+        lines.append([_show(row[name], FORMS.get(name.rpartition("_")[2])) for name in names])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = ["<" if name in ("setting", "layer") else ">" for name in names]
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
+        for line in lines
+    )
+
+
+def _show(value: Any, form: str | None) -> str:
+    return "n/a" if value is None else format(value, form) if form else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU [1]")
+    parser.add_argument("--repeats", type=int, default=7, help="timed rounds [7]")
+    parser.add_argument("--no-compile", dest="compiled", action="store_false", help="leave compile=True out")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/recurrent.json"))
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    report: dict[str, Any] = {"machine": environment(options.device)}
+    for section in options.sections:
+        report[section] = SECTIONS[section](options)
+        print(f"{section}\n{table(report[section])}\n", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.out, json.dumps(report, indent=2).encode())
+    print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

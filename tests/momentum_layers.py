@@ -1,0 +1,96 @@
+"""The momentum recurrent layers as the parametrised tests need them, each with its plain twin."""
+
+import torch
+
+from hbnode import recurrent
+from tests.reference_recurrent import Twin
+
+RULES = {
+    "Momentum": {"momentum": 0.7, "step_size": 0.6},
+    "NAG": {"step_size": 0.3},
+    "SR": {"restart": 5, "step_size": 0.6},
+    "Adam": {"momentum": 0.5, "step_size": 0.4, "beta": 0.8, "eps": 1e-4},
+    "RMSProp": {"step_size": 0.4, "beta": 0.8, "eps": 1e-4},
+    "AdaptiveMomentum": {"step_size": 0.5, "delta": 0.1},
+}
+CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU", "dtriv": "DTRIV"}
+SPACES = ("gates", "hidden")
+
+
+def randomise(module):
+    """Parameters off their initialisation, so that nothing cancels; an orthogonal weight stays one."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+
+
+def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", space="gates", **options):
+    """A layer (or cell, with suffix "Cell") in float64 and its twin."""
+    numbers = RULES[rule] if rule else {}
+    twin = Twin(cell, rule, numbers, space, options.get("nonlinearity", "tanh"))
+    if rule:
+        options |= numbers | {"momentum_space": space}
+    arguments = (inputs, hidden) if suffix else (inputs, hidden, layers)
+    layer = getattr(recurrent, rule + CELLS[cell] + suffix)(*arguments, dtype=torch.float64, **options)
+    randomise(layer)
+    return layer, twin
+
+
+def make_input(time=7, batch=3, inputs=2):
+    """A batch of sequences, time first."""
+    return torch.randn(time, batch, inputs, dtype=torch.float64)
+
+
+def make_state(layer, x):
+    """A random initial state of the entries that the layer uses, and the same for its twin."""
+    _, used = layer(x)
+    entries = {k: torch.rand_like(v) + 0.1 if v.is_floating_point() else v for k, v in present(used).items()}
+    if "t" in entries:
+        entries["t"] = torch.arange(3, 3 + len(entries["t"]))
+    for name, value in entries.items():
+        if name != "t":
+            value.requires_grad_()
+    return recurrent.MomentumState(**{name: entries.get(name) for name in used._fields}), entries
+
+
+def present(state):
+    """The entries of a state that are not None, by name."""
+    return {name: value for name, value in state._asdict().items() if value is not None}
+
+
+def close(found, expected, tolerance):
+    """Equal to a tolerance of the largest entry, or of one."""
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def gradients(output, state, leaves):
+    """Of a loss in which every output and every floating entry of the last state has its own weight."""
+    parts = [output, *(value for name, value in sorted(state.items()) if name != "t")]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parts]
+    loss = sum((p * w).sum() for p, w in zip(parts, weights, strict=True))
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+
+
+def assert_equal_to_twin(layer, twin, x, state=None, lengths=None, tolerance=1e-10, gradient_tolerance=1e-9):
+    """Values and all gradients of a layer against its twin's; ``state`` is a pair from make_state."""
+    given, entries = state or (None, {})
+    x = x.detach().requires_grad_()
+    leaves = [x, *layer.parameters(), *(value for name, value in entries.items() if name != "t")]
+    fed = x
+    if lengths is not None:
+        fed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+    output, last = layer(fed, given)
+    if lengths is not None:
+        output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=len(x))
+    last = present(last)
+    expected_output, expected = twin(layer, x, entries, lengths)
+    close(output, expected_output, tolerance)
+    for name, value in last.items():
+        close(value.double(), expected[name].double(), tolerance)
+    expected = {name: expected[name] for name in last}
+    found = gradients(output, last, leaves)
+    for one, another in zip(found, gradients(expected_output, expected, leaves), strict=True):
+        close(one, another, gradient_tolerance)

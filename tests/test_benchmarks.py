@@ -1,0 +1,81 @@
+"""That the benchmarks of the recurrent layers run and write what they measured."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import recurrent
+
+LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
+
+
+def test_tiny_sizes(tmp_path, capsys):
+    out = tmp_path / "recurrent.json"
+    sections = ["training", "cells", "orthogonal", "paper"]
+    recurrent.main(["--quick", "--no-compile", "--repeats", "2", "--out", str(out), "--sections", *sections])
+    report = json.loads(out.read_text())
+    assert list(report) == ["machine", *sections]
+    assert report["machine"]["threads"] == 1
+    for section in sections:
+        rows = report[section]
+        assert all(value > 0 for row in rows for value in row.values() if isinstance(value, float))
+        ratio = "training_ratio" if section == "paper" else "ratio"
+        assert rows[0][ratio] == 1.0
+    layers = {row["layer"] for row in report["training"]}
+    assert {"nn.LSTM", "MomentumLSTM", "AdamLSTM, carried", "SRLSTM, carried"} <= layers
+    assert "appendix F" in capsys.readouterr().out
+
+
+def test_memory_of_this_process():
+    found = recurrent.peak("AdamLSTM", recurrent.TINY, "cpu", 1, "carried")
+    assert list(found) == ["evaluation_MiB", "training_MiB"]
+
+
+@pytest.mark.slow
+def test_memory_of_a_process_of_its_own(monkeypatch, tmp_path):
+    """A step that keeps 64 MiB is seen, and evaluation that does not keep them is not."""
+    monkeypatch.setattr(recurrent, "RULES", ("Momentum",))
+    monkeypatch.setattr(recurrent, "PAPER", recurrent.Setting(1024, 64, 32, 1))
+    out = tmp_path / "recurrent.json"
+    recurrent.main(["--sections", "memory", "--out", str(out)])
+    rows = json.loads(out.read_text())["memory"]
+    assert [row["layer"] for row in rows] == LAYERS
+    outputs = 1024 * 64 * 32 * 4 / 2**20
+    for row in rows:
+        assert row["training_MiB"] > row["evaluation_MiB"]
+        assert row["training_MiB"] > 5 * outputs  # the gates too
+
+
+def test_the_loops_are_the_papers_equations():
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 3)
+    loop = recurrent.PaperLSTM(3, 4, 0.0, 1.0)
+    theirs = torch.nn.LSTM(3, 4)
+    pairs = zip(theirs.parameters(), (loop.x2h.weight, loop.h2h.weight, loop.x2h.bias, loop.h2h.bias), strict=True)
+    with torch.no_grad():
+        for one, another in pairs:
+            one.copy_(another)
+    torch.testing.assert_close(loop(x)[0], theirs(x)[0])
+    loop.momentum, loop.step_size = 0.5, 0.5
+    layer = recurrent.recurrent.MomentumLSTM(3, 4, momentum=0.5, step_size=0.5)
+    layer.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(loop(x)[0], layer(x)[0])
+    loop.beta = 0.9
+    layer = recurrent.recurrent.AdamLSTM(3, 4, momentum=0.5, step_size=0.5)
+    layer.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(loop(x)[0], layer(x)[0])
+    orthogonal = recurrent.LoopDTRIV(3, 4, 0.5, 0.5)
+    layer = recurrent.recurrent.MomentumDTRIV(3, 4, momentum=0.5, step_size=0.5)
+    with torch.no_grad():
+        layer.weight_ih_l0.copy_(orthogonal.encoder.weight)
+        layer.bias_l0.copy_(orthogonal.bias)
+    layer.weight_hh_l0 = orthogonal.recurrent.weight.detach()
+    torch.testing.assert_close(orthogonal(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("wrong", [["--sections", "speed"], ["--threads", "many"]])
+def test_wrong_options_end_it(wrong, capsys):
+    with pytest.raises(SystemExit):
+        recurrent.main(wrong)
+    assert "error" in capsys.readouterr().err

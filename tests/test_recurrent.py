@@ -1,0 +1,578 @@
+"""The momentum recurrent layers as torch.nn's: calls, states, files, transforms, devices."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import hbnode
+from hbnode import recurrent
+from tests.momentum_layers import CELLS, RULES, SPACES, close, gradients, make_input, make_pair, make_state, present
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+GRID = [(cell, rule) for cell in CELLS for rule in RULES] + [("dtriv", "")]
+every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
+STOCK = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
+
+
+def plain(cell, *arguments, **options):
+    """A layer that is to be torch.nn's."""
+    name = "Momentum" + CELLS[cell]
+    return getattr(recurrent, name)(*arguments, momentum=0.0, step_size=1.0, **options).double()
+
+
+# What torch.nn does
+
+
+@pytest.mark.parametrize("cell", STOCK)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+def test_without_momentum_it_is_torchs_layer(cell, options):
+    ours, theirs = plain(cell, 2, 3, **options), STOCK[cell](2, 3, **options).double()
+    fresh = copy.deepcopy(ours)
+    ours.load_state_dict(theirs.state_dict())
+    x = make_input(12).requires_grad_()
+    (output, state), (expected, last) = ours(x), theirs(x)
+    close(output, expected, 1e-13)
+    last = last if cell == "lstm" else (last,)
+    for one, another in zip((state.h, state.c), last, strict=False):
+        close(one, another, 1e-13)
+    ends, names = {"h": state.h}, [*dict(ours.named_parameters())]
+    found = gradients(output, ends, [x, *ours.parameters()])
+    wanted = gradients(expected, {"h": last[0]}, [x, *(theirs.get_parameter(name) for name in names)])
+    for one, another in zip(found, wanted, strict=True):
+        close(one, another, 1e-11)
+    theirs.load_state_dict(fresh.state_dict())
+    close(fresh(x)[0], theirs(x)[0], 1e-13)
+
+
+@pytest.mark.parametrize("cell", STOCK)
+def test_without_momentum_a_cell_is_torchs(cell):
+    ours, _ = make_pair(cell, "Momentum", suffix="Cell")
+    ours = getattr(recurrent, f"Momentum{CELLS[cell]}Cell")(2, 3, momentum=0.0, step_size=1.0).double()
+    theirs = getattr(nn, CELLS[cell] + "Cell")(2, 3).double()
+    ours.load_state_dict(theirs.state_dict())
+    x, h, c = make_input(1)[0], *torch.randn(2, 3, 3, dtype=torch.float64)
+    start = (h, c) if cell == "lstm" else h
+    expected = theirs(x, start)
+    close(ours(x, start)[0], expected[0] if cell == "lstm" else expected, 1e-14)
+
+
+def test_nonlinearity_of_the_plain_rnn():
+    ours, theirs = plain("rnn", 2, 3, nonlinearity="relu"), nn.RNN(2, 3, nonlinearity="relu").double()
+    theirs.load_state_dict(ours.state_dict())
+    x = make_input()
+    close(ours(x)[0], theirs(x)[0], 1e-13)
+
+
+@every_layer
+def test_batch_first_and_unbatched(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+    x = make_input()
+    state, _ = make_state(layer, x)
+    expected, last = layer(x, state)
+    first, _ = make_pair(cell, rule, layers=2, bidirectional=True, batch_first=True)
+    first.load_state_dict(layer.state_dict())
+    output, other = first(x.transpose(0, 1), state)
+    close(output, expected.transpose(0, 1), 1e-13)
+    close(other.h, last.h, 1e-13)
+    entries = {name: s[1] if name == "t" else s[:, 1] for name, s in present(state).items()}
+    single = recurrent.MomentumState(**{name: entries.get(name) for name in state._fields})
+    for one in (layer, first):
+        output, alone = one(x[:, 1], single)
+        close(output, expected[:, 1], 1e-13)
+        for name, value in present(alone).items():
+            assert value.shape == entries[name].shape
+            close(
+                value.double(), (present(last)[name][1] if name == "t" else present(last)[name][:, 1]).double(), 1e-13
+            )
+
+
+@every_layer
+@pytest.mark.parametrize("sorted_lengths", [True, False])
+def test_packed_is_each_sequence_alone(cell, rule, sorted_lengths):
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+    x = make_input(8, 4)
+    lengths = [8, 5, 5, 2] if sorted_lengths else [5, 2, 8, 5]
+    packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=sorted_lengths)
+    output, last = layer(packed)
+    assert isinstance(output, nn.utils.rnn.PackedSequence)
+    padded, found = pad_packed_sequence(output)
+    assert found.tolist() == lengths
+    for b, length in enumerate(lengths):
+        alone, end = layer(x[:length, b : b + 1])
+        close(padded[:length, b : b + 1], alone, 1e-13)
+        for name, value in present(end).items():
+            mine = present(last)[name]
+            close((mine[b : b + 1] if name == "t" else mine[:, b : b + 1]).double(), value.double(), 1e-13)
+
+
+@every_layer
+@pytest.mark.parametrize("cuts", [(6,), (1, 11)])
+def test_in_parts_is_at_once(cell, rule, cuts):
+    layer, _ = make_pair(cell, rule, layers=2)
+    x = make_input(13).requires_grad_()
+    start, entries = make_state(layer, x)
+    leaves = [x, *layer.parameters(), *(value for name, value in entries.items() if name != "t")]
+    expected, last = layer(x, start)
+    wanted = gradients(expected, present(last), leaves)
+    outputs, state = [], start
+    for part in x.tensor_split(cuts):
+        output, state = layer(part, state)
+        outputs.append(output)
+    close(torch.cat(outputs), expected, 1e-12)
+    for name, value in present(last).items():
+        close(present(state)[name].double(), value.double(), 1e-12)
+    for one, another in zip(gradients(torch.cat(outputs), present(state), leaves), wanted, strict=True):
+        close(one, another, 1e-10)
+    assert not any(value.requires_grad for value in present(state.detach()).values())
+
+
+def test_packed_parts_continue():
+    """Truncated backpropagation over sequences of unequal lengths: t counts each sequence's own samples."""
+    for rule in ("NAG", "SR", "AdaptiveMomentum"):
+        layer, _ = make_pair("lstm", rule)
+        x = make_input(9)
+        lengths = [9, 6, 4]
+        whole, _ = layer(pack_padded_sequence(x, torch.tensor(lengths)))
+        _, state = layer(pack_padded_sequence(x[:5], torch.tensor([5, 4, 2])))
+        rest = torch.stack([nn.functional.pad(x[n:, b], (0, 0, 0, n))[:4] for b, n in enumerate((5, 4, 2))], dim=1)
+        output, last = layer(pack_padded_sequence(rest, torch.tensor([4, 2, 2])), state)
+        found, expected = pad_packed_sequence(output)[0], pad_packed_sequence(whole)[0]
+        for b, (start, length) in enumerate(zip((5, 4, 2), lengths, strict=True)):
+            close(found[: length - start, b], expected[start:length, b], 1e-13)
+        if rule != "AdaptiveMomentum":
+            assert last.t.tolist() == lengths
+
+
+def test_dropout_between_layers_in_training_only():
+    torch.manual_seed(1)
+    layer, _ = make_pair("lstm", "Momentum", layers=2, hidden=20, dropout=0.5)
+    x = make_input()
+    one, another = layer(x)[0], layer(x)[0]
+    assert not torch.equal(one, another)
+    layer.eval()
+    expected, _ = layer(x)
+    assert torch.equal(layer(x)[0], expected)
+    layer.dropout = 0.0
+    layer.train()
+    close(layer(x)[0], expected, 1e-14)
+    single, _ = make_pair("lstm", "Momentum", layers=2, hidden=20)
+    single.load_state_dict(layer.state_dict())
+    close(single(x)[0], expected, 1e-14)
+
+
+def test_dropout_scales_what_it_keeps():
+    """The second layer sees the first's output with a share p at zero and the rest 1/(1-p) as large."""
+    layer = plain("rnn", 2, 500, num_layers=2, dropout=0.25)
+    with torch.no_grad():
+        layer.weight_ih_l1.copy_(torch.eye(500))
+        layer.weight_hh_l1.zero_()
+        layer.weight_hh_l0.zero_()
+        layer.weight_ih_l0.mul_(0.1)
+    x = make_input(1, 4)
+    dropped, exact = layer(x)[0].atanh(), layer.eval()(x)[0].atanh()
+    zero = dropped == 0
+    assert abs(zero.double().mean().item() - 0.25) < 0.05
+    torch.testing.assert_close(dropped[~zero], exact[~zero] / 0.75)
+
+
+# States
+
+
+def test_a_state_may_be_h_or_h_and_c():
+    x = make_input()
+    h, c = torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    layer, _ = make_pair("lstm", "Adam", layers=2)
+    zero = layer(x)[1]
+    assert zero.v.shape == zero.m.shape == (2, 3, 12)
+    wide = torch.zeros(2, 3, 12, dtype=torch.float64)
+    full = zero._replace(h=h, c=c, v=wide, m=wide)
+    expected, _ = layer(x, full)
+    assert torch.equal(layer(x, (h, c))[0], expected)
+    expected, _ = layer(x, full._replace(c=torch.zeros_like(h)))
+    assert torch.equal(layer(x, h)[0], expected)
+    rnn, _ = make_pair("rnn", "SR", layers=2)
+    fresh = rnn(x)[1]._replace(h=h, v=torch.zeros(2, 3, 3, dtype=torch.float64), t=torch.zeros(3, dtype=torch.int64))
+    close(rnn(x, h)[0], rnn(x, fresh)[0], 1e-13)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_shapes_of_the_state(space):
+    x = make_input()
+    for cell, factor in {"rnn": 1, "lstm": 4, "gru": 3, "dtriv": 1}.items():
+        width = 3 if space == "hidden" else 3 * factor
+        for rule in RULES:
+            layer, _ = make_pair(cell, rule, layers=2, bidirectional=True, space=space)
+            output, state = layer(x)
+            assert output.shape == (7, 3, 6)
+            shapes = {name: tuple(value.shape) for name, value in present(state).items()}
+            expected = {"h": (4, 3, 3)} | ({"c": (4, 3, 3)} if cell == "lstm" else {})
+            expected |= {} if rule == "RMSProp" else {"v": (4, 3, width)}
+            expected |= {"m": (4, 3, width)} if rule in ("Adam", "RMSProp") else {}
+            expected |= {"g": (4, 3, width)} if rule == "AdaptiveMomentum" else {}
+            assert shapes == expected | ({"t": (3,)} if rule in ("NAG", "SR") else {})
+            if state.t is not None:
+                assert state.t.dtype == torch.int64
+                assert state.t.tolist() == [7, 7, 7]
+
+
+# Initialisation
+
+
+def test_initialisation_of_an_lstm():
+    """Appendices A and F: orthogonal W, eye_ on all of U (its first block), biases 0 but both forget slices."""
+    layer = recurrent.MomentumLSTM(5, 4, 2, bidirectional=True, forget_bias=-4.0)
+    for end in ("_l0", "_l0_reverse", "_l1", "_l1_reverse"):
+        weight = getattr(layer, "weight_ih" + end).detach()
+        torch.testing.assert_close(weight.T @ weight, torch.eye(weight.shape[1]), rtol=0, atol=1e-5)
+        assert torch.equal(getattr(layer, "weight_hh" + end), torch.eye(16, 4))
+        for name in ("bias_ih", "bias_hh"):
+            assert getattr(layer, name + end).tolist() == [0.0] * 4 + [-4.0] * 4 + [0.0] * 8
+    cell = recurrent.AdamLSTMCell(3, 4)
+    assert cell.bias_ih.tolist() == cell.bias_hh.tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 8
+
+
+@pytest.mark.parametrize("name", ["MomentumRNN", "MomentumGRU", "NAGRNN", "RMSPropGRU"])
+def test_initialisation_of_the_others(name):
+    layer = getattr(recurrent, name)(2, 4)
+    weight = layer.weight_ih_l0.detach()
+    torch.testing.assert_close(weight.T @ weight, torch.eye(2), rtol=0, atol=1e-5)
+    assert torch.equal(layer.weight_hh_l0, torch.eye(*layer.weight_hh_l0.shape))
+    assert not layer.bias_ih_l0.any()
+    assert not layer.bias_hh_l0.any()
+
+
+def test_names_are_public():
+    for rule in ("Momentum", "NAG", "SR", "Adam", "RMSProp", "AdaptiveMomentum"):
+        for cell in CELLS.values():
+            for suffix in ("", "Cell"):
+                assert getattr(hbnode, rule + cell + suffix) is getattr(recurrent, rule + cell + suffix)
+                assert rule + cell + suffix in hbnode.__all__
+                assert getattr(recurrent, rule + cell + suffix).__doc__
+    assert hbnode.DTRIV is recurrent.DTRIV
+
+
+# Number formats and transforms
+
+
+@every_layer
+def test_float32_is_close_to_float64(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(20 if cell == "dtriv" else 200)  # modReLU jumps at 0, and an orthogonal weight forgets nothing
+    expected, _ = layer(x)
+    output, state = copy.deepcopy(layer).float()(x.float())
+    assert output.dtype == state.h.dtype == torch.float32
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-4)
+
+
+@every_rule
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_bfloat16(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(20)
+    expected, _ = layer(x)
+    half = copy.deepcopy(layer).bfloat16()
+    output, state = half(x.bfloat16())
+    assert output.dtype == state.h.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in half.parameters())
+    assert (output.double() - expected).abs().mean() < 0.05
+
+
+@every_rule
+def test_autocast(rule):
+    layer = make_pair("lstm", rule)[0].float()
+    x = make_input(20).float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, state = layer(x)
+    output.float().sum().backward()
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.1)
+    close(state.h.float()[0], output.float()[-1], 1e-6)
+
+
+@every_layer
+def test_no_grad_inference_and_frozen_parameters(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input()
+    expected, _ = layer(x)
+    with torch.no_grad():
+        close(layer(x)[0], expected, 1e-14)
+    with torch.inference_mode():
+        close(layer(x)[0], expected, 1e-14)
+    layer.requires_grad_(False)
+    assert not layer(x)[0].requires_grad
+    x.requires_grad_()
+    found = torch.autograd.grad(layer(x)[0].sum(), x)[0]
+    layer.requires_grad_(True)
+    close(found, torch.autograd.grad(layer(x)[0].sum(), x)[0], 1e-13)
+
+
+@every_layer
+def test_gradcheck(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(4, 2)
+    state, entries = make_state(layer, x)
+    names = [name for name in entries if name != "t"]
+
+    def call(x, *values):
+        start = state._replace(**dict(zip(names, values, strict=True)))
+        output, last = layer(x, start)
+        return output, *(value for name, value in present(last).items() if name != "t")
+
+    inputs = (x.requires_grad_(), *(entries[name] for name in names))
+    assert torch.autograd.gradcheck(call, inputs)
+
+
+@every_rule
+def test_gradcheck_of_parameters(rule):
+    layer, _ = make_pair("lstm", rule)
+    x = make_input(4, 2)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def call(*values):
+        output, last = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return output, last.h
+
+    assert torch.autograd.gradcheck(call, values)
+
+
+@every_layer
+def test_copies(cell, rule, tmp_path):
+    layer, _ = make_pair(cell, rule, layers=2)
+    x = make_input()
+    expected, _ = layer(x)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x)[0], expected)
+    assert torch.equal(copy.deepcopy(layer)(x)[0], expected)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    other, _ = make_pair(cell, rule, layers=2)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(other(x)[0], expected)
+    assert type(layer).__name__.removeprefix("Parametrized") in repr(layer)
+    assert "2, 3" in repr(layer)
+    assert "num_layers=2" in repr(layer)
+
+
+@every_rule
+def test_a_weight_may_be_parametrized(rule):
+    """Weight drop: what reads the weight reads it by its attribute, at each call."""
+
+    class Half(nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    layer, _ = make_pair("lstm", rule)
+    other = copy.deepcopy(layer)
+    nn.utils.parametrize.register_parametrization(layer, "weight_hh_l0", Half())
+    nn.utils.parametrize.register_parametrization(layer, "weight_ih_l0", Half())
+    with torch.no_grad():
+        other.weight_hh_l0.div_(2)
+        other.weight_ih_l0.div_(2)
+    x = make_input()
+    close(layer(x)[0], other(x)[0], 1e-14)
+
+
+@every_rule
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_to_stock(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+    x = make_input(20)
+    expected, state = layer(x)
+    stock = layer.to_stock()
+    assert any(type(module) is STOCK[cell] for module in stock.modules())
+    output, last = stock(x)
+    close(output, expected, 1e-12)
+    last = last if cell == "lstm" else (last,)
+    for one, another in zip(last, (state.h, state.c), strict=False):
+        close(one, another, 1e-12)
+
+
+# What is refused
+
+
+def test_refusals():
+    layer, _ = make_pair("lstm", "Momentum")
+    x = make_input()
+    for wrong, error, message in (
+        (make_input(inputs=3), ValueError, r"must be .*input_size=2.*got.*3\).*Fix: "),
+        (torch.zeros(2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
+        (torch.zeros(1, 1, 1, 2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
+        (torch.zeros(7, 3, 2, dtype=torch.int64), (TypeError, ValueError), r"must be .*got.*int64.*Fix: "),
+        (torch.zeros(7, 3, 2), (TypeError, ValueError), r"float64.*got.*float32.*Fix: "),
+        (torch.zeros(4, 0, 2, dtype=torch.float64), ValueError, r"at least one sample, got.*Fix: "),
+        (torch.zeros(0, 3, 2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
+        ([[1.0]], TypeError, r"must be .*got.*Fix: "),
+    ):
+        with pytest.raises(error, match=message):
+            layer(wrong)
+    h = torch.zeros(1, 3, 3, dtype=torch.float64)
+    wide = torch.zeros(1, 3, 12, dtype=torch.float64)
+    good = layer(x)[1]
+    for state in (h[:, :2], h[:, :, :2], h[0], (h, h[:, :2]), good._replace(v=wide[:, :2]), good._replace(v=h)):
+        with pytest.raises(ValueError, match=r"must be .*\(1, 3, (3|12)\).*got.*Fix: "):
+            layer(x, state)
+    for state in ((h, h, h), (h,), "zeros", {"h": h}):
+        with pytest.raises((TypeError, ValueError), match=r"must be .*got.*Fix: "):
+            layer(x, state)
+    with pytest.raises((TypeError, ValueError), match=r"must be .*got.*Fix: "):
+        layer(x, h.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("MomentumLSTM", {"momentum": -0.1}),
+        ("MomentumLSTM", {"momentum": 1.1}),
+        ("MomentumLSTM", {"step_size": 0.0}),
+        ("MomentumLSTM", {"step_size": float("nan")}),
+        ("MomentumLSTM", {"momentum_space": "weights"}),
+        ("MomentumLSTM", {"dropout": 1.5}),
+        ("MomentumLSTM", {"num_layers": 0}),
+        ("MomentumRNN", {"nonlinearity": "sigmoid"}),
+        ("SRLSTM", {"restart": 0}),
+        ("SRLSTM", {"restart": 2.5}),
+        ("AdamLSTM", {"beta": 1.0}),
+        ("AdamLSTM", {"eps": 0.0}),
+        ("RMSPropLSTM", {"eps": -1.0}),
+        ("AdaptiveMomentumLSTM", {"delta": 2.0}),
+        ("MomentumDTRIV", {"init": "saxe"}),
+    ],
+    ids=str,
+)
+def test_arguments_refused(name, options):
+    (argument,) = options
+    with pytest.raises((TypeError, ValueError), match=rf"{argument} must be .*got"):
+        getattr(recurrent, name)(2, 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("NAGLSTM", "momentum"), ("MomentumLSTM", "nonlinearity"), ("DTRIV", "step_size")]
+)
+def test_arguments_of_others_are_refused(name, option):
+    with pytest.raises(TypeError, match=option):
+        getattr(recurrent, name)(2, 3, **{option: 0.5})
+
+
+# Compilation
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
+@every_layer
+def test_under_torch_compile(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input()
+    expected, last = layer(x)
+    output, state = torch.compile(layer, backend="eager")(x)
+    close(output, expected, 1e-13)
+    close(state.h, last.h, 1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
+@pytest.mark.parametrize(
+    ("cell", "rule", "space"),
+    [
+        ("lstm", "Momentum", "gates"),
+        ("lstm", "Adam", "gates"),
+        ("rnn", "AdaptiveMomentum", "gates"),
+        ("gru", "RMSProp", "gates"),
+        ("dtriv", "SR", "gates"),
+        ("dtriv", "Adam", "hidden"),
+    ],
+)
+def test_compiled_by_inductor(cell, rule, space):
+    layer, _ = make_pair(cell, rule, space=space)
+    compiled, _ = make_pair(cell, rule, space=space, compile=True)
+    compiled.load_state_dict(layer.state_dict())
+    x = make_input(50).requires_grad_()
+    state, entries = make_state(layer, x)
+    starts = [value for name, value in entries.items() if name != "t"]
+    (expected, last), (output, end) = layer(x, state), compiled(x, state)
+    close(output, expected, 1e-12)
+    found = gradients(output, present(end), [x, *compiled.parameters(), *starts])
+    for one, another in zip(found, gradients(expected, present(last), [x, *layer.parameters(), *starts]), strict=True):
+        close(one, another, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("rule", ["Momentum", "Adam"])
+def test_torch_compile_with_inductor(rule):
+    layer, _ = make_pair("lstm", rule)
+    x = make_input().requires_grad_()
+    expected, _ = layer(x)
+    output, _ = torch.compile(layer)(x)
+    close(output, expected, 1e-12)
+    leaves = [x, *layer.parameters()]
+    for one, another in zip(gradients(output, {}, leaves), gradients(expected, {}, leaves), strict=True):
+        close(one, another, 1e-10)
+
+
+# Devices and processes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@every_layer
+def test_on_cuda(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2)
+    x = make_input(30)
+    state, entries = make_state(layer, x)
+    expected, last = layer(x, state)
+    leaves = [*layer.parameters()]
+    wanted = gradients(expected, present(last), leaves)
+    there = copy.deepcopy(layer).cuda()
+    moved = state._replace(**{name: value.detach().cuda() for name, value in entries.items()})
+    output, end = there(x.cuda(), moved)
+    close(output.cpu(), expected, 1e-10)
+    ends = {name: value.cpu() for name, value in present(end).items()}
+    for one, another in zip(gradients(output.cpu(), ends, [*there.parameters()]), wanted, strict=True):
+        close(one.cpu(), another, 1e-9)
+
+
+class Last(nn.Module):
+    """The last output of a layer, read."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.rnn = getattr(recurrent, name)(1, 3)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.T.unsqueeze(-1))[0][-1])
+
+
+def gradient_of(model, x):
+    model(x).pow(2).mean().backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def make_last(name):
+    torch.manual_seed(0)
+    return Last(name)
+
+
+def worker(rank, names, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    x = torch.load(f"{folder}/x.pt", weights_only=True)
+    for name in names:
+        model = DistributedDataParallel(make_last(name))
+        torch.save(gradient_of(model, x[rank::2]), f"{folder}/{name}{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def test_two_processes_compute_the_gradient_of_one(tmp_path):
+    x, names = torch.randn(8, 6), ("MomentumLSTM", "AdamGRU", "SRDTRIV")
+    torch.save(x, tmp_path / "x.pt")
+    torch.multiprocessing.spawn(worker, (names, str(tmp_path)), nprocs=2)
+    for name in names:
+        expected = gradient_of(make_last(name), x)
+        for rank in range(2):
+            got = torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

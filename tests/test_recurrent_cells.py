@@ -1,0 +1,228 @@
+"""Every rule, cell and space against the plain twins in float64, values and all gradients."""
+
+import pytest
+import torch
+
+from hbnode import recurrent
+from tests.momentum_layers import (
+    CELLS,
+    RULES,
+    SPACES,
+    assert_equal_to_twin,
+    close,
+    gradients,
+    make_input,
+    make_pair,
+    make_state,
+    present,
+)
+from tests.reference_recurrent import Twin
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_cell = pytest.mark.parametrize("cell", CELLS)
+every_space = pytest.mark.parametrize("space", SPACES)
+GRID = [(cell, rule) for cell in CELLS for rule in RULES] + [("dtriv", "")]
+every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
+
+
+# The twins themselves
+
+
+def test_the_twin_by_hand():
+    """Two steps of each rule with numbers that one can follow: W = U = 1, tanh, s = 1/2, no bias."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    x1, x2 = 0.4 * one, 0.1 * one
+    drives = {
+        "Momentum": (0.2, 0.5 * 0.2 + 0.05),
+        "NAG": (0.2, 1 / 4 * 0.2 + 0.05),
+        "SR": (0.2, 0.0 * 0.2 + 0.05),  # F = 2: μ_1 = 1/4 of v_0 = 0, μ_2 = 0
+        "Adam": (0.2 / (0.2 * 0.16 + 0.01) ** 0.5, 0.15 / (0.8 * 0.2 * 0.16 + 0.2 * 0.01 + 0.01) ** 0.5),
+        "RMSProp": (0.2 / (0.2 * 0.16 + 0.01) ** 0.5, 0.05 / (0.8 * 0.2 * 0.16 + 0.2 * 0.01 + 0.01) ** 0.5),
+        "AdaptiveMomentum": (0.2, (1 - 0.75**0.5) ** 2 * 0.2 + 0.05),
+    }
+    numbers = {"momentum": 0.5, "step_size": 0.5, "restart": 2, "beta": 0.8, "eps": 0.01, "delta": 1e-3}
+    for rule, (first, second) in drives.items():
+        twin = Twin("rnn", rule, numbers)
+        weights = (one, one, None, None, None)
+        state = twin.step(weights, x1, twin.start(1, 1, one))
+        close(state["h"], torch.tanh(first * one), 1e-15)
+        expected = torch.tanh(torch.tanh(first * one) + second)
+        close(twin.step(weights, x2, state)["h"], expected, 1e-15)
+
+
+# Layers
+
+
+@every_rule
+def test_a_thousand_steps(rule):
+    layer, twin = make_pair("lstm", rule)
+    x = make_input(1000, 2)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x[:1]))
+
+
+@every_layer
+@every_space
+def test_values_and_gradients(cell, rule, space):
+    if not rule and space == "hidden":
+        pytest.skip("no momentum, no space of it")
+    layer, twin = make_pair(cell, rule, space=space)
+    assert_equal_to_twin(layer, twin, make_input())
+    x = make_input(23)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+@every_layer
+def test_layers_directions_and_lengths(cell, rule):
+    layer, twin = make_pair(cell, rule, layers=2, bidirectional=True)
+    x = make_input(9, 4)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x), lengths=[5, 9, 1, 6])
+
+
+@every_rule
+def test_lengths_in_hidden_space(rule):
+    layer, twin = make_pair("lstm", rule, space="hidden")
+    x = make_input(9, 4)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x), lengths=[9, 7, 7, 2])
+
+
+@every_rule
+def test_relu(rule):
+    layer, twin = make_pair("rnn", rule, nonlinearity="relu")
+    x = make_input(12)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+@every_rule
+def test_without_biases(cell, rule):
+    layer, twin = make_pair(cell, rule, bias=False)
+    assert not any("bias" in name for name, _ in layer.named_parameters())
+    x = make_input(12)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+@every_layer
+def test_one_step(cell, rule):
+    layer, twin = make_pair(cell, rule)
+    x = make_input(1)
+    assert_equal_to_twin(layer, twin, x)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+@pytest.mark.parametrize("restart", [1, 2, 40])
+def test_restarts(restart, monkeypatch):
+    monkeypatch.setitem(RULES, "SR", {"restart": restart, "step_size": 0.6})
+    layer, twin = make_pair("lstm", "SR")
+    x = make_input(11)
+    assert_equal_to_twin(layer, twin, x)
+    if restart == 1:  # μ = 0 always
+        plain, _ = make_pair("lstm", "Momentum")
+        plain = recurrent.MomentumLSTM(2, 3, momentum=0.0, step_size=0.6).double()
+        plain.load_state_dict(layer.state_dict())
+        close(plain(x)[0], layer(x)[0], 1e-14)
+
+
+@every_rule
+def test_many_channels_and_one(rule):
+    """Wide and narrow inputs may take other ways through the library."""
+    for inputs, hidden in ((1, 6), (30, 2)):
+        layer, twin = make_pair("lstm", rule, inputs, hidden)
+        x = make_input(40, 2, inputs)
+        assert_equal_to_twin(layer, twin, x)
+        assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.99, 1.0])
+def test_extreme_momentum(momentum, monkeypatch):
+    monkeypatch.setitem(RULES, "Momentum", {"momentum": momentum, "step_size": 0.1})
+    layer, twin = make_pair("lstm", "Momentum")
+    x = make_input(300, 2)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+# Cells
+
+
+@every_layer
+@every_space
+def test_a_cell_step_by_step_is_the_layer(cell, rule, space):
+    if not rule and space == "hidden":
+        pytest.skip("no momentum, no space of it")
+    layer, _ = make_pair(cell, rule, space=space)
+    one, _ = make_pair(cell, rule, suffix="Cell", space=space)
+    one.load_state_dict({name.replace("_l0", ""): value for name, value in layer.state_dict().items()})
+    x = make_input(6)
+    expected, last = layer(x)
+    outputs, state = [], None
+    for row in x:
+        h, state = one(row, state)
+        assert torch.equal(h, state.h)
+        outputs.append(h)
+    close(torch.stack(outputs), expected, 1e-13)
+    for name, value in present(state).items():
+        assert value.shape == (present(last)[name].shape if name == "t" else present(last)[name].shape[1:])
+        close(value.double(), present(last)[name].double().reshape(value.shape), 1e-13)
+    expected = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    found = torch.autograd.grad(torch.stack(outputs).square().sum(), list(one.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 1e-11)
+
+
+@every_layer
+def test_a_cell_without_a_batch(cell, rule):
+    one, _ = make_pair(cell, rule, suffix="Cell")
+    x = make_input(2)
+    _, state = one(x[0])
+    _, alone = one(x[0, 1])
+    h, _ = one(x[1], state)
+    again, _ = one(x[1, 1], alone)
+    assert again.shape == (3,)
+    close(again, h[1], 1e-14)
+
+
+@every_rule
+def test_export_of_a_cell(rule):
+    one, _ = make_pair("lstm", rule, suffix="Cell")
+    x = make_input(2)
+    state = one(x[0])[1].detach()
+    program = torch.export.export(one, (x[1], state))
+    h, last = program.module()(x[1], state)
+    expected, expected_last = one(x[1], state)
+    close(h, expected, 1e-14)
+    close(last[0], expected_last.h, 1e-14)
+
+
+# Silence
+
+
+@pytest.mark.parametrize("rule", ["Adam", "RMSProp"])
+@pytest.mark.parametrize("eps", [1e-8, 1e-2])
+def test_gradients_at_silent_inputs(rule, eps, monkeypatch):
+    """g = v = m = 0: d = s g / sqrt(eps), so that a bias's gradient is s / sqrt(eps) times the plain one."""
+    monkeypatch.setitem(RULES, rule, RULES[rule] | {"eps": eps})
+    layer, twin = make_pair("lstm", rule)
+    with torch.no_grad():
+        layer.bias_ih_l0.zero_()
+    x = torch.zeros(5, 2, 2, dtype=torch.float64)
+    assert_equal_to_twin(layer, twin, x, gradient_tolerance=1e-9)
+    output, _ = layer(x[:1])
+    inside, outside = gradients(output, {}, [layer.bias_ih_l0, layer.bias_hh_l0])
+    close(inside, outside * RULES[rule]["step_size"] / eps**0.5, 1e-12)
+
+
+@every_rule
+def test_constant_and_silent_inputs_have_finite_gradients(rule):
+    """Norms of g_t and of its change are zero there."""
+    layer, twin = make_pair("lstm", rule)
+    assert_equal_to_twin(layer, twin, torch.ones(6, 2, 2, dtype=torch.float64))
+    with torch.no_grad():
+        layer.bias_ih_l0.zero_()
+    x = make_input(8, 2)
+    x[:3] = 0
+    x[5:] = 0
+    x.requires_grad_()
+    output, last = layer(x)
+    for g in gradients(output, present(last), [x, *layer.parameters()]):
+        assert g.isfinite().all()
+    close(output, twin(layer, x)[0], 1e-10)
