@@ -44,7 +44,7 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
         for seed in seeds
         for model in models
     ]
-    failed = _side_by_side(configs, train, jobs, threads=max(1, min(torch.get_num_threads(), cores // jobs)))
+    failed = side_by_side(configs, train, jobs, threads=max(1, min(torch.get_num_threads(), cores // jobs)))
     if failed:
         raise SystemExit("\n".join([*failed, f"{len(failed)} of {len(configs)} runs failed"]))
 
@@ -54,7 +54,7 @@ def _folder(config: TaskConfig, model: str, seed: int) -> str:
     return str(Path(config.out) / f"{model}-seed{seed}") if config.out else ""
 
 
-def _side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, threads: int) -> list[str]:
+def side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, threads: int) -> list[str]:
     """Run all, ``jobs`` at a time; what is to be said of those that failed."""
     start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(start)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from tasks._run import TaskConfig, environment, parse, read_json, write_figure, write_whole
-from tasks._sweep import _side_by_side
+from tasks._sweep import side_by_side
 
 MOMENTA = (0.9, 0.6, 0.3, 0.1, 0.0)
 STEP_SIZES = (0.1, 0.3, 0.6, 0.9, 1.0)
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     base = parse(getattr(module, judged.kind), module.PRESETS, module.__doc__, ["--model", "momentum", *rest])
     configs = plan(options, base, folder)
     threads = max(1, torch.get_num_threads() // options.jobs)
-    failed = _side_by_side(configs, module.train, options.jobs, threads)
+    failed = side_by_side(configs, module.train, options.jobs, threads)
     found, missing = collect(configs, judged)
     if len(failed) > len(missing):  # a run that was refused leaves the summary of the one that is there
         raise SystemExit(f"{folder} holds runs with other options, as said above. Fix: --out another-folder.")
