@@ -517,7 +517,7 @@ def one_by_one(monkeypatch):
                 failed.append(str(error))
         return failed
 
-    monkeypatch.setattr(momentum_ablation, "_side_by_side", run)
+    monkeypatch.setattr(momentum_ablation, "side_by_side", run)
     return began
 
 

@@ -310,7 +310,7 @@ def test_image_classification_learns_and_leaves_what_redraws_its_figure(model, s
     assert f"writing to {folder}" in capsys.readouterr().out
 
 
-def test_all_models_and_seeds_side_by_side(tmp_path, capsys):
+def test_all_models_and_seedsside_by_side(tmp_path, capsys):
     options = [*CLOUD, "--model", "all", "--seeds", "2", "--seed", "5", "--epochs", "2", "--out", str(tmp_path)]
     point_cloud.main(options)
     folders = {path.parent.name for path in tmp_path.rglob("summary.json")}

@@ -1,0 +1,254 @@
+"""Speech at 8 kHz, found in ``HBNODE_DATA`` or made up, and its log-magnitude spectra."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import wave
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = ("auto", "digits", "timit", "generated")
+PARTS = ("train", "validation", "test")
+RATE = 8000  # samples a second
+WINDOW = 256  # samples
+HOP = 128
+BINS = WINDOW // 2 + 1
+
+DIGITS_TEST = 5  # recordings 0 to 4 of a digit by a speaker, as its README has it
+DIGITS_VALIDATION = 10  # 5 to 9; training has the rest
+DIGITS_FIX = (
+    "Fix: put the folder recordings of github.com/Jakobovski/free-spoken-digit-dataset, or a recordings.zip of it, "
+    "into a folder fsdd and set HBNODE_DATA to the folder above it, or --data generated."
+)
+
+# speakers of TIMIT's core test set, and of the development set that is usual (Halberstadt, 1998)
+TIMIT_CORE = """mdab0 mwbt0 felc0 mtas1 mwew0 fpas0 mjmp0 mlnt0 fpkt0 mlll0 mtls0 fjlm0
+mbpm0 mklt0 fnlp0 mcmj0 mjdh0 fmgd0 mgrt0 mnjm0 fdhc0 mjln0 mpam0 fmld0"""
+TIMIT_DEVELOPMENT = """faks0 fdac1 fjem0 mgwt0 mjar0 mmdb1 mmdm2 mpdf0 fcmh0 fkms0 mbdg0 mbwm0 mcsh0 fadg0 fdms0 fedw0
+mgjf0 mglb0 mrtk0 mtaa0 mtdt0 mthc0 mwjg0 fnmr0 frew0 fsem0 mbns0 mmjr0 mdls0 mdlf0 mdvc0 mers0 fmah0 fdrw0 mrcs0 mrjm4
+fcal1 mmwh0 fjsj0 majc0 mjsw0 mreb0 fgjd0 fjmg0 mroa0 mteb0 mjfc0 mrjr0 fmml0 mrws1"""
+TIMIT_SIZES = {"train": 3696, "validation": 192, "test": 400}  # utterances, eight of each speaker
+
+Waves = dict[str, list[Tensor]]
+
+
+def speech(source: str = "auto", timit: str = "") -> tuple[Waves, str]:
+    """Recordings of training, validation and test, waveforms in [-1, 1] at 8 kHz, and where they come from.
+
+    "digits" is the Free Spoken Digit Dataset, 3,000 recordings of six speakers: for each speaker and digit test has the
+    recordings 0 to 4, validation 5 to 9, training 10 to 49. It is ``fsdd/recordings.zip`` or ``fsdd/recordings`` in
+    ``HBNODE_DATA``. "timit" is TIMIT without the SA sentences, which all speakers say: training has the 462 speakers of
+    its training folder, validation the 24 of the core test set, test the 50 of the usual development set. "generated"
+    is :func:`tones`, "auto" digits if they are there and tones if not.
+
+    Arguments:
+        source: one of SOURCES.
+        timit: the folder of TIMIT; empty is ``HBNODE_DATA/timit``.
+
+    Raises:
+        FileNotFoundError: if the data is asked for and is not there.
+        ValueError: if a file is damaged, or recordings are missing.
+    """
+    if source not in SOURCES:
+        raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+    if source == "timit":
+        return _timit(Path(timit or Path(os.environ.get("HBNODE_DATA", "")) / "timit")), "timit"
+    if source != "generated":
+        try:
+            return _digits(), "digits"
+        except FileNotFoundError:
+            if source == "digits":
+                raise
+    return tones(), "generated"
+
+
+# Spoken digits
+
+
+def _digits() -> Waves:
+    parts: Waves = {part: [] for part in PARTS}
+    for name, content in sorted(_digit_files()):
+        try:
+            _, _, number = name.removesuffix(".wav").split("_")
+            index = int(number)
+        except ValueError as error:
+            raise ValueError(f"{name}: expected a name such as 7_jackson_32.wav. {DIGITS_FIX}") from error
+        part = "test" if index < DIGITS_TEST else "validation" if index < DIGITS_VALIDATION else "train"
+        samples, rate = read_wave(content, name)
+        if rate != RATE:
+            raise ValueError(f"{name}: expected {RATE} samples a second, got {rate}. {DIGITS_FIX}")
+        parts[part].append(samples)
+    return _checked(parts, DIGITS_FIX)
+
+
+def _digit_files() -> Iterator[tuple[str, bytes]]:
+    root = os.environ.get("HBNODE_DATA")
+    folder = Path(root or "") / "fsdd"
+    if root and (folder / "recordings.zip").is_file():
+        try:
+            with zipfile.ZipFile(folder / "recordings.zip") as archive:
+                for name in archive.namelist():
+                    if name.endswith(".wav"):
+                        yield Path(name).name, archive.read(name)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{folder / 'recordings.zip'} cannot be read ({error}). {DIGITS_FIX}") from error
+    elif root and (folder / "recordings").is_dir():
+        for path in (folder / "recordings").glob("*.wav"):
+            yield path.name, path.read_bytes()
+    else:
+        raise FileNotFoundError(f"fsdd/recordings.zip is not in HBNODE_DATA={root!r}. {DIGITS_FIX}")
+
+
+# TIMIT
+
+
+def _timit(folder: Path) -> Waves:
+    fix = "Fix: --timit FOLDER, the one that has TRAIN and TEST in it, or --data digits."
+    if not folder.is_dir():
+        raise FileNotFoundError(f"TIMIT is not in {folder}. {fix}")
+    found: dict[tuple[str, str, str], Path] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() == ".wav" and len(path.relative_to(folder).parts) >= 4:
+            part, _, speaker, name = (piece.lower() for piece in path.parts[-4:])
+            found[part, speaker, name.split(".")[0]] = path  # some copies have SA1.WAV and SA1.WAV.wav
+    members = {"validation": TIMIT_CORE.split(), "test": TIMIT_DEVELOPMENT.split()}
+    parts: Waves = {part: [] for part in PARTS}
+    for (part, speaker, sentence), path in found.items():
+        wanted = ["train"] if part == "train" else [name for name, speakers in members.items() if speaker in speakers]
+        if wanted and not sentence.startswith("sa"):
+            samples, rate = read_wave(path.read_bytes(), str(path))
+            parts[wanted[0]].append(_to_8_khz(samples, rate, str(path)))
+    sizes = {name: len(waves) for name, waves in parts.items()}
+    if sizes != TIMIT_SIZES:
+        raise ValueError(f"{folder}: expected {TIMIT_SIZES} utterances, got {sizes}. {fix}")
+    return _checked(parts, fix)
+
+
+def _to_8_khz(samples: Tensor, rate: int, name: str) -> Tensor:
+    if rate not in (RATE, 2 * RATE):
+        raise ValueError(f"{name}: expected {RATE} or {2 * RATE} samples a second, got {rate}. Fix: resample it.")
+    return samples if rate == RATE else halve_rate(samples)
+
+
+def halve_rate(samples: Tensor) -> Tensor:
+    """Every second sample after a low-pass filter, a windowed sinc of 41 taps with the Kaiser window of beta 5.
+
+    These are the defaults of Matlab's ``resample`` and of SciPy's ``resample_poly``.
+
+    Arguments:
+        samples: (N,).
+
+    Returns:
+        (ceil(N / 2),).
+    """
+    reach = 20
+    window = torch.kaiser_window(2 * reach + 1, periodic=False, beta=5.0, dtype=torch.float64)
+    taps = torch.sinc(torch.arange(-reach, reach + 1, dtype=torch.float64) / 2) * window
+    taps = (taps / taps.sum()).to(samples)
+    return torch.nn.functional.conv1d(samples[None, None], taps[None, None], stride=2, padding=reach)[0, 0]
+
+
+# Files
+
+
+def read_wave(content: bytes, name: str) -> tuple[Tensor, int]:
+    """Samples in [-1, 1], float32, and their rate, of a RIFF or a NIST SPHERE file of one channel of 16 bits.
+
+    Raises:
+        ValueError: if it is neither, is compressed, or ends early.
+    """
+    try:
+        raw, rate, order = _sphere(content) if content.startswith(b"NIST_1A") else _riff(content)
+    except (EOFError, KeyError, UnicodeDecodeError, ValueError, wave.Error) as error:
+        raise ValueError(
+            f"{name} cannot be read ({error!r}): expected a RIFF or NIST SPHERE file of one channel of 16 bits, not "
+            "compressed. Fix: get the file anew, or convert it, as sph2pipe -f wav does."
+        ) from error
+    samples = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, 2).int()
+    low, high = samples.unbind(1) if order == "little" else samples.flip(1).unbind(1)
+    value = low + 256 * high
+    return (value - 65536 * (value >= 32768).int()).float() / 32768, rate
+
+
+def _riff(content: bytes) -> tuple[bytes, int, str]:
+    with wave.open(io.BytesIO(content)) as file:
+        if (file.getnchannels(), file.getsampwidth()) != (1, 2):
+            raise ValueError(f"{file.getnchannels()} channels of {8 * file.getsampwidth()} bits")
+        raw = file.readframes(file.getnframes())
+        if len(raw) != 2 * file.getnframes() or not raw:
+            raise EOFError(f"{len(raw)} bytes for {file.getnframes()} samples")
+        return raw, file.getframerate(), "little"
+
+
+def _sphere(content: bytes) -> tuple[bytes, int, str]:
+    """Its header: NIST_1A, the header's size, lines of a key, a type and a value, and end_head."""
+    size = int(content[8:16].decode("ascii"))
+    lines = content[16:size].decode("ascii").split("end_head")[0].splitlines()
+    entries = [line.split(maxsplit=2) for line in lines if line and not line.startswith(";")]
+    header = {entry[0]: entry[2].strip() for entry in entries if len(entry) == 3}
+    count, coding = int(header["sample_count"]), header.get("sample_coding", "pcm")
+    if coding != "pcm" or header["sample_n_bytes"] != "2" or header["channel_count"] != "1":
+        raise ValueError(f"{header['channel_count']} channels of {header['sample_n_bytes']} bytes, coding {coding}")
+    raw = content[size : size + 2 * count]
+    if len(raw) != 2 * count or not raw:
+        raise EOFError(f"{len(raw)} bytes for {count} samples")
+    return raw, int(header["sample_rate"]), {"01": "little", "10": "big"}[header["sample_byte_format"]]
+
+
+def _checked(parts: Waves, fix: str) -> Waves:
+    sizes = {name: len(waves) for name, waves in parts.items()}
+    if min(sizes.values()) == 0:
+        raise ValueError(f"expected recordings of each part, got {sizes}. {fix}")
+    return parts
+
+
+# Made up
+
+
+def tones(counts: tuple[int, int, int] = (240, 40, 40)) -> Waves:
+    """Made-up voices: three to six harmonics of a pitch that glides, under two swells, with noise; 0.25 to 0.6 s.
+
+    Arguments:
+        counts: how many for training, validation and test.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def uniform(low: float, high: float) -> float:
+        return low + (high - low) * torch.rand((), generator=generator).item()
+
+    def voice() -> Tensor:
+        t = torch.arange(round(RATE * uniform(0.25, 0.6))) / RATE
+        start, stop = uniform(90, 250), uniform(90, 250)
+        phase = 2 * math.pi * (start * t + (stop - start) * t**2 / (2 * t[-1]))
+        harmonics = range(1, round(uniform(3, 6)) + 1)
+        sound = sum(uniform(0.2, 1) / k * torch.sin(k * phase + uniform(0, 2 * math.pi)) for k in harmonics)
+        swell = torch.sin(math.pi * t / t[-1]).square() * (1 + 0.5 * torch.sin(2 * math.pi * uniform(3, 8) * t))
+        return 0.1 * swell * sound + 1e-3 * torch.randn(len(t), generator=generator)
+
+    return {part: [voice() for _ in range(count)] for part, count in zip(PARTS, counts, strict=True)}
+
+
+# Spectra
+
+
+def log_spectra(samples: Tensor) -> Tensor:
+    """10 log10(1e-5 + |X|^2) of a short-time Fourier transform, in dB and as it is: no standardisation.
+
+    A Hann window of 256 samples moves by 128; zeros fill the last hop, and 256 of them stand at either end.
+
+    Arguments:
+        samples: (N,).
+
+    Returns:
+        (ceil(N / 128) + 3, 129), from -50 dB, silence, to about 40.
+    """
+    padded = torch.nn.functional.pad(samples, (WINDOW, -len(samples) % HOP + WINDOW))
+    window = torch.hann_window(WINDOW, periodic=True, dtype=samples.dtype)
+    spectra = torch.fft.rfft(padded.unfold(0, WINDOW, HOP) * window)
+    return 10 * torch.log10(1e-5 + spectra.abs().square())

@@ -1,0 +1,127 @@
+"""Text as numbers of words, found in ``HBNODE_DATA`` or made up."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = ("auto", "ptb", "wikitext-2", "generated")
+PARTS = ("train", "validation", "test")
+FILES = {
+    "ptb": ("ptb/ptb.train.txt", "ptb/ptb.valid.txt", "ptb/ptb.test.txt"),
+    "wikitext-2": ("wikitext-2/train.txt", "wikitext-2/valid.txt", "wikitext-2/test.txt"),
+}
+UNKNOWN, END = "<unk>", "<eos>"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Training, validation and test.
+
+    Attributes:
+        parts: for each, the numbers of its words, (N,) int64.
+        words: the word of each number, the commonest of training first.
+        source: where it comes from.
+    """
+
+    parts: dict[str, Tensor]
+    words: tuple[str, ...]
+    source: str
+
+    def unigram_perplexity(self) -> float:
+        """The test's by the words' shares in training, each counted once more than it is there."""
+        counts = torch.bincount(self.parts["train"], minlength=len(self.words)).double() + 1
+        return (counts / counts.sum()).log()[self.parts["test"]].mean().neg().exp().item()
+
+
+def read_text(source: str = "auto", *, vocabulary: int = 0, train_size: int = 0, test_size: int = 0) -> Text:
+    """The text that ``source`` names; "auto" is Penn Treebank if it is there, else WikiText-2, else a made-up one.
+
+    Every line ends with the word ``<eos>``. The vocabulary is that of the training text; another word is ``<unk>``.
+
+    Arguments:
+        source: one of SOURCES.
+        vocabulary: how many words to tell apart, the commonest, ``<unk>`` among them; 0: all.
+        train_size: words of the training text, from its beginning; 0: all.
+        test_size: words of the validation text and of the test likewise.
+
+    Raises:
+        FileNotFoundError: if the text is asked for and is not there.
+        ValueError: if it is empty or not UTF-8.
+    """
+    if source not in SOURCES:
+        raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
+    found = [name for name in FILES if source in (name, "auto") and all(path.is_file() for path in _paths(name))]
+    limits = [limit or None for limit in (train_size, test_size, test_size)]
+    if found:
+        texts = [list(islice(_words(path), limit)) for path, limit in zip(_paths(found[0]), limits, strict=True)]
+    elif source in FILES:
+        root, names = os.environ.get("HBNODE_DATA"), ", ".join(FILES[source])
+        raise FileNotFoundError(
+            f"{source} is not in HBNODE_DATA={root!r}: expected {names}. "
+            "Fix: put the files there, or --data auto, which takes what is there."
+        )
+    else:
+        texts = [chain_text(count, seed)[:limit] for (count, seed), limit in zip(CHAIN_PARTS, limits, strict=True)]
+    counts = Counter(texts[0])
+    known = [word for word, _ in counts.most_common() if word != UNKNOWN][: vocabulary - 1 if vocabulary else None]
+    ranked = sorted([*known, UNKNOWN], key=lambda word: -counts[word])
+    numbers = {word: number for number, word in enumerate(ranked)}
+    parts = {
+        name: torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in text])
+        for name, text in zip(PARTS, texts, strict=True)
+    }
+    return Text(parts, tuple(ranked), found[0] if found else "generated")
+
+
+def _paths(source: str) -> list[Path]:
+    return [Path(os.environ.get("HBNODE_DATA", "")) / name for name in FILES[source]]
+
+
+def _words(path: Path) -> Iterator[str]:
+    empty = True
+    try:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for line in file:
+                empty = False
+                yield from line.split()
+                yield END
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}). Fix: get the file anew.") from error
+    if empty:
+        raise ValueError(f"{path} is empty; expected lines of words. Fix: get the file anew.")
+
+
+# Made up
+
+CHAIN_WORDS = 40
+CHAIN_PARTS = ((20_000, 1), (2_000, 2), (2_000, 3))  # words and seed of each part
+
+
+def chain_transitions() -> Tensor:
+    """The chance of each word after each, (40, 40): four words can follow, with 0.5, 0.25, 0.15 and 0.1."""
+    generator = torch.Generator().manual_seed(0)
+    transitions = torch.zeros(CHAIN_WORDS, CHAIN_WORDS, dtype=torch.float64)
+    for row in transitions:
+        following = torch.randperm(CHAIN_WORDS, generator=generator)[:4]
+        row[following] = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64)
+    return transitions
+
+
+def chain_text(count: int, seed: int) -> list[str]:
+    """A made-up text, a Markov chain over 40 words; no model's perplexity is below exp(1.208) = 3.35 for long."""
+    generator = torch.Generator().manual_seed(seed)
+    cumulative = chain_transitions().cumsum(1)
+    chances = torch.rand(count, generator=generator, dtype=torch.float64)
+    word, words = 0, []
+    for chance in chances:
+        words.append(f"word{word}")
+        word = int((cumulative[word] > chance).nonzero()[0])
+    return words

@@ -1,0 +1,378 @@
+"""Language model: the next word of a text, with momentum LSTMs in the place of AWD-LSTM's.
+
+Section 3.3 and table 3 of Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (2020). The
+model, its regularisers and its training are those of Merity et al. (2018), whom the paper follows: embedding and
+readout share a weight; dropout of words, of the embedding, between the layers and of the output, each with one mask
+for all times; dropout of the entries of U; penalties on the last layer's output (AR) and on its change (TAR);
+backpropagation through pieces of varying length, the state carried over, the rate proportional to the length; SGD,
+whose iterates are averaged from the epoch on at which the validation loss ceases to fall (NT-ASGD).
+
+Text: Penn Treebank where ``HBNODE_DATA`` has ptb/ptb.train.txt, ptb.valid.txt and ptb.test.txt, else WikiText-2, else a
+Markov chain of 40 words, whose least perplexity is 3.35. Words beyond --vocabulary are ``<unk>``, which makes
+perplexities incomparable with those of all words. Yardstick: a unigram model's perplexity, which knows how frequent
+words are.
+
+The preset "ptb" has the paper's sizes and tables 6, 7 and 10. Its "momentum" has mu = 0 and s = 0.6: no momentum, and
+the same model as "gain". Rules whose values the paper does not give have these too. Ours departs from the authors' code
+where the paper says otherwise or nothing: v and the restart's count are carried from piece to piece, where theirs
+restarts; the forget gate's bias is --forget-bias; weights start as the appendix has it for the other tasks; the test
+text is read in ten columns, as theirs does the validation text. The default preset is for two cores: a part of the
+text, few words, small layers, all regularisers weak, since little is to be learned by heart.
+
+The epoch with the least validation loss gives the weights that are tested, once, in the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from tqdm import tqdm
+
+import hbnode
+from tasks import _data_text
+from tasks._awd import Averaging, chunk_lengths, drop_recurrent_weights, embed, locked_dropout, penalty
+from tasks._momentum import RecurrentConfig, Rule, make_layer
+from tasks._run import Run, count_parameters, damaged, option, parse
+from tasks._sweep import sweep
+from tasks._train import _interruptible, _require_finite
+
+EVAL_COLUMNS = 10  # streams that the validation text and the test are read in
+States = list["hbnode.MomentumState | None"]  # of each layer
+
+# What a table has no row of goes by momentum's. The second is the paper's, tables 7 and 10.
+TABLE = {"momentum": Rule(momentum=0.6, step_size=0.6), "sr": Rule(step_size=0.6, restart=2)}
+PTB_TABLE = TABLE | {"momentum": Rule(momentum=0.0, step_size=0.6)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelConfig(RecurrentConfig):
+    """Options of the language model."""
+
+    cell: str = option("lstm", "the layer that the rule is put into", ("lstm", "rnn", "gru"))
+    epochs: int = option(10, "passes over the training text", may_change=True)
+    batch_size: int = option(20, "streams that the training text is cut into")
+    lr: float = option(20.0, "SGD's learning rate, for a piece of --bptt words")
+    schedule: str = option("constant", "learning rate: constant; see --patience", ("constant",))
+    clip: float = option(0.25, "largest norm of the gradient; 0 does not clip")
+    data: str = option("auto", "the text; auto is the first that is there", _data_text.SOURCES)
+    vocabulary: int = option(5000, "words to tell apart; 0: all")
+    train_size: int = option(200_000, "words of the training text; 0: all")
+    test_size: int = option(50_000, "words of the validation text and of the test; 0: all")
+    embedding: int = option(64, "size of a word's vector, and of the last layer")
+    layers: int = option(2, "recurrent layers")
+    bptt: int = option(35, "words of a piece, on average; the authors' batches have 70, with a chance of 0.05 half")
+    dropout: float = option(0.1, "dropout of the output")
+    dropout_between: float = option(0.1, "dropout between the layers")
+    dropout_input: float = option(0.1, "dropout of the embedding")
+    dropout_words: float = option(0.0, "dropout of words from the embedding")
+    weight_drop: float = option(0.1, "dropout of the entries of U")
+    ar: float = option(0.0, "factor of the output's mean square in the loss")
+    tar: float = option(0.0, "factor of its change's")
+    weight_decay: float = option(1.2e-6, "SGD's weight decay")
+    patience: int = option(5, "epochs without a better validation loss until iterates are averaged; 0: never")
+
+    def check(self) -> None:
+        """Refuse what no run can have."""
+        super().check()
+        for name in ("dropout", "dropout_between", "dropout_input", "dropout_words", "weight_drop"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be below 1, got {getattr(self, name)}")
+        for name in ("embedding", "layers", "bptt"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"--{name} must be positive, got 0")
+        if self.vocabulary == 1:
+            raise ValueError("--vocabulary must be 0, for all words, or at least 2, got 1")
+
+
+PRESETS = {
+    "ptb": {
+        "data": "ptb",
+        "vocabulary": 0,
+        "train_size": 0,
+        "test_size": 0,
+        "embedding": 400,
+        "hidden": 1150,
+        "layers": 3,
+        "lr": 30.0,
+        "bptt": 70,
+        "epochs": 500,
+        "dropout": 0.4,
+        "dropout_between": 0.25,
+        "dropout_input": 0.4,
+        "dropout_words": 0.1,
+        "weight_drop": 0.5,
+        "ar": 2.0,
+        "tar": 1.0,
+    }
+}
+
+
+# The model
+
+
+class LanguageModel(nn.Module):
+    """Embedding, recurrent layers of which the last is as wide as the embedding, and the embedding's weight as readout.
+
+    Arguments:
+        words: how many.
+        config: sizes and dropouts.
+        make: (input size, hidden size) -> a layer.
+    """
+
+    def __init__(self, words: int, config: LanguageModelConfig, make: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        sizes = [config.embedding, *[config.hidden] * (config.layers - 1), config.embedding]
+        self.embedding = nn.Embedding(words, config.embedding)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        layers = [make(before, after) for before, after in itertools.pairwise(sizes)]
+        self.layers = nn.ModuleList(drop_recurrent_weights(layer, config.weight_drop) for layer in layers)
+        self.bias = nn.Parameter(torch.zeros(words))
+
+    def forward(self, words: Tensor, states: States) -> tuple[Tensor, Tensor, Tensor, States]:
+        """Scores of the next words, and what a penalty is on.
+
+        Arguments:
+            words: (T, batch).
+            states: of each layer, None for that of a fresh text.
+
+        Returns:
+            Scores (T, batch, words), the last layer's output after dropout and before it, and the states.
+        """
+        config, after = self.config, []
+        x = locked_dropout(
+            embed(self.embedding, words, config.dropout_words, self.training), config.dropout_input, self.training
+        )
+        for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
+            if index > 0:
+                x = locked_dropout(x, config.dropout_between, self.training)
+            with parametrize.cached():  # one mask of U, however often a layer reads it
+                x, state = layer(x, state)
+            after.append(state)
+        dropped = locked_dropout(x, config.dropout, self.training)
+        return nn.functional.linear(dropped, self.embedding.weight, self.bias), dropped, x, after
+
+    def fresh(self) -> States:
+        """The states at the beginning of a text."""
+        return [None] * len(self.layers)
+
+
+def make_model(words: int, config: LanguageModelConfig) -> LanguageModel:
+    """The model that the options name."""
+    rule = config.rule(PTB_TABLE if config.preset == "ptb" else TABLE)
+
+    def make(before: int, after: int) -> nn.Module:
+        return make_layer(
+            config.model, config.cell, before, after, rule, forget_bias=config.forget_bias, compile=config.compile
+        )
+
+    return LanguageModel(words, config, make)
+
+
+def in_columns(text: Tensor, columns: int) -> Tensor:
+    """A text (N,) as streams that go on from row to row, (N // columns, columns); the remainder is left out."""
+    rows = len(text) // columns
+    if rows < 2:
+        raise SystemExit(f"a text of {len(text)} words has no two for each of {columns} streams. Fix: a longer one.")
+    return text[: rows * columns].reshape(columns, rows).T.contiguous()
+
+
+@torch.no_grad()
+def evaluate(model: LanguageModel, text: Tensor, bptt: int) -> float:
+    """Mean loss of the words of a text in columns, but the first ones."""
+    model.eval()
+    states, total = model.fresh(), 0.0
+    for x, y in zip(text[:-1].split(bptt), text[1:].split(bptt), strict=True):
+        scores, _, _, states = model(x, states)
+        total += nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="sum").item()
+    model.train()
+    return total / text[1:].numel()
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss, infinite where that is too large for a number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+# Training
+
+
+class Trainer:
+    """A model, its optimizer, its place in the text and the state that it has there: all that a checkpoint holds."""
+
+    def __init__(self, run: Run, model: LanguageModel, parts: dict[str, Tensor]) -> None:
+        self.run, self.config, self.model = run, run.config, model.to(run.workers.device)
+        self.text = in_columns(parts["train"], self.config.batch_size).to(run.workers.device)
+        self.validation = in_columns(parts["validation"], EVAL_COLUMNS).to(run.workers.device)
+        decay = self.config.weight_decay
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=self.config.lr, weight_decay=decay)
+        self.averaging = Averaging(list(model.parameters()), self.config.patience)
+        self.per_epoch = len(self.text) - 1  # words of a stream that are predicted
+        self.total = self.config.epochs * self.per_epoch
+        self.position = 0
+        self.states = model.fresh()
+        self.sums = {"loss": 0.0, "words": 0, "seconds": 0.0}  # over the epoch so far
+        self.best: dict = {}  # epoch, loss and weights of the best so far
+        self._resume()
+        hidden = None if multiprocessing.parent_process() is None else True  # one bar at a time, on a terminal only
+        self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit="word")
+        self.saved = time.monotonic()
+
+    def fit(self) -> dict[str, float]:
+        """Train for the configured epochs; what the summary says of the best, whose weights the model then has."""
+        self.run.begin(self.position / self.per_epoch)
+        with _interruptible() as interrupted, self.bar:
+            while self.position < self.total:
+                epoch, start = divmod(self.position, self.per_epoch)
+                self._step(epoch, start, self._length(epoch, start))
+                if self.position % self.per_epoch == 0:
+                    self._end_epoch(epoch + 1)
+                due = time.monotonic() - self.saved >= self.config.checkpoint_seconds
+                if interrupted() or due or self.position == self.total:
+                    self._save()
+                if interrupted() and self.position < self.total:
+                    self.bar.close()
+                    raise SystemExit(f"interrupted: saved to {self.run.folder}; the same command goes on from there")
+        self.model.load_state_dict(self.best["model"])
+        loss = self.best["loss"]
+        return {"best_epoch": self.best["epoch"], "best_validation_perplexity": perplexity(loss)}
+
+    def _length(self, epoch: int, start: int) -> int:
+        """Words of the piece that begins there."""
+        for length in chunk_lengths(self.per_epoch, self.config.bptt, self.config.seed, epoch):
+            if start == 0:
+                return length
+            start -= length
+        raise RuntimeError(f"no piece of epoch {epoch + 1} begins where the checkpoint says")
+
+    def _step(self, epoch: int, start: int, length: int) -> None:
+        """Train on one piece of each stream."""
+        if start == 0:
+            self.states = self.model.fresh()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * length / self.config.bptt
+        x, y = self.text[start : start + length], self.text[start + 1 : start + 1 + length]
+        begun = time.perf_counter()
+        self.optimizer.zero_grad()
+        scores, dropped, raw, states = self.model(x, self.states)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
+        (loss + penalty(dropped, raw, self.config.ar, self.config.tar)).backward()
+        if self.config.clip > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.averaging.step()
+        self.states = [state.detach() for state in states]
+        value = loss.item()  # waits for a GPU
+        _require_finite({"loss": value}, f"epoch {epoch + 1}, word {start + 1} of the streams", self.run)
+        words = y.numel()
+        for name, of_it in (("loss", value * words), ("words", words), ("seconds", time.perf_counter() - begun)):
+            self.sums[name] += of_it
+        self.position += length
+        self.bar.set_postfix(loss=f"{value:.4f}", refresh=False)
+        self.bar.update(length)
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Evaluate, with the averaged weights if there are any, and write the epoch's row."""
+        is_averaged = self.averaging.is_on
+        with self.averaging.used():
+            loss = evaluate(self.model, self.validation, self.config.bptt)
+            _require_finite({"loss": loss}, "validation data", self.run)
+            if not self.best or loss < self.best["loss"]:
+                weights = {name: x.detach().clone() for name, x in self.model.state_dict().items()}
+                self.best = {"epoch": epoch, "loss": loss, "model": weights}
+        self.averaging.note(loss)
+        row = {
+            "epoch": epoch,
+            "train_loss": self.sums["loss"] / self.sums["words"],
+            "validation_loss": loss,
+            "validation_perplexity": perplexity(loss),
+            "is_averaged": int(is_averaged),
+            "batch_size": self.config.batch_size,
+            "seconds": self.sums["seconds"],
+        }
+        self.sums = dict.fromkeys(self.sums, 0.0)
+        self.run.rows.append(row)
+        self.run.write_metrics()
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
+        tqdm.write(f"{self.config.model}, seed {self.config.seed}: {figures}")
+
+    def _save(self) -> None:
+        device = self.run.workers.device
+        self.run.save_checkpoint(
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            averaging=self.averaging.state_dict(),
+            states=[state and tuple(state) for state in self.states],
+            position=self.position,
+            sums=self.sums,
+            best=self.best,
+            rows=self.run.rows,
+            rng=torch.get_rng_state(),
+            device_rng=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        )
+        self.saved = time.monotonic()
+
+    def _resume(self) -> None:
+        checkpoint = self.run.load_checkpoint()
+        if checkpoint is None:
+            return
+        device = self.run.workers.device
+        try:
+            for name in ("model", "optimizer", "averaging"):
+                getattr(self, name).load_state_dict(checkpoint[name])
+            torch.set_rng_state(checkpoint["rng"])
+            if device.type == "cuda" and checkpoint["device_rng"] is not None:
+                torch.cuda.set_rng_state(checkpoint["device_rng"], device)
+            for name in ("position", "sums", "best"):
+                setattr(self, name, checkpoint[name])
+            states = (state and hbnode.MomentumState(*state) for state in checkpoint["states"])
+            self.states = [state and state.map(lambda x: x.to(device)) for state in states]
+            self.run.rows = checkpoint["rows"]
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise SystemExit(damaged(self.run.folder / "checkpoint.pt", f"does not fit the model: {error}")) from error
+        self.run.write_metrics()
+
+
+# The run
+
+
+def train(config: LanguageModelConfig) -> None:
+    """Train one model with one seed, and test the best epoch's weights once."""
+    sizes = {name: getattr(config, name) for name in ("vocabulary", "train_size", "test_size")}
+    try:
+        text = _data_text.read_text(config.data, **sizes)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    config = dataclasses.replace(config, data=text.source)  # a run is of one text, and is not resumed with another
+    run = Run("language_model", config, f"{config.preset}-{text.source}-{config.cell}-{config.model}-seed{config.seed}")
+    if run.workers.size > 1:
+        raise SystemExit("a language model trains in one process. Fix: no torchrun.")
+    model = make_model(len(text.words), config)
+    unigram = text.unigram_perplexity()
+    counts = "/".join(f"{len(part):,}" for part in text.parts.values())
+    print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
+    print(f"text: {text.source}, {counts} words, {len(text.words):,} different; unigram perplexity {unigram:.4g}")
+    results = Trainer(run, model, text.parts).fit()
+    if not run.is_finished:
+        test = in_columns(text.parts["test"], EVAL_COLUMNS).to(run.workers.device)
+        loss = evaluate(model, test, config.bptt)
+        results |= {"test_loss": loss, "test_perplexity": perplexity(loss)}
+        print(f"{config.model}: test perplexity {results['test_perplexity']:.4g}, epoch {results['best_epoch']}")
+    run.finish(model, source=text.source, words=len(text.words), unigram_perplexity=unigram, **results)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(LanguageModelConfig, PRESETS, __doc__, argv), train)
+
+
+if __name__ == "__main__":
+    main()
