@@ -42,7 +42,7 @@ from tasks._awd import Averaging, chunk_lengths, drop_recurrent_weights, embed, 
 from tasks._momentum import RecurrentConfig, Rule, make_layer
 from tasks._run import Run, count_parameters, damaged, option, parse
 from tasks._sweep import sweep
-from tasks._train import _interruptible, _require_finite
+from tasks._train import flushed_denormals, interruptible, require_finite
 
 EVAL_COLUMNS = 10  # streams that the validation text and the test are read in
 States = list["hbnode.MomentumState | None"]  # of each layer
@@ -229,7 +229,7 @@ class Trainer:
     def fit(self) -> dict[str, float]:
         """Train for the configured epochs; what the summary says of the best, whose weights the model then has."""
         self.run.begin(self.position / self.per_epoch)
-        with _interruptible() as interrupted, self.bar:
+        with interruptible() as interrupted, flushed_denormals(), self.bar:
             while self.position < self.total:
                 epoch, start = divmod(self.position, self.per_epoch)
                 self._step(epoch, start, self._length(epoch, start))
@@ -271,7 +271,7 @@ class Trainer:
         self.averaging.step()
         self.states = [state.detach() for state in states]
         value = loss.item()  # waits for a GPU
-        _require_finite({"loss": value}, f"epoch {epoch + 1}, word {start + 1} of the streams", self.run)
+        require_finite({"loss": value}, f"epoch {epoch + 1}, word {start + 1} of the streams", self.run)
         words = y.numel()
         for name, of_it in (("loss", value * words), ("words", words), ("seconds", time.perf_counter() - begun)):
             self.sums[name] += of_it
@@ -284,7 +284,7 @@ class Trainer:
         is_averaged = self.averaging.is_on
         with self.averaging.used():
             loss = evaluate(self.model, self.validation, self.config.bptt)
-            _require_finite({"loss": loss}, "validation data", self.run)
+            require_finite({"loss": loss}, "validation data", self.run)
             if not self.best or loss < self.best["loss"]:
                 weights = {name: x.detach().clone() for name, x in self.model.state_dict().items()}
                 self.best = {"epoch": epoch, "loss": loss, "model": weights}

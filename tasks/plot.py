@@ -34,7 +34,7 @@ TITLES = {name: name.upper() for name in ORDER} | {"cfc": "CfC"}
 # Options that leave the numbers as they are.
 NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve")
 # Options that say which figure a run belongs to.
-EXPERIMENT = ("task", "preset", "dataset", "protocol", "cell", "length", "permuted")
+EXPERIMENT = ("task", "preset", "dataset", "protocol", "cell", "length", "side", "permuted")
 # What a task is judged by.
 METRIC = {
     "adding": "test_loss",

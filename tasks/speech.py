@@ -27,8 +27,7 @@ The epoch with the least validation error gives the weights that are tested, onc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -158,16 +157,6 @@ def yardsticks(train: Batch, test: Batch) -> dict[str, float]:
 # The run
 
 
-@contextmanager
-def flushed_denormals() -> Iterator[None]:
-    """Within it numbers below 1e-38 are zero: saturated gates make so many that an LSTM takes four times as long."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
 def train(config: SpeechConfig) -> None:
     """Train one model with one seed, and test the best epoch's weights once."""
     try:
@@ -188,8 +177,7 @@ def train(config: SpeechConfig) -> None:
         return make_optimizer(config, model)
 
     parts = batches["train"], batches["validation"]
-    with flushed_denormals():
-        results = fit(run, model, *parts, frame_loss, held_out="validation", optimizer=optimizer, best="validation_mse")
+    results = fit(run, model, *parts, frame_loss, held_out="validation", optimizer=optimizer, best="validation_mse")
     if not run.is_finished:
         test = tuple(x.to(run.workers.device) for x in batches["test"])
         results |= evaluate(run, model, test, frame_loss, "test")

@@ -380,3 +380,11 @@ def test_metrics_hold_no_evaluations(tmp_path):
     with (tmp_path / "metrics.csv").open(newline="") as file:
         names = next(csv.reader(file))
     assert names == ["epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds"]
+
+
+def test_denormals_are_flushed_for_a_while_only():
+    tiny = torch.tensor(1e-38)
+    with _train.flushed_denormals():
+        if torch.set_flush_denormal(True):  # this processor can
+            assert (tiny / 10).item() == 0
+    assert (tiny / 10).item() > 0
