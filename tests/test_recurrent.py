@@ -576,3 +576,20 @@ def test_two_processes_compute_the_gradient_of_one(tmp_path):
         for rank in range(2):
             got = torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@every_layer
+def test_autocast(cell, rule):
+    """torch's layer runs in half precision; momentum and scans keep the precision of the parameters."""
+    layer, _ = make_pair(cell, rule)
+    layer.float()
+    x = make_input(40).float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, state = layer(x[:20])
+        second, state = layer(x[20:], state)
+    output = torch.cat([first.float(), second.float()])
+    output.sum().backward()
+    assert (output - expected).abs().mean() < 0.02
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)

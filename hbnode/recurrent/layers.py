@@ -110,8 +110,15 @@ class RecurrentLayer(nn.Module):
         batch = Batch.of(x, self.input_size, self.batch_first)
         check_dtype(batch.x, self.weight_ih_l0)
         states, t = self._read(state, batch)
+        kind = batch.x.device.type
+        run = Runner(self.step, self.rule, self.stock, self.compile, torch.is_autocast_enabled(kind))
+        with torch.autocast(kind, enabled=False):
+            out, ended = self._run(run, batch, states)
+        return batch.output(out), self._written(ended, t, batch)
+
+    def _run(self, run: Runner, batch: Batch, states: list[MomentumState]) -> tuple[Tensor, list[MomentumState]]:
+        """All layers, from the states of each: the last one's output (T, batch, n), and the states in the end."""
         out, ended = batch.x, []
-        run = Runner(self.step, self.rule, self.stock, self.compile)
         for layer, of_layer in itertools.groupby(zip(self._places(), states, strict=True), key=lambda z: z[0][0]):
             if layer > 0 and self.dropout and self.training:
                 out = nn.functional.dropout(out, self.dropout)
@@ -122,7 +129,7 @@ class RecurrentLayer(nn.Module):
                 sides.append(batch.reverse(h) if suffix else h)
                 ended.append(end)
             out = torch.cat(sides, dim=-1) if len(sides) > 1 else sides[0]
-        return batch.output(out), self._written(ended, t, batch)
+        return out, ended
 
     def _weights(self, suffix: str) -> Weights:
         """The parameters of a layer in one direction."""

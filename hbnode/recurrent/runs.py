@@ -52,12 +52,14 @@ class Runner:
         rule: how inputs drive it.
         stock: name of torch's layer in ``torch._VF``; None if there is none.
         compile: whether a scan compiles its steps.
+        autocast: whether torch's layer runs under autocast; all else keeps the dtype of the parameters.
     """
 
     step: Step
     rule: Rule
     stock: str | None
     compile: bool
+    autocast: bool
 
     def __call__(self, batch: Batch, x: Tensor, weights: Weights, state: MomentumState) -> tuple[Tensor, MomentumState]:
         """Run over a batch.
@@ -71,6 +73,8 @@ class Runner:
         Returns:
             h (T, batch, hidden_size), and the state after the last sample of each sequence, but for t.
         """
+        if self.autocast:
+            x, state = x.to(weights.w), state.map(lambda z: z.to(weights.w) if z.is_floating_point() else z)
         if state.is_fresh and self.rule.is_linear:
             return self._from_rest(batch, x, weights, state)
         if state.is_fresh:
@@ -160,7 +164,8 @@ class Runner:
         has_bias = b is not None or bias is not None
         zero = u.new_zeros(len(u))
         flat = [w, u, zero if b is None else b, zero if bias is None else bias] if has_bias else [w, u]
-        return _stock(self.stock, batch, x, start, flat)
+        with torch.autocast(x.device.type, enabled=self.autocast):
+            return _stock(self.stock, batch, x, start, flat)
 
     def _scan_ready(
         self, batch: Batch, d: Tensor, u: Tensor, bias: Tensor | None, start: Taken
