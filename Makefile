@@ -30,6 +30,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.ode_rnn
+	$(BIN)/python -m benchmarks.recurrent
 
 clean:
 	rm -rf docs/_build runs/demo

@@ -283,18 +283,6 @@ def test_bfloat16(cell, rule):
     assert (output.double() - expected).abs().mean() < 0.05
 
 
-@every_rule
-def test_autocast(rule):
-    layer = make_pair("lstm", rule)[0].float()
-    x = make_input(20).float()
-    expected, _ = layer(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, state = layer(x)
-    output.float().sum().backward()
-    torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.1)
-    close(state.h.float()[0], output.float()[-1], 1e-6)
-
-
 @every_layer
 def test_no_grad_inference_and_frozen_parameters(cell, rule):
     layer, _ = make_pair(cell, rule)

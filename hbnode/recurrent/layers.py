@@ -201,13 +201,14 @@ class RNN(RecurrentLayer):
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        num_layers: int = 1,
+        *,
         rule: Rule,
         nonlinearity: str = "tanh",
         **options: object,
     ) -> None:
         super().__init__(
-            rnn_step(nonlinearity), f"rnn_{nonlinearity}", input_size, hidden_size, *num_layers, rule=rule, **options
+            rnn_step(nonlinearity), f"rnn_{nonlinearity}", input_size, hidden_size, num_layers, rule=rule, **options
         )
 
     def reset_parameters(self) -> None:
@@ -262,13 +263,14 @@ class LSTM(RecurrentLayer):
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        num_layers: int = 1,
+        *,
         rule: Rule,
         forget_bias: float = 1.0,
         **options: object,
     ) -> None:
         self.forget_bias = forget_bias
-        super().__init__(LSTMStep(), "lstm", input_size, hidden_size, *num_layers, rule=rule, **options)
+        super().__init__(LSTMStep(), "lstm", input_size, hidden_size, num_layers, rule=rule, **options)
 
     def reset_parameters(self) -> None:
         """Appendices A and F: W_ih orthogonal, W_hh with ones on its diagonal, the biases 0 but at the forget gate."""
@@ -282,8 +284,10 @@ class GRU(RecurrentLayer):
         others: see :class:`LSTM`, which alone has ``forget_bias``.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, *num_layers: int, rule: Rule, **options: object) -> None:
-        super().__init__(GRUStep(), "gru", input_size, hidden_size, *num_layers, rule=rule, **options)
+    def __init__(
+        self, input_size: int, hidden_size: int, num_layers: int = 1, *, rule: Rule, **options: object
+    ) -> None:
+        super().__init__(GRUStep(), "gru", input_size, hidden_size, num_layers, rule=rule, **options)
 
     def reset_parameters(self) -> None:
         """As an LSTM's, without a forget gate."""

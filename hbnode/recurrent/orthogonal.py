@@ -89,8 +89,7 @@ class DTRIV(_Orthogonal, RecurrentLayer):
     drive of all samples is made in one product, and the scan over time takes one product with B a sample.
 
     References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501);
-        momentum,
-    Nguyen et al. (arXiv:2006.06919), section 4.
+    momentum, Nguyen et al. (arXiv:2006.06919), section 4.
 
     Arguments:
         input_size: features of a sample.
@@ -112,14 +111,15 @@ class DTRIV(_Orthogonal, RecurrentLayer):
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        num_layers: int = 1,
+        *,
         rule: Rule = PLAIN,
         init: str = "cayley",
         **options: object,
     ) -> None:
         self.init = init
-        self.arguments = DTRIV, (input_size, hidden_size, *num_layers), {"rule": rule, "init": init, **options}
-        super().__init__(ModReLUStep(), None, input_size, hidden_size, *num_layers, rule=rule, **options)
+        self.arguments = DTRIV, (input_size, hidden_size, num_layers), {"rule": rule, "init": init, **options}
+        super().__init__(ModReLUStep(), None, input_size, hidden_size, num_layers, rule=rule, **options)
         self._make_orthogonal()
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:

@@ -3,9 +3,8 @@
 A rule turns the sequence g_t = W x_t + b into the drive d_t, which takes its place in the cell: h_t = cell(h_{t-1},
 d_t). Nothing in it depends on h, so the drive of a whole sequence is known before the cell takes its first step.
 
-References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
-    equations 9,
-14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), equation 77.
+References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919), equations
+9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), equation 77.
 """
 
 from __future__ import annotations
@@ -202,8 +201,8 @@ class RMSProp(Rule):
 class AdaptiveMomentum(Rule):
     """Momentum that the inputs set themselves (equation 77 and remark 8 of Wang et al.), one for each sequence.
 
-    v_t = mu_t v_{t-1} + s g_t, mu_t = (1 - sqrt(|g_t - g_{t-1}| / |g_{t-1}|))^2, cut to [0, 1 - delta], and d_t =
-    v_t. The norms are over all of g_t. mu_t is 0 where g_{t-1} is 0, and at the first sample.
+    v_t = mu_t v_{t-1} + s g_t, mu_t = (1 - sqrt(norm(g_t - g_{t-1}) / norm(g_{t-1})))^2, cut to [0, 1 - delta], and
+    d_t = v_t. The norms are over all of g_t. mu_t is 0 where g_{t-1} is 0, and at the first sample.
 
     Arguments:
         step_size: s, positive.

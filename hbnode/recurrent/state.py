@@ -12,8 +12,7 @@ class MomentumState(NamedTuple):
     """All that continues a sequence exactly; entries that a layer has no use for are None.
 
     Of a layer the first axis is that of layers and directions, as in torch.nn; a cell has none. ``n`` is the width of
-    the
-    drive: gates * hidden_size, or hidden_size with ``momentum_space="hidden"``.
+    the drive: gates * hidden_size, or hidden_size with ``momentum_space="hidden"``.
 
     Attributes:
         h: hidden state (..., batch, hidden_size).
