@@ -3,8 +3,9 @@
 A rule turns the sequence g_t = W x_t + b into the drive d_t, which takes its place in the cell: h_t = cell(h_{t-1},
 d_t). Nothing in it depends on h, so the drive of a whole sequence is known before the cell takes its first step.
 
-References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919), equations
-9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), equation 77.
+References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
+equations 9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022),
+equation 77.
 """
 
 from __future__ import annotations
