@@ -167,7 +167,8 @@ def tell_apart(groups: Sequence[Group]) -> str:
     differing = [name for name in names if len({str(group.config.get(name)) for group in groups}) > 1]
     several = len({group.model for group in groups}) < len(groups)
     for index, group in enumerate(groups):
-        group.label = " ".join([group.label, *(f"{name}={group.config.get(name)}" for name in differing)])
+        values = {name: group.config.get(name) for name in differing}
+        group.label = " ".join([group.label, *(f"{name}={x}" for name, x in values.items() if x is not None)])
         if several:
             group.color = f"C{index}"
     said = ("solver", "method", "tol", "gradient") if groups[0].solves else ("hidden", "lr")
