@@ -315,14 +315,19 @@ def running_sum(mu: float | Tensor, s: float, g: Tensor, v: Tensor) -> Tensor:
             v = factor * v + s * g_t
             out.append(v)
         return torch.stack(out)
-    made = _constant_weights(mu, len(g), s) if isinstance(mu, float) else weights(mu, s)
-    kernel, decay = (matrix.to(g) for matrix in made)
+    if isinstance(mu, float):
+        kernel, decay = _constant_weights(mu, len(g), s, g.dtype, g.device)
+    else:
+        kernel, decay = (matrix.to(g) for matrix in weights(mu, s))
     return torch.addmm(torch.outer(decay, v.flatten()), kernel, g.flatten(1)).view_as(g)
 
 
 @functools.lru_cache(maxsize=64)
-def _constant_weights(mu: float, steps: int, s: float) -> tuple[Tensor, Tensor]:
-    return weights(torch.full((steps,), mu, dtype=torch.float64), s)
+def _constant_weights(
+    mu: float, steps: int, s: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    kernel, decay = weights(torch.full((steps,), mu, dtype=torch.float64), s)
+    return kernel.to(device, dtype), decay.to(device, dtype)
 
 
 def weights(mu: Tensor, s: float) -> tuple[Tensor, Tensor]:
