@@ -47,7 +47,7 @@ class Batch:
             )
         if packed:
             x, lengths = pad_packed_sequence(packed._replace(sorted_indices=None, unsorted_indices=None))
-            valid = torch.arange(len(x)).unsqueeze(1) < lengths
+            valid = torch.arange(len(x), device=lengths.device).unsqueeze(1) < lengths
             return cls(x, packed, valid=valid.to(x.device))
         if x.dim() == 2:
             return cls(x.unsqueeze(1), is_single=True)

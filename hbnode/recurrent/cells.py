@@ -8,7 +8,6 @@ from torch.nn.functional import linear
 
 from hbnode._checks import as_count
 from hbnode.recurrent.parameters import (
-    check_dtype,
     check_rule,
     check_space,
     drive_size,
@@ -62,7 +61,7 @@ class RecurrentCell(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the initial weights, as those of the layer."""
-        init_gates_(self)
+        init_gates_(self, self._shapes())
 
     def forward(
         self, x: Tensor, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None = None
@@ -84,7 +83,9 @@ class RecurrentCell(nn.Module):
                 f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
                 f"{tuple(x.shape)}. Fix: one sample at a time; a layer takes sequences."
             )
-        check_dtype(x, self.weight_ih)
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        if x.dtype != self.weight_ih.dtype and not is_autocast:
+            raise ValueError(f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...).")
         n = drive_size(self.step, self.hidden_size, self.momentum_space)
         state = read_state(state, self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x)
         if x.dim() == 1:
@@ -100,7 +101,7 @@ class RecurrentCell(nn.Module):
             memory = self.rule.start(g)
             if memory.t is not None:
                 memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
-        d, memory = self.rule.drive(g.unsqueeze(0), memory)
+        d, memory = self.rule(g.unsqueeze(0), memory)
         d = linear(d[0], weights.u) if weights.is_hidden else d[0]
         a, rest = self.step.prepare(d, weights.bias)
         taken = self.step.forward(a + linear(state.h, weights.u), rest, Taken(state.h, state.c), weights.bias)
@@ -158,7 +159,7 @@ class LSTMCell(RecurrentCell):
 
     def reset_parameters(self) -> None:
         """Draw the initial weights, as those of the layer."""
-        init_gates_(self, forget_bias=self.forget_bias)
+        init_gates_(self, self._shapes(), forget_bias=self.forget_bias)
 
 
 class GRUCell(RecurrentCell):

@@ -46,14 +46,17 @@ class _Filter(torch.autograd.Function):
     """The filter as a linear map of x, or its transpose."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool) -> Tensor:
-        ctx.save_for_backward(kernel, decay)
-        ctx.is_transposed = is_transposed
+    def forward(x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             blocks = _cut(x, *decay.shape).to(kernel.dtype)
             out = torch.empty_like(blocks)
             (_transposed if is_transposed else _filtered)(blocks, kernel, decay, out)
         return out.view(-1, *x.shape[1:])[: len(x)].to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+        _, kernel, decay, ctx.is_transposed = inputs
+        ctx.save_for_backward(kernel, decay)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:

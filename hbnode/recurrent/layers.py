@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 from hbnode._checks import as_count
 from hbnode.recurrent.batch import Batch
 from hbnode.recurrent.parameters import (
-    check_dtype,
     check_rule,
     check_space,
     drive_size,
@@ -85,6 +84,10 @@ class RecurrentLayer(nn.Module):
         """The parameters of a layer in one direction."""
         return parameter_shapes(self.step, input_size, self.hidden_size, self.momentum_space, self.bias)
 
+    def _names(self) -> list[str]:
+        """All parameters."""
+        return [f"{name}_l{layer}{suffix}" for layer, suffix in self._places() for name in self._shapes(1)]
+
     def reset_parameters(self) -> None:
         """Draw the initial weights."""
         raise NotImplementedError
@@ -108,7 +111,6 @@ class RecurrentLayer(nn.Module):
             ValueError: x or the state has another shape than expected.
         """
         batch = Batch.of(x, self.input_size, self.batch_first)
-        check_dtype(batch.x, self.weight_ih_l0)
         states, t = self._read(state, batch)
         kind = batch.x.device.type
         run = Runner(self.step, self.rule, self.stock, self.compile, torch.is_autocast_enabled(kind))
@@ -213,7 +215,7 @@ class RNN(RecurrentLayer):
 
     def reset_parameters(self) -> None:
         """Appendix A: W_ih orthogonal, W_hh the identity, the biases 0."""
-        init_gates_(self)
+        init_gates_(self, self._names())
 
 
 class LSTM(RecurrentLayer):
@@ -243,7 +245,7 @@ class LSTM(RecurrentLayer):
         momentum_space: "gates" as above, or "hidden": W and b_ih make a drive of the size of h, which U multiplies as
             it does h (remarks 1 and 4): U (h_{t-1} + d_t) + b_hh.
         compile: whether the scan compiles its steps with torch.compile, which takes half a minute at the first call.
-        forget_bias: at first the bias of the forget gate in b_ih and in b_hh.
+        forget_bias: at first the bias of the forget gate in b_ih and in b_hh; with "hidden" in b_hh alone.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -274,7 +276,7 @@ class LSTM(RecurrentLayer):
 
     def reset_parameters(self) -> None:
         """Appendices A and F: W_ih orthogonal, W_hh with ones on its diagonal, the biases 0 but at the forget gate."""
-        init_gates_(self, forget_bias=self.forget_bias)
+        init_gates_(self, self._names(), forget_bias=self.forget_bias)
 
 
 class GRU(RecurrentLayer):
@@ -291,4 +293,4 @@ class GRU(RecurrentLayer):
 
     def reset_parameters(self) -> None:
         """As an LSTM's, without a forget gate."""
-        init_gates_(self)
+        init_gates_(self, self._names())

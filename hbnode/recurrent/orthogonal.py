@@ -29,15 +29,18 @@ class _Orthogonal(nn.Module):
         for name in [name for name, _ in self.named_parameters() if name.startswith("weight_hh")]:
             orthogonal(self, name, orthogonal_map="matrix_exp", use_trivialization=True)
 
+    def _orthogonal_names(self) -> list[str]:
+        return [name for name in self.parametrizations if name.startswith("weight_hh")]
+
     def orthogonal_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters behind the orthogonal weights."""
-        for made in self.parametrizations.values():
-            yield made.original
+        for name in self._orthogonal_names():
+            yield self.parametrizations[name].original
 
     @torch.no_grad()
     def rebase(self) -> None:
         """Take the present weights as the bases, so that B = base exp(0); nothing that the layer computes changes."""
-        for name in self.parametrizations:
+        for name in self._orthogonal_names():
             setattr(self, name, getattr(self, name))
 
     @torch.no_grad()
@@ -71,7 +74,8 @@ def _rebuilt(
     training: bool,
 ) -> nn.Module:
     module = kind.__new__(kind)
-    base.__init__(module, *sizes, **options)
+    with torch.random.fork_rng(devices=[]):
+        base.__init__(module, *sizes, **options)
     reference = next(iter(values.values()))
     module.to(reference.device, reference.dtype).load_state_dict(values)
     for name in frozen:
@@ -117,6 +121,8 @@ class DTRIV(_Orthogonal, RecurrentLayer):
         init: str = "cayley",
         **options: object,
     ) -> None:
+        if "bias" in options:
+            raise TypeError("a DTRIV has the bias of modReLU and no other. Fix: leave bias out.")
         self.init = init
         self.arguments = DTRIV, (input_size, hidden_size, num_layers), {"rule": rule, "init": init, **options}
         super().__init__(ModReLUStep(), None, input_size, hidden_size, num_layers, rule=rule, **options)
@@ -145,6 +151,8 @@ class DTRIVCell(_Orthogonal, RecurrentCell):
     def __init__(
         self, input_size: int, hidden_size: int, *, rule: Rule = PLAIN, init: str = "cayley", **options: object
     ) -> None:
+        if "bias" in options:
+            raise TypeError("a DTRIV has the bias of modReLU and no other. Fix: leave bias out.")
         self.init = init
         self.arguments = DTRIVCell, (input_size, hidden_size), {"rule": rule, "init": init, **options}
         super().__init__(ModReLUStep(), input_size, hidden_size, rule=rule, **options)

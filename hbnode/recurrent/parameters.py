@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
-from hbnode.recurrent.rules import Rule
+from hbnode.recurrent.rules import Rule, memory_dtype
 from hbnode.recurrent.state import MomentumState
 from hbnode.recurrent.steps import ReLUStep, Step, TanhStep
 
@@ -40,14 +42,6 @@ def parameter_shapes(
     gates, n = step.gates * hidden_size, drive_size(step, hidden_size, space)
     shapes = {"weight_ih": (n, input_size), "weight_hh": (gates, hidden_size)}
     return shapes | ({"bias_ih": (n,), "bias_hh": (gates,)} if bias else {})
-
-
-def check_dtype(x: Tensor, weight: Tensor) -> None:
-    """Refuse inputs of another dtype than the weights, unless autocast sees to it."""
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(
-            f"x must be {weight.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...) or layer.to(...)."
-        )
 
 
 def read_state(
@@ -104,8 +98,9 @@ def read_state(
 def _check_values(name: str, z: Tensor, like: Tensor) -> None:
     if name == "t" and (z.is_floating_point() or z.dtype == torch.bool):
         raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
-    if name != "t" and z.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
-        raise ValueError(f"state.{name} must be {like.dtype} as x is, got {z.dtype}. Fix: state.{name}.to(x).")
+    wanted = like.dtype if name in ("h", "c") else memory_dtype(like.dtype)
+    if name != "t" and z.dtype != wanted and not torch.is_autocast_enabled(like.device.type):
+        raise ValueError(f"state.{name} must be {wanted}, x being {like.dtype}, got {z.dtype}. Fix: .to({wanted}).")
 
 
 def rnn_step(nonlinearity: str) -> Step:
@@ -117,19 +112,25 @@ def rnn_step(nonlinearity: str) -> Step:
 
 
 @torch.no_grad()
-def init_gates_(module: nn.Module, forget_bias: float = 0.0) -> None:
+def init_gates_(module: nn.Module, names: Iterable[str], forget_bias: float = 0.0) -> None:
     """Appendices A and F: input weights orthogonal, recurrent ones with ones on the diagonal, biases 0.
 
     Arguments:
         module: a layer or cell.
+        names: of its parameters, parametrized or not.
         forget_bias: what the forget gate of an LSTM has in each bias.
     """
-    for name, parameter in module.named_parameters():
+    n = module.hidden_size
+    for name in names:
+        old = getattr(module, name)
+        new = torch.zeros_like(old, dtype=torch.promote_types(old.dtype, torch.float32))
         if name.startswith("weight_ih"):
-            nn.init.orthogonal_(parameter)
+            nn.init.orthogonal_(new)
         elif name.startswith("weight_hh"):
-            nn.init.eye_(parameter)
+            nn.init.eye_(new)
+        elif len(new) == 4 * n:
+            new[n : 2 * n] = forget_bias
+        if name in module._parameters:
+            old.copy_(new)
         else:
-            nn.init.zeros_(parameter)
-            if len(parameter) == 4 * module.hidden_size:
-                parameter[module.hidden_size : 2 * module.hidden_size] = forget_bias
+            setattr(module, name, new.to(old.dtype))

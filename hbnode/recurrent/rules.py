@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 
 class Memory(NamedTuple):
@@ -52,9 +52,14 @@ class Rule:
                     f"{field.name} must be {expected}, got {value!r}. Fix: {field.name}={field.default!r} to begin."
                 )
 
+    def __call__(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        """:meth:`drive`, in float32 at least: in half precision a long memory stalls, and eps is nothing."""
+        d, memory = self.drive(g.to(memory_dtype(g.dtype)), memory)
+        return d.to(g.dtype), memory
+
     def start(self, like: Tensor) -> Memory:
         """The memory before the first sample, for a drive like ``like``, (batch, n)."""
-        zero = torch.zeros_like(like)
+        zero = torch.zeros_like(like, dtype=memory_dtype(like.dtype))
         return Memory(**{name: 0 if name == "t" else zero for name in self.memory})
 
     def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
@@ -73,7 +78,7 @@ class Rule:
         """The drive of a long sequence, of which g is given block by block."""
         drives = []
         for g in blocks:
-            d, memory = self.drive(g, memory)
+            d, memory = self(g, memory)
             drives.append(d)
         return torch.cat(drives), memory
 
@@ -242,6 +247,20 @@ _VALID = {
 }
 
 
+def memory_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a rule computes and carries its memory in, for inputs of a dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def once(what: str) -> None:
+    """Refuse to be differentiated twice, which torch's ``once_differentiable`` leaves out in silence."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{what} cannot be differentiated twice, and create_graph=True asks for it. Fix: create_graph=False, or "
+            "step the layer's cell over time."
+        )
+
+
 def _normalized(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -274,10 +293,10 @@ class _Normalized(torch.autograd.Function):
         return drives, v, m
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: FunctionCtx, grad: Tensor | None, dv: Tensor | None, dm: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        once("the drive of Adam and RMSProp")
         g, drives, *roots = ctx.saved_tensors
         has_momentum, mu, s, beta = ctx.factors
         grad = torch.zeros_like(g) if grad is None else grad
@@ -326,8 +345,9 @@ def running_sum(mu: float | Tensor, s: float, g: Tensor, v: Tensor) -> Tensor:
 def _constant_weights(
     mu: float, steps: int, s: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    kernel, decay = weights(torch.full((steps,), mu, dtype=torch.float64), s)
-    return kernel.to(device, dtype), decay.to(device, dtype)
+    with torch.inference_mode(False), torch.no_grad():  # it is kept for training too
+        kernel, decay = weights(torch.full((steps,), mu, dtype=torch.float64), s)
+        return kernel.to(device, dtype), decay.to(device, dtype)
 
 
 def weights(mu: Tensor, s: float) -> tuple[Tensor, Tensor]:

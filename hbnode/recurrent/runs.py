@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hbnode.recurrent.batch import Batch
 from hbnode.recurrent.filter import linear_filter
-from hbnode.recurrent.rules import Memory, Rule
+from hbnode.recurrent.rules import Memory, Rule, memory_dtype
 from hbnode.recurrent.scan import BLOCK, Scan
 from hbnode.recurrent.state import MomentumState
 from hbnode.recurrent.steps import Step, Taken
@@ -75,6 +75,10 @@ class Runner:
         """
         if self.autocast:
             x, state = x.to(weights.w), state.map(lambda z: z.to(weights.w) if z.is_floating_point() else z)
+        elif x.dtype != weights.w.dtype:
+            raise ValueError(
+                f"x must be {weights.w.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...) or layer.to(...)."
+            )
         if state.is_fresh and self.rule.is_linear:
             return self._from_rest(batch, x, weights, state)
         if state.is_fresh:
@@ -96,7 +100,7 @@ class Runner:
     ) -> tuple[Tensor, MomentumState]:
         """From v_0 = 0 by a linear rule: the cell over filtered inputs."""
         x, w, b = self._filtered(x, weights, state.t)
-        v = linear(batch.last(x), w, b)
+        v = linear(batch.last(x), w, b).to(memory_dtype(x.dtype))
         h, taken = self._cell(batch, x, w, b, weights, Taken(state.h, state.c))
         return h, MomentumState(taken.h, taken.c, v)
 
@@ -106,7 +110,7 @@ class Runner:
         if len(x) - fading < BLOCK:
             return self._over_drive(x, weights, state)
         filtered, w, b = self._filtered(x, weights, state.t)
-        v, first = linear(filtered[-1], w, b), []
+        v, first = linear(filtered[-1], w, b).to(memory_dtype(x.dtype)), []
         if fading:
             h, state = self._over_drive(x[:fading], weights, state)
             first = [h]
@@ -136,11 +140,11 @@ class Runner:
         return linear_filter(x, mu, s), w, None
 
     def _fading(self, steps: int, state: MomentumState, dtype: torch.dtype) -> int:
-        """How many samples it takes until v_0 has decayed to nothing."""
+        """How many samples it takes until v_0, even if much larger than what follows, has decayed to nothing."""
         if isinstance(state.t, Tensor):
             return steps
         decay = self.rule.coefficients(state.t, steps).cumprod(0)
-        return int((decay >= torch.finfo(dtype).eps / 8).sum())
+        return int((decay >= torch.finfo(dtype).eps ** 2).sum())
 
     def _drive(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
         """The drive of a sequence, of which nothing but x is kept for the backward pass."""

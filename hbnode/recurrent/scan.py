@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
-from hbnode.recurrent.rules import Memory, Rule
+from hbnode.recurrent.rules import Memory, Rule, once
 from hbnode.recurrent.steps import Step, Taken
 
 BLOCK = 16
@@ -64,7 +64,7 @@ class Scan:
 
     def drive(self, x: Tensor, w: Tensor | None, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
         """The drive of a block."""
-        return (x, memory) if self.rule is None else self.rule.drive(linear(x, w, b), memory)
+        return (x, memory) if self.rule is None else self.rule(linear(x, w, b), memory)
 
     def forward(self, drive: Tensor, u: Tensor, bias: Tensor | None, before: Taken) -> Taken:
         """The steps of a block, stacked."""
@@ -102,13 +102,16 @@ class Scan:
         drest = None if found[0].rest is None else torch.stack([gradients.rest for gradients in reversed(found)])
         return self.step.drive_gradient(da, drest), da, dh, dc
 
-    def of(self, length: int) -> tuple[Callable, Callable, Callable]:
-        """drive, forward and backward, for a block of this length; a shorter one at the end is not worth compiling."""
-        return _compiled(self) if self.compile and length == BLOCK else (self.drive, self.forward, self.backward)
+    def of(self, x: Tensor, u: Tensor) -> tuple[Callable, Callable, Callable]:
+        """drive, forward and backward, for a block of x; a shorter one at the end is not worth compiling."""
+        if self.compile and len(x) == BLOCK:
+            return _compiled(self, x.shape, u.shape, x.dtype, x.device)
+        return self.drive, self.forward, self.backward
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(scan: Scan) -> tuple[Callable, Callable, Callable]:
+def _compiled(scan: Scan, *of: object) -> tuple[Callable, Callable, Callable]:
+    """Programs of their own for each shape, dtype and device."""
     drive = scan.drive if scan.rule is None or scan.rule.is_linear else _program(scan.drive)
     return drive, _program(scan.forward), _program(scan.backward)
 
@@ -144,7 +147,7 @@ class _Scan(torch.autograd.Function):
         memory, last = Memory(*kept, t), Taken(h, c)
         blocks, memories = [], []
         for block in x.split(BLOCK):
-            drive, forward, _ = scan.of(len(block))
+            drive, forward, _ = scan.of(block, u)
             memories.append(memory)
             d, memory = drive(block, w, b, memory)
             memory = _apart(memory)
@@ -159,8 +162,8 @@ class _Scan(torch.autograd.Function):
         return out, None if c is None else last.c.clone(), *memory[:3]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor | None, dc: Tensor | None, *dkept: Tensor | None) -> tuple:
+        once("a scan over time")
         scan = ctx.scan
         x, w, b, u, bias, h, c, out, *kept = ctx.saved_tensors
         cut = 3 * len(ctx.times)
@@ -173,7 +176,7 @@ class _Scan(torch.autograd.Function):
         for k in reversed(range(len(memories))):
             at = slice(k * BLOCK, min((k + 1) * BLOCK, len(x)))
             before, taken = blocks[k]
-            _, _, backward = scan.of(len(taken.h))
+            _, _, backward = scan.of(x[at], u)
             dd, da, dh, dc = backward(grad[at], dh, dc, u, before, taken)
             sums.add_recurrent(da, before.h, taken.h)
             dx_block, *dkept = sums.add_drive((x[at], w, b, *memories[k][:3]), memories[k].t, (dd, *dkept))
@@ -209,7 +212,7 @@ class _Sums:
         """
         if self.scan.rule is None:
             return [grads[0], None, None, None]
-        drive, _, _ = self.scan.of(len(inputs[0]))
+        drive, _, _ = self.scan.of(inputs[0], self.u)
         with torch.enable_grad():
             inputs = [z if z is None else z.detach().requires_grad_() for z in inputs]
             d, memory = drive(*inputs[:3], Memory(*inputs[3:], t))
