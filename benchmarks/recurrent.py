@@ -6,9 +6,9 @@ shrinks. *orthogonal*: DTRIV layers over a plain loop with the same parametrisat
 the setting of the paper's table 14. *memory*: what they add to the peak, as in table 15, each in a fresh process.
 
 A training step is forward, the mean square of all outputs, backward. Times are medians of runs that take turns in one
-process, on one thread unless told; ratios are medians over the rounds. Memory is the process's, on a GPU that of
-PyTorch's allocator; on a CPU, where the compiler's would count too, only of eager layers. Writes JSON with the machine
-in it.
+process, on one thread unless told; ratios are medians over the rounds, each over its own rival. Memory is the
+process's, on a GPU that of PyTorch's allocator; on a CPU, where the compiler's would count too, only of eager layers.
+Writes JSON with the machine in it.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class PaperLSTM(nn.Module):
 
 
 class LoopDTRIV(nn.Module):
-    """An orthogonal RNN with momentum as a plain loop: v = mu v + s W x, h = modrelu(B h + v); mu 0, s 1 is DTRIV."""
+    """An orthogonal RNN as a plain loop: h = modrelu(B h + v), v = mu v + s W x; without mu, v = W x."""
 
-    def __init__(self, inputs: int, hidden: int, momentum: float, step_size: float) -> None:
+    def __init__(self, inputs: int, hidden: int, momentum: float | None, step_size: float) -> None:
         super().__init__()
         self.hidden, self.momentum, self.step_size = hidden, momentum, step_size
         self.encoder = nn.Linear(inputs, hidden, bias=False)
@@ -101,8 +101,8 @@ class LoopDTRIV(nn.Module):
         """The outputs (T, batch, hidden) of x (T, batch, inputs)."""
         h = v = x.new_zeros(x.shape[1], self.hidden)
         weight, outputs = self.recurrent.weight, []
-        for sample in x:
-            v = self.momentum * v + self.step_size * self.encoder(sample)
+        for wx in self.encoder(x):
+            v = wx if self.momentum is None else self.momentum * v + self.step_size * wx
             z = h @ weight.T + v
             h = z.sign() * torch.relu(z.abs() + self.bias)
             outputs.append(h)
@@ -113,7 +113,7 @@ MODULES: dict[str, Callable[[int, int], nn.Module]] = {
     "nn.LSTM": nn.LSTM,
     "appendix F": PaperLSTM,
     "appendix F, Adam": lambda inputs, hidden: PaperLSTM(inputs, hidden, beta=0.9),
-    "DTRIV, loop": lambda inputs, hidden: LoopDTRIV(inputs, hidden, 0.0, 1.0),
+    "DTRIV, loop": lambda inputs, hidden: LoopDTRIV(inputs, hidden, None, 1.0),
     "MomentumDTRIV, loop": lambda inputs, hidden: LoopDTRIV(inputs, hidden, 0.6, 0.6),
 }
 
@@ -161,13 +161,18 @@ class Contender:
             torch.cuda.synchronize(self.x.device)
 
 
-def timed(contenders: dict[str, Contender], repeats: int, what: str = "train") -> list[Row]:
-    """A row for each contender; ratios are over the first."""
+def timed(
+    contenders: dict[str, Contender], repeats: int, what: str = "train", rivals: dict[str, str] | None = None
+) -> list[Row]:
+    """A row for each contender; its ratio is over the rival that its name begins with, else over the first."""
     rounds = interleaved([getattr(each, what) for each in contenders.values()], repeats)
+    times, first = dict(zip(contenders, rounds, strict=True)), next(iter(contenders))
     rows = []
-    for name, times in zip(contenders, rounds, strict=True):
-        ratio = statistics.median(mine / first for mine, first in zip(times, rounds[0], strict=True))
-        rows.append({"layer": name, "ms": 1e3 * statistics.median(times), "ratio": ratio})
+    for name, mine in times.items():
+        found = [rival for start, rival in (rivals or {}).items() if name.startswith(start)]
+        over = found[0] if found else first
+        ratio = statistics.median(a / b for a, b in zip(mine, times[over], strict=True))
+        rows.append({"layer": name, "over": over, "ms": 1e3 * statistics.median(mine), "ratio": ratio})
     return rows
 
 
@@ -184,9 +189,11 @@ def training(options: argparse.Namespace) -> list[Row]:
     """Steps of each rule's LSTM over those of nn.LSTM."""
     rows = []
     for setting in (TINY,) if options.quick else LSTMS:
-        hows = ["", "carried", *(["compiled", "carried, compiled"] if options.compiled else [])]
         names = [f"{rule}LSTM" for rule in RULES]
-        contenders = entered(["nn.LSTM"], setting, options.device) | entered(names, setting, options.device, hows)
+        contenders = entered(["nn.LSTM"], setting, options.device)
+        contenders |= entered(names, setting, options.device, ["", "carried"])
+        if options.compiled:  # linear rules have no scan to compile
+            contenders |= entered(["AdamLSTM", "RMSPropLSTM"], setting, options.device, ["compiled"])
         rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats)]
     return rows
 
@@ -197,9 +204,8 @@ def cells(options: argparse.Namespace) -> list[Row]:
     for setting in (TINY,) if options.quick else BATCHES:
         names = ["appendix F", "appendix F, Adam", "nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
         contenders = entered(names, setting, options.device)
-        if options.compiled:
-            contenders |= entered(names[3:], setting, options.device, ["compiled"])
-        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats)]
+        rivals = {"Adam": "appendix F, Adam", "RMSProp": "appendix F, Adam"}
+        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats, rivals=rivals)]
     return rows
 
 
@@ -208,8 +214,11 @@ def orthogonal(options: argparse.Namespace) -> list[Row]:
     setting = TINY if options.quick else ORTHOGONAL
     names = ["DTRIV", *(f"{rule}DTRIV" for rule in RULES)]
     contenders = entered(["MomentumDTRIV, loop", "DTRIV, loop"], setting, options.device)
-    contenders |= entered(names, setting, options.device, ["", "compiled"] if options.compiled else [""])
-    return [{"setting": str(setting), **row} for row in timed(contenders, options.repeats)]
+    contenders |= entered(names, setting, options.device)
+    if options.compiled:
+        contenders |= entered(names[:2], setting, options.device, ["compiled"])
+    rivals = {"DTRIV": "DTRIV, loop"}
+    return [{"setting": str(setting), **row} for row in timed(contenders, options.repeats, rivals=rivals)]
 
 
 def paper(options: argparse.Namespace) -> list[Row]:
@@ -217,8 +226,6 @@ def paper(options: argparse.Namespace) -> list[Row]:
     setting = TINY if options.quick else PAPER
     names = ["nn.LSTM", *(f"{rule}LSTM" for rule in RULES)]
     contenders = entered(names, setting, options.device)
-    if options.compiled:
-        contenders |= entered(names[1:], setting, options.device, ["compiled"])
     rows = []
     for trained, evaluated in zip(
         timed(contenders, options.repeats), timed(contenders, options.repeats, "evaluate"), strict=True
@@ -299,7 +306,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         lines.append([_show(row[name], FORMS.get(name.rpartition("_")[2])) for name in names])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = ["<" if name in ("setting", "layer") else ">" for name in names]
+    sides = ["<" if name in ("setting", "layer", "over") else ">" for name in names]
     return "\n".join(
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
         for line in lines

@@ -58,7 +58,7 @@ def speech(source: str = "auto", timit: str = "") -> tuple[Waves, str]:
     if source not in SOURCES:
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     if source == "timit":
-        return _timit(Path(timit or Path(os.environ.get("HBNODE_DATA", "")) / "timit")), "timit"
+        return _timit(Path(timit or Path(os.environ.get("HBNODE_DATA") or os.devnull) / "timit")), "timit"
     if source != "generated":
         try:
             return _digits(), "digits"

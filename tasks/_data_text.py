@@ -82,7 +82,9 @@ def read_text(source: str = "auto", *, vocabulary: int = 0, train_size: int = 0,
 
 
 def _paths(source: str) -> list[Path]:
-    return [Path(os.environ.get("HBNODE_DATA", "")) / name for name in FILES[source]]
+    """Where the files are; without HBNODE_DATA nowhere, rather than in the folder that one happens to be in."""
+    root = os.environ.get("HBNODE_DATA")
+    return [Path(root or os.devnull) / name for name in FILES[source]]
 
 
 def _words(path: Path) -> Iterator[str]:

@@ -4,7 +4,8 @@ A rule changes how the input reaches the gates, and with it the size of the inpu
 comparison tells the three apart:
 
 - "plain": the layer without a rule: momentum 0, step size 1.
-- "gain": the input at the same step size, without momentum.
+- "gain": the input at the same step size s, without momentum.
+- "steady": the input at the gain that momentum has in the long run, s / (1 - mu), without momentum.
 - "forget": the forget gate's bias that "momentum" has in the long run, without momentum; of an LSTM only. Of its two
   biases b, the rule filters the input's, which grows to b s / (1 - mu); here each is half of b + b s / (1 - mu).
 - "momentum", "nag", "sr" (scheduled restart), "adam", "rmsprop", "adaptive": the rules.
@@ -21,12 +22,13 @@ from torch import nn
 import hbnode
 from tasks._run import TaskConfig, option
 
-VARIANTS = ("plain", "gain", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
+VARIANTS = ("plain", "gain", "steady", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
 CELLS = ("lstm", "rnn", "gru", "dtriv")
 # The values of a Rule that a variant is made from; others say nothing to it.
 USES = {
     "plain": (),
     "gain": ("step_size",),
+    "steady": ("momentum", "step_size"),
     "forget": ("momentum", "step_size"),
     "momentum": ("momentum", "step_size"),
     "nag": ("step_size",),
@@ -106,12 +108,18 @@ class RecurrentConfig(TaskConfig):
         """What the variant ``model`` runs with.
 
         Arguments:
-            table: the task's values by variant; "gain" and "forget" go by those of "momentum", as a rule does that the
-                table leaves out. Values that the options give come first.
+            table: the task's values by variant; "gain", "steady" and "forget" go by those of "momentum", as a rule
+                does that the table leaves out. Values that the options give come first.
         """
-        wanted = table["momentum"] if self.model in ("gain", "forget") else table.get(self.model, table["momentum"])
+        wanted = (
+            table["momentum"]
+            if self.model in ("gain", "steady", "forget")
+            else table.get(self.model, table["momentum"])
+        )
         given = {name: getattr(self, name) for name in USES[self.model]}
         values = {name: getattr(wanted, name) if value is None else value for name, value in given.items()}
+        if self.model == "steady":
+            return Rule(step_size=values["step_size"] / (1 - values["momentum"]))
         if self.model == "forget":
             return Rule(forget_scale=(1 + values["step_size"] / (1 - values["momentum"])) / 2)
         return Rule(**values)
@@ -151,7 +159,12 @@ def make_layer(
 
 def title(model: str, cell: str) -> str:
     """What a variant is called in tables and figures."""
-    stock = {"plain": "", "gain": ", same gain", "forget": ", same forget bias"}
+    stock = {
+        "plain": "",
+        "gain": ", same step size",
+        "steady": ", same gain in the end",
+        "forget": ", same forget bias",
+    }
     if model in stock:
         return cell.upper() + stock[model]
     return PREFIXES.get(model, "Momentum") + cell.upper()

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import typing
@@ -296,7 +297,7 @@ class Run:
                 "model": self.config.model,
                 "parameters": count_parameters(model),
                 **self.rows[-1],
-                "seconds_per_epoch": sum(seconds) / len(seconds),
+                "seconds_per_epoch": statistics.median(seconds),
                 **{
                     f"{name}_mean": sum(row[name] for row in self.rows) / len(seconds)
                     for name in ("nfe_forward", "nfe_backward")

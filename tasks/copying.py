@@ -120,7 +120,7 @@ def cross_entropy(model: nn.Module, batch: Batch, length: int) -> tuple[Tensor, 
     (remembered,) = batch
     x, target = sequences(remembered, length)
     scores = model(x)
-    recalled = scores[:, -RECALLED:, :CHARACTERS].argmax(2) == remembered
+    recalled = scores[:, -RECALLED:].argmax(2) == remembered
     loss = nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
     return loss, {"accuracy": recalled.float().mean().item()}
 

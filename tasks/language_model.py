@@ -167,7 +167,7 @@ class LanguageModel(nn.Module):
 
 def make_model(words: int, config: LanguageModelConfig) -> LanguageModel:
     """The model that the options name."""
-    rule = config.rule(PTB_TABLE if config.preset == "ptb" else TABLE)
+    rule = rule_of(config)
 
     def make(before: int, after: int) -> nn.Module:
         return make_layer(
@@ -197,8 +197,13 @@ def evaluate(model: LanguageModel, text: Tensor, bptt: int) -> float:
     return total / text[1:].numel()
 
 
+def rule_of(config: LanguageModelConfig) -> Rule:
+    """What the variant runs with."""
+    return config.rule(PTB_TABLE if config.preset == "ptb" else TABLE)
+
+
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss, infinite where that is too large for a number."""
+    """The exponential of a mean loss, of which one too large for a number is called infinite."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -364,9 +369,11 @@ def train(config: LanguageModelConfig) -> None:
     if not run.is_finished:
         test = in_columns(text.parts["test"], EVAL_COLUMNS).to(run.workers.device)
         loss = evaluate(model, test, config.bptt)
+        require_finite({"loss": loss, "perplexity": perplexity(loss)}, "test data", run)
         results |= {"test_loss": loss, "test_perplexity": perplexity(loss)}
         print(f"{config.model}: test perplexity {results['test_perplexity']:.4g}, epoch {results['best_epoch']}")
-    run.finish(model, source=text.source, words=len(text.words), unigram_perplexity=unigram, **results)
+    rule = dataclasses.asdict(rule_of(config))
+    run.finish(model, rule=rule, source=text.source, words=len(text.words), unigram_perplexity=unigram, **results)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -234,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     judged, folder = TASKS[options.task], options.out or Path("runs") / f"momentum_ablation-{options.task}"
     module = importlib.import_module(f"tasks.{options.task}")
     base = parse(getattr(module, judged.kind), module.PRESETS, module.__doc__, ["--model", "momentum", *rest])
+    if (base.model, base.cell, base.momentum, base.step_size) != ("momentum", "lstm", None, None):
+        raise SystemExit("the grid is one of MomentumLSTM. Fix: leave --model, --cell, --momentum and --step-size out.")
     configs = plan(options, base, folder)
     threads = max(1, torch.get_num_threads() // options.jobs)
     failed = side_by_side(configs, module.train, options.jobs, threads)

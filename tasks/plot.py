@@ -32,9 +32,9 @@ ORDER = (*MODELS, *BASELINES)
 COLORS = {name: f"C{index}" for names in (ORDER, VARIANTS) for index, name in enumerate(names)}
 TITLES = {name: name.upper() for name in ORDER} | {"cfc": "CfC"}
 # Options that leave the numbers as they are.
-NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve")
+NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve", "timit")
 # Options that say which figure a run belongs to.
-EXPERIMENT = ("task", "preset", "dataset", "protocol", "cell", "length", "side", "permuted")
+EXPERIMENT = ("task", "preset", "dataset", "data", "protocol", "cell", "length", "side", "permuted")
 # What a task is judged by.
 METRIC = {
     "adding": "test_loss",
@@ -92,12 +92,12 @@ class Group:
     @property
     def is_plain(self) -> bool:
         """Whether it is what others are compared with, drawn with a broken line: a baseline, a layer without a rule."""
-        return self.model in (*BASELINES, "plain", "gain", "forget")
+        return self.model in (*BASELINES, "plain", "gain", "steady", "forget")
 
     @property
     def experiment(self) -> str:
         """Which figure the runs belong to: task, preset, data set, how it is split or read, and the layer's cell."""
-        values = {name: self.config[name] for name in EXPERIMENT if self.config.get(name, False) is not False}
+        values = {name: self.config[name] for name in EXPERIMENT if self.config.get(name) not in (None, False)}
         return "-".join(name if value is True else str(value) for name, value in values.items())
 
     def mean(self, name: str) -> float:

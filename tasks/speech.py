@@ -184,7 +184,7 @@ def train(config: SpeechConfig) -> None:
         if is_first:
             print(f"{config.model}: test MSE {results['test_mse']:.4g}, epoch {results['best_epoch']}")
             draw_prediction(model, test, f"{title(config.model, config.cell)}, {source}", run)
-    run.finish(model, source=source, **simple, **results)
+    run.finish(model, source=source, rule=dataclasses.asdict(config.rule(TABLE)), **simple, **results)
 
 
 def draw_prediction(model: Predictor, test: Batch, name: str, run: Run) -> None:

@@ -74,7 +74,7 @@ def test_every_variant_of_every_cell_runs(cell):
         layer = make_layer(model, cell, 2, 3, rule, batch_first=True, num_layers=2)
         output, _ = layer(torch.randn(4, 5, 2))
         assert output.shape == (4, 5, 3)
-        if model not in ("plain", "gain", "forget"):
+        if model not in ("plain", "gain", "steady", "forget"):
             assert isinstance(layer, getattr(hbnode, title(model, cell)))
 
 
@@ -82,7 +82,7 @@ def test_every_variant_of_every_cell_runs(cell):
 def test_plain_is_the_stock_layer_and_gain_the_one_with_scaled_input(cell, stock):
     reference = stock(2, 3, batch_first=True).double()
     x = torch.randn(4, 6, 2, dtype=torch.float64)
-    for model, scale in (("plain", 1.0), ("gain", 0.9)):
+    for model, scale in (("plain", 1.0), ("gain", 0.9), ("steady", 0.9 / (1 - 0.6))):
         layer = make_layer(model, cell, 2, 3, parse("--model", model).rule(TABLE), batch_first=True).double()
         state = dict(reference.state_dict())
         layer.load_state_dict(state)
@@ -93,7 +93,7 @@ def test_plain_is_the_stock_layer_and_gain_the_one_with_scaled_input(cell, stock
 
 def test_titles():
     assert title("plain", "lstm") == "LSTM"
-    assert title("gain", "gru") == "GRU, same gain"
+    assert title("gain", "gru") == "GRU, same step size"
     assert title("momentum", "dtriv") == "MomentumDTRIV"
     assert len({title(model, "rnn") for model in VARIANTS}) == len(VARIANTS)
 
