@@ -2,10 +2,12 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 
+import hbnode
 from hbnode import recurrent
 from tests.momentum_layers import RULES, close, gradients, make_input, make_pair, make_state
 
@@ -250,3 +252,26 @@ def test_a_state_starts_it():
     x = make_input()
     state, entries = make_state(layer, x)
     close(layer(x, state)[0], twin(layer, x, entries)[0], 1e-12)
+
+
+def test_pickling_keeps_what_is_frozen_and_the_mode_and_draws_nothing():
+    layer = hbnode.MomentumDTRIV(2, 4, momentum=0.3).eval()
+    layer.bias_l0.requires_grad_(False)
+    before = torch.get_rng_state()
+    again = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not again.training
+    assert not again.bias_l0.requires_grad
+    assert again.weight_ih_l0.requires_grad
+    assert again.rule == layer.rule
+
+
+def test_other_parametrizations_and_a_second_bias():
+    layer = hbnode.DTRIV(2, 4)
+    torch.nn.utils.parametrizations.weight_norm(layer, "weight_ih_l0")
+    inner = recurrent.parameter_groups(layer, 1e-3, 1e-4)[1]["params"]
+    assert len(inner) == 1
+    assert inner[0].shape == (4, 4)
+    layer.rebase()
+    with pytest.raises(TypeError, match="bias of modReLU"):
+        hbnode.DTRIV(2, 4, bias=False)

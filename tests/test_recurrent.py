@@ -581,3 +581,89 @@ def test_autocast(cell, rule):
     assert (output - expected).abs().mean() < 0.02
     assert all(p.grad.isfinite().all() for p in layer.parameters())
     assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
+
+
+# What a review found
+
+
+@pytest.mark.parametrize("numbers", [{"restart": 17}, {"restart": 5}])
+def test_a_carried_momentum_fades_at_the_right_times(numbers):
+    """Of a schedule, t goes on in the part that runs as torch's layer, after v_0 has decayed."""
+    layer = hbnode.SRLSTM(2, 3, step_size=0.6, **numbers).double()
+    x = make_input(103)
+    whole, last = layer(x)
+    _, state = layer(x[:39])
+    second, end = layer(x[39:], state)
+    close(second, whole[39:], 1e-12)
+    close(end.v, last.v, 1e-12)
+
+
+def test_a_large_momentum_that_is_carried_over_fades_in_full():
+    layer = hbnode.MomentumLSTM(2, 3)
+    x = 1e6 * make_input(1).float(), make_input(100).float()
+    _, state = layer(x[0])
+    after, end = layer(x[1], state)
+    cell = hbnode.MomentumLSTMCell(2, 3)
+    cell.load_state_dict({name[:-3]: value for name, value in layer.state_dict().items()})
+    stepped = state.map(lambda z: z[0])
+    for sample in x[1]:
+        h, stepped = cell(sample, stepped)
+    torch.testing.assert_close(after[-1], h, rtol=0, atol=1e-5)
+    torch.testing.assert_close(end.v[0], stepped.v, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["AdamLSTM", "MomentumDTRIV", "RMSPropGRU"])
+def test_training_after_inference_mode_and_no_second_derivative(name):
+    layer = getattr(hbnode, name)(2, 3)
+    x = make_input(40).float().requires_grad_()
+    with torch.inference_mode():
+        layer(x.detach())
+    output, state = layer(x)
+    second, _ = layer(x, state)
+    second.sum().backward()
+    output, _ = layer(x)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*Fix: "):
+        torch.autograd.grad(output.square().sum(), x, create_graph=True)
+
+
+def test_a_fresh_linear_rule_is_differentiated_as_torchs_layer_is():
+    layer = hbnode.MomentumRNN(2, 3).double()
+    x = make_input(12).requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert layer.weight_ih_l0.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["AdamLSTM", "RMSPropLSTM", "AdaptiveMomentumLSTM", "NAGLSTM"])
+def test_half_precision_keeps_its_memory_in_float32(name, dtype):
+    layer, cell = (getattr(hbnode, name + suffix)(2, 3, dtype=dtype) for suffix in ("", "Cell"))
+    cell.load_state_dict({key[:-3]: value for key, value in layer.state_dict().items()})
+    silent = torch.zeros(20, 2, 2, dtype=dtype)
+    output, state = layer(silent)
+    output, state = layer(silent, state)
+    if dtype == torch.bfloat16:  # a slope of 1e4 at silent inputs is too much for float16
+        output.float().sum().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+    stepped = None
+    for sample in (*silent, *silent):
+        h, stepped = cell(sample, stepped)
+    for found in (state, stepped):
+        assert all(z.dtype == torch.float32 for z in (found.v, found.m, found.g) if z is not None)
+    torch.testing.assert_close(output[-1], h, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["MomentumLSTM", "AdamGRU"])
+@pytest.mark.parametrize("options", [{"momentum_space": "hidden"}, {"batch_first": True, "num_layers": 2}], ids=str)
+def test_to_stock_with_options(name, options):
+    layer = getattr(hbnode, name)(2, 3, **options).double()
+    x = make_input(9)
+    close(layer.to_stock()(x)[0], layer(x)[0], 1e-12)
+
+
+def test_initial_weights_are_drawn_anew_under_a_parametrization():
+    layer = hbnode.MomentumLSTM(2, 3)
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.weight_hh_l0[:3], torch.eye(3))
+    assert torch.equal(layer.bias_hh_l0[3:6], torch.ones(3))
