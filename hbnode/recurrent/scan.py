@@ -58,7 +58,9 @@ class Scan:
             h (T, batch, n), the last h and c, and the memory after the last sample.
         """
         memory = memory or Memory()
-        h, c, v, m, g = _Scan.apply(self, memory.t, x, *weights, *recurrent, start.h, start.c, *memory[:3])
+        h, c, v, m, g = _Scan.apply(
+            self, torch.is_grad_enabled(), memory.t, x, *weights, *recurrent, start.h, start.c, *memory[:3]
+        )
         t = None if memory.t is None else memory.t + len(x)
         return h, Taken(h[-1], c), None if self.rule is None else Memory(v, m, g, t)
 
@@ -134,6 +136,7 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         scan: Scan,
+        keeps: bool,
         t: int | Tensor | None,
         x: Tensor,
         w: Tensor | None,
@@ -151,15 +154,18 @@ class _Scan(torch.autograd.Function):
             memories.append(memory)
             d, memory = drive(block, w, b, memory)
             memory = _apart(memory)
-            blocks.append(forward(d, u, bias, last))
-            last = Taken(blocks[-1].h[-1], None if c is None else blocks[-1].c[-1])
+            taken = forward(d, u, bias, last)
+            last = Taken(taken.h[-1], None if c is None else taken.c[-1].clone())
+            blocks.append(taken if keeps else Taken(taken.h))
         out = torch.cat([taken.h for taken in blocks])
+        if not keeps:
+            return out, last.c, *memory[:3]
         ctx.scan, ctx.times = scan, [memory.t for memory in memories]
         kept = [z for memory in memories for z in memory[:3]]
         kept += [z for taken in blocks for z in (taken.c, *taken.parts)]
         ctx.save_for_backward(x, w, b, u, bias, h, c, out, *kept)
         ctx.set_materialize_grads(False)
-        return out, None if c is None else last.c.clone(), *memory[:3]
+        return out, last.c, *memory[:3]
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor | None, dc: Tensor | None, *dkept: Tensor | None) -> tuple:
@@ -172,7 +178,7 @@ class _Scan(torch.autograd.Function):
         grad = torch.zeros_like(out) if grad is None else grad
         dh, dc = torch.zeros_like(h), torch.zeros_like(c) if dc is None and c is not None else dc
         sums = _Sums(scan, u, bias)
-        dx = torch.empty_like(x) if ctx.needs_input_grad[2] else None
+        dx = torch.empty_like(x) if ctx.needs_input_grad[3] else None
         for k in reversed(range(len(memories))):
             at = slice(k * BLOCK, min((k + 1) * BLOCK, len(x)))
             before, taken = blocks[k]
@@ -182,7 +188,7 @@ class _Scan(torch.autograd.Function):
             dx_block, *dkept = sums.add_drive((x[at], w, b, *memories[k][:3]), memories[k].t, (dd, *dkept))
             if dx is not None:
                 dx[at] = dx_block
-        return None, None, dx, sums.w, sums.b, sums.u, sums.bias, dh, dc, *dkept
+        return None, None, None, dx, sums.w, sums.b, sums.u, sums.bias, dh, dc, *dkept
 
 
 class _Sums:
