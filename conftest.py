@@ -3,11 +3,16 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
-torch.set_num_threads(1)  # reproducible, and the tests run several processes on few cores
+torch.set_num_threads(1)  # reproducible, and the tests run in a process for each core
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# The same examples in every run, however slow the machine, and nothing written to the working folder.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=20)
+hypothesis.settings.load_profile("same")
 
 DATA = Path(__file__).parents[1] / "shared" / "data"
 if DATA.is_dir():  # real data kept beside the checkout
