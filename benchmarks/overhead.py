@@ -1,7 +1,7 @@
-"""What hbnode's counting and checking cost on top of torchdiffeq, as ratios of the times of one training step.
+"""What hbnode's counting and checking cost on top of torchdiffeq, and its import on top of torch's, as ratios of times.
 
-Both solve the same HBNODE on the same batch with dopri5; the two are timed in turn, and the median of the ratios is
-printed. Writes JSON with the machine in it.
+Training steps solve the same HBNODE on the same batch with dopri5. Imports take place in fresh processes. The two are
+timed in turn, and the median of the ratios is printed. Writes JSON with the machine in it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,10 +74,17 @@ def seconds(function: Callable[[], None]) -> float:
         gc.enable()
 
 
+def importing(module: str) -> Callable[[], None]:
+    """A fresh process that imports a module, from bytecode after the first time."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=environment)
+
+
 def main() -> None:
     """Time, print a row per setting, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--imports", type=int, default=11, help="how many pairs of processes import the libraries")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/overhead.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -90,8 +100,12 @@ def main() -> None:
                 {"gradient": gradient, "dim": dim, "batch": batch, "ms": a, "torchdiffeq_ms": b, "ratio": ratio}
             )
             print(f"{gradient:<8}  {dim:>3}  {batch:>5}  {a:9.2f}  {b:14.2f}  {ratio:5.2f}")
+    pairs = [(seconds(importing("hbnode")), seconds(importing("torch"))) for _ in range(options.imports + 1)][1:]
+    ours, torchs = (statistics.median(times) for times in zip(*pairs, strict=True))
+    imports = {"seconds": ours, "torch_seconds": torchs, "ratio": statistics.median(x / y for x, y in pairs)}
+    print(f"import hbnode {ours:.2f} s, import torch {torchs:.2f} s, ratio {imports['ratio']:.2f}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": environment(torch.device("cpu")), "rows": rows}
+    report = {"machine": environment(torch.device("cpu")), "rows": rows, "imports": imports}
     write_whole(options.out, json.dumps(report, indent=2).encode())
 
 

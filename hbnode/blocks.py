@@ -7,13 +7,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_count
 from hbnode._state import State
+from hbnode._tracing import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, append_zeros
 from hbnode.nfe import NFE
 from hbnode.solve import Settings, solve
+
+_SETTINGS = tuple(field.name for field in dataclasses.fields(Settings) if field.name != "compile")
 
 
 class ODEBlock(nn.Module):
@@ -98,19 +102,26 @@ class ODEBlock(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor:
         """h(T), or the trajectory of h at the times ``t``."""
+        if torch.jit.is_tracing():
+            with checking_shapes():
+                return self._solve(x, t)
+        return self._solve(x, t)
+
+    def _solve(self, x: Tensor, t: Tensor | Sequence[float] | None) -> Tensor:
         if self.initial_state is not None:
             state = self.initial_state(x)
         else:
             state = self.field.initial_state(append_zeros(x, self.augment))
-        self.nfe = NFE()
-        trajectory = solve(self.field, state, self.t_span if t is None else t, self.settings(), self.nfe)
+        nfe = NFE()
+        if not is_exporting():  # a graph without Python has no attributes
+            self.nfe = nfe
+        trajectory = solve(self.field, state, self.t_span if t is None else t, self.settings(), nfe)
         h = self.field.readout(trajectory)
         return h[-1] if t is None else h
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""
-        names = (field.name for field in dataclasses.fields(Settings) if field.name != "compile")
-        return Settings(**{name: getattr(self, name) for name in names}, compile=self.compile_steps)
+        return Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""

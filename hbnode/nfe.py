@@ -43,6 +43,11 @@ _BACKWARD = {"evaluation": "backward", "accepted": "backward_steps", "rejected":
 _open_counters: list[tuple[frozenset[int], NFE]] = []
 
 
+def is_counting() -> bool:
+    """Whether a :func:`count_nfe` context is open."""
+    return len(_open_counters) > 0
+
+
 def backward_pass() -> int:
     """The number of the backward pass that the autograd engine runs in this thread, or -1 outside of any."""
     return torch._C._current_graph_task_id()

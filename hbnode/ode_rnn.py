@@ -15,6 +15,7 @@ from hbnode._intervals import Intervals
 from hbnode._named import make_cell, make_field
 from hbnode._sequences import Sequences
 from hbnode._state import State
+from hbnode._tracing import untraced
 from hbnode.nfe import NFE
 from hbnode.solve import Settings, checked_state
 from hbnode.solvers.native import METHODS
@@ -242,7 +243,7 @@ class ODERNN(nn.Module):
         s, start = self._begin(sequences, state)
         return self._filter(sequences, s, start)
 
-    @torch.compiler.disable
+    @untraced
     def _filter(self, sequences: Sequences, s: Tensor, start: Tensor | None) -> Filtered:
         """The loop over the samples, from the state s; ``start`` is its time, None if that is the first of them."""
         x, t, seen = sequences.x, sequences.t, sequences.seen
@@ -288,7 +289,7 @@ class ODERNN(nn.Module):
         times = torch.cat([t, t + dt], -1)
         return self._forecast(state, times.flatten(0, -2), shape)
 
-    @torch.compiler.disable
+    @untraced
     def _forecast(self, state: ODERNNState, times: Tensor, shape: torch.Size) -> tuple[Tensor, ODERNNState]:
         """From a state with any batch dimensions, through rows of times beginning with its own."""
         s = state.h if state.m is None else torch.cat([state.h, state.m], -1)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from hbnode._checks import as_count
 from hbnode._state import State, apply, parts
+from hbnode._tracing import ONLY_FIXED_GRIDS, is_tracing, untraced
 from hbnode.nfe import NFE
-from hbnode.solvers import from_torchdiffeq, native, run
+from hbnode.solvers import from_torchdiffeq, native, run, traced
 
 logger = logging.getLogger("hbnode")
 
@@ -175,7 +176,6 @@ class Settings:
         return dataclasses.replace(self, method=method, gradient=gradient)
 
 
-@torch.compiler.disable
 def solve(
     field: Callable,
     y0: State,
@@ -185,6 +185,24 @@ def solve(
     event_fn: Callable | None = None,
 ) -> State | tuple[Tensor, State]:
     """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
+    if is_tracing():
+        if event_fn is None and traced.is_possible(settings):
+            return traced.solve(field, checked_state(field, y0), t, settings.resolved(field), nfe)
+        if not torch.compiler.is_dynamo_compiling():
+            raise ValueError(ONLY_FIXED_GRIDS)
+    return _solve(field, y0, t, settings, nfe, event_fn)
+
+
+@untraced
+def _solve(
+    field: Callable,
+    y0: State,
+    t: Tensor | Sequence[float],
+    settings: Settings,
+    nfe: NFE,
+    event_fn: Callable | None,
+) -> State | tuple[Tensor, State]:
+    """:func:`solve` without a graph of torch.compile."""
     y0 = checked_state(field, y0)
     settings = settings.resolved(field, event_fn is not None)
     theirs = settings.method in from_torchdiffeq.METHODS

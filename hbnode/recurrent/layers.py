@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hbnode._checks import as_count
+from hbnode._tracing import untraced
 from hbnode.recurrent.batch import Batch
 from hbnode.recurrent.parameters import (
     check_rule,
@@ -92,7 +93,7 @@ class RecurrentLayer(nn.Module):
         """Draw the initial weights."""
         raise NotImplementedError
 
-    @torch.compiler.disable  # a loop over time is no graph; torch.compile passes over torch.nn's layers likewise
+    @untraced  # a loop over time is no graph; torch.compile passes over torch.nn's layers likewise
     def forward(
         self, x: Tensor | PackedSequence, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None = None
     ) -> tuple[Tensor | PackedSequence, MomentumState]:

@@ -123,11 +123,11 @@ class Clock:
 
     def for_rows(self, x: Tensor) -> Tensor:
         """Step sizes (...) or (..., batch), to broadcast with a row of the state."""
-        return _spread(x, self.template.dim(), self.row_dims) if self.has_batch else x
+        return spread(x, self.template.dim(), self.row_dims) if self.has_batch else x
 
     def for_parts(self, x: Tensor) -> Tensor:
         """Times (...) or (..., batch), to broadcast with a part of the state."""
-        return _spread(x, self.template.dim(), self.template.dim()) if self.has_batch else x
+        return spread(x, self.template.dim(), self.template.dim()) if self.has_batch else x
 
     def thetas(self, t: Tensor, steps: Sequence[Step]) -> Tensor | None:
         """Where in each of these steps its dense output lies, (steps, outputs), differentiable in ``t``."""
@@ -138,6 +138,12 @@ class Clock:
         return torch.stack(rows)
 
 
-def _spread(x: Tensor, part_dims: int, dims: int) -> Tensor:
+def spread(x: Tensor, part_dims: int, dims: int) -> Tensor:
     """(..., batch) -> (..., 1, batch, 1, ...): the batch is the first dimension of a part of so many dimensions."""
     return x.view(*x.shape[:-1], *[1] * (dims - part_dims), x.shape[-1], *[1] * (part_dims - 1))
+
+
+def align(sizes: Tensor, damping: Tensor) -> Tensor:
+    """Step sizes (steps, ...) with the dimensions that a damping for each channel needs behind the first."""
+    missing = damping.dim() - (sizes.dim() - 1)
+    return sizes.view(len(sizes), *[1] * missing, *sizes.shape[1:]) if missing > 0 else sizes

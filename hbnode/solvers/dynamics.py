@@ -32,15 +32,16 @@ class Dynamics:
         self.structure = y0 if isinstance(y0, Tensor) else tuple(y0)
         tensors = parts(y0)
         self.template = tensors[0]
-        shapes = {part.shape for part in tensors}
-        self.stacked = not isinstance(y0, Tensor) and not (second_order or strung) and len(shapes) == 1
-        self.strung = not second_order and (strung or len(shapes) > 1)
+        alike = all(part.shape == self.template.shape for part in tensors)
+        self.stacked = not isinstance(y0, Tensor) and not (second_order or strung) and alike
+        self.strung = not second_order and (strung or not alike)
         self.activation = None
         damping: Tensor | float = 0.0
         if second_order:
             self.inner._pair(y0)
-            if len(shapes) > 1:
-                raise ValueError(f"h and m must have one shape, got {sorted(map(tuple, shapes))}. Fix: make m like h.")
+            if not alike:
+                shapes = " and ".join(str(tuple(part.shape)) for part in tensors)
+                raise ValueError(f"h and m must have one shape, got {shapes}. Fix: make m like h.")
             damping = self.inner.damping
             self.activation = self.inner.activation if isinstance(self.inner, GHBNODE) else None
         if not isinstance(damping, Tensor):

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torchdiffeq
 from torch import Tensor
 
 from hbnode._replay import Replay, autocast_of, solving
@@ -88,6 +87,8 @@ def _solution(
     watched: _WatchedField, y0: State, t: Tensor, common: dict[str, Any], own: dict[str, Any], settings: Settings
 ) -> State | tuple[Tensor, State]:
     """What torchdiffeq answers, with the gradient that was asked for."""
+    import torchdiffeq  # here, because it imports scipy
+
     if settings.gradient == "adjoint":
         return torchdiffeq.odeint_adjoint(
             watched,

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hbnode._tracing import is_tracing
 from hbnode.solvers.explicit import ExplicitMethod, strictly_lower
 from hbnode.solvers.tableaus import NystromTableau
 
@@ -96,7 +97,8 @@ class Nystrom(ExplicitMethod):
     def matrix(self, damping: Tensor, step: Tensor, thetas: Tensor | None = None) -> Tensor:
         """C, from the module's docstring."""
         damping = damping.to(step)
-        polynomials, rates, units = self.constants(step.device)
+        constants = self.make_constants if is_tracing() else self.constants  # what is traced may not be kept
+        polynomials, rates, units = constants(step.device)
         z = (damping * step).unsqueeze(-1)
         values = (z ** torch.arange(len(polynomials), dtype=z.dtype, device=z.device)) @ polynomials
         values = values * torch.exp(z * rates) * _units(damping, step).index_select(-1, units)
@@ -105,11 +107,14 @@ class Nystrom(ExplicitMethod):
 
     @functools.cache  # noqa: B019, the methods live as long as the module
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Polynomials, rates of the exponentials and units of all coefficients, each flat: (..., rows * columns)."""
+        """:meth:`make_constants`, once for each device."""
         with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the first solve
-            rates, units = self._rates_and_units(self.at, self.of_m)
-            tensors = self.polynomials.flatten(1), rates.flatten(), units.flatten()
-            return tuple(x.clone().to(device) for x in tensors)
+            return tuple(x.clone() for x in self.make_constants(device))
+
+    def make_constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Polynomials, rates of the exponentials and units of all coefficients, each flat: (..., rows * columns)."""
+        rates, units = self._rates_and_units(self.at, self.of_m)
+        return tuple(x.to(device) for x in (self.polynomials.flatten(1), rates.flatten(), units.flatten()))
 
     def _rates_and_units(self, at: Tensor, of_m: Tensor) -> tuple[Tensor, Tensor]:
         """Of rows at fractions ``at`` of the step, (..., rows, columns)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hbnode._replay import Replay, set_random_state
-from hbnode.solvers.clock import Step
+from hbnode.solvers.clock import Step, align
 from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.stepping import Graph, Solve, no_autocast
@@ -130,7 +130,7 @@ class Tape:
         interval, start, size = (_stacked(column, t) for column in columns)
         sizes, times = clock.affine(t, interval.long(), start, size, method.nodes if self.by_times else ())
         if any(g is not None for _, g, _ in group):
-            sizes = _align(clock.for_rows(sizes), damping)
+            sizes = align(clock.for_rows(sizes), damping)
             matrix = method.matrix(damping, sizes, clock.thetas(t, steps))
             by_matrix = _filled([g for _, g, _ in group]).to(matrix)
             outputs.append(matrix)
@@ -151,12 +151,6 @@ def _stacked(values: list, t: Tensor) -> Tensor:
     if isinstance(values[0], Tensor):
         return torch.stack(values).to(t.device)
     return torch.tensor(values, dtype=torch.float64, device=t.device)
-
-
-def _align(sizes: Tensor, damping: Tensor) -> Tensor:
-    """Step sizes (steps, ...) with the dimensions that a damping for each channel needs behind the first."""
-    missing = damping.dim() - (sizes.dim() - 1)
-    return sizes.view(len(sizes), *[1] * missing, *sizes.shape[1:]) if missing > 0 else sizes
 
 
 class Checkpoint(torch.autograd.Function):

@@ -1,0 +1,21 @@
+"""Calls that torch.compile runs between its graphs. Imported while it traces: the decorator imports torch._dynamo."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hbnode._tracing import ONLY_FIXED_GRIDS
+
+_GIVES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # since torch 2.7
+
+
+def _run(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The function of the arguments, without a graph."""
+    return function(*args, **kwargs)
+
+
+run = torch.compiler.disable(_run, **({"reason": ONLY_FIXED_GRIDS} if _GIVES_REASON else {}))
