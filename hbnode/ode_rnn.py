@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from hbnode._checks import as_count
 from hbnode._intervals import Intervals
 from hbnode._named import make_cell, make_field
+from hbnode._records import Record, record
 from hbnode._sequences import Sequences
 from hbnode._state import State
 from hbnode._tracing import untraced
@@ -20,9 +21,17 @@ from hbnode.nfe import NFE
 from hbnode.solve import Settings, checked_state
 from hbnode.solvers.native import METHODS
 
+_READ_BY_NAME = (
+    "an ODERNNState is read by name: it has no axis of layers, and carries a time. Fix: state.h, (batch, hidden_size), "
+    "for the h[-1] of torch.nn.GRU; state.m and state.t for the rest."
+)
 
-class ODERNNState(NamedTuple):
+
+@record
+class ODERNNState(Record):
     """The state of an :class:`ODERNN`, from which a series goes on.
+
+    It has no axis of layers, unlike the h of torch.nn.GRU: where that takes ``h[-1]``, take ``state.h``.
 
     Attributes:
         h: hidden state, (batch, hidden_size).
@@ -34,9 +43,16 @@ class ODERNNState(NamedTuple):
     m: Tensor | None
     t: Tensor
 
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(_READ_BY_NAME)
 
-class Filtered(NamedTuple):
-    """What :meth:`ODERNN.filter` returns.
+    def __iter__(self) -> NoReturn:
+        raise TypeError(_READ_BY_NAME)
+
+
+@record
+class Filtered(Record):
+    """What :meth:`ODERNN.filter` returns; it unpacks into its three attributes.
 
     Attributes:
         before: the states just before each sample was seen, with h and m (batch, T, hidden_size) and t (batch, T).
@@ -47,6 +63,9 @@ class Filtered(NamedTuple):
     before: ODERNNState
     after: ODERNNState
     state: ODERNNState
+
+    def __iter__(self) -> Iterator[ODERNNState]:
+        return iter((self.before, self.after, self.state))
 
 
 class ODERNN(nn.Module):
@@ -351,7 +370,7 @@ class ODERNN(nn.Module):
             raise TypeError(f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. Fix: x.to(dtype).")
 
     def _check_state(self, state: ODERNNState, shape: torch.Size) -> None:
-        h, m, t = state
+        h, m, t = state.h, state.m, state.t
         if (m is not None) != self.second_order or any(
             part.shape != (*shape, self.hidden_size) for part in (h, m) if part is not None
         ):

@@ -45,7 +45,7 @@ from tasks._sweep import sweep
 from tasks._train import flushed_denormals, interruptible, require_finite
 
 EVAL_COLUMNS = 10  # streams that the validation text and the test are read in
-States = list["hbnode.MomentumState | None"]  # of each layer
+States = list["hbnode.RecurrentState | None"]  # of each layer
 
 # What a table has no row of goes by momentum's. The second is the paper's, tables 7 and 10.
 TABLE = {"momentum": Rule(momentum=0.6, step_size=0.6), "sr": Rule(step_size=0.6, restart=2)}
@@ -315,7 +315,7 @@ class Trainer:
             model=self.model.state_dict(),
             optimizer=self.optimizer.state_dict(),
             averaging=self.averaging.state_dict(),
-            states=[state and tuple(state) for state in self.states],
+            states=[state and state.as_dict() for state in self.states],
             position=self.position,
             sums=self.sums,
             best=self.best,
@@ -338,7 +338,7 @@ class Trainer:
                 torch.cuda.set_rng_state(checkpoint["device_rng"], device)
             for name in ("position", "sums", "best"):
                 setattr(self, name, checkpoint[name])
-            states = (state and hbnode.MomentumState(*state) for state in checkpoint["states"])
+            states = (state and hbnode.RecurrentState(**state) for state in checkpoint["states"])
             self.states = [state and state.map(lambda x: x.to(device)) for state in states]
             self.run.rows = checkpoint["rows"]
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

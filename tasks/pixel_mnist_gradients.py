@@ -86,8 +86,7 @@ def gradients(model: PixelClassifier, batch: Batch, *, cut: bool = False) -> Ten
         for sample in x.split(1, dim=1):
             _, state = model.layer(sample, state)
             if cut:
-                memory = {name: getattr(state, name) for name in ("v", "m", "g")}
-                state = state._replace(**{name: part.detach() for name, part in memory.items() if part is not None})
+                state = dataclasses.replace(state.detach(), h=state.h, c=state.c)
             states.append(state.h)
         logits = model.head(states[-1][-1])
     loss = nn.functional.cross_entropy(logits, y, reduction="sum")  # the images do not touch each other

@@ -50,12 +50,12 @@ def make_state(layer, x):
     for name, value in entries.items():
         if name != "t":
             value.requires_grad_()
-    return recurrent.MomentumState(**{name: entries.get(name) for name in used._fields}), entries
+    return recurrent.RecurrentState(**entries), entries
 
 
 def present(state):
     """The entries of a state that are not None, by name."""
-    return {name: value for name, value in state._asdict().items() if value is not None}
+    return state.as_dict()
 
 
 def close(found, expected, tolerance):

@@ -1,6 +1,7 @@
 """ODERNN: against a plain twin, for ragged and masked series, in parts, copied, compiled, and with wrong input."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -385,7 +386,7 @@ def test_wrong_states_and_forecasts():
     with pytest.raises(ValueError, match="lies after the first of t"):
         rnn(x, t, state)
     with pytest.raises(ValueError, match="the state must have h and m"):
-        rnn(x, t + 10, state._replace(m=None))
+        rnn(x, t + 10, dataclasses.replace(state, m=None))
     with pytest.raises(ValueError, match="the state must have h and m"):
         rnn(x[:2], t[:2] + 10, state)
     with pytest.raises(ValueError, match="dt must increase"):
@@ -586,7 +587,7 @@ def test_wrong_kinds():
     x, t = make_series(torch.float32)
     _, state = rnn(x, t)
     with pytest.raises(TypeError, match="must be an ODERNNState"):
-        rnn(x, t + 10, tuple(state[:2]))
+        rnn(x, t + 10, (state.h, state.m))
     with pytest.raises(TypeError, match="must be an ODERNNState"):
         rnn.forecast(state.h, [1.0])
     with pytest.raises(TypeError, match="expected one dtype"):
@@ -596,3 +597,25 @@ def test_wrong_kinds():
     with pytest.raises(ValueError, match="large times in float64"):
         rnn(x, t + 1e9)
     assert rnn(x, t[0].tolist())[0].equal(rnn(x, t[:1].expand(4, 5))[0])
+
+
+def test_a_state_is_read_by_name_moved_and_loaded_whole(tmp_path):
+    rnn = make_rnn(rtol=1e-3, atol=1e-3)
+    x, t = make_series()
+    output, state = rnn(x[:, :3], t[:, :3])
+    for use in (lambda: state[-1], lambda: tuple(state)):
+        with pytest.raises(TypeError, match=r"read by name.*Fix: state\.h"):
+            use()
+    assert torch.equal(state.h, output[:, -1])
+    expected, _ = rnn(x[:, 3:], t[:, 3:], state)
+    filtered = rnn.filter(x, t)
+    torch.save([state, filtered], tmp_path / "state.pt")
+    loaded, both = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(both.after.m, filtered.after.m)
+    for copied in (loaded, pickle.loads(pickle.dumps(state.detach())), copy.deepcopy(state.detach()), state.cpu()):
+        assert torch.equal(rnn(x[:, 3:], t[:, 3:], copied)[0], expected)
+    single = filtered.to(torch.float32)
+    assert single.before.h.dtype == single.state.m.dtype == torch.float32
+    assert single.state.t.dtype == torch.float64
+    assert not any(z.requires_grad for z in filtered.detach().after.as_dict().values())
+    assert repr(state) == "ODERNNState(h=(4, 4), m=(4, 4), t=(4,))"

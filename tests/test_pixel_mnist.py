@@ -390,7 +390,7 @@ def test_a_share_that_there_is_would_be_seen():
 
         def forward(self, x, state=None):
             output, state = self.layer(x, state)
-            return output, state._replace(v=state.v + state.h.repeat(1, 1, 4))
+            return output, dataclasses.replace(state, v=state.v + state.h.repeat(1, 1, 4))
 
     net = tiny(model="momentum").make_model().double()
     net.layer = Leaky(net.layer)

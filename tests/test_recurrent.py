@@ -1,13 +1,16 @@
 """The momentum recurrent layers as torch.nn's: calls, states, files, transforms, devices."""
 
 import copy
+import dataclasses
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode import recurrent
@@ -80,7 +83,7 @@ def test_batch_first_and_unbatched(cell, rule):
     close(output, expected.transpose(0, 1), 1e-13)
     close(other.h, last.h, 1e-13)
     entries = {name: s[1] if name == "t" else s[:, 1] for name, s in present(state).items()}
-    single = recurrent.MomentumState(**{name: entries.get(name) for name in state._fields})
+    single = recurrent.RecurrentState(**entries)
     for one in (layer, first):
         output, alone = one(x[:, 1], single)
         close(output, expected[:, 1], 1e-13)
@@ -190,13 +193,15 @@ def test_a_state_may_be_h_or_h_and_c():
     zero = layer(x)[1]
     assert zero.v.shape == zero.m.shape == (2, 3, 12)
     wide = torch.zeros(2, 3, 12, dtype=torch.float64)
-    full = zero._replace(h=h, c=c, v=wide, m=wide)
+    full = dataclasses.replace(zero, h=h, c=c, v=wide, m=wide)
     expected, _ = layer(x, full)
     assert torch.equal(layer(x, (h, c))[0], expected)
-    expected, _ = layer(x, full._replace(c=torch.zeros_like(h)))
+    expected, _ = layer(x, dataclasses.replace(full, c=torch.zeros_like(h)))
     assert torch.equal(layer(x, h)[0], expected)
     rnn, _ = make_pair("rnn", "SR", layers=2)
-    fresh = rnn(x)[1]._replace(h=h, v=torch.zeros(2, 3, 3, dtype=torch.float64), t=torch.zeros(3, dtype=torch.int64))
+    fresh = dataclasses.replace(
+        rnn(x)[1], h=h, v=torch.zeros(2, 3, 3, dtype=torch.float64), t=torch.zeros(3, dtype=torch.int64)
+    )
     close(rnn(x, h)[0], rnn(x, fresh)[0], 1e-13)
 
 
@@ -308,7 +313,7 @@ def test_gradcheck(cell, rule):
     names = [name for name in entries if name != "t"]
 
     def call(x, *values):
-        start = state._replace(**dict(zip(names, values, strict=True)))
+        start = dataclasses.replace(state, **dict(zip(names, values, strict=True)))
         output, last = layer(x, start)
         return output, *(value for name, value in present(last).items() if name != "t")
 
@@ -400,7 +405,14 @@ def test_refusals():
     h = torch.zeros(1, 3, 3, dtype=torch.float64)
     wide = torch.zeros(1, 3, 12, dtype=torch.float64)
     good = layer(x)[1]
-    for state in (h[:, :2], h[:, :, :2], h[0], (h, h[:, :2]), good._replace(v=wide[:, :2]), good._replace(v=h)):
+    for state in (
+        h[:, :2],
+        h[:, :, :2],
+        h[0],
+        (h, h[:, :2]),
+        dataclasses.replace(good, v=wide[:, :2]),
+        dataclasses.replace(good, v=h),
+    ):
         with pytest.raises(ValueError, match=r"must be .*\(1, 3, (3|12)\).*got.*Fix: "):
             layer(x, state)
     for state in ((h, h, h), (h,), "zeros", {"h": h}):
@@ -514,7 +526,7 @@ def test_on_cuda(cell, rule):
     leaves = [*layer.parameters()]
     wanted = gradients(expected, present(last), leaves)
     there = copy.deepcopy(layer).cuda()
-    moved = state._replace(**{name: value.detach().cuda() for name, value in entries.items()})
+    moved = dataclasses.replace(state, **{name: value.detach().cuda() for name, value in entries.items()})
     output, end = there(x.cuda(), moved)
     close(output.cpu(), expected, 1e-10)
     ends = {name: value.cpu() for name, value in present(end).items()}
@@ -667,3 +679,119 @@ def test_initial_weights_are_drawn_anew_under_a_parametrization():
     layer.reset_parameters()
     torch.testing.assert_close(layer.weight_hh_l0[:3], torch.eye(3))
     assert torch.equal(layer.bias_hh_l0[3:6], torch.ones(3))
+
+
+# The state as torch.nn's
+
+
+def head():
+    torch.manual_seed(0)
+    return nn.Linear(3, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru", "dtriv"])
+def test_the_state_is_read_as_the_h_of_torch(cell):
+    layer, _ = make_pair(cell, "Adam", layers=2)
+    output, state = layer(make_input())
+    h = state.h
+    assert torch.equal(state[-1], output[-1])
+    assert torch.equal(torch.cat([state[-2], state[-1]], 1), torch.cat([h[0], h[1]], 1))
+    assert torch.equal(head()(state), head()(h))
+    assert torch.equal(head()(state[-1]), head()(h[-1]))
+    assert torch.equal(torch.cat([state, h]), torch.cat([h, h]))
+    assert torch.equal(nn.functional.relu(state), h.relu())
+    assert (state.shape, state.dtype, state.device, len(state)) == (h.shape, h.dtype, h.device, 2)
+    assert torch.equal(state.transpose(0, 1).flatten(1), h.transpose(0, 1).flatten(1))
+    first, second = state
+    assert torch.equal(torch.stack([first, second]), h)
+    assert (numpy.asarray(state.detach()) == h.detach().numpy()).all()
+
+
+def test_the_state_of_an_lstm_is_the_pair_of_torch():
+    layer, _ = make_pair("lstm", "Momentum", layers=2)
+    output, (h, c) = layer(make_input())
+    _, state = layer(make_input())
+    assert torch.equal(h[-1], output[-1])
+    assert len(state) == 2
+    assert state[0] is state.h
+    assert state[1] is state.c
+    assert c.shape == (2, 3, 3)
+    nn.LSTM(2, 3, 2).double()(make_input(), tuple(state))
+
+
+REFUSED = {
+    "mask": lambda state: state * torch.ones(3, 1),
+    "mask first": lambda state: torch.ones(3, 1) * state,
+    "select": lambda state: state.index_select(1, torch.tensor([0])),
+    "where": lambda state: torch.where(torch.ones(3, 1) > 0, state, 0.0),
+    "assign": lambda state: state.__setitem__(0, 0.0),
+    "data": lambda state: state.data,
+    "zero_": lambda state: state.zero_(),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_what_would_leave_the_momentum_behind_is_refused(cell, use):
+    _, state = make_pair(cell, "Momentum")[0](make_input())
+    with pytest.raises((TypeError, AttributeError), match=r"RecurrentState carries .*v beside h\. Fix: state\.h"):
+        use(state)
+
+
+def test_what_an_lstm_state_has_not():
+    _, state = make_pair("lstm", "Momentum")[0](make_input())
+    for use in (lambda: state.shape, lambda: head()(state), lambda: numpy.asarray(state)):
+        with pytest.raises((TypeError, AttributeError), match=r"Fix: state\.h"):
+            use()
+    with pytest.raises(IndexError, match=r"pair \(h, c\).*Fix: state\.h\[-1\]"):
+        state[-1]
+
+
+def test_plain_states_that_are_refused_say_what_to_pass():
+    x = make_input()
+    gru, _ = make_pair("gru", "Momentum", layers=2)
+    _, state = gru(x)
+    with pytest.raises(TypeError, match=r"tuple of \(Tensor, Tensor\). Fix: .*state\.detach\(\)"):
+        gru(x, tuple(h.detach() for h in state))  # the repackage_hidden of torch's examples
+    cell, _ = make_pair("lstm", "Momentum", suffix="Cell")
+    h, c = cell(x[0])  # as of torch.nn.LSTMCell
+    with pytest.raises(TypeError, match=r"\(Tensor, RecurrentState\). Fix: output, state = cell"):
+        cell(x[1], (h, c))
+    with pytest.raises(TypeError, match="Fix: return the output alone"):
+        nn.parallel.gather([state, state], "cpu")
+
+
+@pytest.mark.parametrize("rule", ["SR", "Adam", "AdaptiveMomentum"])
+def test_a_state_is_copied_moved_and_loaded_whole(rule, tmp_path):
+    layer, _ = make_pair("lstm", rule)
+    x = make_input()
+    _, state = layer(x)
+    expected, _ = layer(x, state)
+    torch.save({"state": state}, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
+    for copied in (loaded, pickle.loads(pickle.dumps(state.detach())), copy.deepcopy(state.detach()), state.cpu()):
+        assert torch.equal(layer(x, copied)[0], expected)
+    half = state.to(torch.bfloat16)
+    assert {name: z.dtype for name, z in half.as_dict().items()} == {
+        "h": torch.bfloat16,
+        "c": torch.bfloat16,
+        **{name: torch.int64 if name == "t" else torch.float32 for name in layer.rule.memory},
+    }
+    copy.deepcopy(layer).bfloat16()(x.bfloat16(), half)
+    assert all(z.device.type == "meta" for z in state.to("meta").as_dict().values())
+    assert repr(state).startswith("RecurrentState(h=(1, 3, 3), c=(1, 3, 3), ")
+    assert layer.rule.memory == tuple(name for name, z in state.as_dict().items() if name not in "hc")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
+def test_a_state_passes_through_transforms():
+    cell, _ = make_pair("lstm", "NAG", suffix="Cell")
+    x = make_input(2)
+    _, state = cell(x[0])
+    expected, last = cell(x[1], state)
+    compiled = torch.compile(cell, backend="eager", fullgraph=True)
+    for call in (compiled, torch.vmap(cell), lambda *given: checkpoint(cell, *given, use_reentrant=False)):
+        output, end = call(x[1], state)
+        close(output, expected, 1e-14)
+        close(end.v, last.v, 1e-14)
+        assert torch.equal(end.t, last.t)

@@ -58,11 +58,11 @@ from hbnode.recurrent.named import (
     SRRNNCell,
 )
 from hbnode.recurrent.orthogonal import DTRIV, DTRIVCell, parameter_groups, rebase_every
-from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.state import RecurrentState
 
 __all__ = [
     "rules",
-    "MomentumState",
+    "RecurrentState",
     # with any rule
     "RNN",
     "LSTM",

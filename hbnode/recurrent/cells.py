@@ -16,9 +16,9 @@ from hbnode.recurrent.parameters import (
     read_state,
     rnn_step,
 )
-from hbnode.recurrent.rules import Memory, Rule
+from hbnode.recurrent.rules import Rule
 from hbnode.recurrent.runs import Weights
-from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.state import RecurrentState
 from hbnode.recurrent.steps import GRUStep, LSTMStep, Step, Taken
 
 
@@ -64,8 +64,8 @@ class RecurrentCell(nn.Module):
         init_gates_(self, self._shapes())
 
     def forward(
-        self, x: Tensor, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None = None
-    ) -> tuple[Tensor, MomentumState]:
+        self, x: Tensor, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None
+    ) -> tuple[Tensor, RecurrentState]:
         """Take a step.
 
         Arguments:
@@ -93,10 +93,10 @@ class RecurrentCell(nn.Module):
             return h.squeeze(0), state.map(lambda z: z.squeeze(0))
         return self._step(x, state)
 
-    def _step(self, x: Tensor, state: MomentumState) -> tuple[Tensor, MomentumState]:
+    def _step(self, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         weights = self._weights()
         g = linear(x, weights.w, weights.b)
-        memory = Memory(*state[2:])
+        memory = state.memory
         if state.is_fresh:
             memory = self.rule.start(g)
             if memory.t is not None:
@@ -105,7 +105,7 @@ class RecurrentCell(nn.Module):
         d = linear(d[0], weights.u) if weights.is_hidden else d[0]
         a, rest = self.step.prepare(d, weights.bias)
         taken = self.step.forward(a + linear(state.h, weights.u), rest, Taken(state.h, state.c), weights.bias)
-        return taken.h, MomentumState(taken.h, taken.c, *memory)
+        return taken.h, RecurrentState(taken.h, taken.c, *memory)
 
     def extra_repr(self) -> str:
         """Sizes, rule, and what differs from the defaults."""

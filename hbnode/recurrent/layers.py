@@ -23,7 +23,7 @@ from hbnode.recurrent.parameters import (
 )
 from hbnode.recurrent.rules import Rule
 from hbnode.recurrent.runs import Runner, Weights
-from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.state import RecurrentState
 from hbnode.recurrent.steps import GRUStep, LSTMStep, Step
 from hbnode.recurrent.stock import StockLayers, plain_layer
 
@@ -95,8 +95,8 @@ class RecurrentLayer(nn.Module):
 
     @untraced  # a loop over time is no graph; torch.compile passes over torch.nn's layers likewise
     def forward(
-        self, x: Tensor | PackedSequence, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None = None
-    ) -> tuple[Tensor | PackedSequence, MomentumState]:
+        self, x: Tensor | PackedSequence, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, RecurrentState]:
         """Run over sequences, from their start or from where an earlier chunk ended.
 
         Arguments:
@@ -119,7 +119,7 @@ class RecurrentLayer(nn.Module):
             out, ended = self._run(run, batch, states)
         return batch.output(out), self._written(ended, t, batch)
 
-    def _run(self, run: Runner, batch: Batch, states: list[MomentumState]) -> tuple[Tensor, list[MomentumState]]:
+    def _run(self, run: Runner, batch: Batch, states: list[RecurrentState]) -> tuple[Tensor, list[RecurrentState]]:
         """All layers, from the states of each: the last one's output (T, batch, n), and the states in the end."""
         out, ended = batch.x, []
         for layer, of_layer in itertools.groupby(zip(self._places(), states, strict=True), key=lambda z: z[0][0]):
@@ -143,8 +143,8 @@ class RecurrentLayer(nn.Module):
         )
 
     def _read(
-        self, state: MomentumState | tuple[Tensor, Tensor] | Tensor | None, batch: Batch
-    ) -> tuple[list[MomentumState], int | Tensor | None]:
+        self, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None, batch: Batch
+    ) -> tuple[list[RecurrentState], int | Tensor | None]:
         """States of the layers and directions, and the samples before the first."""
         places = self.num_layers * (2 if self.bidirectional else 1)
         shape = () if batch.is_single else tuple(batch.x.shape[1:2])
@@ -156,16 +156,16 @@ class RecurrentLayer(nn.Module):
             t = int(t[0]) if bool((t == t[0]).all()) else t
         elif "t" in self.rule.memory:
             t = 0
-        entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in state[:5]]
-        return [MomentumState(*(None if z is None else z[k] for z in entries), t) for k in range(places)], t
+        entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in (state.h, state.c, *state.memory[:3])]
+        return [RecurrentState(*(None if z is None else z[k] for z in entries), t) for k in range(places)], t
 
-    def _written(self, states: list[MomentumState], t: int | Tensor | None, batch: Batch) -> MomentumState:
+    def _written(self, states: list[RecurrentState], t: int | Tensor | None, batch: Batch) -> RecurrentState:
         """The state of all layers and directions."""
-        entries = zip(*(state[:5] for state in states), strict=True)
+        entries = zip(*((state.h, state.c, *state.memory[:3]) for state in states), strict=True)
         entries = [None if z[0] is None else batch.unsort(torch.stack(z), axis=1) for z in entries]
         if t is not None:
             t = batch.unsort(t + batch.lengths, axis=0)
-        return MomentumState(*entries, t)
+        return RecurrentState(*entries, t)
 
     def to_stock(self) -> StockLayers:
         """A copy for inference and deployment: plain layers of torch.nn, each with a filter before it.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from hbnode.recurrent.rules import Rule, memory_dtype
-from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.state import RecurrentState
 from hbnode.recurrent.steps import ReLUStep, Step, TanhStep
 
 SPACES = ("gates", "hidden")
@@ -45,14 +46,14 @@ def parameter_shapes(
 
 
 def read_state(
-    state: MomentumState | tuple[Tensor, Tensor] | Tensor | None,
+    state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None,
     rule: Rule,
     step: Step,
     widths: tuple[int, int],
     places: tuple[int, ...],
     batch: tuple[int, ...],
     like: Tensor,
-) -> MomentumState:
+) -> RecurrentState:
     """A checked state with h and c; v is None at the start of a sequence.
 
     Arguments:
@@ -65,24 +66,17 @@ def read_state(
         like: a tensor of the dtype and device of the zeros.
     """
     shape = (*places, *batch)
-    if isinstance(state, Tensor):
-        state = MomentumState(state)
-    elif isinstance(state, tuple) and not isinstance(state, MomentumState) and len(state) == 2 and step.has_cell_state:
-        state = MomentumState(*state)
-    elif state is None:
-        state = MomentumState(like.new_zeros(*shape, widths[0]))
-    elif not isinstance(state, MomentumState):
-        pair = ", a pair (h, c)" if step.has_cell_state else ""
-        raise TypeError(
-            f"state must be a MomentumState, h{pair} or None, got {type(state).__name__}. Fix: pass on what the call "
-            "before returned."
-        )
+    if state is None:
+        state = RecurrentState(like.new_zeros(*shape, widths[0]))
+    elif not isinstance(state, RecurrentState):
+        state = _from_plain(state, step.has_cell_state)
     if step.has_cell_state and state.c is None:
-        state = state._replace(c=like.new_zeros(*shape, widths[0]))
+        state = dataclasses.replace(state, c=like.new_zeros(*shape, widths[0]))
     expected = {"h": widths[0]} | ({"c": widths[0]} if step.has_cell_state else {})
-    if any(z is not None for z in state[2:]):
+    if any(z is not None for z in state.memory):
         expected |= dict.fromkeys(rule.memory, widths[1])
-    for name, z in state._asdict().items():
+    for name in (field.name for field in dataclasses.fields(state)):
+        z = getattr(state, name)
         wanted = None if name not in expected else batch if name == "t" else (*shape, expected[name])
         found = None if z is None else tuple(z.shape)
         if found != wanted:
@@ -93,6 +87,22 @@ def read_state(
         if z is not None:
             _check_values(name, z, like)
     return state
+
+
+def _from_plain(state: object, has_cell_state: bool) -> RecurrentState:
+    """A state of h, or of h and c, as torch.nn's layers take them."""
+    if isinstance(state, Tensor):
+        return RecurrentState(state)
+    parts = tuple(state) if isinstance(state, (tuple, list)) else ()
+    if has_cell_state and len(parts) == 2 and all(isinstance(z, Tensor) for z in parts):
+        return RecurrentState(*parts)
+    pair = ", a pair (h, c)" if has_cell_state else ""
+    got = ", ".join(type(z).__name__ for z in parts)
+    fix = "pass on the state that the call before returned, state.detach() where its history is to end."
+    if any(isinstance(z, RecurrentState) for z in parts):
+        fix = "output, state = cell(x, state), also of a cell, where torch.nn's returns the state alone."
+    got = f"{type(state).__name__} of ({got})" if parts else type(state).__name__
+    raise TypeError(f"state must be a RecurrentState, h{pair} or None, got a {got}. Fix: {fix}")
 
 
 def _check_values(name: str, z: Tensor, like: Tensor) -> None:

@@ -20,7 +20,7 @@ from hbnode.recurrent.batch import Batch
 from hbnode.recurrent.filter import linear_filter
 from hbnode.recurrent.rules import Memory, Rule, memory_dtype
 from hbnode.recurrent.scan import BLOCK, Scan
-from hbnode.recurrent.state import MomentumState
+from hbnode.recurrent.state import RecurrentState
 from hbnode.recurrent.steps import Step, Taken
 
 
@@ -61,7 +61,9 @@ class Runner:
     compile: bool
     autocast: bool
 
-    def __call__(self, batch: Batch, x: Tensor, weights: Weights, state: MomentumState) -> tuple[Tensor, MomentumState]:
+    def __call__(
+        self, batch: Batch, x: Tensor, weights: Weights, state: RecurrentState
+    ) -> tuple[Tensor, RecurrentState]:
         """Run over a batch.
 
         Arguments:
@@ -83,28 +85,28 @@ class Runner:
             return self._from_rest(batch, x, weights, state)
         if state.is_fresh:
             memory = self.rule.start(x.new_empty(x.shape[1], len(weights.w)))
-            state = state._replace(v=memory.v, m=memory.m, g=memory.g)
+            state = dataclasses.replace(state, v=memory.v, m=memory.m, g=memory.g)
         out, ended, since = [], [], state.t
         for time, count in batch.segments():
             ended.insert(0, state.map(lambda z, count=count: z[count:]))
             state = state.map(lambda z, count=count: z[:count])
             t = None if since is None else (since[:count] if isinstance(since, Tensor) else since) + time.start
-            h, state = self._from(state._replace(t=t), x[time, :count], weights)
+            h, state = self._from(dataclasses.replace(state, t=t), x[time, :count], weights)
             out.append(pad(h, (0, 0, 0, x.shape[1] - count)) if count < x.shape[1] else h)
         if len(out) == 1:
             return out[0], state
-        return torch.cat(out), MomentumState(*(_joined(parts) for parts in zip(state, *ended, strict=True)))
+        return torch.cat(out), _joined([state, *ended])
 
     def _from_rest(
-        self, batch: Batch, x: Tensor, weights: Weights, state: MomentumState
-    ) -> tuple[Tensor, MomentumState]:
+        self, batch: Batch, x: Tensor, weights: Weights, state: RecurrentState
+    ) -> tuple[Tensor, RecurrentState]:
         """From v_0 = 0 by a linear rule: the cell over filtered inputs."""
         x, w, b = self._filtered(x, weights, state.t)
         v = linear(batch.last(x), w, b).to(memory_dtype(x.dtype))
         h, taken = self._cell(batch, x, w, b, weights, Taken(state.h, state.c))
-        return h, MomentumState(taken.h, taken.c, v)
+        return h, RecurrentState(taken.h, taken.c, v)
 
-    def _from(self, state: MomentumState, x: Tensor, weights: Weights) -> tuple[Tensor, MomentumState]:
+    def _from(self, state: RecurrentState, x: Tensor, weights: Weights) -> tuple[Tensor, RecurrentState]:
         """From any state by any rule, over sequences of one length."""
         fading = self._fading(len(x), state, x.dtype) if self.rule.is_linear and not weights.is_hidden else len(x)
         if len(x) - fading < BLOCK:
@@ -115,11 +117,11 @@ class Runner:
             h, state = self._over_drive(x[:fading], weights, state)
             first = [h]
         rest, taken = self._cell(Batch(x), filtered[fading:], w, b, weights, Taken(state.h, state.c))
-        return torch.cat([*first, rest]), MomentumState(taken.h, taken.c, v)
+        return torch.cat([*first, rest]), RecurrentState(taken.h, taken.c, v)
 
-    def _over_drive(self, x: Tensor, weights: Weights, state: MomentumState) -> tuple[Tensor, MomentumState]:
+    def _over_drive(self, x: Tensor, weights: Weights, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """From any state by any rule, sample by sample: the cell over ready drives, or a scan that makes them."""
-        memory, start = Memory(*state[2:]), Taken(state.h, state.c)
+        memory, start = state.memory, Taken(state.h, state.c)
         if weights.is_hidden or (self.stock and x.is_cuda):
             d, memory = self._drive(x, weights, memory)
             w = weights.u if weights.is_hidden else torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
@@ -127,7 +129,7 @@ class Runner:
         else:
             scan = Scan(self.step, self.rule, self.compile)
             h, taken, memory = scan(x, (weights.w, weights.b), (weights.u, weights.bias), start, memory)
-        return h, MomentumState(taken.h, taken.c, *memory)
+        return h, RecurrentState(taken.h, taken.c, *memory)
 
     def _filtered(self, x: Tensor, weights: Weights, t: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Inputs filtered from v_0 = 0, and the W and b that make the momentum of them."""
@@ -139,7 +141,7 @@ class Runner:
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
         return linear_filter(x, mu, s), w, None
 
-    def _fading(self, steps: int, state: MomentumState, dtype: torch.dtype) -> int:
+    def _fading(self, steps: int, state: RecurrentState, dtype: torch.dtype) -> int:
         """How many samples it takes until v_0, even if much larger than what follows, has decayed to nothing."""
         if isinstance(state.t, Tensor):
             return steps
@@ -196,5 +198,7 @@ def _stock(name: str, batch: Batch, x: Tensor, start: Taken, flat: list[Tensor])
     return out, Taken(*(z.squeeze(0) for z in last))
 
 
-def _joined(parts: tuple[Tensor | int | None, ...]) -> Tensor | None:
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else None
+def _joined(states: list[RecurrentState]) -> RecurrentState:
+    """The states of parts of a batch as one, but for t."""
+    entries = zip(*(dataclasses.replace(state, t=None).as_dict().items() for state in states), strict=True)
+    return RecurrentState(**{parts[0][0]: torch.cat([z for _, z in parts]) for parts in entries})

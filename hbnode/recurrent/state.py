@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from hbnode._records import Record, record
+from hbnode.recurrent.rules import Memory, memory_dtype
 
-class MomentumState(NamedTuple):
+# What reads h, as a method of the state and as a function of torch
+READS = {
+    *("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "tolist", "numpy"),
+    *("squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim"),
+    *("unbind", "chunk", "split", "select", "narrow", "cat", "concat", "stack", "hstack"),
+    *("mean", "sum", "amax", "amin", "max", "min", "norm", "var", "std", "argmax", "softmax", "log_softmax"),
+    *("linear", "matmul", "tanh", "relu", "sigmoid", "gelu", "silu", "dropout", "layer_norm", "batch_norm"),
+}
+
+
+@record
+class RecurrentState(Record):
     """All that continues a sequence exactly; entries that a layer has no use for are None.
 
     Of a layer the first axis is that of layers and directions, as in torch.nn; a cell has none. ``n`` is the width of
     the drive: gates * hidden_size, or hidden_size with ``momentum_space="hidden"``.
+
+    An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
+    Any other state is read as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2], state[-1]],
+    -1)``. What would make a new hidden state of h alone, such as ``state * mask``, is refused, for it would leave the
+    momentum behind: see :meth:`map`, and ``dataclasses.replace(state, h=...)``.
 
     Attributes:
         h: hidden state (..., batch, hidden_size).
@@ -21,6 +40,15 @@ class MomentumState(NamedTuple):
         m: running mean of squares of Adam and RMSProp (..., batch, n).
         g: the last W x + b, of adaptive momentum (..., batch, n).
         t: samples so far (batch,), int64, of NAG and scheduled restart.
+
+    Example:
+        >>> import hbnode
+        >>> output, state = hbnode.MomentumGRU(3, 5, num_layers=2)(torch.ones(7, 4, 3))
+        >>> state, state[-1].shape
+        (RecurrentState(h=(2, 4, 5), v=(2, 4, 15)), torch.Size([4, 5]))
+        >>> output, (h, c) = hbnode.MomentumLSTM(3, 5)(torch.ones(7, 4, 3))
+        >>> h.shape
+        torch.Size([1, 4, 5])
     """
 
     h: Tensor
@@ -30,15 +58,84 @@ class MomentumState(NamedTuple):
     g: Tensor | None = None
     t: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if hasattr(self.h, "__next__"):  # torch.nn.parallel.gather gives an iterator of what it unpacked
+            raise TypeError(
+                f"h must be a tensor, got {type(self.h).__name__}; torch.nn.DataParallel cannot join states. "
+                "Fix: return the output alone from the module, or DistributedDataParallel."
+            )
+
+    @property
+    def memory(self) -> Memory:
+        """What the rule carries."""
+        return Memory(self.v, self.m, self.g, self.t)
+
     @property
     def is_fresh(self) -> bool:
         """Whether no sample has been seen."""
-        return all(z is None for z in self[2:5])
+        return self.v is None and self.m is None and self.g is None
 
-    def detach(self) -> MomentumState:
-        """The state without its history, for truncated backpropagation."""
-        return self.map(lambda z: z.detach())
+    @staticmethod
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name == "t" else memory_dtype(new) if name in "vmg" else new
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> MomentumState:
-        """The state with a function applied to each tensor in it."""
-        return MomentumState(*(function(z) if isinstance(z, Tensor) else z for z in self))
+    # As torch.nn's: the pair (h, c) of an LSTM, or h
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.h if self.c is None else (self.h, self.c))
+
+    def __len__(self) -> int:
+        return len(self.h) if self.c is None else 2
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if self.c is None:
+            return self.h[index]
+        if index not in (0, 1):  # torch.nn's pair takes -1, which is c where an h[-1] was meant
+            raise IndexError(
+                f"the state of an LSTM is the pair (h, c), whose entries are 0 and 1, got {index!r}. "
+                "Fix: state.h[-1] for the last layer's h, state.c for c."
+            )
+        return (self.h, self.c)[index]
+
+    def __setitem__(self, index: Any, value: object) -> None:
+        raise TypeError(self._refusal("no assignment", "h"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in READS and self.c is None and hasattr(Tensor, name):
+            return getattr(self.h, name)
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(self._refusal(f"no attribute {name!r}", f"h.{name}"))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A function of torch that reads, of h in place of the state."""
+
+        def read(value: Any) -> Any:
+            if isinstance(value, RecurrentState):
+                if value.c is not None or function.__name__ not in READS:
+                    raise TypeError(value._refusal(f"{function.__name__} of torch does not take it", "h"))
+                return value.h
+            return type(value)(read(each) for each in value) if isinstance(value, (tuple, list)) else value
+
+        kwargs = {name: read(value) for name, value in (kwargs or {}).items()}
+        return function(*(read(value) for value in args), **kwargs)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.c is not None:
+            raise TypeError(self._refusal("no array", "h"))
+        return self.h.__array__(*args, **kwargs)
+
+    def _no_operator(self, other: object) -> None:
+        raise TypeError(self._refusal("no arithmetic", "h"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _no_operator
+
+    def _refusal(self, what: str, instead: str) -> str:
+        carried = " and ".join(name for name in self.as_dict() if name != "h")
+        return (
+            f"{what}: a RecurrentState carries {carried or 'nothing'} beside h. Fix: state.{instead} for the hidden "
+            "state alone, or state.map(function) for all that it carries."
+        )
