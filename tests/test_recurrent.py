@@ -795,3 +795,75 @@ def test_a_state_passes_through_transforms():
         close(output, expected, 1e-14)
         close(end.v, last.v, 1e-14)
         assert torch.equal(end.t, last.t)
+
+
+# Calls as torch.nn's
+
+
+@pytest.mark.parametrize(
+    ("cell", "arguments"),
+    [
+        ("lstm", (2, 3, 2, False, True, 0.5, True)),
+        ("gru", (2, 3, 2, False, True, 0.5, True)),
+        ("rnn", (2, 3, 2, "relu", False, True, 0.5, True)),
+    ],
+)
+def test_arguments_by_position_are_torchs(cell, arguments):
+    ours, theirs = plain(cell, *arguments).eval(), STOCK[cell](*arguments).double().eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = make_input().transpose(0, 1)
+    close(ours(x)[0], theirs(x)[0], 1e-13)
+    assert ours.dropout == 0.5
+    ours.flatten_parameters()
+    h, c = torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    start = (h, c) if cell == "lstm" else h
+    close(ours(x, hx=start)[0], theirs(x, hx=start)[0], 1e-13)
+
+
+def test_arguments_of_a_cell_by_position():
+    for name, numbers, rest in (
+        ("MomentumLSTMCell", {"momentum": 0.9, "step_size": 0.5}, ()),
+        ("NAGGRUCell", {"step_size": 0.5}, ()),
+        ("SRRNNCell", {"restart": 7, "step_size": 0.5}, ("relu",)),
+        ("AdamLSTMCell", {"momentum": 0.9, "step_size": 0.5, "beta": 0.8, "eps": 1e-4}, ()),
+        ("RMSPropGRUCell", {"step_size": 0.5, "beta": 0.8, "eps": 1e-4}, ()),
+        ("AdaptiveMomentumLSTMCell", {"step_size": 0.5, "delta": 0.1}, ()),
+    ):
+        cell = getattr(hbnode, name)(3, 4, *numbers.values(), False, *rest)
+        assert dataclasses.asdict(cell.rule) == numbers
+        assert not cell.has_bias
+    assert hbnode.MomentumDTRIVCell(3, 4, 0.9, 0.5).rule == recurrent.rules.Momentum(0.9, 0.5)
+    x, (h, c) = make_input(1).float()[0], torch.randn(2, 3, 3)
+    cell = hbnode.MomentumLSTMCell(2, 3)
+    assert torch.equal(cell(x, hx=(h, c))[0], cell(x, (h, c))[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hbnode.MomentumLSTM(10, 20, 1, 0.9, 0.6), "bias must be True or False, got 0.9. Fix: .*momentum="),
+        (lambda: hbnode.MomentumLSTM(10, 20, 0.9, 0.6), "num_layers"),
+        (lambda: hbnode.MomentumRNN(10, 20, 2, True, True), "nonlinearity must be"),
+        (lambda: hbnode.MomentumLSTMCell(10, 20, False), "momentum must be in"),
+        (lambda: hbnode.MomentumLSTMCell(10, 20, 0.9, 0.6, 0.9), "bias must be True or False"),
+        (lambda: hbnode.MomentumLSTM(10, 20, proj_size=5), r"proj_size must be 0.*Fix: .*Linear\(hidden_size"),
+        (lambda: hbnode.MomentumLSTM(2, 3)(make_input().float(), torch.zeros(1, 3, 3), hx=0), "two names"),
+    ],
+)
+def test_arguments_in_the_wrong_place(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@every_layer
+def test_an_empty_batch(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True, batch_first=True)
+    x = torch.zeros(0, 7, 2, dtype=torch.float64)
+    output, state = layer(x)
+    output, state = layer(x, state)
+    assert output.shape == (0, 7, 6)
+    assert state.h.shape == (4, 0, 3)
+    output.sum().backward()
+    assert not any(p.grad.any() for p in layer.parameters())
+    with pytest.raises(ValueError, match="at least one sample"):
+        layer(torch.zeros(3, 0, 2, dtype=torch.float64))

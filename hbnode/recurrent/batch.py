@@ -38,7 +38,8 @@ class Batch:
             raise TypeError(f"x must be a floating-point tensor or a PackedSequence, got {got}. Fix: x.float().")
         shape = tuple(values.shape)
         dims = (2,) if packed else (2, 3)
-        if values.dim() not in dims or shape[-1] != input_size or 0 in shape[:-1]:
+        time = 1 if batch_first and len(shape) == 3 else 0
+        if values.dim() not in dims or shape[-1] != input_size or shape[time] == 0:
             axes = "(batch, T, input_size)" if batch_first else "(T, batch, input_size)"
             axes = "a PackedSequence of samples (input_size,)" if packed else f"{axes} or (T, input_size)"
             raise ValueError(

@@ -10,7 +10,9 @@ from hbnode._checks import as_count
 from hbnode.recurrent.parameters import (
     check_rule,
     check_space,
+    check_switch,
     drive_size,
+    given_state,
     init_gates_,
     parameter_shapes,
     read_state,
@@ -35,9 +37,9 @@ class RecurrentCell(nn.Module):
         step: Step,
         input_size: int,
         hidden_size: int,
+        bias: bool = True,
         *,
         rule: Rule,
-        bias: bool = True,
         momentum_space: str = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -47,7 +49,7 @@ class RecurrentCell(nn.Module):
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
         self.rule, self.momentum_space = check_rule(rule), check_space(momentum_space)
-        self.has_bias = bias
+        self.has_bias = check_switch(bias, "bias")
         for name, shape in self._shapes().items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
@@ -64,13 +66,18 @@ class RecurrentCell(nn.Module):
         init_gates_(self, self._shapes())
 
     def forward(
-        self, x: Tensor, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None
+        self,
+        x: Tensor,
+        state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        *,
+        hx: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
     ) -> tuple[Tensor, RecurrentState]:
         """Take a step.
 
         Arguments:
             x: (batch, input_size) or (input_size,).
             state: that of the step before; or h, or (h, c) of an LSTM, at the start of a sequence; None is zeros.
+            hx: the same under torch.nn's name.
 
         Returns:
             h (batch, hidden_size) or (hidden_size,), and the state.
@@ -87,7 +94,9 @@ class RecurrentCell(nn.Module):
         if x.dtype != self.weight_ih.dtype and not is_autocast:
             raise ValueError(f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...).")
         n = drive_size(self.step, self.hidden_size, self.momentum_space)
-        state = read_state(state, self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x)
+        state = read_state(
+            given_state(state, hx), self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x
+        )
         if x.dim() == 1:
             h, state = self._step(x.unsqueeze(0), state.map(lambda z: z.unsqueeze(0)))
             return h.squeeze(0), state.map(lambda z: z.squeeze(0))
@@ -123,9 +132,16 @@ class RNNCell(RecurrentCell):
     """
 
     def __init__(
-        self, input_size: int, hidden_size: int, *, rule: Rule, nonlinearity: str = "tanh", **options: object
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        *,
+        rule: Rule,
+        **options: object,
     ) -> None:
-        super().__init__(rnn_step(nonlinearity), input_size, hidden_size, rule=rule, **options)
+        super().__init__(rnn_step(nonlinearity), input_size, hidden_size, bias, rule=rule, **options)
 
 
 class LSTMCell(RecurrentCell):
@@ -134,8 +150,9 @@ class LSTMCell(RecurrentCell):
     Arguments:
         input_size: features of a sample.
         hidden_size: size of h.
-        rule: one of :mod:`hbnode.recurrent.rules`.
         bias: whether to have b_ih and b_hh.
+        rule: one of :mod:`hbnode.recurrent.rules`. The named cells take its coefficients in place of it, by position
+            before ``bias``: ``MomentumLSTMCell(3, 4, 0.9, 0.6)`` has μ = 0.9 and s = 0.6.
         momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM`.
         forget_bias: at first the bias of the forget gate in b_ih and in b_hh.
         device: of the parameters.
@@ -152,10 +169,17 @@ class LSTMCell(RecurrentCell):
     """
 
     def __init__(
-        self, input_size: int, hidden_size: int, *, rule: Rule, forget_bias: float = 1.0, **options: object
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        rule: Rule,
+        forget_bias: float = 1.0,
+        **options: object,
     ) -> None:
         self.forget_bias = forget_bias
-        super().__init__(LSTMStep(), input_size, hidden_size, rule=rule, **options)
+        super().__init__(LSTMStep(), input_size, hidden_size, bias, rule=rule, **options)
 
     def reset_parameters(self) -> None:
         """Draw the initial weights, as those of the layer."""
@@ -169,5 +193,5 @@ class GRUCell(RecurrentCell):
         others: see :class:`LSTMCell`, which alone has ``forget_bias``.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, *, rule: Rule, **options: object) -> None:
-        super().__init__(GRUStep(), input_size, hidden_size, rule=rule, **options)
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, rule: Rule, **options: object) -> None:
+        super().__init__(GRUStep(), input_size, hidden_size, bias, rule=rule, **options)

@@ -15,7 +15,9 @@ from hbnode.recurrent.batch import Batch
 from hbnode.recurrent.parameters import (
     check_rule,
     check_space,
+    check_switch,
     drive_size,
+    given_state,
     init_gates_,
     parameter_shapes,
     read_state,
@@ -44,12 +46,13 @@ class RecurrentLayer(nn.Module):
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
-        *,
-        rule: Rule,
         bias: bool = True,
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        rule: Rule,
         momentum_space: str = "gates",
         compile: bool = False,
         device: torch.device | str | None = None,
@@ -61,7 +64,13 @@ class RecurrentLayer(nn.Module):
         self.hidden_size = as_count(hidden_size, "hidden_size")
         self.num_layers = as_count(num_layers, "num_layers")
         self.rule = check_rule(rule)
-        self.bias, self.batch_first, self.bidirectional, self.compile = bias, batch_first, bidirectional, compile
+        self.bias, self.batch_first = check_switch(bias, "bias"), check_switch(batch_first, "batch_first")
+        self.bidirectional, self.compile = check_switch(bidirectional, "bidirectional"), compile
+        if proj_size:
+            raise ValueError(
+                f"proj_size must be 0, as no layer here projects h, got {proj_size!r}. Fix: a smaller hidden_size, "
+                "or torch.nn.Linear(hidden_size, proj_size) over the output."
+            )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
         if dropout and num_layers == 1:
@@ -95,7 +104,11 @@ class RecurrentLayer(nn.Module):
 
     @untraced  # a loop over time is no graph; torch.compile passes over torch.nn's layers likewise
     def forward(
-        self, x: Tensor | PackedSequence, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None
+        self,
+        x: Tensor | PackedSequence,
+        state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        *,
+        hx: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, RecurrentState]:
         """Run over sequences, from their start or from where an earlier chunk ended.
 
@@ -103,6 +116,7 @@ class RecurrentLayer(nn.Module):
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
                 or a PackedSequence.
             state: that of an earlier call; or h, or (h, c) of an LSTM, at the start of a sequence; None is zeros.
+            hx: the same under torch.nn's name.
 
         Returns:
             h at every sample, in the form of x and directions * hidden_size wide, and the state after the last.
@@ -112,7 +126,7 @@ class RecurrentLayer(nn.Module):
             ValueError: x or the state has another shape than expected.
         """
         batch = Batch.of(x, self.input_size, self.batch_first)
-        states, t = self._read(state, batch)
+        states, t = self._read(given_state(state, hx), batch)
         kind = batch.x.device.type
         run = Runner(self.step, self.rule, self.stock, self.compile, torch.is_autocast_enabled(kind))
         with torch.autocast(kind, enabled=False):
@@ -153,7 +167,7 @@ class RecurrentLayer(nn.Module):
         t = state.t
         if t is not None:
             t = batch.sort(t, axis=0)
-            t = int(t[0]) if bool((t == t[0]).all()) else t
+            t = int(t[0]) if len(t) and bool((t == t[0]).all()) else t
         elif "t" in self.rule.memory:
             t = 0
         entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in (state.h, state.c, *state.memory[:3])]
@@ -166,6 +180,9 @@ class RecurrentLayer(nn.Module):
         if t is not None:
             t = batch.unsort(t + batch.lengths, axis=0)
         return RecurrentState(*entries, t)
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: torch.nn's layers lay out their weights for cuDNN here, ours at each call."""
 
     def to_stock(self) -> StockLayers:
         """A copy for inference and deployment: plain layers of torch.nn, each with a filter before it.
@@ -196,7 +213,7 @@ class RNN(RecurrentLayer):
     """An Elman network driven by a rule: h_t = tanh(U h_{t-1} + b_hh + d_t), or relu.
 
     Arguments:
-        nonlinearity: "tanh" or "relu".
+        nonlinearity: "tanh" or "relu"; by position it follows ``num_layers``, as in torch.nn.RNN.
         others: see :class:`LSTM`, which alone has ``forget_bias``.
     """
 
@@ -205,14 +222,13 @@ class RNN(RecurrentLayer):
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
-        *,
-        rule: Rule,
         nonlinearity: str = "tanh",
+        *others: float,
+        rule: Rule,
         **options: object,
     ) -> None:
-        super().__init__(
-            rnn_step(nonlinearity), f"rnn_{nonlinearity}", input_size, hidden_size, num_layers, rule=rule, **options
-        )
+        step, stock = rnn_step(nonlinearity), f"rnn_{nonlinearity}"
+        super().__init__(step, stock, input_size, hidden_size, num_layers, *others, rule=rule, **options)
 
     def reset_parameters(self) -> None:
         """Appendix A: W_ih orthogonal, W_hh the identity, the biases 0."""
@@ -234,15 +250,16 @@ class LSTM(RecurrentLayer):
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919).
 
     Arguments:
-        input_size: features of a sample.
+        input_size: features of a sample. By position the arguments up to ``proj_size`` are those of torch.nn.LSTM.
         hidden_size: size of h.
         num_layers: how many are stacked.
-        rule: one of :mod:`hbnode.recurrent.rules`. ``Momentum(0.0, 1.0)`` makes a torch.nn.LSTM; either loads the
-            other's weights.
         bias: whether to have b_ih, which the rule sees as a part of its input, and b_hh, which it does not.
         batch_first: whether x is (batch, T, input_size).
         dropout: share of the outputs between layers that is dropped in training.
         bidirectional: whether a second cell runs backwards in time.
+        proj_size: 0; no layer here projects its h.
+        rule: one of :mod:`hbnode.recurrent.rules`. ``Momentum(0.0, 1.0)`` makes a torch.nn.LSTM; either loads the
+            other's weights.
         momentum_space: "gates" as above, or "hidden": W and b_ih make a drive of the size of h, which U multiplies as
             it does h (remarks 1 and 4): U (h_{t-1} + d_t) + b_hh.
         compile: whether the scan compiles its steps with torch.compile, which takes half a minute at the first call.
@@ -267,13 +284,13 @@ class LSTM(RecurrentLayer):
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
-        *,
+        *others: float,
         rule: Rule,
         forget_bias: float = 1.0,
         **options: object,
     ) -> None:
         self.forget_bias = forget_bias
-        super().__init__(LSTMStep(), "lstm", input_size, hidden_size, num_layers, rule=rule, **options)
+        super().__init__(LSTMStep(), "lstm", input_size, hidden_size, num_layers, *others, rule=rule, **options)
 
     def reset_parameters(self) -> None:
         """Appendices A and F: W_ih orthogonal, W_hh with ones on its diagonal, the biases 0 but at the forget gate."""
@@ -288,9 +305,9 @@ class GRU(RecurrentLayer):
     """
 
     def __init__(
-        self, input_size: int, hidden_size: int, num_layers: int = 1, *, rule: Rule, **options: object
+        self, input_size: int, hidden_size: int, num_layers: int = 1, *others: float, rule: Rule, **options: object
     ) -> None:
-        super().__init__(GRUStep(), "gru", input_size, hidden_size, num_layers, rule=rule, **options)
+        super().__init__(GRUStep(), "gru", input_size, hidden_size, num_layers, *others, rule=rule, **options)
 
     def reset_parameters(self) -> None:
         """As an LSTM's, without a forget gate."""

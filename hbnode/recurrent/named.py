@@ -1,4 +1,7 @@
-"""The layers and cells under the names of the papers: each is a cell with a rule, and has the arguments of both."""
+"""The layers and cells under the names of the papers: each is a cell with a rule, and has the arguments of both.
+
+By position a layer's arguments are those of torch.nn's layer; a cell's are its sizes, the rule's coefficients, bias.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,34 @@ class _Momentum:
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        *others: float,
         momentum: float = 0.6,
         step_size: float = 0.6,
         **options: object,
     ) -> None:
         rule = rules.Momentum(momentum=momentum, step_size=step_size)
-        super().__init__(input_size, hidden_size, *num_layers, rule=rule, **options)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
+
+
+class _MomentumCell:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        momentum: float = 0.6,
+        step_size: float = 0.6,
+        *others: float,
+        **options: object,
+    ) -> None:
+        rule = rules.Momentum(momentum=momentum, step_size=step_size)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
 
 
 class MomentumRNN(_Momentum, RNN):
     """:class:`RNN` with heavy-ball momentum; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
-class MomentumRNNCell(_Momentum, RNNCell):
+class MomentumRNNCell(_MomentumCell, RNNCell):
     """One step of :class:`MomentumRNN`; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
@@ -34,7 +51,7 @@ class MomentumLSTM(_Momentum, LSTM):
     """:class:`LSTM` with heavy-ball momentum; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
-class MomentumLSTMCell(_Momentum, LSTMCell):
+class MomentumLSTMCell(_MomentumCell, LSTMCell):
     """One step of :class:`MomentumLSTM`; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
@@ -42,7 +59,7 @@ class MomentumGRU(_Momentum, GRU):
     """:class:`GRU` with heavy-ball momentum; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
-class MomentumGRUCell(_Momentum, GRUCell):
+class MomentumGRUCell(_MomentumCell, GRUCell):
     """One step of :class:`MomentumGRU`; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
@@ -50,7 +67,7 @@ class MomentumDTRIV(_Momentum, DTRIV):
     """:class:`DTRIV` with heavy-ball momentum; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
-class MomentumDTRIVCell(_Momentum, DTRIVCell):
+class MomentumDTRIVCell(_MomentumCell, DTRIVCell):
     """One step of :class:`MomentumDTRIV`; see :class:`hbnode.recurrent.rules.Momentum`."""
 
 
@@ -59,19 +76,32 @@ class _NAG:
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        *others: float,
         step_size: float = 0.6,
         **options: object,
     ) -> None:
         rule = rules.NAG(step_size=step_size)
-        super().__init__(input_size, hidden_size, *num_layers, rule=rule, **options)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
+
+
+class _NAGCell:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        step_size: float = 0.6,
+        *others: float,
+        **options: object,
+    ) -> None:
+        rule = rules.NAG(step_size=step_size)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
 
 
 class NAGRNN(_NAG, RNN):
     """:class:`RNN` with Nesterov's momentum; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
-class NAGRNNCell(_NAG, RNNCell):
+class NAGRNNCell(_NAGCell, RNNCell):
     """One step of :class:`NAGRNN`; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
@@ -79,7 +109,7 @@ class NAGLSTM(_NAG, LSTM):
     """:class:`LSTM` with Nesterov's momentum; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
-class NAGLSTMCell(_NAG, LSTMCell):
+class NAGLSTMCell(_NAGCell, LSTMCell):
     """One step of :class:`NAGLSTM`; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
@@ -87,7 +117,7 @@ class NAGGRU(_NAG, GRU):
     """:class:`GRU` with Nesterov's momentum; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
-class NAGGRUCell(_NAG, GRUCell):
+class NAGGRUCell(_NAGCell, GRUCell):
     """One step of :class:`NAGGRU`; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
@@ -95,7 +125,7 @@ class NAGDTRIV(_NAG, DTRIV):
     """:class:`DTRIV` with Nesterov's momentum; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
-class NAGDTRIVCell(_NAG, DTRIVCell):
+class NAGDTRIVCell(_NAGCell, DTRIVCell):
     """One step of :class:`NAGDTRIV`; see :class:`hbnode.recurrent.rules.NAG`."""
 
 
@@ -104,20 +134,34 @@ class _SR:
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        *others: float,
         restart: int = 40,
         step_size: float = 0.6,
         **options: object,
     ) -> None:
         rule = rules.ScheduledRestart(restart=restart, step_size=step_size)
-        super().__init__(input_size, hidden_size, *num_layers, rule=rule, **options)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
+
+
+class _SRCell:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        restart: int = 40,
+        step_size: float = 0.6,
+        *others: float,
+        **options: object,
+    ) -> None:
+        rule = rules.ScheduledRestart(restart=restart, step_size=step_size)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
 
 
 class SRRNN(_SR, RNN):
     """:class:`RNN` with scheduled restart; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
-class SRRNNCell(_SR, RNNCell):
+class SRRNNCell(_SRCell, RNNCell):
     """One step of :class:`SRRNN`; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
@@ -125,7 +169,7 @@ class SRLSTM(_SR, LSTM):
     """:class:`LSTM` with scheduled restart; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
-class SRLSTMCell(_SR, LSTMCell):
+class SRLSTMCell(_SRCell, LSTMCell):
     """One step of :class:`SRLSTM`; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
@@ -133,7 +177,7 @@ class SRGRU(_SR, GRU):
     """:class:`GRU` with scheduled restart; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
-class SRGRUCell(_SR, GRUCell):
+class SRGRUCell(_SRCell, GRUCell):
     """One step of :class:`SRGRU`; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
@@ -141,7 +185,7 @@ class SRDTRIV(_SR, DTRIV):
     """:class:`DTRIV` with scheduled restart; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
-class SRDTRIVCell(_SR, DTRIVCell):
+class SRDTRIVCell(_SRCell, DTRIVCell):
     """One step of :class:`SRDTRIV`; see :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
 
@@ -150,7 +194,7 @@ class _Adam:
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        *others: float,
         momentum: float = 0.6,
         step_size: float = 0.6,
         beta: float = 0.9,
@@ -158,14 +202,30 @@ class _Adam:
         **options: object,
     ) -> None:
         rule = rules.Adam(momentum=momentum, step_size=step_size, beta=beta, eps=eps)
-        super().__init__(input_size, hidden_size, *num_layers, rule=rule, **options)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
+
+
+class _AdamCell:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        momentum: float = 0.6,
+        step_size: float = 0.6,
+        beta: float = 0.9,
+        eps: float = 1e-8,
+        *others: float,
+        **options: object,
+    ) -> None:
+        rule = rules.Adam(momentum=momentum, step_size=step_size, beta=beta, eps=eps)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
 
 
 class AdamRNN(_Adam, RNN):
     """:class:`RNN` with Adam; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
-class AdamRNNCell(_Adam, RNNCell):
+class AdamRNNCell(_AdamCell, RNNCell):
     """One step of :class:`AdamRNN`; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
@@ -173,7 +233,7 @@ class AdamLSTM(_Adam, LSTM):
     """:class:`LSTM` with Adam; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
-class AdamLSTMCell(_Adam, LSTMCell):
+class AdamLSTMCell(_AdamCell, LSTMCell):
     """One step of :class:`AdamLSTM`; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
@@ -181,7 +241,7 @@ class AdamGRU(_Adam, GRU):
     """:class:`GRU` with Adam; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
-class AdamGRUCell(_Adam, GRUCell):
+class AdamGRUCell(_AdamCell, GRUCell):
     """One step of :class:`AdamGRU`; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
@@ -189,7 +249,7 @@ class AdamDTRIV(_Adam, DTRIV):
     """:class:`DTRIV` with Adam; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
-class AdamDTRIVCell(_Adam, DTRIVCell):
+class AdamDTRIVCell(_AdamCell, DTRIVCell):
     """One step of :class:`AdamDTRIV`; see :class:`hbnode.recurrent.rules.Adam`."""
 
 
@@ -198,21 +258,36 @@ class _RMSProp:
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        *others: float,
         step_size: float = 0.6,
         beta: float = 0.9,
         eps: float = 1e-8,
         **options: object,
     ) -> None:
         rule = rules.RMSProp(step_size=step_size, beta=beta, eps=eps)
-        super().__init__(input_size, hidden_size, *num_layers, rule=rule, **options)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
+
+
+class _RMSPropCell:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        step_size: float = 0.6,
+        beta: float = 0.9,
+        eps: float = 1e-8,
+        *others: float,
+        **options: object,
+    ) -> None:
+        rule = rules.RMSProp(step_size=step_size, beta=beta, eps=eps)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
 
 
 class RMSPropRNN(_RMSProp, RNN):
     """:class:`RNN` with RMSProp; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
-class RMSPropRNNCell(_RMSProp, RNNCell):
+class RMSPropRNNCell(_RMSPropCell, RNNCell):
     """One step of :class:`RMSPropRNN`; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
@@ -220,7 +295,7 @@ class RMSPropLSTM(_RMSProp, LSTM):
     """:class:`LSTM` with RMSProp; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
-class RMSPropLSTMCell(_RMSProp, LSTMCell):
+class RMSPropLSTMCell(_RMSPropCell, LSTMCell):
     """One step of :class:`RMSPropLSTM`; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
@@ -228,7 +303,7 @@ class RMSPropGRU(_RMSProp, GRU):
     """:class:`GRU` with RMSProp; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
-class RMSPropGRUCell(_RMSProp, GRUCell):
+class RMSPropGRUCell(_RMSPropCell, GRUCell):
     """One step of :class:`RMSPropGRU`; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
@@ -236,7 +311,7 @@ class RMSPropDTRIV(_RMSProp, DTRIV):
     """:class:`DTRIV` with RMSProp; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
-class RMSPropDTRIVCell(_RMSProp, DTRIVCell):
+class RMSPropDTRIVCell(_RMSPropCell, DTRIVCell):
     """One step of :class:`RMSPropDTRIV`; see :class:`hbnode.recurrent.rules.RMSProp`."""
 
 
@@ -245,20 +320,34 @@ class _AdaptiveMomentum:
         self,
         input_size: int,
         hidden_size: int,
-        *num_layers: int,
+        *others: float,
         step_size: float = 0.6,
         delta: float = 1e-3,
         **options: object,
     ) -> None:
         rule = rules.AdaptiveMomentum(step_size=step_size, delta=delta)
-        super().__init__(input_size, hidden_size, *num_layers, rule=rule, **options)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
+
+
+class _AdaptiveMomentumCell:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        step_size: float = 0.6,
+        delta: float = 1e-3,
+        *others: float,
+        **options: object,
+    ) -> None:
+        rule = rules.AdaptiveMomentum(step_size=step_size, delta=delta)
+        super().__init__(input_size, hidden_size, *others, rule=rule, **options)
 
 
 class AdaptiveMomentumRNN(_AdaptiveMomentum, RNN):
     """:class:`RNN` with momentum that the inputs set; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
 
-class AdaptiveMomentumRNNCell(_AdaptiveMomentum, RNNCell):
+class AdaptiveMomentumRNNCell(_AdaptiveMomentumCell, RNNCell):
     """One step of :class:`AdaptiveMomentumRNN`; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
 
@@ -266,7 +355,7 @@ class AdaptiveMomentumLSTM(_AdaptiveMomentum, LSTM):
     """:class:`LSTM` with momentum that the inputs set; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
 
-class AdaptiveMomentumLSTMCell(_AdaptiveMomentum, LSTMCell):
+class AdaptiveMomentumLSTMCell(_AdaptiveMomentumCell, LSTMCell):
     """One step of :class:`AdaptiveMomentumLSTM`; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
 
@@ -274,7 +363,7 @@ class AdaptiveMomentumGRU(_AdaptiveMomentum, GRU):
     """:class:`GRU` with momentum that the inputs set; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
 
-class AdaptiveMomentumGRUCell(_AdaptiveMomentum, GRUCell):
+class AdaptiveMomentumGRUCell(_AdaptiveMomentumCell, GRUCell):
     """One step of :class:`AdaptiveMomentumGRU`; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
 
@@ -282,5 +371,5 @@ class AdaptiveMomentumDTRIV(_AdaptiveMomentum, DTRIV):
     """:class:`DTRIV` with momentum that the inputs set; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
 
-class AdaptiveMomentumDTRIVCell(_AdaptiveMomentum, DTRIVCell):
+class AdaptiveMomentumDTRIVCell(_AdaptiveMomentumCell, DTRIVCell):
     """One step of :class:`AdaptiveMomentumDTRIV`; see :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""

@@ -24,6 +24,16 @@ def check_rule(rule: Rule) -> Rule:
     return rule
 
 
+def check_switch(value: bool, name: str) -> bool:
+    """True or False, or an error: a number here was meant for another argument."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name} must be True or False, got {value!r}. Fix: pass momentum=, step_size= and the like by name; by "
+            "position the arguments are torch.nn's."
+        )
+    return value
+
+
 def check_space(space: str) -> str:
     """A name of a space, or an error."""
     if space not in SPACES:
@@ -43,6 +53,13 @@ def parameter_shapes(
     gates, n = step.gates * hidden_size, drive_size(step, hidden_size, space)
     shapes = {"weight_ih": (n, input_size), "weight_hh": (gates, hidden_size)}
     return shapes | ({"bias_ih": (n,), "bias_hh": (gates,)} if bias else {})
+
+
+def given_state(state: object, hx: object) -> object:
+    """The state that was given, under our name or torch.nn's."""
+    if state is not None and hx is not None:
+        raise TypeError("state and hx are two names of one argument, and both were given. Fix: state alone.")
+    return state if hx is None else hx
 
 
 def read_state(

@@ -135,7 +135,7 @@ class Runner:
         """Inputs filtered from v_0 = 0, and the W and b that make the momentum of them."""
         mu, s = self.rule.coefficients(t, len(x)), self.rule.step_size
         w, b = weights.w, weights.b
-        if not mu.any():  # nothing to filter, and with s = 1 nothing to do
+        if not mu.any() or not x.shape[1]:  # nothing to filter, and with s = 1 nothing to do
             return (x, w, b) if s == 1 else (s * x, w, None if b is None else s * b)
         if b is not None:  # b is the weight of an input that is 1 before it is filtered
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
