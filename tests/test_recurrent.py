@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import pickle
 
 import numpy
@@ -382,6 +383,55 @@ def test_to_stock(cell, rule):
     last = last if cell == "lstm" else (last,)
     for one, another in zip(last, (state.h, state.c), strict=False):
         close(one, another, 1e-12)
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@every_rule
+def test_what_is_not_finite_changes_nothing_before_its_time(rule, value):
+    for cell in CELLS:
+        for carried in (False, True):
+            layer, _ = make_pair(cell, rule, layers=2)
+            x = make_input(60)
+            state = make_state(layer, x)[0] if carried else None
+            expected, _ = layer(x, state)
+            x[50, 1, 0] = value
+            found, _ = layer(x, state)
+            assert torch.equal(found[:50], expected[:50])
+            assert torch.equal(found[:, ::2], expected[:, ::2])  # nor another sequence
+            if not carried and cell != "dtriv":
+                close(layer.to_stock()(x)[0][:50], expected[:50], 1e-12)
+
+
+@every_rule
+def test_what_is_not_finite_in_packed_sequences_and_backwards(rule):
+    layer, _ = make_pair("gru", rule, bidirectional=True)
+    x = make_input(60, 2)
+    lengths = torch.tensor([40, 60])
+    expected, _ = layer(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    x[30, 0] = math.nan
+    found, _ = layer(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    (found, _), (expected, _) = pad_packed_sequence(found), pad_packed_sequence(expected)
+    assert torch.equal(found[:30, 0, :3], expected[:30, 0, :3])
+    assert torch.equal(found[31:, 0, 3:], expected[31:, 0, 3:])
+    assert torch.equal(found[:, 1], expected[:, 1])
+    assert found[30:40, 0, :3].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["LSTM", "MomentumLSTM", "NAGLSTM", "SRLSTM"])
+def test_gradients_of_what_comes_before_an_infinite_sample(name):
+    """Finite as those of torch.nn.LSTM, but for the weights of the infinite input: 0 * inf."""
+    layer = (nn.LSTM if name == "LSTM" else getattr(recurrent, name))(2, 3).double()
+    x = make_input(60).requires_grad_()
+    leaves = [x, *(p for key, p in layer.named_parameters() if not key.startswith("weight_ih"))]
+    expected = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
+    with torch.no_grad():
+        x[50, 1, 0] = math.inf
+    found = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
+    for one, another in zip(found, expected, strict=True):
+        close(one, another, 1e-13)
 
 
 # What is refused

@@ -1,10 +1,12 @@
 """The linear filter over time, and the rules by themselves."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
+from hbnode.recurrent import filter as filters
 from hbnode.recurrent import rules
 from hbnode.recurrent.filter import linear_filter
 from tests.momentum_layers import RULES, close
@@ -51,11 +53,66 @@ def test_the_filter_forgets_without_overflow():
     torch.testing.assert_close(kept.flatten(), torch.arange(1.0, 5001.0))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 def test_gradgradcheck_of_the_filter():
     x = torch.randn(45, 1, 2, dtype=torch.float64, requires_grad=True)
     mu = torch.rand(45, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: linear_filter(x, mu, 0.5), x)
-    assert torch.autograd.gradgradcheck(lambda x: linear_filter(x, mu, 0.5).sin(), x)
+    assert torch.autograd.gradcheck(lambda x: linear_filter(x, mu, 0.5), x, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: linear_filter(x, mu, 0.5).sin(), x, fast_mode=True)
+
+
+@pytest.mark.parametrize("mu", [0.9, 0.0, "varying", "each"])
+def test_the_filter_goes_on_from_a_state(mu):
+    mu = {"varying": torch.rand(97), "each": torch.rand(97, 2)}.get(mu, mu)
+    mu = mu.double() if isinstance(mu, torch.Tensor) else mu
+    each = torch.full((97,), mu, dtype=torch.float64) if isinstance(mu, float) else mu
+    x, v = torch.randn(97, 2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    given = torch.cat([each[:1], each]).double()
+    before = torch.cat([v.unsqueeze(0) / 0.3, x])
+    expected = slowly(before, given.unsqueeze(-1) if given.dim() == 2 else given, 0.3)[1:]
+    close(linear_filter(x, mu, 0.3, v), expected, 1e-13)
+
+
+def test_the_filter_under_vmap():
+    x, mu = torch.randn(3, 50, 2, 4, dtype=torch.float64), torch.rand(50, dtype=torch.float64)
+    slope = torch.func.vmap(torch.func.grad(lambda x: linear_filter(x, mu, 0.5).sin().sum()))
+    for one, row in zip(slope(x), x, strict=True):
+        row.requires_grad_()
+        close(one, torch.autograd.grad(slowly(row, mu, 0.5).sin().sum(), row)[0], 1e-13)
+
+
+@pytest.fixture(params=["looks", "cannot look"])
+def values_can_be_asked(request, monkeypatch):
+    """On a GPU nothing asks whether all is finite, which would wait for the device."""
+    if request.param == "cannot look":
+        monkeypatch.setattr(filters.math, "isfinite", lambda _: False)
+
+
+@pytest.mark.usefixtures("values_can_be_asked")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mu", [0.9, 1e-30, "varying", "restarts"])
+def test_what_is_not_finite_changes_nothing_before_its_time(value, mu):
+    """Nor does the transpose anything after it."""
+    mu = {"varying": torch.rand(97), "restarts": (torch.arange(1, 98) % 7) / 10}.get(mu, mu)
+    mu = mu.double() if isinstance(mu, torch.Tensor) else mu
+    x = torch.randn(97, 2, 3, dtype=torch.float64)
+    expected = linear_filter(x, mu, 0.5)
+    x[50, 0, 1] = value
+    x.requires_grad_()
+    found = linear_filter(x, mu, 0.5)
+    is_reached = torch.zeros(97, 2, 3, dtype=torch.bool)
+    is_reached[50:, 0, 1] = True
+    close(found[~is_reached], expected[~is_reached], 1e-15)
+    assert not found[is_reached].isfinite().any()
+    (slope,) = torch.autograd.grad(found[:50].sum(), x, retain_graph=True)
+    assert slope.isfinite().all()
+    one, another = torch.ones(2, 97, 2, 3, dtype=torch.float64)
+    another[20, 0, 1] = value
+    (wanted,) = torch.autograd.grad(found, x, one, retain_graph=True)
+    (slope,) = torch.autograd.grad(found, x, another)
+    is_reached = torch.zeros(97, 2, 3, dtype=torch.bool)
+    is_reached[:21, 0, 1] = True
+    close(slope[~is_reached], wanted[~is_reached], 1e-15)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -1,86 +1,166 @@
-"""A linear filter over time, in blocks: v_t = mu_t v_{t-1} + s x_t.
+"""A linear filter over time: v_t = mu_t v_{t-1} + s x_t.
 
-Within a block it is a product with a small triangular matrix, and between blocks a vector is carried. So it is safe for
-any length and any mu_t, which a cumulative sum of x_t / (mu_1 ... mu_t) is not: that overflows.
+It runs in blocks. Within a block it is a product with a small triangular matrix; between blocks a vector is carried. So
+it is safe for any length and any mu_t. A cumulative sum of x_t / (mu_1 ... mu_t) is not: it overflows.
+
+The zeros above the diagonal of that matrix must not meet NaN or inf, because 0 * NaN is NaN and would change samples
+before its time. The matrix multiplies finite values only; the others are added from their time on.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from hbnode.recurrent.rules import weights
-
 LARGEST_BLOCK = 40
 
 
-def linear_filter(x: Tensor, mu: Tensor, s: float) -> Tensor:
-    """Filter a sequence from v_0 = 0.
+def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
+    """Filter a sequence.
 
     Arguments:
         x: (T, batch, n).
-        mu: (T,), float64.
+        mu: a number, or (T,) in float64 on the CPU, or (T, batch).
         s: a factor.
+        v: v_0 (batch, n); None is zero.
 
     Returns:
-        v_1 to v_T, (T, batch, n). It can be differentiated any number of times.
+        v_1 to v_T, (T, batch, n). It can be differentiated any number of times. A sample that is NaN or inf changes no
+        sample before it.
     """
-    if not mu.any():
+    is_number = not isinstance(mu, Tensor)
+    if is_number and mu == 0:
         return s * x
-    block = _block(len(x))
-    mu = torch.nn.functional.pad(mu, (0, -len(mu) % block))
-    kernel, decay = weights(mu.view(-1, block), s)
+    if len(x) == 1 or (not is_number and mu.dim() == 2) or is_traced():
+        return _loop(x, mu, s, v)
+    if not is_number and not mu.any():
+        return s * x
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return _Filter.apply(x, kernel.to(x.device, dtype), decay.to(x.device, dtype), False)
+    if is_number:
+        kernel, decay = _constant_weights(float(mu), min(len(x), LARGEST_BLOCK), s, dtype, x.device)
+    else:
+        kernel, decay = (z.to(x.device, dtype) for z in weights(_in_blocks(mu), s))
+    out = _Filter.apply(x, kernel, decay, False)
+    if v is None:
+        return out
+    fading = (float(mu) ** torch.arange(1, len(x) + 1, dtype=torch.float64) if is_number else mu.cumprod(0)).to(out)
+    return torch.addcmul(out, fading.view(-1, 1, 1), v)
 
 
-def _block(steps: int) -> int:
-    """A size of blocks, if possible one that leaves no remainder, for which all would be copied."""
-    if steps <= LARGEST_BLOCK:
-        return steps
-    return next((size for size in range(LARGEST_BLOCK, LARGEST_BLOCK // 4, -1) if steps % size == 0), LARGEST_BLOCK)
+def is_traced() -> bool:
+    """Whether a program is being made of the calls, which must not depend on values; a loop over time suits it."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _loop(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None) -> Tensor:
+    factors = mu.to(x).reshape(len(x), -1, 1).unbind() if isinstance(mu, Tensor) else [mu] * len(x)
+    v, out = torch.zeros_like(x[0]) if v is None else v, []
+    for factor, x_t in zip(factors, x.unbind(), strict=True):
+        v = factor * v + s * x_t
+        out.append(v)
+    return torch.stack(out)
+
+
+def weights(mu: Tensor, s: float) -> tuple[Tensor, Tensor]:
+    """The filter as a matrix: v_t = sum_j kernel[t, j] x_j + decay[t] v_0.
+
+    Nothing is divided by, so that it is exact with any mu, 0 among them.
+
+    Arguments:
+        mu: (..., T).
+        s: a factor of x.
+
+    Returns:
+        (..., T, T), lower triangular, and (..., T).
+    """
+    steps = torch.arange(mu.shape[-1])
+    is_later = steps.unsqueeze(1) > steps
+    kernel = torch.where(is_later, mu.unsqueeze(-1), 1.0).cumprod(-2).tril()  # mu_{j+1} ... mu_t
+    return s * kernel, mu.cumprod(-1)
+
+
+def _in_blocks(mu: Tensor) -> Tensor:
+    """(T,) -> (blocks, size), with zeros after the end."""
+    size = min(len(mu), LARGEST_BLOCK)
+    return torch.nn.functional.pad(mu, (0, -len(mu) % size)).view(-1, size)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant_weights(
+    mu: float, steps: int, s: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Those of one block, for all."""
+    with torch.inference_mode(False), torch.no_grad():  # it is kept for training too
+        kernel, decay = weights(torch.full((1, steps), mu, dtype=torch.float64), s)
+        return kernel.to(device, dtype), decay.to(device, dtype)
 
 
 class _Filter(torch.autograd.Function):
-    """The filter as a linear map of x, or its transpose."""
+    """The filter from v_0 = 0 as a linear map of x, or its transpose."""
 
     @staticmethod
     def forward(x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            blocks = _cut(x, *decay.shape).to(kernel.dtype)
-            out = torch.empty_like(blocks)
-            (_transposed if is_transposed else _filtered)(blocks, kernel, decay, out)
-        return out.view(-1, *x.shape[1:])[: len(x)].to(x.dtype)
+            given, rest = _finite(x.to(kernel.dtype).contiguous())
+            out = torch.empty_like(given)
+            run = _transposed if is_transposed else _filtered
+            run(given.flatten(1), kernel, decay, out.view(len(x), -1))
+            if rest is not None:
+                out += rest.flip(0).cumsum(0).flip(0) if is_transposed else rest.cumsum(0)
+        return out.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
         _, kernel, decay, ctx.is_transposed = inputs
         ctx.save_for_backward(kernel, decay)
+        ctx.save_for_forward(kernel, decay)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernel, decay = ctx.saved_tensors
-        return _Filter.apply(grad, kernel, decay, not ctx.is_transposed), None, None, None
+        return _Filter.apply(grad, *ctx.saved_tensors, not ctx.is_transposed), None, None, None
+
+    @staticmethod
+    def jvp(ctx: FunctionCtx, tangent: Tensor, *_: None) -> Tensor:
+        return _Filter.apply(tangent, *ctx.saved_tensors, ctx.is_transposed)
+
+    @staticmethod
+    def vmap(
+        info: object, dims: tuple[int, ...], x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool
+    ) -> tuple[Tensor, int]:
+        return _Filter.apply(x.movedim(dims[0], 1), kernel, decay, is_transposed), 1
 
 
-def _cut(x: Tensor, blocks: int, size: int) -> Tensor:
-    """(T, batch, n) -> (blocks, size, batch * n), with zeros after the end."""
-    x = x.flatten(1)
-    missing = blocks * size - len(x)
-    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-    return x.view(blocks, size, -1)
+def _finite(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """X with zeros for NaN and inf, and what is missing of it: None if nothing is, where that can be asked cheaply."""
+    if x.device.type == "cpu" and math.isfinite(x.sum()):  # a sum that overflows costs time and nothing else
+        return x, None
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    return finite, x - finite
 
 
 def _filtered(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
-    for k in range(len(x)):  # a block at a time, while it is in the cache
-        torch.mm(kernel[k], x[k], out=out[k])
-        if k > 0:
-            out[k].addr_(decay[k], out[k - 1, -1])
+    size, last = kernel.shape[-1], None
+    kernel, decay = (z.expand(-(-len(x) // size), *z.shape[1:]) for z in (kernel, decay))
+    for k, (given, found) in enumerate(zip(x.split(size), out.split(size), strict=True)):  # while it is in the cache
+        m = len(given)
+        torch.mm(kernel[k, :m, :m], given, out=found)
+        if last is not None:
+            found.addr_(decay[k, :m], last)
+        last = found[-1]
 
 
 def _transposed(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
-    carry = torch.zeros_like(x[0, 0])  # what the later blocks add to the last sample of this one
-    for k in reversed(range(len(x))):
-        torch.mm(kernel[k].T, x[k], out=out[k]).addr_(kernel[k, -1], carry)
-        carry = decay[k] @ x[k] + decay[k, -1] * carry
+    size, carry = kernel.shape[-1], None  # what the later blocks add to the last sample of this one
+    kernel, decay = (z.expand(-(-len(x) // size), *z.shape[1:]) for z in (kernel, decay))
+    pairs = enumerate(zip(x.split(size), out.split(size), strict=True))
+    for k, (given, found) in reversed(list(pairs)):
+        m = len(given)
+        torch.mm(kernel[k, :m, :m].T, given, out=found)
+        if carry is not None:
+            found.addr_(kernel[k, m - 1, :m], carry)
+        ahead = decay[k, :m] @ given
+        carry = ahead if carry is None else ahead + decay[k, m - 1] * carry

@@ -11,7 +11,6 @@ equation 77.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
@@ -19,6 +18,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from hbnode.recurrent.filter import is_traced, linear_filter
 
 
 class Memory(NamedTuple):
@@ -66,7 +67,7 @@ class Rule:
         """The drive of the next samples, and the memory after them.
 
         Arguments:
-            g: W x + b of the next samples (T, batch, n). T should be small: the work grows with its square.
+            g: W x + b of the next samples (T, batch, n).
             memory: that before them.
 
         Returns:
@@ -94,7 +95,7 @@ class LinearRule(Rule):
 
     def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
-        v = running_sum(self.coefficients(memory.t, len(g)), self.step_size, g, memory.v)
+        v = linear_filter(g, self.coefficients(memory.t, len(g)), self.step_size, memory.v)
         return v, Memory(v[-1], t=None if memory.t is None else memory.t + len(g))
 
 
@@ -223,7 +224,7 @@ class AdaptiveMomentum(Rule):
     def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
         before = torch.cat([memory.g.unsqueeze(0), g[:-1]])
-        v = running_sum(self._momentum(g, before), self.step_size, g, memory.v)
+        v = linear_filter(g, self._momentum(g, before), self.step_size, memory.v)
         return v, Memory(v[-1], g=g[-1])
 
     def _momentum(self, g: Tensor, before: Tensor) -> Tensor:
@@ -265,10 +266,10 @@ def _normalized(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
-    if len(g) > 1 and g.device.type == "cpu" and not torch.compiler.is_compiling():
+    if len(g) > 1 and g.device.type == "cpu" and not is_traced():
         return _Normalized.apply(g, v, m, mu, s, beta, eps)
-    numerator = s * g if v is None else running_sum(float(mu), s, g, v)
-    squares = running_sum(float(beta), 1 - beta, g * g, m)
+    numerator = s * g if v is None else linear_filter(g, mu, s, v)
+    squares = linear_filter(g * g, beta, 1 - beta, m)
     return numerator / (squares + eps).sqrt(), None if v is None else numerator[-1], squares[-1]
 
 
@@ -310,65 +311,6 @@ class _Normalized(torch.autograd.Function):
             torch.mul(dv, s, out=dg_t).addcmul_(dm, g_t, value=2 * (1 - beta))
             dv, dm = dv * mu if has_momentum else zero, dm * beta
         return dg, dv if has_momentum else None, dm, None, None, None, None
-
-
-def running_sum(mu: float | Tensor, s: float, g: Tensor, v: Tensor) -> Tensor:
-    """v_t = mu_t v_{t-1} + s g_t of a few samples.
-
-    Arguments:
-        mu: a number, or (T,) in float64 on the CPU, or (T, batch).
-        s: a factor.
-        g: (T, batch, n).
-        v: v_0 (batch, n).
-
-    Returns:
-        v_1 to v_T, (T, batch, n).
-    """
-    if isinstance(mu, float) and mu == 0:
-        return s * g
-    each = isinstance(mu, Tensor) and mu.dim() == 2
-    if each or len(g) == 1 or torch.compiler.is_compiling():  # a loop is what can be fused
-        factors = [mu] * len(g) if isinstance(mu, float) else mu.to(g).reshape(len(g), -1, 1).unbind()
-        out = []
-        for factor, g_t in zip(factors, g.unbind(), strict=True):
-            v = factor * v + s * g_t
-            out.append(v)
-        return torch.stack(out)
-    if isinstance(mu, float):
-        kernel, decay = _constant_weights(mu, len(g), s, g.dtype, g.device)
-    else:
-        kernel, decay = (matrix.to(g) for matrix in weights(mu, s))
-    return torch.addmm(torch.outer(decay, v.flatten()), kernel, g.flatten(1)).view_as(g)
-
-
-@functools.lru_cache(maxsize=64)
-def _constant_weights(
-    mu: float, steps: int, s: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False), torch.no_grad():  # it is kept for training too
-        kernel, decay = weights(torch.full((steps,), mu, dtype=torch.float64), s)
-        return kernel.to(device, dtype), decay.to(device, dtype)
-
-
-def weights(mu: Tensor, s: float) -> tuple[Tensor, Tensor]:
-    """The running sum as a matrix: v_t = sum_j kernel[t, j] g_j + decay[t] v_0.
-
-    Nothing is divided by, so that it is exact with any mu, 0 among them.
-
-    Arguments:
-        mu: (..., T).
-        s: a factor of g.
-
-    Returns:
-        (..., T, T), lower triangular, and (..., T).
-    """
-    steps = mu.shape[-1]
-    row, rows = mu.new_zeros(*mu.shape[:-1], steps), []
-    for k in range(steps):
-        row = mu[..., k, None] * row
-        row[..., k] = s
-        rows.append(row)
-    return torch.stack(rows, dim=-2), mu.cumprod(-1)
 
 
 def _next(t: int | Tensor | None, steps: int) -> Tensor:
