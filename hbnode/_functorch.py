@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -19,3 +22,14 @@ def plain(x: Tensor) -> Tensor:
         x = torch._C._functorch.get_unwrapped(x)
         x = x.movedim(dim, 0) if dim > 0 else x
     return x
+
+
+@contextmanager
+def refusing(what: str, fix: str) -> Iterator[None]:
+    """Say what does not work under a transform, in place of the transform's own error about its tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_active() and any(word in str(error) for word in ("vmap", "functorch")):
+            raise ValueError(f"{what} does not work under this transform of torch.func. Fix: {fix}.") from error
+        raise

@@ -51,7 +51,7 @@ class Replay:
         self.tensors = [
             (kept, name, tensor)
             for module in modules
-            for kept in (module._parameters, module._buffers)
+            for kept in _tensors_of(module)
             for name, tensor in kept.items()
             if tensor is not None
         ]
@@ -85,6 +85,13 @@ class Replay:
             yield
         finally:
             _restore(modes, masks, tensors)
+
+
+def _tensors_of(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """The parameters and buffers of a module itself; copies of the dicts of one of TorchScript, whose stay the same."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+    return module._parameters, module._buffers
 
 
 def _restore(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 
@@ -19,7 +20,7 @@ def takes_time(func: Callable, parts: int) -> bool:
     names = "h" if parts == 1 else "h, v"
     fix = "Fix: say which with time_dependent=True or time_dependent=False."
     try:
-        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
+        signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)
     except (TypeError, ValueError):
         raise TypeError(
             f"cannot read the signature of func={inner!r}; expected ({names}) or (t, {names}). {fix}"
@@ -38,6 +39,23 @@ def takes_time(func: Callable, parts: int) -> bool:
             f"expected ({names}) or (t, {names}). {fix}"
         )
     return required == parts + 1
+
+
+def _signature(function: Callable) -> inspect.Signature:
+    """The signature of a function, or of what TorchScript has made of one."""
+    if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
+        return inspect.signature(function)
+    of_method = isinstance(function, torch._C.ScriptMethod)
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=None if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in function.schema.arguments[of_method:]
+        ]
+    )
 
 
 def _unwrap(func: Callable) -> Callable:

@@ -197,7 +197,7 @@ class _Damped(Field):
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
         self.max_damping = float(max_damping)
         gamma = self.max_damping * _sigmoid(-3.0) if damping is None else damping
-        gamma = torch.as_tensor(gamma, dtype=torch.float64).detach()
+        gamma = torch.as_tensor(gamma, dtype=torch.float64, device="cpu").detach()
         self.omega: nn.Parameter | None = None
         if learn_damping:
             if not bool(((gamma > 0) & (gamma < self.max_damping)).all()):
@@ -206,7 +206,8 @@ class _Damped(Field):
                     f"max_damping={self.max_damping}, got {gamma.tolist()}. "
                     "Fix: raise max_damping, or keep the damping constant with learn_damping=False."
                 )
-            self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(torch.get_default_dtype()))
+            like = torch.empty(0)  # of the default dtype and device
+            self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(like))
         elif not bool(((gamma >= 0) & torch.isfinite(gamma)).all()):
             raise ValueError(
                 f"damping must be a number >= 0, got {gamma.tolist()}. Fix: pass damping=0.0 for no damping."
@@ -380,6 +381,8 @@ def _paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tup
 
 
 def _number(x: Tensor | float) -> str:
+    if isinstance(x, Tensor) and x.is_meta:
+        return f"unknown of shape {tuple(x.shape)}"
     if isinstance(x, Tensor) and x.dim():
         return f"{float(x.min()):.4g}..{float(x.max()):.4g} of shape {tuple(x.shape)}"
     return f"{float(x.detach() if isinstance(x, Tensor) else x):.4g}"

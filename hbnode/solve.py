@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hbnode import _functorch
 from hbnode._checks import as_count
 from hbnode._state import State, apply, parts
 from hbnode._tracing import ONLY_FIXED_GRIDS, is_tracing, untraced
@@ -209,12 +210,14 @@ def _solve(
     first = parts(y0)[0]
     check_precision(settings, first.dtype)
     t = checked_times(t, first.device, rows=not theirs)
+    if event_fn is None and theirs:
+        with _functorch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
+            return from_torchdiffeq.solve(field, y0, t, settings, nfe, None)
+    if event_fn is None and settings.step_control == "sample":
+        with _functorch.refusing("step_control='sample'", "step_control='batch'"):
+            return run.solve(field, y0, t, settings, nfe)
     if event_fn is None:
-        return (
-            from_torchdiffeq.solve(field, y0, t, settings, nfe, None)
-            if theirs
-            else run.solve(field, y0, t, settings, nfe)
-        )
+        return run.solve(field, y0, t, settings, nfe)
     if not theirs:
         raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
     if len(t) != 2:

@@ -116,3 +116,100 @@ def test_blocks_learn_in_a_sequential():
 def test_bad_input(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("solver", "generalized"),
+    [
+        ({"gradient": "direct"}, False),
+        ({"gradient": "checkpoint"}, False),
+        ({"gradient": "checkpoint", "options": {"steps": 20}}, True),
+        ({"gradient": "adjoint"}, False),
+        ({"gradient": "adjoint", "options": {"dense": True}}, True),
+        ({"gradient": "reversible", "options": {"steps": 3}}, True),
+        ({"method": "dopri5"}, False),
+        ({"method": "dopri5", "gradient": "adjoint"}, False),
+        ({"method": "rk4", "gradient": "adjoint", "options": {"steps": 3}}, True),
+    ],
+)
+def test_an_output_may_be_changed_in_place(solver, generalized):
+    """As ``nn.ReLU(inplace=True)`` behind the block does; no backward pass needs what the caller has."""
+    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), generalized=generalized, **solver).double()
+    x = torch.randn(3, 2, dtype=torch.float64)
+    for times in (None, [0.0, 0.5, 1.0]):
+        found = []
+        for change in (lambda y: y.relu_(), lambda y: y.relu(), lambda y: y.mul_(2.0), lambda y: y.mul(2.0)):
+            loss = change(block(x, times)).square().sum()
+            found.append(torch.autograd.grad(loss, list(block.parameters())))
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        torch.testing.assert_close(found[2], found[3], rtol=0, atol=0)
+
+
+class Forced(nn.Module):
+    """A func as torch.jit.script takes it, with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, t: torch.Tensor, h: torch.Tensor):
+        return self.layer(h).tanh() * self.scale * (1 + t)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "solver",
+    [
+        {"gradient": "direct"},
+        {"gradient": "checkpoint", "options": {"steps": 20}},
+        {"gradient": "adjoint"},
+        {"gradient": "reversible", "options": {"steps": 3}},
+        {"method": "dopri5"},
+        {"method": "dopri5", "gradient": "adjoint"},
+    ],
+)
+@pytest.mark.parametrize("compile", [torch.jit.script, lambda func: torch.jit.trace(func, (ONE, torch.ones(3, 2)))])
+def test_a_func_of_torchscript(solver, compile):
+    func, x = Forced(), torch.randn(3, 2)
+    scripted = compile(func)  # shares its parameters
+    plain, block = (hbnode.HeavyBallODEBlock(f, damping=0.1, **solver) for f in (func, scripted))
+    block.field.omega = plain.field.omega
+    found, expected = (torch.autograd.grad(b(x).square().sum(), list(func.parameters())) for b in (block, plain))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hbnode.HeavyBallODEBlock(nn.Linear(2, 2)),
+        lambda: hbnode.HeavyBallODEBlock(nn.Linear(2, 2), damping=[0.1, 0.2], generalized=True),
+        lambda: hbnode.HeavyBallODEBlock(nn.Linear(2, 2), damping=[0.1, 0.2], learn_damping=False),
+        lambda: hbnode.HeavyBallODEBlock(nn.Linear(2, 2), damping=0.3, learn_damping=False),
+        lambda: hbnode.ODERNN(2, 3),
+        lambda: hbnode.ODERNN(2, 3, field="ghbnode"),
+    ],
+)
+def test_constructed_on_the_meta_device(make):
+    source = make()
+    inputs = (torch.randn(1, 2),) if isinstance(source, hbnode.ODEBlock) else (torch.randn(1, 3, 2), torch.arange(3.0))
+    with torch.device("meta"):
+        assigned, filled = make(), make()
+    assert all(p.is_meta for p in assigned.parameters())
+    assert repr(assigned)
+    assigned.load_state_dict(source.state_dict(), assign=True)
+    filled.to_empty(device="cpu").load_state_dict(source.state_dict())
+    for module in (assigned, filled):
+        torch.testing.assert_close(module(*inputs), source(*inputs), rtol=0, atol=0)
+
+
+def test_what_does_not_work_under_a_transform_says_so():
+    x = torch.randn(4, 3, 2)
+    sample = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient="direct", step_control="sample")
+    with pytest.raises(ValueError, match=r"step_control='sample' does not work .*Fix: step_control='batch'"):
+        torch.func.vmap(sample)(x)
+    for gradient in ("direct", "adjoint"):
+        block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), method="dopri5", gradient=gradient)
+        for transform in (torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())):
+            with pytest.raises(ValueError, match=r"method='dopri5' does not work .*Fix: a native method"):
+                transform(block)(x)

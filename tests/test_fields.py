@@ -162,6 +162,16 @@ def test_whether_func_takes_the_time_is_read_off_it():
     assert hbnode.NODE(lambda *args: args[1], time_dependent=True).time_dependent
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_whether_a_func_of_torchscript_takes_the_time():
+    def timed(t: torch.Tensor, h: torch.Tensor, scale: float = 2.0):
+        return t * h * scale
+
+    assert hbnode.NODE(torch.jit.script(timed)).time_dependent
+    assert hbnode.NODE(torch.jit.trace(Timed(), (torch.ones(()), torch.ones(2, 2)))).time_dependent
+    assert not hbnode.NODE(torch.jit.script(nn.Linear(2, 2))).time_dependent
+
+
 @pytest.mark.parametrize("func", [lambda *args: args[0], lambda: 0, lambda t, h, v: h, torch.tanh])
 def test_a_func_whose_signature_does_not_tell_is_refused(func):
     with pytest.raises(TypeError, match=r"expected \(h\) or \(t, h\).*Fix: say which with time_dependent"):

@@ -90,7 +90,7 @@ def _solution(
     import torchdiffeq  # here, because it imports scipy
 
     if settings.gradient == "adjoint":
-        return torchdiffeq.odeint_adjoint(
+        solution = torchdiffeq.odeint_adjoint(
             watched,
             y0,
             t,
@@ -98,6 +98,9 @@ def _solution(
             adjoint_options=adjoint_solver_options(own, settings.adjoint_options, settings.method, t),
             adjoint_params=watched.adjoint_parameters(t[0], y0),
         )
+        if "event_fn" in common:
+            return solution
+        return apply(torch.clone, solution)  # the backward pass needs its own, and the caller may change his in place
     if settings.method in SCIPY:
         _refuse_direct(watched, y0, t)
     return torchdiffeq.odeint(watched, y0, t, **common)

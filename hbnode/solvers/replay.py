@@ -212,7 +212,7 @@ def solve_and_save(
 ) -> Tensor:
     """The forward pass of the gradients that store the outputs alone: (T, state rows, ...)."""
     trajectory = integrate(solve, rows if first is None else torch.cat([rows, first[None]]), damping)
-    remember(ctx, solve, replay, t, damping, leaves, trajectory)
+    remember(ctx, solve, replay, t, damping, leaves, trajectory.clone())  # the caller may change his in place
     return trajectory
 
 
