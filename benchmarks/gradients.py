@@ -29,7 +29,8 @@ import hbnode
 from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
 from benchmarks.overhead import seconds
 from benchmarks.problems import Problem, network
-from tasks._run import environment, write_figure, write_whole
+from tasks._files import write_figure, write_whole
+from tasks._run import environment
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
     "A": lambda: network(32, 3, 1.0, 0.5),
@@ -387,7 +388,6 @@ def main() -> None:
     for section, measure in sections.items():
         report[section] = measure()
         print(f"{section}\n{table(section, report[section])}\n", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(options.out, json.dumps(report, indent=2).encode())
     machine = report["machine"]
     draw(options.out.with_suffix(".png"), steps, f"{machine['device']}, PyTorch {machine['torch']}")

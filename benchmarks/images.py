@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import hbnode
 from benchmarks.gradients import interleaved
 from tasks import _data
-from tasks._run import MODELS, environment, write_whole
+from tasks._files import write_whole
+from tasks._run import MODELS, environment
 from tasks.image_classification import Classifier
 
 BATCH = 64
@@ -152,7 +153,6 @@ def main() -> None:
         for row in compare(name, options.training, options.repeats):
             rows.append(row)
             print("  ".join(format(row[column], form) for column, form in COLUMNS.items()), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": environment(torch.device("cpu")), "rows": rows}
     write_whole(options.out, json.dumps(report, indent=2).encode())
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 import hbnode
 from benchmarks.gradients import interleaved
 from tasks import _data_plane
-from tasks._run import MODELS, environment, write_whole
+from tasks._files import write_whole
+from tasks._run import MODELS, environment
 from tasks._train import Batch
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
 
@@ -143,7 +144,6 @@ def main() -> None:
             for row in compare(name, splits, epochs, options.repeats, compiled=options.compiled):
                 rows.append(row)
                 print("  ".join(f"{row[key]:{form}}" for key, form in COLUMNS.items()), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"rows": rows, "tolerance": TOLERANCE, "source": source, **environment(torch.device("cpu"))}
     write_whole(options.out, json.dumps(result, indent=2).encode())
     print(f"written: {options.out}")

@@ -22,7 +22,8 @@ import torchdiffeq
 from torch import Tensor, nn
 
 import hbnode
-from tasks._run import environment, write_whole
+from tasks._files import write_whole
+from tasks._run import environment
 
 
 class Stacked(nn.Module):
@@ -104,7 +105,6 @@ def main() -> None:
     ours, torchs = (statistics.median(times) for times in zip(*pairs, strict=True))
     imports = {"seconds": ours, "torch_seconds": torchs, "ratio": statistics.median(x / y for x, y in pairs)}
     print(f"import hbnode {ours:.2f} s, import torch {torchs:.2f} s, ratio {imports['ratio']:.2f}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"machine": environment(torch.device("cpu")), "rows": rows, "imports": imports}
     write_whole(options.out, json.dumps(report, indent=2).encode())
 

@@ -31,7 +31,8 @@ from torch.nn.utils import parametrizations
 
 from benchmarks.gradients import interleaved
 from hbnode import recurrent
-from tasks._run import environment, write_whole
+from tasks._files import write_whole
+from tasks._run import environment
 
 RULES = ("Momentum", "NAG", "SR", "Adam", "RMSProp")
 Row = dict[str, Any]
@@ -333,7 +334,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for section in options.sections:
         report[section] = SECTIONS[section](options)
         print(f"{section}\n{table(report[section])}\n", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(options.out, json.dumps(report, indent=2).encode())
     print(f"written: {options.out}")
 

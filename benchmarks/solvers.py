@@ -23,7 +23,8 @@ from scipy.integrate import solve_ivp
 
 import hbnode
 from benchmarks.problems import PROBLEMS, QUICK, Problem, geometric_mean
-from tasks._run import environment, write_figure, write_whole
+from tasks._files import write_figure, write_whole
+from tasks._run import environment
 
 TARGETS = (1e-3, 1e-5, 1e-7)
 ENOUGH = 1e-8  # a sweep ends at this error,
@@ -231,7 +232,6 @@ def main() -> None:
     print(summary(overall, len(problems)))
     machine = environment(torch.device("cpu"))
     report = {"machine": machine, "means": overall, "rows": rows, "problems": problems}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(options.out, json.dumps(report, indent=2).encode())
     draw(options.out.with_suffix(".png"), problems, f"{machine['device']}, PyTorch {machine['torch']}")
 

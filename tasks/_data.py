@@ -55,12 +55,20 @@ def mnist(split: str) -> tuple[Tensor, Tensor]:
     prefix = "train" if split == "train" else "t10k"
     images = read_idx(_mnist_file(f"{prefix}-images-idx3-ubyte.gz"))
     labels = read_idx(_mnist_file(f"{prefix}-labels-idx1-ubyte.gz"))
-    if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+    images, labels = _checked(images, labels, (28, 28), "MNIST")
+    return images[:, None], labels
+
+
+def _checked(images: Tensor, labels: Tensor, shape: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
+    """Bytes as images in [0, 1], with their labels, if both are what this data set has."""
+    span = f" from {labels.min()} to {labels.max()}" if labels.numel() else ""
+    is_known = bool(span) and labels.min() >= 0 and labels.max() <= 9
+    if not is_known or images.shape[1:] != shape or labels.shape != images.shape[:1]:
         raise ValueError(
-            f"the MNIST files disagree: images {tuple(images.shape)}, labels {tuple(labels.shape)}; "
-            "expected (N, 28, 28) and (N,). Fix: download the four files anew."
+            f"these are no {name} files: images {tuple(images.shape)}, labels {tuple(labels.shape)}{span}; expected "
+            f"(N, {', '.join(map(str, shape))}) and (N,) with labels 0 to 9. Fix: get them anew, all of them."
         )
-    return images[:, None].float() / 255, labels.long()
+    return images.float() / 255, labels.long()
 
 
 def read_idx(path: Path) -> Tensor:
@@ -108,12 +116,7 @@ def cifar10(split: str) -> tuple[Tensor, Tensor]:
         images, labels = _read_cifar_subset(subset, split)
     else:
         images, labels = _join(_read_cifar_archive(_cifar_archive(root), names))
-    if images.shape[1:] != (3, 32, 32) or labels.shape != images.shape[:1] or labels.max() > 9:
-        raise ValueError(
-            f"the CIFAR-10 files disagree: images {tuple(images.shape)}, labels {tuple(labels.shape)}; "
-            "expected (N, 3, 32, 32) and (N,) with labels 0 to 9. Fix: get them anew."
-        )
-    return images.float() / 255, labels.long()
+    return _checked(images, labels, (3, 32, 32), "CIFAR-10")
 
 
 class _CifarUnpickler(pickle.Unpickler):

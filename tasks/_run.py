@@ -9,7 +9,6 @@ import gc
 import io
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -24,10 +23,8 @@ from torch import distributed, nn
 
 import hbnode
 from hbnode.solvers import from_torchdiffeq
+from tasks._files import FolderLock, outputs, read_checkpoint, read_json, write_checkpoint, write_whole
 from tasks._workers import Workers
-
-if typing.TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
 BASELINES = ("lstm", "gru", "gru-d", "cfc")  # of tasks._baselines, without an ODE
@@ -217,7 +214,8 @@ TRIAL: dict[str, Callable[[], nn.Module]] = {
 class Run:
     """A run folder: ``config.json``, ``metrics.csv``, ``summary.json``, ``checkpoint.pt``.
 
-    Every file appears whole or not at all. A folder that holds a run with other options is refused.
+    Every file appears whole or not at all. A folder is refused that another process writes to, or that holds a run with
+    other options, what is left of one, or files of other origin that might be overwritten.
     """
 
     def __init__(self, task: str, config: TaskConfig, label: str) -> None:
@@ -230,9 +228,22 @@ class Run:
         self.described = {"task": task, **dataclasses.asdict(config), "processes": self.workers.size}
         if self.folder.exists() and not self.folder.is_dir():
             raise SystemExit(f"{self.folder} is a file; expected a folder for the run. Fix: --out another-folder.")
-        if (self.folder / "checkpoint.pt").exists():
-            self._refuse_another(read_json(self.folder / "config.json"))
+        self.lock = FolderLock(self.folder) if self.workers.rank == 0 else None
+        self._refuse_others()
         torch.manual_seed(config.seed)
+
+    def _refuse_others(self) -> None:
+        """End if the folder holds what this run would overwrite and cannot go on from."""
+        found = outputs(self.folder) if self.folder.exists() else set()
+        if "config.json" in found:
+            self._refuse_another(read_json(self.folder / "config.json"))
+        missing = [name for name in ("config.json", "checkpoint.pt") if name not in found]
+        if missing and found - {"config.json"}:  # which is alone if the process ended before its first checkpoint
+            listed = ", ".join(sorted(found)[:4])
+            raise SystemExit(
+                f"{self.folder} holds {listed} but no {missing[0]}: expected nothing, or a run to go on from. "
+                "Fix: --out another-folder, or delete that one."
+            )
 
     def _refuse_another(self, found: dict[str, object]) -> None:
         free = {field.name for field in dataclasses.fields(self.config) if field.metadata["may_change"]}
@@ -263,7 +274,6 @@ class Run:
             if self.is_finished:
                 print(f"{self.folder} is finished already; delete it to run it anew")
             else:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 summary.unlink(missing_ok=True)
                 write_whole(self.folder / "config.json", json.dumps(self.described, indent=2).encode())
 
@@ -275,9 +285,8 @@ class Run:
     def save_checkpoint(self, **state: object) -> None:
         """Write the checkpoint; only the first process does."""
         if self.workers.rank == 0:
-            buffer = io.BytesIO()
-            torch.save({"task": self.task, "model_name": self.config.model, **state}, buffer)
-            write_whole(self.folder / "checkpoint.pt", buffer.getvalue())
+            checkpoint = {"task": self.task, "model_name": self.config.model, **state}
+            write_checkpoint(self.folder / "checkpoint.pt", checkpoint)
 
     def write_metrics(self) -> None:
         """Write all rows so far to ``metrics.csv``."""
@@ -309,6 +318,8 @@ class Run:
                 "runs_at_a_time": self.config.jobs or 1,
             }
             write_whole(self.folder / "summary.json", json.dumps(summary, indent=2).encode())
+        if self.lock is not None:
+            self.lock.release()
         if self.workers.size > 1:
             gc.collect()  # a DistributedDataParallel that outlives its group can hang in gloo's threads
             distributed.barrier()
@@ -344,55 +355,3 @@ def _processor() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def read_checkpoint(path: Path, task: str, model: str) -> dict:
-    """A checkpoint, or the end with a message if it is damaged or another task's or model's."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        found = {name: checkpoint[name] for name in ("task", "model_name")}
-    except Exception as error:  # a damaged pickle raises whatever it likes
-        raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
-    for name, wanted in (("task", task), ("model_name", model)):
-        if found[name] != wanted:
-            raise SystemExit(
-                f"{path} is a checkpoint of {name}={found[name]!r}; expected {wanted!r}. Fix: --out another-folder."
-            )
-    return checkpoint
-
-
-def damaged(path: Path, why: str) -> str:
-    """What to say of a file of a run that cannot be used."""
-    return f"{path} {why}. Fix: delete its folder and run anew, or --out another-folder."
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object, or the end with a message that names the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
-    if not isinstance(content, dict):
-        raise SystemExit(damaged(path, "holds no JSON object"))
-    return content
-
-
-def write_figure(figure: Figure, path: Path) -> None:
-    """Save a figure, in the format that its name says, whole or not at all, and close it."""
-    import matplotlib.pyplot as plt
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix.removeprefix(".") or "png", dpi=130)
-    plt.close(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, buffer.getvalue())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all, whenever the process ends."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

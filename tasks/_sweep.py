@@ -6,7 +6,8 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,7 +33,8 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
     models = config.chosen()
     seeds = range(config.seed, config.seed + config.seeds)
     if len(models) * len(seeds) == 1:
-        train(dataclasses.replace(config, model=models[0]))
+        with stopped_by(signal.SIGINT):
+            train(dataclasses.replace(config, model=models[0]))
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise SystemExit("torchrun trains one model with one seed. Fix: no --seeds, and one --model.")
@@ -62,31 +64,46 @@ def side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, th
         context.set_forkserver_preload(["tasks._train"])  # torch is imported once
     waiting, failed = list(reversed(configs)), []
     running: dict[int, tuple[BaseProcess, TaskConfig]] = {}
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                config = waiting.pop()
-                process = context.Process(target=_run, args=(train, config, threads))
-                process.start()
-                running[process.sentinel] = process, config
-            for sentinel in wait(list(running)):
-                process, config = running.pop(sentinel)
+    with stopped_by(signal.SIGINT, signal.SIGTERM):
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    config = waiting.pop()
+                    process = context.Process(target=_run, args=(train, config, threads))
+                    process.start()
+                    running[process.sentinel] = process, config
+                for sentinel in wait(list(running)):
+                    process, config = running.pop(sentinel)
+                    process.join()
+                    if process.exitcode:
+                        killed = f"killed by signal {-process.exitcode}"
+                        why = killed if process.exitcode < 0 else "failed, as said above"
+                        failed.append(f"{config.model}, seed {config.seed}: {why}")
+        finally:
+            for process, _ in running.values():
+                process.terminate()
+            for process, _ in running.values():
                 process.join()
-                if process.exitcode:
-                    why = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else "failed, as said above"
-                    failed.append(f"{config.model}, seed {config.seed}: {why}")
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted: the same command goes on with what is not finished") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        for process, _ in running.values():
-            process.terminate()
-        for process, _ in running.values():
-            process.join()
     return failed
 
 
 def _run(train: Callable[[C], None], config: C, threads: int) -> None:
     torch.set_num_threads(threads)
-    train(config)
+    with stopped_by(signal.SIGINT):
+        train(config)
+
+
+@contextmanager
+def stopped_by(*numbers: int) -> Iterator[None]:
+    """Let these signals interrupt what is within, and end with a sentence.
+
+    They do so even where a shell had started the process in the background, and with SIGINT ignored.
+    """
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the same command goes on with what is not finished") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

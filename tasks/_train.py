@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
-from tasks._run import Config, Run, damaged
+from tasks._files import damaged
+from tasks._run import Config, Run
 from tasks._workers import Workers
 
 Batch = tuple[Tensor, ...]
@@ -89,14 +90,15 @@ def fit(
                 after_step(trainer.position)
             if is_last:
                 run.rows.append(trainer.row(evaluate(run, model, test, loss, held_out, eval_batch_size)))
-                run.write_metrics()
                 trainer.keep_best(best)
                 if run.workers.rank == 0 and len(run.rows) % every == 0:
                     figures = "  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items())
                     tqdm.write(f"{run.config.model}, seed {run.config.seed}: {figures}")
             wanted = run.workers.sum({"stop": float(interrupted()), "save": float(trainer.is_checkpoint_due())})
-            if any(wanted.values()) or trainer.position == trainer.total:
-                trainer.save()
+            if any(wanted.values()) or trainer.position in (trainer.per_epoch, trainer.total):
+                trainer.save()  # before the first metrics, so that there are none without a checkpoint
+            if is_last:
+                run.write_metrics()
             if wanted["stop"] and trainer.position < trainer.total:
                 trainer.bar.close()
                 raise SystemExit(f"interrupted: saved to {run.folder}; the same command goes on from there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tasks import _data_walker
-from tasks._run import write_figure
+from tasks._files import write_figure
 
 if typing.TYPE_CHECKING:
     import gymnasium
@@ -121,21 +122,27 @@ def generate(episodes: int, seed: int) -> None:
             f"Walker2d-v5 cannot be simulated ({type(error).__name__}: {error}). "
             "Fix: pip install -e '.[walker]', which is gymnasium with mujoco."
         ) from error
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    lengths = []
-    for number, rollout in zip(range(episodes), _rollouts(environment, seed, 50 * episodes), strict=False):
-        np.save(partial / _data_walker.WALKER_FILE.format(number), rollout)
-        lengths.append(len(rollout))
-    if len(lengths) < episodes:
+    rollouts = list(itertools.islice(_rollouts(environment, seed, 50 * episodes), episodes))
+    if len(rollouts) < episodes:
         raise SystemExit(
-            f"only {len(lengths)} of {50 * episodes} episodes lasted {SHORTEST} frames. Fix: --seed another."
+            f"only {len(rollouts)} of {50 * episodes} episodes lasted {SHORTEST} frames. Fix: --seed another."
         )
     about = {"environment": "Walker2d-v5", "policy": "scripted gait", "seed": seed, "gymnasium": gymnasium.__version__}
-    (partial / _data_walker.WALKER_MADE).write_text(json.dumps(about, indent=2))
-    partial.replace(folder)
-    print(f"{episodes} rollouts of a scripted gait, no trained policy, {sum(lengths)} frames: {folder}")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for number, rollout in enumerate(rollouts):
+            np.save(partial / _data_walker.WALKER_FILE.format(number), rollout)
+        (partial / _data_walker.WALKER_MADE).write_text(json.dumps(about, indent=2))
+        partial.replace(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise SystemExit(
+            f"{folder} cannot be written: {error.strerror}. Fix: make room or allow it, or set HBNODE_DATA to another "
+            "folder."
+        ) from error
+    print(f"{episodes} rollouts of a scripted gait, no trained policy, {sum(map(len, rollouts))} frames: {folder}")
 
 
 def _rollouts(environment: gymnasium.Env, seed: int, attempts: int) -> Iterator[np.ndarray]:

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks import _data
+from tasks._files import read_checkpoint, read_json, write_whole, written_whole
 from tasks._regularize import Regularized
-from tasks._run import Config, Run, count_parameters, option, parse, read_checkpoint, read_json, write_whole
+from tasks._run import Config, Run, count_parameters, option, parse
 from tasks._sweep import sweep
 from tasks._train import EVAL_BATCH_SIZE, fit
 
@@ -230,7 +231,8 @@ def save_curve(run: Run, model: nn.Module, images: Tensor, labels: Tensor) -> No
         loss=lambda logits: run.config.loss_scale * nn.functional.cross_entropy(logits, y),
         reference_tolerance=1e-6,  # f is full of kinks
     )
-    curve.to_csv(run.folder / "tolerance.csv")
+    with written_whole(run.folder / "tolerance.csv") as path:
+        curve.to_csv(path)
 
 
 def train(config: ImageConfig) -> None:

@@ -39,8 +39,9 @@ from tqdm import tqdm
 import hbnode
 from tasks import _data_text
 from tasks._awd import Averaging, chunk_lengths, drop_recurrent_weights, embed, locked_dropout, penalty
+from tasks._files import damaged
 from tasks._momentum import RecurrentConfig, Rule, make_layer
-from tasks._run import Run, count_parameters, damaged, option, parse
+from tasks._run import Run, count_parameters, option, parse
 from tasks._sweep import sweep
 from tasks._train import flushed_denormals, interruptible, require_finite
 
@@ -238,11 +239,14 @@ class Trainer:
             while self.position < self.total:
                 epoch, start = divmod(self.position, self.per_epoch)
                 self._step(epoch, start, self._length(epoch, start))
-                if self.position % self.per_epoch == 0:
+                is_last = self.position % self.per_epoch == 0
+                if is_last:
                     self._end_epoch(epoch + 1)
                 due = time.monotonic() - self.saved >= self.config.checkpoint_seconds
-                if interrupted() or due or self.position == self.total:
-                    self._save()
+                if interrupted() or due or self.position in (self.per_epoch, self.total):
+                    self._save()  # before the first metrics, so that there are none without a checkpoint
+                if is_last:
+                    self.run.write_metrics()
                 if interrupted() and self.position < self.total:
                     self.bar.close()
                     raise SystemExit(f"interrupted: saved to {self.run.folder}; the same command goes on from there")
@@ -285,7 +289,7 @@ class Trainer:
         self.bar.update(length)
 
     def _end_epoch(self, epoch: int) -> None:
-        """Evaluate, with the averaged weights if there are any, and write the epoch's row."""
+        """Evaluate, with the averaged weights if there are any, and add the epoch's row."""
         is_averaged = self.averaging.is_on
         with self.averaging.used():
             loss = evaluate(self.model, self.validation, self.config.bptt)
@@ -305,7 +309,6 @@ class Trainer:
         }
         self.sums = dict.fromkeys(self.sums, 0.0)
         self.run.rows.append(row)
-        self.run.write_metrics()
         figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
         tqdm.write(f"{self.config.model}, seed {self.config.seed}: {figures}")
 

@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tasks._run import TaskConfig, environment, parse, read_json, write_figure, write_whole
+from tasks._files import read_json, write_figure, write_whole
+from tasks._run import TaskConfig, environment, parse
 from tasks._sweep import side_by_side
 
 MOMENTA = (0.9, 0.6, 0.3, 0.1, 0.0)

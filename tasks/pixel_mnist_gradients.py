@@ -37,8 +37,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tasks._files import write_figure, write_whole
 from tasks._momentum import CELLS, title
-from tasks._run import environment, write_figure, write_whole
+from tasks._run import environment
 from tasks._train import Batch
 from tasks.pixel_mnist import (
     PRESETS,
@@ -266,7 +267,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "found": said,
         **environment(torch.device("cpu")),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "gradients.csv", table(records).encode())
     write_whole(folder / "gradients.json", json.dumps(summary, indent=2).encode())
     about = f"permuted {first.dataset}, {data['train'][0].shape[1]} pixels, {first.hidden} units, seed {first.seed}"

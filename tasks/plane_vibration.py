@@ -40,7 +40,8 @@ from torch import Tensor, nn
 import hbnode
 from tasks import _data_plane
 from tasks._baselines import make_baseline
-from tasks._run import BASELINES, MODELS, SCHEDULES, Config, Run, count_parameters, option, parse, write_figure
+from tasks._files import write_figure
+from tasks._run import BASELINES, MODELS, SCHEDULES, Config, Run, count_parameters, option, parse
 from tasks._sweep import sweep
 from tasks._train import Batch, evaluate, fit
 

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+from tasks._files import read_json, write_figure
 from tasks._momentum import VARIANTS, title
-from tasks._run import BASELINES, MODELS, read_json, write_figure
+from tasks._run import BASELINES, MODELS
 from tasks.image_classification import CURVE_IMAGES
 
 ORDER = (*MODELS, *BASELINES)

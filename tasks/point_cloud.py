@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks._run import Config, Run, count_parameters, option, parse, write_figure
+from tasks._files import write_figure, written_whole
+from tasks._run import Config, Run, count_parameters, option, parse
 from tasks._sweep import sweep
 from tasks._train import fit
 
@@ -120,9 +121,8 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
     if animate:
         figure, ax = plt.subplots(figsize=(4, 4), subplot_kw=space, layout="constrained")
         movie = FuncAnimation(figure, lambda index: scatter(ax, index), frames=41)
-        partial = folder / "evolution.partial.gif"
-        movie.save(partial, writer=PillowWriter(fps=12))
-        partial.replace(folder / "evolution.gif")
+        with written_whole(folder / "evolution.gif") as path:
+            movie.save(path, writer=PillowWriter(fps=12))
         plt.close(figure)
 
 

@@ -39,7 +39,8 @@ from tqdm import tqdm
 
 import hbnode
 from tasks import plot
-from tasks._run import environment, write_figure, write_whole
+from tasks._files import write_figure, write_whole
+from tasks._run import environment
 from tasks._train import EVAL_BATCH_SIZE
 from tasks._workers import Workers
 from tasks.image_classification import load_data, load_run
@@ -313,7 +314,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     writer.writeheader()
     writer.writerows(rows)
     out = options.out or options.root
-    out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "robustness.csv", text.getvalue().encode())
     write_whole(out / "robustness.json", json.dumps(summary, indent=2).encode())
     training = ", ".join(f"{name} {summary['training'][name]}" for name in ("dataset", "epochs", "batch_size", "lr"))

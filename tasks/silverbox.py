@@ -24,16 +24,8 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks import _data
-from tasks._run import (
-    GRADIENTS,
-    SCHEDULES,
-    Config,
-    Run,
-    count_parameters,
-    option,
-    parse,
-    write_figure,
-)
+from tasks._files import write_figure
+from tasks._run import GRADIENTS, SCHEDULES, Config, Run, count_parameters, option, parse
 from tasks._sweep import sweep
 from tasks._train import Batch, fit
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks import _data
-from tasks._run import MODELS, environment, write_figure, write_whole
+from tasks._files import write_figure, write_whole
+from tasks._run import MODELS, environment
 
 TOL = 1e-7  # the paper's
 
@@ -163,7 +164,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         },
         **environment(torch.device("cpu")),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     write_whole(options.out / "growth.csv", table(times, found).encode())
     write_whole(options.out / "growth.json", json.dumps(summary, indent=2).encode())
     draw_growth(times, found, options.draws, options.out)

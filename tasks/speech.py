@@ -35,8 +35,9 @@ from torch import Tensor, nn
 import hbnode
 from tasks import _data_speech
 from tasks._data_speech import BINS, log_spectra
+from tasks._files import write_figure
 from tasks._momentum import RecurrentConfig, Rule, make_layer, title
-from tasks._run import Run, count_parameters, option, parse, write_figure
+from tasks._run import Run, count_parameters, option, parse
 from tasks._sweep import sweep
 from tasks._train import Batch, evaluate, fit
 

@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tasks._run import MODELS, environment, write_figure, write_whole
+from tasks._files import write_figure, write_whole
+from tasks._run import MODELS, environment
 from tasks._train import Batch
 from tasks.walker2d import Splits, Walker, WalkerConfig, make_field, squared_error, thin
 
@@ -235,7 +236,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "comparison": said.splitlines(),
         **environment(torch.device("cpu")),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     write_whole(options.out / "adjoint_norms.csv", table(norms).encode())
     write_whole(options.out / "adjoint_norms.json", json.dumps(summary, indent=2).encode())
     about = f"seeds: {options.seeds}, epochs: {options.epochs}, training windows: {len(splits.train[0])}"
