@@ -91,6 +91,8 @@ def read_idx(path: Path) -> Tensor:
         raise ValueError(f"{path} is truncated: its header of {4 + 4 * rank} bytes is not whole. {fix}")
     shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(rank)]
     data = raw[4 + 4 * rank :]
+    if not data:
+        raise ValueError(f"{path} is empty: its header says {shape}. {fix}")
     if len(data) != math.prod(shape):
         raise ValueError(f"{path} is truncated: expected {math.prod(shape)} bytes for {shape}, got {len(data)}. {fix}")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)

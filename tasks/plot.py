@@ -333,7 +333,7 @@ def _examples(group: Group) -> tuple[dict[str, torch.Tensor], Group] | None:
 
 def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group: Group) -> None:
     """Test images with the model's predictions, wrong ones in red."""
-    axes = figure.subplots(4, 15).flat
+    axes = figure.subplots(4, 15, subplot_kw={"xticks": [], "yticks": [], "frame_on": False}).flat
     for ax, image, label, prediction in zip(
         axes, examples["images"], examples["labels"].tolist(), examples["predictions"].tolist(), strict=False
     ):
@@ -345,8 +345,6 @@ def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group:
             fontsize="small",
             pad=2,
         )
-    for ax in figure.axes:
-        ax.set_axis_off()
     accuracy = float(group.summaries[0]["test_accuracy"]) * 100
     figure.suptitle(f"{group.label} on {group.config['dataset']}: test images and its answers, {accuracy:.1f} % right")
 

@@ -27,6 +27,7 @@ from tasks._run import Config, Run, count_parameters, option, parse
 from tasks._sweep import sweep
 from tasks._train import fit
 
+FRAMES = 41  # of the animation; the figure shows six of them
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
 
 
@@ -101,7 +102,7 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
     import matplotlib.pyplot as plt
     from matplotlib.animation import FuncAnimation, PillowWriter
 
-    times = torch.linspace(0, 1, 41)
+    times = torch.linspace(0, 1, FRAMES)
     with torch.no_grad():
         path = model.block(points.to(next(model.parameters()).device), times).cpu()
     colors = ["C0" if target < 0 else "C3" for target in targets[:, 0].tolist()]
@@ -114,15 +115,15 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
         ax.tick_params(labelsize="x-small")
 
     figure, axes = plt.subplots(1, 6, figsize=(15, 3), subplot_kw=space, layout="constrained")
-    for ax, index in zip(axes, range(0, 41, 8), strict=True):
+    for ax, index in zip(axes, range(0, FRAMES, FRAMES // 5), strict=True):
         scatter(ax, index)
     figure.suptitle(title)
     write_figure(figure, folder / "evolution.png")
     if animate:
-        figure, ax = plt.subplots(figsize=(4, 4), subplot_kw=space, layout="constrained")
-        movie = FuncAnimation(figure, lambda index: scatter(ax, index), frames=41)
-        with written_whole(folder / "evolution.gif") as path:
-            movie.save(path, writer=PillowWriter(fps=12))
+        figure, ax = plt.subplots(figsize=(4, 4), subplot_kw=space)
+        movie = FuncAnimation(figure, lambda index: scatter(ax, index), frames=FRAMES)
+        with written_whole(folder / "evolution.gif") as file:
+            movie.save(file, writer=PillowWriter(fps=12))
         plt.close(figure)
 
 

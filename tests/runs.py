@@ -68,6 +68,16 @@ def fail_or_write(config):
     Path(config.out).with_suffix(".txt").write_text(f"{config.model}, {config.jobs} at a time")
 
 
+def train_a_share(rank, port, options):
+    """Train a point cloud as one of two processes, as torchrun would have it, without its figure."""
+    from tasks import point_cloud
+
+    shared = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in shared.items()})
+    point_cloud.draw_evolution = lambda *args: None
+    point_cloud.main(options)
+
+
 def start(function, *args):
     """A process that runs it, from the server that sweeps start theirs from, where torch is imported already."""
     context = multiprocessing.get_context("forkserver")
