@@ -26,6 +26,11 @@ def read_metrics(folder):
     return rows
 
 
+def names_in(folder):
+    """Of all files but the lock."""
+    return {path.name for path in folder.iterdir()} - {".lock"}
+
+
 @dataclasses.dataclass(frozen=True)
 class PolynomialConfig(TaskConfig):
     """Options of a task like any other, but for the time that it takes: three steps an epoch."""

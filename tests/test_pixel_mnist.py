@@ -20,7 +20,7 @@ pytest.importorskip("sklearn")
 from tasks import _data, momentum_ablation, pixel_mnist, pixel_mnist_gradients
 from tasks._momentum import VARIANTS, Rule
 from tasks.pixel_mnist import PRESETS, PixelMnistConfig
-from tests.runs import read_metrics
+from tests.runs import names_in, read_metrics
 
 QUICK = "--device cpu --dataset digits --side 4 --train-size 24 --test-size 10 --batch-size 8 --hidden 6".split()
 
@@ -244,7 +244,7 @@ def test_a_run_resumes_to_the_same_numbers_and_writes_its_files(options, tmp_pat
     columns = {f"{part}_{name}" for part in ("train", "validation") for name in ("loss", "accuracy")}
     assert columns <= rows[0].keys()
     names = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt"}
-    assert {path.name for path in (tmp_path / "whole").iterdir()} == names
+    assert names_in(tmp_path / "whole") == names
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")]
     for name in ("test_loss", "test_accuracy", "last_test_loss", "last_test_accuracy", "best_epoch"):
         assert summaries[0][name] == summaries[1][name]
@@ -412,7 +412,7 @@ def test_gradients_write_their_files(cell, models, tmp_path, capsys):
     argv = "--dataset digits --side 4 --hidden 6 --train-size 200 --iterations 3 --every 2 --measured 5".split()
     pixel_mnist_gradients.main([*argv, "--cell", cell, "--out", str(tmp_path / "run")])
     names = {"gradients.csv", "gradients.json", "gradients.png"}
-    assert {path.name for path in (tmp_path / "run").iterdir()} == names
+    assert names_in(tmp_path / "run") == names
     with open(tmp_path / "run" / "gradients.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     keys = [(row["model"], int(row["iteration"]), int(row["t"])) for row in rows]

@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 import hbnode
 from tasks import _data, silverbox
 from tests.models import MODELS
-from tests.runs import read_metrics
+from tests.runs import names_in, read_metrics
 
 GAMMA, A, B, GAIN = 0.07, 0.5, 0.05, 0.2  # of a Duffing oscillator much like the Silverbox, in samples
 ROWS = 800
@@ -287,7 +287,7 @@ def test_identification_learns_and_writes_its_files(model, record, tmp_path):
     folder = tmp_path / "run"
     silverbox.main(["--model", model, "--epochs", "2", "--out", str(folder), *QUICK])
     names = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt", "simulation.png"}
-    assert {path.name for path in folder.iterdir()} == names
+    assert names_in(folder) == names
     rows = read_metrics(folder)
     assert float(rows[-1]["train_loss"]) < 0.9 * float(rows[0]["train_loss"])
     assert float(rows[-1]["nfe_forward"]) >= 20

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 
 from tasks import _data_speech, speech
 from tasks._momentum import Rule
-from tests.runs import read_metrics
+from tests.runs import names_in, read_metrics
 
 # Files
 
@@ -375,7 +375,7 @@ def test_a_run_resumes_to_the_same_numbers_and_writes_its_files(options, few, tm
     speech.main([*options, "--epochs", "2", "--out", str(tmp_path / "parts")])
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
     names = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt", "prediction.png"}
-    assert {path.name for path in (tmp_path / "whole").iterdir()} == names
+    assert names_in(tmp_path / "whole") == names
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")]
     for name in ("test_mse", "best_epoch", "best_validation_mse", "repeat_mse", "mean_mse"):
         assert summaries[0][name] == summaries[1][name]
