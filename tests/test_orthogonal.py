@@ -6,9 +6,12 @@ import pickle
 
 import pytest
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 import hbnode
 from hbnode import recurrent
+from hbnode.recurrent.orthogonal import Trivialization
 from tests.momentum_layers import RULES, close, gradients, make_input, make_pair, make_state
 
 NAMES = ["DTRIV", *(rule + "DTRIV" for rule in RULES)]
@@ -196,6 +199,70 @@ def test_groups_of_parameters():
     assert len(found[1]) == 4
     assert found[0] | found[1] == {id(p) for p in names.values()}
     torch.optim.RMSprop(groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["DTRIV", "MomentumDTRIVCell"])
+def test_half_precision(kind, dtype):
+    """The weight is made in float32: at the start a finite gradient, and no rounding that grows with rebases."""
+    layer = getattr(recurrent, kind)(2, 6, dtype=dtype)
+    for _ in range(3):
+        layer(torch.ones(4, 2, dtype=dtype))[0].float().square().sum().backward()
+        for parameter in layer.parameters():
+            assert parameter.grad.isfinite().all()
+            parameter.data -= 0.1 * parameter.grad
+        layer.rebase()
+    (parametrization,) = (m for m in layer.modules() if isinstance(m, Trivialization))
+    assert off_orthogonal(parametrization.base) < 1e-5
+    (name,) = layer.parametrizations
+    assert getattr(layer, name).dtype == dtype
+    again = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(getattr(again, name), getattr(layer, name))
+    assert off_orthogonal(layer.float().parametrizations[name][0].base) < 1e-5
+
+
+def test_the_weight_is_torchs_own_parametrization():
+    """Values and gradients away from zero, and either loads the other's state_dict."""
+    ours, weight = recurrent.DTRIV(2, 5, dtype=torch.float64), torch.nn.Linear(5, 5, bias=False, dtype=torch.float64)
+    torch.nn.utils.parametrizations.orthogonal(weight, orthogonal_map="matrix_exp")
+    with torch.no_grad():
+        weight.parametrizations.weight.original.add_(torch.randn(5, 5, dtype=torch.float64))
+    mine = ours.parametrizations.weight_hh_l0
+    mine.load_state_dict(weight.parametrizations.weight.state_dict())
+    close(ours.weight_hh_l0, weight.weight, 1e-14)
+    found = torch.autograd.grad(ours.weight_hh_l0.cos().sum(), mine.original)[0]
+    close(found, torch.autograd.grad(weight.weight.cos().sum(), weight.parametrizations.weight.original)[0], 1e-13)
+
+
+def test_construction_under_autocast_and_on_the_meta_device():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer = recurrent.MomentumDTRIV(2, 5)
+    assert off_orthogonal(layer.weight_hh_l0.detach()) < 1e-5
+    with torch.device("meta"):
+        layer = recurrent.DTRIV(2, 5, 2)
+    copied = copy.deepcopy(layer)
+    assert copied.weight_hh_l1.is_meta
+    assert recurrent.DTRIVCell(2, 5, device="meta").weight_hh.is_meta
+    copied.to_empty(device="cpu").reset_parameters()
+    assert off_orthogonal(copied.weight_hh_l1.detach()) < 1e-5
+
+
+def test_rebasing_under_distributed_data_parallel(tmp_path):
+    """DDP holds the tensors that it reduces, and a base is one of the buffers that it sends."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = recurrent.DTRIV(2, 4)
+        held = {id(z) for z in (*layer.parameters(), *layer.buffers())}
+        model = DistributedDataParallel(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recurrent.rebase_every(optimizer, layer, 1)
+        for _ in range(3):
+            model(torch.randn(5, 2, 2))[0].square().sum().backward()
+            optimizer.step()
+    finally:
+        distributed.destroy_process_group()
+    assert {id(z) for z in (*layer.parameters(), *layer.buffers())} == held
+    assert off_orthogonal(layer.weight_hh_l0.detach()) < 1e-5
 
 
 # Weights

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode import recurrent
+from hbnode.recurrent import autocast
 from tests.momentum_layers import CELLS, RULES, SPACES, close, gradients, make_input, make_pair, make_state, present
 
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -645,6 +646,28 @@ def test_autocast(cell, rule):
     assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
 
 
+def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
+    """torch's layer runs in float32 there; in float16 no CPU of today has one."""
+    layer, _ = make_pair("lstm", "Momentum")
+    layer.float()
+    x = make_input().float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        layer(x)[0].float().sum().backward()
+    monkeypatch.setattr(autocast, "_runs_on_cpu", lambda stock, dtype: False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = layer(x)
+    assert torch.equal(output, expected)
+
+
+def test_shapes_on_the_meta_device():
+    for name in ("MomentumLSTM", "AdamGRU", "SRDTRIV"):
+        layer = getattr(recurrent, name)(2, 3, 2, device="meta")
+        output, state = layer(torch.empty(40, 5, 2, device="meta"))
+        assert output.shape == (40, 5, 3)
+        assert layer(torch.empty(40, 5, 2, device="meta"), state)[0].is_meta
+
+
 # What a review found
 
 
@@ -721,6 +744,19 @@ def test_to_stock_with_options(name, options):
     layer = getattr(hbnode, name)(2, 3, **options).double()
     x = make_input(9)
     close(layer.to_stock()(x)[0], layer(x)[0], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["MomentumLSTM", "AdamGRU", "SRLSTMCell"])
+def test_weight_norm_of_rows_of_zeros_is_refused(name):
+    layer = getattr(hbnode, name)(2, 3)
+    weight = "weight_hh" if name.endswith("Cell") else "weight_hh_l0"
+    x = torch.randn(5, 2)
+    bad = nn.utils.parametrizations.weight_norm(copy.deepcopy(layer), weight)
+    with pytest.raises(ValueError, match=rf"weight_norm makes NaN of {weight}.*Fix: torch.nn.init.orthogonal_"):
+        bad(x)
+    nn.init.orthogonal_(getattr(layer, weight))
+    nn.utils.parametrizations.weight_norm(layer, weight)
+    assert layer(x)[0].isfinite().all()
 
 
 def test_initial_weights_are_drawn_anew_under_a_parametrization():

@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hbnode._checks import as_count
+from hbnode.recurrent import autocast
 from hbnode.recurrent.parameters import (
     check_rule,
     check_space,
     check_switch,
+    check_weight_norm,
     drive_size,
     given_state,
     init_gates_,
@@ -90,7 +92,7 @@ class RecurrentCell(nn.Module):
                 f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
                 f"{tuple(x.shape)}. Fix: one sample at a time; a layer takes sequences."
             )
-        is_autocast = torch.is_autocast_enabled(x.device.type)
+        is_autocast = autocast.is_on(x)
         if x.dtype != self.weight_ih.dtype and not is_autocast:
             raise ValueError(f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...).")
         n = drive_size(self.step, self.hidden_size, self.momentum_space)
@@ -103,6 +105,7 @@ class RecurrentCell(nn.Module):
         return self._step(x, state)
 
     def _step(self, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        check_weight_norm(self)
         weights = self._weights()
         g = linear(x, weights.w, weights.b)
         memory = state.memory

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from hbnode.recurrent import autocast
+
 LARGEST_BLOCK = 40
 
 
@@ -104,7 +106,7 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast.switched(x, on=False):
             given, rest = _finite(x.to(kernel.dtype).contiguous())
             out = torch.empty_like(given)
             run = _transposed if is_transposed else _filtered

@@ -11,11 +11,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hbnode._checks import as_count
 from hbnode._tracing import untraced
+from hbnode.recurrent import autocast
 from hbnode.recurrent.batch import Batch
 from hbnode.recurrent.parameters import (
     check_rule,
     check_space,
     check_switch,
+    check_weight_norm,
     drive_size,
     given_state,
     init_gates_,
@@ -125,11 +127,11 @@ class RecurrentLayer(nn.Module):
             TypeError: x is not floating point.
             ValueError: x or the state has another shape than expected.
         """
+        check_weight_norm(self)
         batch = Batch.of(x, self.input_size, self.batch_first)
         states, t = self._read(given_state(state, hx), batch)
-        kind = batch.x.device.type
-        run = Runner(self.step, self.rule, self.stock, self.compile, torch.is_autocast_enabled(kind))
-        with torch.autocast(kind, enabled=False):
+        run = Runner(self.step, self.rule, self.stock, self.compile, autocast.is_on(batch.x))
+        with autocast.switched(batch.x, on=False):
             out, ended = self._run(run, batch, states)
         return batch.output(out), self._written(ended, t, batch)
 
@@ -167,7 +169,7 @@ class RecurrentLayer(nn.Module):
         t = state.t
         if t is not None:
             t = batch.sort(t, axis=0)
-            t = int(t[0]) if len(t) and bool((t == t[0]).all()) else t
+            t = int(t[0]) if len(t) and not t.is_meta and bool((t == t[0]).all()) else t
         elif "t" in self.rule.memory:
             t = 0
         entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in (state.h, state.c, *state.memory[:3])]

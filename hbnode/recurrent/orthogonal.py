@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import orthogonal
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
+from hbnode.recurrent import autocast
 from hbnode.recurrent.cells import RecurrentCell
 from hbnode.recurrent.layers import RecurrentLayer
 from hbnode.recurrent.rules import Momentum, Rule
@@ -20,6 +21,61 @@ from hbnode.recurrent.steps import ModReLUStep
 PLAIN = Momentum(momentum=0.0, step_size=1.0)
 
 
+class Trivialization(nn.Module):
+    """Parametrizes an orthogonal matrix B = base exp(A) by X, of which A = tril(X) - tril(X)^T is the skew part.
+
+    Names and values are those of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and either loads the other's
+    state_dict. This one computes in float32 at least, and its base stays in it when the module is cast to half
+    precision: there the exponential has no gradient at 0, and a rounded base is not orthogonal.
+
+    Arguments:
+        weight: the first B (n, n).
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("base", torch.zeros_like(weight, dtype=_wide(weight)))
+
+    def _product(self, x: Tensor) -> Tensor:
+        with autocast.switched(x, on=False):
+            below = x.to(_wide(x)).tril(-1)
+            return self.base @ torch.matrix_exp(below - below.mT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """B of X, in the dtype of X."""
+        return self._product(x).to(x.dtype)
+
+    @torch.no_grad()
+    def right_inverse(self, b: Tensor) -> Tensor:
+        """Take an orthogonal matrix as the base; of any other matrix the Q of its QR decomposition."""
+        wide = b.to(self.base.dtype)
+        if not b.is_meta:
+            n = len(b)
+            off = (wide.mT @ wide - torch.eye(n, dtype=wide.dtype, device=wide.device)).abs().max()
+            if not off < 10 * n * torch.finfo(wide.dtype).eps:
+                q, r = torch.linalg.qr(wide)
+                wide = q * r.diagonal().sgn()
+        self.base.copy_(wide)
+        return torch.zeros_like(b)
+
+    @torch.no_grad()
+    def rebase(self, x: Tensor) -> None:
+        """Make B the base and X zero, in place: optimizers and DistributedDataParallel hold these tensors."""
+        self.right_inverse(self._product(x))
+        x.zero_()
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def keep_wide(z: Tensor) -> Tensor:
+            moved = function(z)
+            return moved if moved.dtype == _wide(moved) else z.to(moved.device, _wide(moved))
+
+        return super()._apply(keep_wide, recurse)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class _Orthogonal(nn.Module):
     """What the layer and the cell share: orthogonal weights ``weight_hh*``, a basis for each, and pickling."""
 
@@ -27,7 +83,8 @@ class _Orthogonal(nn.Module):
 
     def _make_orthogonal(self) -> None:
         for name in [name for name, _ in self.named_parameters() if name.startswith("weight_hh")]:
-            orthogonal(self, name, orthogonal_map="matrix_exp", use_trivialization=True)
+            weight = getattr(self, name)
+            register_parametrization(self, name, Trivialization(weight), unsafe=True)
 
     def _orthogonal_names(self) -> list[str]:
         return [name for name in self.parametrizations if name.startswith("weight_hh")]
@@ -37,11 +94,10 @@ class _Orthogonal(nn.Module):
         for name in self._orthogonal_names():
             yield self.parametrizations[name].original
 
-    @torch.no_grad()
     def rebase(self) -> None:
         """Take the present weights as the bases, so that B = base exp(0); nothing that the layer computes changes."""
         for name in self._orthogonal_names():
-            setattr(self, name, getattr(self, name))
+            self.parametrizations[name][0].rebase(self.parametrizations[name].original)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -55,7 +111,9 @@ class _Orthogonal(nn.Module):
             elif name in self._parameters:
                 value.copy_(rotations(value, self.init))
             else:
-                setattr(self, name, rotations(value, self.init))
+                original = self.parametrizations[name].original
+                self.parametrizations[name][0].right_inverse(rotations(original, self.init))
+                original.zero_()
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickle as a call of the constructor and a state_dict, because a parametrized module refuses to be pickled."""
@@ -88,8 +146,8 @@ class DTRIV(_Orthogonal, RecurrentLayer):
 
     .. math:: h_t = \text{modrelu}(B h_{t-1} + d_t), \quad \text{modrelu}(z) = \text{sign}(z) \, \text{relu}(|z| + b)
 
-    d_t is the drive of W x_t by the rule. B = base exp(A) with A skew-symmetric is torch's own ``orthogonal``
-    parametrization ("dynamic trivialization"); :meth:`rebase` moves the base to B, see :func:`rebase_every`. The
+    d_t is the drive of W x_t by the rule. B = base exp(A) with A skew-symmetric is a parametrization as torch's own
+    ``orthogonal`` ("dynamic trivialization"); :meth:`rebase` moves the base to B, see :func:`rebase_every`. The
     drive of all samples is made in one product, and the scan over time takes one product with B a sample.
 
     References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501);
@@ -170,9 +228,9 @@ def rotations(like: Tensor, init: str) -> Tensor:
     """An orthogonal matrix that turns planes, block by block, by random angles."""
     if init not in _ANGLES:
         raise ValueError(f"init must be one of {tuple(_ANGLES)}, got {init!r}. Fix: 'cayley'.")
-    angles = torch.empty(len(like) // 2, dtype=like.dtype, device=like.device).uniform_(*_ANGLES[init])
+    angles = torch.empty(len(like) // 2, dtype=_wide(like), device=like.device).uniform_(*_ANGLES[init])
     blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
-    rest = [like.new_ones(1, 1)] * (len(like) % 2)
+    rest = [angles.new_ones(1, 1)] * (len(like) % 2)
     return torch.block_diag(*blocks, *rest)
 
 

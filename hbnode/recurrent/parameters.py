@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from hbnode.recurrent import autocast
+from hbnode.recurrent.filter import is_traced
 from hbnode.recurrent.rules import Rule, memory_dtype
 from hbnode.recurrent.state import RecurrentState
 from hbnode.recurrent.steps import ReLUStep, Step, TanhStep
@@ -126,8 +128,20 @@ def _check_values(name: str, z: Tensor, like: Tensor) -> None:
     if name == "t" and (z.is_floating_point() or z.dtype == torch.bool):
         raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
     wanted = like.dtype if name in ("h", "c") else memory_dtype(like.dtype)
-    if name != "t" and z.dtype != wanted and not torch.is_autocast_enabled(like.device.type):
+    if name != "t" and z.dtype != wanted and not autocast.is_on(like):
         raise ValueError(f"state.{name} must be {wanted}, x being {like.dtype}, got {z.dtype}. Fix: .to({wanted}).")
+
+
+def check_weight_norm(module: nn.Module) -> None:
+    """Refuse the NaN that weight_norm makes of the rows of zeros that W_hh has at first."""
+    for name, made in getattr(module, "parametrizations", {}).items():
+        if type(made[0]).__name__ != "_WeightNorm" or is_traced():
+            continue
+        if getattr(module, name).isnan().any() and made.original0.isfinite().all() and made.original1.isfinite().all():
+            raise ValueError(
+                f"weight_norm makes NaN of {name}: it divides by norms that are 0, and at first most rows of W_hh are "
+                f"zero. Fix: torch.nn.init.orthogonal_(layer.{name}) before weight_norm(layer, {name!r})."
+            )
 
 
 def rnn_step(nonlinearity: str) -> Step:

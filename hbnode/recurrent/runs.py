@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 
+from hbnode.recurrent import autocast
 from hbnode.recurrent.batch import Batch
 from hbnode.recurrent.filter import linear_filter
 from hbnode.recurrent.rules import Memory, Rule, memory_dtype
@@ -170,7 +171,7 @@ class Runner:
         has_bias = b is not None or bias is not None
         zero = u.new_zeros(len(u))
         flat = [w, u, zero if b is None else b, zero if bias is None else bias] if has_bias else [w, u]
-        with torch.autocast(x.device.type, enabled=self.autocast):
+        with autocast.switched(x, on=self.autocast and autocast.runs(self.stock, x)):
             return _stock(self.stock, batch, x, start, flat)
 
     def _scan_ready(

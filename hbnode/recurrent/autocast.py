@@ -1,0 +1,37 @@
+"""Autocast around the layers: what torch's layer may run under, and what keeps the dtype of the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+from torch import Tensor
+
+
+def is_on(x: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor; the meta device has none."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def switched(x: Tensor, on: bool) -> contextlib.AbstractContextManager:
+    """A context with autocast on or off for the device of a tensor."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=on) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+
+
+def runs(stock: str, x: Tensor) -> bool:
+    """Whether torch's layer runs under the autocast in force: not every CPU has an LSTM in half precision."""
+    return x.device.type != "cpu" or _runs_on_cpu(stock, torch.get_autocast_dtype("cpu"))
+
+
+@functools.lru_cache(maxsize=16)
+def _runs_on_cpu(stock: str, dtype: torch.dtype) -> bool:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+        layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(stock, torch.nn.RNN)(1, 1, device="cpu")
+        try:
+            layer(torch.zeros(1, 1, 1, device="cpu"))[0].sum().backward()
+        except RuntimeError:
+            return False
+    return True
