@@ -39,6 +39,48 @@ def describe(state: object) -> str:
     return f"type {type(state).__name__}"
 
 
+def check_input(x: object, name: str) -> None:
+    """Refuse what is no tensor, with the call that makes it one."""
+    if isinstance(x, Tensor):
+        return
+    dtype = torch.get_default_dtype()
+    if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
+        fix = "torch.stack(x)"
+    elif hasattr(x, "to_numpy"):
+        fix = f"torch.tensor(x.to_numpy(), dtype={dtype})"
+    elif isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
+        fix = f"torch.tensor(x, dtype={dtype})"
+    else:
+        fix = "give it a tensor"
+    raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {fix}.")
+
+
+def append_zeros(x: Tensor, augment: int) -> Tensor:
+    """Append ``augment`` zeros along dimension 1: (batch, d, ...) -> (batch, d + augment, ...)."""
+    check_input(x, "the input")
+    if augment == 0:
+        return x
+    if x.dim() < 2:
+        raise ValueError(
+            f"augmentation appends zeros along dimension 1, so it needs an input of shape (batch, features, ...); "
+            f"got shape {tuple(x.shape)}. Fix: x.unsqueeze(-1)."
+        )
+    zeros = x.new_zeros(x.shape[0], augment, *x.shape[2:])
+    return torch.cat([x, zeros], dim=1)
+
+
+def paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
+    """``(x, net(x))``, or ``(x, 0)`` without a net."""
+    check_input(x, "the input")
+    m = torch.zeros_like(x) if net is None else net(x)
+    if not isinstance(m, Tensor) or m.shape != x.shape:
+        raise ValueError(
+            f"{name} returned {describe(m)}; expected the shape of the input, {tuple(x.shape)}. "
+            "Fix: match its output size, or give the block an initial_state= that makes both parts."
+        )
+    return x, m.to(x.dtype)  # autocast may have made m smaller
+
+
 def like(value: State, y: State) -> State:
     """The field's value checked to have the structure, shapes and dtype of the state."""
     if isinstance(y, Tensor):

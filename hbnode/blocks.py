@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_count
-from hbnode._state import State
+from hbnode._state import State, append_zeros
 from hbnode._tracing import checking_shapes, is_exporting
-from hbnode.fields import GHBNODE, HBNODE, append_zeros
+from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE
 from hbnode.solve import Settings, solve
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_count
+from hbnode._constants import KeepsConstants
 from hbnode._signature import takes_time
-from hbnode._state import State, describe
+from hbnode._state import State, append_zeros, describe, paired
 
 
 class Field(nn.Module, ABC):
@@ -171,7 +173,7 @@ class SONODE(Field):
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(x, v0)`` with v0 zeros or ``initial_velocity(x)``."""
-        return _paired(x, self.initial_velocity, "initial_velocity")
+        return paired(x, self.initial_velocity, "initial_velocity")
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The equation above."""
@@ -179,8 +181,11 @@ class SONODE(Field):
         return v, self.evaluate(t, h, v)
 
 
-class _Damped(Field):
+class _Damped(KeepsConstants, Field):
     """What HBNODE and GHBNODE share: the damping γ and the initial momentum."""
+
+    defaults: ClassVar = {"max_damping": 1.0}
+    renamed: ClassVar = {"_dampings": "damping"}
 
     def __init__(
         self,
@@ -197,7 +202,7 @@ class _Damped(Field):
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
         self.max_damping = float(max_damping)
         gamma = self.max_damping * _sigmoid(-3.0) if damping is None else damping
-        gamma = torch.as_tensor(gamma, dtype=torch.float64, device="cpu").detach()
+        gamma = torch.as_tensor(gamma, dtype=torch.float64, device="cpu").detach().clone()
         self.omega: nn.Parameter | None = None
         if learn_damping:
             if not bool(((gamma > 0) & (gamma < self.max_damping)).all()):
@@ -212,18 +217,27 @@ class _Damped(Field):
             raise ValueError(
                 f"damping must be a number >= 0, got {gamma.tolist()}. Fix: pass damping=0.0 for no damping."
             )
-        self._damping: float | None = gamma.item() if gamma.dim() == 0 else None
-        self.register_buffer(
-            "_dampings", gamma.to(torch.get_default_dtype()) if gamma.dim() and not learn_damping else None
-        )
+        if not learn_damping:
+            self.keep("_damping", gamma if gamma.dim() else gamma.item())
         self.initial_momentum = initial_momentum
 
     @property
     def damping(self) -> Tensor | float:
-        """The current γ: a tensor if learned or one for each channel, else a Python float."""
-        if self.omega is not None:
-            return self.max_damping * torch.sigmoid(self.omega)
-        return self._damping if self._dampings is None else self._dampings
+        """The current γ: a tensor if learned or one for each channel (float64 if constant), else a Python float."""
+        return self.kept("_damping") if self.omega is None else self.max_damping * torch.sigmoid(self.omega)
+
+    def solver_damping(self) -> Tensor | float:
+        """γ for a solver, which takes a constant from the host."""
+        return self.on_host("_damping", self.damping)
+
+    def constants(self) -> dict[str, str]:
+        """A learned γ has one as well: the bound that its parameter is relative to."""
+        return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
+
+    def friction(self, m: Tensor) -> Tensor:
+        """The product γm, in the dtype of m."""
+        gamma = self.damping
+        return (gamma.to(m.dtype) if self.omega is None and isinstance(gamma, Tensor) else gamma) * m
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
         """What acts on the ball apart from the damping."""
@@ -231,7 +245,7 @@ class _Damped(Field):
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(x, m0)`` with m0 zeros or ``initial_momentum(x)``."""
-        return _paired(x, self.initial_momentum, "initial_momentum")
+        return paired(x, self.initial_momentum, "initial_momentum")
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
@@ -275,7 +289,7 @@ class HBNODE(_Damped):
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (25)."""
         h, m = self._pair(state)
-        return m, -self.damping * m + self.force(t, h)
+        return m, self.force(t, h) - self.friction(m)
 
 
 class GHBNODE(_Damped):
@@ -344,7 +358,11 @@ class GHBNODE(_Damped):
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (48)."""
         h, m = self._pair(state)
-        return self.activation(m), -self.damping * m + self.force(t, h)
+        return self.activation(m), self.force(t, h) - self.friction(m)
+
+    def constants(self) -> dict[str, str]:
+        """That of the damping, and a ξ that is not learned."""
+        return super().constants() | ({"xi": "_xi"} if self.chi is None else {})
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
         """The value of f(h, t) - ξh."""
@@ -354,30 +372,6 @@ class GHBNODE(_Damped):
         """What ``repr`` shows beside the submodules."""
         learned = "" if self.chi is None else " (learned)"
         return f"xi={_number(self.xi)}{learned}, {super().extra_repr()}"
-
-
-def append_zeros(x: Tensor, augment: int) -> Tensor:
-    """Append ``augment`` zeros along dimension 1: (batch, d, ...) -> (batch, d + augment, ...)."""
-    if augment == 0:
-        return x
-    if x.dim() < 2:
-        raise ValueError(
-            f"augmentation appends zeros along dimension 1, so it needs an input of shape (batch, features, ...); "
-            f"got shape {tuple(x.shape)}. Fix: x.unsqueeze(-1)."
-        )
-    zeros = x.new_zeros(x.shape[0], augment, *x.shape[2:])
-    return torch.cat([x, zeros], dim=1)
-
-
-def _paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
-    """``(x, net(x))``, or ``(x, 0)`` without a net."""
-    m = torch.zeros_like(x) if net is None else net(x)
-    if not isinstance(m, Tensor) or m.shape != x.shape:
-        raise ValueError(
-            f"{name} returned {describe(m)}; expected the shape of the input, {tuple(x.shape)}. "
-            "Fix: match its output size, or give the block an initial_state= that makes both parts."
-        )
-    return x, m.to(x.dtype)  # autocast may have made m smaller
 
 
 def _number(x: Tensor | float) -> str:

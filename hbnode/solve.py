@@ -210,6 +210,8 @@ def _solve(
     first = parts(y0)[0]
     check_precision(settings, first.dtype)
     t = checked_times(t, first.device, rows=not theirs)
+    if not theirs:
+        from_torchdiffeq.warn_of_callbacks(field, settings.method, from_torchdiffeq.CALLBACKS)
     if event_fn is None and theirs:
         with _functorch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
             return from_torchdiffeq.solve(field, y0, t, settings, nfe, None)

@@ -1,3 +1,4 @@
+import copy
 import functools
 import math
 
@@ -202,3 +203,91 @@ def test_bad_arguments(make, message):
 def test_a_func_that_is_no_function():
     with pytest.raises(TypeError, match="func must be callable, got int"):
         hbnode.NODE(3)
+
+
+def constant_field(damping, xi=0.7, **options):
+    return hbnode.GHBNODE(nn.Linear(2, 2), damping=damping, learn_damping=False, xi=xi, learn_xi=False, **options)
+
+
+EXACT = torch.tensor([0.9, 0.1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda f: f.double(), lambda f: f.half().double(), lambda f: copy.deepcopy(f.float())]
+)
+def test_constants_of_channels_are_not_rounded_either(cast):
+    field = cast(constant_field([0.9, 0.1]))
+    assert torch.equal(field.damping, EXACT)
+    assert torch.equal(field.solver_damping(), EXACT)
+    h, m = torch.randn(2, 3, 2)
+    assert field.float()(torch.tensor(0.0), (h, m))[1].dtype == torch.float32
+    assert torch.equal(field.to_empty(device="cpu").damping, EXACT)
+
+
+def test_constants_of_channels_move_with_the_field():
+    field = constant_field([0.9, 0.1]).to("meta")
+    assert field.damping.device.type == "meta"
+    assert torch.equal(field.solver_damping(), EXACT)  # read without a device
+    lent = {"_damping_there": 2 * EXACT}
+    field = constant_field([0.9, 0.1])
+    seen = torch.func.functional_call(
+        Calling(field, lambda field: field.solver_damping()), {f"field.{k}": v for k, v in lent.items()}
+    )
+    assert torch.equal(seen, 2 * EXACT)
+
+
+class Calling(nn.Module):
+    def __init__(self, field, call):
+        super().__init__()
+        self.field, self.call = field, call
+
+    def forward(self):
+        return self.call(self.field)
+
+
+@pytest.mark.parametrize("damping", [0.9, [0.9, 0.1]])
+def test_constants_are_in_the_checkpoint(damping, tmp_path):
+    saved = nn.Sequential(constant_field(damping).double())
+    torch.save(saved.state_dict(), tmp_path / "model.pt")
+    other = nn.Sequential(constant_field(0.1 if damping == 0.9 else [0.2, 0.3], xi=0.2))
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert torch.equal(torch.as_tensor(other[0].damping), torch.as_tensor(saved[0].damping))
+    assert other[0].xi == 0.7
+    assert torch.equal(torch.as_tensor(other.double()[0].damping), torch.as_tensor(saved[0].damping))
+    other = hbnode.HBNODE(nn.Linear(2, 2))
+    other.load_state_dict(hbnode.HBNODE(nn.Linear(2, 2), damping=1.5, max_damping=2.0).state_dict())
+    assert other.damping.item() == pytest.approx(1.5)
+
+
+def test_a_cast_checkpoint_of_the_same_constants_rounds_nothing():
+    field = constant_field([0.9, 0.1])
+    field.load_state_dict({name: value.half() for name, value in field.state_dict().items()})
+    assert torch.equal(field.damping, EXACT)
+    assert field.xi == 0.7
+
+
+def test_a_checkpoint_without_constants():
+    """Those of the first version had none (for channels: rounded ones, by another name)."""
+    old = {name: p.detach() for name, p in constant_field(0.5).named_parameters()}
+    field = constant_field(0.9)
+    with pytest.warns(UserWarning, match=r"does not hold the constant '(damping|xi)'.*keeps its own, 0\.[97]\. Fix: "):
+        field.load_state_dict(old)
+    assert field.damping == 0.9
+    field, own = constant_field([0.9, 0.1]), [0.5, 0.1]
+    with pytest.warns(UserWarning, match="'xi'"):
+        field.load_state_dict({**old, "_dampings": torch.tensor(own)})
+    assert field.damping.tolist() == torch.tensor(own).double().tolist()
+    learned = hbnode.HBNODE(nn.Linear(2, 2))
+    learned.load_state_dict(dict(learned.named_parameters()))  # max_damping was 1 then, as it is: no word of it
+
+
+def test_checkpoints_of_other_constants_are_refused():
+    state = constant_field([0.9, 0.1]).state_dict()
+    with pytest.raises(RuntimeError, match=r"the constant 'damping' has shape \(2,\) in the state_dict and \(\) here"):
+        constant_field(0.9).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"damping"'):
+        hbnode.HBNODE(nn.Linear(2, 2)).load_state_dict(state)
+    del state["xi"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"xi"'):
+        constant_field([0.9, 0.1]).load_state_dict(state)
+    assert constant_field([0.9, 0.1]).load_state_dict(state, strict=False).missing_keys == ["xi"]

@@ -1,5 +1,6 @@
 """The native methods: their orders, their control of steps, and what they say when they fail."""
 
+import copy
 import math
 import time
 
@@ -404,7 +405,7 @@ PAIR = (torch.ones(2, 1), torch.zeros(2, 1))
     ("change", "message"),
     [
         ({"method": "leapfrog"}, r"has a fixed grid. Fix: options=\{'steps': n\}"),
-        ({"method": "nystrom4", "field": hbnode.NODE(lambda h: -h), "y0": torch.ones(2)}, "an HBNODE .* got NODE"),
+        ({"method": "nystrom4", "field": hbnode.NODE(lambda h: -h), "y0": torch.ones(2)}, "an HBNODE, got NODE"),
         ({"method": "nystrom4", "field": hbnode.GHBNODE(lambda h: -h)}, "got GHBNODE.*Fix: method='tsit5'"),
         ({"method": "leapfrog", "options": {"steps": 2}, "field": hbnode.SONODE(lambda h, v: -h)}, "got SONODE"),
         ({"method": "nystrom8", "options": {"dense": True}}, "no interpolant .* expected 'nystrom6' or 'tsit5'"),
@@ -446,7 +447,7 @@ def test_a_field_that_changes_the_equation_is_not_taken_for_an_hbnode():
     field = Forced(lambda h: 0.0 * h, damping=0.0, learn_damping=False)
     h, _ = hbnode.odeint(field, (float64(0.0), float64(0.0)), [0.0, 1.0])
     assert h[-1].item() == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="with its own forward, got Forced"):
+    with pytest.raises(ValueError, match=r"Forced has a forward of its own. Fix"):
         hbnode.odeint(field, (float64(0.0), float64(0.0)), [0.0, 1.0], method="nystrom4")
 
 
@@ -531,13 +532,27 @@ def test_the_result_may_be_changed_in_place():
     torch.testing.assert_close(changed, kept)
 
 
-@pytest.mark.parametrize("method", ["nystrom4", "tsit5"])
-def test_an_f_that_changes_its_input_is_named(method):
+@pytest.mark.parametrize("method", ["nystrom4", "leapfrog", "tsit5"])
+@pytest.mark.parametrize("gradient", ["checkpoint", "direct", "adjoint"])
+def test_an_f_that_changes_its_input_is_named(method, gradient):
     func = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
-    block = hbnode.HeavyBallODEBlock(func, method=method)
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode(), pytest.raises((ValueError, RuntimeError), match=r"in.?place"):
-            block(torch.ones(1, 2))
+    options = {"steps": 2} if method == "leapfrog" else None
+    block = hbnode.HeavyBallODEBlock(func, method=method, gradient=gradient, options=options)
+    for leaf in (False, True):
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode(), pytest.raises(ValueError, match="func changes its input in place"):
+                block(torch.ones(1, 2, requires_grad=leaf))
+    with torch.inference_mode():  # has no versions to tell by: f gets a copy
+        expected = hbnode.HeavyBallODEBlock(nn.Sequential(nn.ReLU(), func[1]), method=method, options=options)
+        torch.testing.assert_close(block(torch.ones(1, 2)), expected(torch.ones(1, 2)))
+
+
+def test_an_f_that_works_in_place_on_a_view_of_its_own_is_told_by_torch():
+    def func(h):
+        return h * sum(part.mul_(2) for part in (h + 1).unbind(0))
+
+    with pytest.raises(RuntimeError, match="Output 0 of Unbind"):
+        hbnode.HeavyBallODEBlock(func, generalized=True)(torch.ones(2, 2, requires_grad=True))
 
 
 def test_times_that_are_none():
@@ -552,6 +567,84 @@ def test_times_that_are_none():
     assert torch.autograd.grad(h[-1].sum(), one)[0].shape == (1,)
     with pytest.raises(ValueError, match=r"damping has shape \(3,\), which does not broadcast"):
         hbnode.odeint(hbnode.HBNODE(lambda h: -h, damping=torch.full((3,), 0.1)), PAIR, [0.0, 1.0])
+
+
+class Overridden(hbnode.HBNODE):
+    def __call__(self, *args):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().__call__(*args)
+
+
+def doubled(field):
+    return lambda t, state: tuple(2 * part for part in type(field).forward(field, t, state))
+
+
+CHANGES = {  # of a field, with what an error says of it
+    "hook": (lambda field: field.register_forward_hook(lambda *_: None), "it has hooks"),
+    "pre-hook": (lambda field: field.register_forward_pre_hook(lambda *_: None), "it has hooks"),
+    "backward hook": (lambda field: field.register_full_backward_hook(lambda *_: None), "it has hooks"),
+    "forward": (lambda field: setattr(field, "forward", doubled(field)), "its forward was replaced"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", [hbnode.HBNODE, hbnode.GHBNODE])
+def test_a_field_whose_call_was_changed_is_called(change, make):
+    field = make(nn.Linear(2, 2))
+    block = hbnode.ODEBlock(field)
+    CHANGES[change][0](field)
+    assert "method='tsit5'" in repr(block)
+    for method in ("nystrom4", "leapfrog"):
+        if make is hbnode.HBNODE or method == "leapfrog":
+            block.method, block.options = method, {"steps": 1}
+            with pytest.raises(ValueError, match=f"{CHANGES[change][1]}. Fix: method='tsit5'"):
+                block(torch.ones(1, 2))
+
+
+def test_what_was_changed_takes_effect():
+    x = torch.randn(3, 2, dtype=torch.float64)
+    plain = hbnode.ODEBlock(hbnode.HBNODE(nn.Linear(2, 2)).double(), rtol=1e-9, atol=1e-9)
+    twice = copy.deepcopy(plain)
+    twice.field.forward = doubled(twice.field)
+    torch.testing.assert_close(twice(x), plain(x, [0.0, 2.0])[-1], rtol=1e-7, atol=1e-7)  # d/dt doubled: twice as far
+    seen = []
+    hooked = copy.deepcopy(plain)
+    hooked.field.register_forward_hook(lambda *_: seen.append(1))
+    hooked.field.func.register_forward_hook(lambda *_: seen.append(2))
+    torch.testing.assert_close(hooked(x), plain(x), rtol=1e-7, atol=1e-7)
+    assert seen.count(1) == seen.count(2) == hooked.nfe.forward
+    overridden = hbnode.ODEBlock(Overridden(nn.Linear(2, 2)))
+    overridden(torch.ones(1, 2))
+    assert overridden.field.calls == overridden.nfe.forward
+    with pytest.raises(ValueError, match="Overridden has a __call__ of its own"):
+        hbnode.ODEBlock(overridden.field, method="nystrom8")(torch.ones(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+@pytest.mark.parametrize(("method", "make"), [("nystrom8", hbnode.HBNODE), ("leapfrog", hbnode.GHBNODE)])
+def test_a_compiled_field_is_called(method, make):
+    """Its call at m = 0 is the force, so that the methods which evaluate the force alone call what was compiled."""
+    calls = []
+
+    def backend(graph, _):
+        return lambda *args: (calls.append(1), graph.forward(*args))[1]
+
+    options = {"steps": 2} if method == "leapfrog" else None
+    field = make(nn.Linear(2, 2)).double()
+    plain = hbnode.ODEBlock(field, method=method, options=options)
+    around = hbnode.ODEBlock(torch.compile(field, backend=backend), method=method, options=options)
+    inside = hbnode.ODEBlock(copy.deepcopy(field), method=method, options=options)
+    inside.field.compile(backend=backend)
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *field.parameters()]
+    expected = torch.autograd.grad(plain(x).sum(), wanted)
+    for block in (around, inside):
+        calls.clear()
+        y = block(x)
+        assert len(calls) == block.nfe.forward
+        torch.testing.assert_close(y, plain(x))
+        found = torch.autograd.grad(y.sum(), [x, *block.parameters()])
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_field_inside_of_a_wrapper_is_called_through_it():

@@ -525,3 +525,97 @@ def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
             hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-5)
     assert len(caplog.records) == 1
     assert "below the rounding of torch.float32" in caplog.text
+
+
+class Recording(nn.Module):
+    """A field that notes the times it is asked for, with torchdiffeq's callbacks."""
+
+    def __init__(self, callbacks=()):
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(1.5))
+        self.times, self.told = [], []
+        for name in callbacks:
+            setattr(self, name, lambda t0, y0, dt, name=name: self.told.append((name, float(t0), float(dt))))
+
+    def forward(self, t, y):
+        self.times.append(t)
+        return -self.rate * (1 + t) * y
+
+
+@pytest.mark.parametrize("method", [*backend.ADAPTIVE, *backend.FIXED, "scipy_solver"])
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_a_scalar_state_and_its_time_are_of_one_dtype(method, gradient):
+    field, y0 = Recording(), torch.tensor(2.0)
+    options = {"steps": 12} if method in backend.FIXED else None
+    with torch.set_grad_enabled(method != "scipy_solver"):
+        y = hbnode.odeint(field, y0, [0.0, 1.0], method=method, gradient=gradient, options=options, rtol=1e-3)
+        if y.requires_grad:
+            y[-1].backward()
+    assert y.dtype == torch.float32
+    assert {t.dtype for t in field.times} == {torch.float32}
+
+
+@pytest.mark.parametrize("method", ["dopri5", "rk4", "tsit5"])
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+@pytest.mark.parametrize("make", [hbnode.NODE, hbnode.HBNODE])
+@pytest.mark.parametrize("leaf", [False, True])
+def test_an_f_that_changes_its_input_in_place_is_refused(method, gradient, make, leaf):
+    func = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+    block = hbnode.ODEBlock(make(func), method=method, gradient=gradient)
+    x = torch.randn(3, 2)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"func changes its input in place.*Fix"):
+            block(x.clone().requires_grad_(leaf))
+    expected = hbnode.ODEBlock(make(nn.Sequential(nn.ReLU(), func[1])), method=method, gradient=gradient)
+    with torch.inference_mode():  # where tensors have no version to tell by, f gets a copy
+        torch.testing.assert_close(block(x.clone()), expected(x.clone()))
+    func[0] = nn.Sequential(Cloned(), nn.ReLU(inplace=True))  # the fix
+    torch.testing.assert_close(block(x), expected(x))
+
+
+class Cloned(nn.Module):
+    def forward(self, h):
+        return h.clone()
+
+
+@pytest.mark.parametrize("method", ["dopri5", "rk4"])
+@pytest.mark.parametrize("end", [1.0, -1.0])
+def test_callbacks_of_the_field_are_called_as_torchdiffeq_calls_them(method, end):
+    names = {"dopri5": backend.CALLBACKS, "rk4": ("callback_step",)}[method]
+    names = [*names, *(f"{name}_adjoint" for name in names)]
+    t = torch.tensor([0.0, end])
+    told = []
+    for solver in (hbnode.odeint, torchdiffeq.odeint_adjoint):
+        field, y0 = Recording(names), torch.ones(3, requires_grad=True)
+        own = {"gradient": "adjoint", "adjoint_options": {}} if solver is hbnode.odeint else {}
+        settings = {
+            "rtol": 1e-5,
+            "atol": 1e-5,
+            "method": method,
+            "options": {"step_size": 0.25} if method == "rk4" else {},
+        }
+        solver(field, y0, t, **settings, **own)[-1].sum().backward()
+        told.append(field.told)
+    assert {name for name, _, _ in told[0]} >= {"callback_step", "callback_step_adjoint"}
+    if end < 0:  # torchdiffeq tells an adjoint's callbacks of a solve that goes down the negated time
+        told[1] = [(name, -t0 if "adjoint" in name else t0, dt) for name, t0, dt in told[1]]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("method", [None, "tsit5", "rk4", "scipy_solver"])
+def test_callbacks_that_a_method_does_not_call_are_mentioned(method):
+    field = Recording(["callback_accept_step"])
+    with torch.no_grad(), pytest.warns(UserWarning, match="does not call callback_accept_step of the field. Fix: "):
+        hbnode.odeint(field, torch.ones(3), [0.0, 1.0], method=method)
+
+
+@pytest.mark.parametrize("t", [[0.0, 1.0], [0.0, -1.0]])
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_perturb_keeps_away_from_the_start(gradient, t):
+    field, y0 = Recording(), torch.ones(3)
+    options = {"steps": 2, "perturb": True}
+    with hbnode.count_nfe(field) as nfe:
+        hbnode.odeint(field, y0, t, method="euler", gradient=gradient, options=options, adjoint_options={"steps": 2})
+    assert nfe.forward == len(field.times) == 2
+    assert all(time != 0 for time in field.times)
+    assert field.times[0].item() == pytest.approx(0.0, abs=1e-6)

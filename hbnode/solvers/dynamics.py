@@ -6,11 +6,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hbnode._checks import CHANGES_INPUT
 from hbnode._replay import autocast_of
 from hbnode._state import State, cast, like, parts
 from hbnode.fields import GHBNODE, HBNODE
+
+_FORWARDS = tuple(kind.forward for kind in (HBNODE, GHBNODE))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Dynamics:
@@ -42,7 +46,7 @@ class Dynamics:
             if not alike:
                 shapes = " and ".join(str(tuple(part.shape)) for part in tensors)
                 raise ValueError(f"h and m must have one shape, got {shapes}. Fix: make m like h.")
-            damping = self.inner.damping
+            damping = self.inner.solver_damping()
             self.activation = self.inner.activation if isinstance(self.inner, GHBNODE) else None
         if not isinstance(damping, Tensor):
             damping = torch.tensor(damping, dtype=torch.float64)
@@ -57,6 +61,7 @@ class Dynamics:
             damping = damping.view(*[1] * (self.template.dim() - damping.dim()), *damping.shape)
         self.damping = damping
         self.autocast = autocast_of(self.template.device.type)
+        self.calls_field = second_order and is_compiled(field)  # with m = 0, for the force alone
         self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
 
     def rows(self, state: State) -> tuple[Tensor, ...]:
@@ -83,23 +88,47 @@ class Dynamics:
         )
 
     def evaluate(self, t: Tensor, x: Tensor) -> Tensor:
-        """The force on h, or the derivative of a row; of the shape and dtype of ``x``."""
+        """The force on h, or the derivative of a row; of the shape and dtype of ``x``, which must stay as it is."""
+        if x.is_inference():
+            x = x.clone()  # it has no version by which a change would be seen
+        version = None if x.is_inference() else x._version
+        value = self.value(t, x)
+        if version is not None and x._version != version:
+            raise ValueError(CHANGES_INPUT)
+        return value
+
+    def value(self, t: Tensor, x: Tensor) -> Tensor:
+        """:meth:`evaluate` without the check."""
         if self.autocast is nullcontext:
             return self.bare(t, x)
         with self.autocast():
             return self.bare(t, x)
 
     def bare(self, t: Tensor, x: Tensor) -> Tensor:
-        """:meth:`evaluate` under the autocast in force."""
+        """:meth:`value` under the autocast in force."""
         if self.second_order:
-            f = self.inner.force(t, x)
+            f = self.field(t, (x, torch.zeros_like(x)))[1] if self.calls_field else self.inner.force(t, x)
             return f if f.dtype == x.dtype else cast(f, x)
         if self.stacked:
-            return torch.stack(like(self.field(t, x.unbind(0)), self.structure))
+            return torch.stack(like(self._of_stacked(t, x), self.structure))
         if self.strung:
             value = like(self.field(t, self.state(x.unsqueeze(0))), self.structure)
             return torch.cat([part.reshape(-1) for part in value])
         return like(self.field(t, x), x)
+
+    def _of_stacked(self, t: Tensor, x: Tensor) -> State:
+        """The field's value; views from ``unbind`` may not be changed in place, which torch says in its own words."""
+        try:
+            return self.field(t, x.unbind(0))
+        except RuntimeError as error:
+            if "view and is being modified" in str(error):
+                copy = x.detach().clone()
+                version = copy._version
+                with torch.no_grad():
+                    self.field(t, _unstacked(copy, 0))
+                if copy._version != version:
+                    raise ValueError(CHANGES_INPUT) from error
+            raise
 
 
 def _unstacked(x: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -114,10 +143,28 @@ def unwrapped(field: Callable) -> Callable:
     return field
 
 
+def is_compiled(field: Callable) -> bool:
+    """Whether torch.compile is around a field, or in it after ``field.compile()``."""
+    return hasattr(field, "_orig_mod") or getattr(field, "_compiled_call_impl", None) is not None
+
+
 def is_heavy_ball(field: Callable, *kinds: type) -> bool:
-    """Whether a field is one of these kinds and obeys its equation: a subclass may have changed ``forward``.
+    """Whether a field is one of these kinds and obeys its equation.
 
     One inside of DistributedDataParallel is not taken for one, because only the wrapper's own call reduces gradients.
     """
+    return isinstance(unwrapped(field), kinds) and change_of_call(field) is None
+
+
+def change_of_call(field: Callable) -> str | None:
+    """What the call of a heavy-ball field does beside its equation, which methods that call func would miss."""
     inner = unwrapped(field)
-    return any(isinstance(inner, kind) and type(inner).forward is kind.forward for kind in kinds)
+    if type(inner).forward not in _FORWARDS:
+        return f"{type(inner).__name__} has a forward of its own"
+    if "forward" in vars(inner):
+        return "its forward was replaced"
+    if type(inner).__call__ is not nn.Module.__call__:
+        return f"{type(inner).__name__} has a __call__ of its own"
+    if any(getattr(module, hooks) for module in (field, inner) for hooks in _HOOKS):
+        return "it has hooks"
+    return None

@@ -7,14 +7,16 @@ torchdiffeq solves the stacked tensor ``[h, m]``.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hbnode._checks import CHANGES_INPUT
 from hbnode._replay import Replay, autocast_of, solving
 from hbnode._state import State, apply, is_equal, is_finite, like, parts
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
@@ -33,9 +35,10 @@ from hbnode.solvers._torchdiffeq_options import (
 if TYPE_CHECKING:
     from hbnode.solve import Settings
 
-__all__ = ["ADAPTIVE", "FIXED", "GRADIENTS", "METHODS", "SCIPY", "solve"]
+__all__ = ["ADAPTIVE", "CALLBACKS", "FIXED", "GRADIENTS", "METHODS", "SCIPY", "solve"]
 
 GRADIENTS = ("direct", "adjoint")
+CALLBACKS = ("callback_step", "callback_accept_step", "callback_reject_step")
 
 
 def solve(
@@ -96,7 +99,7 @@ def _solution(
             t,
             **common,
             adjoint_options=adjoint_solver_options(own, settings.adjoint_options, settings.method, t),
-            adjoint_params=watched.adjoint_parameters(t[0], y0),
+            adjoint_params=watched.adjoint_parameters(_first_time(t, watched.dtype, own), y0),
         )
         if "event_fn" in common:
             return solution
@@ -137,11 +140,13 @@ class _WatchedField:
         self.attempts = (-1, 0)  # which pass, and the steps tried in it
         self.replay: Replay | None = None
         self.autocast = autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
+        warn_of_callbacks(field, method, [name for name in CALLBACKS if not hasattr(self, name)])
         if not is_finite(y0):
             raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
 
     def __call__(self, t: Tensor, y: State) -> State:
-        y = apply(lambda part: part.to(self.dtype), y)  # a scalar state is promoted by times of another dtype
+        # a scalar state and its time are promoted by times of another dtype
+        t, y = t.to(self.dtype), apply(lambda part: part.to(self.dtype), y)
         if self.first is not None:
             (t0, y0, value), self.first = self.first, None
             if is_equal(y, y0) and bool(t == t0):
@@ -159,8 +164,16 @@ class _WatchedField:
 
     def _evaluate(self, t: Tensor, y: State) -> State:
         self.tally.add("evaluation")
+        # a leaf that is changed in place, or a tensor without a version, is refused or missed by torch itself
+        y = apply(
+            lambda part: part.clone() if part.is_inference() or (part.is_leaf and part.requires_grad) else part, y
+        )
+        versions = [0 if part.is_inference() else part._version for part in parts(y)]
         with self.autocast():
-            return like(self.field(t, y), y)
+            value = like(self.field(t, y), y)
+        if versions != [0 if part.is_inference() else part._version for part in parts(y)]:
+            raise ValueError(CHANGES_INPUT)
+        return value
 
     def adjoint_parameters(self, t0: Tensor, y0: State) -> tuple[Tensor, ...]:
         """All tensors that the adjoint method must differentiate with respect to.
@@ -170,7 +183,7 @@ class _WatchedField:
         """
         if not torch.is_grad_enabled():
             return ()
-        t0 = t0.detach().to(self.dtype)
+        t0 = t0.detach()
         y0 = apply(lambda part: part.detach().requires_grad_(), y0)
         leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), parts(y0))
         value = apply(Tensor.detach, value)
@@ -193,6 +206,16 @@ class _WatchedField:
         if self.method in ADAPTIVE:
             self._check_step_size(t0, dt, what)
         self.recent.clear()
+
+    def own_time(self, t0: Tensor) -> Tensor:
+        """The time as the field sees it; where a solve goes down, the adjoint runs in one that goes up."""
+        return -t0 if self.decreasing else t0
+
+    def tell(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
+        """Call the field's own callback of that name, if it has one."""
+        callback = getattr(self.field, name, None)
+        if callback is not None:
+            callback(t0, y0, dt)
 
     def _check_step_size(self, t0: Tensor, dt: Tensor, what: str) -> None:
         if bool((t0 + dt == t0) | (t0 - dt == t0)):
@@ -272,28 +295,55 @@ class _FixedField(_WatchedField):
     def callback_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.begin_step(t0, y0, dt)
         self.tally.add("accepted")
+        self.tell("callback_step", t0, y0, dt)
 
     def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
-        # The adjoint runs in the solver's own, increasing time where the forward solve went down.
-        self.begin_step(-t0 if self.decreasing else t0, y0, dt, "adjoint state")
+        t0 = self.own_time(t0)
+        self.begin_step(t0, y0, dt, "adjoint state")
         self.tally.add("accepted")
+        self.tell("callback_step_adjoint", t0, y0, dt)
 
 
 class _AdaptiveField(_WatchedField):
     def callback_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.begin_step(t0, y0, dt)
-
-    def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
-        self.begin_step(-t0 if self.decreasing else t0, y0, dt, "adjoint state")
+        self.tell("callback_step", t0, y0, dt)
 
     def callback_accept_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.tally.add("accepted")
+        self.tell("callback_accept_step", t0, y0, dt)
 
     def callback_reject_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.tally.add("rejected")
+        self.tell("callback_reject_step", t0, y0, dt)
 
-    callback_accept_step_adjoint = callback_accept_step
-    callback_reject_step_adjoint = callback_reject_step
+    def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        t0 = self.own_time(t0)
+        self.begin_step(t0, y0, dt, "adjoint state")
+        self.tell("callback_step_adjoint", t0, y0, dt)
+
+    def callback_accept_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        self.tally.add("accepted")
+        self.tell("callback_accept_step_adjoint", self.own_time(t0), y0, dt)
+
+    def callback_reject_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        self.tally.add("rejected")
+        self.tell("callback_reject_step_adjoint", self.own_time(t0), y0, dt)
+
+
+def warn_of_callbacks(field: Callable, method: str, names: Sequence[str]) -> None:
+    """Say which of these callbacks a field has: its method never calls them."""
+    own, kind = getattr(field, "__dict__", {}), type(field)
+    unheard = [name for name in names if name in own or hasattr(kind, name)]
+    if unheard:
+        message = f"method={method!r} does not call {', '.join(unheard)} of the field. Fix: method='dopri5'."
+        warnings.warn(message, stacklevel=2)
+
+
+def _first_time(t: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    """Where the solver first evaluates the field: ``perturb`` keeps away from the start itself."""
+    start, end = t[0].detach().to(dtype), t[-1].detach().to(dtype)
+    return torch.nextafter(start, end) if options.get("perturb") else start
 
 
 def _event_value(value: object) -> Tensor:
@@ -305,7 +355,8 @@ def _event_value(value: object) -> Tensor:
 def _refuse_direct(watched: _WatchedField, y0: State, t: Tensor) -> None:
     """Refuse to leave torch for scipy if a gradient would be lost, that of a closure included."""
     if torch.is_grad_enabled() and (
-        any(tensor.requires_grad for tensor in (t, *parts(y0))) or watched.adjoint_parameters(t[0], y0)
+        any(tensor.requires_grad for tensor in (t, *parts(y0)))
+        or watched.adjoint_parameters(_first_time(t, watched.dtype, {}), y0)
     ):
         raise ValueError(
             "method='scipy_solver' leaves torch, so it has no direct gradient; expected gradient='adjoint'. "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hbnode._checks import as_count
 from hbnode.fields import GHBNODE, HBNODE
-from hbnode.solvers.dynamics import is_heavy_ball
+from hbnode.solvers.dynamics import change_of_call, is_heavy_ball, unwrapped
 from hbnode.solvers.nystrom import Nystrom
 from hbnode.solvers.runge_kutta import RungeKutta
 from hbnode.solvers.splitting import Splitting
@@ -118,13 +118,16 @@ def check(settings: Settings) -> None:
 
 def check_field(method: str, field: Callable) -> None:
     """Refuse a field that a method cannot solve."""
-    if method in NYSTROM and not is_heavy_ball(field, HBNODE):
+    if method in RUNGE_KUTTA:
+        return
+    kinds, what = (HBNODE,), "solves h'' + γh' = f(h, t), an HBNODE"
+    if method in SPLITTING:
+        kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
+    fix = "Fix: method='tsit5', or method=None for the best there is."
+    if not isinstance(unwrapped(field), kinds):
+        raise ValueError(f"method={method!r} {what}, got {type(field).__name__}. {fix}")
+    change = change_of_call(field)
+    if change is not None:
         raise ValueError(
-            f"method={method!r} solves h'' + γh' = f(h, t), an HBNODE with its own forward, got "
-            f"{type(field).__name__}. Fix: method='tsit5', or method=None for the best there is."
-        )
-    if method in SPLITTING and not is_heavy_ball(field, HBNODE, GHBNODE):
-        raise ValueError(
-            f"method={method!r} splits the equation of an HBNODE or GHBNODE, got {type(field).__name__}. "
-            "Fix: method='tsit5', or method=None for the best there is."
+            f"method={method!r} {what}, and evaluates func without a call of the field, but {change}. {fix}"
         )

@@ -24,7 +24,7 @@ from hbnode.solvers.loops import integrate
 from hbnode.solvers.native import NYSTROM, RUNGE_KUTTA, check_field
 from hbnode.solvers.replay import Checkpoint
 from hbnode.solvers.reversible import Reversible
-from hbnode.solvers.stepping import CHANGES_INPUT, Graph, Solve, no_autocast
+from hbnode.solvers.stepping import Graph, Solve, no_autocast
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
@@ -121,9 +121,9 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -
     dynamics, clock = run.dynamics, run.clock
     run.tally.add("evaluation")
     t = clock.time_of(0).detach().requires_grad_(clock.t.requires_grad)
-    x = rows[0].detach().clone()
-    version = x._version
-    x.requires_grad_()
+    leaf = rows[0].detach().requires_grad_()
+    with torch.enable_grad():
+        x = leaf.clone()  # of a leaf, torch refuses what is in place in words of its own
     before = random_state(x.device)
     sigma = dynamics.activation
 
@@ -133,8 +133,6 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -
 
     found, value = closed_over_leaves(evaluate, (t, x))
     value = parts(value)[0]
-    if x._version != version:
-        raise ValueError(CHANGES_INPUT)
     if replay.changed():
         raise ValueError(_CHANGES_BUFFERS.format(gradient))
     drawn_again = False
@@ -153,7 +151,7 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -
             restore_random_state(before, x.device)
         return None, leaves
     if gradient == "checkpoint":
-        run.first = Graph([x, t] if t.requires_grad else [x], [], value)
+        run.first = Graph([leaf, t] if t.requires_grad else [leaf], [], value)
     return value.detach(), leaves
 
 

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 TOGETHER = 64  # intervals whose coefficients are made at once
 NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not finite is blamed
 
-CHANGES_INPUT = (
-    "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its first layer."
-)
 _FIELD_NOT_FINITE = (
     "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
     "(GHBNODE's activation bounds it)"
@@ -99,11 +96,7 @@ class Solve:
         if not self.method.carries:
             return rows
         self.tally.add("evaluation")
-        x = rows[0]
-        version = None if x.is_inference() else x._version
-        value = self.dynamics.evaluate(self.clock.time_of(interval), x)
-        if version is not None and x._version != version:
-            raise ValueError(CHANGES_INPUT)
+        value = self.dynamics.evaluate(self.clock.time_of(interval), rows[0])
         return torch.cat([rows, value.unsqueeze(0)])
 
     def matrix(self, step: Step, damping: Tensor, *, differentiable: bool = False) -> Tensor:

@@ -117,7 +117,7 @@ def _explicit(
 
 def _evaluation(dynamics: Dynamics) -> Evaluate:
     """The field on a copy of its input, which a func that begins with an in-place layer would change."""
-    return lambda t, x: dynamics.evaluate(t, x.clone())
+    return lambda t, x: dynamics.value(t, x.clone())
 
 
 def _moved(y: Tensor, size: Tensor, weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
