@@ -45,6 +45,7 @@ class Intervals:
     def advance(self, interval: int, state: State) -> State:
         """The state at the end of an interval from that at its beginning."""
         self.nfe.append(NFE())
+        self.nfe[-1].keeps_graph = self.settings.gradient == "direct" and torch.is_grad_enabled()
         if self.idle[interval]:
             return state
         t = self.t[:, interval : interval + 2]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+
+_TIMES = {"t", "time"}
 
 
 def takes_time(func: Callable, parts: int) -> bool:
@@ -25,20 +27,52 @@ def takes_time(func: Callable, parts: int) -> bool:
         raise TypeError(
             f"cannot read the signature of func={inner!r}; expected ({names}) or (t, {names}). {fix}"
         ) from None
-    required, variadic = 0, False
-    for parameter in signature.parameters.values():
-        variadic |= parameter.kind is parameter.VAR_POSITIONAL
-        if parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            required += 1
-    if variadic or required not in (parts, parts + 1):
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+    required = required_arguments(signature)
+    if variadic or len(required) not in (parts, parts + 1):
         raise TypeError(
             f"func takes {signature}, from which it cannot be told whether it wants the time; "
             f"expected ({names}) or (t, {names}). {fix}"
         )
-    return required == parts + 1
+    return len(required) == parts + 1
+
+
+def check_order(func: Callable) -> None:
+    """Refuse a function whose arguments by their names end with the time: everything here calls the time first."""
+    if not callable(func):
+        return
+    inner = _unwrap(func)
+    try:
+        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
+    except (TypeError, ValueError):
+        return
+    _check_names(required_arguments(signature))
+
+
+def check_call(field: Callable) -> None:
+    """:func:`check_order` of a plain function that is solved as a field: quick, as it is done in each solve."""
+    code = getattr(field, "__code__", None)
+    if code is not None and code.co_argcount == 2:
+        _check_names(code.co_varnames[:2])
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if len(names) > 1 and names[-1] in _TIMES and not _TIMES & set(names[:-1]):
+        right = ", ".join([names[-1], *names[:-1]])
+        raise TypeError(
+            f"the function takes ({', '.join(names)}), but is called with the time first. Fix: let it take "
+            f"({right}); or if {names[-1]!r} is not the time, give it another name."
+        )
+
+
+def required_arguments(signature: inspect.Signature) -> list[str]:
+    """Names of the positional arguments that have no default."""
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def _signature(function: Callable) -> inspect.Signature:

@@ -41,18 +41,19 @@ def describe(state: object) -> str:
 
 def check_input(x: object, name: str) -> None:
     """Refuse what is no tensor, with the call that makes it one."""
-    if isinstance(x, Tensor):
-        return
-    dtype = torch.get_default_dtype()
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
+
+
+def conversion(x: object) -> str:
+    """How to make a tensor of ``x``, for messages."""
     if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
-        fix = "torch.stack(x)"
-    elif hasattr(x, "to_numpy"):
-        fix = f"torch.tensor(x.to_numpy(), dtype={dtype})"
-    elif isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
-        fix = f"torch.tensor(x, dtype={dtype})"
-    else:
-        fix = "give it a tensor"
-    raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {fix}.")
+        return "torch.stack(x), or torch.cat(x)"
+    if hasattr(x, "to_numpy"):
+        return f"torch.tensor(x.to_numpy(), dtype={torch.get_default_dtype()})"
+    if isinstance(x, list | tuple | float | int) or hasattr(x, "__array__"):
+        return f"torch.tensor(x, dtype={torch.get_default_dtype()})"
+    return "pass a tensor"
 
 
 def append_zeros(x: Tensor, augment: int) -> Tensor:

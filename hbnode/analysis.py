@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ class NFEToleranceCurve:
 def nfe_vs_tolerance(
     block: nn.Module,
     x: Tensor,
-    tolerances: Sequence[float],
+    tolerances: Iterable[float],
     *,
     loss: Callable[[Tensor], Tensor] | None = None,
     reference_tolerance: float = 1e-12,
@@ -92,8 +92,8 @@ def nfe_vs_tolerance(
 
     Arguments:
         block: an :class:`hbnode.ODEBlock`, or a module that contains some; its own gradient modes are used.
-        x: input batch, (batch, ...).
-        tolerances: values for rtol = atol.
+        x: input batch, (batch, ...), of integers if the model begins with an embedding.
+        tolerances: values for rtol = atol, any iterable.
         loss: output -> scalar; None is the mean of squares.
         reference_tolerance: rtol = atol of the reference. Where f has kinks (ReLU) a solver steps over each of them
             in small steps, and a looser one, well below the tolerances compared, saves hours.
@@ -113,7 +113,8 @@ def nfe_vs_tolerance(
     """
     if not any(isinstance(module, ODEBlock) for module in block.modules()):
         raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with one inside.")
-    if len(tolerances) == 0:
+    tolerances = list(map(float, tolerances))
+    if not tolerances:
         raise ValueError("tolerances is empty. Fix: for instance [1e-2, 1e-3, 1e-4, 1e-5].")
     if not reference_tolerance < min(tolerances):
         raise ValueError(
@@ -122,13 +123,13 @@ def nfe_vs_tolerance(
         )
     loss = _mean_square if loss is None else loss
     reference = _with_solver(copy.deepcopy(block).double().eval(), reference_tolerance, **_TIGHT)
-    exact, exact_gradient, _ = _solve(reference, x.double(), loss)
+    exact, exact_gradient, _ = _solve(reference, x.double() if x.is_floating_point() else x, loss)
     rows = []
     for tolerance in tolerances:
-        output, gradient, nfe = _solve(_with_solver(copy.deepcopy(block).eval(), float(tolerance)), x, loss)
+        output, gradient, nfe = _solve(_with_solver(copy.deepcopy(block).eval(), tolerance), x, loss)
         error = (output.double() - exact).pow(2).mean().sqrt()
         gradient_error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
-        rows.append((float(tolerance), nfe.forward, nfe.backward, float(error), float(gradient_error)))
+        rows.append((tolerance, nfe.forward, nfe.backward, float(error), float(gradient_error)))
     return NFEToleranceCurve(*map(list, zip(*rows, strict=True)))
 
 
@@ -157,12 +158,12 @@ def _with_solver(model: nn.Module, tolerance: float, **changes: object) -> nn.Mo
 
 
 def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, NFE]:
-    """Output, flattened gradient with respect to the parameters and the input, and evaluations."""
-    x = x.detach().requires_grad_()
+    """Output, flattened gradient with respect to the parameters and a floating-point input, and evaluations."""
+    x = x.detach().requires_grad_(x.is_floating_point())
     model.zero_grad(set_to_none=True)
     with count_nfe(model) as nfe, torch.enable_grad():
         output = model(x)
         loss(output).backward()
-    tensors = [x, *(p for p in model.parameters() if p.requires_grad)]
+    tensors = [p for p in (x, *model.parameters()) if p.requires_grad]
     gradient = torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in tensors])
     return output.detach(), gradient, nfe

@@ -97,8 +97,23 @@ class ODEBlock(nn.Module):
         self.max_steps = max_steps
         self.compile_steps = compile  # nn.Module has a method of the shorter name
         self.initial_state = initial_state
-        self.nfe = NFE()  # of the last call; its backward part is filled in by the backward pass
+        self._nfe = NFE()
         self.settings()  # a wrong argument is told here, not at the first call
+
+    @property
+    def nfe(self) -> NFE:
+        """Evaluations of the last call; the backward pass fills in its part.
+
+        ``block.nfe = 0`` starts a new count, in which the backward pass of the last call counts as well.
+        """
+        return self._nfe
+
+    @nfe.setter
+    def nfe(self, value: int) -> None:
+        if value != 0:
+            raise ValueError(f"block.nfe can be set to 0 only, got {value!r}. Fix: block.nfe = 0 starts a new count.")
+        self._nfe.successor = NFE()
+        self._nfe = self._nfe.successor
 
     def forward(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor:
         """h(T), or the trajectory of h at the times ``t``."""
@@ -114,7 +129,7 @@ class ODEBlock(nn.Module):
             state = self.field.initial_state(append_zeros(x, self.augment))
         nfe = NFE()
         if not is_exporting():  # a graph without Python has no attributes
-            self.nfe = nfe
+            self._nfe = nfe
         trajectory = solve(self.field, state, self.t_span if t is None else t, self.settings(), nfe)
         h = self.field.readout(trajectory)
         return h[-1] if t is None else h
@@ -141,8 +156,12 @@ class HeavyBallODEBlock(ODEBlock):
         generalized: use :class:`hbnode.GHBNODE` in place of :class:`hbnode.HBNODE`.
         augment: zeros appended to x along dimension 1 (features, or channels of an image).
         initial_momentum: module h -> m(t0) of the shape of h, augmentation included; None starts at rest.
-        damping: initial γ; None is sigmoid(-3), about 0.047.
+        damping: initial γ, as for :class:`hbnode.HBNODE`; None is ``max_damping * sigmoid(-3)``, about 0.047.
         learn_damping: whether γ is a parameter.
+        max_damping: upper bound of a learned γ.
+        xi: initial ξ of a generalized block, as for :class:`hbnode.GHBNODE`; None is ln 2.
+        learn_xi: whether ξ of a generalized block is a parameter; None is True.
+        activation: σ of a generalized block; None is tanh.
         time_dependent: whether ``func`` takes the time; None reads it off ``func``.
         t_span: start and end of the integration.
         solver: further keyword arguments of :class:`ODEBlock`: ``method``, ``rtol``, ``atol``, ``gradient``, ...
@@ -162,18 +181,31 @@ class HeavyBallODEBlock(ODEBlock):
         generalized: bool = False,
         augment: int = 0,
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
-        damping: float | None = None,
+        damping: float | Tensor | None = None,
         learn_damping: bool = True,
+        max_damping: float = 1.0,
+        xi: float | None = None,
+        learn_xi: bool | None = None,
+        activation: Callable[[Tensor], Tensor] | None = None,
         time_dependent: bool | None = None,
         t_span: Sequence[float] = (0.0, 1.0),
         **solver: Any,
     ) -> None:
         kind = GHBNODE if generalized else HBNODE
+        of_ghbnode = {"xi": xi, "learn_xi": learn_xi, "activation": activation}
+        given = {name: value for name, value in of_ghbnode.items() if value is not None}
+        if given and not generalized:
+            raise ValueError(
+                f"{', '.join(given)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
+                "Fix: generalized=True, or leave it out."
+            )
         field = kind(
             func,
             damping=damping,
             learn_damping=learn_damping,
+            max_damping=max_damping,
             initial_momentum=initial_momentum,
             time_dependent=time_dependent,
+            **given,
         )
         super().__init__(field, t_span, augment=augment, **solver)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hbnode._checks import as_count
 from hbnode._constants import KeepsConstants
-from hbnode._signature import takes_time
-from hbnode._state import State, append_zeros, describe, paired
+from hbnode._signature import check_order, takes_time
+from hbnode._state import State, append_zeros, check_input, describe, paired
 
 
 class Field(nn.Module, ABC):
@@ -36,8 +36,22 @@ class Field(nn.Module, ABC):
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
         self.func = func
+        check_order(func)
         self.compiled: dict = {}  # steps of native methods that compile=True has compiled for this field
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
+
+    @property
+    def nfe(self) -> int:
+        """A count that a subclass keeps in its forward; hbnode's own fields keep none."""
+        if "nfe" not in self.__dict__:
+            raise AttributeError("nfe")
+        return self.__dict__["nfe"]
+
+    @nfe.setter
+    def nfe(self, value: int) -> None:
+        if type(self).__module__ == __name__:
+            raise AttributeError("a field has no count of its own. Fix: block.nfe = 0, or hbnode.count_nfe(field).")
+        self.__dict__["nfe"] = value
 
     @abstractmethod
     def initial_state(self, x: Tensor) -> State:
@@ -111,6 +125,7 @@ class NODE(Field):
 
     def initial_state(self, x: Tensor) -> Tensor:
         """The input itself."""
+        check_input(x, "the input")
         return x
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
@@ -206,10 +221,11 @@ class _Damped(KeepsConstants, Field):
         self.omega: nn.Parameter | None = None
         if learn_damping:
             if not bool(((gamma > 0) & (gamma < self.max_damping)).all()):
+                larger = f"max_damping={2 * float(gamma.max()):g}" if bool((gamma > 0).all()) else "damping=0.01"
                 raise ValueError(
                     "a learned damping must start strictly between 0 and "
                     f"max_damping={self.max_damping}, got {gamma.tolist()}. "
-                    "Fix: raise max_damping, or keep the damping constant with learn_damping=False."
+                    f"Fix: {larger}, for instance, or keep a damping >= 0 constant with learn_damping=False."
                 )
             like = torch.empty(0)  # of the default dtype and device
             self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(like))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from torch import nn
 @dataclass
 class NFE:
     """Evaluations of a field and steps of its solver.
+
+    Counts add up, ``nfe + nfe`` or ``sum([...])``. ``int(nfe)`` and ``f"{nfe:d}"`` are the total. ``print(nfe)`` adds
+    "graph kept" where the backward pass evaluates nothing because the forward pass kept its graph.
 
     Attributes:
         forward: evaluations in the forward pass.
@@ -31,10 +35,38 @@ class NFE:
     backward_steps: int = 0
     backward_rejected: int = 0
 
+    keeps_graph: ClassVar[bool] = False  # of an object: whether the forward pass keeps its graph for the backward pass
+    successor: ClassVar[NFE | None] = None  # of an object: what a solve that has begun counts into from now on
+
     @property
     def total(self) -> int:
         """Forward and backward evaluations together."""
         return self.forward + self.backward
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts and the total by their names, for JSON or a table."""
+        return asdict(self) | {"total": self.total}
+
+    def __add__(self, other: NFE | int) -> NFE:
+        if other == 0:  # where sum() starts
+            other = NFE()
+        if not isinstance(other, NFE):
+            return NotImplemented
+        both = NFE(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        both.keeps_graph = self.keeps_graph or other.keeps_graph
+        return both
+
+    __radd__ = __add__
+
+    def __int__(self) -> int:
+        return self.total
+
+    def __str__(self) -> str:
+        kept = " (graph kept)" if self.backward == 0 and (self.keeps_graph or self.backward_steps) else ""
+        return f"forward {self.forward}, backward {self.backward}{kept}, steps {self.steps}, rejected {self.rejected}"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.total, spec) if spec else str(self)
 
 
 _FORWARD = {"evaluation": "forward", "accepted": "steps", "rejected": "rejected"}
@@ -58,14 +90,24 @@ class Tally:
 
     def __init__(self, field: Callable, nfe: NFE) -> None:
         self.identity = _identity(field)
-        self.nfe = nfe
+        self.started_with = nfe
+
+    @property
+    def nfe(self) -> NFE:
+        """What is counted into."""
+        while self.started_with.successor is not None:
+            self.started_with = self.started_with.successor
+        return self.started_with
 
     def add(self, event: str, count: int = 1) -> None:
         """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the pass that is running."""
         name = (_BACKWARD if backward_pass() != -1 else _FORWARD)[event]
-        watching = [total for watched, total in _open_counters if self.identity in watched]
-        for record in (self.nfe, *watching):
-            setattr(record, name, getattr(record, name) + count)
+        own = self.nfe
+        setattr(own, name, getattr(own, name) + count)
+        for watched, total in _open_counters:
+            if self.identity in watched:
+                setattr(total, name, getattr(total, name) + count)
+                total.keeps_graph |= own.keeps_graph
 
 
 @contextmanager

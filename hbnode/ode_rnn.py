@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -210,11 +209,7 @@ class ODERNN(nn.Module):
     @property
     def nfe(self) -> NFE:
         """Evaluations of the last call, all gaps together."""
-        total = NFE()
-        for nfe in self.nfe_per_gap:
-            for name, count in dataclasses.asdict(nfe).items():
-                setattr(total, name, getattr(total, name) + count)
-        return total
+        return sum(self.nfe_per_gap, NFE())
 
     def forward(
         self,

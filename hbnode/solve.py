@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import logging
 import math
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from hbnode import _functorch
 from hbnode._checks import as_count
-from hbnode._state import State, apply, parts
+from hbnode._signature import check_call
+from hbnode._state import State, apply, conversion, parts
 from hbnode._tracing import ONLY_FIXED_GRIDS, is_tracing, untraced
 from hbnode.nfe import NFE
 from hbnode.solvers import from_torchdiffeq, native, run, traced
@@ -137,7 +139,9 @@ class Settings:
     def __post_init__(self) -> None:
         methods = (*native.METHODS, *from_torchdiffeq.METHODS)
         if self.method is not None and self.method not in methods:
-            raise ValueError(f"unknown method {self.method!r}; expected one of {methods}. Fix: leave it out.")
+            raise ValueError(
+                f"unknown method {self.method!r}; expected one of {methods}. Fix: {_nearest(self.method, methods)}."
+            )
         theirs = self.method in from_torchdiffeq.METHODS
         gradients = from_torchdiffeq.GRADIENTS if theirs else native.GRADIENTS
         gradient = ("direct" if theirs else "checkpoint") if self.gradient is None else self.gradient
@@ -205,7 +209,9 @@ def _solve(
 ) -> State | tuple[Tensor, State]:
     """:func:`solve` without a graph of torch.compile."""
     y0 = checked_state(field, y0)
+    check_call(field)
     settings = settings.resolved(field, event_fn is not None)
+    nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
     theirs = settings.method in from_torchdiffeq.METHODS
     first = parts(y0)[0]
     check_precision(settings, first.dtype)
@@ -225,6 +231,39 @@ def _solve(
     if len(t) != 2:
         raise ValueError(f"with event_fn, t must hold two times (start and direction), got {len(t)}. Fix: [t0, t1].")
     return from_torchdiffeq.solve(field, y0, t, settings, nfe, event_fn)
+
+
+_SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}
+_SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
+    "rk45": "dopri5",
+    "ode45": "dopri5",
+    "dopri": "dopri5",
+    "scipy": "scipy_solver",
+    "tsitouras": "tsit5",
+    "dormandprince": "dopri5",
+    "dop853": "dopri8",
+    "dormandprince8": "dopri8",
+    "rk23": "bosh3",
+    "ode23": "bosh3",
+    "heun": "heun2",
+    "tsitouras45": "tsit5",
+    "rkn": "nystrom8",
+    "verlet": "leapfrog",
+    "stormerverlet": "leapfrog",
+    "alf": "leapfrog",
+    "asynchronousleapfrog": "leapfrog",
+    **dict.fromkeys(_SCIPY, "scipy_solver"),
+}
+
+
+def _nearest(name: object, methods: Sequence[str]) -> str:
+    """What to write in place of an unknown method."""
+    plain = "".join(filter(str.isalnum, str(name).lower()))
+    near = _SYNONYMS.get(plain)
+    near = [near] if near else difflib.get_close_matches(plain, methods, 1)
+    if plain in _SCIPY:
+        return f"method='scipy_solver' with options={{'solver': {_SCIPY[plain]!r}}} and gradient='adjoint'"
+    return f"method={near[0]!r}, or method=None for the best there is" if near else "method=None for the best there is"
 
 
 def check_precision(settings: Settings, dtype: torch.dtype) -> None:
@@ -256,14 +295,13 @@ def checked_state(field: Callable, y0: State) -> State:
     tensors = parts(y0)
     if not isinstance(tensors, tuple) or not tensors or not all(isinstance(part, Tensor) for part in tensors):
         raise TypeError(
-            f"the state must be a tensor or a tuple of tensors, got {type(y0).__name__}. "
-            "Fix: field.initial_state(x) makes the state of an hbnode field."
+            f"the state must be a tensor or a tuple of tensors, got {_kinds(y0)}. Fix: {_made_state(y0, field)}."
         )
     dtype = tensors[0].dtype
     if not all(part.is_floating_point() and part.dtype == dtype for part in tensors):
         raise TypeError(
             f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in tensors)}. "
-            "Fix: x.float()."
+            f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
     if torch.is_autocast_enabled(tensors[0].device.type):  # the networks may run in half precision, the state may not
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
@@ -282,11 +320,29 @@ def checked_state(field: Callable, y0: State) -> State:
     return y0
 
 
+def _kinds(y0: object) -> str:
+    """The types of a state, for messages."""
+    if isinstance(y0, (list, tuple)):
+        return f"{type(y0).__name__} of ({', '.join(type(part).__name__ for part in y0)})"
+    return type(y0).__name__
+
+
+def _made_state(y0: object, field: Callable) -> str:
+    """How to make a state of what is none, for messages."""
+    if isinstance(y0, list) and y0 and all(isinstance(part, Tensor) for part in y0):
+        return "tuple(y0)"
+    if isinstance(y0, tuple):
+        return f"make each part a tensor, x -> {conversion(next((x for x in y0 if not isinstance(x, Tensor)), None))}"
+    made = conversion(y0).replace("(x", "(y0")
+    return f"field.initial_state({made})" if hasattr(field, "initial_state") else made
+
+
 def checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bool) -> Tensor:
     """Finite, ordered times as a tensor: (T,), or (batch, T) if each sample may have a row of its own."""
     if not isinstance(t, Tensor):
-        if not isinstance(t, Iterable):
-            raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: [0.0, {t}].")
+        if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
+            fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
+            raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: {fix}.")
         t = list(t)
         if any(isinstance(time, Tensor) for time in t):  # keep the gradients of learned times
             t = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in t]
@@ -303,7 +359,7 @@ def checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bo
             "Fix: (T,); native methods also take (batch, T), a row of times for each sample."
         )
     if t.shape[-1] == 0:
-        raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: (T,).")
+        raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: [0.0, 1.0].")
     values = t.detach().cpu()
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"t must be finite, got {values.tolist()}. Fix: drop the infinite times and the NaNs.")

@@ -107,3 +107,10 @@ def test_a_reference_looser_than_the_tolerances_is_refused():
         hbnode.nfe_vs_tolerance(
             hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2)), torch.zeros(1, 2), [1e-2, 1e-5], reference_tolerance=1e-3
         )
+
+
+def test_integers_into_an_embedding_and_a_generator_of_tolerances():
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), hbnode.HeavyBallODEBlock(nn.Linear(6, 6)))
+    curve = hbnode.nfe_vs_tolerance(model, torch.randint(7, (4, 2)), (10.0**-k for k in (2, 5)))
+    assert curve.tolerance == [1e-2, 1e-5]
+    assert 0 < curve.gradient_error[1] < 1e-3

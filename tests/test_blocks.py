@@ -1,3 +1,6 @@
+import re
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -213,3 +216,146 @@ def test_what_does_not_work_under_a_transform_says_so():
         for transform in (torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())):
             with pytest.raises(ValueError, match=r"method='dopri5' does not work .*Fix: a native method"):
                 transform(block)(x)
+
+
+class Frame:
+    """As much of a DataFrame as matters here."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return self.values
+
+
+@pytest.mark.parametrize(
+    ("x", "fix"),
+    [
+        (np.ones((2, 3)), "torch.tensor(x, dtype=torch.float32)"),
+        ([[1.0, 1.0, 1.0]], "torch.tensor(x, dtype=torch.float32)"),
+        (Frame(np.ones((2, 3))), "torch.tensor(x.to_numpy(), dtype=torch.float32)"),
+        ([torch.ones(3), torch.ones(3)], "torch.stack(x)"),
+    ],
+)
+@pytest.mark.parametrize("make", [hbnode.NODE, hbnode.HBNODE, hbnode.SONODE, lambda f: hbnode.ANODE(f, 0)])
+def test_what_is_no_tensor_is_refused_with_what_makes_it_one(x, fix, make):
+    func = (lambda h, v: -h) if make is hbnode.SONODE else nn.Linear(3, 3)
+    block = hbnode.ODEBlock(make(func))
+    for refuses in (block, block.field.initial_state):
+        with pytest.raises(TypeError, match=r"must be a tensor, got .*Fix: " + re.escape(fix)):
+            refuses(x)
+    assert block(eval(fix)).shape[-1] == 3  # the fix helps
+    with pytest.raises(TypeError, match=r"the state must be a tensor or a tuple of tensors, got .*Fix: ") as error:
+        hbnode.odeint(block.field, x, [0.0, 1.0])
+    if "field.initial_state" in str(error.value):
+        made = str(error.value).split("Fix: ")[1].rstrip(".").split(", or torch.cat")[0]
+        hbnode.odeint(block.field, eval(made, {"torch": torch, "field": block.field, "y0": x}), [0.0, 1.0])
+
+
+def test_all_constants_of_the_fields_are_arguments_of_the_block():
+    func = nn.Linear(2, 2)
+    assert hbnode.HeavyBallODEBlock(func, damping=1.5, max_damping=3.0).field.damping.item() == pytest.approx(1.5)
+    block = hbnode.HeavyBallODEBlock(func, generalized=True, xi=0.3, learn_xi=False, activation=torch.sin)
+    assert (block.field.xi, block.field.activation) == (0.3, torch.sin)
+    with pytest.raises(ValueError, match=r"xi, activation belongs to .*Fix: generalized=True"):
+        hbnode.HeavyBallODEBlock(func, xi=0.3, activation=torch.sin)
+    with pytest.raises(ValueError, match=r"Fix: max_damping=3, for instance"):
+        hbnode.HeavyBallODEBlock(func, damping=1.5)
+    with pytest.raises(ValueError, match=r"Fix: damping=0.01, for instance"):
+        hbnode.HeavyBallODEBlock(func, damping=0.0)
+
+
+class Late(nn.Module):
+    def forward(self, h, t):
+        return h * t
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hbnode.HeavyBallODEBlock(lambda h, t: h),
+        lambda: hbnode.HBNODE(Late(), time_dependent=True),
+        lambda: hbnode.SONODE(lambda h, v, t: h),
+        lambda: hbnode.odeint(lambda y, t: -y, torch.ones(2), [0.0, 1.0]),
+    ],
+)
+def test_the_time_comes_first(make):
+    with pytest.raises(TypeError, match=r"is called with the time first. Fix: let it take \(t, "):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("rk45", "method='dopri5'"),
+        ("RK4", "method='rk4'"),
+        ("Tsit5", "method='tsit5'"),
+        ("nystrom", "method='nystrom8'"),
+        ("heun", "method='heun2'"),
+        ("LSODA", "method='scipy_solver' with options={'solver': 'LSODA'} and gradient='adjoint'"),
+        ("zzz", "method=None"),
+        (4, "method=None"),
+    ],
+)
+def test_an_unknown_method_suggests_the_nearest(name, fix):
+    with pytest.raises(ValueError, match=f"unknown method {name!r}.*Fix: {re.escape(fix)}"):
+        hbnode.HeavyBallODEBlock(nn.Identity(), method=name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fix", "right"),
+    [
+        ({"options": {"max_num_steps": 9}}, "max_steps=n", {"max_steps": 9}),
+        ({"options": {"step_size": 0.1}}, "options={'steps': n}", {"options": {"steps": 9}}),
+        ({"options": {"land": True}}, "leave it out", {}),
+        (
+            {"options": {"norm": max}},
+            "method='dopri5'",
+            {"method": "dopri5", "options": {"norm": lambda state: state[0].norm()}},
+        ),
+        ({"options": {"min_steps": 0.1}}, "options={'min_step': ...}", {"options": {"min_step": 1e-3}}),
+        ({"options": 8}, "options={'steps': 8}", {"options": {"steps": 8}}),
+        (
+            {"method": "leapfrog", "options": {"steps": 9, "max_step": 1.0}},
+            "leave it out",
+            {"method": "leapfrog", "options": {"steps": 9}},
+        ),
+        (
+            {"method": "dopri5", "options": {"steps": 9}},
+            "method='rk4'",
+            {"method": "rk4", "options": {"steps": 9}},
+        ),
+        ({"method": "rk4", "options": {"first_step": 0.1}}, "method='dopri5'", {"method": "dopri5"}),
+        ({"method": "dopri5", "options": {"max_num_steps": 9}}, "max_steps=n", {"method": "dopri5", "max_steps": 9}),
+        ({"method": "dopri5", "options": {"dense": True}}, "method=None", {}),
+        (
+            {"method": "rk4", "options": 8},
+            "options={'step_size': 0.1}",
+            {"method": "rk4", "options": {"step_size": 0.1}},
+        ),
+        (
+            {"method": "tsit5", "gradient": "reversible"},
+            "gradient='checkpoint', or method='leapfrog' with options={'steps': n}",
+            {"method": "leapfrog", "gradient": "reversible", "options": {"steps": 9}},
+        ),
+        (
+            {"adjoint_options": {}},
+            "leave them out, or method='dopri5' with gradient='adjoint'",
+            {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}},
+        ),
+    ],
+)
+def test_the_fix_helps(wrong, fix, right):
+    x = torch.ones(2, 2)
+    with pytest.raises((ValueError, TypeError), match=re.escape(f"Fix: {fix}")) as error:
+        hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **wrong)(x)
+    assert str(error.value).endswith(".")
+    assert hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **right)(x).shape == (2, 2)
+
+
+def test_a_splitting_of_another_field_suggests_what_works():
+    block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), gradient="reversible", options={"steps": 2})
+    with pytest.raises(ValueError, match=r"Fix: method='tsit5' with gradient='checkpoint'"):
+        block(torch.ones(1, 2))
+    block.method, block.gradient = "tsit5", "checkpoint"
+    assert block(torch.ones(1, 2)).shape == (1, 2)

@@ -1,3 +1,7 @@
+import copy
+import json
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -203,3 +207,79 @@ def test_an_error_inside_the_context_closes_it():
         raise KeyError
     block(make_input())
     assert nfe.forward == 0
+
+
+def test_counts_add_up_and_format():
+    a, b = hbnode.NFE(forward=7, backward=3, steps=2), hbnode.NFE(forward=5, rejected=1)
+    assert a + b == sum([a, b]) == hbnode.NFE(forward=12, backward=3, steps=2, rejected=1)
+    total = kept = hbnode.NFE()
+    total += a
+    assert (total, kept) == (a, hbnode.NFE())
+    assert f"{a:d} {a.total:4d} {a:.1f}" == "10   10 10.0"
+    assert f"{a}" == str(a) == "forward 7, backward 3, steps 2, rejected 0"
+    assert int(a) == 10
+    assert json.loads(json.dumps(a.as_dict()))["total"] == 10
+    with pytest.raises(TypeError, match="unsupported operand"):
+        a + 1.5
+
+
+def test_where_the_graph_was_kept_printing_says_so():
+    x = make_input()
+    block = counted_block("hbnode", method=None)
+    y = block(x)
+    assert "backward 0," in str(block.nfe)
+    with hbnode.count_nfe(block) as nfe:
+        y.sum().backward()
+    assert (block.nfe.backward, block.nfe.backward_steps) == (0, block.nfe.steps)
+    assert "backward 0 (graph kept)" in str(block.nfe)
+    assert "backward 0 (graph kept)" in str(nfe)
+    for method in (None, "dopri5"):
+        block = counted_block("hbnode", method=method, gradient="direct")
+        with hbnode.count_nfe(block) as nfe:
+            block(x).sum().backward()
+        assert "backward 0 (graph kept)" in str(block.nfe + hbnode.NFE())
+        assert "backward 0 (graph kept)" in str(nfe)
+        with torch.no_grad():
+            block(x)
+        assert "kept" not in str(block.nfe)
+    block = counted_block("hbnode", gradient="adjoint")
+    block(x).sum().backward()
+    assert "kept" not in str(block.nfe)
+
+
+@pytest.mark.parametrize("solver", [{"method": "dopri5", "gradient": "adjoint"}, {"method": "tsit5", "rtol": 1e-6}])
+def test_the_count_starts_anew_where_it_is_set_to_0(solver):
+    """As torchdiffeq's examples do it: read and reset, then the backward pass, then read."""
+    block = counted_block("hbnode", **solver)
+    y = block(make_input())
+    forward = block.nfe
+    calls = block.field.func.calls
+    block.nfe = 0
+    assert block.nfe.total == 0
+    y.sum().backward()
+    assert (forward.forward, forward.backward) == (calls, 0)
+    assert (block.nfe.forward, block.nfe.backward) == (0, block.field.func.calls - calls)
+    assert block.nfe.backward > 0
+    block(make_input())
+    assert block.nfe.forward == calls
+    with pytest.raises(ValueError, match=r"can be set to 0 only, got 3. Fix: block.nfe = 0"):
+        block.nfe = 3
+    assert copy.deepcopy(block).nfe == pickle.loads(pickle.dumps(block)).nfe == block.nfe
+
+
+def test_fields_count_nothing_unless_a_subclass_does():
+    field = make_field("node")
+    with pytest.raises(AttributeError, match=r"no count of its own. Fix: block.nfe = 0, or hbnode.count_nfe\(field\)"):
+        field.nfe = 0
+
+    class Counting(hbnode.NODE):
+        def forward(self, t, h):
+            self.nfe += 1
+            return super().forward(t, h)
+
+    field = Counting(nn.Linear(2, 2))
+    assert not hasattr(field, "nfe")
+    field.nfe = 0
+    block = hbnode.ODEBlock(field)
+    block(torch.ones(1, 2))
+    assert field.nfe == block.nfe.forward > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch
@@ -29,13 +30,14 @@ _OPTIONS = {
 def solver_options(given: dict[str, Any] | None, method: str, t: Tensor, name: str) -> dict[str, Any]:
     """The options, checked, with our ``steps`` and ``land`` turned into what torchdiffeq understands."""
     if given is not None and not isinstance(given, dict):
-        raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{'first_step': 0.1}}.")
+        example = {"first_step": 0.1} if method in ADAPTIVE else {"step_size": 0.1} if method in FIXED else {}
+        raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={example}.")
     options = dict(given or {})
     unknown = [option for option in options if option not in _OPTIONS[method]]
     if unknown:
         raise ValueError(
             f"{name} has {unknown}, which method={method!r} does not know; expected some of {_OPTIONS[method]}. "
-            "Fix: a fixed grid (steps, step_size) needs a method with fixed steps, max_num_steps is max_steps=."
+            f"Fix: {_instead(unknown[0], method)}."
         )
     for option in ("step_size", "first_step", "max_step"):
         if option in options and options[option] is not None and not options[option] > 0:
@@ -48,6 +50,20 @@ def solver_options(given: dict[str, Any] | None, method: str, t: Tensor, name: s
     if options.pop("land", False):
         options["step_t"] = t.detach()
     return options
+
+
+def _instead(option: str, method: str) -> str:
+    """What to write in place of an unknown option."""
+    if option == "max_num_steps":
+        return "max_steps=n, an argument and no option"
+    if option in _GRID_OPTIONS:
+        return "method='rk4' or another with fixed steps"
+    if option in _ADAPTIVE_OPTIONS:
+        return "method='dopri5' or another with adaptive steps"
+    if option in ("dense", "max_nfe"):
+        return "method=None or another native method"
+    near = difflib.get_close_matches(option, _OPTIONS[method], 1)
+    return f"{near[0]!r}" if near else "leave it out"
 
 
 def adjoint_solver_options(own: dict[str, Any], given: dict[str, Any] | None, method: str, t: Tensor) -> dict[str, Any]:

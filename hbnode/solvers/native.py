@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ class Options:
         if unknown:
             raise ValueError(
                 f"options has {unknown}, which method={method!r} does not know; expected some of {known}. "
-                "Fix: a torchdiffeq method such as 'dopri5' has torchdiffeq's options."
+                f"Fix: {_instead(unknown[0], method, known)}."
             )
         for name in ("first_step", "max_step", "min_step"):
             if name in given and not given[name] > 0:
@@ -82,6 +83,25 @@ class Options:
             if "steps" in given:
                 raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
         return cls(**given)
+
+
+_THEIRS = ("norm", "step_t", "jump_t", "dtype", "safety", "ifactor", "dfactor")  # options of torchdiffeq's methods
+
+
+def _instead(option: str, method: str, known: Sequence[str]) -> str:
+    """What to write in place of an unknown option."""
+    if option == "max_num_steps":
+        return "max_steps=n, an argument and no option"
+    if option == "land":
+        return "leave it out, native methods step onto the output times"
+    if option in ("step_size", "grid_constructor"):
+        return "options={'steps': n}, n steps in each output interval"
+    if option in _ADAPTIVE_OPTIONS:
+        return f"leave it out, the steps of {method!r} are a grid"
+    if option in _THEIRS:
+        return "method='dopri5', which has torchdiffeq's options"
+    near = difflib.get_close_matches(option, known, 1)
+    return f"options={{{near[0]!r}: ...}}" if near else "leave it out"
 
 
 def best_method(field: Callable, settings: Settings) -> str:
@@ -107,23 +127,24 @@ def check(settings: Settings) -> None:
     if gradient == "reversible" and method not in SPLITTING:
         raise ValueError(
             f"gradient='reversible' needs a method that can be undone exactly, one of {tuple(SPLITTING)}, got "
-            f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog'."
+            f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with options={{'steps': n}}."
         )
     if settings.adjoint_options is not None:
         raise ValueError(
             "adjoint_options are for torchdiffeq's methods; the native ones solve their adjoint with 'tsit5' at the "
-            "tolerances of the forward solve. Fix: leave them out, or method='dopri5'."
+            "tolerances of the forward solve. Fix: leave them out, or method='dopri5' with gradient='adjoint'."
         )
 
 
 def check_field(method: str, field: Callable) -> None:
     """Refuse a field that a method cannot solve."""
-    if method in RUNGE_KUTTA:
+    if method not in NYSTROM | SPLITTING:
         return
     kinds, what = (HBNODE,), "solves h'' + γh' = f(h, t), an HBNODE"
+    fix = "Fix: method='tsit5', or method=None for the best there is."
     if method in SPLITTING:
         kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
-    fix = "Fix: method='tsit5', or method=None for the best there is."
+        fix = "Fix: method='tsit5' with gradient='checkpoint'."
     if not isinstance(unwrapped(field), kinds):
         raise ValueError(f"method={method!r} {what}, got {type(field).__name__}. {fix}")
     change = change_of_call(field)
