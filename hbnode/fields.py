@@ -35,23 +35,15 @@ class Field(nn.Module, ABC):
 
     def __init__(self, func: Callable[..., Tensor], *, parts: int, time_dependent: bool | None) -> None:
         super().__init__()
-        self.func = func
         check_order(func)
+        self.func = func
         self.compiled: dict = {}  # steps of native methods that compile=True has compiled for this field
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
-    @property
-    def nfe(self) -> int:
-        """A count that a subclass keeps in its forward; hbnode's own fields keep none."""
-        if "nfe" not in self.__dict__:
-            raise AttributeError("nfe")
-        return self.__dict__["nfe"]
-
-    @nfe.setter
-    def nfe(self, value: int) -> None:
-        if type(self).__module__ == __name__:
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "nfe" and type(self).__module__ == __name__:  # a subclass may count in its forward
             raise AttributeError("a field has no count of its own. Fix: block.nfe = 0, or hbnode.count_nfe(field).")
-        self.__dict__["nfe"] = value
+        super().__setattr__(name, value)
 
     @abstractmethod
     def initial_state(self, x: Tensor) -> State:
@@ -233,7 +225,7 @@ class _Damped(KeepsConstants, Field):
             raise ValueError(
                 f"damping must be a number >= 0, got {gamma.tolist()}. Fix: pass damping=0.0 for no damping."
             )
-        if not learn_damping:
+        else:
             self.keep("_damping", gamma if gamma.dim() else gamma.item())
         self.initial_momentum = initial_momentum
 
