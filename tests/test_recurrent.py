@@ -953,3 +953,41 @@ def test_an_empty_batch(cell, rule):
     assert not any(p.grad.any() for p in layer.parameters())
     with pytest.raises(ValueError, match="at least one sample"):
         layer(torch.zeros(3, 0, 2, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@every_rule
+def test_traced_plain_layers_take_any_length(rule):
+    layer, _ = make_pair("gru", rule, bidirectional=True)
+    traced = torch.jit.trace(layer.to_stock(), make_input(), check_trace=False)
+    for time in (1, 32, 1100):
+        x = make_input(time, 2)
+        if time == 32:
+            x[20, 0, 1] = torch.nan
+        output, (expected, _) = traced(x)[0], layer(x)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def test_the_filter_is_exported_for_any_length_and_batch():
+    layer, _ = make_pair("lstm", "NAG")
+    (before,) = layer.to_stock().filters
+    axes = {"x": {0: torch.export.Dim("T"), 1: torch.export.Dim("batch")}}
+    program = torch.export.export(before, (make_input(),), dynamic_shapes=axes).module()
+    for time, batch in ((2, 5), (70, 2), (1100, 3)):
+        x = make_input(time, batch)
+        close(program(x), before(x), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's own export
+@pytest.mark.parametrize("rule", RULES)
+def test_plain_layers_are_exported_for_any_length(rule):
+    patches = pytest.importorskip("torch.export._patches", reason="torch unrolls its LSTM")
+    layer, _ = make_pair("lstm", rule)
+    axes = {"x": {0: torch.export.Dim("T"), 1: torch.export.Dim("batch")}}
+    with patches.register_lstm_while_loop_decomposition(), torch.no_grad():
+        program = torch.export.export(layer.to_stock().eval(), (make_input(),), dynamic_shapes=axes).module()
+    for time in (2, 70):
+        x = make_input(time, 2)
+        close(program(x)[0], layer(x)[0], 1e-12)

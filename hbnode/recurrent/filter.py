@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from hbnode.recurrent import autocast
+from hbnode.recurrent.symbolic import symbolic_filter
 
 LARGEST_BLOCK = 40
 
@@ -37,7 +38,11 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     is_number = not isinstance(mu, Tensor)
     if is_number and mu == 0:
         return s * x
-    if len(x) == 1 or (not is_number and mu.dim() == 2) or is_traced():
+    if x.shape[0] != 1 and is_exported():
+        rates = mu if not is_number else torch.full(x.shape[:1], mu, dtype=torch.float64)
+        rates = rates.to(x.device).reshape(x.shape[0], -1)
+        return symbolic_filter(s * x, rates, torch.zeros_like(x[0]) if v is None else v)
+    if x.shape[0] == 1 or (not is_number and mu.dim() == 2) or is_traced():
         return _loop(x, mu, s, v)
     if not is_number and not mu.any():
         return s * x
@@ -51,6 +56,11 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
         return out
     fading = (float(mu) ** torch.arange(1, len(x) + 1, dtype=torch.float64) if is_number else mu.cumprod(0)).to(out)
     return torch.addcmul(out, fading.view(-1, 1, 1), v)
+
+
+def is_exported() -> bool:
+    """Whether a program is being made for sequences of any length."""
+    return torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)()  # the latter since 2.7
 
 
 def is_traced() -> bool:

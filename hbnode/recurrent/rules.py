@@ -95,8 +95,8 @@ class LinearRule(Rule):
 
     def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
-        v = linear_filter(g, self.coefficients(memory.t, len(g)), self.step_size, memory.v)
-        return v, Memory(v[-1], t=None if memory.t is None else memory.t + len(g))
+        v = linear_filter(g, self.coefficients(memory.t, g.shape[0]), self.step_size, memory.v)
+        return v, Memory(v[-1], t=None if memory.t is None else memory.t + g.shape[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,7 @@ class AdaptiveMomentum(Rule):
 
     def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
-        before = torch.cat([memory.g.unsqueeze(0), g[:-1]])
+        before = torch.cat([memory.g.unsqueeze(0), g])[:-1]
         v = linear_filter(g, self._momentum(g, before), self.step_size, memory.v)
         return v, Memory(v[-1], g=g[-1])
 
@@ -266,7 +266,7 @@ def _normalized(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
-    if len(g) > 1 and g.device.type == "cpu" and not is_traced():
+    if g.shape[0] > 1 and g.device.type == "cpu" and not is_traced():
         return _Normalized.apply(g, v, m, mu, s, beta, eps)
     numerator = s * g if v is None else linear_filter(g, mu, s, v)
     squares = linear_filter(g * g, beta, 1 - beta, m)

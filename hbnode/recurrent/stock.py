@@ -8,7 +8,6 @@ from torch.nn.functional import linear
 
 from hbnode.recurrent.rules import Rule
 from hbnode.recurrent.runs import Weights
-from hbnode.recurrent.scan import BLOCK
 
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 
@@ -35,7 +34,7 @@ class MomentumFilter(nn.Module):
             x = linear(x, self.weight, self.bias)
         elif self.has_bias:
             x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)
-        return self.rule.drive_blocks(x.split(BLOCK), self.rule.start(x[0]))[0]
+        return self.rule(x, self.rule.start(x[0]))[0]
 
 
 class StockLayers(nn.Module):
