@@ -140,7 +140,7 @@ class ODEBlock(nn.Module):
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
-        settings = self.settings().resolved(self.field)
+        settings = self.settings().resolved(self.field, span=abs(self.t_span[1] - self.t_span[0]))
         augment = f", augment={self.augment}" if self.augment else ""
         return (
             f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "

@@ -62,7 +62,8 @@ def odeint(
             constant fractions of their output interval. (Of torchdiffeq's methods, adaptive ones with ``"direct"``
             give that of their interpolation, a good deal less exact than their values.)
         method: None picks a native method: for HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``
-            (``"nystrom6"`` for dense output); for all others ``"tsit5"``. Native on a fixed grid, for HBNODE and
+            (``"nystrom6"`` for dense output); for all others ``"tsit5"``, and for an HBNODE with a constant damping
+            above 1000 over the length of the solve, or with hooks or a forward or ``__call__`` that was changed. Native on a fixed grid, for HBNODE and
             GHBNODE, and exactly reversible: ``"leapfrog"`` (order 2), ``"blanes_moan4"``. Of torchdiffeq:
             ``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``; on a fixed grid
             ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``, ``"explicit_adams"``,
@@ -170,11 +171,11 @@ class Settings:
                 "Fix: leave method out, or compile the network, torch.compile(func)."
             )
 
-    def resolved(self, field: Callable, event: bool = False) -> Settings:
-        """These settings with method and gradient filled in for a field."""
+    def resolved(self, field: Callable, event: bool = False, span: float = 0.0) -> Settings:
+        """These settings with method and gradient filled in for a field and the length of a solve."""
         method = self.method
         if method is None:
-            method = "dopri5" if event else native.best_method(field, self)
+            method = "dopri5" if event else native.best_method(field, self, span)
         gradient = self.gradient
         if gradient is None:
             gradient = "direct" if method in from_torchdiffeq.METHODS else "checkpoint"
@@ -210,12 +211,12 @@ def _solve(
     """:func:`solve` without a graph of torch.compile."""
     y0 = checked_state(field, y0)
     check_call(field)
-    settings = settings.resolved(field, event_fn is not None)
+    t = checked_times(t, parts(y0)[0].device, rows=settings.method not in from_torchdiffeq.METHODS and event_fn is None)
+    settings = settings.resolved(field, event_fn is not None, _span(t))
     nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
     theirs = settings.method in from_torchdiffeq.METHODS
     first = parts(y0)[0]
     check_precision(settings, first.dtype)
-    t = checked_times(t, first.device, rows=not theirs)
     if not theirs:
         from_torchdiffeq.warn_of_callbacks(field, settings.method, from_torchdiffeq.CALLBACKS)
     if event_fn is None and theirs:
@@ -264,6 +265,12 @@ def _nearest(name: object, methods: Sequence[str]) -> str:
     if plain in _SCIPY:
         return f"method='scipy_solver' with options={{'solver': {_SCIPY[plain]!r}}} and gradient='adjoint'"
     return f"method={near[0]!r}, or method=None for the best there is" if near else "method=None for the best there is"
+
+
+def _span(t: Tensor) -> float:
+    """The length of a solve; 0 where a device would have to be asked for it."""
+    t = _functorch.plain(t)
+    return float(t.max() - t.min()) if t.is_cpu and t.numel() else 0.0
 
 
 def check_precision(settings: Settings, dtype: torch.dtype) -> None:

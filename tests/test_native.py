@@ -569,6 +569,51 @@ def test_times_that_are_none():
         hbnode.odeint(hbnode.HBNODE(lambda h: -h, damping=torch.full((3,), 0.1)), PAIR, [0.0, 1.0])
 
 
+def strongly_damped(gamma, **solver):
+    """A block for h'' + γh' = -h, with its exact solution from (1, 0) at its end: that of two real exponentials."""
+    field = hbnode.HBNODE(lambda h: -h, damping=gamma, learn_damping=False)
+    block = hbnode.ODEBlock(field, **{"rtol": 1e-6, "atol": 1e-6, **solver})
+    root = math.sqrt(gamma**2 / 4 - 1)
+    slow, fast = -1 / (gamma / 2 + root), -(gamma / 2 + root)
+    t = block.t_span[1]
+    return block, (fast * math.exp(slow * t) - slow * math.exp(fast * t)) / (fast - slow)
+
+
+ONE = torch.ones(1, 1, dtype=torch.float64)
+
+
+def test_a_constant_damping_that_is_strong_gets_tsit5():
+    block, exact = strongly_damped(400.0, t_span=(0.0, 3.0))
+    assert "method='tsit5'" in repr(block)
+    assert block(ONE).item() == pytest.approx(exact, abs=1e-5)
+    assert 1 + 6 * (block.nfe.steps + block.nfe.rejected) == block.nfe.forward  # a step of tsit5
+    weaker, _ = strongly_damped(300.0, t_span=(0.0, 3.0))
+    assert "method='nystrom8'" in repr(weaker)
+    field = hbnode.HBNODE(lambda h: -h, damping=[3.0, 400.0], learn_damping=False)
+    assert "method='tsit5'" in repr(hbnode.ODEBlock(field, t_span=(0.0, -3.0)))
+
+
+def test_a_damping_that_takes_too_many_steps_is_named_at_once():
+    block, exact = strongly_damped(1e3, t_span=(0.0, 10.0), method="nystrom8")
+    message = r"the damping of 1000 over a time of 10 takes about 10000 steps.*Fix: method='tsit5', a grid of"
+    with pytest.raises(hbnode.MaxStepsError, match=message) as error:
+        block(ONE)
+    assert error.value.nfe == 0
+    for method, fix in (("nystrom4", "method='tsit5' with max_steps=33334"), (None, "max_steps=33334")):
+        with pytest.raises(hbnode.MaxStepsError, match=f"damping of 10000 over a time of 10 .*Fix: {fix}, a grid of"):
+            strongly_damped(1e4, t_span=(0.0, 10.0), method=method)[0](ONE)
+    block.method, block.options = "leapfrog", {"steps": 40}  # the fix: the damping is solved exactly
+    assert block(ONE).item() == pytest.approx(exact, abs=3e-4)
+
+
+def test_too_many_steps_that_the_damping_keeps_short_are_named():
+    block, _ = strongly_damped(1001.0, method="nystrom4", max_steps=1002)
+    with pytest.raises(hbnode.MaxStepsError, match="Fix: method='tsit5', because the damping of 1001 keeps"):
+        block(ONE)
+    block.method = "tsit5"
+    block(ONE)
+
+
 class Overridden(hbnode.HBNODE):
     def __call__(self, *args):
         self.calls = getattr(self, "calls", 0) + 1

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from hbnode._checks import as_count
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.solvers.dynamics import change_of_call, is_heavy_ball, unwrapped
@@ -35,6 +37,7 @@ SPLITTING = {
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(TSIT5)}
 METHODS = NYSTROM | SPLITTING | RUNGE_KUTTA
+STRONG = 1000.0  # γT from which tsit5 takes a half to a fifth of the evaluations of a Nystrom method
 GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
 _ADAPTIVE_OPTIONS = ("steps", "first_step", "max_step", "min_step", "max_nfe", "dense")
 _SPLITTING_OPTIONS = ("steps", "max_nfe")
@@ -104,18 +107,30 @@ def _instead(option: str, method: str, known: Sequence[str]) -> str:
     return f"options={{{near[0]!r}: ...}}" if near else "leave it out"
 
 
-def best_method(field: Callable, settings: Settings) -> str:
+def best_method(field: Callable, settings: Settings, span: float) -> str:
     """What ``method=None`` means: Nystrom for HBNODE, its order by the tolerance, and ``"tsit5"`` for all others.
 
-    The order is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks.
+    The order is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks. A
+    constant damping that is strong over the time ``span`` limits the steps; those of ``"tsit5"`` are longer then.
     """
     if settings.gradient == "reversible":
         return "blanes_moan4"
     if not is_heavy_ball(field, HBNODE):
         return "tsit5"
+    if "steps" not in (settings.options or {}) and constant_damping(field) * span > STRONG:
+        return "tsit5"
     if (settings.options or {}).get("dense"):
         return "nystrom6"
     return "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
+
+
+def constant_damping(field: Callable) -> float:
+    """The largest γ of a heavy-ball field if it is constant, which no device has to be asked for; else 0."""
+    inner = unwrapped(field)
+    if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
+        return 0.0
+    damping = inner.solver_damping()
+    return float(damping.max()) if isinstance(damping, Tensor) else damping
 
 
 def check(settings: Settings) -> None:

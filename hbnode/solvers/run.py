@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from hbnode import _functorch
 from hbnode._replay import Replay, random_state, restore_random_state, solving
 from hbnode._state import State, parts
-from hbnode.errors import NonFiniteError
+from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.gradients import closed_over_leaves, own_parameters
 from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
@@ -21,7 +22,7 @@ from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import CompilationWarning, CompiledSteps
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.native import NYSTROM, RUNGE_KUTTA, check_field
+from hbnode.solvers.native import NYSTROM, RUNGE_KUTTA, check_field, constant_damping
 from hbnode.solvers.replay import Checkpoint
 from hbnode.solvers.reversible import Reversible
 from hbnode.solvers.stepping import Graph, Solve, no_autocast
@@ -39,6 +40,7 @@ _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adj
 def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> State:
     """Solve with one of our own methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
     run = prepare(field, y0, t, settings, nfe)
+    _check_damping(run, field)
     with solving(field), no_autocast(run.dynamics.template.device.type):
         return run.dynamics.state(_trajectory(run, y0, settings))
 
@@ -57,6 +59,28 @@ def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE)
     if settings.method in NYSTROM and run.adaptive:
         run.limit_step(dynamics.damping)
     return run
+
+
+def _check_damping(run: Solve, field: Callable) -> None:
+    """Raise at once where the damping alone takes more steps than there may be."""
+    nystrom = run.name in NYSTROM
+    damping, reach = (run.strongest, 1.0) if nystrom else (constant_damping(field), 4.0)
+    span = sum(run.clock.lengths)
+    needed = damping * span / reach
+    if not run.adaptive or needed < run.max_steps:
+        return
+    of_tsit5 = math.ceil(damping * span / 3)
+    advice = ["method='tsit5'"] if nystrom else []
+    if of_tsit5 > run.max_steps:
+        advice.append(f"max_steps={of_tsit5}")
+    run.step_size = reach / damping
+    raise run.failure(
+        MaxStepsError,
+        f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
+        f"max_steps={run.max_steps}. Fix: {' with '.join(advice)}, a grid of method='leapfrog', which solves the "
+        "damping exactly, or a shorter time",
+        run.time(Step(0, 0.0, 1.0)),
+    )
 
 
 def _trajectory(run: Solve, y0: State, settings: Settings) -> Tensor:

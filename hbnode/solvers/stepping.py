@@ -21,7 +21,7 @@ from hbnode.solvers.compiled import Programs
 from hbnode.solvers.control import first_size, norms
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.explicit import Stepped
-from hbnode.solvers.native import METHODS, Options
+from hbnode.solvers.native import METHODS, STRONG, Options
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
@@ -73,6 +73,7 @@ class Solve:
         self.recording = False  # random numbers are to be drawn again in the backward pass
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self.max_step = self.options.max_step
+        self.strongest = 0.0  # damping of the field, where it limits the steps
         self.interrupted = False  # between intervals, where the state is changed: see hbnode/_intervals.py
         self._cache: dict = {}
         self._arranged: dict = {}
@@ -231,9 +232,9 @@ class Solve:
 
     def limit_step(self, damping: Tensor) -> None:
         """Keep γH below 16: beyond 32 the decay of a single step hides its error, and any answer would pass."""
-        largest = float(_functorch.plain(damping).abs().max())
-        if largest > 0:
-            self.max_step = min(self.max_step, 16.0 / largest)
+        self.strongest = float(_functorch.plain(damping).abs().max())
+        if self.strongest > 0:
+            self.max_step = min(self.max_step, 16.0 / self.strongest)
 
     def check_start(self, of_rows: Sequence[float], interval: int = 0, sample: int | None = None) -> None:
         """Refuse to start from what is not finite, given numbers that tell of each row of the first point."""
@@ -303,10 +304,16 @@ class Solve:
         if self.attempts > self.max_steps + outputs:
             raise self.failure(
                 MaxStepsError,
-                f"the solve needed more than max_steps={self.max_steps} steps. "
-                "Fix: loosen rtol and atol, shorten the time span, or raise max_steps",
+                f"the solve needed more than max_steps={self.max_steps} steps. Fix: {self._fewer_steps()}"
+                "loosen rtol and atol, shorten the time span, or raise max_steps",
                 self._at(step),
             )
+
+    def _fewer_steps(self) -> str:
+        """Advice where steps are short because of the damping."""
+        if self.strongest * sum(self.clock.lengths) <= STRONG:
+            return ""
+        return f"method='tsit5', because the damping of {self.strongest:g} keeps the steps of {self.name!r} short, or "
 
     @property
     def resolution(self) -> float:
