@@ -275,7 +275,8 @@ class HBNODE(_Damped):
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not see m.
         damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature
             and (d, 1, 1) for one a channel. None is ``max_damping * sigmoid(-3)``, about 0.047.
-        learn_damping: whether γ is a parameter; a constant number is kept as a Python float.
+        learn_damping: whether γ is a parameter; a constant one is a Python float or a float64 tensor, whatever the
+            dtype of the module, and is in its ``state_dict``.
         max_damping: upper bound of a learned γ.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest.
         time_dependent: whether ``func`` takes the time; None reads it off ``func``.
@@ -315,7 +316,7 @@ class GHBNODE(_Damped):
         learn_damping: whether γ is a parameter.
         max_damping: upper bound of a learned γ.
         xi: initial ξ, in units of 1/time. None is ln 2.
-        learn_xi: whether ξ is a parameter; a constant ξ is kept as a Python float.
+        learn_xi: whether ξ is a parameter; a constant ξ is a Python float, and in the ``state_dict``.
         activation: σ, elementwise.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest.
         time_dependent: whether ``func`` takes the time; None reads it off ``func``.

@@ -63,11 +63,11 @@ def odeint(
             give that of their interpolation, a good deal less exact than their values.)
         method: None picks a native method: for HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``
             (``"nystrom6"`` for dense output); for all others ``"tsit5"``, and for an HBNODE with a constant damping
-            above 1000 over the length of the solve, or with hooks or a forward or ``__call__`` that was changed. Native on a fixed grid, for HBNODE and
-            GHBNODE, and exactly reversible: ``"leapfrog"`` (order 2), ``"blanes_moan4"``. Of torchdiffeq:
-            ``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``, ``"adaptive_heun"``; on a fixed grid
-            ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``, ``"explicit_adams"``,
-            ``"implicit_adams"``, ``"fixed_adams"``; or ``"scipy_solver"``.
+            above 1000 over the length of the solve, or with hooks or a forward or ``__call__`` that was changed.
+            Native on a fixed grid, for HBNODE and GHBNODE, and exactly reversible: ``"leapfrog"`` (order 2),
+            ``"blanes_moan4"``. Of torchdiffeq: ``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``,
+            ``"adaptive_heun"``; on a fixed grid ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``,
+            ``"explicit_adams"``, ``"implicit_adams"``, ``"fixed_adams"``; or ``"scipy_solver"``.
         rtol: relative tolerance, of adaptive methods.
         atol: absolute tolerance, in the units of the state.
         gradient: ``"checkpoint"`` (None, for native methods) takes its steps again in the backward pass: the exact
