@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 
+import torch
+from torch import Tensor
+
 CHANGES_INPUT = (
     "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its first layer, or "
     "let func work on h.clone()."
@@ -19,3 +22,26 @@ def as_count(value: object, name: str, least: int = 1) -> int:
     if count < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}. Fix: pass a whole number.")
     return count
+
+
+def tensor_fix(value: object) -> str:
+    """How to make a tensor of what was given in its place."""
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        return "torch.stack(x) if all are of one shape, torch.nn.utils.rnn.pad_sequence(x, batch_first=True) if not"
+    array = "x.to_numpy()" if hasattr(value, "to_numpy") else "x"
+    return f"torch.tensor({array}, dtype=torch.float32)"
+
+
+def as_tensor(value: object, name: str) -> Tensor:
+    """A tensor of an array of numpy or pandas, or of a list of numbers in float64."""
+    if isinstance(value, Tensor):
+        return value
+    array = value.to_numpy() if hasattr(value, "to_numpy") else value
+    try:
+        return torch.tensor(array) if hasattr(array, "__array__") else torch.tensor(list(array), dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = getattr(array, "dtype", None)
+        is_date = getattr(kind, "kind", None) == "M"
+        got = type(value).__name__ if kind is None else f"{type(value).__name__} of {kind}"
+        fix = "(t - t[0]) / numpy.timedelta64(1, 'D'), or another typical gap" if is_date else "one number a sample"
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: {fix}.") from error

@@ -32,6 +32,11 @@ class Intervals:
         self.settings = settings.resolved(field)
         self.nfe: list[NFE] = []
         check_precision(self.settings, parts(y0)[0].dtype)
+        if self.settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "gradient='adjoint' gives no gradient with respect to times of each sample's own, and these require "
+                "one. Fix: gradient='direct', or t.detach()."
+            )
         self.t = checked_times(t.to(torch.float64), t.device, rows=True)
         resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
         self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from hbnode._checks import as_tensor, tensor_fix
+
 
 class Sequences:
     """A checked batch of series.
@@ -19,11 +21,15 @@ class Sequences:
     def __init__(self, input_size: int, x: Tensor, t: Tensor, mask: Tensor | None, lengths: Tensor | None) -> None:
         if isinstance(x, PackedSequence):
             raise TypeError("filter takes padded sequences, got a PackedSequence. Fix: pad_packed_sequence.")
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != input_size or 0 in x.shape[:2]:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"x must be a tensor (batch, T, input_size), got {type(x).__name__}. Fix: {tensor_fix(x)}, and "
+                ".unsqueeze(0) after it for a single series (T, input_size)."
+            )
+        if x.dim() != 3 or x.shape[-1] != input_size or 0 in x.shape[:2]:
             raise ValueError(
-                f"x must be (batch, T, input_size) with input_size={input_size} and at least one sample, got {got}. "
-                "Fix: x.unsqueeze(0) for a single series."
+                f"x must be (batch, T, input_size) with input_size={input_size} and at least one sample, got "
+                f"{tuple(x.shape)}. Fix: {_shape_fix(x, input_size)}."
             )
         if not x.is_floating_point():
             raise TypeError(f"x must be floating point, got {x.dtype}. Fix: x.float().")
@@ -65,12 +71,12 @@ class Sequences:
     @staticmethod
     def _times(t: Tensor, x: Tensor) -> Tensor:
         shape = x.shape[:2]
-        t = torch.tensor(t, dtype=torch.float64) if isinstance(t, (list, tuple)) else t
-        if not isinstance(t, Tensor) or t.shape not in (shape, shape[1:]):
-            got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        _refuse_packed(t, "t")
+        t = as_tensor(t, "t")
+        if t.shape not in (shape, shape[1:]):
             raise ValueError(
-                f"t must be a tensor (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {got}. "
-                "Fix: a time for each sample."
+                f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
+                "Fix: a time for each sample; t.squeeze(-1) if there is one already."
             )
         t = t if t.is_floating_point() else t.to(torch.float64)
         return t.to(x.device).expand(shape)
@@ -105,11 +111,29 @@ class Sequences:
 
 def _observed(mask: Tensor, x: Tensor) -> Tensor:
     """The mask as (batch, T, 1) or (batch, T, input_size)."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
-        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+    _refuse_packed(mask, "mask")
+    mask = as_tensor(mask, "mask")
+    if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
         raise ValueError(
-            f"mask must be bool of shape {tuple(x.shape[:2])} or {tuple(x.shape)}, True where observed, got {got}. "
-            "Fix: mask=torch.isfinite(x)."
+            f"mask must be bool of shape {tuple(x.shape[:2])} or {tuple(x.shape)}, True where observed, got "
+            f"{mask.dtype} of shape {tuple(mask.shape)}. Fix: mask=torch.isfinite(x), or mask.bool() of zeros and ones."
         )
     mask = mask.to(x.device)
     return mask if mask.dim() == 3 else mask.unsqueeze(-1)
+
+
+def _refuse_packed(value: object, name: str) -> None:
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            f"{name} is a PackedSequence and x is not; expected both of one kind. "
+            f"Fix: pad_packed_sequence({name}, batch_first=True)[0], with lengths=."
+        )
+
+
+def _shape_fix(x: Tensor, input_size: int) -> str:
+    """What is wrong with the shape of samples."""
+    if x.dim() == 2:
+        return "x.unsqueeze(0) for a single series" if x.shape[1] == input_size else "x.unsqueeze(-1) for numbers"
+    if x.dim() == 3 and 0 not in x.shape[:2]:
+        return f"input_size={x.shape[-1]}"
+    return "leave out series without samples"

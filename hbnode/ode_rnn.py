@@ -216,17 +216,18 @@ class ODERNN(nn.Module):
         x: Tensor | PackedSequence,
         t: Tensor | PackedSequence,
         state: ODERNNState | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | PackedSequence | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, ODERNNState]:
         """The h after each sample, and the state at the end.
 
         Arguments:
             x: samples (batch, T, input_size), or packed.
-            t: times (batch, T), or (T,) for all; strictly increasing, packed if you like where x is.
+            t: times (batch, T), or (T,) for all, also as an array or a list; strictly increasing.
             state: where to go on from, of an earlier call; its time must not lie after the first of ``t``.
             mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. The others may be NaN and
-                are fed as zeros; where nothing of a sample is observed, the state goes on as it is.
+                are fed as zeros; where nothing of a sample is observed, the state goes on as it is. Where x is packed,
+                t and mask may be too.
             lengths: length of each sequence, (batch,); what follows is padding.
         """
         if not isinstance(x, PackedSequence):
@@ -234,8 +235,9 @@ class ODERNN(nn.Module):
         if lengths is not None:
             raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
         padded, lengths = pad_packed_sequence(x, batch_first=True)
-        if isinstance(t, PackedSequence):
-            t, _ = pad_packed_sequence(t, batch_first=True)
+        t, mask = (
+            pad_packed_sequence(z, batch_first=True)[0] if isinstance(z, PackedSequence) else z for z in (t, mask)
+        )
         output, state = self._output(self.filter(padded, t, state, mask, lengths))
         ordered = x.sorted_indices is None
         return pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=ordered), state
@@ -362,7 +364,10 @@ class ODERNN(nn.Module):
         dtypes = {p.dtype for p in self.parameters() if p.is_floating_point()}
         if dtypes and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
             kinds = ", ".join(map(str, dtypes))
-            raise TypeError(f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. Fix: x.to(dtype).")
+            raise TypeError(
+                f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. "
+                f"Fix: x.to({kinds.split(', ')[0]}), or .to({x.dtype}) of the module."
+            )
 
     def _check_state(self, state: ODERNNState, shape: torch.Size) -> None:
         h, m, t = state.h, state.m, state.t

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -363,7 +364,7 @@ def test_a_hook_on_the_cell_sees_the_adjoint_of_each_state():
         ({"x": torch.zeros(4, 5, 2)}, "input_size=3"),
         ({"x": torch.zeros(4, 3)}, r"x must be \(batch, T, input_size\)"),
         ({"x": torch.zeros(4, 0, 3)}, "at least one sample"),
-        ({"t": torch.zeros(4, 4)}, "t must be a tensor"),
+        ({"t": torch.zeros(4, 4)}, r"t must be \(batch, T\)"),
         ({"t": torch.zeros(4, 5)}, r"sequence 0 t\[0\]=0 is followed by 0"),
         ({"t": torch.tensor([0.0, 1.0, torch.nan, 3.0, 4.0])}, "t is not finite"),
         ({"x": torch.full((4, 5, 3), torch.nan)}, "mask=torch.isfinite"),
@@ -619,3 +620,90 @@ def test_a_state_is_read_by_name_moved_and_loaded_whole(tmp_path):
     assert single.state.t.dtype == torch.float64
     assert not any(z.requires_grad for z in filtered.detach().after.as_dict().values())
     assert repr(state) == "ODERNNState(h=(4, 4), m=(4, 4), t=(4,))"
+
+
+class Frame:
+    """As much of a table of pandas as is asked for."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return self.values
+
+
+def test_a_mask_may_be_packed_where_x_is():
+    rnn = make_rnn(rtol=1e-3, atol=1e-3)
+    x, t = make_series()
+    mask = torch.rand(4, 5, 3, generator=torch.Generator().manual_seed(0)) < 0.5
+    expected, state = rnn(x, t, mask=mask, lengths=LENGTHS)
+    packed = [pack_padded_sequence(z, LENGTHS, batch_first=True, enforce_sorted=False) for z in (x, t, mask)]
+    for given in (packed[2], mask):
+        output, end = rnn(packed[0], packed[1], mask=given)
+        assert pad_packed_sequence(output, batch_first=True)[0].equal(expected)
+        assert end.h.equal(state.h)
+    with pytest.raises(ValueError, match=r"t is a PackedSequence and x is not.*Fix: pad_packed_sequence"):
+        rnn(x, packed[1])
+    with pytest.raises(ValueError, match=r"mask is a PackedSequence and x is not"):
+        rnn(x, t, mask=packed[2])
+
+
+def test_times_and_masks_as_arrays_and_lists():
+    rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3)
+    x, _ = make_series(torch.float32)
+    seen = torch.tensor([True, False, True, True, False])
+    expected, _ = rnn(x, torch.arange(5.0, dtype=torch.float64), mask=seen.expand(4, 5))
+    whole = numpy.arange(5)
+    for times in (whole, whole.astype(float), Frame(whole), range(5), [0, 1, 2, 3, 4], torch.arange(5)):
+        assert rnn(x, times, mask=Frame(seen.expand(4, 5).numpy()))[0].equal(expected)
+    days = numpy.datetime64("2020-01-01") + whole
+    for dates in (days, Frame(days)):
+        with pytest.raises(TypeError, match=r"datetime64\[D\]. Fix: \(t - t\[0\]\) / numpy.timedelta64"):
+            rnn(x, dates)
+    assert rnn(x, (days - days[0]) / numpy.timedelta64(1, "D"), mask=seen.expand(4, 5))[0].equal(expected)
+    with pytest.raises(TypeError, match=r"got NoneType\. Fix: one number a sample"):
+        rnn(x, None)
+
+
+def test_samples_that_are_no_tensor_say_how_to_make_one():
+    rnn, layer, cell = make_rnn(dtype=torch.float32), hbnode.MomentumLSTM(3, 4), hbnode.MomentumLSTMCell(3, 4)
+    values, t = numpy.ones((5, 3)), torch.arange(5.0)
+    for x, array in ((values, "x"), (values.tolist(), "x"), (Frame(values), "x.to_numpy()")):
+        for call in (layer, cell, lambda x: rnn(x, t)):
+            with pytest.raises(TypeError) as error:
+                call(x)
+            fix = f"Fix: torch.tensor({array}, dtype=torch.float32)"
+            assert fix in str(error.value)
+        made = eval(fix.removeprefix("Fix: "), {"torch": torch, "x": x})
+        layer(made)
+        cell(made)
+        rnn(made.unsqueeze(0), t)
+    pair = [torch.ones(5, 3), torch.ones(5, 3)]
+    with pytest.raises(TypeError, match=r"Fix: torch.stack\(x\)"):
+        rnn(pair, t)
+    with pytest.raises(ValueError, match=r"Fix: x.unsqueeze\(0\) for a single series"):
+        rnn(pair[0], t)
+    with pytest.raises(ValueError, match=r"Fix: x.unsqueeze\(-1\) for numbers"):
+        hbnode.ODERNN(1, 4)(torch.ones(4, 5), t)
+    with pytest.raises(ValueError, match="Fix: input_size=2"):
+        rnn(torch.ones(4, 5, 2), t)
+    with pytest.raises(TypeError, match=r"Fix: x.to\(torch.float32\), or .to\(torch.float64\) of the module"):
+        rnn(torch.ones(4, 5, 3).double(), t)
+    with pytest.raises(ValueError, match=r"Fix: x.to\(torch.float32\), or layer.to\(torch.float64\)"):
+        layer(torch.ones(4, 5, 3).double())
+
+
+def test_an_adjoint_without_gradients_of_times_says_so():
+    solver = SOLVERS["dopri5"]
+    rnn = make_rnn(**solver, gradient="adjoint", rtol=1e-3, atol=1e-3)
+    x, t = make_series()
+    _, state = rnn(x, t)
+    with pytest.raises(ValueError, match=r"no gradient with respect to times.*Fix: gradient='direct', or t.detach\(\)"):
+        rnn(x, t.requires_grad_())
+    with pytest.raises(ValueError, match="no gradient with respect to times"):
+        rnn.forecast(state, torch.ones(1, requires_grad=True))
+    rnn(x, t.detach())
+    with torch.no_grad():
+        rnn(x, t)
+    (slope,) = torch.autograd.grad(make_rnn(**solver, gradient="direct", rtol=1e-3, atol=1e-3)(x, t)[0].sum(), t)
+    assert slope.any()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from hbnode._checks import tensor_fix
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -34,8 +36,8 @@ class Batch:
         packed = x if isinstance(x, PackedSequence) else None
         values = packed.data if packed else x
         if not isinstance(values, Tensor) or not values.is_floating_point():
-            got = values.dtype if isinstance(values, Tensor) else type(x).__name__
-            raise TypeError(f"x must be a floating-point tensor or a PackedSequence, got {got}. Fix: x.float().")
+            got, fix = (values.dtype, "x.float()") if isinstance(values, Tensor) else (type(x).__name__, tensor_fix(x))
+            raise TypeError(f"x must be a floating-point tensor or a PackedSequence, got {got}. Fix: {fix}.")
         shape = tuple(values.shape)
         dims = (2,) if packed else (2, 3)
         time = 1 if batch_first and len(shape) == 3 else 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, tensor_fix
 from hbnode.recurrent import autocast
 from hbnode.recurrent.parameters import (
     check_rule,
@@ -87,6 +87,8 @@ class RecurrentCell(nn.Module):
         Raises:
             ValueError: x or the state has another shape or dtype than expected.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}. Fix: {tensor_fix(x)}.")
         if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
@@ -94,7 +96,10 @@ class RecurrentCell(nn.Module):
             )
         is_autocast = autocast.is_on(x)
         if x.dtype != self.weight_ih.dtype and not is_autocast:
-            raise ValueError(f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...).")
+            raise ValueError(
+                f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. "
+                f"Fix: x.to({self.weight_ih.dtype})."
+            )
         n = drive_size(self.step, self.hidden_size, self.momentum_space)
         state = read_state(
             given_state(state, hx), self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x

@@ -80,7 +80,8 @@ class Runner:
             x, state = x.to(weights.w), state.map(lambda z: z.to(weights.w) if z.is_floating_point() else z)
         elif x.dtype != weights.w.dtype:
             raise ValueError(
-                f"x must be {weights.w.dtype} as the parameters are, got {x.dtype}. Fix: x.to(...) or layer.to(...)."
+                f"x must be {weights.w.dtype} as the parameters are, got {x.dtype}. "
+                f"Fix: x.to({weights.w.dtype}), or layer.to({x.dtype})."
             )
         if state.is_fresh and self.rule.is_linear:
             return self._from_rest(batch, x, weights, state)
