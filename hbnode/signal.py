@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
+
+_asked: ContextVar[list[Signal] | None] = ContextVar("asked", default=None)
+
+
+@contextmanager
+def listening() -> Iterator[list[Signal]]:
+    """A context in which every signal that is asked for its value is added to a list."""
+    signals: list[Signal] = []
+    token = _asked.set(signals)
+    try:
+        yield signals
+    finally:
+        _asked.reset(token)
 
 
 class Signal(nn.Module):
@@ -54,11 +71,14 @@ class Signal(nn.Module):
             raise ValueError("the sample times must be strictly increasing. Fix: sort them and drop repeated ones.")
         self.kind = kind
         self.outside = outside
+        self.knots = tuple(t.detach().tolist())  # on the host, where steps are chosen
         self.register_buffer("t", t.detach(), persistent=False)
         self.register_buffer("u", u, persistent=False)
 
     def forward(self, t: Tensor) -> Tensor:
         """The signal at the times ``t``."""
+        if not torch.compiler.is_compiling() and (asked := _asked.get()) is not None:
+            asked.append(self)
         if self.outside == "hold":
             t = t.clamp(self.t[0], self.t[-1])
         elif bool(((t < self.t[0]) | (t > self.t[-1])).any()):

@@ -80,6 +80,13 @@ class Clock:
             return self.for_parts(self.t[output : output + 1]).to(self.template)
         return self.for_parts(self.t[:, output]).to(self.template)
 
+    def between(self, first: int, last: int, fraction: float) -> Tensor:
+        """A time between two output times, to broadcast with a part of the state."""
+        time = torch.lerp(self.t[..., first], self.t[..., last], fraction).detach()
+        if not self.has_batch:
+            return time.to(self.template)
+        return self.for_parts(time.reshape(-1)).to(self.template)
+
     def size(self, step: Step) -> float | None:
         """Size of a step, if it is one number for all samples."""
         if self.host is None:

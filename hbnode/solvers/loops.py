@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import LONGEST_GRID
-from hbnode.solvers.control import Controller, norms, steps_to
+from hbnode.solvers.control import Controller, norms
 from hbnode.solvers.explicit import Stepped
+from hbnode.solvers.forcing import Plan
 from hbnode.solvers.per_sample import PerSample
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 
@@ -92,48 +93,49 @@ def _adaptive(
     controller = Controller(solve.method.error_order)
     outputs = [point[:n]]
     size = solve.first_size(point, intervals.start) if intervals else 0.0
+    uneven = solve.sees_time
     for interval in intervals:
-        length, start, failures = clock.lengths[interval], 0.0, 0
-        left = steps_to(length, size) if length else 1  # an empty interval has one empty step
-        fraction = 1.0 / left  # recomputed only when the plan changes: equal steps share their coefficients
-        while left:
-            step = Step(interval, start, fraction, reached=interval + 1 if left == 1 else None)
-            if solve.interrupted and fraction == 1.0:
+        length, failures = clock.lengths[interval], 0
+        plan = Plan(length, solve.knots_inside(interval), solve.most_knots)
+        plan.choose(size, uneven=uneven)
+        while plan.left:
+            step = Step(interval, plan.start, plan.fraction, reached=interval + 1 if plan.is_last else None)
+            if solve.interrupted and plan.fraction == 1.0:
                 step.whole = interval
             if clock.dense:
                 _mark_outputs(clock, step)
-            solve.step_size = fraction * length
+            solve.step_size = plan.fraction * length
             solve.count_attempt(step)
             if record is not None:
-                keep = _keeps(solve, step, len(record), left - 1)
+                following = plan.left - 1 if plan.stop == 1.0 else plan.left
+                keep = _keeps(solve, step, len(record), following)
                 stepped = _recorded(solve, point, step, damping, record, keep, error=True)
             else:
                 stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
             ratio = solve.ratio(stepped.error, point, stepped.point)
             if ratio <= 1.0:
                 solve.tally.add("accepted")
-                point, failures = stepped.point, 0
+                point, failures, uneven = stepped.point, 0, False
                 if step.thetas:
                     outputs.extend(stepped.dense.view(-1, n, *point.shape[1:]).unbind(0))
                 if length:
-                    size = min(fraction * length * controller.accept(ratio), solve.max_step)
-                start, left = start + fraction, left - 1
-                planned = steps_to((1.0 - start) * length, size) if left else 0
-                if planned != left:
-                    left, fraction = planned, (1.0 - start) / planned
+                    size = min(solve.step_size * controller.accept(ratio), solve.max_step)
+                plan.advance()
+                if plan.start < 1.0:
+                    plan.choose(size)
             else:
                 solve.tally.add("rejected")
                 if record is not None:
                     record.pop()
                 failures = 0 if math.isfinite(ratio) else failures + 1
-                size = fraction * length * controller.reject(ratio)
+                size = solve.step_size * controller.reject(ratio)
                 too_small = solve.is_too_small(step, size)
                 if failures == NON_FINITE_ATTEMPTS or (failures and too_small):
                     raise solve.blame(point, step, damping)
                 if too_small:
                     raise solve.underflow(step, size)
-                left = max(steps_to((1.0 - start) * length, size), left + 1)
-                fraction = (1.0 - start) / left
+                solve.most_knots = plan.most_knots = min(plan.most_knots, max(plan.passes() - 1, 0))
+                plan.choose(size, shorter=True, uneven=uneven)
         if not clock.dense:
             outputs.append(point[:n])
     return torch.stack(outputs)

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from hbnode.solvers import forcing
 from hbnode.solvers.clock import Step
-from hbnode.solvers.control import SampleController, first_size, norms
+from hbnode.solvers.control import SampleController, first_size
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 
 
@@ -32,16 +33,22 @@ class PerSample:
         self.failures = torch.zeros_like(self.interval)
         self.outputs = point[: self.rows].unsqueeze(0).repeat(len(intervals) + 1, *[1] * point.dim())
         self.controller = SampleController(solve.method.error_order, self.start)
-        norm = norms(point.detach().double(), self.batch_dim)
+        norm = solve.norms(point.detach().double())
         size = first_size(norm[0], norm[-1], solve.rtol, solve.atol, solve.method)
         finite = torch.isfinite(norm).all(0)
         if not bool(finite.all()):
             sample = int((~finite).nonzero()[0])
             solve.check_start(norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
         size = torch.where(torch.isfinite(size), size, self.length())
+        self.longest = torch.full_like(size, solve.max_step)
+        if solve.sees_time:
+            ends = (self.first, self.last) if solve.interrupted else (0, -1)
+            span = (self.t[:, ends[1]] - self.t[:, ends[0]]).abs()
+            size, longest = forcing.first_step(solve, point, self.first, norm, span, size)
+            self.longest = torch.minimum(self.longest, longest)
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)
-        self.size = size.clamp(max=solve.max_step)  # of the step that each would like to take
+        self.size = torch.minimum(size, self.longest)  # of the step that each would like to take
         self.left = self.steps_left()
 
     def length(self) -> Tensor:
@@ -56,10 +63,13 @@ class PerSample:
     def run(self, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
         """Step until all samples have arrived; one synchronisation a step."""
         solve, running = self.solve, self.last > self.first and len(self.index) > 0
+        uneven = solve.sees_time
         whole = self.first if solve.interrupted and running and bool((self.left <= 1.0).all()) else None
         while running:
             done = self.interval >= self.last
             fraction = torch.where(done, 0.0, (1.0 - self.start) / self.left)
+            if uneven:
+                fraction = torch.where(self.left > 1.0, forcing.UNEVEN * fraction, fraction)
             step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
             step.whole = whole
             solve.count_attempt(step)
@@ -68,7 +78,7 @@ class PerSample:
             if whole is not None and bool((ratio <= 1.0).all()):  # all that follows is to no purpose
                 solve.tally.add("accepted")
                 return stepped.point[None, : self.rows]
-            whole = None
+            whole, uneven = None, False
             step.accepted = (ratio <= 1.0) & ~done
             step.reached = step.accepted & (self.left <= 1.0)
             before, self.point = self.point, torch.where(self.marks(step.accepted), stepped.point, self.point)
@@ -81,7 +91,7 @@ class PerSample:
         """Norm of (error / tolerance) of each sample."""
         solve, n = self.solve, self.rows
         scale = torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(solve.rtol).add_(solve.atol)
-        ratio = norms((error.detach() / scale).double(), self.batch_dim).square().mean(0).sqrt()
+        ratio = solve.norms((error.detach() / scale).double()).square().mean(0).sqrt()
         return torch.where(torch.isfinite(ratio), ratio, math.inf)
 
     def marks(self, marks: Tensor) -> Tensor:
@@ -103,7 +113,7 @@ class PerSample:
         taken = step.size * self.length()
         factor = self.controller.factor(ratio, step.accepted | done)
         moving = ~done & (taken > 0)
-        self.size = torch.where(moving, (taken * factor).clamp(max=self.solve.max_step), self.size)
+        self.size = torch.where(moving, torch.minimum(taken * factor, self.longest), self.size)
         self.failures = torch.where(torch.isfinite(ratio) | done, 0, self.failures + 1)
         self.start = torch.where(step.accepted, self.start + step.size, self.start)
         self.start = torch.where(step.reached, 0.0, self.start)

@@ -155,7 +155,7 @@ def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -
         value = dynamics.evaluate(t, x)
         return value if sigma is None else (value, sigma(rows[1].detach()))
 
-    found, value = closed_over_leaves(evaluate, (t, x))
+    found, value = run.listen(lambda: closed_over_leaves(evaluate, (t, x)))
     value = parts(value)[0]
     if replay.changed():
         raise ValueError(_CHANGES_BUFFERS.format(gradient))

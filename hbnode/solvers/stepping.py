@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +17,20 @@ from hbnode._replay import random_state
 from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.gradients import closed_over_leaves, refuse_unknown
 from hbnode.nfe import Tally, backward_pass
+from hbnode.signal import listening
+from hbnode.solvers import forcing
 from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import Programs
 from hbnode.solvers.control import first_size, norms
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.explicit import Stepped
+from hbnode.solvers.forcing import MOST_KNOTS
 from hbnode.solvers.native import METHODS, STRONG, Options
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
+
+Value = TypeVar("Value")
 
 TOGETHER = 64  # intervals whose coefficients are made at once
 NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not finite is blamed
@@ -74,6 +80,9 @@ class Solve:
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self.max_step = self.options.max_step
         self.strongest = 0.0  # damping of the field, where it limits the steps
+        self.sees_time = getattr(dynamics.inner, "time_dependent", True)
+        self.knots: list[float] = []  # of the signals in f, in increasing order
+        self.most_knots = MOST_KNOTS  # that one step may pass
         self.interrupted = False  # between intervals, where the state is changed: see hbnode/_intervals.py
         self._cache: dict = {}
         self._arranged: dict = {}
@@ -97,8 +106,24 @@ class Solve:
         if not self.method.carries:
             return rows
         self.tally.add("evaluation")
-        value = self.dynamics.evaluate(self.clock.time_of(interval), rows[0])
+        value = self.listen(lambda: self.dynamics.evaluate(self.clock.time_of(interval), rows[0]))
         return torch.cat([rows, value.unsqueeze(0)])
+
+    def listen(self, evaluate: Callable[[], Value]) -> Value:
+        """The first evaluation of f, in which the signals in it tell of their knots."""
+        with listening() as signals:
+            value = evaluate()
+        if signals and self.sees_time:
+            self.knots = sorted({knot for signal in signals for knot in signal.knots})
+        return value
+
+    def knots_inside(self, interval: int) -> list[float]:
+        """The knots inside an interval, as fractions of it."""
+        if not self.knots or self.clock.host is None:
+            return []
+        begin, end = self.clock.host[interval : interval + 2]
+        inside = self.knots[bisect_right(self.knots, min(begin, end)) : bisect_left(self.knots, max(begin, end))]
+        return sorted((knot - begin) / (end - begin) for knot in inside)
 
     def matrix(self, step: Step, damping: Tensor, *, differentiable: bool = False) -> Tensor:
         """The coefficients of a step, in the state's dtype; those of equal steps are worked out once."""
@@ -222,13 +247,23 @@ class Solve:
 
     def first_size(self, point: Tensor, interval: int = 0) -> float:
         """Size of the first step, from the beginning of an interval."""
-        norm = norms(point.detach(), None)
-        if _functorch.is_active():
-            norm = _functorch.plain(norm).reshape(-1, len(point)).pow(2).mean(0).sqrt()
+        norm = self.norms(point.detach()).double().cpu()
         of_rows = norm.tolist()
         self.check_start(of_rows, interval)
         size = first_size(of_rows[0], of_rows[-1], self.rtol, self.atol, self.method)
+        if self.sees_time:
+            span = self.clock.lengths[interval] if self.interrupted else sum(self.clock.lengths)
+            sizes = forcing.first_step(self, point, interval, norm, norm.new_tensor(span), norm.new_tensor(size))
+            size, longest = torch.stack(sizes).tolist()
+            self.max_step = min(self.max_step, longest)
         return min(self.options.first_step or size, self.max_step)
+
+    def norms(self, x: Tensor) -> Tensor:
+        """Root mean square of each row of (rows, ...): (rows,), or (rows, batch) if every sample has its own steps."""
+        norm = norms(x, self.samples())
+        if _functorch.is_active():
+            norm = _functorch.plain(norm).reshape(-1, len(x)).pow(2).mean(0).sqrt()
+        return norm
 
     def limit_step(self, damping: Tensor) -> None:
         """Keep γH below 16: beyond 32 the decay of a single step hides its error, and any answer would pass."""
@@ -318,8 +353,7 @@ class Solve:
     @property
     def resolution(self) -> float:
         """Relative rounding of the time: the clock's own, or that in which f is told it."""
-        sees_time = getattr(self.dynamics.inner, "time_dependent", True)
-        return torch.finfo(self.dynamics.template.dtype if sees_time else torch.float64).eps
+        return torch.finfo(self.dynamics.template.dtype if self.sees_time else torch.float64).eps
 
     def is_too_small(self, step: Step, size: float) -> bool:
         """After a rejected step: is the next one, of this size, no step any more?"""
