@@ -1,5 +1,7 @@
 """Initial value problems with exact solutions, in float64."""
 
+import math
+
 import numpy as np
 import torch
 from scipy.linalg import expm
@@ -81,3 +83,51 @@ class Driven(nn.Module):
         exact = decay + cos
         acceleration = decay / 9 - 4 * cos + self.gamma * (-decay / 3 - 2 * sin)
         return acceleration - torch.sin(h) + torch.sin(exact)
+
+
+class Forced(nn.Module):
+    """The force of h'' + gamma h' + kappa h = kappa h0 + sum of a sin(2 pi f t) and b exp(-((t - c) / s)² / 2).
+
+    Without the sum, (h0, 0) is an equilibrium.
+    """
+
+    def __init__(self, gamma=0.0, kappa=0.0, h0=0.0, sines=(), bumps=()):
+        super().__init__()
+        self.gamma, self.kappa, self.h0, self.sines, self.bumps = gamma, kappa, h0, sines, bumps
+
+    def drive(self, t, xp=torch):
+        bumps = sum(b * xp.exp(-(((t - c) / s) ** 2) / 2) for b, c, s in self.bumps)
+        return bumps + sum(a * xp.sin(2 * math.pi * f * t) for a, f in self.sines)
+
+    def forward(self, t, h):
+        return self.kappa * (self.h0 - h) + self.drive(t)
+
+    def field(self):
+        return hbnode.HBNODE(self, damping=self.gamma, learn_damping=False)
+
+    def exact(self, t):
+        """(h, m) at the times, from (h0, 0): sines in closed form, bumps by Duhamel's integral."""
+        omega = np.emath.sqrt(self.kappa - self.gamma**2 / 4)
+
+        def response(s):  # of h and of m to a unit kick of m
+            sine = s * np.sinc(omega * s / np.pi) if abs(omega.imag) == 0 else np.sin(omega * s) / omega
+            sine, cosine = np.real(sine), np.real(np.cos(omega * s))
+            return np.exp(-self.gamma * s / 2) * np.stack([sine, cosine - self.gamma / 2 * sine])
+
+        def from_start(h, m, s):
+            kick = response(s)
+            return h * np.stack([kick[1] + self.gamma * kick[0], -self.kappa * kick[0]]) + m * kick
+
+        solution = np.stack([np.full(len(t), float(self.h0)), np.zeros(len(t))])
+        for a, f in self.sines:
+            w = 2j * math.pi * f
+            forced = a / (self.kappa + w * w + self.gamma * w) * np.exp(w * t) * np.array([[1], [w]])
+            start = a / (self.kappa + w * w + self.gamma * w) * np.array([1, w])
+            solution += np.imag(forced) - from_start(*np.imag(start), t)
+        nodes, weights = np.polynomial.legendre.leggauss(40)
+        for i, end in enumerate(t if self.bumps else ()):
+            panels = np.arange(100)[:, None]
+            s = (panels + (nodes + 1) / 2).ravel() * end / 100
+            drive = Forced(bumps=self.bumps).drive(s, np) * np.tile(weights, 100) * end / 200
+            solution[:, i] += (response(end - s) * drive).sum(1)
+        return solution

@@ -357,14 +357,13 @@ def test_what_is_not_finite_at_the_start(control):
 
 @pytest.mark.parametrize("control", ["batch", "sample"])
 @pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "tsit5"])
-def test_blow_up_underflows_quickly(method, control):
+def test_blow_up_underflows_soon(method, control):
     """H'' = 6 h² from 1, 2 is 1/(1 - t)²."""
     field = hbnode.HBNODE(lambda h: 6 * h**2, damping=0.0, learn_damping=False)
-    began = time.perf_counter()
     with pytest.raises((hbnode.StepSizeUnderflowError, hbnode.NonFiniteError)) as error:
         hbnode.odeint(field, (float64([1.0]), float64([2.0])), [0.0, 2.0], method=method, step_control=control)
     assert error.value.t == pytest.approx(1.0, abs=1e-3)
-    assert time.perf_counter() - began < 10
+    assert error.value.nfe < 20_000
 
 
 @pytest.mark.parametrize("control", ["batch", "sample"])

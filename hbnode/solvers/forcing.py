@@ -1,7 +1,7 @@
 """Forces that depend on time, and what an error estimate does not see of them.
 
-An error estimate knows f at the nodes of its step only. From rest, a first guess of the step size knows f at one time. A
-force that is zero there, and at the nodes, would be stepped over at any tolerance. Three things prevent it:
+An error estimate knows f at the nodes of its step only, and the first guess of a step size at one time. From rest, a
+force that is zero at these times would be stepped over at any tolerance. Three things prevent it:
 
 - Where the first guess rests on nothing, f is evaluated at four times of the span, at the state in which the solve
   starts. Their fractions of the span are multiples of the golden ratio: no harmonic of the span is zero at all four.
@@ -9,7 +9,7 @@ force that is zero there, and at the nodes, would be stepped over at any toleran
   more than the tolerance, and no later step has more than a sixth of the span between two of its nodes.
 - The first of several steps is not a rational fraction of an interval, so that its nodes share no harmonic with it.
 
-The knots of a :class:`~hbnode.Signal` are known: steps end on them, or pass no more than :data:`MOST_KNOTS`.
+The knots of a :class:`~hbnode.Signal` are known. Steps end on them, and pass so few that a node lies between any two.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hbnode.solvers.control import steps_to
+from hbnode.solvers.explicit import ExplicitMethod
 
 if TYPE_CHECKING:
     from hbnode.solvers.stepping import Solve
@@ -32,7 +33,6 @@ PROBES = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the 
 UNEVEN = 0.9 + 0.1 * GOLDEN  # the first of several equal steps is shorter by this factor
 NEGLIGIBLE, VISIBLE = 10.0, 0.01  # displacements over the span, in units of the tolerance
 LONGEST_GAP = 1 / 6  # between two nodes of a step, as a fraction of the span
-MOST_KNOTS = 3  # of a Signal, that one step may pass
 
 
 def first_step(
@@ -59,10 +59,18 @@ def first_step(
         cautious = 2.0 * (tolerance / found).sqrt()  # in which the force moves h by about the tolerance
         size = torch.where(is_heard, torch.minimum(size, cautious), size)
         is_forced = is_forced | is_heard
-    nodes = sorted({0.0, *solve.method.nodes})
-    widest = max(b - a for a, b in itertools.pairwise(nodes))
-    longest = torch.where(is_forced, span * (LONGEST_GAP / widest), torch.inf)
+    longest = torch.where(is_forced, span * (LONGEST_GAP / widest_gap(solve.method)), torch.inf)
     return torch.minimum(size, longest), longest
+
+
+def widest_gap(method: ExplicitMethod) -> float:
+    """Between two nodes of a step, as a fraction of it."""
+    return max(b - a for a, b in itertools.pairwise(sorted({0.0, *method.nodes})))
+
+
+def most_knots(method: ExplicitMethod) -> int:
+    """How many knots a step may pass, so that a node lies between any two."""
+    return max(int(0.999 / widest_gap(method)) - 1, 0)
 
 
 def probe(solve: Solve, point: Tensor, interval: int) -> Tensor:

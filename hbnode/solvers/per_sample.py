@@ -49,16 +49,25 @@ class PerSample:
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)
         self.size = torch.minimum(size, self.longest)  # of the step that each would like to take
-        self.left = self.steps_left()
+        self.knots = KnotsAhead(self.t, solve.knots, solve.most_knots)
+        self.stop, self.left = self.steps_left()
 
     def length(self) -> Tensor:
         """Of the interval that each sample is in."""
         index = self.interval.clamp(max=self.last - 1)
         return (self.t[self.index, index + 1] - self.t[self.index, index]).abs()
 
-    def steps_left(self) -> Tensor:
-        """How many equal steps cover the rest of the interval."""
-        return torch.ceil((1.0 - self.start) * self.length() / self.size - 0.05).clamp(min=1.0)
+    def steps_left(self) -> tuple[Tensor, Tensor]:
+        """Where each next stops, a fraction of its interval, and in how many equal steps."""
+        length = self.length()
+        stop = torch.ones_like(self.start)
+        if self.knots:
+            index = self.interval.clamp(max=self.last - 1)
+            begin = self.t[self.index, index]
+            now = torch.lerp(begin, self.t[self.index, index + 1], self.start)
+            stop = ((self.knots.next_stop(now, self.size) - begin).abs() / length).clamp(max=1.0)
+        left = torch.ceil((stop - self.start) * length / self.size - 0.05).clamp(min=1.0)
+        return stop, left
 
     def run(self, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
         """Step until all samples have arrived; one synchronisation a step."""
@@ -67,7 +76,7 @@ class PerSample:
         whole = self.first if solve.interrupted and running and bool((self.left <= 1.0).all()) else None
         while running:
             done = self.interval >= self.last
-            fraction = torch.where(done, 0.0, (1.0 - self.start) / self.left)
+            fraction = torch.where(done, 0.0, (self.stop - self.start) / self.left)
             if uneven:
                 fraction = torch.where(self.left > 1.0, forcing.UNEVEN * fraction, fraction)
             step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
@@ -80,7 +89,7 @@ class PerSample:
                 return stepped.point[None, : self.rows]
             whole, uneven = None, False
             step.accepted = (ratio <= 1.0) & ~done
-            step.reached = step.accepted & (self.left <= 1.0)
+            step.reached = step.accepted & (self.left <= 1.0) & (self.stop == 1.0)
             before, self.point = self.point, torch.where(self.marks(step.accepted), stepped.point, self.point)
             self.write(step)
             self.advance(step, ratio, done)
@@ -115,11 +124,15 @@ class PerSample:
         moving = ~done & (taken > 0)
         self.size = torch.where(moving, torch.minimum(taken * factor, self.longest), self.size)
         self.failures = torch.where(torch.isfinite(ratio) | done, 0, self.failures + 1)
-        self.start = torch.where(step.accepted, self.start + step.size, self.start)
+        self.knots.reject(~step.accepted & ~done)
+        end = torch.where(self.left <= 1.0, self.stop, self.start + step.size)
+        self.start = torch.where(step.accepted, end, self.start)
         self.start = torch.where(step.reached, 0.0, self.start)
         self.interval = torch.where(step.reached, self.interval + 1, self.interval)
-        more = torch.where(step.accepted, 1.0, self.left + 1.0)  # a rejected step must become shorter
-        self.left = torch.maximum(self.steps_left(), more)
+        before = self.stop
+        self.stop, left = self.steps_left()
+        shorter = ~step.accepted & (self.stop == before)  # a rejected step must become shorter
+        self.left = torch.maximum(left, torch.where(shorter, self.left + 1.0, 1.0))
 
     def go_on(self, step: Step, before: Tensor, damping: Tensor, record: list | None) -> bool:
         """Count, record, and stop a solve that has run away; all that the host must know, in one transfer."""
@@ -140,3 +153,46 @@ class PerSample:
             sample = int(small.nonzero()[0])
             raise solve.underflow(step, float(self.size[sample]), sample)
         return not finished
+
+
+class KnotsAhead:
+    """The knots of signals before each sample, with as many that one step may pass.
+
+    Arguments:
+        t: times (batch, T) of the solve.
+        knots: in increasing order.
+        most: how many one step may pass.
+    """
+
+    def __init__(self, t: Tensor, knots: list[float], most: int) -> None:
+        self.count = len(knots)
+        if not knots:
+            return
+        self.sign = torch.where(t[:, -1] >= t[:, 0], 1.0, -1.0).to(t)
+        rising = t.new_tensor([*knots, math.inf])
+        falling = t.new_tensor([*(-knot for knot in reversed(knots)), math.inf])
+        self.ahead = torch.where(self.sign.unsqueeze(1) > 0, rising, falling)  # in the direction of the solve
+        self.most = torch.full((len(t),), most, device=t.device)
+        self.passed = torch.zeros_like(self.most)  # by the steps that were chosen
+        self.rounding = 8 * torch.finfo(t.dtype).eps * t.abs().amax(1)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def next_stop(self, now: Tensor, size: Tensor) -> Tensor:
+        """The furthest knot in reach of a step, the next one if none is, or infinity."""
+        now = self.sign * now
+        first = self._passed_at(now + self.rounding)
+        last = torch.maximum(self._passed_at(now + 1.05 * size), first + 1)
+        last = torch.minimum(last, first + 1 + self.most)
+        self.passed = last - first - 1
+        return self.sign * self.ahead.gather(1, (last - 1).clamp(max=self.count).unsqueeze(1)).squeeze(1)
+
+    def reject(self, rejected: Tensor) -> None:
+        """Pass fewer after a step that was rejected."""
+        if self:
+            fewer = (self.passed - 1).clamp(min=0)
+            self.most = torch.where(rejected, torch.minimum(self.most, fewer), self.most)
+
+    def _passed_at(self, time: Tensor) -> Tensor:
+        return torch.searchsorted(self.ahead, time.unsqueeze(1), right=True).squeeze(1)

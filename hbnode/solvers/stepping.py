@@ -24,7 +24,6 @@ from hbnode.solvers.compiled import Programs
 from hbnode.solvers.control import first_size, norms
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.explicit import Stepped
-from hbnode.solvers.forcing import MOST_KNOTS
 from hbnode.solvers.native import METHODS, STRONG, Options
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class Solve:
         self.strongest = 0.0  # damping of the field, where it limits the steps
         self.sees_time = getattr(dynamics.inner, "time_dependent", True)
         self.knots: list[float] = []  # of the signals in f, in increasing order
-        self.most_knots = MOST_KNOTS  # that one step may pass
+        self.most_knots = forcing.most_knots(self.method) if self.adaptive else 0  # that one step may pass
         self.interrupted = False  # between intervals, where the state is changed: see hbnode/_intervals.py
         self._cache: dict = {}
         self._arranged: dict = {}

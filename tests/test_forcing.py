@@ -1,0 +1,209 @@
+"""Forces that depend on time, from rest and from equilibrium: no method may step over them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import hbnode
+from hbnode.solvers.forcing import PROBES, Plan
+from hbnode.solvers.native import METHODS
+from tests.problems import Forced
+
+METHODS = [name for name, method in METHODS.items() if hasattr(method, "error_order")]
+CONTROLS = ["batch", "sample"]
+
+
+def solve(force, t, **settings):
+    start = torch.full((1, 1), float(force.h0), dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    with torch.no_grad():
+        h, m = hbnode.odeint(force.field(), start, torch.as_tensor(t, dtype=torch.float64), **settings)
+    return np.stack([h[:, 0, 0].numpy(), m[:, 0, 0].numpy()])
+
+
+def error_over_tolerance(force, t, tolerance, **settings):
+    exact = force.exact(np.asarray(t, dtype=float))
+    error = np.abs(solve(force, t, rtol=tolerance, atol=tolerance, **settings) - exact)
+    return (error / (1 + np.abs(exact))).max() / tolerance
+
+
+def test_the_exact_solution_itself():
+    """The reference against solutions in closed form, and against a tight solve in many steps."""
+    t = np.linspace(0, 2, 5)
+    w = 2 * math.pi * 3
+    sine = Forced(sines=[(1.0, 3.0)]).exact(t)
+    np.testing.assert_allclose(sine, [t / w - np.sin(w * t) / w**2, (1 - np.cos(w * t)) / w], atol=1e-15)
+    for gamma, kappa in ((0.1, 0.0), (1.0, 30.0), (3.0, 1.0), (2.0, 1.0)):
+        force = Forced(gamma, kappa, 1.0 if kappa else 0.0, [(0.7, 2.5)], [(1.0, 0.8, 0.3)])
+        tight = solve(force, t, method="dopri8", rtol=1e-12, atol=1e-12, options={"land": True, "max_step": 0.05})
+        np.testing.assert_allclose(force.exact(t), tight, atol=1e-10)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_harmonics_that_vanish_at_the_nodes(method, control):
+    """Sines of 10, 20 and 100 Hz, alone, with a spring, and with many outputs."""
+    for frequency in (10, 20):
+        for kappa, t in ((0.0, [0.0, 1.0]), (1.0, [0.0, 1.0]), (0.0, [0.0, 1.0, 2.0, 3.0])):
+            force = Forced(0.1, kappa, sines=[(1.0, frequency)])
+            assert error_over_tolerance(force, t, 1e-5, method=method, step_control=control) < 100
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_bumps_in_the_middle(method, control):
+    for center in (0.3, 0.5, 0.57, 0.82):
+        for tolerance in (1e-3, 1e-6):
+            force = Forced(0.1, bumps=[(1.0, center, 0.1 / 2.3548)])
+            assert error_over_tolerance(force, [0.0, 1.0], tolerance, method=method, step_control=control) < 100
+
+
+def test_the_default_sees_ten_hertz_at_any_tolerance():
+    force = Forced(0.1, sines=[(1.0, 10.0)])
+    for tolerance in (1e-2, 1e-5, 1e-8, 1e-12):
+        end = solve(force, [0.0, 1.0], rtol=tolerance, atol=tolerance)[0, -1]
+        assert end == pytest.approx(0.01515, abs=5e-6 + 10 * tolerance)
+
+
+FREQUENCIES = st.one_of(st.integers(1, 200), st.sampled_from([10, 20, 40, 50, 100, 200, 1 / 3, 2.5]))
+AMPLITUDES = st.floats(0.3, 1.0)
+
+
+@st.composite
+def problems(draw):
+    """A forced oscillator and the end of its solve."""
+    end = draw(st.sampled_from([1.0, 2.0, 3.0]))
+    kappa = draw(st.sampled_from([0.0, 1.0, 30.0]))
+    sines = draw(st.lists(st.tuples(AMPLITUDES, FREQUENCIES), max_size=2))
+    width = st.floats(0.1, 1.0).map(lambda share: share * end / 2.3548)  # from the full width at half maximum
+    bumps = draw(st.lists(st.tuples(AMPLITUDES, st.floats(0, end), width), min_size=not sines, max_size=2))
+    h0 = draw(st.sampled_from([0.0, 1.0])) if kappa else 0.0
+    return Forced(draw(st.sampled_from([0.0, 0.1, 1.0])), kappa, h0, sines, bumps), end
+
+
+@settings(max_examples=25)
+@given(
+    problems(),
+    st.sampled_from(METHODS),
+    st.sampled_from(CONTROLS),
+    st.sampled_from([1e-4, 1e-5, 1e-6]),
+    st.sampled_from([2, 2, 4, 11]),
+)
+@example((Forced(0.1, 1.0, 1.0, [(0.7, 20)]), 3.0), "nystrom4", "sample", 1e-3, 4)
+@example((Forced(0.1, 30.0, 0.0, [(0.5, 22), (0.9, 84)]), 3.0), "nystrom4", "batch", 1e-4, 2)
+@example((Forced(0.0, 1.0, 1.0, [(0.33, 96)]), 2.0), "tsit5", "sample", 1e-3, 2)
+def test_no_force_is_stepped_over(problem, method, control, tolerance, outputs):
+    """The error stays within 100 tolerances, or an error says why there is no solution."""
+    force, end = problem
+    t = np.linspace(0, end, outputs)
+    options = {"max_nfe": 2000}
+    try:
+        ratio = error_over_tolerance(force, t, tolerance, method=method, step_control=control, options=options)
+    except hbnode.MaxNFEError:
+        return
+    assert ratio < 100
+
+
+def evaluations(func, **settings):
+    field = hbnode.HBNODE(func)
+    with hbnode.count_nfe(field) as nfe, torch.no_grad():
+        hbnode.odeint(field, field.initial_state(torch.zeros(3, 2)), [0.0, 1.0], **settings)
+    return nfe.forward
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_what_it_costs(method, control):
+    """Nothing where f is autonomous; four evaluations a solve where a network's last layer starts at zero."""
+    one_step = 1 + hbnode.solvers.native.METHODS[method].evaluations
+    assert evaluations(lambda h: -h, method=method, step_control=control) == one_step
+    net = hbnode.nets.MLP(2, [8], 2, time_dependent=True)
+    torch.nn.init.zeros_(net.layers[-1].weight)
+    torch.nn.init.zeros_(net.layers[-1].bias)
+    assert evaluations(net, method=method, step_control=control) == one_step + len(PROBES)
+
+
+def spike(samples, at):
+    u = torch.zeros(samples, dtype=torch.float64)
+    u[at] = 1.0
+    return u
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_spike_of_a_signal_is_seen(method, control):
+    """One sample of 101 is not zero: h'' = u kicks the ball by the integral of u."""
+    t = torch.linspace(0, 10, 101, dtype=torch.float64)
+    for kind in ("linear", "cubic"):
+        drive = hbnode.Signal(t, spike(101, 37), kind)
+        field = hbnode.HBNODE(lambda t, h: drive(t) + 0 * h, damping=0.0, learn_damping=False)  # noqa: B023
+        rest = field.initial_state(torch.zeros(2, 1, dtype=torch.float64))
+        with torch.no_grad():
+            _, m = hbnode.odeint(field, rest, [0.0, 10.0], method=method, step_control=control, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(m[-1], torch.full((2, 1), 0.1, dtype=torch.float64), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_steps_end_on_the_knots_of_a_signal(direction):
+    """Between its knots a linear signal is a polynomial, for which steps that end on them are exact."""
+    t = torch.tensor([0.0, 0.3, 0.37, 1.0, 1.9, 2.0], dtype=torch.float64)
+    u = torch.tensor([0.0, 5.0, -3.0, 2.0, 2.0, -4.0], dtype=torch.float64)
+    signal = hbnode.Signal(t, u)
+    field = hbnode.HBNODE(lambda t, h: signal(t) + 0 * h, damping=0.0, learn_damping=False)
+    ends = [0.05, 1.2, 1.95][::direction]
+    start = field.initial_state(torch.zeros(1, 1, dtype=torch.float64))
+    with hbnode.count_nfe(field) as nfe:
+        h, m = hbnode.odeint(field, start, ends, method="nystrom8", rtol=1e-6, atol=1e-6)
+    knots = sorted({*ends, *(float(k) for k in t if 0.05 < k < 1.95)})[::direction]
+    exact_m, exact_h = [0.0], [0.0]
+    for a, b in itertools.pairwise(knots):
+        ua, ub = signal(torch.tensor([a, b], dtype=torch.float64)).tolist()
+        exact_h.append(exact_h[-1] + exact_m[-1] * (b - a) + (b - a) ** 2 * (ua / 3 + ub / 6))
+        exact_m.append(exact_m[-1] + (b - a) * (ua + ub) / 2)
+    for i, end in enumerate(ends):
+        assert h[i].item() == pytest.approx(exact_h[knots.index(end)], abs=1e-12)
+        assert m[i].item() == pytest.approx(exact_m[knots.index(end)], abs=1e-12)
+    assert nfe.forward < 150
+
+
+def test_gradients_with_knots_in_the_way():
+    """Checkpointed steps that end on knots have the gradient of backpropagation, γ and the times included."""
+    t = torch.linspace(0, 2, 9, dtype=torch.float64)
+    found = []
+    for gradient in ("direct", "checkpoint"):
+        u = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        drive = hbnode.Signal(t, u)
+        field = hbnode.HBNODE(lambda t, h: drive(t) - h.sin(), damping=0.3).double()  # noqa: B023
+        times = torch.tensor([0.1, 0.9, 1.7], dtype=torch.float64, requires_grad=True)
+        h, m = hbnode.odeint(
+            field, field.initial_state(torch.ones(2, 1, dtype=torch.float64)), times, gradient=gradient
+        )
+        (h[1:].square().sum() + m[-1].sum()).backward()
+        found.append([u.grad, times.grad, *(p.grad for p in field.parameters())])
+    for direct, checkpoint in zip(*found, strict=True):
+        torch.testing.assert_close(checkpoint, direct, atol=1e-10, rtol=1e-9)
+
+
+def test_a_plan_covers_an_interval():
+    """Equal steps to the next stop; no more knots in a step than allowed; a rejected step becomes shorter."""
+    plan = Plan(2.0, [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.9], most_knots=3)
+    plan.choose(10.0)
+    assert plan.stop == 0.6
+    assert plan.passes() == 3
+    before = plan.fraction
+    plan.choose(1.0, shorter=True)
+    assert plan.fraction < before
+    assert plan.stop == 0.5
+    seen = [plan.start]
+    while plan.start < 1.0:
+        plan.advance()
+        seen.append(plan.start)
+        if plan.start < 1.0:
+            plan.choose(0.11)
+    assert seen[-1] == 1.0
+    assert all(b > a for a, b in itertools.pairwise(seen))
+    assert all(any(abs(s - k) < 1e-12 for s in seen) for k in (0.5, 0.6, 0.7, 0.8, 0.9))
