@@ -31,6 +31,8 @@ class Signal(nn.Module):
 
     Differentiable with respect to the query times and the samples u (not the sample times).
 
+    Adaptive native methods know the sample times inside a solve: their steps end on them, or pass only a few.
+
     Arguments:
         t: sample times (T,), strictly increasing, floating point.
         u: samples (T, ...), floating point; the trailing shape is that of u(t), a batch for instance.

@@ -78,7 +78,8 @@ def odeint(
             ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the steps.
         options: of native methods ``{"steps": n}``, n equal steps in each output interval, whatever the tolerances;
             ``{"dense": True}``, outputs by the interpolant of ``"nystrom6"`` (order 6 in h, 5 in m) or ``"tsit5"``
-            (order 4) instead of steps onto them; ``first_step``, ``max_step`` and ``min_step``, lengths of time; and
+            (order 4) instead of steps onto them; ``first_step``, ``max_step`` and ``min_step``, lengths of time (a
+            ``max_step`` is what finds pulses of f that are narrower than a tenth of the time span); and
             ``max_nfe``, evaluations after which a solve is given up. Of torchdiffeq's methods: its own options,
             ``steps`` as above, and ``{"land": True}``: adaptive methods step exactly onto the output times. By
             themselves they step past them and interpolate, to order 4 only, which for dopri8 can be far worse than the

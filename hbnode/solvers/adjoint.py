@@ -53,6 +53,7 @@ class _Backward:
 
     def __init__(self, solve: Solve, leaves: Sequence[Tensor]) -> None:
         self.solve, self.leaves = solve, list(leaves)
+        self.time_dependent = solve.sees_time
 
     def __call__(self, t: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         y, a = state[:2]
@@ -90,6 +91,7 @@ class _Backward:
         given = self.solve.settings
         settings = replace(given, method="tsit5", gradient="direct", options=_backward_options(given.options))
         solve = Solve(dynamics, clock, settings, self.solve.tally)
+        solve.knots = self.solve.knots
         solve.counted = rows.numel() + adjoint.numel()  # the integrals do not feed back: no step is refused for them
         with torch.no_grad():
             (row,) = dynamics.rows(state)
