@@ -9,6 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from hbnode._state import check_input
+
 _asked: ContextVar[list[Signal] | None] = ContextVar("asked", default=None)
 
 
@@ -62,8 +64,10 @@ class Signal(nn.Module):
             raise ValueError(f"unknown kind {kind!r} of signal; expected 'linear' or 'cubic'. Fix: kind='linear'.")
         if outside not in ("raise", "hold"):
             raise ValueError(f"unknown outside={outside!r}; expected 'raise' or 'hold'. Fix: outside='raise'.")
+        check_input(t, "t")
+        check_input(u, "u")
         if not (t.is_floating_point() and u.is_floating_point()):
-            raise TypeError(f"a signal is floating point; got t {t.dtype} and u {u.dtype}. Fix: u.float().")
+            raise TypeError(f"a signal is floating point; got t {t.dtype} and u {u.dtype}. Fix: t.float(), u.float().")
         if t.dim() != 1 or len(t) < needed[kind] or u.dim() == 0 or len(u) != len(t):
             raise ValueError(
                 f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
@@ -83,23 +87,31 @@ class Signal(nn.Module):
             asked.append(self)
         if self.outside == "hold":
             t = t.clamp(self.t[0], self.t[-1])
-        elif bool(((t < self.t[0]) | (t > self.t[-1])).any()):
+        elif bool(self._is_outside(t).any()):
             worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
             raise ValueError(
                 f"the signal was asked for t={float(worst):g}, outside of its samples "
-                f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: solve with options={{'land': True}} "
-                "(adaptive methods look past the ends), give it more samples, or Signal(..., outside='hold')."
+                f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: give it samples that reach further, or "
+                "Signal(..., outside='hold'). (Adaptive methods of torchdiffeq look past the ends of a solve, "
+                "but for options={'land': True}.)"
             )
-        left = (torch.searchsorted(self.t, t.detach(), right=True) - 1).clamp(0, len(self.t) - 2)
+        left = (torch.searchsorted(self.t, t.detach().to(self.t.dtype), right=True) - 1).clamp(0, len(self.t) - 2)
         width = self.t[left + 1] - self.t[left]
         s = _align((t - self.t[left]) / width, self.u)
         u0, u1 = self.u[left], self.u[left + 1]
         if self.kind == "linear":
             return u0 + s * (u1 - u0)
         (slopes,) = torch.gradient(self.u, spacing=(self.t,), dim=0, edge_order=2)
+        slopes = slopes.to(self.u.dtype)
         width = _align(width, self.u)
         d0, d1 = width * slopes[left], width * slopes[left + 1]
         return u0 + s * (d0 + s * (3 * (u1 - u0) - 2 * d0 - d1 + s * (2 * (u0 - u1) + d0 + d1)))
+
+    def _is_outside(self, t: Tensor) -> Tensor:
+        """Whether times lie outside of the samples, by more than the rounding of either."""
+        dtypes = (t.dtype if t.is_floating_point() else self.t.dtype, self.t.dtype)
+        slack = max(torch.finfo(dtype).eps for dtype in dtypes) * max(abs(self.knots[0]), abs(self.knots[-1]))
+        return (t < self.t[0] - slack) | (t > self.t[-1] + slack)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""

@@ -69,7 +69,7 @@ def test_a_driven_oscillator(gradient):
 
 def test_queries_outside_are_refused_or_held():
     t, u = torch.tensor([0.0, 1.0]), torch.tensor([3.0, 5.0])
-    with pytest.raises(ValueError, match=r"asked for t=1.5, outside of its samples \[0, 1\].*Fix: solve with options"):
+    with pytest.raises(ValueError, match=r"asked for t=1.5, outside of its samples \[0, 1\].*Fix: give it samples that"):
         hbnode.Signal(t, u)(torch.tensor([0.5, 1.5]))
     held = hbnode.Signal(t, u, outside="hold")
     torch.testing.assert_close(held(torch.tensor([-1.0, 2.0])), torch.tensor([3.0, 5.0]))
@@ -94,7 +94,27 @@ def test_moves_with_a_module_and_stays_out_of_its_state_dict():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         hbnode.Signal(*arguments)
-    with pytest.raises(TypeError, match=r"u torch.int64. Fix: u.float\(\)"):
+    with pytest.raises(TypeError, match=r"u torch.int64. Fix: t.float\(\), u.float\(\)"):
         hbnode.Signal(torch.tensor([0.0, 1.0]), torch.tensor([0, 10]))
     with pytest.raises(ValueError, match="unknown outside='wrap'"):
         hbnode.Signal(torch.tensor([0.0, 1.0]), torch.zeros(2), outside="wrap")
+    with pytest.raises(TypeError, match=r"t must be a tensor, got list. Fix: torch.tensor\(x, dtype=torch.float32\)"):
+        hbnode.Signal([0.0, 1.0], torch.zeros(2))
+
+
+@pytest.mark.parametrize("end", [0.1, 0.3, 0.7, 1.1, 1e9 + 0.3])
+@pytest.mark.parametrize("kind", ["linear", "cubic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_exact_end_in_another_dtype_is_inside(end, kind, dtype):
+    """0.1 and 1.1 in float32 lie past those in float64, 0.7 before."""
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    signal = hbnode.Signal(torch.linspace(0, end, 11, dtype=other), torch.arange(11, dtype=dtype), kind)
+    for t in (torch.tensor(end, dtype=dtype), torch.full((2, 1), end, dtype=dtype)):
+        torch.testing.assert_close(signal(t), torch.full_like(t, 10.0))
+    field = hbnode.HBNODE(lambda t, h: signal(t) - h, damping=0.1, learn_damping=False)
+    state = torch.zeros(2, 1, dtype=dtype)
+    for control in ("batch", "sample"):
+        hbnode.odeint(field, (state, state), [0.0, end], step_control=control, options={"steps": 2})
+    for t in (end * (1 + 1e-5), -1e-5 * end):
+        with pytest.raises(ValueError, match="outside of its samples"):
+            signal(torch.tensor(t, dtype=dtype))
