@@ -24,12 +24,28 @@ def as_count(value: object, name: str, least: int = 1) -> int:
     return count
 
 
+def check_input(x: object, name: str) -> None:
+    """Refuse what is no tensor, with the call that makes it one."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
+
+
+def conversion(x: object) -> str:
+    """How to make a tensor of ``x``, for messages."""
+    if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
+        return "torch.stack(x), or torch.cat(x)"
+    if hasattr(x, "to_numpy"):
+        return f"torch.tensor(x.to_numpy(), dtype={torch.get_default_dtype()})"
+    if isinstance(x, (list, tuple, float, int)) or hasattr(x, "__array__"):
+        return f"torch.tensor(x, dtype={torch.get_default_dtype()})"
+    return "pass a tensor"
+
+
 def tensor_fix(value: object) -> str:
-    """How to make a tensor of what was given in its place."""
+    """How to make a batch of sequences of what was given in its place."""
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
         return "torch.stack(x) if all are of one shape, torch.nn.utils.rnn.pad_sequence(x, batch_first=True) if not"
-    array = "x.to_numpy()" if hasattr(value, "to_numpy") else "x"
-    return f"torch.tensor({array}, dtype=torch.float32)"
+    return conversion(value)
 
 
 def as_tensor(value: object, name: str) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hbnode._checks import check_input
+
 State = Tensor | tuple[Tensor, ...]
 
 
@@ -37,23 +39,6 @@ def describe(state: object) -> str:
     if isinstance(state, tuple):
         return "(" + ", ".join(describe(part) for part in state) + ")"
     return f"type {type(state).__name__}"
-
-
-def check_input(x: object, name: str) -> None:
-    """Refuse what is no tensor, with the call that makes it one."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
-
-
-def conversion(x: object) -> str:
-    """How to make a tensor of ``x``, for messages."""
-    if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
-        return "torch.stack(x), or torch.cat(x)"
-    if hasattr(x, "to_numpy"):
-        return f"torch.tensor(x.to_numpy(), dtype={torch.get_default_dtype()})"
-    if isinstance(x, list | tuple | float | int) or hasattr(x, "__array__"):
-        return f"torch.tensor(x, dtype={torch.get_default_dtype()})"
-    return "pass a tensor"
 
 
 def append_zeros(x: Tensor, augment: int) -> Tensor:

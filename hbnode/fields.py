@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, check_input
 from hbnode._constants import KeepsConstants
 from hbnode._signature import check_order, takes_time
-from hbnode._state import State, append_zeros, check_input, describe, paired
+from hbnode._state import State, append_zeros, describe, paired
 
 
 class Field(nn.Module, ABC):

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from hbnode._state import check_input
+from hbnode._checks import check_input
 
 _asked: ContextVar[list[Signal] | None] = ContextVar("asked", default=None)
 

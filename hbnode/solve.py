@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _functorch
-from hbnode._checks import as_count
+from hbnode._checks import as_count, conversion
 from hbnode._signature import check_call
-from hbnode._state import State, apply, conversion, parts
+from hbnode._state import State, apply, parts
 from hbnode._tracing import ONLY_FIXED_GRIDS, is_tracing, untraced
 from hbnode.nfe import NFE
 from hbnode.solvers import from_torchdiffeq, native, run, traced
