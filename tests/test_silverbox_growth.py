@@ -51,7 +51,7 @@ def test_growth_of_an_anode_counts_both_coordinates():
 def test_one_that_diverges_is_infinite_and_leaves_the_others_alone():
     times = torch.arange(5, dtype=torch.float64)
     draws = draws_of("node", [[[0.0, 0.0]], [[300.0, 0.0]], [[0.1, 0.0]]], [[0.0]] * 3, [[0.0]] * 3)
-    norms = draws.norms(0.9, times, tol=1e-3)
+    norms = draws.norms(0.9, times, tol=1e-2)
     assert norms[:, 1].isinf().tolist() == [False, False, True, True, True]  # exp(300 t), beyond float64
     torch.testing.assert_close(norms[:, 2], 0.9 * (0.1 * times).exp(), rtol=1e-2, atol=0)
     found = silverbox_growth.statistics(norms)

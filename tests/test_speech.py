@@ -366,11 +366,12 @@ def few(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [["--model", "momentum"], ["--model", "sr", "--cell", "dtriv", "--clip", "1"]])
-def test_a_run_resumes_to_the_same_numbers_and_writes_its_files(options, few, tmp_path, capsys):
+def test_a_run_resumes_to_the_same_numbers_and_writes_its_files(options, few, tmp_path, capsys, monkeypatch):
     options = [*options, *QUICK]
     speech.main([*options, "--epochs", "2", "--out", str(tmp_path / "whole")])
     output = capsys.readouterr().out
     assert "data: generated, 6/3/3 recordings; repeat_mse" in output
+    monkeypatch.setattr(speech, "draw_prediction", lambda *args: None)  # it takes longer than the training
     speech.main([*options, "--epochs", "1", "--out", str(tmp_path / "parts")])
     speech.main([*options, "--epochs", "2", "--out", str(tmp_path / "parts")])
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
@@ -386,7 +387,8 @@ def test_a_run_resumes_to_the_same_numbers_and_writes_its_files(options, few, tm
     assert (tmp_path / "parts" / "summary.json").read_bytes() == before  # finished already
 
 
-def test_the_best_epochs_weights_are_tested(few, tmp_path):
+def test_the_best_epochs_weights_are_tested(few, tmp_path, monkeypatch):
+    monkeypatch.setattr(speech, "draw_prediction", lambda *args: None)
     folder = tmp_path / "run"
     options = [*QUICK, "--model", "plain", "--epochs", "4", "--lr", "0.5", "--out", str(folder)]
     speech.main(options)
@@ -405,6 +407,7 @@ def test_the_best_epochs_weights_are_tested(few, tmp_path):
 
 def test_a_run_is_not_resumed_with_other_data(few, tmp_path, monkeypatch):
     options = [*QUICK, "--data", "auto", "--model", "gain", "--epochs", "1", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(speech, "draw_prediction", lambda *args: None)
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     speech.main(options)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["source"] == "generated"
