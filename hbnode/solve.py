@@ -194,7 +194,7 @@ def solve(
     """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
     if is_tracing():
         if event_fn is None and traced.is_possible(settings):
-            return traced.solve(field, checked_state(field, y0), t, settings.resolved(field), nfe)
+            return traced.solve(field, checked_state(field, y0), t, settings, nfe)
         if not torch.compiler.is_dynamo_compiling():
             raise ValueError(ONLY_FIXED_GRIDS)
     return _solve(field, y0, t, settings, nfe, event_fn)

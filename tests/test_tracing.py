@@ -165,7 +165,7 @@ def test_exported_for_any_batch(field, method):
 @pytest.mark.parametrize(("field", "method"), [("hbnode", "nystrom4"), ("sonode", "heun3")])
 def test_jit_trace(field, method):
     model = Model(field, method=method, options={"steps": 2})
-    traced = torch.jit.trace(model, (make_input().detach(),), check_trace=False)
+    traced = torch.jit.trace(model, (make_input().detach(),))
     x = make_input(7)
     torch.testing.assert_close(traced(x), model(x), rtol=1e-12, atol=1e-13)
 

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hbnode._tracing import is_tracing
+
 Evaluate = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -113,7 +115,7 @@ class ExplicitMethod(ABC):
         first, columns = coefficients
         uniform = first.dim() == 2  # one step size and one damping for all elements
         rows = first @ point.reshape(n + 1, -1) if uniform else (first * point).sum(1)
-        in_place = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        in_place = not torch.is_grad_enabled() and not is_tracing()
         left = rows.shape[0]
         for t, column in zip(times, columns, strict=True):
             left -= 1

@@ -5,7 +5,6 @@ No value is looked at, so a solve is one graph, for a batch of any size. Its gra
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -51,18 +50,23 @@ def is_possible(settings: Settings) -> bool:
 
 def solve(field: Callable, y0: State, t: Tensor | Sequence[float], settings: Settings, nfe: NFE) -> State:
     """The state at the times, by one of METHODS with ``options={"steps": n}``; t is not checked if it is a tensor."""
-    name, steps = settings.method, settings.options["steps"]
+    name, steps = settings.method or native.best_method(field, settings), settings.options["steps"]
     native.check_field(name, field)
     dynamics = Dynamics(field, y0, second_order=name in native.NYSTROM or name in native.SPLITTING)
     t = _times(t, dynamics)
-    with solving(field), no_autocast(dynamics.template.device.type):
-        rows = torch.stack(dynamics.rows(y0))
-        if name in EXPLICIT:
-            trajectory, evaluations = _explicit(dynamics, *EXPLICIT[name], rows, t, steps), len(EXPLICIT[name][1])
-        else:
-            method = native.METHODS[name]
-            trajectory, evaluations = _native(dynamics, method, rows, t, steps), method.evaluations
-            nfe.forward += int(method.carries)
+    masks = solving(field)
+    masks.__enter__()  # torch.compile traces no with statement of a class of ours before torch 2.7
+    try:
+        with no_autocast(dynamics.template.device.type):
+            rows = torch.stack(dynamics.rows(y0))
+            if name in EXPLICIT:
+                trajectory, evaluations = _explicit(dynamics, *EXPLICIT[name], rows, t, steps), len(EXPLICIT[name][1])
+            else:
+                method = native.METHODS[name]
+                trajectory, evaluations = _native(dynamics, method, rows, t, steps), method.evaluations
+                nfe.forward += int(method.carries)
+    finally:
+        masks.__exit__()
     nfe.forward += (len(trajectory) - 1) * steps * evaluations
     nfe.steps += (len(trajectory) - 1) * steps
     return dynamics.state(torch.stack(trajectory))
@@ -134,8 +138,8 @@ def _times(t: Tensor | Sequence[float], dynamics: Dynamics) -> Tensor:
     if any(isinstance(time, Tensor) for time in t):
         return torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device).reshape(()) for time in t])
     t = [float(time) for time in t]
-    pairs = list(itertools.pairwise(t))
-    if not (all(a < b for a, b in pairs) or all(a > b for a, b in pairs)):
+    rising, falling = ([sign * t[i] < sign * t[i + 1] for i in range(len(t) - 1)] for sign in (1, -1))
+    if not (all(rising) or all(falling)):
         raise ValueError(f"t must be strictly increasing or strictly decreasing, got {t}. Fix: sort the times.")
     return torch.tensor(t, dtype=torch.float64, device=device)
 
