@@ -16,25 +16,22 @@ _REFUSED_DROPOUT = (
 )
 
 
-class solving:  # a class, because torch.compile does not trace a generator before torch 2.7
+@contextmanager
+def solving(field: Callable) -> Iterator[None]:
     """Refuse random layers, and let every :class:`~hbnode.nets.SolveDropout` draw a new mask and keep it."""
-
-    def __init__(self, field: Callable) -> None:
-        self.field = field
-        self.drawing: list[SolveDropout] = []
-
-    def __enter__(self) -> None:
-        for module in self.field.modules() if isinstance(self.field, nn.Module) else ():
-            if isinstance(module, SolveDropout):
-                if not module.solving:  # else it belongs to a solve around this one
-                    self.drawing.append(module)
-            elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                raise ValueError(_REFUSED_DROPOUT.format(name=type(module).__name__, fix="move it out of func."))
-        for module in self.drawing:
-            module.mask, module.solving = None, True
-
-    def __exit__(self, *error: object) -> None:
-        for module in self.drawing:
+    drawing = []
+    for module in field.modules() if isinstance(field, nn.Module) else ():
+        if isinstance(module, SolveDropout):
+            if not module.solving:  # else it belongs to a solve around this one
+                drawing.append(module)
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise ValueError(_REFUSED_DROPOUT.format(name=type(module).__name__, fix="move it out of func."))
+    for module in drawing:
+        module.mask, module.solving = None, True
+    try:
+        yield
+    finally:
+        for module in drawing:
             module.solving = False
 
 

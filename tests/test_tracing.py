@@ -16,6 +16,7 @@ FIELDS = {
     "hbnode": lambda: hbnode.HBNODE(hbnode.nets.MLP(3, [4], 3, activation=nn.Tanh, time_dependent=True)),
     "hbnode, fixed damping": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=0.0, learn_damping=False),
     "hbnode, channels": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=torch.tensor([0.1, 0.2, 0.3])),
+    "hbnode, constants": lambda: hbnode.HBNODE(nn.Linear(3, 3), damping=[0.1, 0.2, 0.3], learn_damping=False),
     "ghbnode": lambda: hbnode.GHBNODE(hbnode.nets.MLP(3, [4], 3, activation=nn.Tanh)),
 }
 # each field and each method at least once
@@ -32,6 +33,7 @@ CASES = [
     ("hbnode, fixed damping", "nystrom4"),
     ("hbnode, channels", "nystrom4"),
     ("hbnode, channels", "midpoint"),
+    ("hbnode, constants", "nystrom4"),
     ("ghbnode", "leapfrog"),
     ("ghbnode", "tsit5"),
     ("ghbnode", "euler"),

@@ -161,7 +161,7 @@ def change_of_call(field: Callable) -> str | None:
     inner = unwrapped(field)
     if type(inner).forward not in _FORWARDS:
         return f"{type(inner).__name__} has a forward of its own"
-    if "forward" in vars(inner):
+    if "forward" in inner.__dict__:
         return "its forward was replaced"
     if type(inner).__call__ is not nn.Module.__call__:
         return f"{type(inner).__name__} has a __call__ of its own"

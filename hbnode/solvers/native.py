@@ -153,7 +153,7 @@ def check(settings: Settings) -> None:
 
 def check_field(method: str, field: Callable) -> None:
     """Refuse a field that a method cannot solve."""
-    if method not in NYSTROM | SPLITTING:
+    if method not in NYSTROM and method not in SPLITTING:
         return
     kinds, what = (HBNODE,), "solves h'' + γh' = f(h, t), an HBNODE"
     fix = "Fix: method='tsit5', or method=None for the best there is."

@@ -45,28 +45,26 @@ def is_possible(settings: Settings) -> bool:
         return False
     if not torch.compiler.is_dynamo_compiling() or is_exporting():
         return True
+    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile before torch 2.7 rounds what it traces here
+        return False
     return settings.gradient in (None, "direct") and not is_counting()
 
 
 def solve(field: Callable, y0: State, t: Tensor | Sequence[float], settings: Settings, nfe: NFE) -> State:
     """The state at the times, by one of METHODS with ``options={"steps": n}``; t is not checked if it is a tensor."""
-    name, steps = settings.method or native.best_method(field, settings), settings.options["steps"]
+    name, steps = settings.method or native.best_method(field, settings, 0.0), settings.options["steps"]
     native.check_field(name, field)
     dynamics = Dynamics(field, y0, second_order=name in native.NYSTROM or name in native.SPLITTING)
     t = _times(t, dynamics)
-    masks = solving(field)
-    masks.__enter__()  # torch.compile traces no with statement of a class of ours before torch 2.7
-    try:
-        with no_autocast(dynamics.template.device.type):
-            rows = torch.stack(dynamics.rows(y0))
-            if name in EXPLICIT:
-                trajectory, evaluations = _explicit(dynamics, *EXPLICIT[name], rows, t, steps), len(EXPLICIT[name][1])
-            else:
-                method = native.METHODS[name]
-                trajectory, evaluations = _native(dynamics, method, rows, t, steps), method.evaluations
-                nfe.forward += int(method.carries)
-    finally:
-        masks.__exit__()
+    nfe.keeps_graph = torch.is_grad_enabled()
+    with solving(field), no_autocast(dynamics.template.device.type):
+        rows = torch.stack(dynamics.rows(y0))
+        if name in EXPLICIT:
+            trajectory, evaluations = _explicit(dynamics, *EXPLICIT[name], rows, t, steps), len(EXPLICIT[name][1])
+        else:
+            method = native.METHODS[name]
+            trajectory, evaluations = _native(dynamics, method, rows, t, steps), method.evaluations
+            nfe.forward += int(method.carries)
     nfe.forward += (len(trajectory) - 1) * steps * evaluations
     nfe.steps += (len(trajectory) - 1) * steps
     return dynamics.state(torch.stack(trajectory))
