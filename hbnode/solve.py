@@ -223,9 +223,6 @@ def _solve(
     if event_fn is None and theirs:
         with _functorch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
             return from_torchdiffeq.solve(field, y0, t, settings, nfe, None)
-    if event_fn is None and settings.step_control == "sample":
-        with _functorch.refusing("step_control='sample'", "step_control='batch'"):
-            return run.solve(field, y0, t, settings, nfe)
     if event_fn is None:
         return run.solve(field, y0, t, settings, nfe)
     if not theirs:

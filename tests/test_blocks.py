@@ -208,11 +208,18 @@ def test_constructed_on_the_meta_device(make):
         torch.testing.assert_close(*pair, rtol=0, atol=0)
 
 
+def test_steps_for_each_sample_under_vmap():
+    x = torch.randn(4, 3, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 5.0, 20.0]).view(-1, 1, 1)
+    func = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+    solver = {"method": "tsit5", "rtol": 1e-8, "atol": 1e-8, "step_control": "sample"}
+    block = hbnode.HeavyBallODEBlock(func, gradient="direct", t_span=(0.0, 5.0), **solver).double()
+    torch.testing.assert_close(
+        torch.func.vmap(block)(x), torch.stack([block(part) for part in x]), rtol=1e-6, atol=1e-6
+    )
+
+
 def test_what_does_not_work_under_a_transform_says_so():
     x = torch.randn(4, 3, 2)
-    sample = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient="direct", step_control="sample")
-    with pytest.raises(ValueError, match=r"step_control='sample' does not work .*Fix: step_control='batch'"):
-        torch.func.vmap(sample)(x)
     for gradient in ("direct", "adjoint"):
         block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), method="dopri5", gradient=gradient)
         for transform in (torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())):
