@@ -707,3 +707,25 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         rnn(x, t)
     (slope,) = torch.autograd.grad(make_rnn(**solver, gradient="direct", rtol=1e-3, atol=1e-3)(x, t)[0].sum(), t)
     assert slope.any()
+
+
+@pytest.mark.parametrize("step_control", ["sample", "batch"])
+def test_spans_that_are_huge_against_the_dynamics_are_given_up_early(step_control):
+    field = hbnode.HBNODE(lambda h: -h)
+    rnn = hbnode.ODERNN(3, 4, field=field, step_control=step_control, max_steps=1000, method="nystrom4")
+    x, _ = make_series(torch.float32)
+    days = 1.7e9 + 86400.0 * torch.arange(5, dtype=torch.float64)
+    with pytest.raises(hbnode.MaxStepsError, match="Fix: divide t by a typical gap") as failure:
+        rnn(x, days)
+    assert failure.value.nfe < 500 * 4
+    output, _ = rnn(x, (days - days[0]) / 86400)
+    assert torch.isfinite(output).all()
+
+
+def test_steps_that_grow_are_waited_for():
+    """h' = -h/(1 + 100 t): its steps grow with t, from where they would be far too many."""
+    field = hbnode.NODE(lambda t, h: -100 * h / (1 + 100 * t))
+    t = torch.tensor([0.0, 1e5], dtype=torch.float64)
+    y0 = torch.ones(2, 1, dtype=torch.float64)
+    y = hbnode.odeint(field, y0, t, method="tsit5", rtol=1e-10, atol=1e-20, max_steps=2000)
+    torch.testing.assert_close(y[-1], y0 / (1 + 100 * t[-1]), rtol=1e-6, atol=0)

@@ -25,6 +25,7 @@ from hbnode.solvers.control import first_size, norms
 from hbnode.solvers.dynamics import Dynamics
 from hbnode.solvers.explicit import Stepped
 from hbnode.solvers.native import METHODS, STRONG, Options
+from hbnode.solvers.progress import Progress
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
@@ -67,6 +68,7 @@ class Solve:
         self.rtol, self.atol = settings.rtol, settings.atol
         self.max_steps = settings.max_steps
         self.attempts = 0
+        self.progress = Progress()
         self.tally = tally
         self.step_size = math.nan
         self.compiled: Programs | None = None
@@ -334,12 +336,25 @@ class Solve:
         """Before each adaptive step: has the solve run away?"""
         self.check_nfe(step)
         self.attempts += 1
+        self._check_progress(step)
         outputs = 0 if self.interrupted else max(self.clock.t.shape[-1] - 2, 0)
         if self.attempts > self.max_steps + outputs:
             raise self.failure(
                 MaxStepsError,
                 f"the solve needed more than max_steps={self.max_steps} steps. Fix: {self._fewer_steps()}"
-                "loosen rtol and atol, shorten the time span, or raise max_steps",
+                "loosen rtol and atol, shorten the time span or divide t by a typical gap, or raise max_steps",
+                self._at(step),
+            )
+
+    def _check_progress(self, step: Step) -> None:
+        """Now and then: will the interval end within ``max_steps``?"""
+        needed = self.progress.steps_needed(self.attempts, step, self.max_steps)
+        if needed is not None:
+            raise self.failure(
+                MaxStepsError,
+                f"after {self.attempts} steps, which do not grow, about {needed:.1g} are left, far more than "
+                f"max_steps={self.max_steps}. Fix: divide t by a typical gap or period, so that f "
+                "acts over about one unit of time, or loosen rtol and atol, or raise max_steps",
                 self._at(step),
             )
 
