@@ -471,7 +471,7 @@ def closure_over_a_leaf():
             ValueError,
             r"options has \['step_sise'\], which method='dopri5' does not know",
         ),
-        ({"options": {"max_num_steps": 9}, "method": "dopri5"}, ValueError, "max_num_steps is max_steps="),
+        ({"options": {"max_num_steps": 9}, "method": "dopri5"}, ValueError, "Fix: max_steps=n, an argument"),
         ({"options": {"step_size": -0.1}, "method": "rk4"}, ValueError, r"options\['step_size'\] must be positive"),
         ({"adjoint_options": {"norm": "semi"}, **ADJOINT}, ValueError, "must be 'seminorm' or a function"),
         ({"adjoint_options": {"rtol": 1e-3}, **ADJOINT}, ValueError, r"adjoint_options has \['rtol'\]"),
