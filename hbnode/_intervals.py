@@ -45,6 +45,7 @@ class Intervals:
         if native and self.settings.gradient == "direct" and not _functorch.is_active():
             self.run = run.prepare(field, y0, self.t, self.settings, NFE())
             self.run.interrupted = True
+            self.longest = self.run.max_step
             self.damping = self.run.dynamics.damping.to(self.t.device, torch.float64)
 
     def advance(self, interval: int, state: State) -> State:
@@ -64,6 +65,7 @@ class Intervals:
         if self.run is None:
             return self._solve(state, t)
         self.run.tally, self.run.attempts = Tally(self.field, self.nfe[-1]), 0
+        self.run.max_step = self.longest  # what a force bounds, it bounds in its own interval
         return run.advance(self.run, state, self.damping, interval)
 
     def _solve(self, state: State, t: Tensor) -> State:
