@@ -69,9 +69,7 @@ def test_a_driven_oscillator(gradient):
 
 def test_queries_outside_are_refused_or_held():
     t, u = torch.tensor([0.0, 1.0]), torch.tensor([3.0, 5.0])
-    with pytest.raises(
-        ValueError, match=r"asked for t=1.5, outside of its samples \[0, 1\].*Fix: give it samples"
-    ):
+    with pytest.raises(ValueError, match=r"asked for t=1.5, outside of its samples \[0, 1\].*Fix: give it samples"):
         hbnode.Signal(t, u)(torch.tensor([0.5, 1.5]))
     held = hbnode.Signal(t, u, outside="hold")
     torch.testing.assert_close(held(torch.tensor([-1.0, 2.0])), torch.tensor([3.0, 5.0]))
