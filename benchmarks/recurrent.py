@@ -1,8 +1,9 @@
 """Momentum recurrent layers beside torch.nn's and beside the papers' own loops: ``python -m benchmarks.recurrent``.
 
-Five tables. *training*: a step of each rule's LSTM over that of ``nn.LSTM``, from rest, and carried on with the state
+Six tables. *training*: a step of each rule's LSTM over that of ``nn.LSTM``, from rest, and carried on with the state
 of an earlier chunk. *cells*: the same over the per-step Python cell of the MomentumRNN paper's appendix F, as the batch
-shrinks. *orthogonal*: DTRIV layers over a plain loop with the same parametrisation. *paper*: training and evaluation at
+shrinks. *orthogonal*: DTRIV layers over a plain loop with the same parametrisation. *inference*: a forward
+pass of Adam's and RMSProp's LSTM without gradient over that of ``nn.LSTM``. *paper*: training and evaluation at
 the setting of the paper's table 14. *memory*: what they add to the peak, as in table 15, each in a fresh process.
 
 A training step is forward, the mean square of all outputs, backward. Times are medians of runs that take turns in one
@@ -56,6 +57,10 @@ TINY = Setting(6, 2, 4, 1)
 LSTMS = (Setting(784, 64, 128, 1), Setting(200, 32, 158, 129))
 BATCHES = tuple(Setting(784, batch, 128, 1) for batch in (64, 8, 1))
 ORTHOGONAL = Setting(784, 128, 170, 1)
+INFERENCE = (
+    Setting(100, 1, 64, 1),
+    *(Setting(784, batch, *sizes) for sizes in ((64, 1), (128, 1), (158, 129)) for batch in (1, 8, 32)),
+)
 PAPER = Setting(784, 128, 256, 1)
 
 
@@ -222,6 +227,15 @@ def orthogonal(options: argparse.Namespace) -> list[Row]:
     return [{"setting": str(setting), **row} for row in timed(contenders, options.repeats, rivals=rivals)]
 
 
+def inference(options: argparse.Namespace) -> list[Row]:
+    """Forward passes without gradient over those of nn.LSTM, where batches are small."""
+    rows = []
+    for setting in (TINY,) if options.quick else INFERENCE:
+        contenders = entered(["nn.LSTM", "AdamLSTM", "RMSPropLSTM"], setting, options.device)
+        rows += [{"setting": str(setting), **row} for row in timed(contenders, options.repeats, "evaluate")]
+    return rows
+
+
 def paper(options: argparse.Namespace) -> list[Row]:
     """Training and evaluation at the setting of table 14, in microseconds for a sample of the batch."""
     setting = TINY if options.quick else PAPER
@@ -294,6 +308,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "training": training,
     "cells": cells,
     "orthogonal": orthogonal,
+    "inference": inference,
     "paper": paper,
     "memory": memory,
 }

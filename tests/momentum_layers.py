@@ -1,8 +1,11 @@
 """The momentum recurrent layers as the parametrised tests need them, each with its plain twin."""
 
+from unittest import mock
+
 import torch
 
 from hbnode import recurrent
+from hbnode.recurrent import rules, runs
 from tests.reference_recurrent import Twin
 
 RULES = {
@@ -70,7 +73,7 @@ def gradients(output, state, leaves):
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parts]
     loss = sum((p * w).sum() for p, w in zip(parts, weights, strict=True))
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
 
 
@@ -82,15 +85,31 @@ def assert_equal_to_twin(layer, twin, x, state=None, lengths=None, tolerance=1e-
     fed = x
     if lengths is not None:
         fed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
-    output, last = layer(fed, given)
+    expected_output, wanted = twin(layer, x, entries, lengths)
+    wanted_gradients = None
+    for _ in every_way():
+        output, last = _padded(layer(fed, given), lengths, len(x))
+        expected = {name: wanted[name] for name in last}
+        with torch.no_grad():
+            without_gradient = _padded(layer(fed, given), lengths, len(x))
+        for found, end in ((output, last), without_gradient):
+            close(found, expected_output, tolerance)
+            for name, value in end.items():
+                close(value.double(), expected[name].double(), tolerance)
+        wanted_gradients = wanted_gradients or gradients(expected_output, expected, leaves)
+        for one, another in zip(gradients(output, last, leaves), wanted_gradients, strict=True):
+            close(one, another, gradient_tolerance)
+
+
+def every_way():
+    """The ways a layer picks by its size, one after another: torch's layer over ready drives, and a scan."""
+    yield
+    with mock.patch.object(runs, "SMALL_PRODUCT", 0), mock.patch.object(rules, "MANY", 0):
+        yield
+
+
+def _padded(found, lengths, total):
+    output, last = found
     if lengths is not None:
-        output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=len(x))
-    last = present(last)
-    expected_output, expected = twin(layer, x, entries, lengths)
-    close(output, expected_output, tolerance)
-    for name, value in last.items():
-        close(value.double(), expected[name].double(), tolerance)
-    expected = {name: expected[name] for name in last}
-    found = gradients(output, last, leaves)
-    for one, another in zip(found, gradients(expected_output, expected, leaves), strict=True):
-        close(one, another, gradient_tolerance)
+        output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=total)
+    return output, present(last)

@@ -15,10 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode import recurrent
-from hbnode.recurrent import autocast
+from hbnode.recurrent import autocast, runs
 from tests.momentum_layers import CELLS, RULES, SPACES, close, gradients, make_input, make_pair, make_state, present
 
 every_rule = pytest.mark.parametrize("rule", RULES)
+PAIRS = [  # each rule and each cell, the scan and the filter
+    *(("rnn", "AdaptiveMomentum"), ("lstm", "Momentum"), ("lstm", "Adam"), ("gru", "NAG"), ("gru", "RMSProp")),
+    *(("dtriv", "SR"), ("dtriv", "")),
+]
+some_layers = pytest.mark.parametrize(("cell", "rule"), PAIRS)
 GRID = [(cell, rule) for cell in CELLS for rule in RULES] + [("dtriv", "")]
 every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
 STOCK = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
@@ -73,7 +78,7 @@ def test_nonlinearity_of_the_plain_rnn():
     close(ours(x)[0], theirs(x)[0], 1e-13)
 
 
-@every_layer
+@some_layers
 def test_batch_first_and_unbatched(cell, rule):
     layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
     x = make_input()
@@ -96,7 +101,7 @@ def test_batch_first_and_unbatched(cell, rule):
             )
 
 
-@every_layer
+@some_layers
 @pytest.mark.parametrize("sorted_lengths", [True, False])
 def test_packed_is_each_sequence_alone(cell, rule, sorted_lengths):
     layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
@@ -115,8 +120,8 @@ def test_packed_is_each_sequence_alone(cell, rule, sorted_lengths):
             close((mine[b : b + 1] if name == "t" else mine[:, b : b + 1]).double(), value.double(), 1e-13)
 
 
-@every_layer
-@pytest.mark.parametrize("cuts", [(6,), (1, 11)])
+@some_layers
+@pytest.mark.parametrize("cuts", [(1, 6, 11)])
 def test_in_parts_is_at_once(cell, rule, cuts):
     layer, _ = make_pair(cell, rule, layers=2)
     x = make_input(13).requires_grad_()
@@ -266,7 +271,7 @@ def test_names_are_public():
 # Number formats and transforms
 
 
-@every_layer
+@some_layers
 def test_float32_is_close_to_float64(cell, rule):
     layer, _ = make_pair(cell, rule)
     x = make_input(20 if cell == "dtriv" else 200)  # modReLU jumps at 0, and an orthogonal weight forgets nothing
@@ -276,8 +281,7 @@ def test_float32_is_close_to_float64(cell, rule):
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-4)
 
 
-@every_rule
-@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+@pytest.mark.parametrize(("cell", "rule"), PAIRS[:5])
 def test_bfloat16(cell, rule):
     layer, _ = make_pair(cell, rule)
     x = make_input(20)
@@ -290,7 +294,7 @@ def test_bfloat16(cell, rule):
     assert (output.double() - expected).abs().mean() < 0.05
 
 
-@every_layer
+@some_layers
 def test_no_grad_inference_and_frozen_parameters(cell, rule):
     layer, _ = make_pair(cell, rule)
     x = make_input()
@@ -307,7 +311,7 @@ def test_no_grad_inference_and_frozen_parameters(cell, rule):
     close(found, torch.autograd.grad(layer(x)[0].sum(), x)[0], 1e-13)
 
 
-@every_layer
+@some_layers
 def test_gradcheck(cell, rule):
     layer, _ = make_pair(cell, rule)
     x = make_input(4, 2)
@@ -336,7 +340,7 @@ def test_gradcheck_of_parameters(rule):
     assert torch.autograd.gradcheck(call, values)
 
 
-@every_layer
+@some_layers
 def test_copies(cell, rule, tmp_path):
     layer, _ = make_pair(cell, rule, layers=2)
     x = make_input()
@@ -371,8 +375,7 @@ def test_a_weight_may_be_parametrized(rule):
     close(layer(x)[0], other(x)[0], 1e-14)
 
 
-@every_rule
-@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+@pytest.mark.parametrize(("cell", "rule"), PAIRS[:5])
 def test_to_stock(cell, rule):
     layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
     x = make_input(20)
@@ -400,8 +403,10 @@ def test_what_is_not_finite_changes_nothing_before_its_time(rule, value):
             expected, _ = layer(x, state)
             x[50, 1, 0] = value
             found, _ = layer(x, state)
-            assert torch.equal(found[:50], expected[:50])
-            assert torch.equal(found[:, ::2], expected[:, ::2])  # nor another sequence
+            close(found[:50], expected[:50], 1e-13)
+            close(found[:, ::2], expected[:, ::2], 1e-13)  # nor another sequence
+            with torch.no_grad():
+                close(layer(x, state)[0][:50], expected[:50], 1e-13)
             if not carried and cell != "dtriv":
                 close(layer.to_stock()(x)[0][:50], expected[:50], 1e-12)
 
@@ -447,7 +452,6 @@ def test_refusals():
         (torch.zeros(1, 1, 1, 2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
         (torch.zeros(7, 3, 2, dtype=torch.int64), (TypeError, ValueError), r"must be .*got.*int64.*Fix: "),
         (torch.zeros(7, 3, 2), (TypeError, ValueError), r"float64.*got.*float32.*Fix: "),
-        (torch.zeros(4, 0, 2, dtype=torch.float64), ValueError, r"at least one sample, got.*Fix: "),
         (torch.zeros(0, 3, 2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
         ([[1.0]], TypeError, r"must be .*got.*Fix: "),
     ):
@@ -512,7 +516,7 @@ def test_arguments_of_others_are_refused(name, option):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
-@every_layer
+@some_layers
 def test_under_torch_compile(cell, rule):
     layer, _ = make_pair(cell, rule)
     x = make_input()
@@ -629,7 +633,7 @@ def test_two_processes_compute_the_gradient_of_one(tmp_path):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@every_layer
+@some_layers
 def test_autocast(cell, rule):
     """torch's layer runs in half precision; momentum and scans keep the precision of the parameters."""
     layer, _ = make_pair(cell, rule)
@@ -698,7 +702,8 @@ def test_a_large_momentum_that_is_carried_over_fades_in_full():
 
 
 @pytest.mark.parametrize("name", ["AdamLSTM", "MomentumDTRIV", "RMSPropGRU"])
-def test_training_after_inference_mode_and_no_second_derivative(name):
+def test_training_after_inference_mode_and_no_second_derivative(name, monkeypatch):
+    monkeypatch.setattr(runs, "SMALL_PRODUCT", 0)
     layer = getattr(hbnode, name)(2, 3)
     x = make_input(40).float().requires_grad_()
     with torch.inference_mode():

@@ -101,6 +101,12 @@ def _in_blocks(mu: Tensor) -> Tensor:
     return torch.nn.functional.pad(mu, (0, -len(mu) % size)).view(-1, size)
 
 
+def block_weights(mu: float, x: Tensor, s: float) -> tuple[Tensor, Tensor]:
+    """:func:`weights` of a constant mu, for blocks of x (T, ...)."""
+    kernel, decay = _constant_weights(float(mu), min(len(x), LARGEST_BLOCK), s, x.dtype, x.device)
+    return kernel[0], decay[0]
+
+
 @functools.lru_cache(maxsize=64)
 def _constant_weights(
     mu: float, steps: int, s: float, dtype: torch.dtype, device: torch.device
@@ -120,7 +126,7 @@ class _Filter(torch.autograd.Function):
             given, rest = _finite(x.to(kernel.dtype).contiguous())
             out = torch.empty_like(given)
             run = _transposed if is_transposed else _filtered
-            run(given.flatten(1), kernel, decay, out.view(len(x), -1))
+            run(given.flatten(1), kernel, decay, out.flatten(1))
             if rest is not None:
                 out += rest.flip(0).cumsum(0).flip(0) if is_transposed else rest.cumsum(0)
         return out.to(x.dtype)

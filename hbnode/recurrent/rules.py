@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from hbnode.recurrent.filter import is_traced, linear_filter
+from hbnode._functorch import is_active
+from hbnode.recurrent.filter import block_weights, is_traced, linear_filter
 
 
 class Memory(NamedTuple):
@@ -237,6 +238,8 @@ class AdaptiveMomentum(Rule):
         return torch.where(is_silent, 0.0, mu)
 
 
+MANY = 2**14  # numbers a sample, from which on the work and not the number of calls is what takes the time
+
 _POSITIVE = (lambda x: 0 < x < math.inf, "a positive number")
 _VALID = {
     "momentum": (lambda x: 0 <= x <= 1, "in [0, 1]"),
@@ -267,10 +270,39 @@ def _normalized(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
     if g.shape[0] > 1 and g.device.type == "cpu" and not is_traced():
-        return _Normalized.apply(g, v, m, mu, s, beta, eps)
+        if not torch.is_grad_enabled() and not is_active():
+            return _normalized_in_place(g, v, m, mu, s, beta, eps)
+        if g[0].numel() >= MANY:
+            return _Normalized.apply(g, v, m, mu, s, beta, eps)
     numerator = s * g if v is None else linear_filter(g, mu, s, v)
     squares = linear_filter(g * g, beta, 1 - beta, m)
-    return numerator / (squares + eps).sqrt(), None if v is None else numerator[-1], squares[-1]
+    return numerator * (squares + eps).rsqrt(), None if v is None else numerator[-1], squares[-1]
+
+
+def _normalized_in_place(
+    g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """:func:`_normalized` without gradient, in few calls over little memory."""
+    drives = torch.empty_like(g, memory_format=torch.contiguous_format)
+    of_v, of_m = (block_weights(factor, g, scale) for factor, scale in ((mu, s), (beta, 1 - beta)))
+    size = len(of_m[0])
+    roots, start = g.new_empty(min(size, len(g)), g[0].numel()), (v, m)
+    for given, d in zip(g.flatten(1).split(size), drives.flatten(1).split(size), strict=True):
+        steps, root = len(given), roots[: len(given)]
+        (k_v, decay_v), (k_m, decay_m) = ((k[:steps, :steps], decay[:steps]) for k, decay in (of_v, of_m))
+        torch.mul(given, given, out=d)
+        if not math.isfinite(d.sum()):  # zeros of a kernel must not meet NaN and inf
+            return _Normalized.apply(g, *start, mu, s, beta, eps)
+        torch.mm(k_m, d, out=root).addr_(decay_m, m.flatten())
+        m = root[-1].view_as(m).clone()
+        root.add_(eps).rsqrt_()
+        if v is None:
+            torch.mul(given, root, out=d).mul_(s)
+        else:
+            torch.mm(k_v, given, out=d).addr_(decay_v, v.flatten())
+            v = d[-1].view_as(v).clone()
+            d.mul_(root)
+    return drives, v, m
 
 
 class _Normalized(torch.autograd.Function):

@@ -24,6 +24,8 @@ from hbnode.recurrent.scan import BLOCK, Scan
 from hbnode.recurrent.state import RecurrentState
 from hbnode.recurrent.steps import Step, Taken
 
+SMALL_PRODUCT = 2**21  # multiplications a sample, which take no longer than the calls of a scan's step
+
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
@@ -124,14 +126,34 @@ class Runner:
     def _over_drive(self, x: Tensor, weights: Weights, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """From any state by any rule, sample by sample: the cell over ready drives, or a scan that makes them."""
         memory, start = state.memory, Taken(state.h, state.c)
-        if weights.is_hidden or (self.stock and x.is_cuda):
-            d, memory = self._drive(x, weights, memory)
-            w = weights.u if weights.is_hidden else torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
-            h, taken = self._cell(Batch(d), d, w, None, weights, start)
+        if weights.is_hidden or self._is_for_stock(x, weights):
+            h, taken, memory = self._over_ready_drive(x, weights, start, memory)
         else:
             scan = Scan(self.step, self.rule, self.compile)
             h, taken, memory = scan(x, (weights.w, weights.b), (weights.u, weights.bias), start, memory)
         return h, RecurrentState(taken.h, taken.c, *memory)
+
+    def _is_for_stock(self, x: Tensor, weights: Weights) -> bool:
+        """Whether torch's layer over ready drives, with a product with W = I, is faster than a scan of many calls."""
+        product = x.shape[1] * len(weights.u) ** 2
+        return self.stock is not None and (x.is_cuda or (product <= SMALL_PRODUCT and not self.compile))
+
+    def _over_ready_drive(
+        self, x: Tensor, weights: Weights, start: Taken, memory: Memory
+    ) -> tuple[Tensor, Taken, Memory]:
+        """The cell over the drive of all samples; without gradient of a part of them at a time."""
+        run = self if x.is_cuda else dataclasses.replace(self, autocast=False)
+        u, out = weights.u, []
+        w = u if weights.is_hidden else torch.eye(len(u), dtype=u.dtype, device=u.device)
+        for part in [x] if torch.is_grad_enabled() else x.split(self._rows(x, weights)):
+            d, memory = self._drive(part, weights, memory)
+            h, start = run._cell(Batch(d), d, w, None, weights, start)
+            out.append(h)
+        return torch.cat(out) if len(out) > 1 else out[0], start, memory
+
+    def _rows(self, x: Tensor, weights: Weights) -> int:
+        """How many samples of a drive are made at once; few calls, and little memory."""
+        return max(BLOCK, 2**19 // max(1, x.shape[1] * len(weights.w)))
 
     def _filtered(self, x: Tensor, weights: Weights, t: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Inputs filtered from v_0 = 0, and the W and b that make the momentum of them."""
@@ -154,8 +176,9 @@ class Runner:
         """The drive of a sequence, of which nothing but x is kept for the backward pass."""
 
         def drive(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
-            return self.rule.drive_blocks((linear(block, w, b) for block in x.split(BLOCK)), memory)
+            return self.rule.drive_blocks((linear(block, w, b) for block in x.split(rows)), memory)
 
+        rows = self._rows(x, weights)
         if not torch.is_grad_enabled():
             return drive(x, weights.w, weights.b, memory)
         return checkpoint(drive, x, weights.w, weights.b, memory, use_reentrant=False, preserve_rng_state=False)

@@ -68,15 +68,9 @@ class Scan:
         """The drive of a block."""
         return (x, memory) if self.rule is None else self.rule(linear(x, w, b), memory)
 
-    def forward(self, drive: Tensor, u: Tensor, bias: Tensor | None, before: Taken) -> Taken:
-        """The steps of a block, stacked."""
-        base, rest = self.step.prepare(drive, bias)
-        rest = [None] * len(base) if rest is None else rest.unbind()
-        u = u.T.contiguous()
-        steps = [before]
-        for a, rest_t in zip(base.unbind(), rest, strict=True):
-            steps.append(self.step.forward(torch.addmm(a, steps[-1].h, u), rest_t, steps[-1], bias))
-        return _stacked(steps[1:])
+    def forward(self, drive: Tensor, u: Tensor, bias: Tensor | None, before: Taken, out: Tensor | None = None) -> Taken:
+        """The steps of a block, stacked; u is the transpose of U."""
+        return self.step.run(*self.step.prepare(drive, bias), u, bias, before, out)
 
     def backward(
         self, grad: Tensor, dh: Tensor, dc: Tensor | None, u: Tensor, before: Taken, taken: Taken
@@ -125,12 +119,6 @@ def _program(method: types.MethodType) -> Callable:
     return torch.compile(types.MethodType(copied, method.__self__), dynamic=False)
 
 
-def _stacked(steps: Sequence[Taken]) -> Taken:
-    h, c, parts = zip(*steps, strict=True)
-    stack = torch.stack
-    return Taken(stack(h), None if c[0] is None else stack(c), tuple(stack(part) for part in zip(*parts, strict=True)))
-
-
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -149,15 +137,19 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         memory, last = Memory(*kept, t), Taken(h, c)
         blocks, memories = [], []
-        for block in x.split(BLOCK):
+        out, u_t = h.new_empty(len(x), *h.shape), u.T.contiguous()
+        for block, place in zip(x.split(BLOCK), out.split(BLOCK), strict=True):
             drive, forward, _ = scan.of(block, u)
             memories.append(memory)
             d, memory = drive(block, w, b, memory)
             memory = _apart(memory)
-            taken = forward(d, u, bias, last)
-            last = Taken(taken.h[-1], None if c is None else taken.c[-1].clone())
-            blocks.append(taken if keeps else Taken(taken.h))
-        out = torch.cat([taken.h for taken in blocks])
+            if forward == scan.forward:
+                taken = forward(d, u_t, bias, last, place)
+            else:
+                taken = forward(d, u_t, bias, last)
+                place.copy_(taken.h)
+            last = Taken(place[-1], None if c is None else taken.c[-1].clone())
+            blocks += [taken] if keeps else []
         if not keeps:
             return out, last.c, *memory[:3]
         ctx.scan, ctx.times = scan, [memory.t for memory in memories]

@@ -75,6 +75,28 @@ class Step:
         """
         raise NotImplementedError
 
+    def run(
+        self, a: Tensor, rest: Tensor | None, u: Tensor, bias: Tensor | None, before: Taken, out: Tensor | None = None
+    ) -> Taken:
+        """Take several steps, samples on the first axis.
+
+        Arguments:
+            a: all of a but U h (T, batch, gates * n).
+            rest: the rest of the drive.
+            u: the transpose of U.
+            bias: as for :meth:`prepare`.
+            before: the step before.
+            out: where h goes; without it everything is new, as torch.compile has it.
+        """
+        rest = [None] * len(a) if rest is None else rest.unbind()
+        steps = [before]
+        for a_t, rest_t in zip(a.unbind(), rest, strict=True):
+            steps.append(self.forward(torch.addmm(a_t, steps[-1].h, u), rest_t, steps[-1], bias))
+        h, c, parts = zip(*steps[1:], strict=True)
+        h = torch.stack(h) if out is None else torch.stack(h, out=out)
+        parts = tuple(torch.stack(part) for part in zip(*parts, strict=True))
+        return Taken(h, None if c[0] is None else torch.stack(c), parts)
+
     def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
         """What the transposes of several steps multiply with; all tensors have the samples on their first axis."""
         raise NotImplementedError
@@ -141,6 +163,24 @@ class LSTMStep(Step):
         c = torch.addcmul(f * before.c, i, g)
         return Taken(o * c.tanh(), c, (i, f, g, o))
 
+    def run(
+        self, a: Tensor, rest: None, u: Tensor, bias: Tensor | None, before: Taken, out: Tensor | None = None
+    ) -> Taken:
+        """As that of :class:`Step`, in few calls on memory that is there already."""
+        if out is None:
+            return super().run(a, rest, u, bias, before)
+        gates, cells, tanh_c = torch.empty_like(a), torch.empty_like(out), torch.empty_like(before.c)
+        parts = gates.chunk(4, dim=-1)
+        i_and_f = gates[..., : gates.shape[-1] // 2]
+        h, c = before.h, before.c
+        places = (z.unbind() for z in (a, gates, i_and_f, *parts, cells, out))
+        for a_t, gates_t, i_and_f_t, i, f, g, o, c_t, h_t in zip(*places, strict=True):
+            torch.addmm(a_t, h, u, out=gates_t)
+            i_and_f_t.sigmoid_(), g.tanh_(), o.sigmoid_()
+            c = torch.mul(f, c, out=c_t).addcmul_(i, g)
+            h = torch.mul(o, torch.tanh(c, out=tanh_c), out=h_t)
+        return Taken(out, cells, parts)
+
     def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
         """As that of :class:`Step`."""
         i, f, g, o = taken.parts
@@ -175,6 +215,23 @@ class GRUStep(Step):
         r, z = r.sigmoid(), z.sigmoid()
         n = torch.addcmul(rest, r, un).tanh()
         return Taken(n + z * (before.h - n), None, (r, z, n, un))
+
+    def run(
+        self, a: Tensor, rest: Tensor, u: Tensor, bias: Tensor | None, before: Taken, out: Tensor | None = None
+    ) -> Taken:
+        """As that of :class:`Step`, in few calls on memory that is there already."""
+        if out is None:
+            return super().run(a, rest, u, bias, before)
+        gates, new, h = torch.empty_like(a), torch.empty_like(out), before.h
+        r, z, un = gates.chunk(3, dim=-1)
+        r_and_z = gates[..., : 2 * out.shape[-1]]
+        places = (z.unbind() for z in (a, rest, gates, r_and_z, r, z, un, new, out))
+        for a_t, rest_t, gates_t, r_and_z_t, r_t, z_t, un_t, n_t, h_t in zip(*places, strict=True):
+            torch.addmm(a_t, h, u, out=gates_t)
+            r_and_z_t.sigmoid_()
+            torch.addcmul(rest_t, r_t, un_t, out=n_t).tanh_()
+            h = torch.lerp(n_t, h, z_t, out=h_t)
+        return Taken(out, None, (r, z, new, un))
 
     def factors(self, before: Taken, taken: Taken) -> tuple[Tensor, ...]:
         """As that of :class:`Step`."""
