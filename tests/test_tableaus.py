@@ -9,6 +9,7 @@ import torch
 from scipy.linalg import expm
 
 from hbnode.solvers import tableaus
+from hbnode.solvers.nystrom import _interpolant
 from hbnode.solvers.tableaus import RKN4, RKN6, RKN8, TSIT5
 
 every_nystrom = pytest.mark.parametrize("tableau", [RKN4, RKN6, RKN8], ids=["RKN4", "RKN6", "RKN8"])
@@ -103,13 +104,28 @@ def test_nystrom_stages(tableau):
     assert tableau.b[-1] == 0
 
 
-@pytest.mark.parametrize("theta", THETAS)
-def test_the_interpolant_of_rkn6_is_of_order_6_in_the_position_and_5_in_the_velocity(theta):
-    powers = theta ** np.arange(5)
-    position = theta**2 * np.array(RKN6.dense) @ powers
-    velocity = theta * np.array(RKN6.dense_velocity) @ powers
-    assert nystrom_residuals(RKN6, position, velocity, 6, theta)[0] < 2e-14
-    assert nystrom_residuals(RKN6, position, velocity, 5, theta)[1] < 2e-14
+@pytest.mark.parametrize(("tableau", "order"), [(RKN4, 4), (RKN6, 6), (RKN8, 6)], ids=["RKN4", "RKN6", "RKN8"])
+def test_nystrom_interpolants(tableau, order):
+    """Of their orders in the position, one less in the velocity, and at the end the step's own solution."""
+    inner = _interpolant(tableau).T.numpy()
+    k = np.arange(inner.shape[1])
+    for theta in THETAS:
+        position = inner @ (theta ** (k + 2) / ((k + 1) * (k + 2)))
+        velocity = inner @ (theta ** (k + 1) / (k + 1))
+        assert nystrom_residuals(tableau, position, velocity, order, theta)[0] < 2e-14
+        assert nystrom_residuals(tableau, position, velocity, order - 1, theta)[1] < 2e-14
+        if tableau is RKN8:  # and next to nothing is missed of the orders that follow
+            missed = nystrom_residuals(tableau, position, velocity, 7, theta)[0]
+            assert missed < 2e-9 < max(np.abs(tableau.error)) / 1e5
+            assert nystrom_residuals(tableau, position, velocity, 6, theta)[1] < 2e-8
+    np.testing.assert_allclose(position, tableau.b, atol=1e-13)
+    np.testing.assert_allclose(velocity, tableau.b_velocity, atol=1e-12)
+
+
+def test_the_interpolant_of_rkn6_is_that_of_its_authors():
+    """One of its polynomials, from Dormand and Prince (1987)."""
+    inner = _interpolant(RKN6)[:, 0].numpy()
+    np.testing.assert_allclose(inner / np.arange(1, 6), [1, -15732 / 4212, 25544 / 4212, -19095 / 4212, 5400 / 4212])
 
 
 def rooted_trees(order):

@@ -40,11 +40,11 @@ class Coefficients(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """The point after a step, its error (state rows, ...) and the dense output, (state rows x times, ...)."""
+    """The point after a step, its error (state rows, ...), and its columns K (columns, ...) to interpolate with."""
 
     point: Tensor
     error: Tensor | None
-    dense: Tensor | None
+    columns: Tensor | None = None
 
 
 class ExplicitMethod(ABC):
@@ -54,14 +54,14 @@ class ExplicitMethod(ABC):
         error_order: order of the embedded solution.
         nodes: times of the stages after the first, as fractions of the step.
         state_rows: rows of the state, 1 for y and 2 for (h, m).
-        has_dense: whether there is an interpolant.
+        inside: how many times the estimated error of a step the error of the interpolant inside of it may be.
     """
 
     carries = True  # the value of the field at its end, to the next step
     error_order: int
     nodes: tuple[float, ...]
     state_rows: int
-    has_dense: bool
+    inside = 1.0
 
     @property
     def evaluations(self) -> int:
@@ -69,25 +69,37 @@ class ExplicitMethod(ABC):
         return len(self.nodes)
 
     @abstractmethod
-    def matrix(self, damping: Tensor, step: Tensor, thetas: Tensor | None) -> Tensor:
-        """C for the stages, the new state, its error, and the dense output at the fractions ``thetas`` of the step.
+    def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
+        """C for the stages, the new state and its error.
 
         Arguments:
             damping: γ, broadcastable with ``step``; ignored where there is none.
             step: H, of any shape (...).
-            thetas: fractions (..., n) or None.
 
         Returns:
             (..., rows, columns). Rows: s - 1 stages, of which the last is the first row of the new state; the other
-            state rows; their errors; the state rows of the dense output, time by time.
+            state rows; their errors.
+        """
+
+    @abstractmethod
+    def blend(self, damping: Tensor, step: Tensor, thetas: Tensor) -> Tensor:
+        """Coefficients of the interpolant: the state at fractions of steps, as rows that K is multiplied with.
+
+        Arguments:
+            damping: γ, (...).
+            step: H of each time, (times,).
+            thetas: where in its step each time lies, (times,).
+
+        Returns:
+            (times, state rows, columns, ...).
         """
 
     def arranged(self, matrix: Tensor, *, error: bool) -> Coefficients:
         """C as :meth:`step` uses it, with or without the rows of the error."""
-        n, stop = self.state_rows, len(self.nodes) + self.state_rows - 1
+        n = self.state_rows
         c = matrix if matrix.dim() == 2 else matrix.movedim((-2, -1), (0, 1))
         if not error:
-            c = c[:stop] if c.shape[0] == stop + n else torch.cat([c[:stop], c[stop + n :]])
+            c = c[: len(self.nodes) + n - 1]
         columns = c.unbind(1)[n + 1 :]
         return Coefficients(c[:, : n + 1], tuple(column[i + 1 :] for i, column in enumerate(columns)))
 
@@ -125,10 +137,17 @@ class ExplicitMethod(ABC):
                 rows = rows.addr_(column, f.reshape(-1)) if in_place else torch.addr(rows, column, f.reshape(-1))
             else:
                 rows = torch.addcmul(rows, column, f)
-        kept = (n - 1, n if error else 0, left - (n - 1) - (n if error else 0))
-        more, errors, dense = rows.split_with_sizes(kept)
+        more, errors = rows.split_with_sizes((n - 1, n if error else 0))
         ends = torch.cat((x, more, f.reshape(x.shape))).view(point.shape)
-        return Stepped(ends, errors.view(n, *shape) if error else None, dense.view(-1, *shape) if kept[2] else None)
+        return Stepped(ends, errors.view(n, *shape) if error else None)
+
+
+def interpolate(columns: Tensor, blend: Tensor) -> Tensor:
+    """The state (times, state rows, ...) inside of a step, from K and :meth:`ExplicitMethod.blend`."""
+    if blend.dim() > 3:  # a damping for each channel
+        return torch.einsum("tnk...,k...->tn...", blend, columns)
+    rows = blend.reshape(-1, blend.shape[-1]) @ columns.reshape(len(columns), -1)
+    return rows.view(*blend.shape[:2], *columns.shape[1:])
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> Tensor:

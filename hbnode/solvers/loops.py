@@ -7,15 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from hbnode.solvers.clock import Clock, Step
+from hbnode.solvers.clock import Step
 from hbnode.solvers.compiled import LONGEST_GRID
 from hbnode.solvers.control import Controller, norms
-from hbnode.solvers.explicit import Stepped
-from hbnode.solvers.forcing import Plan
+from hbnode.solvers.explicit import Stepped, interpolate
 from hbnode.solvers.per_sample import PerSample
+from hbnode.solvers.route import Route
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
 
 SHORT = 16  # evaluations of a solve whose graph is kept whole
+TOGETHER = 16  # steps whose outputs are interpolated at once
 
 
 def integrate(
@@ -75,7 +76,8 @@ def _grid(
             solve.check_nfe(step)
             before = point
             if record is not None:
-                keep = _keeps(solve, step, len(record), count - 1 - i)
+                following = count - 1 - i if interval == solve.clock.count - 1 else None
+                keep = _keeps(solve, step, len(record), following)
                 point = _recorded(solve, point, step, damping, record, keep, error=False).point
             else:
                 point = solve.take(point, step, damping, error=False, differentiable=differentiable).point
@@ -89,63 +91,89 @@ def _grid(
 def _adaptive(
     solve: Solve, point: Tensor, damping: Tensor, record: list | None, differentiable: bool, intervals: range
 ) -> Tensor:
-    n, clock = solve.method.state_rows, solve.clock
+    n = solve.method.state_rows
     controller = Controller(solve.method.error_order)
-    outputs = [point[:n]]
-    size = solve.first_size(point, intervals.start) if intervals else 0.0
-    uneven = solve.sees_time
-    for interval in intervals:
-        length, failures = clock.lengths[interval], 0
-        plan = Plan(length, solve.knots_inside(interval), solve.most_knots)
-        plan.choose(size, uneven=uneven)
-        while plan.left:
-            step = Step(interval, plan.start, plan.fraction, reached=interval + 1 if plan.is_last else None)
-            if solve.interrupted and plan.fraction == 1.0:
-                step.whole = interval
-            if clock.dense:
-                _mark_outputs(clock, step)
-            solve.step_size = plan.fraction * length
-            solve.count_attempt(step)
+    outputs = _Outputs(solve, damping, point[:n], differentiable)
+    route = Route(solve, intervals)
+    if not route.done:
+        route.choose(solve.first_size(point, intervals.start))
+    failures = 0
+    while not route.done:
+        step = route.step()
+        solve.step_size = route.size
+        solve.count_attempt(step)
+        if record is not None:
+            keep = _keeps(solve, step, len(record), route.following)
+            stepped = _recorded(solve, point, step, damping, record, keep, error=True)
+        else:
+            stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
+        ratio = solve.ratio(stepped.error, point, stepped.point) * (solve.method.inside if step.outputs else 1.0)
+        if ratio <= 1.0:
+            solve.tally.add("accepted")
+            point, failures = stepped.point, 0
+            outputs.add(step, stepped)
+            if route.size:
+                size = min(route.size * controller.accept(ratio), solve.max_step)
+            route.advance(step, size)
+        else:
+            solve.tally.add("rejected")
             if record is not None:
-                following = plan.left - 1 if plan.stop == 1.0 else plan.left
-                keep = _keeps(solve, step, len(record), following)
-                stepped = _recorded(solve, point, step, damping, record, keep, error=True)
-            else:
-                stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
-            ratio = solve.ratio(stepped.error, point, stepped.point)
-            if ratio <= 1.0:
-                solve.tally.add("accepted")
-                point, failures, uneven = stepped.point, 0, False
-                if step.thetas:
-                    outputs.extend(stepped.dense.view(-1, n, *point.shape[1:]).unbind(0))
-                if length:
-                    size = min(solve.step_size * controller.accept(ratio), solve.max_step)
-                plan.advance()
-                if plan.start < 1.0:
-                    plan.choose(size)
-            else:
-                solve.tally.add("rejected")
-                if record is not None:
-                    record.pop()
-                failures = 0 if math.isfinite(ratio) else failures + 1
-                size = solve.step_size * controller.reject(ratio)
-                too_small = solve.is_too_small(step, size)
-                if failures == NON_FINITE_ATTEMPTS or (failures and too_small):
-                    raise solve.blame(point, step, damping)
-                if too_small:
-                    raise solve.underflow(step, size)
-                solve.most_knots = plan.most_knots = min(plan.most_knots, max(plan.passes() - 1, 0))
-                plan.choose(size, shorter=True, uneven=uneven)
-        if not clock.dense:
-            outputs.append(point[:n])
-    return torch.stack(outputs)
+                record.pop()
+            failures = 0 if math.isfinite(ratio) else failures + 1
+            size = route.size * controller.reject(ratio)
+            too_small = solve.is_too_small(step, size)
+            if failures == NON_FINITE_ATTEMPTS or (failures and too_small):
+                raise solve.blame(point, step, damping)
+            if too_small:
+                raise solve.underflow(step, size)
+            route.retreat(size)
+    return outputs.all()
 
 
-def _keeps(solve: Solve, step: Step, taken: int, following: int) -> bool:
-    """Whether a step keeps its graph: the last one, with which the backward pass begins, and all of a short solve."""
-    if solve.clock.count == 1 and (taken + 1 + following) * solve.method.evaluations <= SHORT:
-        return True
-    return following == 0 and step.interval == solve.clock.count - 1
+class _Outputs:
+    """The outputs of a solve, in order: where steps end, and interpolated inside of steps, those of many at once."""
+
+    def __init__(self, solve: Solve, damping: Tensor, first: Tensor, differentiable: bool) -> None:
+        self.solve, self.damping = solve, damping
+        self.t = solve.clock.t if differentiable else solve.clock.t.detach()
+        self.pieces: list[Tensor] = [first.unsqueeze(0)]
+        self.waiting: list[tuple[int, Step, Tensor]] = []
+
+    def add(self, step: Step, stepped: Stepped) -> None:
+        """Those of a step."""
+        if step.outputs:
+            self.waiting.append((len(self.pieces), step, stepped.columns))
+            self.pieces.append(stepped.columns)
+        if step.reached is not None:
+            self.pieces.append(stepped.point[None, : self.solve.method.state_rows])
+        if len(self.waiting) == TOGETHER:
+            self.interpolate()
+
+    def interpolate(self) -> None:
+        """Those that wait for it."""
+        if self.waiting:
+            steps = [step for _, step, _ in self.waiting]
+            blends = self.solve.blends(steps, self.damping, self.t)
+            for (place, step, columns), blend in zip(self.waiting, blends, strict=True):
+                step.blend = blend.detach()
+                self.pieces[place] = interpolate(columns, blend)
+            self.waiting = []
+
+    def all(self) -> Tensor:
+        """(T, state rows, ...)."""
+        self.interpolate()
+        return torch.cat(self.pieces)
+
+
+def _keeps(solve: Solve, step: Step, taken: int, following: int | None) -> bool:
+    """Whether a step keeps its graph: the last one, with which the backward pass begins, and all of a short solve.
+
+    How many are following is known if the solve does not step onto another output time before its end.
+    """
+    if following is None:
+        return False
+    whole = solve.clock.count == 1 or step.end is not None
+    return following == 0 or (whole and (taken + 1 + following) * solve.method.evaluations <= SHORT)
 
 
 def _recorded(
@@ -159,14 +187,3 @@ def _recorded(
         stepped, graph = solve.take(point, step, damping, error=error, differentiable=False), None
     record.append((step, point, graph))
     return stepped
-
-
-def _mark_outputs(clock: Clock, step: Step) -> None:
-    """Which outputs lie in a step, to be interpolated."""
-    begin, length = clock.times[0], clock.times[-1] - clock.times[0]
-    fractions = [(t - begin) / length for t in clock.times]
-    end = 1.0 if step.reached is not None else step.start + step.size
-    inside = [j for j, fraction in enumerate(fractions) if j and step.start < fraction <= end]
-    if inside:
-        step.outputs = range(inside[0], inside[-1] + 1)
-        step.thetas = tuple((fractions[j] - step.start) / step.size for j in inside)

@@ -52,7 +52,7 @@ class Options:
     max_step: float = math.inf
     min_step: float = 0.0
     max_nfe: float = math.inf
-    dense: bool = False
+    dense: bool | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any] | None, method: str) -> Options:
@@ -77,14 +77,13 @@ class Options:
             raise ValueError(
                 f"method={method!r} has a fixed grid. Fix: options={{'steps': n}}, n steps in each output interval."
             )
-        if given.get("dense"):
-            if not METHODS[method].has_dense:
-                raise ValueError(
-                    f"method={method!r} has no interpolant for options={{'dense': True}}; expected 'nystrom6' or "
-                    "'tsit5'. Fix: leave 'dense' out, and the method steps onto the output times."
-                )
-            if "steps" in given:
-                raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
+        if given.get("dense") not in (None, True, False):
+            raise ValueError(
+                f"options['dense'] must be True, False or None, got {given['dense']!r}. Fix: leave it out, and output "
+                "times are interpolated where they outnumber the steps."
+            )
+        if given.get("dense") and "steps" in given:
+            raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
         return cls(**given)
 
 
@@ -96,7 +95,7 @@ def _instead(option: str, method: str, known: Sequence[str]) -> str:
     if option == "max_num_steps":
         return "max_steps=n, an argument and no option"
     if option == "land":
-        return "leave it out, native methods step onto the output times"
+        return "options={'dense': False}, with which native methods step onto the output times"
     if option in ("step_size", "grid_constructor"):
         return "options={'steps': n}, n steps in each output interval"
     if option in _ADAPTIVE_OPTIONS:
@@ -119,8 +118,6 @@ def best_method(field: Callable, settings: Settings, span: float) -> str:
         return "tsit5"
     if "steps" not in (settings.options or {}) and constant_damping(field) * span > STRONG:
         return "tsit5"
-    if (settings.options or {}).get("dense"):
-        return "nystrom6"
     return "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
 
 

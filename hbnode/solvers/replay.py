@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hbnode._replay import Replay, set_random_state
 from hbnode.solvers.clock import Step, align
-from hbnode.solvers.explicit import Stepped
+from hbnode.solvers.explicit import Stepped, interpolate
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.stepping import Graph, Solve, no_autocast
 
@@ -27,6 +27,7 @@ class Tape:
         self.leaves: list[Tensor] = ctx.leaves
         self.gradients: list[Tensor | None] = [None] * len(self.leaves)
         self.steps: list[tuple[Step, Tensor | None, Tensor | None]] = []
+        self.blends: list[tuple[Step, Tensor]] = []
         self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
 
     def graph(self, step: Step, point: Tensor) -> Graph:
@@ -37,16 +38,18 @@ class Tape:
         point = point.detach().requires_grad_()
 
         def take() -> Stepped:
-            return solve.step(point, solve.arranged(step, matrix, error=False), times, error=False)
+            coefficients = solve.arranged(step, matrix, error=False)
+            return solve.step(point, coefficients, times, error=False, columns=bool(step.outputs))
 
         with set_random_state(step.random, point.device):
             stepped = solve.watched(take, (point, matrix, times))
         tensors = [x for x in (matrix, times) if x.requires_grad]
-        return Graph([point], tensors, stepped.point, stepped.dense, (step,))
+        columns = () if stepped.columns is None else (stepped.columns,)
+        return Graph([point], tensors, stepped.point, columns, (step,))
 
     def pull_back(self, graph: Graph, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients with respect to the points; those of the leaves are added up, those of the steps kept, here."""
-        outputs = [graph.output] if graph.dense is None else [graph.output, graph.dense]
+        outputs = [graph.output, *graph.columns]
         leaves = [leaf for leaf in self.leaves if leaf.requires_grad]  # some may have been frozen since
         found = torch.autograd.grad(outputs, [*graph.points, *graph.tensors, *leaves], cotangents, allow_unused=True)
         n, k = len(graph.points), len(graph.points) + len(graph.tensors)
@@ -57,6 +60,19 @@ class Tape:
             by_matrix = next(of_tensors) if self.by_matrix else None
             self.steps.append((step, by_matrix, next(of_tensors) if self.by_times else None))
         return list(found[:n])
+
+    def interpolated(self, step: Step, columns: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient with respect to a step's columns, from that of its outputs; that of their blend is kept."""
+        with torch.enable_grad():
+            columns = columns.detach().requires_grad_()
+            blend = step.blend.detach().requires_grad_(self.by_matrix)
+            inside = interpolate(columns, blend)
+        wanted = [x for x in (columns, blend) if x.requires_grad]
+        of_columns, *of_blend = torch.autograd.grad(
+            inside, wanted, gradient[step.outputs.start : step.outputs.stop]
+        )
+        self.blends.extend((step, g) for g in of_blend)
+        return of_columns
 
     def pull_compiled(
         self, program: str, flags: tuple, points: Tensor | list, matrix: Tensor, times: Tensor | list, carried: Tensor
@@ -85,22 +101,27 @@ class Tape:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients with respect to γ and t, of all steps in one go."""
-        if self.solve.by_damping:
-            return self._by_damping(), None
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
         groups = defaultdict(list)
-        for entry in self.steps:  # dense output gives steps more or fewer rows
-            groups[len(entry[0].thetas)].append(entry)
+        for entry in self.steps:
+            groups[entry[0].end is None].append(entry)
         with torch.enable_grad():
             damping = self.damping.detach().requires_grad_(self.needs_damping)
             t = self.t.detach().requires_grad_(self.needs_t)
-            for group in groups.values():
-                self._contract(group, damping, t, outputs, cotangents)
+            if self.solve.by_damping:
+                damping = self.solve.damping
+                self._kept(outputs, cotangents)
+            else:
+                for group in groups.values():
+                    self._contract(group, damping, t, outputs, cotangents)
+            if self.blends:
+                outputs.extend(self.solve.blends([step for step, _ in self.blends], damping, t))
+                cotangents.extend(g for _, g in self.blends)
         wanted = [x for x in (damping, t) if x.requires_grad]
         found = [None] * len(wanted)
         if outputs:
-            found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
         found = iter(found)
         by_damping = next(found) if self.needs_damping else None
         by_t = next(found) if self.needs_t else None
@@ -109,29 +130,24 @@ class Tape:
             by_t[..., 0] += self.first_time.reshape(by_t[..., 0].shape).to(by_t)
         return by_damping, by_t
 
-    def _by_damping(self) -> Tensor | None:
-        """The gradient with respect to γ from the coefficients of each size of step, kept with their graphs."""
-        totals: dict[tuple, Tensor] = {}
+    def _kept(self, outputs: list, cotangents: list) -> None:
+        """The coefficients of each size of step as functions of γ, as the solve kept them, and the gradients."""
+        totals: dict[float, Tensor] = {}
         for step, by_matrix, _ in self.steps:
             if by_matrix is not None:
-                key = (self.solve.clock.size(step), step.thetas)
-                totals[key] = totals[key] + by_matrix if key in totals else by_matrix
-        if not totals:
-            return None
-        outputs = [self.solve.by_damping[key] for key in totals]
-        cotangents = [total.to(output) for total, output in zip(totals.values(), outputs, strict=True)]
-        return torch.autograd.grad(outputs, self.solve.damping, cotangents, retain_graph=True)[0]
+                size = self.solve.clock.size(step)
+                totals[size] = totals[size] + by_matrix if size in totals else by_matrix
+        outputs.extend(self.solve.by_damping[size] for size in totals)
+        cotangents.extend(total.to(outputs[0]) for total in totals.values())
 
     def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
         """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""
         clock, method = self.solve.clock, self.solve.method
         steps = [step for step, _, _ in group]
-        columns = ([getattr(step, name) for step in steps] for name in ("interval", "start", "size"))
-        interval, start, size = (_stacked(column, t) for column in columns)
-        sizes, times = clock.affine(t, interval.long(), start, size, method.nodes if self.by_times else ())
+        sizes, times = clock.affine_of(t, steps, method.nodes if self.by_times else ())
         if any(g is not None for _, g, _ in group):
             sizes = align(clock.for_rows(sizes), damping)
-            matrix = method.matrix(damping, sizes, clock.thetas(t, steps))
+            matrix = method.matrix(damping, sizes)
             by_matrix = _filled([g for _, g, _ in group]).to(matrix)
             outputs.append(matrix)
             cotangents.append(by_matrix.sum_to_size(matrix.shape))
@@ -145,12 +161,6 @@ def _filled(gradients: list[Tensor | None]) -> Tensor:
     """Stacked, with zeros for those that are None."""
     known = next(g for g in gradients if g is not None)
     return torch.stack([torch.zeros_like(known) if g is None else g for g in gradients])
-
-
-def _stacked(values: list, t: Tensor) -> Tensor:
-    if isinstance(values[0], Tensor):
-        return torch.stack(values).to(t.device)
-    return torch.tensor(values, dtype=torch.float64, device=t.device)
 
 
 class Checkpoint(torch.autograd.Function):
@@ -235,7 +245,7 @@ def _undo(
     n = solve.method.state_rows
     if isinstance(step.reached, Tensor):
         carried = torch.cat([carried[:n] + _at_reached(step, gradient, solve.samples()), carried[n:]])
-    elif step.reached is not None and not solve.clock.dense:
+    elif step.reached is not None:
         carried = torch.cat([carried[:n] + gradient[step.reached], carried[n:]])
     stayed = None
     if step.accepted is not None:
@@ -245,7 +255,7 @@ def _undo(
     pulled = None
     if graph is None:
         solve.tally.add("evaluation", solve.method.evaluations)
-        if solve.compiled is not None and not step.thetas:
+        if solve.compiled is not None and not step.outputs:
             matrix, times = solve.matrix(step, tape.damping), solve.times(step).detach()
             pulled = tape.pull_compiled("pull", (), point.detach(), matrix, times, carried)
     if pulled is not None:
@@ -253,9 +263,10 @@ def _undo(
         tape.steps.append((step, *found))
     else:
         graph = tape.graph(step, point) if graph is None else graph
+        inner = [s for s in graph.steps if s.outputs]
         cotangents = [carried]
-        if graph.dense is not None:
-            cotangents.append(gradient[step.outputs.start : step.outputs.stop].reshape(graph.dense.shape))
+        for s, columns in zip(inner, graph.columns, strict=True):
+            cotangents.append(tape.interpolated(s, columns, gradient))
         (before,) = tape.pull_back(graph, cotangents)
     return before if stayed is None else before + stayed
 

@@ -42,7 +42,7 @@ class Reversible(torch.autograd.Function):
 
 
 def _kick(solve: Solve, t: Tensor, h: Tensor) -> Stepped:
-    return Stepped(solve.dynamics.evaluate(t, h), None, None)
+    return Stepped(solve.dynamics.evaluate(t, h), None)
 
 
 def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Te
     cotangent = carried
 
     def pull(output: Tensor, h: Tensor, m: Tensor) -> Tensor:
-        found = tape.pull_back(Graph([h, m], tensors, output, None, (step,)), [cotangent])
+        found = tape.pull_back(Graph([h, m], tensors, output, (), (step,)), [cotangent])
         return torch.stack([torch.zeros_like(h) if x is None else x for x in found])
 
     for kick in reversed(range(method.evaluations)):

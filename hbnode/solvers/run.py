@@ -52,7 +52,7 @@ def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE)
     dynamics = Dynamics(field, y0, second_order=settings.method not in RUNGE_KUTTA)
     per_sample = settings.step_control == "sample" and "steps" not in options
     _check_batch(dynamics, t, per_sample, settings)
-    clock = Clock(t, dynamics, per_sample=per_sample, dense=bool(options.get("dense")))
+    clock = Clock(t, dynamics, per_sample=per_sample)
     run = Solve(dynamics, clock, settings, Tally(field, nfe))
     if settings.compile and not _functorch.is_active():
         run.compiled = CompiledSteps.of(dynamics, settings.method, run.method)

@@ -31,7 +31,6 @@ class Splitting:
     """
 
     carries = False
-    has_dense = False
     state_rows = 2
 
     def __init__(self, drifts: Sequence[float], kicks: Sequence[float]) -> None:
@@ -44,7 +43,7 @@ class Splitting:
         """Of the field, in one step."""
         return len(self.kicks)
 
-    def matrix(self, damping: Tensor, step: Tensor, thetas: None = None) -> Tensor:
+    def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """Lengths of the drifts, then decays and weights of the kicks, (..., 3 kicks + 1)."""
         step = step.unsqueeze(-1)
         lengths = step * self.kicks.to(step.device)
@@ -77,7 +76,7 @@ class Splitting:
         for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
             m = decay * m + weight * evaluate(t, h)
             h = self.drift(h, m, drift, activation)
-        return Stepped(torch.stack([h, m]), None, None)
+        return Stepped(torch.stack([h, m]), None)
 
     @staticmethod
     def drift(h: Tensor, m: Tensor, length: Tensor, activation: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -43,12 +43,15 @@ _FIELD_NOT_FINITE = (
 
 @dataclass
 class Graph:
-    """Some steps in a row, or the first evaluation, with what gradients are wanted for: points, coefficients, times."""
+    """Some steps in a row, or the first evaluation, with what gradients are wanted for: points, coefficients, times.
+
+    Steps with outputs inside of them have their columns, which those are interpolated from.
+    """
 
     points: list[Tensor]
     tensors: list[Tensor]
     output: Tensor
-    dense: Tensor | None = None
+    columns: tuple[Tensor, ...] = ()
     steps: tuple[Step, ...] = ()
 
 
@@ -89,6 +92,8 @@ class Solve:
         self._arranged: dict = {}
         self.damping: Tensor | None = None  # a leaf to differentiate coefficients with respect to, and
         self.by_damping: dict | None = None  # those coefficients, with their graphs; None if there is no need
+        shared = self.adaptive and clock.elapsed is not None and settings.gradient != "reversible"
+        self.passes = self.options.dense if shared else False  # output times, or None: where steps are longer
         self._no_times = dynamics.template.new_zeros(len(self.method.nodes))
 
     @property
@@ -118,11 +123,11 @@ class Solve:
             self.knots = sorted({knot for signal in signals for knot in signal.knots})
         return value
 
-    def knots_inside(self, interval: int) -> list[float]:
-        """The knots inside an interval, as fractions of it."""
-        if not self.knots or self.clock.host is None:
+    def knots_inside(self, first: int, last: int) -> list[float]:
+        """The knots between two output times, as fractions of the time between them."""
+        if not self.knots or self.clock.times is None:
             return []
-        begin, end = self.clock.host[interval : interval + 2]
+        begin, end = self.clock.times[first], self.clock.times[last]
         inside = self.knots[bisect_right(self.knots, min(begin, end)) : bisect_left(self.knots, max(begin, end))]
         return sorted((knot - begin) / (end - begin) for knot in inside)
 
@@ -133,23 +138,18 @@ class Solve:
             return self._of_whole_interval(step.whole, damping, differentiable)
         size = None if differentiable else clock.size(step)
         if size is None:
-            sizes, _ = clock.affine(clock.t, step.interval, step.start, step.size, ())
-            thetas = clock.thetas(clock.t, [step])
-            return self.method.matrix(damping, clock.for_rows(sizes), None if thetas is None else thetas[0]).to(
-                template
-            )
-        key = (size, step.thetas)
-        if key not in self._cache:
-            thetas = self.clock.t.new_tensor(step.thetas) if step.thetas else None
+            sizes, _ = clock.affine(clock.t, step.interval, step.start, step.size, (), step.end)
+            return self.method.matrix(damping, clock.for_rows(sizes)).to(template)
+        if size not in self._cache:
             sizes = torch.tensor(size, dtype=torch.float64, device=self.clock.t.device)
             if self.by_damping is not None:
                 with torch.enable_grad():
-                    self.by_damping[key] = self.method.matrix(self.damping, sizes, thetas)
-                matrix = self.by_damping[key].detach().to(template)
+                    self.by_damping[size] = self.method.matrix(self.damping, sizes)
+                matrix = self.by_damping[size].detach().to(template)
             else:
-                matrix = self.method.matrix(damping, sizes, thetas).to(template)
-            self._cache[key] = matrix
-        return self._cache[key]
+                matrix = self.method.matrix(damping, sizes).to(template)
+            self._cache[size] = matrix
+        return self._cache[size]
 
     def _of_whole_interval(self, interval: int, damping: Tensor, differentiable: bool) -> Tensor:
         """The coefficients of a step over a whole interval, for a good many intervals at once."""
@@ -158,7 +158,7 @@ class Solve:
             first = key[1] * TOGETHER
             t = self.clock.t if differentiable else self.clock.t.detach()
             sizes = self.clock.for_rows(t[..., first : first + TOGETHER + 1].diff().movedim(-1, 0))
-            self._cache[key] = self.method.matrix(damping, sizes, None).to(self.dynamics.template).unbind(0)
+            self._cache[key] = self.method.matrix(damping, sizes).to(self.dynamics.template).unbind(0)
         return self._cache[key][interval % TOGETHER]
 
     def arranged(self, step: Step, matrix: Tensor, *, error: bool) -> tuple:
@@ -166,7 +166,7 @@ class Solve:
         size = None if matrix.requires_grad else self.clock.size(step)
         if size is None or _functorch.is_active():
             return self.method.arranged(matrix, error=error)
-        key = (size, step.thetas, error)
+        key = (size, error)
         if key not in self._arranged:
             self._arranged[key] = self.method.arranged(matrix, error=error)
         return self._arranged[key]
@@ -176,15 +176,31 @@ class Solve:
         if not self.dynamics.wants_time:
             return self._no_times
         clock, nodes = self.clock, self.method.nodes
-        if clock.host is not None and not differentiable:
+        if clock.times is not None and not differentiable:
             return clock.stages(step, nodes)
-        _, times = clock.affine(clock.t, step.interval, step.start, step.size, nodes)
+        _, times = clock.affine(clock.t, step.interval, step.start, step.size, nodes, step.end)
         return clock.for_parts(times).to(self.dynamics.template)
 
-    def step(self, point: Tensor, coefficients: tuple, times: Tensor, *, error: bool) -> Stepped:
-        """One step of the method, not counted."""
+    def step(
+        self, point: Tensor, coefficients: tuple, times: Tensor, *, error: bool, columns: bool = False
+    ) -> Stepped:
+        """One step of the method, not counted; with the columns to interpolate from, if asked."""
         evaluate, activation = self.dynamics.evaluate, self.dynamics.activation
-        return self.method.step(point, coefficients, times.unbind(0), evaluate, error=error, activation=activation)
+        if not columns:
+            return self.method.step(point, coefficients, times.unbind(0), evaluate, error=error, activation=activation)
+        found = [point]
+
+        def evaluate_and_keep(t: Tensor, x: Tensor) -> Tensor:
+            found.append(evaluate(t, x).unsqueeze(0))
+            return found[-1].squeeze(0)
+
+        stepped = self.method.step(point, coefficients, times.unbind(0), evaluate_and_keep, error=error)
+        return stepped._replace(columns=torch.cat(found))
+
+    def blends(self, steps: Sequence[Step], damping: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+        """The coefficients of the outputs inside of each of these steps, differentiable in γ and ``t``."""
+        blend = self.method.blend(damping, *self.clock.inside(t, steps)).to(self.dynamics.template)
+        return blend.split([len(step.outputs) for step in steps])
 
     def take(self, point: Tensor, step: Step, damping: Tensor, *, error: bool, differentiable: bool) -> Stepped:
         """Take a step, counted."""
@@ -206,7 +222,7 @@ class Solve:
         by_matrix, by_times = self.wanted
         matrix = self.matrix(step, damping).detach().requires_grad_(by_matrix)
         times = self.times(step).detach().requires_grad_(by_times and self.dynamics.wants_time)
-        if before is None or before.dense is not None or step.thetas:
+        if before is None or before.steps[-1].reached is not None:
             start = point.detach().requires_grad_()
             before = Graph([start], [], start)
         self.tally.add("evaluation", self.method.evaluations)
@@ -216,7 +232,8 @@ class Solve:
         stepped = self.watched(lambda: self._take(before.output, step, matrix, times, error=error), inputs)
         step.random = None if all(map(torch.equal, state, random_state(device))) else state
         tensors = [*before.tensors, *(x for x in (matrix, times) if x.requires_grad)]
-        graph = Graph(before.points, tensors, stepped.point, stepped.dense, (*before.steps, step))
+        columns = before.columns if stepped.columns is None else (*before.columns, stepped.columns)
+        graph = Graph(before.points, tensors, stepped.point, columns, (*before.steps, step))
         return Stepped(*(None if x is None else x.detach() for x in stepped)), graph
 
     def watched(self, evaluate: Callable[[], Stepped], inputs: Sequence[Tensor]) -> Stepped:
@@ -239,12 +256,13 @@ class Solve:
 
     def _take(self, point: Tensor, step: Step, matrix: Tensor, times: Tensor, *, error: bool) -> Stepped:
         """A step, compiled if it can be."""
-        if self.compiled is not None and not step.thetas:
+        if self.compiled is not None and not step.outputs:
             stepped = self.compiled.run("step", (error,), point, matrix, times)
             if stepped is not None:
                 return stepped
             self.compiled = None
-        return self.step(point, self.arranged(step, matrix, error=error), times, error=error)
+        coefficients = self.arranged(step, matrix, error=error)
+        return self.step(point, coefficients, times, error=error, columns=bool(step.outputs))
 
     def first_size(self, point: Tensor, interval: int = 0) -> float:
         """Size of the first step, from the beginning of an interval."""
@@ -314,7 +332,7 @@ class Solve:
         """The time at which a step starts, or a fraction of it later; of the first sample that moves, unless given."""
         if sample is None:
             sample = int((step.size > 0).nonzero()[0]) if isinstance(step.size, Tensor) else 0
-        t = _functorch.plain(self.clock.ends(self.clock.t))
+        t = _functorch.plain(self.clock.t)
         t = t if t.dim() == 1 else t[sample]
         interval, start, size = (
             x[sample] if isinstance(x, Tensor) else x for x in (step.interval, step.start, step.size)

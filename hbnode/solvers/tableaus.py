@@ -24,9 +24,6 @@ class NystromTableau:
         b_velocity: b', s weights.
         error: b minus the embedded b, s weights.
         error_velocity: b' minus the embedded b', s weights.
-        dense: rows of polynomials, :math:`b_i(\theta) = \sum_k` ``dense[i][k]`` :math:`\theta^k`, with
-            :math:`u(\theta) = u_0 + \theta H u'_0 + \theta^2 H^2 \sum_i b_i(\theta) g_i`; None if the pair has none.
-        dense_velocity: the same for :math:`u'(\theta) = u'_0 + \theta H \sum_i b'_i(\theta) g_i`.
     """
 
     order: int
@@ -36,8 +33,6 @@ class NystromTableau:
     b_velocity: Row
     error: Row
     error_velocity: Row
-    dense: tuple[Row, ...] | None = None
-    dense_velocity: tuple[Row, ...] | None = None
 
     @property
     def b(self) -> Row:
@@ -83,8 +78,7 @@ RKN4 = NystromTableau(
     error_velocity=_minus((1 / 14, 32 / 81, 250 / 567, 5 / 54), (13 / 21, -20 / 27, 275 / 189, -1 / 3)),
 )
 
-# RKN6(4)6FD and its interpolant, of order 6 in the position and 5 in the velocity, of Dormand and Prince,
-# Runge-Kutta-Nystrom triples, Comput. Math. Appl. 13 (1987) 937-949.
+# RKN6(4)6FD of Dormand and Prince, Runge-Kutta-Nystrom triples, Comput. Math. Appl. 13 (1987) 937-949.
 _R = math.sqrt(8581)
 _RKN6_B = (
     329 / 4212,
@@ -134,46 +128,6 @@ RKN6 = NystromTableau(
             6950 / 17901,
             -1 / 10,
         ),
-    ),
-    dense=(
-        (2106 / 4212, -5244 / 4212, 6386 / 4212, -3819 / 4212, 900 / 4212),
-        (0, 0, 0, 0, 0),
-        (
-            0,
-            18 * (81356461 + 25954829 * _R) / 22529243880,
-            (22190560391 - 1109665151 * _R) / 22529243880,
-            -6 * (4929647204 - 156109769 * _R) / 22529243880,
-            1800 * (5860823 - 152228 * _R) / 22529243880,
-        ),
-        (
-            0,
-            18 * (81356461 - 25954829 * _R) / 22529243880,
-            (22190560391 + 1109665151 * _R) / 22529243880,
-            -6 * (4929647204 + 156109769 * _R) / 22529243880,
-            1800 * (5860823 + 152228 * _R) / 22529243880,
-        ),
-        (0, 39000 / 17901, -124000 / 17901, 130200 / 17901, -45000 / 17901),
-        (0, -117 / 110, 757 / 220, -823 / 220, 15 / 11),
-    ),
-    dense_velocity=(
-        (1, -15732 / 4212, 25544 / 4212, -19095 / 4212, 5400 / 4212),
-        (0, 0, 0, 0, 0),
-        (
-            0,
-            27 * (81356461 + 25954829 * _R) / 11264621940,
-            2 * (22190560391 - 1109665151 * _R) / 11264621940,
-            -15 * (4929647204 - 156109769 * _R) / 11264621940,
-            5400 * (5860823 - 152228 * _R) / 11264621940,
-        ),
-        (
-            0,
-            27 * (81356461 - 25954829 * _R) / 11264621940,
-            2 * (22190560391 + 1109665151 * _R) / 11264621940,
-            -15 * (4929647204 + 156109769 * _R) / 11264621940,
-            5400 * (5860823 + 152228 * _R) / 11264621940,
-        ),
-        (0, 117000 / 17901, -496000 / 17901, 651000 / 17901, -270000 / 17901),
-        (0, -702 / 220, 3028 / 220, -4115 / 220, 1800 / 220),
     ),
 )
 

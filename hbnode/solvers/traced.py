@@ -78,7 +78,7 @@ def _native(
     evaluate = _evaluation(dynamics)
     sizes, times = _sizes(dynamics, t, steps), _stages(dynamics, t, steps, method.nodes)
     damping = dynamics.damping.to(sizes)
-    matrices = method.matrix(damping, align(sizes, damping), None).to(template).unbind(0)
+    matrices = method.matrix(damping, align(sizes, damping)).to(template).unbind(0)
     point, trajectory = rows, [rows]
     if method.carries:
         start = spread(t[..., 0].to(template), template.dim(), template.dim()) if t.dim() == 2 else t[0].to(template)
