@@ -151,12 +151,13 @@ def _units(damping: Tensor, step: Tensor) -> Tensor:
 def _interpolant(tableau: NystromTableau) -> Tensor:
     r"""Polynomials :math:`\ell_i` with :math:`u''(\theta) \approx \sum_i \ell_i(\theta) g_i`: (powers, stages).
 
-    The weights b' are those of the quadrature that interpolates g at the nodes where they are not 0. So the same
-    polynomial, integrated from 0 to :math:`\theta`, gives a continuous u and u' that end where the step ends: of one
-    order less than c has such nodes in u (for RKN6 this is the interpolant of Dormand and Prince), and one less in u'.
-    RKN8 ends with two stages at the time 1, of which only the first has a weight. The second may take over a part of it,
-    that for which :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` too, the condition which else is
-    missed by most; the remaining one of the next order is then off by 1e-8.
+    The weights b' are those of the quadrature that interpolates g at the nodes where b' is not 0. The same polynomial,
+    integrated from 0 to :math:`\theta` only, gives u' and u, which end where the step ends. For RKN6 this is the
+    interpolant of Dormand and Prince.
+
+    RKN8 has two stages at the end of the step, of which only the first has a weight. The second takes over as much of
+    it as makes :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` hold as well, an order condition that is
+    missed by most otherwise. What the conditions of order 7 then still miss is 1e-8.
     """
     c = _vector(tableau.c)
     nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]

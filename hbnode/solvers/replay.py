@@ -68,9 +68,7 @@ class Tape:
             blend = step.blend.detach().requires_grad_(self.by_matrix)
             inside = interpolate(columns, blend)
         wanted = [x for x in (columns, blend) if x.requires_grad]
-        of_columns, *of_blend = torch.autograd.grad(
-            inside, wanted, gradient[step.outputs.start : step.outputs.stop]
-        )
+        of_columns, *of_blend = torch.autograd.grad(inside, wanted, gradient[step.outputs.start : step.outputs.stop])
         self.blends.extend((step, g) for g in of_blend)
         return of_columns
 

@@ -181,9 +181,7 @@ class Solve:
         _, times = clock.affine(clock.t, step.interval, step.start, step.size, nodes, step.end)
         return clock.for_parts(times).to(self.dynamics.template)
 
-    def step(
-        self, point: Tensor, coefficients: tuple, times: Tensor, *, error: bool, columns: bool = False
-    ) -> Stepped:
+    def step(self, point: Tensor, coefficients: tuple, times: Tensor, *, error: bool, columns: bool = False) -> Stepped:
         """One step of the method, not counted; with the columns to interpolate from, if asked."""
         evaluate, activation = self.dynamics.evaluate, self.dynamics.activation
         if not columns:
