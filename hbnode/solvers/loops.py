@@ -94,10 +94,10 @@ def _adaptive(
     n = solve.method.state_rows
     controller = Controller(solve.method.error_order)
     outputs = _Outputs(solve, damping, point[:n], differentiable)
-    route = Route(solve, intervals)
-    if not route.done:
-        route.choose(solve.first_size(point, intervals.start))
-    failures = 0
+    route, failures = Route(solve, intervals), 0
+    size = solve.first_size(point, intervals.start) if intervals else 0.0
+    if intervals:
+        route.choose(size)
     while not route.done:
         step = route.step()
         solve.step_size = route.size

@@ -11,7 +11,8 @@ from hbnode.solvers.forcing import Plan
 if TYPE_CHECKING:
     from hbnode.solvers.stepping import Solve
 
-LONGER = 1.1  # than the interval in which it begins is a step that passes output times
+LONGER = 1.5  # than the interval in which it begins is the first step that passes output times,
+AS_LONG = 1.0  # and every one that follows
 SAME = 1e-14  # times no further apart than this, as a fraction of the span, are one
 
 
@@ -66,7 +67,7 @@ class Route:
         past = self._passes(size, shorter)
         if not past:
             if self.past or self.plan is None:
-                length, knots = self.clock.lengths[self.interval], None
+                length = self.clock.lengths[self.interval]
                 knots = self.solve.knots_inside(self.interval, self.interval + 1)
                 self.plan = _from(Plan(length, knots, self.solve.most_knots), self.start)
                 shorter = False
@@ -79,12 +80,13 @@ class Route:
         if self.whole is None or self.interval == self.last - 1:
             return False
         length = self.clock.lengths[self.interval]
+        least = (AS_LONG if self.past else LONGER) * length
         if not self.past:
-            if self.solve.passes is None and size <= LONGER * length:
+            if self.solve.passes is None and size <= least:
                 return False
             _from(self.whole, (self.clock.elapsed[self.interval] + self.start * length) / self.span)
         self.whole.choose(size, shorter=shorter and self.past, uneven=self.uneven)
-        return self.solve.passes is True or self.whole.fraction * self.span > LONGER * length
+        return self.solve.passes is True or self.whole.fraction * self.span > least
 
     def step(self) -> Step:
         """The next step."""
