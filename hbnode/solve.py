@@ -44,8 +44,10 @@ def odeint(
 ) -> State | tuple[Tensor, State]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
-    The native methods step exactly onto the output times. A step is accepted when the root mean square, over all
-    elements of the whole batch and of h and m together, of (error / (atol + rtol * max \|y\|)) is at most 1.
+    Where output times are further apart than the steps, the native methods step exactly onto them. Where a step would
+    be longer than one and a half intervals between them, steps pass them, and the outputs inside of a step are
+    interpolated, within the tolerance and without a further evaluation. A step is accepted when the root mean square,
+    over all elements of the whole batch and of h and m together, of (error / (atol + rtol * max \|y\|)) is at most 1.
 
     References:
         The methods' papers stand with their coefficients, in ``hbnode/solvers/tableaus.py``; their idea in
@@ -58,12 +60,12 @@ def odeint(
             own), returns d state/dt in the structure of the state. One of hbnode's fields, any module, or a function.
         y0: state at ``t[0]``: a floating tensor (batch, ...), or a tuple of them.
         t: times (T,), strictly increasing or decreasing, or for native methods (batch, T), a row for each sample, in
-            which times may repeat. A tensor that requires a gradient gets it: that of the map in which steps are
-            constant fractions of their output interval. (Of torchdiffeq's methods, adaptive ones with ``"direct"``
-            give that of their interpolation, a good deal less exact than their values.)
-        method: None picks a native method: for HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``
-            (``"nystrom6"`` for dense output); for all others ``"tsit5"``, and for an HBNODE with a constant damping
-            above 1000 over the length of the solve, or with hooks or a forward or ``__call__`` that was changed.
+            which times may repeat. A tensor that requires a gradient gets it: that of the map in which each step ends
+            at a constant fraction of the output interval that it ends in. (Of torchdiffeq's methods, adaptive ones with
+            ``"direct"`` give that of their interpolation, a good deal less exact than their values.)
+        method: None picks a native method: for HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``; for
+            all others ``"tsit5"``, and for an HBNODE with a constant damping above 1000 over the length of the solve,
+            or with hooks or a forward or ``__call__`` that was changed.
             Native on a fixed grid, for HBNODE and GHBNODE, and exactly reversible: ``"leapfrog"`` (order 2),
             ``"blanes_moan4"``. Of torchdiffeq: ``"dopri5"``, ``"dopri8"``, ``"bosh3"``, ``"fehlberg2"``,
             ``"adaptive_heun"``; on a fixed grid ``"euler"``, ``"midpoint"``, ``"heun2"``, ``"heun3"``, ``"rk4"``,
@@ -77,8 +79,9 @@ def odeint(
             torch.func. ``"reversible"`` undoes the steps of the splitting methods, and stores outputs only.
             ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the steps.
         options: of native methods ``{"steps": n}``, n equal steps in each output interval, whatever the tolerances;
-            ``{"dense": True}``, outputs by the interpolant of ``"nystrom6"`` (order 6 in h, 5 in m) or ``"tsit5"``
-            (order 4) instead of steps onto them; ``first_step``, ``max_step`` and ``min_step``, lengths of time (a
+            ``{"dense": True}`` or ``False``, steps that always or never pass output times (None: where they are longer
+            than the intervals; neither ``step_control="sample"`` nor t of shape (batch, T) can pass them);
+            ``first_step``, ``max_step`` and ``min_step``, lengths of time (a
             ``max_step`` is what finds pulses of f that are narrower than a tenth of the time span); and
             ``max_nfe``, evaluations after which a solve is given up. Of torchdiffeq's methods: its own options,
             ``steps`` as above, and ``{"land": True}``: adaptive methods step exactly onto the output times. By
