@@ -1,11 +1,11 @@
-"""That the benchmarks of the recurrent layers run and write what they measured."""
+"""That benchmarks run and write what they measured."""
 
 import json
 
 import pytest
 import torch
 
-from benchmarks import recurrent
+from benchmarks import dense, recurrent
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -79,3 +79,13 @@ def test_wrong_options_end_it(wrong, capsys):
     with pytest.raises(SystemExit):
         recurrent.main(wrong)
     assert "error" in capsys.readouterr().err
+
+
+def test_many_outputs(tmp_path):
+    out = tmp_path / "dense.json"
+    dense.main(["--quick", "--repeats", "1", "--out", str(out)])
+    machine, *problems = json.loads(out.read_text()).values()
+    assert machine["threads"] == 1
+    for rows in problems:
+        assert rows[0]["ratio"] == 1.0
+        assert all(row["gradient_difference"] < 0.1 for row in rows)
