@@ -115,7 +115,9 @@ def _compiled(scan: Scan, *of: object) -> tuple[Callable, Callable, Callable]:
 def _program(method: types.MethodType) -> Callable:
     """A compiled method; its code is a copy, because how often code is compiled anew for other shapes is limited."""
     function = method.__func__
-    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    copied = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
     return torch.compile(types.MethodType(copied, method.__self__), dynamic=False)
 
 
