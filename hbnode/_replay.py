@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.nets import SolveDropout
+from hbnode.signal import checking_later
 
 _REFUSED_DROPOUT = (
     "{name} is in training mode inside a solve, where each evaluation would draw another mask and no step size would "
@@ -29,7 +30,8 @@ def solving(field: Callable) -> Iterator[None]:
     for module in drawing:
         module.mask, module.solving = None, True
     try:
-        yield
+        with checking_later():
+            yield
     finally:
         for module in drawing:
             module.solving = False
@@ -82,7 +84,8 @@ class Replay:
         tensors = [(kept, name, kept.get(name)) for kept, name, _ in self.tensors]
         try:
             _restore(self.modes, self.masks, self.tensors)
-            yield
+            with checking_later():
+                yield
         finally:
             _restore(modes, masks, tensors)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +36,9 @@ class Signal(nn.Module):
     Differentiable with respect to the query times and the samples u (not the sample times).
 
     Adaptive native methods know the sample times inside a solve: their steps end on them, or pass only a few.
+
+    On a GPU a query does not wait for the device: inside a solve a query outside of the samples gives NaN, and the
+    solver, which does not accept NaN, raises the error.
 
     Arguments:
         t: sample times (T,), strictly increasing, floating point.
@@ -87,17 +92,22 @@ class Signal(nn.Module):
             asked.append(self)
         if self.outside == "hold":
             t = t.clamp(self.t[0], self.t[-1])
-        elif bool(self._is_outside(t).any()):
-            worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
-            raise ValueError(
-                f"the signal was asked for t={float(worst):g}, outside of its samples "
-                f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: give it samples that reach further, or "
-                "Signal(..., outside='hold'). (Adaptive methods of torchdiffeq look past the ends of a solve, "
-                "but for options={'land': True}.)"
-            )
+        elif t.is_cpu or not (_queries.solves or torch.compiler.is_compiling()):
+            self.refuse_outside(t)
+        else:
+            _queries.last.append((self, t.detach()))
+        shape = t.shape + self.u.shape[1:]
+        t = t.reshape(-1)  # an index of no dimension would be read by the host
         left = (torch.searchsorted(self.t, t.detach().to(self.t.dtype), right=True) - 1).clamp(0, len(self.t) - 2)
-        width = self.t[left + 1] - self.t[left]
-        s = _align((t - self.t[left]) / width, self.u)
+        start = self.t[left]
+        width = self.t[left + 1] - start
+        s = (t - start) / width
+        if not t.is_cpu:
+            s = torch.where(self._is_outside(t), torch.nan, s)
+        return self._between(left, width, _align(s, self.u)).reshape(shape)
+
+    def _between(self, left: Tensor, width: Tensor, s: Tensor) -> Tensor:
+        """The signal at the fractions ``s`` of the intervals that begin with the samples ``left``."""
         u0, u1 = self.u[left], self.u[left + 1]
         if self.kind == "linear":
             return u0 + s * (u1 - u0)
@@ -113,6 +123,18 @@ class Signal(nn.Module):
         slack = max(torch.finfo(dtype).eps for dtype in dtypes) * max(abs(self.knots[0]), abs(self.knots[-1]))
         return (t < self.t[0] - slack) | (t > self.t[-1] + slack)
 
+    def refuse_outside(self, t: Tensor) -> None:
+        """Raise if one of the times lies outside of the samples."""
+        if not bool(self._is_outside(t).any()):
+            return
+        worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
+        raise ValueError(
+            f"the signal was asked for t={float(worst):g}, outside of its samples "
+            f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: give it samples that reach further, or "
+            "Signal(..., outside='hold'). (Adaptive methods of torchdiffeq look past the ends of a solve, "
+            "but for options={'land': True}.)"
+        )
+
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
         return f"samples={len(self.t)}, kind={self.kind!r}, outside={self.outside!r}"
@@ -121,3 +143,32 @@ class Signal(nn.Module):
 def _align(x: Tensor, u: Tensor) -> Tensor:
     """``x`` of the shape of the query, with a dimension of 1 for each trailing one of ``u``."""
     return x.reshape(x.shape + (1,) * (u.dim() - 1)).to(u.dtype)
+
+
+class _Queries(threading.local):
+    """What the solves that run in this thread have asked signals for, not yet checked."""
+
+    def __init__(self) -> None:
+        self.solves = 0
+        self.last: deque[tuple[Signal, Tensor]] = deque(maxlen=256)
+
+
+_queries = _Queries()
+
+
+@contextmanager
+def checking_later() -> Iterator[None]:
+    """Inside of a solve: a query outside of a signal gives NaN, which the solver does not accept."""
+    _queries.solves += 1
+    try:
+        yield
+    finally:
+        _queries.solves -= 1
+        if not _queries.solves:
+            _queries.last.clear()
+
+
+def refuse_queries_outside() -> None:
+    """Where a solve has failed: raise if it was a signal that was asked for a time outside of its samples."""
+    for signal, t in list(_queries.last):
+        signal.refuse_outside(t)

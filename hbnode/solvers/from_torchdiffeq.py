@@ -22,6 +22,7 @@ from hbnode._state import State, apply, is_equal, is_finite, like, parts
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.gradients import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.nfe import NFE, Tally, backward_pass
+from hbnode.signal import refuse_queries_outside
 from hbnode.solvers._torchdiffeq_options import (
     ADAPTIVE,
     FIXED,
@@ -269,7 +270,8 @@ class _WatchedField:
         self.first = None
 
     def failure(self, kind: type[SolverError], message: str, t: Tensor | None = None) -> SolverError:
-        """An error that knows where the solve was."""
+        """An error that knows where the solve was; a signal that was asked for too much is named instead."""
+        refuse_queries_outside()
         if t is None:
             t = self.recent[-1][0] if self.recent else torch.tensor(math.nan)
         return kind(

@@ -17,7 +17,7 @@ from hbnode._replay import random_state
 from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.gradients import closed_over_leaves, refuse_unknown
 from hbnode.nfe import Tally, backward_pass
-from hbnode.signal import listening
+from hbnode.signal import listening, refuse_queries_outside
 from hbnode.solvers import forcing
 from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import Programs
@@ -439,7 +439,8 @@ class Solve:
         return now
 
     def failure(self, kind: type[SolverError], message: str, t: float) -> SolverError:
-        """An error that knows where the solve was."""
+        """An error that knows where the solve was; a signal that was asked for too much is named instead."""
+        refuse_queries_outside()
         return kind(f"{message} (method {self.name!r})", t=t, step_size=self.step_size, nfe=self.tally.nfe.total)
 
 
