@@ -37,7 +37,7 @@ class Intervals:
                 "gradient='adjoint' gives no gradient with respect to times of each sample's own, and these require "
                 "one. Fix: gradient='direct', or t.detach()."
             )
-        self.t = checked_times(t.to(torch.float64), t.device, rows=True)
+        self.t = checked_times(t.to(torch.float64), t.device, rows=True)  # on the host
         resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
         self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()
         self.run = None
@@ -45,8 +45,8 @@ class Intervals:
         if native and self.settings.gradient == "direct" and not _functorch.is_active():
             self.run = run.prepare(field, y0, self.t, self.settings, NFE())
             self.run.interrupted = True
+            self.damping = run.damping_of(self.run)
             self.longest = self.run.max_step
-            self.damping = self.run.dynamics.damping.to(self.t.device, torch.float64)
 
     def advance(self, interval: int, state: State) -> State:
         """The state at the end of an interval from that at its beginning."""
@@ -58,9 +58,10 @@ class Intervals:
         if self.resting[interval] and self.settings.step_control == "batch":
             # whoever stays must not count in the error of the common step
             moving = (t.diff() != 0)[:, 0].nonzero()[:, 0]
-            moved = self._solve(apply(lambda part: part[moving], state), t[moving])
+            rows = moving.to(parts(state)[0].device)
+            moved = self._solve(apply(lambda part: part[rows], state), t[moving])
             pairs = zip(parts(state), parts(moved), strict=True)
-            new = tuple(part.index_copy(0, moving, there) for part, there in pairs)
+            new = tuple(part.index_copy(0, rows, there) for part, there in pairs)
             return new[0] if isinstance(state, Tensor) else new
         if self.run is None:
             return self._solve(state, t)

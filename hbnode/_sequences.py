@@ -35,20 +35,20 @@ class Sequences:
             raise TypeError(f"x must be floating point, got {x.dtype}. Fix: x.float().")
         self.total = x.shape[1]
         t = self._times(t, x)
-        valid = None if lengths is None else self._valid(lengths, x)
-        observed = None if mask is None else _observed(mask, x)
+        valid = observed = None
+        if lengths is not None:
+            valid, longest = self._valid(lengths, x)
+        if mask is not None:
+            observed = _observed(mask, x)
         if valid is not None:
-            longest = int(valid.sum(1).max())
             x, t, valid = x[:, :longest], t[:, :longest], valid[:, :longest]
             observed = valid.unsqueeze(-1) if observed is None else observed[:, :longest] & valid.unsqueeze(-1)
             last = t.gather(1, valid.sum(1, keepdim=True) - 1)
             t = torch.where(valid, t, last)
         self.valid, self.t = valid, t
-        self._check_times()
         self.x = x if observed is None else torch.where(observed, x, 0.0)
         self.seen = None if observed is None else observed.any(-1)
-        if not bool(torch.isfinite(self.x.detach()).all()):
-            raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
+        self._check_values()
 
     @property
     def window(self) -> Tensor:
@@ -82,8 +82,9 @@ class Sequences:
         return t.to(x.device).expand(shape)
 
     @staticmethod
-    def _valid(lengths: Tensor, x: Tensor) -> Tensor:
-        lengths = torch.as_tensor(lengths, device=x.device)
+    def _valid(lengths: Tensor, x: Tensor) -> tuple[Tensor, int]:
+        """Which samples are none of the padding, and the greatest length."""
+        lengths = torch.as_tensor(lengths).cpu()
         batch, total = x.shape[:2]
         if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise ValueError(
@@ -92,21 +93,26 @@ class Sequences:
             )
         if not bool(((lengths >= 1) & (lengths <= total)).all()):
             raise ValueError(f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones.")
-        return torch.arange(total, device=x.device) < lengths.unsqueeze(1)
+        return (torch.arange(total) < lengths.unsqueeze(1)).to(x.device), int(lengths.max())
 
-    def _check_times(self) -> None:
+    def _check_values(self) -> None:
+        """Of times and samples, with one synchronisation."""
         t = self.t.detach()
-        if not bool(torch.isfinite(t).all()):
-            raise ValueError("t is not finite before the padding. Fix: every sample needs a time, observed or not.")
         rising = t.diff() > 0
         rising = rising if self.valid is None else rising | ~self.valid[:, 1:]
-        if not bool(rising.all()):
+        checks = (torch.isfinite(t), rising, torch.isfinite(self.x.detach()))
+        finite, increasing, observed = torch.stack([check.all() for check in checks]).tolist()
+        if not finite:
+            raise ValueError("t is not finite before the padding. Fix: every sample needs a time, observed or not.")
+        if not increasing:
             row, i = (int(index) for index in (~rising).nonzero()[0])
             raise ValueError(
                 f"t must increase strictly, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
                 f"{float(t[row, i + 1]):.9g}. Fix: sort the samples and merge those of one time, pass lengths= if the "
                 f"rest is padding, or give large times in float64 (these are {self.t.dtype})."
             )
+        if not observed:
+            raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
 
 
 def _observed(mask: Tensor, x: Tensor) -> Tensor:

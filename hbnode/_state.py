@@ -24,7 +24,12 @@ def apply(function: Callable[[Tensor], Tensor], state: State) -> State:
 
 def is_finite(state: State) -> bool:
     """Whether all elements are."""
-    return all(bool(torch.isfinite(part).all()) for part in parts(state))
+    return bool(all_finite(state))
+
+
+def all_finite(state: State) -> Tensor:
+    """Whether all elements are, without a synchronisation."""
+    return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 
 def is_equal(a: State, b: State) -> bool:

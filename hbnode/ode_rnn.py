@@ -293,14 +293,14 @@ class ODERNN(nn.Module):
         shape = state.h.shape[:-1]
         self._check_state(state, shape)
         if not isinstance(dt, Tensor):
-            dt = torch.tensor(dt, dtype=torch.float64, device=state.h.device)
+            dt = torch.tensor(dt, dtype=torch.float64)
         if dt.dim() == 0 or dt.shape[-1] == 0 or (dt.dim() > 1 and dt.shape[:-1] != shape):
             raise ValueError(
                 f"dt must be (K,) or (*batch, K) with batch {tuple(shape)}, got {tuple(dt.shape)}. Fix: [0.5, 1.0]."
             )
-        dt = dt.to(state.h.device).expand(*shape, -1)
         if not bool((dt[..., :1] >= 0).all() & (dt.diff() >= 0).all()):
             raise ValueError("dt must increase and not be negative: it is time after that of the state. Fix: sort it.")
+        dt = dt.to(state.h.device).expand(*shape, -1)
         t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
         times = torch.cat([t, t + dt], -1)
         return self._forecast(state, times.flatten(0, -2), shape)

@@ -346,7 +346,10 @@ def _made_state(y0: object, field: Callable) -> str:
 
 
 def checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bool) -> Tensor:
-    """Finite, ordered times as a tensor: (T,), or (batch, T) if each sample may have a row of its own."""
+    """Finite, ordered times as a tensor: (T,), or (batch, T) if each sample may have a row of its own.
+
+    Native methods (``rows``) have them on the host, which plans the steps; torchdiffeq's on the device of the state.
+    """
     if not isinstance(t, Tensor):
         if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
             fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
@@ -368,11 +371,12 @@ def checked_times(t: Tensor | Sequence[float], device: torch.device, *, rows: bo
         )
     if t.shape[-1] == 0:
         raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: [0.0, 1.0].")
-    values = t.detach().cpu()
+    on_host = t.cpu()
+    values = on_host.detach()
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"t must be finite, got {values.tolist()}. Fix: drop the infinite times and the NaNs.")
     _check_order(values)
-    return t.to(device) if t.dim() == 2 or not rows else t
+    return on_host if rows else t.to(device)
 
 
 def _check_order(t: Tensor) -> None:

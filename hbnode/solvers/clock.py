@@ -49,7 +49,7 @@ class Clock:
     """Turns steps into step sizes and times of stages.
 
     Arguments:
-        t: times (T,), or (batch, T) for a time of its own for each sample.
+        t: times (T,), or (batch, T) for a time of its own for each sample; on the host.
         dynamics: whose rows the step sizes broadcast with.
         per_sample: whether every sample has steps of its own.
     """
@@ -60,7 +60,7 @@ class Clock:
         self.shared = t.dim() == 1
         self.per_sample = per_sample
         self.t = t.to(self.template.device if self.has_batch else "cpu", torch.float64)
-        grid = _functorch.plain(self.t)
+        grid = _functorch.plain(t).to(torch.float64)
         self.times = None if self.has_batch else grid.tolist()
         self.elapsed = (grid - grid[0]).abs().tolist() if self.times and grid.dim() == 1 else None
         self.furthest = float(grid.abs().max()) if grid.numel() else 0.0

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hbnode._checks import CHANGES_INPUT
 from hbnode._replay import Replay, autocast_of, solving
-from hbnode._state import State, apply, is_equal, is_finite, like, parts
+from hbnode._state import State, all_finite, apply, is_equal, is_finite, like, parts
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.gradients import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.nfe import NFE, Tally, backward_pass
@@ -133,7 +133,7 @@ class _WatchedField:
         self.adjoint = adjoint
         self.reports_steps = reports_steps  # if not, max_steps limits the evaluations
         self.known: frozenset[int] = frozenset()  # ids of the tensors that the adjoint differentiates
-        self.decreasing = len(t) > 1 and bool(t[1] < t[0])
+        finite, self.decreasing = torch.stack([all_finite(y0), (t[:2].diff() < 0).any()]).tolist()
         self.dtype = parts(y0)[0].dtype
         self.recent: deque[tuple[Tensor, State]] = deque(maxlen=32)  # the evaluations since the last step began
         self.first: tuple[Tensor, State, State] | None = None  # an evaluation made ahead of the solver
@@ -142,7 +142,7 @@ class _WatchedField:
         self.replay: Replay | None = None
         self.autocast = autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
         warn_of_callbacks(field, method, [name for name in CALLBACKS if not hasattr(self, name)])
-        if not is_finite(y0):
+        if not finite:
             raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
 
     def __call__(self, t: Tensor, y: State) -> State:
@@ -199,13 +199,15 @@ class _WatchedField:
     def begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str = "state") -> None:
         """Called before each step of size ``dt`` from ``(t0, y0)``."""
         t0, dt = t0.detach(), dt.detach()
-        self.step_size = float(dt)
-        if not is_finite(y0):
+        stuck = (t0 + dt == t0) | (t0 - dt == t0)
+        numbers = (x.double() for x in (dt, all_finite(y0), stuck))
+        self.step_size, finite, stuck = torch.stack([x.reshape(()) for x in numbers]).tolist()  # one synchronisation
+        if not finite:
             self._blame_field()
             hint = "a field that grows without bound" if what == "state" else "a loss whose gradient is not finite"
             raise self.failure(NonFiniteError, f"the {what} is not finite. Look for: {hint}", t0)
         if self.method in ADAPTIVE:
-            self._check_step_size(t0, dt, what)
+            self._check_step_size(t0, bool(stuck), what)
         self.recent.clear()
 
     def own_time(self, t0: Tensor) -> Tensor:
@@ -218,8 +220,8 @@ class _WatchedField:
         if callback is not None:
             callback(t0, y0, dt)
 
-    def _check_step_size(self, t0: Tensor, dt: Tensor, what: str) -> None:
-        if bool((t0 + dt == t0) | (t0 - dt == t0)):
+    def _check_step_size(self, t0: Tensor, stuck: bool, what: str) -> None:
+        if stuck:
             self._blame_field()
             if self.step_size == 0:  # what torchdiffeq makes of an error estimate that is not a number
                 raise self.failure(

@@ -33,18 +33,15 @@ class PerSample:
         self.failures = torch.zeros_like(self.interval)
         self.outputs = point[: self.rows].unsqueeze(0).repeat(len(intervals) + 1, *[1] * point.dim())
         self.controller = SampleController(solve.method.error_order, self.start)
-        norm = solve.norms(point.detach().double())
-        size = first_size(norm[0], norm[-1], solve.rtol, solve.atol, solve.method)
-        finite = torch.isfinite(norm).all(0)
-        if not bool(finite.all()):
-            sample = int((~finite).nonzero()[0])
-            solve.check_start(norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
+        self.norm = solve.norms(point.detach().double())
+        size = first_size(self.norm[0], self.norm[-1], solve.rtol, solve.atol, solve.method)
+        self.not_finite = ~torch.isfinite(self.norm).all(0)  # samples whose start is not
         size = torch.where(torch.isfinite(size), size, self.length())
         self.longest = torch.full_like(size, solve.max_step)
         if solve.sees_time:
             ends = (self.first, self.last) if solve.interrupted else (0, -1)
             span = (self.t[:, ends[1]] - self.t[:, ends[0]]).abs()
-            size, longest = forcing.first_step(solve, point, self.first, norm, span, size)
+            size, longest = forcing.first_step(solve, point, self.first, self.norm, span, size)
             self.longest = torch.minimum(self.longest, longest)
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)
@@ -73,7 +70,9 @@ class PerSample:
         """Step until all samples have arrived; one synchronisation a step."""
         solve, running = self.solve, self.last > self.first and len(self.index) > 0
         uneven = solve.sees_time
-        whole = self.first if solve.interrupted and running and bool((self.left <= 1.0).all()) else None
+        whole = None
+        if solve.interrupted and running and self.start.is_cpu:  # elsewhere it would cost more to ask than to compute
+            whole = self.first if bool((self.left <= 1.0).all()) else None
         while running:
             done = self.interval >= self.last
             fraction = torch.where(done, 0.0, (self.stop - self.start) / self.left)
@@ -143,7 +142,11 @@ class PerSample:
         small = small & (self.interval < self.last)
         stuck = (self.failures >= NON_FINITE_ATTEMPTS) | (small & (self.failures > 0))
         done = (self.interval >= self.last).all()
-        moved, underflow, failed, finished = torch.stack([step.accepted.any(), small.any(), stuck.any(), done]).tolist()
+        flags = (step.accepted.any(), small.any(), stuck.any(), done, self.not_finite.any())
+        moved, underflow, failed, finished, bad_start = torch.stack(flags).tolist()
+        if bad_start:
+            sample = int(self.not_finite.nonzero()[0])
+            solve.check_start(self.norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
         solve.tally.add("accepted" if moved else "rejected")
         if moved and record is not None:
             record.append((step, before, None))

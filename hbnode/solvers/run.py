@@ -40,9 +40,10 @@ _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adj
 def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> State:
     """Solve with one of our own methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
     run = prepare(field, y0, t, settings, nfe)
+    damping = damping_of(run)
     _check_damping(run, field)
     with solving(field), no_autocast(run.dynamics.template.device.type):
-        return run.dynamics.state(_trajectory(run, y0, settings))
+        return run.dynamics.state(_trajectory(run, y0, damping, settings))
 
 
 def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> Solve:
@@ -56,9 +57,15 @@ def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE)
     run = Solve(dynamics, clock, settings, Tally(field, nfe))
     if settings.compile and not _functorch.is_active():
         run.compiled = CompiledSteps.of(dynamics, settings.method, run.method)
-    if settings.method in NYSTROM and run.adaptive:
-        run.limit_step(dynamics.damping)
     return run
+
+
+def damping_of(run: Solve) -> Tensor:
+    """γ in float64 where the clock is, once for a solve; it limits the steps of adaptive Nyström methods."""
+    damping = run.dynamics.damping.to(run.clock.t.device, torch.float64)
+    if run.settings.method in NYSTROM and run.adaptive:
+        run.limit_step(damping)
+    return damping
 
 
 def _check_damping(run: Solve, field: Callable) -> None:
@@ -83,11 +90,10 @@ def _check_damping(run: Solve, field: Callable) -> None:
     )
 
 
-def _trajectory(run: Solve, y0: State, settings: Settings) -> Tensor:
+def _trajectory(run: Solve, y0: State, damping: Tensor, settings: Settings) -> Tensor:
     """The rows of the state at the output times, connected to what needs a gradient."""
     dynamics, clock = run.dynamics, run.clock
     rows = torch.stack(dynamics.rows(y0))
-    damping = dynamics.damping.to(clock.t.device, torch.float64)
     if settings.gradient == "direct" or not torch.is_grad_enabled():
         point = run.start(rows)
         differentiable = clock.t.requires_grad and torch.is_grad_enabled()
