@@ -33,8 +33,8 @@ def all_finite(state: State) -> Tensor:
 
 
 def is_equal(a: State, b: State) -> bool:
-    """Whether all elements are."""
-    return all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
+    """Whether all elements are; of states of the same structure and shapes."""
+    return bool(torch.stack([(x == y).all() for x, y in zip(parts(a), parts(b), strict=True)]).all())
 
 
 def describe(state: object) -> str:

@@ -1,8 +1,8 @@
 """A device that does not exist: its tensors say that they are elsewhere, and compute on the CPU.
 
-It shows device errors without a GPU. As on a GPU, an operation refuses to mix its tensors with those of the CPU, a number
-on the CPU may enter pointwise operations only, and whatever the host must know of a tensor's values is a synchronisation,
-which is counted.
+It shows device errors without a GPU. As on a GPU, an operation refuses to mix its tensors with those of the CPU, a
+number on the CPU may enter pointwise operations only, and whatever the host must know of the values of a tensor is a
+synchronisation, which is counted.
 
     with pretended_device() as device:
         block, x = device.move(block), device.move(x)
@@ -23,6 +23,7 @@ aten = torch.ops.aten
 VALUES_TO_HOST = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 SIZES_TO_HOST = {aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # an index may be on the CPU
+LENGTHS_ON_CPU = {aten._pack_padded_sequence, aten._pad_packed_sequence}
 COPIES = {aten._to_copy, aten.copy_}
 
 
@@ -108,13 +109,15 @@ class PretendedDevice(TorchDispatchMode):
             return out
         if func._schema.is_mutable and isinstance(out, torch.Tensor):
             return kwargs["out"] if "out" in kwargs else args[0]
+        if name in LENGTHS_ON_CPU:
+            return Elsewhere(out[0]), out[1]
         return tree_map(lambda x: Elsewhere(x) if isinstance(x, torch.Tensor) else x, out)
 
     @staticmethod
     def _check(func, args, tensors):
         """Refuse what a GPU would refuse."""
         name = func.overloadpacket
-        if name in COPIES or name in INDEXED:
+        if name in COPIES or name in INDEXED or name in LENGTHS_ON_CPU:
             return
         for x in tensors:
             if not isinstance(x, Elsewhere) and (x.dim() > 0 or torch.Tag.pointwise not in func.tags):
@@ -127,8 +130,7 @@ class PretendedDevice(TorchDispatchMode):
         """Whether the host must know how many elements there are, or takes them to the CPU."""
         if name is aten.copy_:
             return not isinstance(args[0], Elsewhere)
-        masks = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-        by_mask = name in masks and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        by_mask = name in INDEXED and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         return name in SIZES_TO_HOST or by_mask
 
 
@@ -145,6 +147,8 @@ def _compute(func, args, kwargs):
 
 
 def _host_reads(device, name):
+    """A method of a tensor that reads its values."""
+
     def read(x):
         device.synchronisations += 1
         return getattr(x.values_on_cpu, name)()

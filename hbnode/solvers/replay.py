@@ -136,7 +136,9 @@ class Tape:
                 size = self.solve.clock.size(step)
                 totals[size] = totals[size] + by_matrix if size in totals else by_matrix
         outputs.extend(self.solve.by_damping[size] for size in totals)
-        cotangents.extend(total.to(outputs[0]) for total in totals.values())
+        if totals:
+            together = torch.stack([*totals.values()]).to(outputs[0])  # one synchronisation
+            cotangents.extend(together.unbind(0))
 
     def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
         """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""

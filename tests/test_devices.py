@@ -1,0 +1,266 @@
+"""Every public entry point on a pretended device: nothing mixes devices, and how often the host waits is counted."""
+
+import pytest
+import torch
+import torchdiffeq
+from torch import nn
+
+import hbnode
+from hbnode import recurrent
+from hbnode.solvers.native import NYSTROM, RUNGE_KUTTA, SPLITTING
+from tests.models import SHAPES, every_model, make_field, make_input
+from tests.momentum_layers import CELLS, RULES
+from tests.pretend_device import pretended_device
+
+ADAPTIVE = [*NYSTROM, *RUNGE_KUTTA]
+A_SOLVE = 3  # synchronisations beside those of its steps: the damping, the first step, and the gradient of the damping
+
+
+@pytest.fixture
+def device():
+    with pretended_device() as device:
+        yield device
+
+
+def train(device, block, *arguments):
+    """The output of a block and its gradients, all of them there; (counts, synchronisations)."""
+    x = device.move(torch.randn(SHAPES["vector"])).requires_grad_()
+    before = device.synchronisations
+    y = block(x, *arguments)
+    y.square().sum().backward()
+    waited = device.synchronisations - before
+    for tensor in (y, x.grad, *(p.grad for p in block.parameters() if p.grad is not None)):
+        assert tensor.is_cuda
+    assert any(p.grad is not None for p in block.parameters())
+    return block.nfe, waited
+
+
+def attempts(nfe):
+    return nfe.steps + nfe.rejected
+
+
+# The device itself
+
+
+def test_the_device_refuses_to_mix_and_counts(device):
+    x = device.move(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match=r"shape \(3,\) is on the CPU"):
+        x + torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"shape \(\) is on the CPU"):
+        torch.stack([x.sum(), torch.tensor(1.0)])
+    assert (x + torch.tensor(1.0)).is_cuda
+    assert torch.zeros(2, device=x.device).is_cuda
+    assert torch.tensor([1.0], device=x.device).is_cuda
+    assert not device.synchronisations
+    for wait in (lambda z: z.tolist(), torch.Tensor.cpu, torch.nonzero, lambda z: float(z[0, 0]), lambda z: z[z > 0]):
+        before = device.synchronisations
+        wait(x)
+        assert device.synchronisations == before + 1
+    assert x[torch.tensor([0])].is_cuda
+    assert device.synchronisations == before + 1
+
+
+# Solves
+
+
+@pytest.mark.parametrize("step_control", ["batch", "sample"])
+@pytest.mark.parametrize("method", [None, *ADAPTIVE])
+def test_an_adaptive_solve_waits_once_for_each_step(device, method, step_control):
+    field = make_field("hbnode").float()
+    block = hbnode.ODEBlock(field, method=method, step_control=step_control, rtol=1e-3, atol=1e-3)
+    nfe, waited = train(device, device.move(block), [0.0, 1.0, 3.0])
+    assert waited <= attempts(nfe) + A_SOLVE
+
+
+@every_model
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+def test_every_model_and_gradient(device, model, gradient):
+    block = hbnode.ODEBlock(make_field(model).float(), rtol=1e-3, atol=1e-3, gradient=gradient)
+    nfe, waited = train(device, device.move(block))
+    backward = nfe.backward_steps + nfe.backward_rejected + A_SOLVE if gradient == "adjoint" else 0
+    assert waited <= attempts(nfe) + A_SOLVE + backward
+
+
+@pytest.mark.parametrize("method", [*ADAPTIVE, *SPLITTING])
+def test_a_fixed_grid_waits_for_its_end_alone(device, method):
+    for gradient in ("checkpoint", "reversible") if method in SPLITTING else ("checkpoint",):
+        options = {"steps": 5}
+        block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, options=options)
+        _, waited = train(device, device.move(block))
+        assert waited <= A_SOLVE + (gradient == "reversible")  # which looks whether it came back to the start
+
+
+@pytest.mark.parametrize("method", ["nystrom6", "tsit5"])
+def test_dense_output(device, method):
+    block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, options={"dense": True})
+    times = device.move(torch.linspace(0, 1, 9))
+    nfe, waited = train(device, device.move(block), times)
+    assert waited <= attempts(nfe) + A_SOLVE + 1  # the times
+
+
+@pytest.mark.parametrize("step_control", ["batch", "sample"])
+def test_times_of_each_samples_own_that_need_a_gradient(device, step_control):
+    block = device.move(hbnode.ODEBlock(make_field("hbnode").float(), step_control=step_control))
+    t = device.move(torch.rand(3, 5).cumsum(1)).requires_grad_()
+    nfe, waited = train(device, block, t)
+    assert t.grad.is_cuda
+    assert waited <= attempts(nfe) + A_SOLVE + 1
+
+
+def test_a_fixed_damping_of_each_channel(device):
+    damping = torch.rand(4)
+    field = hbnode.HBNODE(nn.Linear(4, 4), damping=damping, learn_damping=False)
+    nfe, waited = train(device, device.move(hbnode.ODEBlock(field)))
+    assert waited <= attempts(nfe) + A_SOLVE
+
+
+def of_torchdiffeq_itself(device, field, x, method, gradient, options):
+    """How often torchdiffeq waits by itself, for its coefficients and its control of steps."""
+    extra = {"adjoint_options": {"norm": "seminorm"}} if gradient == "adjoint" else {}
+    solver = torchdiffeq.odeint_adjoint if gradient == "adjoint" else torchdiffeq.odeint
+    before = device.synchronisations
+    t = torch.tensor([0.0, 1.0], dtype=torch.float64, device=x.device)
+    h, _ = solver(field, field.initial_state(x), t, rtol=1e-3, atol=1e-3, method=method, options=options, **extra)
+    h[-1].square().sum().backward()
+    return device.synchronisations - before
+
+
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+@pytest.mark.parametrize(("method", "options"), [("dopri5", None), ("rk4", {"step_size": 0.25})])
+def test_torchdiffeqs_methods_wait_once_more_for_each_step(device, method, options, gradient):
+    field = make_field("hbnode").float()
+    block = hbnode.ODEBlock(field, method=method, gradient=gradient, options=options, rtol=1e-3, atol=1e-3)
+    nfe, waited = train(device, device.move(block))
+    theirs = of_torchdiffeq_itself(
+        device, field, device.move(make_input("vector", torch.float32)), method, gradient, options
+    )
+    passes = 2 if gradient == "adjoint" else 1
+    assert waited <= theirs + attempts(nfe) + nfe.backward_steps + nfe.backward_rejected + 3 * passes
+
+
+def test_a_pair_of_states_of_unlike_shapes(device):
+    y0 = (device.move(torch.ones(2, 3)), device.move(torch.ones(2)))
+    ends = hbnode.odeint(lambda t, y: (-y[0] * t, -y[1]), y0, [0.0, 1.0])
+    assert all(end.is_cuda for end in ends)
+
+
+def test_nfe_vs_tolerance(device):
+    block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(3, 3)))
+    curve = hbnode.nfe_vs_tolerance(block, device.move(torch.randn(2, 3)), [1e-2], reference_tolerance=1e-6)
+    assert curve.error[0] < 1e-2
+
+
+@every_model
+def test_images(device, model):
+    block = device.move(hbnode.ODEBlock(make_field(model, "image").float(), method="tsit5", options={"steps": 1}))
+    assert block(device.move(make_input("image", torch.float32))).is_cuda
+
+
+def test_dropout(device):
+    net = device.move(nn.Sequential(nn.Linear(3, 3), hbnode.nets.SolveDropout(0.5)))
+    assert hbnode.HeavyBallODEBlock(net, rtol=1e-3, atol=1e-3)(device.move(torch.randn(2, 3))).is_cuda
+
+
+# Signals
+
+
+def driven(device, kind="linear", ahead=0.0, **options):
+    """A block whose func asks a signal on [0, 1] for the time so far ahead; the signal is closed over."""
+    t = torch.linspace(0, 1, 9)
+    signal = hbnode.Signal(device.move(t), device.move(t.sin()), kind)
+    func = nn.Linear(4, 4)
+    field = hbnode.HBNODE(lambda t, h: func(h) + signal(t + ahead), damping=0.1, learn_damping=False)
+    field.func_of = device.move(func)  # a parameter to differentiate
+    return hbnode.ODEBlock(field, rtol=1e-3, atol=1e-3, **options)
+
+
+METHODS = {
+    "adaptive": {},
+    "sample": {"step_control": "sample"},
+    "adjoint": {"gradient": "adjoint"},
+    "grid": {"method": "nystrom6", "options": {"steps": 4}},
+    "reversible": {"method": "leapfrog", "gradient": "reversible", "options": {"steps": 4}},
+    "dopri5": {"method": "dopri5", "options": {"land": True}},
+    "rk4": {"method": "rk4", "options": {"steps": 4}},
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [*zip(METHODS, ["linear", "cubic"] * 4, strict=False)])
+def test_a_signal_waits_for_nothing(device, monkeypatch, name, kind):
+    waited, forward = [], hbnode.Signal.forward
+
+    def watched(signal, t):
+        before = device.synchronisations
+        u = forward(signal, t)
+        waited.append(device.synchronisations - before)
+        return u
+
+    monkeypatch.setattr(hbnode.Signal, "forward", watched)
+    nfe, in_all = train(device, driven(device, kind, **METHODS[name]))
+    assert len(waited) == nfe.total
+    assert not any(waited)
+    if name in ("adaptive", "sample"):
+        assert in_all <= attempts(nfe) + A_SOLVE
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_signal_is_not_extrapolated_in_silence(device, name):
+    x = device.move(torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"the signal was asked for t=1\..*outside of its samples \[0, 1\]"):
+        driven(device, ahead=0.3, **METHODS[name])(x)
+
+
+def test_a_signal_outside_of_a_solve_is_checked_at_once(device):
+    signal = hbnode.Signal(device.move(torch.tensor([0.0, 1.0])), device.move(torch.tensor([3.0, 5.0])))
+    with pytest.raises(ValueError, match=r"asked for t=1\.5"):
+        signal(device.move(torch.tensor([0.5, 1.5])))
+
+
+# Sequences
+
+
+@pytest.mark.parametrize("step_control", ["sample", "batch"])
+@pytest.mark.parametrize("field", ["node", "anode", "sonode", "hbnode", "ghbnode"])
+def test_an_ode_rnn_waits_once_for_each_step(device, field, step_control):
+    rnn = device.move(hbnode.ODERNN(3, 8, field=field, rtol=1e-3, atol=1e-3, step_control=step_control))
+    x, t = device.move(torch.randn(4, 6, 3)), device.move(torch.rand(4, 6).cumsum(1))
+    mask = device.move(torch.rand(4, 6) > 0.2)
+    output, state = rnn(x, t, mask=mask, lengths=torch.tensor([6, 5, 3, 1]))
+    taken = attempts(rnn.nfe)
+    output.square().sum().backward()
+    ahead, _ = rnn.forecast(state, [0.1, 0.5])
+    taken += attempts(rnn.nfe)
+    assert ahead.is_cuda
+    assert rnn.cell.weight_hh.grad.is_cuda
+    starts = 2 * 7 if step_control == "batch" else 0  # where samples rest, a gap is a solve of its own
+    assert device.synchronisations <= taken + 2 * A_SOLVE + starts
+
+
+def test_an_ode_rnn_of_a_packed_batch_with_torchdiffeqs_method(device):
+    rnn = device.move(hbnode.ODERNN(3, 4, method="rk4", options={"steps": 2}, step_control="batch"))
+    packed = [
+        nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2]), batch_first=True)
+        for x in (device.move(torch.randn(2, 4, 3)), device.move(torch.rand(2, 4).cumsum(1)))
+    ]
+    output, _ = rnn(*packed)
+    assert output.data.is_cuda
+
+
+# Recurrent layers
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("cell", CELLS.values())
+def test_recurrent_layers_and_cells(device, rule, cell):
+    layer = device.move(getattr(recurrent, rule + cell)(3, 5))
+    x = device.move(torch.randn(7, 2, 3)).requires_grad_()
+    output, state = layer(x)
+    output.square().sum().backward()
+    again, _ = layer(x[:2], state)
+    assert again.is_cuda
+    assert x.grad.is_cuda
+    assert device.synchronisations <= 2
+    one = device.move(getattr(recurrent, rule + cell + "Cell")(3, 5))
+    h, state = one(x[0])
+    h, _ = one(x[1], state)
+    assert h.is_cuda
