@@ -1,0 +1,209 @@
+"""What holds for any method, model, layer and settings; Hypothesis draws which."""
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import hbnode
+from hbnode.solvers.native import METHODS, NYSTROM, RUNGE_KUTTA, SPLITTING
+from tests.models import MODELS, make_field
+from tests.momentum_layers import CELLS, RULES, SPACES, make_pair
+
+ADAPTIVE = (*NYSTROM, *RUNGE_KUTTA)
+seeds = st.integers(0, 2**16)
+increasing = st.lists(st.sampled_from([0.1, 0.3, 0.5, 1.0]), min_size=1, max_size=3)  # gaps between times
+
+
+def times_from(start, gaps, sign=1):
+    return [start, *(start + sign * sum(gaps[: i + 1]) for i in range(len(gaps)))]
+
+
+def suits(method, model):
+    """Whether a method can solve a model."""
+    return method in RUNGE_KUTTA or model == "hbnode" or (model == "ghbnode" and method in SPLITTING)
+
+
+pairs = st.sampled_from([(method, model) for method in METHODS for model in MODELS if suits(method, model)])
+adaptive_pairs = st.sampled_from([(a, b) for a in ADAPTIVE for b in MODELS if suits(a, b)])
+
+
+def field_and_state(model, seed, rows=3):
+    torch.manual_seed(seed)
+    field = make_field(model).double()
+    with torch.no_grad():
+        return field, field.initial_state(torch.randn(rows, 4, dtype=torch.float64))
+
+
+def parts(state):
+    return state if isinstance(state, tuple) else (state,)
+
+
+def each(function, state):
+    return tuple(map(function, state)) if isinstance(state, tuple) else function(state)
+
+
+def assert_close(found, expected, tolerance):
+    for one, other in zip(parts(found), parts(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+class Counted(nn.Module):
+    def __init__(self, func):
+        super().__init__()
+        self.func, self.calls, self.time_dependent = func, 0, getattr(func, "time_dependent", False)
+
+    def forward(self, *arguments):
+        self.calls += 1
+        return self.func(*arguments)
+
+
+# Solves
+
+
+@st.composite
+def settings(draw):
+    """A model, and any settings that can solve it."""
+    theirs = draw(st.booleans())
+    if theirs:
+        model, method = draw(st.sampled_from(MODELS)), draw(st.sampled_from(["dopri5", "bosh3", "rk4", "midpoint"]))
+        chosen = {"gradient": draw(st.sampled_from(["direct", "adjoint"]))}
+        grid = method in ("rk4", "midpoint")
+    else:
+        method, model = draw(pairs)
+        grid = method in SPLITTING or draw(st.booleans())
+        control = draw(st.sampled_from(["batch", "sample"]))
+        gradients = ["direct", "checkpoint", *(["adjoint"] if control == "batch" and method not in SPLITTING else [])]
+        gradients += ["reversible"] if method in SPLITTING else []
+        chosen = {"step_control": control, "gradient": draw(st.sampled_from(gradients))}
+    if grid:
+        chosen["options"] = {"steps": draw(st.integers(1, 20))}
+    return model, chosen | {"method": method, "rtol": 1e-4, "atol": 1e-4}
+
+
+@given(settings(), increasing, st.sampled_from([1, -1]), seeds)
+def test_counts_are_calls(chosen, gaps, sign, seed):
+    model, solver = chosen
+    torch.manual_seed(seed)
+    field = make_field(model).double()
+    field.func = func = Counted(field.func)
+    block = hbnode.ODEBlock(field, **solver)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    y = block(x, times_from(0.5, gaps, sign))
+    assert block.nfe.forward == func.calls
+    y.square().sum().backward()
+    assert block.nfe.total == func.calls
+    assert block.nfe.backward > 0 or solver["gradient"] != "adjoint"
+
+
+@given(adaptive_pairs, st.sampled_from(["batch", "sample"]), increasing, seeds)
+def test_there_and_back_is_the_identity(pair, control, gaps, seed):
+    method, model = pair
+    field, state = field_and_state(model, seed)
+    solver = {"method": method, "step_control": control, "rtol": 1e-7, "atol": 1e-7}
+    times = times_from(0.2, gaps)
+    with torch.no_grad():
+        end = each(lambda part: part[-1], hbnode.odeint(field, state, times, **solver))
+        start = hbnode.odeint(field, end, times[::-1], **solver)
+    assert_close(each(lambda part: part[-1], start), state, 1e-4)  # 1000 tolerances
+
+
+@given(st.sampled_from([*SPLITTING]), st.sampled_from(["hbnode", "ghbnode"]), increasing, st.integers(1, 9), seeds)
+def test_a_symmetric_grid_is_undone_to_rounding(method, model, gaps, steps, seed):
+    field, state = field_and_state(model, seed)
+    times = times_from(0.2, gaps)
+    with torch.no_grad():
+        options = {"method": method, "options": {"steps": steps}}
+        end = each(lambda part: part[-1], hbnode.odeint(field, state, times, **options))
+        start = hbnode.odeint(field, end, times[::-1], **options)
+    assert_close(each(lambda part: part[-1], start), state, 1e-10)
+
+
+@given(pairs, increasing, st.integers(1, 5), seeds)
+def test_parts_of_a_grid_are_the_whole(pair, gaps, steps, seed):
+    method, model = pair
+    field, state = field_and_state(model, seed)
+    times = times_from(-0.3, gaps)
+    options = {"method": method, "options": {"steps": steps}}
+    with torch.no_grad():
+        whole = hbnode.odeint(field, state, times, **options)
+        for i, (begin, end) in enumerate(itertools.pairwise(times)):
+            there = hbnode.odeint(field, each(lambda part, i=i: part[i], whole), [begin, end], **options)
+            assert_close(each(lambda part: part[1], there), each(lambda part, i=i: part[i + 1], whole), 1e-12)
+
+
+@given(adaptive_pairs, increasing, st.integers(1, 4), seeds)
+def test_batch_mates_do_not_matter(pair, gaps, rows, seed):
+    """With steps and times of each sample's own; but for the rounding of the network."""
+    method, model = pair
+    field, state = field_and_state(model, seed, rows)
+    times = torch.tensor(times_from(0.0, gaps), dtype=torch.float64) + torch.rand(rows, 1, dtype=torch.float64)
+    solver = {"method": method, "step_control": "sample", "rtol": 1e-5, "atol": 1e-5}
+    with torch.no_grad():
+        together = hbnode.odeint(field, state, times, **solver)
+        for row in range(rows):
+            of_one = slice(row, row + 1)
+            alone = hbnode.odeint(field, each(lambda part, of=of_one: part[of], state), times[of_one], **solver)
+            assert_close(alone, each(lambda part, of=of_one: part[:, of], together), 1e-9)
+
+
+# Sequences
+
+
+@given(st.sampled_from(MODELS), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), seeds)
+def test_an_ode_rnn_of_a_padded_batch_is_each_series_alone_and_in_parts(field, lengths, residual, seed):
+    torch.manual_seed(seed)
+    rnn = hbnode.ODERNN(2, 4, field=field, residual=residual, rtol=1e-5, atol=1e-5).double()
+    batch, longest = len(lengths), max(lengths)
+    x = torch.randn(batch, longest, 2, dtype=torch.float64)
+    t = (0.1 + torch.rand(batch, longest, dtype=torch.float64)).cumsum(1)
+    with torch.no_grad():
+        packed = [
+            nn.utils.rnn.pack_padded_sequence(z, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+            for z in (x, t)
+        ]
+        output, end = rnn(*packed)
+        output, _ = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
+        for row, length in enumerate(lengths):
+            own = slice(row, row + 1)
+            assert not output[row, length:].any()
+            cut = (length + 1) // 2
+            first, state = rnn(x[own, :cut], t[own, :cut])
+            assert_close(first, output[own, :cut], 1e-9)
+            if cut < length:
+                second, state = rnn(x[own, cut:length], t[own, cut:length], state)
+                assert_close(second, output[own, cut:length], 1e-9)
+            assert_close(state.h, end.h[own], 1e-9)
+
+
+# Recurrent layers
+
+
+@given(
+    st.sampled_from([*RULES]),
+    st.sampled_from([*CELLS]),
+    st.sampled_from(SPACES),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.booleans(),
+    seeds,
+)
+def test_a_packed_batch_is_each_sequence_alone_and_in_parts(rule, cell, space, lengths, bidirectional, seed):
+    torch.manual_seed(seed)
+    layer, _ = make_pair(cell, rule, layers=2, space=space, bidirectional=bidirectional)
+    x = torch.randn(max(lengths), len(lengths), 2, dtype=torch.float64)
+    with torch.no_grad():
+        output, end = layer(nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False))
+        output, _ = nn.utils.rnn.pad_packed_sequence(output)
+        for row, length in enumerate(lengths):
+            own = slice(row, row + 1)
+            assert not output[length:, row].any()
+            alone, state = layer(x[:length, own])
+            assert_close(alone, output[:length, own], 1e-10)
+            assert_close(state.h, end.h[:, own], 1e-10)
+            if not bidirectional and length > 1:
+                first, state = layer(x[: length // 2, own])
+                second, state = layer(x[length // 2 : length, own], state)
+                assert_close(torch.cat([first, second]), output[:length, own], 1e-10)
+                assert_close(state.h, end.h[:, own], 1e-10)
