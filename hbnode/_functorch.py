@@ -30,6 +30,6 @@ def refusing(what: str, fix: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_active() and any(word in str(error) for word in ("vmap", "functorch")):
+        if is_active() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
             raise ValueError(f"{what} does not work under this transform of torch.func. Fix: {fix}.") from error
         raise
