@@ -78,11 +78,12 @@ class Signal(nn.Module):
                 f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
                 f"{tuple(t.shape)} and {tuple(u.shape)}. Fix: put time first in u."
             )
-        if not bool((t.diff() > 0).all()):
+        on_host = t.detach().cpu()
+        if not bool((on_host.diff() > 0).all()):
             raise ValueError("the sample times must be strictly increasing. Fix: sort them and drop repeated ones.")
         self.kind = kind
         self.outside = outside
-        self.knots = tuple(t.detach().tolist())  # on the host, where steps are chosen
+        self.knots = tuple(on_host.tolist())  # where steps are chosen
         self.register_buffer("t", t.detach(), persistent=False)
         self.register_buffer("u", u, persistent=False)
 
