@@ -52,6 +52,9 @@ class Elsewhere(torch.Tensor):
 
     is_cuda = True
 
+    def new_tensor(self, data, *, dtype=None, device=None):
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+
     def numpy(self, **options):
         raise TypeError("can't convert a tensor of the pretended device to numpy")
 
