@@ -316,7 +316,7 @@ def test_an_unknown_method_suggests_the_nearest(name, fix):
     [
         ({"options": {"max_num_steps": 9}}, "max_steps=n", {"max_steps": 9}),
         ({"options": {"step_size": 0.1}}, "options={'steps': n}", {"options": {"steps": 9}}),
-        ({"options": {"land": True}}, "leave it out", {}),
+        ({"options": {"land": True}}, "options={'dense': False}", {"options": {"dense": False}}),
         (
             {"options": {"norm": max}},
             "method='dopri5'",

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from hbnode.solvers import failures
 from hbnode.solvers.clock import Step
 from hbnode.solvers.compiled import LONGEST_GRID
 from hbnode.solvers.control import Controller, norms
@@ -60,7 +61,7 @@ def _grid(
     n, count = solve.method.state_rows, solve.options.steps
     outputs = [point[:n]]
     if watch:
-        solve.check_start(norms(point, None).tolist(), intervals.start)
+        failures.check_start(solve, norms(point, None).tolist(), intervals.start)
     for interval in intervals:
         steps = [Step(interval, i / count, 1 / count) for i in range(count)]
         steps[-1].reached = interval + 1
@@ -83,7 +84,7 @@ def _grid(
                 point = solve.take(point, step, damping, error=False, differentiable=differentiable).point
             solve.tally.add("accepted")
             if watch and not bool(torch.isfinite(point).all()):
-                raise solve.blame(before, step, damping)
+                raise failures.blame(solve, before, step, damping)
         outputs.append(point[:n])
     return torch.stack(outputs)
 
@@ -94,7 +95,7 @@ def _adaptive(
     n = solve.method.state_rows
     controller = Controller(solve.method.error_order)
     outputs = _Outputs(solve, damping, point[:n], differentiable)
-    route, failures = Route(solve, intervals), 0
+    route, not_finite = Route(solve, intervals), 0
     size = solve.first_size(point, intervals.start) if intervals else 0.0
     if intervals:
         route.choose(size)
@@ -110,7 +111,7 @@ def _adaptive(
         ratio = solve.ratio(stepped.error, point, stepped.point) * (solve.method.inside if step.outputs else 1.0)
         if ratio <= 1.0:
             solve.tally.add("accepted")
-            point, failures = stepped.point, 0
+            point, not_finite = stepped.point, 0
             outputs.add(step, stepped)
             if route.size:
                 size = min(route.size * controller.accept(ratio), solve.max_step)
@@ -119,13 +120,13 @@ def _adaptive(
             solve.tally.add("rejected")
             if record is not None:
                 record.pop()
-            failures = 0 if math.isfinite(ratio) else failures + 1
+            not_finite = 0 if math.isfinite(ratio) else not_finite + 1
             size = route.size * controller.reject(ratio)
             too_small = solve.is_too_small(step, size)
-            if failures == NON_FINITE_ATTEMPTS or (failures and too_small):
-                raise solve.blame(point, step, damping)
+            if not_finite == NON_FINITE_ATTEMPTS or (not_finite and too_small):
+                raise failures.blame(solve, point, step, damping)
             if too_small:
-                raise solve.underflow(step, size)
+                raise failures.underflow(solve, step, size)
             route.retreat(size)
     return outputs.all()
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from hbnode.solvers import forcing
+from hbnode.solvers import failures, forcing
 from hbnode.solvers.clock import Step
 from hbnode.solvers.control import SampleController, first_size
 from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
@@ -146,15 +146,15 @@ class PerSample:
         moved, underflow, failed, finished, bad_start = torch.stack(flags).tolist()
         if bad_start:
             sample = int(self.not_finite.nonzero()[0])
-            solve.check_start(self.norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
+            failures.check_start(solve, self.norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
         solve.tally.add("accepted" if moved else "rejected")
         if moved and record is not None:
             record.append((step, before, None))
         if failed:
-            raise solve.blame(before, step, damping, sample=int(stuck.nonzero()[0]))
+            raise failures.blame(solve, before, step, damping, sample=int(stuck.nonzero()[0]))
         if underflow:
             sample = int(small.nonzero()[0])
-            raise solve.underflow(step, float(self.size[sample]), sample)
+            raise failures.underflow(solve, step, float(self.size[sample]), sample)
         return not finished
 
 

@@ -9,7 +9,8 @@ from hbnode.solvers.clock import Step
 
 FIRST_LOOK = 100  # attempted steps; then at twice as many, and so on
 TOO_MANY = 5  # times max_steps: by less the steps may still grow, up to where they are unstable
-GROWTH = 1.2  # between two looks: steps that grow are waited for
+GROWTH = 1.2  # between two looks: steps that grow are waited for,
+DECAY = 0.5  # and steps that shrink like this are on their way to an underflow, which has an error of its own
 
 
 class Progress:
@@ -34,6 +35,6 @@ class Progress:
         if looks == 1 or before is None:
             return None
         needed = torch.where(size > 0, (1.0 - start) / size, 0.0)
-        is_stuck = (interval == before[0]) & (size < GROWTH * before[1])
+        is_stuck = (interval == before[0]) & (size < GROWTH * before[1]) & (size > DECAY * before[1])
         most = float(torch.where(is_stuck, needed, 0.0).max())
         return most if most > TOO_MANY * max_steps else None

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hbnode import _functorch
 from hbnode._replay import random_state
-from hbnode.errors import MaxNFEError, MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
+from hbnode.errors import MaxNFEError, MaxStepsError, SolverError
 from hbnode.gradients import closed_over_leaves, refuse_unknown
 from hbnode.nfe import Tally, backward_pass
 from hbnode.signal import listening, refuse_queries_outside
-from hbnode.solvers import forcing
+from hbnode.solvers import failures, forcing
 from hbnode.solvers.clock import Clock, Step
 from hbnode.solvers.compiled import Programs
 from hbnode.solvers.control import first_size, norms
@@ -34,11 +34,6 @@ Value = TypeVar("Value")
 
 TOGETHER = 64  # intervals whose coefficients are made at once
 NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not finite is blamed
-
-_FIELD_NOT_FINITE = (
-    "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
-    "(GHBNODE's activation bounds it)"
-)
 
 
 @dataclass
@@ -266,7 +261,7 @@ class Solve:
         """Size of the first step, from the beginning of an interval."""
         norm = self.norms(point.detach()).double().cpu()
         of_rows = norm.tolist()
-        self.check_start(of_rows, interval)
+        failures.check_start(self, of_rows, interval)
         size = first_size(of_rows[0], of_rows[-1], self.rtol, self.atol, self.method)
         if self.sees_time:
             span = self.clock.lengths[interval] if self.interrupted else sum(self.clock.lengths)
@@ -287,16 +282,6 @@ class Solve:
         self.strongest = float(_functorch.plain(damping).abs().max())
         if self.strongest > 0:
             self.max_step = min(self.max_step, 16.0 / self.strongest)
-
-    def check_start(self, of_rows: Sequence[float], interval: int = 0, sample: int | None = None) -> None:
-        """Refuse to start from what is not finite, given numbers that tell of each row of the first point."""
-        if all(map(math.isfinite, of_rows)):
-            return
-        now = self.time(Step(interval, 0.0, 1.0), sample=sample)
-        if not all(map(math.isfinite, of_rows[: self.method.state_rows])):
-            message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
-            raise self.failure(NonFiniteError, message, now)
-        raise self.failure(NonFiniteError, _FIELD_NOT_FINITE, now)
 
     def ratio(self, error: Tensor, before: Tensor, after: Tensor) -> float:
         """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
@@ -345,7 +330,7 @@ class Solve:
                 MaxNFEError,
                 f"the solve needs more than max_nfe={self.options.max_nfe} evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe",
-                self._at(step),
+                self.at(step),
             )
 
     def count_attempt(self, step: Step) -> None:
@@ -359,7 +344,7 @@ class Solve:
                 MaxStepsError,
                 f"the solve needed more than max_steps={self.max_steps} steps. Fix: {self._fewer_steps()}"
                 "loosen rtol and atol, shorten the time span or divide t by a typical gap, or raise max_steps",
-                self._at(step),
+                self.at(step),
             )
 
     def _check_progress(self, step: Step) -> None:
@@ -369,14 +354,14 @@ class Solve:
             raise self.failure(
                 MaxStepsError,
                 f"after {self.attempts} steps, which do not grow, about {needed:.1g} are left, far more than "
-                f"max_steps={self.max_steps}. Fix: divide t by a typical gap or period, so that f "
+                f"max_steps={self.max_steps}. Fix: {self._fewer_steps()}divide t by a typical gap or period, so that f "
                 "acts over about one unit of time, or loosen rtol and atol, or raise max_steps",
-                self._at(step),
+                self.at(step),
             )
 
     def _fewer_steps(self) -> str:
         """Advice where steps are short because of the damping."""
-        if self.strongest * sum(self.clock.lengths) <= STRONG:
+        if self.strongest <= max(1.0, STRONG / sum(self.clock.lengths)):  # with less, the span is long
             return ""
         return f"method='tsit5', because the damping of {self.strongest:g} keeps the steps of {self.name!r} short, or "
 
@@ -391,48 +376,7 @@ class Solve:
         floor = 4 * self.resolution * now
         return size < max(floor, self.options.min_step, 1e-300)
 
-    def underflow(self, step: Step, size: float, sample: int | None = None) -> SolverError:
-        """The error for a step that has become too small."""
-        self.step_size = size
-        return self.failure(
-            StepSizeUnderflowError,
-            "the step size underflowed: no step is small enough for the tolerance. "
-            "Fix: loosen rtol and atol, use float64, or look for a discontinuity or stiffness in func",
-            self.time(step, sample=sample),
-        )
-
-    def blame(self, point: Tensor, step: Step, damping: Tensor, sample: int | None = None) -> SolverError:
-        """The error for a step that is not finite: which evaluation was it?"""
-        found: list[float] = []
-        of_one = slice(None) if self.samples() is None else (slice(None),) * self.samples() + (sample,)
-        fractions = iter(self.method.nodes)
-
-        def evaluate(t: Tensor, x: Tensor) -> Tensor:
-            f = self.dynamics.evaluate(t, x)
-            fraction = next(fractions)
-            if not found and bool(torch.isfinite(x[of_one]).all()) and not bool(torch.isfinite(f[of_one]).all()):
-                found.append(self.time(step, fraction, sample))
-            return f
-
-        with torch.no_grad():
-            coefficients = self.method.arranged(self.matrix(step, damping.detach()), error=False)
-            times, activation = self.times(step).unbind(0), self.dynamics.activation
-            self.tally.add("evaluation", self.method.evaluations)
-            self.method.step(point.detach(), coefficients, times, evaluate, error=False, activation=activation)
-        now = self._at(step, sample)
-        if found:
-            return self.failure(
-                NonFiniteError,
-                _FIELD_NOT_FINITE,
-                found[0],
-            )
-        return self.failure(
-            NonFiniteError,
-            "the state or its error is not finite. Look for: a field that grows without bound",
-            now,
-        )
-
-    def _at(self, step: Step, sample: int | None = None) -> float:
+    def at(self, step: Step, sample: int | None = None) -> float:
         """The time of a step that failed, whose size is noted."""
         now, end = self.time(step, sample=sample), self.time(step, 1.0, sample)
         self.step_size = abs(end - now)
