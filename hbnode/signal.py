@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import check_input
+from hbnode._tracing import is_tracing
 
 _asked: ContextVar[list[Signal] | None] = ContextVar("asked", default=None)
 
@@ -38,7 +39,7 @@ class Signal(nn.Module):
     Adaptive native methods know the sample times inside a solve: their steps end on them, or pass only a few.
 
     On a GPU a query does not wait for the device: inside a solve a query outside of the samples gives NaN, and the
-    solver, which does not accept NaN, raises the error.
+    solver, which does not accept NaN, raises the error. In a graph of torch.compile or torch.export it gives NaN too.
 
     Arguments:
         t: sample times (T,), strictly increasing, floating point.
@@ -89,13 +90,14 @@ class Signal(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """The signal at the times ``t``."""
-        if not torch.compiler.is_compiling() and (asked := _asked.get()) is not None:
+        traced = is_tracing()
+        if not traced and (asked := _asked.get()) is not None:
             asked.append(self)
         if self.outside == "hold":
             t = t.clamp(self.t[0], self.t[-1])
-        elif t.is_cpu or not (_queries.solves or torch.compiler.is_compiling()):
+        elif not traced and (t.is_cpu or not _queries.solves):
             self.refuse_outside(t)
-        else:
+        elif not traced:
             _queries.last.append((self, t.detach()))
         shape = t.shape + self.u.shape[1:]
         t = t.reshape(-1)  # an index of no dimension would be read by the host
@@ -103,7 +105,7 @@ class Signal(nn.Module):
         start = self.t[left]
         width = self.t[left + 1] - start
         s = (t - start) / width
-        if not t.is_cpu:
+        if traced or not t.is_cpu:
             s = torch.where(self._is_outside(t), torch.nan, s)
         return self._between(left, width, _align(s, self.u)).reshape(shape)
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import time
 
 import numpy as np
 import pytest
@@ -292,13 +291,11 @@ def test_short_solves_are_not_replayed():
 def test_nan_in_f_is_named_with_its_time(method, control):
     field = hbnode.HBNODE(lambda t, h: torch.where(t > 0.5, torch.nan, -h), learn_damping=False)
     state = (torch.ones(2, 1), torch.zeros(2, 1))
-    began = time.perf_counter()
     with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
         hbnode.odeint(field, state, [0.0, 1.0], method=method, step_control=control)
     assert 0.5 < error.value.t < 0.51
     assert 0 < error.value.step_size < 0.1
     assert error.value.nfe < 1000
-    assert time.perf_counter() - began < 5
 
 
 @every_method
@@ -362,10 +359,9 @@ def test_a_tolerance_too_tight_for_float32():
     state = field.initial_state(make_input(dtype=torch.float32))
     with pytest.raises(ValueError, match=r"far below what torch\.float32 carries"):
         hbnode.odeint(field, state, [0.0, 1.0], rtol=1e-10, atol=1e-10)
-    began = time.perf_counter()  # just above: it ends, one way or the other, and soon
-    with torch.no_grad():
+    with torch.no_grad(), hbnode.count_nfe(field) as nfe:  # just above: it ends
         hbnode.odeint(field, state, [0.0, 1.0], rtol=2e-9, atol=1e-12, max_steps=1000)
-    assert time.perf_counter() - began < 20
+    assert nfe.total < 9000
 
 
 SPRING = hbnode.HBNODE(lambda h: -h, learn_damping=False)

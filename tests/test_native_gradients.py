@@ -50,7 +50,8 @@ def test_all_gradients_agree_with_a_tight_reference(model, shape):
     reference, _ = gradients(
         field, x, t, method="dopri8", options={"land": True}, rtol=1e-12, atol=1e-12, gradient="adjoint"
     )
-    for method in methods_of(model):
+    methods = methods_of(model) if shape == "vector" else {methods_of(model)[0], methods_of(model)[-1]}
+    for method in methods:
         for gradient in ("direct", "checkpoint", "adjoint", "reversible"):
             if gradient == "reversible" and method not in SPLITTING:
                 continue
@@ -544,7 +545,7 @@ def kept(gradient, steps, method="blanes_moan4"):
 
 
 def test_memory():
-    for method in ("nystrom4", "nystrom8", "blanes_moan4"):
+    for method in ("nystrom4", "blanes_moan4"):
         assert kept("checkpoint", 64, method) < 5 * kept("checkpoint", 16, method)
         assert kept("checkpoint", 64, method) < kept("direct", 64, method) / 10
     assert kept("reversible", 64) == kept("reversible", 16) < kept("checkpoint", 16)

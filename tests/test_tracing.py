@@ -197,3 +197,13 @@ def test_importing_hbnode_imports_little_more_than_torch():
     assert "hbnode" in names
     heavy = ("torch", "torchdiffeq", "scipy", "sympy", "matplotlib", "pandas", "numpy")
     assert [name for name in names if name.split(".")[0] in heavy] == []
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_graph():
+    """Inside of its samples it is what it was, outside of them NaN."""
+    signal = hbnode.Signal(torch.linspace(0, 2, 9), torch.linspace(0, 2, 9).sin())
+    exported = torch.export.export(signal, (torch.tensor([0.3, 1.7]),)).module()
+    t = torch.tensor([0.0, 1.9])
+    torch.testing.assert_close(exported(t), signal(t))
+    assert exported(torch.tensor([1.0, 2.5])).isnan().tolist() == [False, True]
