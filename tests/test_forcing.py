@@ -46,11 +46,10 @@ def test_the_exact_solution_itself():
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize("method", METHODS)
 def test_harmonics_that_vanish_at_the_nodes(method, control):
-    """Sines of 10, 20 and 100 Hz, alone, with a spring, and with many outputs."""
-    for frequency in (10, 20):
-        for kappa, t in ((0.0, [0.0, 1.0]), (1.0, [0.0, 1.0]), (0.0, [0.0, 1.0, 2.0, 3.0])):
-            force = Forced(0.1, kappa, sines=[(1.0, frequency)])
-            assert error_over_tolerance(force, t, 1e-5, method=method, step_control=control) < 100
+    """Sines alone, with a spring, and with outputs at whole seconds."""
+    for frequency, kappa, t in ((10, 0.0, [0.0, 1.0]), (20, 1.0, [0.0, 1.0]), (10, 0.0, [0.0, 1.0, 2.0])):
+        force = Forced(0.1, kappa, sines=[(1.0, frequency)])
+        assert error_over_tolerance(force, t, 1e-4, method=method, step_control=control) < 100
 
 
 @pytest.mark.parametrize("control", CONTROLS)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import SHAPES, Watched, every_model, make_field, make_input
+from tests.models import MODELS, SHAPES, Watched, every_model, make_field, make_input
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -55,9 +55,13 @@ def test_block(model, shape, dtype, solver, device):
         assert p.grad.any(), name
 
 
-@every_model
-@every_shape
-@every_solver
+@pytest.mark.parametrize(
+    ("model", "shape", "solver"),
+    [
+        *((model, "vector", SOLVERS["checkpoint"]) for model in MODELS),
+        *(("ghbnode", "image", solver) for solver in SOLVERS.values()),
+    ],
+)
 def test_copies_compute_the_same(model, shape, solver):
     block = make_block(model, shape, **solver)
     x = make_input(shape)
@@ -173,8 +177,13 @@ def test_bfloat16_state_on_a_fixed_grid():
 
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
-@every_model
-@every_solver
+@pytest.mark.parametrize(
+    ("model", "solver"),
+    [
+        *((model, SOLVERS["checkpoint"]) for model in MODELS if model != "hbnode"),
+        *(("hbnode", solver) for solver in SOLVERS.values()),
+    ],
+)
 def test_torch_compile_with_the_eager_backend(model, solver):
     block = make_block(model, **solver, rtol=1e-4, atol=1e-4)
     x = make_input()

@@ -82,12 +82,12 @@ def test_two_bodies(method):
     e = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
     h, m = kepler_exact(e, 20.0)
     field = hbnode.HBNODE(Kepler(), damping=0.0, learn_damping=False)
+    tolerance = 1e-7 if method == "nystrom4" else 1e-9
+    tight = {"rtol": tolerance, "atol": tolerance}
     for control in ("batch", "sample"):
-        got = hbnode.odeint(
-            field, kepler_start(e), [0.0, 20.0], method=method, step_control=control, rtol=1e-9, atol=1e-9
-        )
-        np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e-5)
-        np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e-4)
+        got = hbnode.odeint(field, kepler_start(e), [0.0, 20.0], method=method, step_control=control, **tight)
+        np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e4 * tolerance)
+        np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e5 * tolerance)
 
 
 @pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
@@ -146,9 +146,11 @@ def test_several_outputs_and_the_way_back(method):
 
 
 @every_model
-@pytest.mark.parametrize("control", ["batch", "sample"])
-@pytest.mark.parametrize("options", [None, {"steps": 3}], ids=["adaptive", "grid"])
-@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["up", "down"])
+@pytest.mark.parametrize(
+    ("control", "options", "sign"),
+    [("batch", None, 1.0), ("sample", None, -1.0), ("batch", {"steps": 3}, -1.0)],
+    ids=["batch", "sample", "grid"],
+)
 def test_times_of_ones_own_are_a_loop_over_samples(model, control, options, sign):
     """In values and in all gradients, those for the times included."""
     field = make_field(model).double()
@@ -442,9 +444,15 @@ def test_states_of_every_structure():
     assert one[0].shape == (1, 2, 1)
 
 
-@pytest.mark.parametrize("gamma", [200.0, 500.0, 1000.0])
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom8"])
-@pytest.mark.parametrize("control", ["batch", "sample"])
+@pytest.mark.parametrize(
+    ("gamma", "method", "control"),
+    [
+        (200.0, "nystrom4", "batch"),
+        (500.0, "nystrom8", "sample"),
+        (500.0, "nystrom4", "sample"),
+        (1000.0, "nystrom8", "batch"),
+    ],
+)
 def test_strong_damping_does_not_hide_errors(gamma, method, control):
     """A step far beyond 1/gamma would map everything to 0, error included."""
     slow = (gamma - math.sqrt(gamma**2 - 4)) / 2  # the root of h'' + gamma h' + h = 0 that lasts

@@ -8,8 +8,7 @@ import pickle
 import numpy
 import pytest
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -587,50 +586,6 @@ def test_on_cuda(cell, rule):
     ends = {name: value.cpu() for name, value in present(end).items()}
     for one, another in zip(gradients(output.cpu(), ends, [*there.parameters()]), wanted, strict=True):
         close(one.cpu(), another, 1e-9)
-
-
-class Last(nn.Module):
-    """The last output of a layer, read."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.rnn = getattr(recurrent, name)(1, 3)
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.head(self.rnn(x.T.unsqueeze(-1))[0][-1])
-
-
-def gradient_of(model, x):
-    model(x).pow(2).mean().backward()
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-
-
-def make_last(name):
-    torch.manual_seed(0)
-    return Last(name)
-
-
-def worker(rank, names, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    x = torch.load(f"{folder}/x.pt", weights_only=True)
-    for name in names:
-        model = DistributedDataParallel(make_last(name))
-        torch.save(gradient_of(model, x[rank::2]), f"{folder}/{name}{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-def test_two_processes_compute_the_gradient_of_one(tmp_path):
-    x, names = torch.randn(8, 6), ("MomentumLSTM", "AdamGRU", "SRDTRIV")
-    torch.save(x, tmp_path / "x.pt")
-    torch.multiprocessing.spawn(worker, (names, str(tmp_path)), nprocs=2)
-    for name in names:
-        expected = gradient_of(make_last(name), x)
-        for rank in range(2):
-            got = torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True)
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @some_layers
