@@ -67,7 +67,11 @@ class Intervals:
             return self._solve(state, t)
         self.run.tally, self.run.attempts = Tally(self.field, self.nfe[-1]), 0
         self.run.max_step = self.longest  # what a force bounds, it bounds in its own interval
-        return run.advance(self.run, state, self.damping, interval)
+        end = run.advance(self.run, state, self.damping, interval)
+        if end is None:
+            self.run = None
+            return self._solve(state, t)
+        return end
 
     def _solve(self, state: State, t: Tensor) -> State:
         """From the first of two times to the second, by itself."""

@@ -101,7 +101,9 @@ class Signal(nn.Module):
             _queries.last.append((self, t.detach()))
         shape = t.shape + self.u.shape[1:]
         t = t.reshape(-1)  # an index of no dimension would be read by the host
-        left = (torch.searchsorted(self.t, t.detach().to(self.t.dtype), right=True) - 1).clamp(0, len(self.t) - 2)
+        left = (torch.searchsorted(self.t, t.detach().to(self.t.dtype).contiguous(), right=True) - 1).clamp(
+            0, len(self.t) - 2
+        )
         start = self.t[left]
         width = self.t[left + 1] - start
         s = (t - start) / width

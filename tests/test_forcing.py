@@ -187,6 +187,81 @@ def test_gradients_with_knots_in_the_way():
         torch.testing.assert_close(checkpoint, direct, atol=1e-10, rtol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("method", "control", "kind"),
+    [*itertools.product(METHODS, CONTROLS, ["linear"]), ("nystrom8", "batch", "cubic")],
+)
+def test_the_gradient_of_the_last_time_is_the_velocity(method, control, kind):
+    """dh(T)/dT = m(T), and dm(T)/dT = u(T) - h(T) - γ m(T), with kinks of the signal on the way."""
+    knots = torch.linspace(0, 3, 13, dtype=torch.float64)
+    drive = hbnode.Signal(knots, (3 * knots).sin(), kind)
+    field = hbnode.HBNODE(lambda t, h: drive(t) - h, damping=0.1, learn_damping=False)
+    x = torch.ones(2, 1, dtype=torch.float64)
+    for gradient in ("direct", "checkpoint"):
+        for t in ([0.0, 1.2, 2.9], [0.0, 1.03, 1.1, 2.03, 2.1, 2.9], [2.9, 0.3]):
+            t = torch.tensor(t, dtype=torch.float64, requires_grad=True)
+            settings = {"method": method, "step_control": control, "gradient": gradient, "rtol": 1e-7, "atol": 1e-7}
+            h, m = hbnode.odeint(field, (x, 0 * x), t, **settings)
+            assert h.shape == (len(t), 2, 1)
+            by_h, by_m = (torch.autograd.grad(y[-1, 0, 0], t, retain_graph=True)[0] for y in (h, m))
+            end = drive(t[-1].detach()) - h[-1, 0, 0] - 0.1 * m[-1, 0, 0]
+            assert by_h[-1].item() == pytest.approx(m[-1, 0, 0].item(), abs=1e-5)
+            assert by_m[-1].item() == pytest.approx(end.item(), abs=1e-5)
+            assert by_h[1:-1].abs().max() < 1e-5 if len(t) > 2 else True
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_gradients_of_times_of_ones_own_with_knots(control):
+    """Rows of times, forwards and backwards: each as if it were solved alone."""
+    knots = torch.linspace(-1, 3, 10, dtype=torch.float64)
+    drive = hbnode.Signal(knots, (3 * knots).sin())
+    field = hbnode.HBNODE(lambda t, h: drive(t) - h, damping=0.1, learn_damping=False)
+    x = torch.tensor([[1.0], [-0.5]], dtype=torch.float64)
+    t = torch.tensor([[0.0, 0.7, 2.2], [0.4, 0.5, 0.6]], dtype=torch.float64, requires_grad=True)
+    settings = {"rtol": 1e-9, "atol": 1e-9}
+    h, _ = hbnode.odeint(field, (x, 0 * x), t, step_control=control, **settings)
+    (together,) = torch.autograd.grad(h[1:].sum(), t)
+    for i in range(2):
+        alone, _ = hbnode.odeint(field, (x[i : i + 1], 0 * x[i : i + 1]), t[i], **settings)
+        torch.testing.assert_close(h[:, i : i + 1], alone, rtol=1e-7, atol=1e-7)
+        (by_t,) = torch.autograd.grad(alone[1:].sum(), t)
+        torch.testing.assert_close(together[i], by_t[i], rtol=1e-5, atol=1e-5)
+
+
+def test_an_ode_rnn_with_a_signal_has_gradients_of_times():
+    """Against finite differences."""
+    knots = torch.linspace(0, 4, 17, dtype=torch.float64)
+    drive = hbnode.Signal(knots, (3 * knots).sin())
+    rnn = hbnode.ODERNN(1, 2, field=hbnode.HBNODE(lambda t, h: drive(t).view(-1, 1) - h), rtol=1e-8, atol=1e-8).double()
+    x = torch.ones(1, 3, 1, dtype=torch.float64)
+    t = torch.tensor([[0.0, 0.9, 2.7]], dtype=torch.float64, requires_grad=True)
+    (by_t,) = torch.autograd.grad(rnn(x, t)[0].sum(), t)
+    for i in range(1, 3):
+        move = torch.zeros_like(t)
+        move[0, i] = 1e-4
+        with torch.no_grad():
+            slope = (rnn(x, t + move)[0].sum() - rnn(x, t - move)[0].sum()) / 2e-4
+        assert by_t[0, i].item() == pytest.approx(slope.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gradient_of_the_samples_of_a_signal(method):
+    """h is linear in the samples: the gradient is the response to a hat at each of them, as by a tight solve."""
+    knots = torch.linspace(0, 3, 16, dtype=torch.float64)
+
+    def by_samples(**settings):
+        u = knots.sin().requires_grad_()
+        drive = hbnode.Signal(knots, u)
+        field = hbnode.HBNODE(lambda t, h: drive(t) - h, damping=0.1, learn_damping=False)
+        x = torch.ones(1, 1, dtype=torch.float64)
+        h, _ = hbnode.odeint(field, (x, 0 * x), torch.linspace(0, 3, 40, dtype=torch.float64), **settings)
+        return torch.autograd.grad(h.sum(), u)[0]
+
+    tight = by_samples(method="rk4", options={"step_size": 3 / 39 / 13})
+    found = by_samples(method=method, rtol=1e-5, atol=1e-5)
+    assert (found - tight).abs().max() < 1e-3 * tight.abs().max()
+
+
 def test_a_plan_covers_an_interval():
     """Equal steps to the next stop; no more knots in a step than allowed; a rejected step becomes shorter."""
     plan = Plan(2.0, [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.9], most_knots=3)

@@ -605,6 +605,7 @@ CHANGES = {  # of a field, with what an error says of it
     "pre-hook": (lambda field: field.register_forward_pre_hook(lambda *_: None), "it has hooks"),
     "backward hook": (lambda field: field.register_full_backward_hook(lambda *_: None), "it has hooks"),
     "forward": (lambda field: setattr(field, "forward", doubled(field)), "its forward was replaced"),
+    "friction": (lambda field: setattr(field, "friction", lambda m: m**3), "its friction was replaced"),
 }
 
 

@@ -161,8 +161,11 @@ def change_of_call(field: Callable) -> str | None:
     inner = unwrapped(field)
     if type(inner).forward not in _FORWARDS:
         return f"{type(inner).__name__} has a forward of its own"
-    if "forward" in inner.__dict__:
-        return "its forward was replaced"
+    if type(inner).friction is not HBNODE.friction:
+        return f"{type(inner).__name__} has a friction of its own"
+    for name in ("forward", "friction"):
+        if name in inner.__dict__:
+            return f"its {name} was replaced"
     if type(inner).__call__ is not nn.Module.__call__:
         return f"{type(inner).__name__} has a __call__ of its own"
     if any(getattr(module, hooks) for module in (field, inner) for hooks in _HOOKS):

@@ -94,23 +94,29 @@ def _trajectory(run: Solve, y0: State, damping: Tensor, settings: Settings) -> T
     """The rows of the state at the output times, connected to what needs a gradient."""
     dynamics, clock = run.dynamics, run.clock
     rows = torch.stack(dynamics.rows(y0))
+    differentiable = clock.t.requires_grad and torch.is_grad_enabled()
     if settings.gradient == "direct" or not torch.is_grad_enabled():
         point = run.start(rows)
-        differentiable = clock.t.requires_grad and torch.is_grad_enabled()
+        kept = _land_on_knots(run) if differentiable else None
         trajectory = integrate(run, point, damping, differentiable=differentiable)
     else:
-        trajectory = _with_function(run, rows, damping, settings.gradient)
+        trajectory, kept = _with_function(run, rows, damping, settings.gradient)
     _check_finite(run, trajectory, rows, damping)
-    return trajectory
+    return trajectory if kept is None else kept(trajectory)
 
 
-def advance(run: Solve, state: State, damping: Tensor, interval: int) -> State:
-    """The state at the end of one interval of an interrupted solve, with its direct gradient."""
+def advance(run: Solve, state: State, damping: Tensor, interval: int) -> State | None:
+    """The state at the end of one interval of an interrupted solve, with its direct gradient.
+
+    None if gradients of times are wanted and steps would end on knots of a signal: see :func:`_land_on_knots`.
+    """
     dynamics, clock = run.dynamics, run.clock
     rows = torch.stack(dynamics.rows(state))
     with solving(dynamics.field), no_autocast(dynamics.template.device.type):
         differentiable = clock.t.requires_grad and torch.is_grad_enabled()
         point = run.start(rows, interval)
+        if differentiable and run.knots:
+            return None
         end = integrate(run, point, damping, differentiable=differentiable, interval=interval)[-1]
         _check_finite(run, end, rows, damping, interval)
     return dynamics.state(end)
@@ -124,8 +130,10 @@ def _check_finite(run: Solve, solution: Tensor, rows: Tensor, damping: Tensor, i
         raise run.failure(NonFiniteError, "the solution is not finite", run.time(Step(interval or 0, 0.0, 1.0)))
 
 
-def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> Tensor:
-    """The trajectory with a gradient that evaluates the field again."""
+def _with_function(
+    run: Solve, rows: Tensor, damping: Tensor, gradient: str
+) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """The trajectory with a gradient that evaluates the field again, and what drops other times from it."""
     if _functorch.is_active() or torch.autograd.forward_ad._current_level >= 0:
         raise ValueError(
             f"gradient={gradient!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
@@ -138,8 +146,42 @@ def _with_function(run: Solve, rows: Tensor, damping: Tensor, gradient: str) -> 
         run.wanted = (by_t or damping.requires_grad, by_t and run.dynamics.wants_time)
         if damping.requires_grad and not by_t and gradient != "adjoint":
             run.damping, run.by_damping = damping.detach().requires_grad_(), {}
-        return _FUNCTIONS[gradient].apply(run, replay, first, run.clock.t, damping, rows, *leaves)
-    return integrate(run, rows if first is None else torch.cat([rows, first[None]]), damping)
+        kept = _land_on_knots(run) if by_t and gradient != "adjoint" else None
+        return _FUNCTIONS[gradient].apply(run, replay, first, run.clock.t, damping, rows, *leaves), kept
+    return integrate(run, rows if first is None else torch.cat([rows, first[None]]), damping), None
+
+
+def _land_on_knots(run: Solve) -> Callable[[Tensor], Tensor] | None:
+    """Make the knots of signals output times, where gradients of times are wanted; returns what drops them again.
+
+    A step that ended on a knot as a fraction of its interval would move with the interval. At a kink of the signal the
+    gradient would then take the slope of the wrong side.
+    """
+    clock = run.clock
+    if not (run.knots and run.adaptive):
+        return None
+    t = clock.t if clock.t.dim() == 2 else clock.t.unsqueeze(0)
+    first, last = t[:, :1], t[:, -1:]
+    knots = t.new_tensor(run.knots).expand(len(t), -1)  # those outside become empty intervals at an end
+    knots = torch.minimum(torch.maximum(knots, torch.minimum(first, last)), torch.maximum(first, last))
+    times = torch.cat([t, knots], 1)
+    order = (torch.where(last >= first, 1.0, -1.0) * times.detach()).argsort(dim=1, stable=True)
+    places = order.argsort(dim=1)[:, : t.shape[1]]
+    times = times.gather(1, order)
+    if clock.t.dim() == 1:
+        is_new = times[0].detach().diff(prepend=times[0, :1].detach() - 1) != 0
+        times, places = times[0][is_new], (is_new.cumsum(0) - 1)[places[0]]
+    run.clock = Clock(times, run.dynamics, per_sample=clock.per_sample)
+    run.passes, run.knots = False, []
+    if clock.t.dim() == 1:
+        return lambda trajectory: trajectory[places.to(trajectory.device)]
+    batch = 2 + clock.row_dims - clock.template.dim()
+
+    def own(trajectory: Tensor) -> Tensor:
+        of_samples = torch.arange(len(places), device=places.device)
+        return trajectory.movedim(batch, 1)[places.T, of_samples].movedim(1, batch)
+
+    return own
 
 
 def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -> tuple[Tensor | None, list[Tensor]]:

@@ -116,6 +116,8 @@ class Solve:
             value = evaluate()
         if signals and self.sees_time:
             self.knots = sorted({knot for signal in signals for knot in signal.knots})
+            if torch.is_grad_enabled() and any(signal.u.requires_grad for signal in signals):
+                self.most_knots = 0  # the gradient for a sample is an integral with kinks at its neighbours
         return value
 
     def knots_inside(self, first: int, last: int) -> list[float]:
