@@ -89,12 +89,14 @@ def problems(draw):
     problems(),
     st.sampled_from(METHODS),
     st.sampled_from(CONTROLS),
-    st.sampled_from([1e-4, 1e-5, 1e-6]),
+    st.sampled_from([1e-3, 1e-4, 1e-5, 1e-6]),
     st.sampled_from([2, 2, 4, 11]),
 )
 @example((Forced(0.1, 1.0, 1.0, [(0.7, 20)]), 3.0), "nystrom4", "sample", 1e-3, 4)
 @example((Forced(0.1, 30.0, 0.0, [(0.5, 22), (0.9, 84)]), 3.0), "nystrom4", "batch", 1e-4, 2)
 @example((Forced(0.0, 1.0, 1.0, [(0.33, 96)]), 2.0), "tsit5", "sample", 1e-3, 2)
+@example((Forced(0.0, sines=[(1.0, 200)]), 1.0), "tsit5", "batch", 1e-4, 2)
+@example((Forced(0.0, sines=[(1.0, 128)]), 1.0), "tsit5", "sample", 1e-4, 5)
 def test_no_force_is_stepped_over(problem, method, control, tolerance, outputs):
     """The error stays within 100 tolerances, or an error says why there is no solution."""
     force, end = problem

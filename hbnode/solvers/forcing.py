@@ -7,6 +7,8 @@ force that is zero at these times would be stepped over at any tolerance. Three 
   starts. Their fractions of the span are multiples of the golden ratio: no harmonic of the span is zero at all four.
 - Where a solve starts at rest, or these evaluations find a force, it starts with steps that the force moves by no
   more than the tolerance, and no later step has more than a sixth of the span between two of its nodes.
+  Their error must be smaller than the tolerance by the factor ``inside`` of the method, as that of steps with outputs
+  inside: the estimate of ``tsit5`` is too small where a step holds more than a period of the force.
 - The first of several steps is not a rational fraction of an interval, so that its nodes share no harmonic with it.
 
 The knots of a :class:`~hbnode.Signal` are known. Steps end on them, and pass so few that a node lies between any two.

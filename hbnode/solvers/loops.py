@@ -108,7 +108,8 @@ def _adaptive(
             stepped = _recorded(solve, point, step, damping, record, keep, error=True)
         else:
             stepped = solve.take(point, step, damping, error=True, differentiable=differentiable)
-        ratio = solve.ratio(stepped.error, point, stepped.point) * (solve.method.inside if step.outputs else 1.0)
+        strictness = solve.method.inside if step.outputs else solve.strictness
+        ratio = strictness * solve.ratio(stepped.error, point, stepped.point)
         if ratio <= 1.0:
             solve.tally.add("accepted")
             point, not_finite = stepped.point, 0

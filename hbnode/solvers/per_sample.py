@@ -38,11 +38,13 @@ class PerSample:
         self.not_finite = ~torch.isfinite(self.norm).all(0)  # samples whose start is not
         size = torch.where(torch.isfinite(size), size, self.length())
         self.longest = torch.full_like(size, solve.max_step)
+        self.strictness = torch.ones_like(size)
         if solve.sees_time:
             ends = (self.first, self.last) if solve.interrupted else (0, -1)
             span = (self.t[:, ends[1]] - self.t[:, ends[0]]).abs()
             size, longest = forcing.first_step(solve, point, self.first, self.norm, span, size)
             self.longest = torch.minimum(self.longest, longest)
+            self.strictness = torch.where(torch.isfinite(longest), solve.method.inside, 1.0)
         if solve.options.first_step:
             size = torch.full_like(size, solve.options.first_step)
         self.size = torch.minimum(size, self.longest)  # of the step that each would like to take
@@ -99,7 +101,7 @@ class PerSample:
         """Norm of (error / tolerance) of each sample."""
         solve, n = self.solve, self.rows
         scale = torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(solve.rtol).add_(solve.atol)
-        ratio = solve.norms((error.detach() / scale).double()).square().mean(0).sqrt()
+        ratio = self.strictness * solve.norms((error.detach() / scale).double()).square().mean(0).sqrt()
         return torch.where(torch.isfinite(ratio), ratio, math.inf)
 
     def marks(self, marks: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ class Solve:
         self.recording = False  # random numbers are to be drawn again in the backward pass
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self.max_step = self.options.max_step
+        self.strictness = 1.0  # by how much the error of a step must be smaller than the tolerance
         self.strongest = 0.0  # damping of the field, where it limits the steps
         self.sees_time = getattr(dynamics.inner, "time_dependent", True)
         self.knots: list[float] = []  # of the signals in f, in increasing order
@@ -270,6 +271,7 @@ class Solve:
             sizes = forcing.first_step(self, point, interval, norm, norm.new_tensor(span), norm.new_tensor(size))
             size, longest = torch.stack(sizes).tolist()
             self.max_step = min(self.max_step, longest)
+            self.strictness = self.method.inside if math.isfinite(longest) else 1.0
         return min(self.options.first_step or size, self.max_step)
 
     def norms(self, x: Tensor) -> Tensor:
