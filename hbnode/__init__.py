@@ -12,7 +12,7 @@ from hbnode.errors import (
     StepSizeUnderflowError,
 )
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
-from hbnode.nfe import NFE, count_nfe
+from hbnode.nfe import NFE, StepRecord, count_nfe, record_steps
 from hbnode.ode_rnn import ODERNN, Filtered, ODERNNState
 from hbnode.recurrent import (
     DTRIV,
@@ -154,6 +154,8 @@ __all__ = [
     # counting and diagnostics
     "NFE",
     "count_nfe",
+    "record_steps",
+    "StepRecord",
     "nfe_vs_tolerance",
     "NFEToleranceCurve",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass
@@ -52,7 +52,7 @@ class NFE:
             other = NFE()
         if not isinstance(other, NFE):
             return NotImplemented
-        both = NFE(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        both = NFE(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
         both.keeps_graph = self.keeps_graph or other.keeps_graph
         return both
 
@@ -73,6 +73,36 @@ _FORWARD = {"evaluation": "forward", "accepted": "steps", "rejected": "rejected"
 _BACKWARD = {"evaluation": "backward", "accepted": "backward_steps", "rejected": "backward_rejected"}
 
 _open_counters: list[tuple[frozenset[int], NFE]] = []
+
+
+@dataclass
+class StepRecord:
+    """The steps of solves in the order in which they were tried; one entry per step in each list.
+
+    Attributes:
+        t: where the step starts, in units of time.
+        size: its length, in units of time; positive also where a solve runs backwards in time.
+        accepted: whether it was accepted. On a fixed grid all steps are.
+        sample: the sample that takes the step, where samples have steps of their own; None where all take it together.
+        backward: whether it is a step of an adjoint, solved in the backward pass.
+    """
+
+    t: list[float] = field(default_factory=list)
+    size: list[float] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    sample: list[int | None] = field(default_factory=list)
+    backward: list[bool] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.t)
+
+
+_open_records: list[tuple[frozenset[int], StepRecord]] = []
+
+
+def is_recording() -> bool:
+    """Whether a :func:`record_steps` context is open."""
+    return len(_open_records) > 0
 
 
 def is_counting() -> bool:
@@ -109,6 +139,19 @@ class Tally:
                 setattr(total, name, getattr(total, name) + count)
                 total.keeps_graph |= own.keeps_graph
 
+    def report(self, start: Tensor, size: Tensor, *, accepted: bool | Tensor) -> None:
+        """Pass a step, or one step for each sample (batch,), on to the open :func:`record_steps` contexts."""
+        for watched, record in _open_records:
+            if self.identity in watched:
+                taken = torch.as_tensor(accepted, device=size.device).expand(size.shape).reshape(-1).tolist()
+                starts, sizes = (x.detach().double().reshape(-1).tolist() for x in (start, size))
+                samples = [None] if size.dim() == 0 else range(len(sizes))
+                for row in zip(starts, map(abs, sizes), taken, samples, strict=True):
+                    if row[1] > 0:  # a sample that has arrived waits for the others in steps of size 0
+                        for name, value in zip(("t", "size", "accepted", "sample"), row, strict=True):
+                            getattr(record, name).append(value)
+                        record.backward.append(backward_pass() != -1)
+
 
 @contextmanager
 def count_nfe(module: nn.Module | Callable) -> Iterator[NFE]:
@@ -129,18 +172,51 @@ def count_nfe(module: nn.Module | Callable) -> Iterator[NFE]:
         >>> nfe.forward, nfe.steps  # two solves, five steps each, four evaluations a step
         (40, 10)
     """
+    with _open(_open_counters, module, NFE(), "count_nfe") as nfe:
+        yield nfe
+
+
+@contextmanager
+def record_steps(module: nn.Module | Callable) -> Iterator[StepRecord]:
+    """Record the steps of every solve inside ``module`` during a block of code, accepted and rejected.
+
+    Records the solves that :func:`count_nfe` counts. A step that a backward pass recomputes is not recorded again, the
+    steps of an adjoint are. ``method="scipy_solver"`` reports no steps, and neither does a compiled or exported graph.
+    The steps tried before a :class:`hbnode.SolverError` are recorded too. Without an open record nothing is kept.
+
+    Arguments:
+        module: a block, a model with blocks inside, a field, or any callable that is solved as a field.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", options={"steps": 4})
+        >>> with hbnode.record_steps(block) as steps:
+        ...     h = block(torch.zeros(3, 2))
+        >>> steps.t, steps.size[0], all(steps.accepted)
+        ([0.0, 0.25, 0.5, 0.75], 0.25, True)
+    """
+    with _open(_open_records, module, StepRecord(), "record_steps") as record:
+        yield record
+
+
+Kept = TypeVar("Kept", NFE, StepRecord)
+
+
+@contextmanager
+def _open(entries: list[tuple[frozenset[int], Kept]], module: Callable, kept: Kept, caller: str) -> Iterator[Kept]:
+    """Let ``kept`` collect what happens inside of ``module``, until the context is left."""
     if not callable(module):
         raise TypeError(
-            f"count_nfe expected a module or a callable field, got {type(module).__name__}. "
+            f"{caller} expected a module or a callable field, got {type(module).__name__}. "
             "Fix: pass the block or the model that contains it."
         )
     members = module.modules() if isinstance(module, nn.Module) else [module]
-    entry = (frozenset(map(_identity, members)), NFE())
-    _open_counters.append(entry)
+    entry = (frozenset(map(_identity, members)), kept)
+    entries.append(entry)
     try:
-        yield entry[1]
+        yield kept
     finally:
-        _open_counters[:] = [other for other in _open_counters if other is not entry]
+        entries[:] = [other for other in entries if other is not entry]
 
 
 def _identity(field: Callable) -> int:

@@ -299,12 +299,14 @@ class _FixedField(_WatchedField):
     def callback_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.begin_step(t0, y0, dt)
         self.tally.add("accepted")
+        self.tally.report(t0, dt, accepted=True)
         self.tell("callback_step", t0, y0, dt)
 
     def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         t0 = self.own_time(t0)
         self.begin_step(t0, y0, dt, "adjoint state")
         self.tally.add("accepted")
+        self.tally.report(t0, dt, accepted=True)
         self.tell("callback_step_adjoint", t0, y0, dt)
 
 
@@ -315,10 +317,12 @@ class _AdaptiveField(_WatchedField):
 
     def callback_accept_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.tally.add("accepted")
+        self.tally.report(t0, dt, accepted=True)
         self.tell("callback_accept_step", t0, y0, dt)
 
     def callback_reject_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.tally.add("rejected")
+        self.tally.report(t0, dt, accepted=False)
         self.tell("callback_reject_step", t0, y0, dt)
 
     def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
@@ -327,12 +331,16 @@ class _AdaptiveField(_WatchedField):
         self.tell("callback_step_adjoint", t0, y0, dt)
 
     def callback_accept_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        t0 = self.own_time(t0)
         self.tally.add("accepted")
-        self.tell("callback_accept_step_adjoint", self.own_time(t0), y0, dt)
+        self.tally.report(t0, dt, accepted=True)
+        self.tell("callback_accept_step_adjoint", t0, y0, dt)
 
     def callback_reject_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
+        t0 = self.own_time(t0)
         self.tally.add("rejected")
-        self.tell("callback_reject_step_adjoint", self.own_time(t0), y0, dt)
+        self.tally.report(t0, dt, accepted=False)
+        self.tell("callback_reject_step_adjoint", t0, y0, dt)
 
 
 def warn_of_callbacks(field: Callable, method: str, names: Sequence[str]) -> None:

@@ -83,6 +83,7 @@ def _grid(
             else:
                 point = solve.take(point, step, damping, error=False, differentiable=differentiable).point
             solve.tally.add("accepted")
+            solve.report(step, accepted=True)
             if watch and not bool(torch.isfinite(point).all()):
                 raise failures.blame(solve, before, step, damping)
         outputs.append(point[:n])
@@ -112,6 +113,7 @@ def _adaptive(
         ratio = strictness * solve.ratio(stepped.error, point, stepped.point)
         if ratio <= 1.0:
             solve.tally.add("accepted")
+            solve.report(step, accepted=True)
             point, not_finite = stepped.point, 0
             outputs.add(step, stepped)
             if route.size:
@@ -119,6 +121,7 @@ def _adaptive(
             route.advance(step, size)
         else:
             solve.tally.add("rejected")
+            solve.report(step, accepted=False)
             if record is not None:
                 record.pop()
             not_finite = 0 if math.isfinite(ratio) else not_finite + 1

@@ -87,6 +87,7 @@ class PerSample:
             ratio = self.ratio(stepped.error, stepped.point)
             if whole is not None and bool((ratio <= 1.0).all()):  # all that follows is to no purpose
                 solve.tally.add("accepted")
+                solve.report(step, accepted=True)
                 return stepped.point[None, : self.rows]
             whole, uneven = None, False
             step.accepted = (ratio <= 1.0) & ~done
@@ -150,6 +151,7 @@ class PerSample:
             sample = int(self.not_finite.nonzero()[0])
             failures.check_start(solve, self.norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
         solve.tally.add("accepted" if moved else "rejected")
+        solve.report(step, accepted=step.accepted)
         if moved and record is not None:
             record.append((step, before, None))
         if failed:

@@ -16,7 +16,7 @@ from hbnode import _functorch
 from hbnode._replay import random_state
 from hbnode.errors import MaxNFEError, MaxStepsError, SolverError
 from hbnode.gradients import closed_over_leaves, refuse_unknown
-from hbnode.nfe import Tally, backward_pass
+from hbnode.nfe import Tally, backward_pass, is_recording
 from hbnode.signal import listening, refuse_queries_outside
 from hbnode.solvers import failures, forcing
 from hbnode.solvers.clock import Clock, Step
@@ -311,7 +311,16 @@ class Solve:
             return None
         self.tally.add("evaluation", len(steps) * self.method.evaluations)
         self.tally.add("accepted", len(steps))
+        for step in steps:
+            self.report(step, accepted=True)
         return points
+
+    def report(self, step: Step, *, accepted: bool | Tensor) -> None:
+        """Pass a step on to the open :func:`hbnode.record_steps` contexts."""
+        if is_recording():
+            t = self.clock.t.detach()
+            size, (start,) = self.clock.affine(t, step.interval, step.start, step.size, (0.0,), step.end)
+            self.tally.report(_functorch.plain(start), _functorch.plain(size), accepted=accepted)
 
     # Failures
 
