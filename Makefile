@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: demo test slow lint docs bench clean
+.PHONY: demo test slow lint types docs bench clean
 
 demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
@@ -19,6 +19,14 @@ slow: .venv/.complete
 lint: .venv/.complete
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The project by its own configuration; the README's code as a user's type checker sees it.
+types: .venv/.complete
+	$(BIN)/mypy
+ifneq ($(wildcard tests/user_script.py),)
+	$(BIN)/mypy --strict --follow-imports=silent tests/user_script.py
+	$(BIN)/pyright --pythonpath $(BIN)/python tests/user_script.py
+endif
 
 docs: .venv/.complete
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
@@ -41,5 +49,5 @@ clean:
 .venv/.complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tasks,peers,test,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@

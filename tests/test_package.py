@@ -1,0 +1,62 @@
+"""The package's metadata: pins, the source distribution, the licence and the citation agree with each other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
+yaml = pytest.importorskip("yaml")  # comes with myst-parser
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+
+def _name(requirement):
+    return re.match(r"[\w-]+", requirement)[0]
+
+
+def test_every_requirement_of_the_tests_and_benchmarks_is_pinned():
+    pins = {_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *(one for extra, names in extras.items() if extra != "walker" for one in names)]
+    assert {_name(requirement) for requirement in wanted} - {"hbnode"} <= pins
+
+
+def test_no_extra_repeats_what_it_takes_from_another():
+    extras = PROJECT["optional-dependencies"]
+
+    def inherited(extra):
+        others = re.findall(r"hbnode\[([\w,]+)\]", " ".join(extras[extra]))
+        names = [name for listed in others for name in listed.split(",")]
+        return {_name(one) for name in names for one in extras[name]} | {x for name in names for x in inherited(name)}
+
+    for extra, names in extras.items():
+        assert not {_name(one) for one in names if not one.startswith("hbnode[")} & inherited(extra), extra
+
+
+def test_the_source_distribution_names_what_exists():
+    missing = [
+        path
+        for path in PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+        if not (ROOT / path.lstrip("/")).exists()
+    ]
+    assert missing == []
+
+
+def test_one_licence():
+    assert PROJECT["license"] == CITATION["license"] == "MIT"
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License\n\nCopyright (c) 2026 The hbnode developers\n")
+    assert PROJECT["authors"] == CITATION["authors"] == [{"name": "The hbnode developers"}]
+
+
+def test_the_citation_has_what_the_format_requires_and_a_reference_for_each_paper():
+    assert CITATION["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= CITATION.keys()
+    for reference in CITATION["references"]:
+        assert {"type", "title", "authors", "year", "url"} <= reference.keys()
+        assert all({"family-names", "given-names"} <= author.keys() for author in reference["authors"])
+    papers = {reference["url"].removeprefix("https://arxiv.org/abs/") for reference in CITATION["references"]}
+    assert papers == {"2110.04840", "2006.06919", "2110.07034", "2006.02493"}
