@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.overhead import Stacked
-from tasks._run import environment, write_whole
+from tasks.common.run import environment, write_whole
 
 TOLERANCE = 1e-5
 Step = Callable[[], Tensor]

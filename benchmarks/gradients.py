@@ -29,8 +29,8 @@ import hbnode
 from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
 from benchmarks.overhead import seconds
 from benchmarks.problems import Problem, network
-from tasks._files import write_figure, write_whole
-from tasks._run import environment
+from tasks.common.files import write_figure, write_whole
+from tasks.common.run import environment
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
     "A": lambda: network(32, 3, 1.0, 0.5),

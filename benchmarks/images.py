@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.gradients import interleaved
-from tasks import _data
-from tasks._files import write_whole
-from tasks._run import MODELS, environment
+from tasks.common.files import write_whole
+from tasks.common.run import MODELS, environment
+from tasks.data import images as image_data
 from tasks.image_classification import Classifier
 
 BATCH = 64
@@ -41,7 +41,7 @@ PAPER = {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}}
 def images(count: int) -> tuple[Tensor, Tensor]:
     """MNIST's first test images, or noise."""
     try:
-        x, y = _data.mnist("test")
+        x, y = image_data.mnist("test")
     except FileNotFoundError:
         generator = torch.Generator().manual_seed(0)
         x = torch.rand(count, 1, 28, 28, generator=generator)

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.gradients import interleaved
-from tasks import _data_plane
-from tasks._files import write_whole
-from tasks._run import MODELS, environment
-from tasks._train import Batch
+from tasks.common.files import write_whole
+from tasks.common.run import MODELS, environment
+from tasks.common.train import Batch
+from tasks.data import f16 as f16_data
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
 
 BATCH = 64
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/ode_rnn.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record, source = _data_plane.plane_vibration()
+    record, source = f16_data.plane_vibration()
     splits = Splits.of(record, "paper", 1)
     print(f"data: {source}")
     widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}

@@ -22,8 +22,8 @@ import torchdiffeq
 from torch import Tensor, nn
 
 import hbnode
-from tasks._files import write_whole
-from tasks._run import environment
+from tasks.common.files import write_whole
+from tasks.common.run import environment
 
 
 class Stacked(nn.Module):

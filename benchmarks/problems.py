@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hbnode
 from hbnode.nets import MLP, ConvNet
-from tasks._data import digits
+from tasks.data.images import digits
 
 
 @dataclass(frozen=True)

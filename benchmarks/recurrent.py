@@ -32,8 +32,8 @@ from torch.nn.utils import parametrizations
 
 from benchmarks.gradients import interleaved
 from hbnode import recurrent
-from tasks._files import write_whole
-from tasks._run import environment
+from tasks.common.files import write_whole
+from tasks.common.run import environment
 
 RULES = ("Momentum", "NAG", "SR", "Adam", "RMSProp")
 Row = dict[str, Any]

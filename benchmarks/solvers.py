@@ -23,8 +23,8 @@ from scipy.integrate import solve_ivp
 
 import hbnode
 from benchmarks.problems import PROBLEMS, QUICK, Problem, geometric_mean
-from tasks._files import write_figure, write_whole
-from tasks._run import environment
+from tasks.common.files import write_figure, write_whole
+from tasks.common.run import environment
 
 TARGETS = (1e-3, 1e-5, 1e-7)
 ENOUGH = 1e-8  # a sweep ends at this error,

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hbnode import _functorch
+from hbnode import _native_solve, _torch_internals, _torchdiffeq_solve, _traced_solve
 from hbnode._checks import as_count, conversion
 from hbnode._signature import check_call
 from hbnode._state import State, apply, parts
 from hbnode._tracing import ONLY_FIXED_GRIDS, is_tracing, untraced
 from hbnode.nfe import NFE
-from hbnode.solvers import from_torchdiffeq, native, run, traced
+from hbnode.solvers import registry
 
 logger = logging.getLogger("hbnode")
 
@@ -142,13 +142,13 @@ class Settings:
     compile: bool
 
     def __post_init__(self) -> None:
-        methods = (*native.METHODS, *from_torchdiffeq.METHODS)
+        methods = (*registry.METHODS, *_torchdiffeq_solve.METHODS)
         if self.method is not None and self.method not in methods:
             raise ValueError(
                 f"unknown method {self.method!r}; expected one of {methods}. Fix: {_nearest(self.method, methods)}."
             )
-        theirs = self.method in from_torchdiffeq.METHODS
-        gradients = from_torchdiffeq.GRADIENTS if theirs else native.GRADIENTS
+        theirs = self.method in _torchdiffeq_solve.METHODS
+        gradients = _torchdiffeq_solve.GRADIENTS if theirs else registry.GRADIENTS
         gradient = ("direct" if theirs else "checkpoint") if self.gradient is None else self.gradient
         if gradient not in gradients:
             raise ValueError(
@@ -168,7 +168,7 @@ class Settings:
                 raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
         object.__setattr__(self, "max_steps", as_count(self.max_steps, "max_steps"))
         if not theirs:
-            native.check(self)
+            registry.check(self)
         elif self.compile:
             raise ValueError(
                 f"compile=True is for native methods, got method={self.method!r}. "
@@ -179,10 +179,10 @@ class Settings:
         """These settings with method and gradient filled in for a field and the length of a solve."""
         method = self.method
         if method is None:
-            method = "dopri5" if event else native.best_method(field, self, span)
+            method = "dopri5" if event else registry.best_method(field, self, span)
         gradient = self.gradient
         if gradient is None:
-            gradient = "direct" if method in from_torchdiffeq.METHODS else "checkpoint"
+            gradient = "direct" if method in _torchdiffeq_solve.METHODS else "checkpoint"
         return dataclasses.replace(self, method=method, gradient=gradient)
 
 
@@ -196,8 +196,8 @@ def solve(
 ) -> State | tuple[Tensor, State]:
     """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
     if is_tracing():
-        if event_fn is None and traced.is_possible(settings):
-            return traced.solve(field, checked_state(field, y0), t, settings, nfe)
+        if event_fn is None and _traced_solve.is_possible(settings):
+            return _traced_solve.solve(field, checked_state(field, y0), t, settings, nfe)
         if not torch.compiler.is_dynamo_compiling():
             raise ValueError(ONLY_FIXED_GRIDS)
     return _solve(field, y0, t, settings, nfe, event_fn)
@@ -215,24 +215,26 @@ def _solve(
     """:func:`solve` without a graph of torch.compile."""
     y0 = checked_state(field, y0)
     check_call(field)
-    t = checked_times(t, parts(y0)[0].device, rows=settings.method not in from_torchdiffeq.METHODS and event_fn is None)
+    t = checked_times(
+        t, parts(y0)[0].device, rows=settings.method not in _torchdiffeq_solve.METHODS and event_fn is None
+    )
     settings = settings.resolved(field, event_fn is not None, _span(t))
     nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
-    theirs = settings.method in from_torchdiffeq.METHODS
+    theirs = settings.method in _torchdiffeq_solve.METHODS
     first = parts(y0)[0]
     check_precision(settings, first.dtype)
     if not theirs:
-        from_torchdiffeq.warn_of_callbacks(field, settings.method, from_torchdiffeq.CALLBACKS)
+        _torchdiffeq_solve.warn_of_callbacks(field, settings.method, _torchdiffeq_solve.CALLBACKS)
     if event_fn is None and theirs:
-        with _functorch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            return from_torchdiffeq.solve(field, y0, t, settings, nfe, None)
+        with _torch_internals.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
+            return _torchdiffeq_solve.solve(field, y0, t, settings, nfe, None)
     if event_fn is None:
-        return run.solve(field, y0, t, settings, nfe)
+        return _native_solve.solve(field, y0, t, settings, nfe)
     if not theirs:
         raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
     if len(t) != 2:
         raise ValueError(f"with event_fn, t must hold two times (start and direction), got {len(t)}. Fix: [t0, t1].")
-    return from_torchdiffeq.solve(field, y0, t, settings, nfe, event_fn)
+    return _torchdiffeq_solve.solve(field, y0, t, settings, nfe, event_fn)
 
 
 _SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}
@@ -270,13 +272,13 @@ def _nearest(name: object, methods: Sequence[str]) -> str:
 
 def _span(t: Tensor) -> float:
     """The length of a solve; 0 where a device would have to be asked for it."""
-    t = _functorch.plain(t)
+    t = _torch_internals.plain(t)
     return float(t.max() - t.min()) if t.is_cpu and t.numel() else 0.0
 
 
 def check_precision(settings: Settings, dtype: torch.dtype) -> None:
     """Refuse a tolerance that is not within what the dtype can carry, if the method goes by it."""
-    if settings.method in from_torchdiffeq.FIXED or "steps" in (settings.options or {}):
+    if settings.method in _torchdiffeq_solve.FIXED or "steps" in (settings.options or {}):
         return
     rtol, eps = settings.rtol, torch.finfo(dtype).eps
     if rtol < eps / 100:

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tasks._momentum import RecurrentConfig, Rule, make_layer, title
-from tasks._run import Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import Batch, Fresh, epoch_generator, fit
+from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import Batch, Fresh, epoch_generator, fit
+from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
 
 TRIVIAL_LOSS = 1 / 6
 TEST_SEED = 2**62  # which no training data has

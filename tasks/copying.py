@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tasks._momentum import RecurrentConfig, Rule, make_layer, title
-from tasks._run import Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import Batch, Fresh, epoch_generator, fit
+from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import Batch, Fresh, epoch_generator, fit
+from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
 
 CHARACTERS = 8
 RECALLED = 10

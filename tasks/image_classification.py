@@ -29,14 +29,14 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks import _data
-from tasks._files import read_checkpoint, read_json, write_whole, written_whole
-from tasks._regularize import Regularized
-from tasks._run import Config, Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import EVAL_BATCH_SIZE, fit
+from tasks.common.files import read_checkpoint, read_json, write_whole, written_whole
+from tasks.common.run import Config, Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import EVAL_BATCH_SIZE, fit
+from tasks.data import images as image_data
+from tasks.models.regularization import Regularized
 
-LOAD = {"digits": _data.digits, "mnist": _data.mnist, "cifar10": _data.cifar10}
+LOAD = {"digits": image_data.digits, "mnist": image_data.mnist, "cifar10": image_data.cifar10}
 SHAPE = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 # Channels of h and of f's hidden layers. MNIST and CIFAR-10: section 3.4.2, footnote 6 and Table 5, with the hidden
 # sizes of the authors' code. Digits: MNIST's channels, sizes that give the five models about equal parameter counts.

@@ -37,13 +37,13 @@ from torch.nn.utils import parametrize
 from tqdm import tqdm
 
 import hbnode
-from tasks import _data_text
-from tasks._awd import Averaging, chunk_lengths, drop_recurrent_weights, embed, locked_dropout, penalty
-from tasks._files import damaged
-from tasks._momentum import RecurrentConfig, Rule, make_layer
-from tasks._run import Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import flushed_denormals, interruptible, require_finite
+from tasks.common.files import damaged
+from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import flushed_denormals, interruptible, require_finite
+from tasks.data import text as text_data
+from tasks.models.awd_lstm import Averaging, chunk_lengths, drop_recurrent_weights, embed, locked_dropout, penalty
+from tasks.models.recurrent import RecurrentConfig, Rule, make_layer
 
 EVAL_COLUMNS = 10  # streams that the validation text and the test are read in
 States = list["hbnode.RecurrentState | None"]  # of each layer
@@ -63,7 +63,7 @@ class LanguageModelConfig(RecurrentConfig):
     lr: float = option(20.0, "SGD's learning rate, for a piece of --bptt words")
     schedule: str = option("constant", "learning rate: constant; see --patience", ("constant",))
     clip: float = option(0.25, "largest norm of the gradient; 0 does not clip")
-    data: str = option("auto", "the text; auto is the first that is there", _data_text.SOURCES)
+    data: str = option("auto", "the text; auto is the first that is there", text_data.SOURCES)
     vocabulary: int = option(5000, "words to tell apart; 0: all")
     train_size: int = option(200_000, "words of the training text; 0: all")
     test_size: int = option(50_000, "words of the validation text and of the test; 0: all")
@@ -356,7 +356,7 @@ def train(config: LanguageModelConfig) -> None:
     """Train one model with one seed, and test the best epoch's weights once."""
     sizes = {name: getattr(config, name) for name in ("vocabulary", "train_size", "test_size")}
     try:
-        text = _data_text.read_text(config.data, **sizes)
+        text = text_data.read_text(config.data, **sizes)
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
     config = dataclasses.replace(config, data=text.source)  # a run is of one text, and is not resumed with another

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.recurrent import parameter_groups
-from tasks import _data
-from tasks._momentum import RecurrentConfig, Rule, make_layer, title
-from tasks._run import Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import Batch, evaluate, fit
+from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import Batch, evaluate, fit
+from tasks.data import images as image_data
+from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
 
-LOAD = {"mnist": _data.mnist, "digits": _data.digits}
+LOAD = {"mnist": image_data.mnist, "digits": image_data.digits}
 EDGE = {"mnist": 28, "digits": 8}  # pixels of an image's edge
 SIDE = {"mnist": 14, "digits": 8}  # where --side says nothing
 HELD_OUT = 6  # one in so many training images, from the end, is for validation

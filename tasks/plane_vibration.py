@@ -38,19 +38,19 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks import _data_plane
-from tasks._baselines import make_baseline
-from tasks._files import write_figure
-from tasks._run import BASELINES, MODELS, SCHEDULES, Config, Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import Batch, evaluate, fit
+from tasks.common.files import write_figure
+from tasks.common.run import BASELINES, MODELS, SCHEDULES, Config, Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import Batch, evaluate, fit
+from tasks.data import f16 as f16_data
+from tasks.models.baselines import make_baseline
 
 COLUMNS = ("force", "voltage", "acceleration 1", "acceleration 2", "acceleration 3")
 CHANNELS = len(COLUMNS)
 WINDOW = 64  # samples that a model sees
 HORIZON = 8  # rows that it forecasts, from the stamp after them on
 DROPPED = 100  # rows at the end, in the paper's protocol
-PERIOD = _data_plane.PLANE_PERIOD
+PERIOD = f16_data.PLANE_PERIOD
 # 80 phases between two of them: 65 stamps are 72 rows, and 8 are forecast
 PHASES = {
     "train": (0, 3976),
@@ -83,7 +83,7 @@ class PlaneVibrationConfig(Config):
     tol: float = option(1e-5, "rtol = atol of the solver")
     protocol: str = option("honest", "how the data is split, see above", ("paper", "honest"))
     data: str = option(
-        "auto", "the F-16's, a generated structure's, or the first if it is there", _data_plane.PLANE_SOURCES
+        "auto", "the F-16's, a generated structure's, or the first if it is there", f16_data.PLANE_SOURCES
     )
     removed: int = option(1, "seed of the rows that are removed")
     ahead: float = option(0.1, "weight of the prediction at the next stamps in the loss")
@@ -308,7 +308,7 @@ def squared_errors(model: nn.Module, batch: Batch, ahead: float, seen: float) ->
 def train(config: PlaneVibrationConfig) -> None:
     """Train one model with one seed, and forecast the test set once."""
     try:
-        record, source = _data_plane.plane_vibration(config.data)
+        record, source = f16_data.plane_vibration(config.data)
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
     config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
@@ -354,8 +354,8 @@ def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -
     figure, axes = plt.subplots(3, 4, figsize=(14, 7), sharex=True, sharey="row", layout="constrained")
     for column, segment in enumerate(chosen):
         now = t[segment, -1]
-        ahead = torch.arange(HORIZON) / _data_plane.PLANE_RATE
-        past = (t[segment, WINDOW - 24 : WINDOW] - now) / _data_plane.PLANE_RATE
+        ahead = torch.arange(HORIZON) / f16_data.PLANE_RATE
+        past = (t[segment, WINDOW - 24 : WINDOW] - now) / f16_data.PLANE_RATE
         for ax, channel in zip(axes[:, column], (2, 3, 4), strict=True):
             parts = (x[segment, -24:], target[segment], forecast[segment])
             seen, measured, guessed = (part[:, channel] * scale[channel] + shift[channel] for part in parts)

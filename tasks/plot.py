@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from tasks._files import read_json, write_figure
-from tasks._momentum import VARIANTS, title
-from tasks._run import BASELINES, MODELS
+from tasks.common.files import read_json, write_figure
+from tasks.common.run import BASELINES, MODELS
 from tasks.image_classification import CURVE_IMAGES
+from tasks.models.recurrent import VARIANTS, title
 
 ORDER = (*MODELS, *BASELINES)
 COLORS = {name: f"C{index}" for names in (ORDER, VARIANTS) for index, name in enumerate(names)}

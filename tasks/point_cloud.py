@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks._files import write_figure, written_whole
-from tasks._run import Config, Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import fit
+from tasks.common.files import write_figure, written_whole
+from tasks.common.run import Config, Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import fit
 
 FRAMES = 41  # of the animation; the figure shows six of them
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}

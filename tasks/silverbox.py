@@ -2,7 +2,7 @@
 
 The Silverbox is a circuit that resembles a Duffing oscillator. Data and split are those of nonlinearbenchmark.org (T.
 Wigren and J. Schoukens, ECC 2013). The momentum-architectures paper only shows how untrained models grow on it, which
-is tasks.silverbox_growth; here they learn it.
+is tasks.studies.silverbox_growth; here they learn it.
 
 f is a small network of the state and V1(t), the initial state comes from an encoder that reads the samples before (all
 of the state: the zero of an ANODE would contradict every window that starts in motion). Trained are windows of the
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks import _data
-from tasks._files import write_figure
-from tasks._run import GRADIENTS, SCHEDULES, Config, Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import Batch, fit
+from tasks.common.files import write_figure
+from tasks.common.run import GRADIENTS, SCHEDULES, Config, Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import Batch, fit
+from tasks.data import images as image_data
 
 FINE = 8  # points a sample of the interpolated input
 HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
@@ -54,14 +54,15 @@ class SilverboxConfig(Config):
         for name in ("window", "past", "stride", "validation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
-        if self.validation < _data.SILVERBOX_START + self.window:
+        if self.validation < image_data.SILVERBOX_START + self.window:
             raise ValueError(
-                f"--validation must be at least {_data.SILVERBOX_START + self.window}, the first "
-                f"{_data.SILVERBOX_START} samples and a window; got {self.validation}"
+                f"--validation must be at least {image_data.SILVERBOX_START + self.window}, the first "
+                f"{image_data.SILVERBOX_START} samples and a window; got {self.validation}"
             )
-        if self.past > _data.SILVERBOX_START:
+        if self.past > image_data.SILVERBOX_START:
             raise ValueError(
-                f"--past must be at most {_data.SILVERBOX_START}, the samples that the benchmark gives; got {self.past}"
+                f"--past must be at most {image_data.SILVERBOX_START}, the samples that the benchmark gives; "
+                f"got {self.past}"
             )
 
 
@@ -183,7 +184,7 @@ class Splits:
     @classmethod
     def of(cls, record: Tensor, validation: int) -> Splits:
         """The official split, with the last samples of the training set split off as validation."""
-        records = {name: record[part] for name, part in _data.SILVERBOX_SETS.items()}
+        records = {name: record[part] for name, part in image_data.SILVERBOX_SETS.items()}
         whole = records["train"]
         if len(whole) < 2 * validation:
             raise SystemExit(f"--validation {validation} leaves too little of {len(whole)} training samples")
@@ -199,7 +200,7 @@ def simulate(model: Simulator, samples: Tensor, config: SilverboxConfig) -> Tens
         The samples after the first 50; infinite from where the model diverged.
     """
     device = next(model.parameters()).device
-    samples = samples[_data.SILVERBOX_START - config.past :]
+    samples = samples[image_data.SILVERBOX_START - config.past :]
     fine = refine(samples[:, 0], config.interpolation)
     length = len(samples) - config.past
     past, drive, _ = (x.to(device) for x in windows(samples, fine, config.past, length, 1))
@@ -221,7 +222,7 @@ def rmse(simulated: Tensor, measured: Tensor) -> float:
 def identify(config: SilverboxConfig) -> None:
     """Train one model with one seed, simulate the test sets, and draw the arrow."""
     try:
-        splits = Splits.of(_data.silverbox(), config.validation)
+        splits = Splits.of(image_data.silverbox(), config.validation)
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
     train, validation = (splits.records[name] for name in ("train", "validation"))
@@ -243,13 +244,13 @@ def identify(config: SilverboxConfig) -> None:
         model.eval()
         simulated = {k: simulate(model, splits.records[k], config) for k in ("validation", "multisine", "arrow_full")}
         # the arrow without extrapolation is the first part of the whole one, and starts with it
-        part = len(splits.records["arrow_no_extrapolation"]) - _data.SILVERBOX_START
+        part = len(splits.records["arrow_no_extrapolation"]) - image_data.SILVERBOX_START
         simulated["arrow_no_extrapolation"] = simulated["arrow_full"][:part]
         for name, values in simulated.items():
-            error = 1000 * splits.scale * rmse(values, splits.records[name][_data.SILVERBOX_START :, 1])
+            error = 1000 * splits.scale * rmse(values, splits.records[name][image_data.SILVERBOX_START :, 1])
             errors[f"{name}_rmse_mV"] = error if math.isfinite(error) else None  # diverged; JSON has no infinity
             print(f"{config.model}: {name} RMSE {error:.3f} mV")
-        measured = splits.records["arrow_full"][_data.SILVERBOX_START :, 1]
+        measured = splits.records["arrow_full"][image_data.SILVERBOX_START :, 1]
         draw_simulation(
             simulated["arrow_full"] * splits.scale, measured * splits.scale, part, config.model, errors, run.folder
         )
@@ -262,7 +263,7 @@ def draw_simulation(
     """Draw V2 of the arrow and the error of its simulation over it, in ``simulation.png``."""
     import matplotlib.pyplot as plt
 
-    seconds = torch.arange(_data.SILVERBOX_START, _data.SILVERBOX_START + len(measured)) / 610.35
+    seconds = torch.arange(image_data.SILVERBOX_START, image_data.SILVERBOX_START + len(measured)) / 610.35
     figure, ax = plt.subplots(figsize=(10, 3.6), layout="constrained")
     ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
     error = (1000 * (simulated - measured)).clamp(-400, 400)

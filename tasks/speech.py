@@ -33,13 +33,13 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks import _data_speech
-from tasks._data_speech import BINS, log_spectra
-from tasks._files import write_figure
-from tasks._momentum import RecurrentConfig, Rule, make_layer, title
-from tasks._run import Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import Batch, evaluate, fit
+from tasks.common.files import write_figure
+from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import Batch, evaluate, fit
+from tasks.data import speech as speech_data
+from tasks.data.speech import BINS, log_spectra
+from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
 
 # tables 7 to 10
 TABLE = {
@@ -62,7 +62,7 @@ class SpeechConfig(RecurrentConfig):
     lr: float = option(3e-3, "Adam's learning rate; the paper's 1e-4 is for 700 epochs of a larger set")
     hidden: int = option(84, "size of h")
     forget_bias: float = option(-4.0, "bias of an LSTM's forget gate at first, each of the two", is_signed=True)
-    data: str = option("auto", "recordings; auto is the digits if they are there", _data_speech.SOURCES)
+    data: str = option("auto", "recordings; auto is the digits if they are there", speech_data.SOURCES)
     timit: str = option("", "folder of TIMIT; empty is HBNODE_DATA/timit", may_change=True)
     train_size: int = option(0, "training recordings; 0: all")
     orthogonal_lr: float = option(2e-4, "learning rate of a DTRIV's orthogonal weight")
@@ -94,7 +94,7 @@ def as_batch(waves: Sequence[Tensor]) -> Batch:
 
 def read_batches(config: SpeechConfig) -> tuple[dict[str, Batch], str]:
     """Training, validation and test, and where they come from."""
-    waves, source = _data_speech.speech(config.data, config.timit)
+    waves, source = speech_data.speech(config.data, config.timit)
     known = waves["train"]
     count = min(config.train_size or len(known), len(known))
     waves["train"] = [known[k * len(known) // count] for k in range(count)]  # of all speakers and digits
@@ -198,7 +198,7 @@ def draw_prediction(model: Predictor, test: Batch, name: str, run: Run) -> None:
     with torch.no_grad():
         predicted = model(x[chosen : chosen + 1])[0, :-1].cpu()
     measured = x[chosen, 1:].cpu()
-    extent = (0, len(measured) * _data_speech.HOP / _data_speech.RATE, 0, _data_speech.RATE / 2000)
+    extent = (0, len(measured) * speech_data.HOP / speech_data.RATE, 0, speech_data.RATE / 2000)
     figure, axes = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     for ax, frames, label in zip(
         axes, (measured, predicted), ("measured", "predicted from the frames before"), strict=True

@@ -34,14 +34,14 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks import _data_walker
-from tasks._baselines import make_baseline
-from tasks._run import BASELINES, MODELS, Config, Run, count_parameters, option, parse
-from tasks._sweep import sweep
-from tasks._train import Batch, evaluate, fit
-from tasks._walker import draw_walks, generate
+from tasks.common.run import BASELINES, MODELS, Config, Run, count_parameters, option, parse
+from tasks.common.sweep import sweep
+from tasks.common.train import Batch, evaluate, fit
+from tasks.data import walker2d as walker_data
+from tasks.data.walker2d_simulation import draw_walks, generate
+from tasks.models.baselines import make_baseline
 
-CHANNELS = _data_walker.WALKER_CHANNELS
+CHANNELS = walker_data.WALKER_CHANNELS
 LENGTH, STRIDE = 64, 16  # kept frames of a window, and between the starts of two
 KEEP = 0.9  # probability of a frame
 FRAME = 1 / LENGTH  # duration of a frame, 0.008 s, in the unit of time
@@ -160,7 +160,7 @@ class Splits:
     @classmethod
     def of(cls, config: WalkerConfig) -> Splits:
         """Read, split and cut the rollouts; the statistics are those of the training rollouts."""
-        rollouts, source = _data_walker.walker2d()
+        rollouts, source = walker_data.walker2d()
         parts = split(rollouts)
         cut = {name: windows(part, DATA_SEED + i) for i, (name, part) in enumerate(parts.items(), 1)}
         wanted = config.windows or len(cut["train"][0])

@@ -16,9 +16,12 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 import hbnode
-from tasks import _run, _sweep, _train, plot
-from tasks._baselines import Decaying, Gated, Recurrent, make_baseline
-from tasks._run import BASELINES, count_parameters
+from tasks import plot
+from tasks.common import run as runs
+from tasks.common import sweep
+from tasks.common import train as training
+from tasks.common.run import BASELINES, count_parameters
+from tasks.models.baselines import Decaying, Gated, Recurrent, make_baseline
 
 BATCH, LENGTH, INPUTS = 3, 7, 4
 
@@ -191,10 +194,10 @@ def test_without_ncps_it_says_what_to_install(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class EchoConfig(_run.Config):
+class EchoConfig(runs.Config):
     """A task on series: say what the sample before was."""
 
-    models: ClassVar[tuple[str, ...]] = (*_run.MODELS, *BASELINES)
+    models: ClassVar[tuple[str, ...]] = (*runs.MODELS, *BASELINES)
     is_recurrent: ClassVar[bool] = True
 
 
@@ -216,27 +219,27 @@ def mse(model, batch):
 
 
 def train(config):
-    run = _run.Run("plane_vibration", config, config.model)
+    run = runs.Run("plane_vibration", config, config.model)
     x = torch.randn(40, 5, 1, generator=torch.Generator().manual_seed(0))
     model = Echo(config.model)
-    _train.fit(run, model, (x[:30],), (x[30:],), mse, held_out="validation")
+    training.fit(run, model, (x[:30],), (x[30:],), mse, held_out="validation")
     run.finish(model, test_forecast_mse=run.rows[-1]["validation_loss"])
 
 
 def parse(*argv):
-    return _run.parse(EchoConfig, {}, "", ["--device", "cpu", *argv])
+    return runs.parse(EchoConfig, {}, "", ["--device", "cpu", *argv])
 
 
 def test_models_of_a_task():
-    assert EchoConfig(model="all").chosen() == (*_run.MODELS, *BASELINES)
+    assert EchoConfig(model="all").chosen() == (*runs.MODELS, *BASELINES)
     assert parse("--model", "gru,hbnode,gru").chosen() == ("gru", "hbnode")
-    assert _run.Config(model="all").chosen() == _run.MODELS
+    assert runs.Config(model="all").chosen() == runs.MODELS
 
 
 @pytest.mark.parametrize(
     ("kind", "argv", "message"),
     [
-        (_run.Config, ["--model", "gru"], "argument --model: invalid choice: 'gru' (choose from node, "),
+        (runs.Config, ["--model", "gru"], "argument --model: invalid choice: 'gru' (choose from node, "),
         (EchoConfig, ["--model", "gru,,node"], "invalid choice: ''"),
         (EchoConfig, ["--model", "gru,all"], "invalid choice: 'all'"),
         (EchoConfig, ["--model", "gru,ghbnode", "--method", "nystrom4"], "nystrom4"),
@@ -245,7 +248,7 @@ def test_models_of_a_task():
 )
 def test_bad_models(kind, argv, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        _run.parse(kind, {}, "", argv)
+        runs.parse(kind, {}, "", argv)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -267,7 +270,7 @@ def test_the_help_names_the_models(capsys):
 
 
 def test_one_model_named_twice_is_one_run(tmp_path):
-    _sweep.sweep(parse("--model", "gru,gru", "--epochs", "1", "--out", str(tmp_path)), train)
+    sweep.sweep(parse("--model", "gru,gru", "--epochs", "1", "--out", str(tmp_path)), train)
     assert json.loads((tmp_path / "config.json").read_text())["model"] == "gru"
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from hbnode.solvers.forcing import UNEVEN
-from hbnode.solvers.native import METHODS, NYSTROM, RUNGE_KUTTA
+from hbnode.solvers.registry import METHODS, NYSTROM, RUNGE_KUTTA
 from tests.models import make_field, make_input
 from tests.problems import Driven, damped_oscillator, driven_exact
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import hbnode
 from hbnode import recurrent
-from hbnode.solvers.native import NYSTROM, RUNGE_KUTTA, SPLITTING
+from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import SHAPES, every_model, make_field, make_input
 from tests.momentum_layers import CELLS, RULES
 from tests.pretend_device import pretended_device

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hbnode
 from hbnode.solvers.forcing import PROBES, Plan
-from hbnode.solvers.native import METHODS
+from hbnode.solvers.registry import METHODS
 from tests.problems import Forced
 
 METHODS = [name for name, method in METHODS.items() if hasattr(method, "error_order")]
@@ -127,7 +127,7 @@ def evaluations(func, **settings):
 @pytest.mark.parametrize("method", METHODS)
 def test_what_it_costs(method, control):
     """Nothing where f is autonomous; four evaluations a solve where a network's last layer starts at zero."""
-    one_step = 1 + hbnode.solvers.native.METHODS[method].evaluations
+    one_step = 1 + hbnode.solvers.registry.METHODS[method].evaluations
     assert evaluations(lambda h: -h, method=method, step_control=control) == one_step
     net = hbnode.nets.MLP(2, [8], 2, time_dependent=True)
     torch.nn.init.zeros_(net.layers[-1].weight)

@@ -13,9 +13,11 @@ from torch.nn.utils import parametrize
 
 pytest.importorskip("tqdm")
 
-from tasks import _awd, _data_text, language_model
-from tasks._momentum import Rule
-from tests.runs import read_metrics
+from tasks import language_model
+from tasks.data import text as text_data
+from tasks.models import awd_lstm
+from tasks.models.recurrent import Rule
+from tests.small_runs import read_metrics
 
 # Text
 
@@ -33,7 +35,7 @@ def spelt(text):
 def test_words_and_ends_of_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     write_ptb(tmp_path)
-    text = _data_text.read_text()
+    text = text_data.read_text()
     assert text.source == "ptb"
     assert set(text.words) == {"a", "b", "c", "<unk>", "<eos>"}
     assert spelt(text) == {
@@ -48,52 +50,52 @@ def test_words_and_ends_of_lines(tmp_path, monkeypatch):
 def test_few_words_of_a_short_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     write_ptb(tmp_path)
-    text = _data_text.read_text("ptb", vocabulary=3, train_size=7, test_size=2)
+    text = text_data.read_text("ptb", vocabulary=3, train_size=7, test_size=2)
     assert spelt(text) == {
         "train": "a <unk> a <unk> <eos> <eos> <unk>",
         "validation": "<unk> <unk>",
         "test": "<unk> <eos>",
     }
     write_ptb(tmp_path, train="a b b\n")
-    assert sorted(_data_text.read_text("ptb").words) == ["<eos>", "<unk>", "a", "b"]  # for what is new later
+    assert sorted(text_data.read_text("ptb").words) == ["<eos>", "<unk>", "a", "b"]  # for what is new later
 
 
 def test_unigram_perplexity():
     parts = {"train": torch.tensor([0, 0, 1]), "validation": torch.tensor([0]), "test": torch.tensor([0, 2])}
-    text = _data_text.Text(parts, ("a", "b", "c"), "generated")
+    text = text_data.Text(parts, ("a", "b", "c"), "generated")
     assert text.unigram_perplexity() == pytest.approx((6 / 3 * 6 / 1) ** 0.5)
 
 
 def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"ptb is not in HBNODE_DATA=.*expected ptb/ptb\.train\.txt.*Fix: put"):
-        _data_text.read_text("ptb")
+        text_data.read_text("ptb")
     with pytest.raises(ValueError, match="source must be one of auto, ptb, wikitext-2, generated, got 'novel'"):
-        _data_text.read_text("novel")
-    assert _data_text.read_text().source == "generated"
+        text_data.read_text("novel")
+    assert text_data.read_text().source == "generated"
     write_ptb(tmp_path, valid="")
     with pytest.raises(ValueError, match=r"ptb\.valid\.txt is empty; expected lines of words\. Fix:"):
-        _data_text.read_text()
+        text_data.read_text()
     (tmp_path / "ptb" / "ptb.train.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"ptb\.train\.txt is no text in UTF-8"):
-        _data_text.read_text()
+        text_data.read_text()
 
 
 def test_wikitext_when_it_is_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or not (Path(root) / "wikitext-2" / "test.txt").is_file():
         pytest.skip("WikiText-2 is not in HBNODE_DATA")
-    text = _data_text.read_text("wikitext-2", train_size=30_000, vocabulary=1000)
+    text = text_data.read_text("wikitext-2", train_size=30_000, vocabulary=1000)
     assert (len(text.parts["train"]), len(text.words)) == (30_000, 1000)
     assert (len(text.parts["validation"]), len(text.parts["test"])) == (217_646, 245_569)  # as published
 
 
 def test_the_chain():
-    transitions = _data_text.chain_transitions()
+    transitions = text_data.chain_transitions()
     torch.testing.assert_close(transitions.sum(1), torch.ones(40, dtype=torch.float64))
     entropy = -transitions[transitions > 0].log().mul(transitions[transitions > 0]).sum() / 40
     assert math.exp(entropy) == pytest.approx(3.3467, abs=1e-4)
-    text = _data_text.read_text("generated")
+    text = text_data.read_text("generated")
     assert [len(part) for part in text.parts.values()] == [20_000, 2000, 2000]
     pairs = Counter(zip(*(text.parts["train"][k : k - 1 or None].tolist() for k in (0, 1)), strict=True))
     firsts = Counter(text.parts["train"][:-1].tolist())
@@ -115,27 +117,27 @@ def test_columns():
 
 def test_locked_dropout_has_one_mask_for_all_times():
     x = torch.ones(7, 3, 400)
-    found = _awd.locked_dropout(x, 0.25, training=True)
+    found = awd_lstm.locked_dropout(x, 0.25, training=True)
     assert torch.equal(found, found[:1].expand_as(found))
     assert sorted(found.unique().tolist()) == [0, pytest.approx(4 / 3)]
     assert (found == 0).float().mean().item() == pytest.approx(0.25, abs=0.05)
     assert not torch.equal(found[0, 0], found[0, 1])
-    assert _awd.locked_dropout(x, 0.25, training=False) is x
+    assert awd_lstm.locked_dropout(x, 0.25, training=False) is x
 
 
 def test_a_dropped_word_is_dropped_everywhere():
     embedding = torch.nn.Embedding(200, 4)
     words = torch.arange(200).repeat(2, 1)
-    found = _awd.embed(embedding, words, 0.3, training=True)
+    found = awd_lstm.embed(embedding, words, 0.3, training=True)
     assert torch.equal(found[0], found[1])
     kept = found[0].abs().sum(1) > 0
     assert kept.float().mean().item() == pytest.approx(0.7, abs=0.1)
     torch.testing.assert_close(found[0][kept], embedding.weight[kept] / 0.7)
-    torch.testing.assert_close(_awd.embed(embedding, words, 0.3, training=False), embedding(words))
+    torch.testing.assert_close(awd_lstm.embed(embedding, words, 0.3, training=False), embedding(words))
 
 
 def test_dropped_weights():
-    layer = _awd.drop_recurrent_weights(torch.nn.LSTM(3, 30), 0.4)
+    layer = awd_lstm.drop_recurrent_weights(torch.nn.LSTM(3, 30), 0.4)
     original = layer.parametrizations.weight_hh_l0.original
     with parametrize.cached():
         one = layer.weight_hh_l0
@@ -145,32 +147,32 @@ def test_dropped_weights():
     torch.testing.assert_close(one[kept], original[kept] / 0.6)
     assert not torch.equal(layer.weight_hh_l0 != 0, kept)
     assert torch.equal(layer.eval().weight_hh_l0, original)
-    assert not parametrize.is_parametrized(_awd.drop_recurrent_weights(torch.nn.LSTM(3, 4), 0.0))
+    assert not parametrize.is_parametrized(awd_lstm.drop_recurrent_weights(torch.nn.LSTM(3, 4), 0.0))
 
 
 def test_penalties():
     dropped, raw = torch.randn(5, 2, 3), torch.randn(5, 2, 3)
     expected = 2 * (dropped**2).mean() + 0.5 * ((raw[1:] - raw[:-1]) ** 2).mean()
-    torch.testing.assert_close(_awd.penalty(dropped, raw, 2.0, 0.5), expected)
-    torch.testing.assert_close(_awd.penalty(dropped[:1], raw[:1], 2.0, 0.5), 2 * (dropped[:1] ** 2).mean())
+    torch.testing.assert_close(awd_lstm.penalty(dropped, raw, 2.0, 0.5), expected)
+    torch.testing.assert_close(awd_lstm.penalty(dropped[:1], raw[:1], 2.0, 0.5), 2 * (dropped[:1] ** 2).mean())
 
 
 def test_lengths_of_pieces():
-    lengths = _awd.chunk_lengths(100_000, 70, 0, 3)
+    lengths = awd_lstm.chunk_lengths(100_000, 70, 0, 3)
     assert sum(lengths) == 100_000
-    assert lengths == _awd.chunk_lengths(100_000, 70, 0, 3)
-    assert lengths != _awd.chunk_lengths(100_000, 70, 0, 4)
+    assert lengths == awd_lstm.chunk_lengths(100_000, 70, 0, 3)
+    assert lengths != awd_lstm.chunk_lengths(100_000, 70, 0, 4)
     whole = torch.tensor(lengths[:-1]).float()
     half = whole < 52
     assert half.float().mean().item() == pytest.approx(0.05, abs=0.02)
     assert whole[~half].mean().item() == pytest.approx(69.5, abs=0.6)  # rounded down
     assert whole[~half].std().item() == pytest.approx(5, abs=0.5)
-    assert set(_awd.chunk_lengths(21, 1, 0, 0)) <= {5, 1, 6, 7, 8, 9, 10, 11}
+    assert set(awd_lstm.chunk_lengths(21, 1, 0, 0)) <= {5, 1, 6, 7, 8, 9, 10, 11}
 
 
 def test_averaging_begins_when_the_loss_ceases_to_fall():
     p = torch.nn.Parameter(torch.zeros(2))
-    averaging = _awd.Averaging([p], patience=2)
+    averaging = awd_lstm.Averaging([p], patience=2)
     for loss, is_on in ((5.0, False), (4.0, False), (4.5, False), (4.7, False), (4.8, True), (9.0, True)):
         averaging.note(loss)
         assert averaging.is_on == is_on  # 4.8 is above 4, the best but of the last two
@@ -180,13 +182,13 @@ def test_averaging_begins_when_the_loss_ceases_to_fall():
             p.copy_(value)
         averaging.step()
     other = torch.nn.Parameter(torch.zeros(2))
-    restored = _awd.Averaging([other], patience=2)
+    restored = awd_lstm.Averaging([other], patience=2)
     restored.load_state_dict(averaging.state_dict())
     for means, weight, before in ((averaging, p, values[-1]), (restored, other, torch.zeros(2))):
         with means.used():
             torch.testing.assert_close(weight.detach(), values.mean(0))
         torch.testing.assert_close(weight.detach(), before)
-    never = _awd.Averaging([p], patience=0)
+    never = awd_lstm.Averaging([p], patience=0)
     for loss in (1.0, 2.0, 3.0):
         never.note(loss)
     assert not never.is_on
@@ -262,7 +264,7 @@ def test_training_goes_through_the_text_once_with_the_state_carried(tmp_path):
     language_model.train(config)
     row = read_metrics(tmp_path / "run")[0]
     torch.manual_seed(config.seed)
-    text = _data_text.read_text("generated", vocabulary=5000, train_size=600, test_size=300)
+    text = text_data.read_text("generated", vocabulary=5000, train_size=600, test_size=300)
     model = language_model.make_model(len(text.words), config)
     for name, part, columns in (("train", "train", 4), ("validation", "validation", 10)):
         expected = language_model.evaluate(model, language_model.in_columns(text.parts[part], columns), 50)

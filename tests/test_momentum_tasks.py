@@ -12,9 +12,11 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 import hbnode
-from tasks import _run, _train, adding, copying, plot
-from tasks._momentum import CELLS, VARIANTS, RecurrentConfig, Rule, make_layer, title
-from tests.runs import read_metrics
+from tasks import adding, copying, plot
+from tasks.common import run as runs
+from tasks.common import train as training
+from tasks.models.recurrent import CELLS, VARIANTS, RecurrentConfig, Rule, make_layer, title
+from tests.small_runs import read_metrics
 
 TABLE = {
     "momentum": Rule(momentum=0.6, step_size=0.9),
@@ -26,7 +28,7 @@ TASKS = {"copying": copying, "adding": adding}
 
 
 def parse(*argv, kind=RecurrentConfig):
-    return _run.parse(kind, {}, "", ["--device", "cpu", *argv])
+    return runs.parse(kind, {}, "", ["--device", "cpu", *argv])
 
 
 # Rules and layers
@@ -191,16 +193,16 @@ def test_an_adder_sees_numbers_and_marks():
 
 def test_presets_have_the_papers_sizes():
     """155,239 and 67,713 parameters: an LSTM with two biases and a readout of 9, or of one."""
-    config = _run.parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "2k", "--device", "cpu"])
+    config = runs.parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "2k", "--device", "cpu"])
     assert (config.length, config.lr, config.batch_size, config.iterations * config.epochs) == (2000, 2e-4, 128, 7000)
     assert config.forget_bias == 1
     assert config.rule(config.table()) == Rule(momentum=0.9, step_size=2.0)
-    assert _run.count_parameters(copying.Copier(config)) == 155_239
-    config = _run.parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "1k", "--device", "cpu"])
+    assert runs.count_parameters(copying.Copier(config)) == 155_239
+    config = runs.parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "1k", "--device", "cpu"])
     assert config.rule(config.table()) == Rule(momentum=0.6, step_size=0.9)
-    config = _run.parse(adding.AddingConfig, adding.PRESETS, "", ["--preset", "750", "--device", "cpu"])
+    config = runs.parse(adding.AddingConfig, adding.PRESETS, "", ["--preset", "750", "--device", "cpu"])
     assert (config.length, config.lr, config.batch_size, config.epochs) == (750, 2e-4, 50, 1200)
-    assert _run.count_parameters(adding.Adder(config)) == 67_713
+    assert runs.count_parameters(adding.Adder(config)) == 67_713
     for task in (config, parse(kind=copying.CopyingConfig)):
         table = task.table()
         assert table["adam"] == Rule(momentum=0.6, step_size=2.0, beta=0.999)
@@ -299,10 +301,10 @@ def square(model, batch):
 def fit_line(folder, epochs, **options):
     config = parse("--batch-size", "8", "--lr", "0.05", "--epochs", str(epochs), "--out", str(folder), kind=FitConfig)
     config = dataclasses.replace(config, **options.pop("config", {}))
-    run = _run.Run("adding", config, "")
+    run = runs.Run("adding", config, "")
     model = torch.nn.Linear(1, 1)
     train, test = line_problem()
-    found = _train.fit(run, model, options.pop("train", train), test, square, **options)
+    found = training.fit(run, model, options.pop("train", train), test, square, **options)
     run.finish(model, **found)
     return model, found
 
@@ -356,10 +358,10 @@ def test_fresh_data_is_made_once_an_epoch(tmp_path):
 
     def make(epoch):
         made.append(epoch)
-        x = torch.rand(16, 1, generator=_train.epoch_generator(0, epoch))
+        x = torch.rand(16, 1, generator=training.epoch_generator(0, epoch))
         return x, 3 * x
 
-    fresh = _train.Fresh(16, make)
+    fresh = training.Fresh(16, make)
     parts = [fit_line(tmp_path / "parts", epochs, train=fresh)[0] for epochs in (1, 3)][-1]
     assert made == [0, 1, 2]
     whole, _ = fit_line(tmp_path / "whole", 3, train=fresh)
@@ -384,7 +386,7 @@ def test_metrics_hold_no_evaluations(tmp_path):
 
 def test_denormals_are_flushed_for_a_while_only():
     tiny = torch.tensor(1e-38)
-    with _train.flushed_denormals():
+    with training.flushed_denormals():
         if torch.set_flush_denormal(True):  # this processor can
             assert (tiny / 10).item() == 0
     assert (tiny / 10).item() > 0

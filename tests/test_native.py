@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solvers.native import METHODS, NYSTROM, SPLITTING
+from hbnode.solvers.registry import METHODS, NYSTROM, SPLITTING
 from tests.models import every_model, make_field, make_input
 from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
 
@@ -671,7 +671,7 @@ def test_a_compiled_field_is_called(method, make):
 
 def test_a_field_inside_of_a_wrapper_is_called_through_it():
     """DistributedDataParallel reduces gradients in its own call only, so f is not fetched from inside."""
-    from hbnode.solvers.dynamics import is_heavy_ball
+    from hbnode.solvers.ode_term import is_heavy_ball
 
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     assert not is_heavy_ball(wrapped, hbnode.HBNODE)

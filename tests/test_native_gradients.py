@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from hbnode.nets import SolveDropout
-from hbnode.solvers import compiled
-from hbnode.solvers.native import METHODS, NYSTROM, SPLITTING
+from hbnode.solvers import compiled_steps
+from hbnode.solvers.registry import METHODS, NYSTROM, SPLITTING
 from tests.models import MODELS, Watched, every_model, make_field, make_input
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -682,7 +682,7 @@ def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
 
     block = hbnode.HeavyBallODEBlock(Untraceable(), compile=True).double()
     x = make_input().requires_grad_()
-    with pytest.warns(compiled.CompilationWarning, match="compile=True has no effect"):
+    with pytest.warns(compiled_steps.CompilationWarning, match="compile=True has no effect"):
         h = block(x)
     h.sum().backward()
     block(x)  # said once
@@ -699,11 +699,11 @@ def test_states_that_are_not_compiled():
             return -state[0], -state[1]
 
     field = Uneven(lambda h: h, parts=1, time_dependent=False)
-    with pytest.warns(compiled.CompilationWarning, match="parts of the state differ in shape"):
+    with pytest.warns(compiled_steps.CompilationWarning, match="parts of the state differ in shape"):
         y, _ = hbnode.odeint(field, field.initial_state(make_input()), [0.0, 1.0], compile=True)
     torch.testing.assert_close(y[-1], y[0] * math.exp(-1), rtol=1e-4, atol=1e-4)
     dropout = with_layer(SolveDropout(0.5), compile=True)
-    with pytest.warns(compiled.CompilationWarning, match="draws random numbers"):
+    with pytest.warns(compiled_steps.CompilationWarning, match="draws random numbers"):
         dropout(make_input())
 
 

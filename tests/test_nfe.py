@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solvers import compiled
+from hbnode.solvers import compiled_steps
 from tests.models import every_model, make_field, make_input
 
 
@@ -299,7 +299,7 @@ def test_fields_count_nothing_unless_a_subclass_does():
 )
 def test_compiled_steps_are_counted(method, solver, t, monkeypatch):
     """The programs themselves, left as they are, call func as often as is counted."""
-    monkeypatch.setattr(compiled, "_compile", lambda function, _: function)
+    monkeypatch.setattr(compiled_steps, "_compile", lambda function, _: function)
     block = counted_block("hbnode", method=method, compile=True, **solver)
     y = block(make_input(), t)
     assert block.nfe.forward == block.field.func.calls

@@ -17,10 +17,12 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from tasks import _data, momentum_ablation, pixel_mnist, pixel_mnist_gradients
-from tasks._momentum import VARIANTS, Rule
+from tasks import pixel_mnist
+from tasks.data import images as image_data
+from tasks.models.recurrent import VARIANTS, Rule
 from tasks.pixel_mnist import PRESETS, PixelMnistConfig
-from tests.runs import names_in, read_metrics
+from tasks.studies import momentum_ablation, pixel_mnist_gradients
+from tests.small_runs import names_in, read_metrics
 
 QUICK = "--device cpu --dataset digits --side 4 --train-size 24 --test-size 10 --batch-size 8 --hidden 6".split()
 
@@ -82,7 +84,7 @@ def test_the_last_10_000_of_mnist_are_held_out():
         pytest.skip("MNIST is not in HBNODE_DATA")
     parts = pixel_mnist.load_data(PixelMnistConfig(side=4, train_size=0, test_size=0))
     assert {name: len(y) for name, (_, y) in parts.items()} == {"train": 50_000, "validation": 10_000, "test": 10_000}
-    images, labels = _data.mnist("train")
+    images, labels = image_data.mnist("train")
     assert torch.equal(parts["validation"][1], labels[50_000:])
     torch.testing.assert_close(parts["validation"][0].mean((1, 2)), images[50_000:].mean((1, 2, 3)))
     x, _ = parts["train"]

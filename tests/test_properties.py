@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hbnode
-from hbnode.solvers.native import METHODS, NYSTROM, RUNGE_KUTTA, SPLITTING
+from hbnode.solvers.registry import METHODS, NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import MODELS, make_field
 from tests.momentum_layers import CELLS, RULES, SPACES, make_pair
 

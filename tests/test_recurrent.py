@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode import recurrent
-from hbnode.recurrent import autocast, runs
+from hbnode.recurrent import autocast, executor
 from tests.momentum_layers import CELLS, RULES, SPACES, close, gradients, make_input, make_pair, make_state, present
 
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -658,7 +658,7 @@ def test_a_large_momentum_that_is_carried_over_fades_in_full():
 
 @pytest.mark.parametrize("name", ["AdamLSTM", "MomentumDTRIV", "RMSPropGRU"])
 def test_training_after_inference_mode_and_no_second_derivative(name, monkeypatch):
-    monkeypatch.setattr(runs, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
     layer = getattr(hbnode, name)(2, 3)
     x = make_input(40).float().requires_grad_()
     with torch.inference_mode():

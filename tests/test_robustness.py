@@ -12,7 +12,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks import image_classification, robustness
+from tasks import image_classification
+from tasks.studies import robustness
 
 QUICK = "--device cpu --subset 96 --test-subset 63 --batch-size 32 --small --tol 0.1 --epochs 1".split()
 SIZE = 0.1

@@ -16,8 +16,10 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from tasks import _files, _run, _sweep, point_cloud
-from tests.runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
+from tasks import point_cloud
+from tasks.common import files, sweep
+from tasks.common import run as runs
+from tests.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
 
 ROOT = Path(__file__).parents[1]
 FILES = ("checkpoint.pt", "config.json", "metrics.csv", "summary.json")
@@ -122,7 +124,7 @@ def test_a_finished_run_is_left_alone_and_can_be_trained_longer_to_the_same_numb
 
 def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(finished):
     config = PolynomialConfig(device="cpu", epochs=3, out=str(finished))
-    _run.Run("polynomial", config, "").begin(2)
+    runs.Run("polynomial", config, "").begin(2)
     assert not (finished / "summary.json").exists()
 
 
@@ -173,18 +175,18 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen_or_changes_nothing(tmp_path)
     """Not torch, nor the checksums of the zip archive: flipping the kind of a file in its directory passes them."""
     path = tmp_path / "checkpoint.pt"
     state = {"weights": torch.arange(5.0), "position": 8, "rows": [{"loss": 1.25}], "done": True}
-    _files.write_checkpoint(path, {"task": "polynomial", "model_name": "line", **state})
+    files.write_checkpoint(path, {"task": "polynomial", "model_name": "line", **state})
     content = path.read_bytes()
-    whole = _files.read_checkpoint(path, "polynomial", "line")
+    whole = files.read_checkpoint(path, "polynomial", "line")
     assert equal({name: whole[name] for name in state}, state)
-    mark = len(content) - 64 - len(_files.SEAL)  # where the digest begins; before it is its length
-    unread = {mark - 2, mark - 1, *range(mark, mark + len(_files.SEAL))}
+    mark = len(content) - 64 - len(files.SEAL)  # where the digest begins; before it is its length
+    unread = {mark - 2, mark - 1, *range(mark, mark + len(files.SEAL))}
     for index in range(len(content)):
         flipped = bytearray(content)
         flipped[index] ^= 0xFF
         if index not in unread:
             with pytest.raises(ValueError, match="its bytes have changed"):
-                _files.verified(bytes(flipped))
+                files.verified(bytes(flipped))
     cuts = [content[:length] for length in range(0, len(content), 97)]
     flips = [content[:index] + bytes([content[index] ^ 0xFF]) + content[index + 1 :] for index in sorted(unread)]
     refused = 0
@@ -192,7 +194,7 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen_or_changes_nothing(tmp_path)
         path.write_bytes(changed)
         with contextlib.suppress(SystemExit):  # of the cuts, the one in the digest leaves the archive as it was
             refused += 1
-            assert equal(_files.read_checkpoint(path, "polynomial", "line"), whole)
+            assert equal(files.read_checkpoint(path, "polynomial", "line"), whole)
             refused -= 1
     assert refused >= len(cuts) - 1
 
@@ -240,7 +242,7 @@ def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
 def test_a_file_that_cannot_be_moved_into_place_leaves_no_part_of_it(tmp_path):
     (tmp_path / "figure.png").mkdir()
     with pytest.raises(SystemExit, match=r"figure.png cannot be written: Is a directory"):
-        _files.write_whole(tmp_path / "figure.png", b"content")
+        files.write_whole(tmp_path / "figure.png", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["figure.png"]
 
 
@@ -339,7 +341,7 @@ def test_interrupted_before_the_training_it_ends_with_a_sentence():
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(SystemExit, match="interrupted: the same command goes on"):
-        _sweep.sweep(PolynomialConfig(), read_data)
+        sweep.sweep(PolynomialConfig(), read_data)
 
 
 # Sweeps
@@ -348,7 +350,7 @@ def test_interrupted_before_the_training_it_ends_with_a_sentence():
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     config = PolynomialConfig(model="all", seeds=3, jobs=2, out=str(tmp_path))
     with pytest.raises(SystemExit) as end:
-        _sweep.sweep(config, fail_or_write)
+        sweep.sweep(config, fail_or_write)
     *lines, last = str(end.value).split("\n")
     models = PolynomialConfig.models
     killed = [f"{model}, seed 0: killed by signal 9" for model in models]

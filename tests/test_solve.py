@@ -7,8 +7,8 @@ import torchdiffeq
 from torch import nn
 
 import hbnode
+from hbnode import _torchdiffeq_solve as backend
 from hbnode import solve as solve_module
-from hbnode.solvers import from_torchdiffeq as backend
 from tests.models import make_field, make_input
 
 

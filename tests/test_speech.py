@@ -14,9 +14,10 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks import _data_speech, speech
-from tasks._momentum import Rule
-from tests.runs import names_in, read_metrics
+from tasks import speech
+from tasks.data import speech as speech_data
+from tasks.models.recurrent import Rule
+from tests.small_runs import names_in, read_metrics
 
 # Files
 
@@ -48,7 +49,7 @@ SAMPLES = [0, 1, -1, 255, 256, -256, 32767, -32768]
     ("content", "rate"), [(riff(SAMPLES), 8000), (sphere(SAMPLES), 16000), (sphere(SAMPLES, order="10"), 16000)]
 )
 def test_both_kinds_of_files_and_orders_of_bytes(content, rate):
-    samples, found = _data_speech.read_wave(content, "a.wav")
+    samples, found = speech_data.read_wave(content, "a.wav")
     assert found == rate
     assert samples.dtype == torch.float32
     assert torch.equal(samples, torch.tensor(SAMPLES) / 32768)
@@ -71,7 +72,7 @@ def test_both_kinds_of_files_and_orders_of_bytes(content, rate):
 )
 def test_files_that_cannot_be_read(content):
     with pytest.raises(ValueError, match=r"a\.wav cannot be read .*expected a RIFF or NIST SPHERE file of one channel"):
-        _data_speech.read_wave(content, "a.wav")
+        speech_data.read_wave(content, "a.wav")
 
 
 @pytest.mark.parametrize("count", [1, 40, 41, 1000])
@@ -80,7 +81,7 @@ def test_halving_the_rate_is_scipys(count):
 
     samples = torch.randn(count, dtype=torch.float64)
     expected = torch.from_numpy(resample_poly(samples.numpy(), 1, 2))
-    torch.testing.assert_close(_data_speech.halve_rate(samples), expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(speech_data.halve_rate(samples), expected, rtol=0, atol=1e-13)
 
 
 # Data sets
@@ -113,7 +114,7 @@ def test_digits_are_split_by_the_recording(zipped, tmp_path, monkeypatch):
         (tmp_path / "fsdd" / "recordings").mkdir(parents=True)
         for name, content in digit_files().items():
             (tmp_path / "fsdd" / "recordings" / name).write_bytes(content)
-    waves, source = _data_speech.speech()
+    waves, source = speech_data.speech()
     assert source == "digits"
     numbers = {part: sorted(round(32768 * x.item()) for x in of_it) for part, of_it in waves.items()}
     sets = {"test": range(5), "validation": range(5, 10), "train": range(10, 12)}
@@ -125,7 +126,7 @@ def test_the_real_digits_when_they_are_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or not (Path(root) / "fsdd" / "recordings.zip").is_file():
         pytest.skip("the digits are not in HBNODE_DATA")
-    waves, source = _data_speech.speech("digits")
+    waves, source = speech_data.speech("digits")
     assert source == "digits"
     assert {part: len(of_it) for part, of_it in waves.items()} == {"train": 2400, "validation": 300, "test": 300}
     assert len({x.numpy().tobytes() for of_it in waves.values() for x in of_it}) == 3000  # none in two parts
@@ -134,12 +135,12 @@ def test_the_real_digits_when_they_are_there():
 def test_damaged_digits(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"fsdd/recordings\.zip is not in HBNODE_DATA=.*Fix: put the folder"):
-        _data_speech.speech("digits")
+        speech_data.speech("digits")
     with pytest.raises(ValueError, match="source must be one of auto, digits, timit, generated, got 'speech'"):
-        _data_speech.speech("speech")
+        speech_data.speech("speech")
     write_zip(tmp_path, digit_files() | {"noise.wav": riff(SAMPLES)})
     with pytest.raises(ValueError, match=r"noise\.wav: expected a name such as 7_jackson_32\.wav"):
-        _data_speech.speech()
+        speech_data.speech()
     path = tmp_path / "fsdd" / "recordings.zip"
     for files, message in (
         (digit_files() | {"1_ann_0.wav": riff(SAMPLES, rate=16000)}, "expected 8000 samples a second, got 16000"),
@@ -149,14 +150,14 @@ def test_damaged_digits(tmp_path, monkeypatch):
         path.parent.rmdir()
         write_zip(tmp_path, files)
         with pytest.raises(ValueError, match=message):
-            _data_speech.speech("digits")
+            speech_data.speech("digits")
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"recordings\.zip cannot be read"):
-        _data_speech.speech("auto")
+        speech_data.speech("auto")
 
 
 def test_speakers_of_timit():
-    core, development = _data_speech.TIMIT_CORE.split(), _data_speech.TIMIT_DEVELOPMENT.split()
+    core, development = speech_data.TIMIT_CORE.split(), speech_data.TIMIT_DEVELOPMENT.split()
     assert (len(set(core)), len(set(development))) == (24, 50)
     assert not set(core) & set(development)
     assert [sum(name[0] == sex for name in core) for sex in "mf"] == [16, 8]  # two men, one woman from each region
@@ -179,8 +180,8 @@ def test_timit(tmp_path, monkeypatch):
     put("TEST/DR1/FAKS0/SX43.WAV", [3] * 12)
     put("TEST/DR2/FAAA0/SX43.WAV", [9] * 12)
     (tmp_path / "TRAIN/DR1/FCJF0/SX37.TXT").write_text("0 8 words")
-    monkeypatch.setattr(_data_speech, "TIMIT_SIZES", {"train": 2, "validation": 1, "test": 1})
-    waves, source = _data_speech.speech("timit", str(tmp_path))
+    monkeypatch.setattr(speech_data, "TIMIT_SIZES", {"train": 2, "validation": 1, "test": 1})
+    waves, source = speech_data.speech("timit", str(tmp_path))
     assert source == "timit"
     assert {part: [len(x) for x in of_it] for part, of_it in waves.items()} == {
         "train": [4, 4],
@@ -189,10 +190,10 @@ def test_timit(tmp_path, monkeypatch):
     }
     put("TEST/DR1/FAKS0/SX223.WAV", [3] * 12)
     with pytest.raises(ValueError, match=r"expected \{'train': 2.*\} utterances, got \{'train': 2.*'test': 2\}\. Fix:"):
-        _data_speech.speech("timit", str(tmp_path))
+        speech_data.speech("timit", str(tmp_path))
     put("TEST/DR1/FAKS0/SX223.WAV", [3] * 12, lambda x: sphere(x, rate=22050))
     with pytest.raises(ValueError, match="expected 8000 or 16000 samples a second, got 22050"):
-        _data_speech.speech("timit", str(tmp_path))
+        speech_data.speech("timit", str(tmp_path))
 
 
 def test_without_timit_it_says_what_to_do(tmp_path, monkeypatch):
@@ -202,8 +203,8 @@ def test_without_timit_it_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_tones_are_the_same_every_time():
-    one, another = _data_speech.tones((3, 2, 1)), _data_speech.tones((3, 2, 1))
-    assert [len(one[part]) for part in _data_speech.PARTS] == [3, 2, 1]
+    one, another = speech_data.tones((3, 2, 1)), speech_data.tones((3, 2, 1))
+    assert [len(one[part]) for part in speech_data.PARTS] == [3, 2, 1]
     for part in one:
         for x, y in zip(one[part], another[part], strict=True):
             assert torch.equal(x, y)
@@ -222,14 +223,14 @@ def test_spectra_are_the_formula():
     transform = np.exp(-2j * np.pi * np.outer(n, k) / 256)
     frames = [(padded[s : s + 256] * window) @ transform for s in range(0, len(padded) - 255, 128)]
     expected = 10 * np.log10(1e-5 + np.abs(np.array(frames)) ** 2)
-    found = _data_speech.log_spectra(samples)
+    found = speech_data.log_spectra(samples)
     assert found.shape == (6, 129)
     torch.testing.assert_close(found, torch.from_numpy(expected))
 
 
 def test_a_tone_and_silence():
     t = torch.arange(1280) / 8000
-    spectra = _data_speech.log_spectra(0.5 * torch.sin(2 * torch.pi * 1000 * t))  # bin 32
+    spectra = speech_data.log_spectra(0.5 * torch.sin(2 * torch.pi * 1000 * t))  # bin 32
     assert spectra.argmax(1)[3:-3].unique().tolist() == [32]
     assert spectra[5, 32].item() == pytest.approx(20 * np.log10(0.5 * 64), abs=1e-3)
     assert torch.equal(spectra[[0, -1]], torch.full((2, 129), -50.0))
@@ -239,7 +240,7 @@ def test_a_tone_and_silence():
 
 
 def test_the_loss_is_the_mean_over_valid_frames():
-    x, lengths, share = speech.as_batch(_data_speech.tones((5, 1, 1))["train"])
+    x, lengths, share = speech.as_batch(speech_data.tones((5, 1, 1))["train"])
     model = torch.nn.Linear(129, 129)
     errors = []
     for rows, length in zip(x, lengths.tolist(), strict=True):
@@ -258,18 +259,18 @@ def test_the_loss_is_the_mean_over_valid_frames():
 
 @pytest.mark.parametrize(("size", "chosen"), [(0, range(12)), (4, [0, 3, 6, 9]), (5, [0, 2, 4, 7, 9]), (99, range(12))])
 def test_fewer_recordings_are_from_everywhere(size, chosen, monkeypatch):
-    waves = _data_speech.tones((12, 1, 1))
-    monkeypatch.setattr(_data_speech, "tones", lambda: dict(waves))
+    waves = speech_data.tones((12, 1, 1))
+    monkeypatch.setattr(speech_data, "tones", lambda: dict(waves))
     batches, _ = speech.read_batches(speech.SpeechConfig(data="generated", train_size=size))
     frames = [-(-len(waves["train"][k]) // 128) + 2 for k in chosen]
     assert batches["train"][1].tolist() == frames
 
 
 def test_yardsticks():
-    waves = _data_speech.tones((4, 1, 3))
+    waves = speech_data.tones((4, 1, 3))
     train, test = speech.as_batch(waves["train"]), speech.as_batch(waves["test"])
-    known = torch.cat([_data_speech.log_spectra(x)[1:] for x in waves["train"]]).mean(0)
-    spectra = [_data_speech.log_spectra(x) for x in waves["test"]]
+    known = torch.cat([speech_data.log_spectra(x)[1:] for x in waves["train"]]).mean(0)
+    spectra = [speech_data.log_spectra(x) for x in waves["test"]]
     found = speech.yardsticks(train, test)
     repeated = torch.cat([(x[1:] - x[:-1]).square().flatten() for x in spectra]).mean().item()
     assert found["repeat_mse"] == pytest.approx(repeated, rel=1e-5)
@@ -361,8 +362,8 @@ QUICK = "--device cpu --data generated --hidden 5 --batch-size 4".split()
 @pytest.fixture
 def few(monkeypatch):
     """A few made-up voices."""
-    whole = _data_speech.tones
-    monkeypatch.setattr(_data_speech, "tones", lambda: whole((6, 3, 3)))
+    whole = speech_data.tones
+    monkeypatch.setattr(speech_data, "tones", lambda: whole((6, 3, 3)))
 
 
 @pytest.mark.parametrize("options", [["--model", "momentum"], ["--model", "sr", "--cell", "dtriv", "--clip", "1"]])

@@ -18,9 +18,13 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 import hbnode
-from tasks import _data_walker, _run, _walker, walker2d, walker2d_gradients
+from tasks import walker2d
+from tasks.common import run as runs
+from tasks.data import walker2d as walker_data
+from tasks.data import walker2d_simulation
+from tasks.studies import walker2d_gradients
 from tests.models import MODELS, every_model
-from tests.runs import names_in, read_metrics
+from tests.small_runs import names_in, read_metrics
 
 QUICK = "--device cpu --batch-size 8 --tol 1e-3 --ahead 3 --clip 1".split()
 
@@ -60,7 +64,7 @@ def short(monkeypatch):
 
 
 def make(model, **options):
-    if model in _run.BASELINES:
+    if model in runs.BASELINES:
         return walker2d.Baseline(model).double()
     config = walker2d.WalkerConfig(model=model, **options)
     return walker2d.make_model(config, torch.zeros(17), torch.ones(17)).double()
@@ -74,13 +78,13 @@ def samples(*shape):
 
 
 def test_rollouts_are_read_from_the_data_folder(data):
-    rollouts, source = _data_walker.walker2d()
+    rollouts, source = walker_data.walker2d()
     assert [len(r) for r in rollouts] == [140, 130, 150, 120, 135, 145, 125, 130]
     assert rollouts[2].dtype == torch.float32
     assert np.array_equal(rollouts[2].numpy(), rollout(2, 150))
     assert source == "8 rollouts of a trained policy"
     (data / "generated.json").write_text("{}")
-    assert _data_walker.walker2d()[1] == "8 rollouts of the scripted gait"
+    assert walker_data.walker2d()[1] == "8 rollouts of the scripted gait"
 
 
 def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
@@ -90,7 +94,7 @@ def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
         walker2d.main(["--epochs", "1", "--out", str(tmp_path / "run")])
     monkeypatch.delenv("HBNODE_DATA")
     with pytest.raises(FileNotFoundError, match="HBNODE_DATA=None"):
-        _data_walker.walker2d()
+        walker_data.walker2d()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
 def test_a_damaged_rollout_is_named(damage, message, data):
     damage(data / "rollout_003.npy")
     with pytest.raises(ValueError, match=rf"rollout_003\.npy.*{message}[\s\S]*Fix: delete the file"):
-        _data_walker.walker2d()
+        walker_data.walker2d()
 
 
 def test_windows_are_kept_frames_with_their_times_and_the_next_raw_frames():
@@ -144,7 +148,7 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     with pytest.raises(ValueError, match="at least 3 rollouts, got 2"):
         walker2d.split(rollouts[:2])
     splits = walker2d.Splits.of(walker2d.WalkerConfig(ahead=5))
-    frames = torch.cat(walker2d.split(_data_walker.walker2d()[0])["train"])
+    frames = torch.cat(walker2d.split(walker_data.walker2d()[0])["train"])
     torch.testing.assert_close(splits.mean, frames.mean(0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(splits.deviation, frames.std(0), atol=1e-5, rtol=1e-5)
 
@@ -166,12 +170,12 @@ def test_the_real_rollouts_when_they_are_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or len(list((Path(root) / "walker").glob("rollout_*.npy"))) != 400:
         pytest.skip("the rollouts are not in HBNODE_DATA")
-    rollouts, _ = _data_walker.walker2d()
+    rollouts, _ = walker_data.walker2d()
     assert sum(map(len, rollouts)) == 254_963
     # the step of the height is its velocity times the duration of a frame
     one = rollouts[0].double()
     torch.testing.assert_close(one[1:, 0] - one[:-1, 0], (one[1:, 9] + one[:-1, 9]) / 2 * 0.008, atol=2e-3, rtol=0)
-    limbs = _walker.skeleton(torch.cat(rollouts[:50]).double())
+    limbs = walker2d_simulation.skeleton(torch.cat(rollouts[:50]).double())
     lowest = torch.cat([limbs[side][:, 2:, 1] for side in ("right", "left")], dim=1).min(1).values
     assert lowest.min() > -0.03  # feet stay on the floor, and are half on it in the median stride
     assert lowest.quantile(0.2).item() == pytest.approx(0.06, abs=0.02)  # the radius of a foot
@@ -183,18 +187,18 @@ def test_the_real_rollouts_when_they_are_there():
 
 def test_the_papers_parameter_counts():
     """8,729, 8,815, 8,899 and 8,899 in the paper, which has no SONODE; the docstring has where the others come from."""
-    config = _run.parse(walker2d.WalkerConfig, walker2d.PRESETS, "", ["--preset", "paper"])
+    config = runs.parse(walker2d.WalkerConfig, walker2d.PRESETS, "", ["--preset", "paper"])
     assert (config.tol, config.epochs, config.batch_size, config.lr, config.clip) == (1e-7, 500, 256, 3e-3, 1.0)
     options = config.rnn_options()
     assert (options["method"], options["gradient"], options["step_control"]) == ("dopri5", "adjoint", "batch")
     assert options["adjoint_options"] == {}
-    counts = [_run.count_parameters(make(model)) for model in MODELS]
+    counts = [runs.count_parameters(make(model)) for model in MODELS]
     assert counts == [8_729, 8_819, 8_757, 8_898, 8_899]
 
 
-@pytest.mark.parametrize("model", [m for m in _run.BASELINES if m != "cfc"])
+@pytest.mark.parametrize("model", [m for m in runs.BASELINES if m != "cfc"])
 def test_baselines_are_of_that_size(model):
-    assert _run.count_parameters(make(model)) == pytest.approx(8_800, rel=0.03)
+    assert runs.count_parameters(make(model)) == pytest.approx(8_800, rel=0.03)
 
 
 @pytest.mark.parametrize("model", [*MODELS, "gru", "gru-d"])
@@ -275,14 +279,14 @@ def test_walking_on_feeds_predictions_a_frame_apart(model):
 def test_the_skeleton_stands_and_bends_as_a_walker():
     frame = torch.zeros(17)
     frame[0] = 1.25  # MuJoCo's model at rest: its feet's axes are 0.1 above the floor
-    limbs = _walker.skeleton(frame)
+    limbs = walker2d_simulation.skeleton(frame)
     torch.testing.assert_close(limbs["torso"], torch.tensor([[0.0, 1.05], [0.0, 1.45]]))
     leg = torch.tensor([[0.0, 1.05], [0.0, 0.6], [0.0, 0.1], [0.2, 0.1]])
     torch.testing.assert_close(limbs["right"], leg)
     torch.testing.assert_close(limbs["left"], leg)
     frame[3] = -math.pi / 2  # a knee bends backwards
     frame[1] = 0.1  # the torso leans forwards
-    limbs = _walker.skeleton(frame)
+    limbs = walker2d_simulation.skeleton(frame)
     assert limbs["torso"][1, 0] > 0 > limbs["torso"][0, 0]
     assert limbs["right"][2, 0] < limbs["right"][1, 0] - 0.4
     for name, lengths in (("torso", [0.4]), ("right", [0.45, 0.5, 0.2]), ("left", [0.45, 0.5, 0.2])):
@@ -371,7 +375,7 @@ def gymnasium(tmp_path, monkeypatch):
 
 def test_generated_rollouts_are_read_back(gymnasium, tmp_path, capsys):
     walker2d.main(["--generate", "3"])
-    rollouts, source = _data_walker.walker2d()
+    rollouts, source = walker_data.walker2d()
     assert [tuple(r.shape) for r in rollouts] == [(181, 17)] * 3
     assert rollouts[0].dtype == torch.float32
     assert source == "3 rollouts of the scripted gait"
@@ -391,11 +395,11 @@ def test_generating_leaves_nothing_half_done(gymnasium, tmp_path):
     assert not (tmp_path / "made" / "walker").exists()
     gymnasium.environment.step = step
     walker2d.main(["--generate", "2"])
-    assert len(_data_walker.walker2d()[0]) == 2
+    assert len(walker_data.walker2d()[0]) == 2
 
 
 def test_generating_says_what_is_missing(gymnasium, tmp_path, monkeypatch):
-    monkeypatch.setattr(_walker, "SHORTEST", 10_000)
+    monkeypatch.setattr(walker2d_simulation, "SHORTEST", 10_000)
     with pytest.raises(SystemExit, match="only 0 of 50 episodes lasted 10000 frames"):
         walker2d.main(["--generate", "1"])
     monkeypatch.setitem(sys.modules, "gymnasium", None)

@@ -8,6 +8,8 @@ from torch.nn.functional import linear
 
 from hbnode._checks import as_count, tensor_fix
 from hbnode.recurrent import autocast
+from hbnode.recurrent.cell_steps import GRUStep, LSTMStep, Step, Taken
+from hbnode.recurrent.executor import Weights
 from hbnode.recurrent.parameters import (
     check_rule,
     check_space,
@@ -21,9 +23,7 @@ from hbnode.recurrent.parameters import (
     rnn_step,
 )
 from hbnode.recurrent.rules import Rule
-from hbnode.recurrent.runs import Weights
 from hbnode.recurrent.state import RecurrentState
-from hbnode.recurrent.steps import GRUStep, LSTMStep, Step, Taken
 
 
 class RecurrentCell(nn.Module):

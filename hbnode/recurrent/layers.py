@@ -13,6 +13,9 @@ from hbnode._checks import as_count
 from hbnode._tracing import untraced
 from hbnode.recurrent import autocast
 from hbnode.recurrent.batch import Batch
+from hbnode.recurrent.cell_steps import GRUStep, LSTMStep, Step
+from hbnode.recurrent.executor import Runner, Weights
+from hbnode.recurrent.export import StockLayers, plain_layer
 from hbnode.recurrent.parameters import (
     check_rule,
     check_space,
@@ -26,10 +29,7 @@ from hbnode.recurrent.parameters import (
     rnn_step,
 )
 from hbnode.recurrent.rules import Rule
-from hbnode.recurrent.runs import Runner, Weights
 from hbnode.recurrent.state import RecurrentState
-from hbnode.recurrent.steps import GRUStep, LSTMStep, Step
-from hbnode.recurrent.stock import StockLayers, plain_layer
 
 
 class RecurrentLayer(nn.Module):

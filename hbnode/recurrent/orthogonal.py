@@ -12,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
 from hbnode.recurrent import autocast
+from hbnode.recurrent.cell_steps import ModReLUStep
 from hbnode.recurrent.cells import RecurrentCell
+from hbnode.recurrent.executor import Weights
 from hbnode.recurrent.layers import RecurrentLayer
 from hbnode.recurrent.rules import Momentum, Rule
-from hbnode.recurrent.runs import Weights
-from hbnode.recurrent.steps import ModReLUStep
 
 PLAIN = Momentum(momentum=0.0, step_size=1.0)
 

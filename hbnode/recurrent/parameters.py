@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.recurrent import autocast
+from hbnode.recurrent.cell_steps import ReLUStep, Step, TanhStep
 from hbnode.recurrent.filter import is_traced
 from hbnode.recurrent.rules import Rule, memory_dtype
 from hbnode.recurrent.state import RecurrentState
-from hbnode.recurrent.steps import ReLUStep, Step, TanhStep
 
 SPACES = ("gates", "hidden")
 

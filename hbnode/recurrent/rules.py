@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from hbnode._functorch import is_active
+from hbnode._torch_internals import is_active
 from hbnode.recurrent.filter import block_weights, is_traced, linear_filter
 
 

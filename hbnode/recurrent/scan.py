@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
+from hbnode.recurrent.cell_steps import Step, Taken
 from hbnode.recurrent.rules import Memory, Rule, once
-from hbnode.recurrent.steps import Step, Taken
 
 BLOCK = 16
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hbnode.errors import NonFiniteError, SolverError, StepSizeUnderflowError
-from hbnode.solvers.clock import Step
+from hbnode.solvers.time_grid import Step
 
 if TYPE_CHECKING:
-    from hbnode.solvers.stepping import Solve
+    from hbnode.solvers.stepper import Solve
 
 _FIELD_NOT_FINITE = (
     "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "

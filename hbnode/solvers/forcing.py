@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hbnode.solvers.control import steps_to
-from hbnode.solvers.explicit import ExplicitMethod
+from hbnode.solvers.explicit_method import ExplicitMethod
+from hbnode.solvers.step_size_control import steps_to
 
 if TYPE_CHECKING:
-    from hbnode.solvers.stepping import Solve
+    from hbnode.solvers.stepper import Solve
 
 GOLDEN = (5**0.5 - 1) / 2
 PROBES = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hbnode.solvers import failures
-from hbnode.solvers.clock import Step
-from hbnode.solvers.compiled import LONGEST_GRID
-from hbnode.solvers.control import Controller, norms
-from hbnode.solvers.explicit import Stepped, interpolate
+from hbnode.solvers.compiled_steps import LONGEST_GRID
+from hbnode.solvers.explicit_method import Stepped, interpolate
 from hbnode.solvers.per_sample import PerSample
-from hbnode.solvers.route import Route
-from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
+from hbnode.solvers.step_planner import Route
+from hbnode.solvers.step_size_control import Controller, norms
+from hbnode.solvers.stepper import NON_FINITE_ATTEMPTS, Solve
+from hbnode.solvers.time_grid import Step
 
 SHORT = 16  # evaluations of a solve whose graph is kept whole
 TOGETHER = 16  # steps whose outputs are interpolated at once

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hbnode._tracing import is_tracing
-from hbnode.solvers.explicit import ExplicitMethod, strictly_lower
+from hbnode.solvers.explicit_method import ExplicitMethod, strictly_lower
 from hbnode.solvers.tableaus import NystromTableau
 
 

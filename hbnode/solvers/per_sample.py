@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hbnode.solvers import failures, forcing
-from hbnode.solvers.clock import Step
-from hbnode.solvers.control import SampleController, first_size
-from hbnode.solvers.stepping import NON_FINITE_ATTEMPTS, Solve
+from hbnode.solvers.step_size_control import SampleController, first_size
+from hbnode.solvers.stepper import NON_FINITE_ATTEMPTS, Solve
+from hbnode.solvers.time_grid import Step
 
 
 class PerSample:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hbnode.solvers.clock import Step
+from hbnode.solvers.time_grid import Step
 
 FIRST_LOOK = 100  # attempted steps; then at twice as many, and so on
 TOO_MANY = 5  # times max_steps: by less the steps may still grow, up to where they are unstable

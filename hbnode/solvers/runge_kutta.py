@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hbnode.solvers.explicit import ExplicitMethod, strictly_lower
+from hbnode.solvers.explicit_method import ExplicitMethod, strictly_lower
 from hbnode.solvers.tableaus import RungeKuttaTableau
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hbnode.solvers.explicit import Evaluate, Stepped
+from hbnode.solvers.explicit_method import Evaluate, Stepped
 
 Coefficients = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
 

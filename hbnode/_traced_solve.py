@@ -1,0 +1,160 @@
+"""A fixed grid as tensor operations and nothing else, for torch.compile, torch.export and torch.jit.trace.
+
+No value is looked at, so a solve is one graph, for a batch of any size. Its gradient is that of its operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hbnode._recompute import solving
+from hbnode._state import State
+from hbnode._tracing import is_exporting
+from hbnode.nfe import NFE, is_counting
+from hbnode.solvers import registry
+from hbnode.solvers.explicit_method import Evaluate, ExplicitMethod
+from hbnode.solvers.ode_term import Dynamics
+from hbnode.solvers.splitting import Splitting
+from hbnode.solvers.stepper import no_autocast
+from hbnode.solvers.time_grid import align, spread
+
+if TYPE_CHECKING:
+    from hbnode.solve import Settings
+
+# torchdiffeq's explicit methods: rows of A after the first, and weights
+EXPLICIT = {
+    "euler": ((), (1.0,)),
+    "midpoint": (((0.5,),), (0.0, 1.0)),
+    "heun2": (((1.0,),), (0.5, 0.5)),
+    "heun3": (((1 / 3,), (0.0, 2 / 3)), (0.25, 0.0, 0.75)),
+    "rk4": (((1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)), (0.125, 0.375, 0.375, 0.125)),
+}
+METHODS = (*registry.METHODS, *EXPLICIT)
+
+
+def is_possible(settings: Settings) -> bool:
+    """Whether a solve can be one graph that does what was asked for.
+
+    Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
+    """
+    if "steps" not in (settings.options or {}) or settings.method not in (None, *METHODS):
+        return False
+    if not torch.compiler.is_dynamo_compiling() or is_exporting():
+        return True
+    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile before torch 2.7 rounds what it traces here
+        return False
+    return settings.gradient in (None, "direct") and not is_counting()
+
+
+def solve(field: Callable, y0: State, t: Tensor | Sequence[float], settings: Settings, nfe: NFE) -> State:
+    """The state at the times, by one of METHODS with ``options={"steps": n}``; t is not checked if it is a tensor."""
+    name, steps = settings.method or registry.best_method(field, settings, 0.0), settings.options["steps"]
+    registry.check_field(name, field)
+    dynamics = Dynamics(field, y0, second_order=name in registry.NYSTROM or name in registry.SPLITTING)
+    t = _times(t, dynamics)
+    nfe.keeps_graph = torch.is_grad_enabled()
+    with solving(field), no_autocast(dynamics.template.device.type):
+        rows = torch.stack(dynamics.rows(y0))
+        if name in EXPLICIT:
+            trajectory, evaluations = _explicit(dynamics, *EXPLICIT[name], rows, t, steps), len(EXPLICIT[name][1])
+        else:
+            method = registry.METHODS[name]
+            trajectory, evaluations = _native(dynamics, method, rows, t, steps), method.evaluations
+            nfe.forward += int(method.carries)
+    nfe.forward += (len(trajectory) - 1) * steps * evaluations
+    nfe.steps += (len(trajectory) - 1) * steps
+    return dynamics.state(torch.stack(trajectory))
+
+
+def _native(
+    dynamics: Dynamics, method: ExplicitMethod | Splitting, rows: Tensor, t: Tensor, steps: int
+) -> list[Tensor]:
+    """The rows of the state at the times, by one of our own methods."""
+    template, n = dynamics.template, method.state_rows
+    evaluate = _evaluation(dynamics)
+    sizes, times = _sizes(dynamics, t, steps), _stages(dynamics, t, steps, method.nodes)
+    damping = dynamics.damping.to(sizes)
+    matrices = method.matrix(damping, align(sizes, damping)).to(template).unbind(0)
+    point, trajectory = rows, [rows]
+    if method.carries:
+        start = spread(t[..., 0].to(template), template.dim(), template.dim()) if t.dim() == 2 else t[0].to(template)
+        point = torch.cat([rows, evaluate(start, rows[0]).unsqueeze(0)])
+    for matrix, of_interval in zip(matrices, times.unbind(0), strict=True):
+        coefficients = method.arranged(matrix, error=False)
+        for of_step in of_interval.unbind(0):
+            point = method.step(
+                point, coefficients, of_step.unbind(0), evaluate, error=False, activation=dynamics.activation
+            ).point
+        trajectory.append(point[:n])
+    return trajectory
+
+
+def _explicit(
+    dynamics: Dynamics,
+    a: Sequence[Sequence[float]],
+    b: Sequence[float],
+    rows: Tensor,
+    t: Tensor,
+    steps: int,
+) -> list[Tensor]:
+    """The row of the state at the times, by one of torchdiffeq's Runge-Kutta methods."""
+    (y,) = rows.unbind(0)
+    evaluate = _evaluation(dynamics)
+    sizes = _sizes(dynamics, t, steps).to(y).unbind(0)
+    times = _stages(dynamics, t, steps, [sum(row) for row in ((), *a)])
+    trajectory = [rows]
+    for size, of_interval in zip(sizes, times.unbind(0), strict=True):
+        for of_step in of_interval.unbind(0):
+            slopes: list[Tensor] = []
+            for time, row in zip(of_step.unbind(0), ((), *a), strict=True):
+                slopes.append(evaluate(time, _moved(y, size, row, slopes)))
+            y = _moved(y, size, b, slopes)
+        trajectory.append(y.unsqueeze(0))
+    return trajectory
+
+
+def _evaluation(dynamics: Dynamics) -> Evaluate:
+    """The field on a copy of its input, which a func that begins with an in-place layer would change."""
+    return lambda t, x: dynamics.value(t, x.clone())
+
+
+def _moved(y: Tensor, size: Tensor, weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
+    """Y + H Σ_j w_j k_j."""
+    terms = [w * k for w, k in zip(weights, slopes, strict=True) if w]
+    return y + size * sum(terms) if terms else y
+
+
+def _times(t: Tensor | Sequence[float], dynamics: Dynamics) -> Tensor:
+    """The times (T,) or (batch, T) in float64 on the device of the state."""
+    device = dynamics.template.device
+    if isinstance(t, Tensor):
+        return t.to(device, torch.float64)
+    if any(isinstance(time, Tensor) for time in t):
+        return torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device).reshape(()) for time in t])
+    t = [float(time) for time in t]
+    rising, falling = ([sign * t[i] < sign * t[i + 1] for i in range(len(t) - 1)] for sign in (1, -1))
+    if not (all(rising) or all(falling)):
+        raise ValueError(f"t must be strictly increasing or strictly decreasing, got {t}. Fix: sort the times.")
+    return torch.tensor(t, dtype=torch.float64, device=device)
+
+
+def _sizes(dynamics: Dynamics, t: Tensor, steps: int) -> Tensor:
+    """The size of the steps in each interval, (intervals, ...), to broadcast with a row of the state."""
+    sizes = t.diff().movedim(-1, 0) / steps
+    dims = dynamics.template.dim()
+    return spread(sizes, dims, dims + dynamics.stacked) if t.dim() == 2 else sizes
+
+
+def _stages(dynamics: Dynamics, t: Tensor, steps: int, nodes: Sequence[float]) -> Tensor:
+    """Times of all stages, (intervals, steps, stages, ...), to broadcast with a part of the state."""
+    template = dynamics.template
+    fractions = torch.tensor(
+        [[min((i + node) / steps, 1.0) for node in nodes] for i in range(steps)], dtype=t.dtype, device=t.device
+    ).view(steps, len(nodes), *[1] * (t.dim() - 1))
+    begin, end = (x.movedim(-1, 0)[:, None, None] for x in (t[..., :-1], t[..., 1:]))
+    times = (begin * (1.0 - fractions) + end * fractions).to(template)
+    return spread(times, template.dim(), template.dim()) if t.dim() == 2 else times

@@ -1,0 +1,1 @@
+"""Gradients that evaluate the field again in the backward pass: checkpoint, reversible, adjoint."""

@@ -1,0 +1,108 @@
+"""The continuous adjoint of a native solve: the adjoint ODE, solved backwards by Tsitouras' method.
+
+With a = ∂L/∂y, a' = -a ∂F/∂y and dL/dθ = ∫ a ∂F/∂θ dt, where y' = F(t, y) is the whole first-order equation; for an
+HBNODE that is the heavy-ball adjoint of arXiv:2110.04840. y is solved backwards along with it, from each output anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hbnode._closures import closed_over_leaves, refuse_unknown
+from hbnode._state import State, parts
+from hbnode.gradients.checkpoint import refuse_double_backward, solve_and_save
+from hbnode.solvers.loops import integrate
+from hbnode.solvers.ode_term import Dynamics
+from hbnode.solvers.stepper import Solve, no_autocast
+from hbnode.solvers.time_grid import Clock
+
+
+class Adjoint(torch.autograd.Function):
+    """Solves forwards without storing anything but the outputs, and the adjoint ODE in the backward pass."""
+
+    forward = staticmethod(solve_and_save)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """One solve for each interval between outputs, from the last to the first."""
+        refuse_double_backward("adjoint")
+        trajectory, *_ = ctx.saved_tensors
+        solve, t, leaves = ctx.solve, ctx.clock_t, ctx.leaves
+        field = _Backward(solve, leaves)
+        adjoint = torch.zeros_like(trajectory[0])
+        quadratures = [torch.zeros_like(leaf) for leaf in leaves]
+        t_gradient = torch.zeros_like(t)
+        with ctx.replay(), no_autocast(gradient.device.type):
+            for k in reversed(range(1, len(t))):
+                if ctx.needs_input_grad[3]:
+                    t_gradient[k] = field.slope(t[k], trajectory[k], gradient[k])
+                adjoint = adjoint + gradient[k]
+                adjoint, quadratures = field.interval(t[k - 1 : k + 1].flip(0), trajectory[k], adjoint, quadratures)
+            if ctx.needs_input_grad[3]:
+                t_gradient[0] = -field.slope(t[0], trajectory[0], adjoint)
+        return None, None, None, t_gradient, None, adjoint + gradient[0], *quadratures
+
+
+class _Backward:
+    """The augmented field: state, adjoint and the integrals of the parameters' gradients."""
+
+    def __init__(self, solve: Solve, leaves: Sequence[Tensor]) -> None:
+        self.solve, self.leaves = solve, list(leaves)
+        self.time_dependent = solve.sees_time
+
+    def __call__(self, t: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        y, a = state[:2]
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            found, value = closed_over_leaves(lambda: self.derivative(t, y), (t, y))
+            refuse_unknown(found, self.solve.known)
+            wanted = [x for x in (y, *self.leaves) if x.requires_grad]
+            gradients = [None] * len(wanted)
+            if value.requires_grad:
+                gradients = torch.autograd.grad(value, wanted, -a, allow_unused=True)
+        of = {id(x): g for x, g in zip(wanted, gradients, strict=True) if g is not None}
+        return (value.detach(), *(of.get(id(x), torch.zeros_like(x)) for x in (y, *self.leaves)))
+
+    def derivative(self, t: Tensor, rows: Tensor) -> Tensor:
+        """The whole first-order field on the rows of the state."""
+        dynamics = self.solve.dynamics
+        with dynamics.autocast():
+            value = dynamics.field(t, dynamics.state(rows))
+        return torch.stack(dynamics.rows(value)).to(rows.dtype)
+
+    def slope(self, t: Tensor, rows: Tensor, a: Tensor) -> Tensor:
+        """The rate a y' at which a function with the gradient a changes in time."""
+        self.solve.tally.add("evaluation")
+        with torch.no_grad():
+            return (self.derivative(t.to(rows), rows) * a).sum().to(t)
+
+    def interval(
+        self, t: Tensor, rows: Tensor, adjoint: Tensor, quadratures: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The adjoint and the integrals at the other end of an interval."""
+        state: State = (rows, adjoint, *quadratures)
+        dynamics = Dynamics(self, state, second_order=False, strung=True)
+        clock = Clock(t, dynamics, per_sample=False)
+        given = self.solve.settings
+        settings = replace(given, method="tsit5", gradient="direct", options=_backward_options(given.options))
+        solve = Solve(dynamics, clock, settings, self.solve.tally)
+        solve.knots = self.solve.knots
+        solve.counted = rows.numel() + adjoint.numel()  # the integrals do not feed back: no step is refused for them
+        with torch.no_grad():
+            (row,) = dynamics.rows(state)
+            first = dynamics.evaluate(t[0].to(row), row)
+            self.solve.tally.add("evaluation")
+            ends = integrate(solve, torch.stack([row, first]), clock.t.new_zeros(()))
+        end = parts(dynamics.state(ends))
+        return end[1][-1], [part[-1] for part in end[2:]]
+
+
+def _backward_options(options: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Of the forward solve's options, what holds for the backward one: its grid and its limits."""
+    kept = {k: v for k, v in (options or {}).items() if k not in ("dense", "first_step")}
+    return kept or None

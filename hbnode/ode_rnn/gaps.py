@@ -1,0 +1,113 @@
+"""A solve over many short intervals, between which the state is changed: what an ODE-RNN does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hbnode import _native_solve, _torch_internals, _torchdiffeq_solve
+from hbnode._closures import own_parameters
+from hbnode._state import State, apply, parts
+from hbnode.errors import SolverError
+from hbnode.fields import Field
+from hbnode.nfe import NFE, Tally
+from hbnode.solve import Settings, check_precision, checked_times, solve
+
+
+class Intervals:
+    """Solves a field from each of a row of times to the next, for each sample at times of its own.
+
+    Native methods with the direct gradient are set up once for all intervals; all others solve each by itself.
+
+    Arguments:
+        field: what is solved.
+        y0: a checked state like those that will come: their structure, shapes and dtype.
+        t: times (batch, T); a sample stays where it is while its times repeat.
+        settings: how to solve.
+    """
+
+    def __init__(self, field: Field, y0: State, t: Tensor, settings: Settings) -> None:
+        self.field = field
+        self.settings = settings.resolved(field)
+        self.nfe: list[NFE] = []
+        check_precision(self.settings, parts(y0)[0].dtype)
+        if self.settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "gradient='adjoint' gives no gradient with respect to times of each sample's own, and these require "
+                "one. Fix: gradient='direct', or t.detach()."
+            )
+        self.t = checked_times(t.to(torch.float64), t.device, rows=True)  # on the host
+        resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
+        self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()
+        self.run = None
+        native = self.settings.method not in _torchdiffeq_solve.METHODS
+        if native and self.settings.gradient == "direct" and not _torch_internals.is_active():
+            self.run = _native_solve.prepare(field, y0, self.t, self.settings, NFE())
+            self.run.interrupted = True
+            self.damping = _native_solve.damping_of(self.run)
+            self.longest = self.run.max_step
+
+    def advance(self, interval: int, state: State) -> State:
+        """The state at the end of an interval from that at its beginning."""
+        self.nfe.append(NFE())
+        self.nfe[-1].keeps_graph = self.settings.gradient == "direct" and torch.is_grad_enabled()
+        if self.idle[interval]:
+            return state
+        t = self.t[:, interval : interval + 2]
+        if self.resting[interval] and self.settings.step_control == "batch":
+            # whoever stays must not count in the error of the common step
+            moving = (t.diff() != 0)[:, 0].nonzero()[:, 0]
+            rows = moving.to(parts(state)[0].device)
+            moved = self._solve(apply(lambda part: part[rows], state), t[moving])
+            pairs = zip(parts(state), parts(moved), strict=True)
+            new = tuple(part.index_copy(0, rows, there) for part, there in pairs)
+            return new[0] if isinstance(state, Tensor) else new
+        if self.run is None:
+            return self._solve(state, t)
+        self.run.tally, self.run.attempts = Tally(self.field, self.nfe[-1]), 0
+        self.run.max_step = self.longest  # what a force bounds, it bounds in its own interval
+        end = _native_solve.advance(self.run, state, self.damping, interval)
+        if end is None:
+            self.run = None
+            return self._solve(state, t)
+        return end
+
+    def _solve(self, state: State, t: Tensor) -> State:
+        """From the first of two times to the second, by itself."""
+        if self.settings.method not in _torchdiffeq_solve.METHODS:
+            return apply(lambda part: part[-1], solve(self.field, state, t, self.settings, self.nfe[-1]))
+        rescaled = Rescaled(self.field, t, parts(state)[0])
+        try:
+            return apply(lambda part: part[-1], solve(rescaled, state, [0.0, 1.0], self.settings, self.nfe[-1]))
+        except SolverError as error:
+            begin, end = (float(time) for time in t[0].detach())
+            message = f"{error.message}; the time is that of the first sample, in its gap from {begin:g} to {end:g}"
+            time, size = begin + (end - begin) * error.t, (end - begin) * error.step_size
+            raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
+
+
+class Rescaled(nn.Module):
+    """A field over intervals of unlike lengths, each run through while s goes from 0 to 1: dy/ds = (t1 - t0) dy/dt.
+
+    The intervals belong to this object and not to the field, so that an adjoint that evaluates it again much later
+    finds them as they were.
+    """
+
+    def __init__(self, field: Field, t: Tensor, like: Tensor) -> None:
+        super().__init__()
+        self.field = field
+        shape = (-1, *[1] * (like.dim() - 1))
+        self.begin, self.length = t[:, 0].to(like).view(shape), t.diff()[:, 0].to(like).view(shape)
+
+    @property
+    def __self__(self) -> Field:
+        """What its evaluations are counted for."""
+        return self.field
+
+    def dynamics_parameters(self) -> list[nn.Parameter]:
+        """Those of the field."""
+        return own_parameters(self.field)
+
+    def forward(self, s: Tensor, state: State) -> State:
+        """The derivative with respect to s."""
+        return apply(lambda part: self.length * part, self.field(self.begin + s * self.length, state))

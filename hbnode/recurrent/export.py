@@ -1,0 +1,89 @@
+"""A trained momentum layer as plain layers of torch.nn, each with a filter before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from hbnode.recurrent.executor import Weights
+from hbnode.recurrent.rules import Rule
+
+LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
+
+
+class MomentumFilter(nn.Module):
+    """What comes before a plain layer: a rule applied over time, from rest, to the inputs or to a linear map of them.
+
+    Arguments:
+        rule: which one.
+        weights: W and b of the linear map; None filters the inputs themselves and a constant 1 besides, which carries
+            b.
+    """
+
+    def __init__(self, rule: Rule, weights: tuple[Tensor, Tensor | None] | None, has_bias: bool) -> None:
+        super().__init__()
+        self.rule, self.has_bias = rule, has_bias
+        w, b = weights or (None, None)
+        self.register_buffer("weight", w)
+        self.register_buffer("bias", b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, batch, input_size) -> (T, batch, width of the plain layer's input)."""
+        if self.weight is not None:
+            x = linear(x, self.weight, self.bias)
+        elif self.has_bias:
+            x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)
+        return self.rule(x, self.rule.start(x[0]))[0]
+
+
+class StockLayers(nn.Module):
+    """Filters and plain layers, for sequences from their start.
+
+    Attributes:
+        filters: of each layer and direction, a :class:`MomentumFilter`.
+        layers: likewise, a torch.nn.LSTM, GRU or RNN.
+    """
+
+    def __init__(
+        self, filters: list[MomentumFilter], layers: list[nn.RNNBase], directions: int, batch_first: bool
+    ) -> None:
+        super().__init__()
+        self.filters, self.layers = nn.ModuleList(filters), nn.ModuleList(layers)
+        self.directions, self.batch_first = directions, batch_first
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
+        """Output and last state as of torch.nn's layer; x is (T, batch, input_size), or batch first."""
+        x = x.transpose(0, 1) if self.batch_first else x
+        ended, sides = [], []
+        for k, (before, layer) in enumerate(zip(self.filters, self.layers, strict=True)):
+            is_reverse = k % self.directions == 1
+            out, state = layer(before(x.flip(0) if is_reverse else x))
+            ended.append(state if isinstance(state, tuple) else (state,))
+            sides.append(out.flip(0) if is_reverse else out)
+            if len(sides) == self.directions:
+                x, sides = torch.cat(sides, dim=-1), []
+        states = tuple(torch.cat(parts) for parts in zip(*ended, strict=True))
+        return x.transpose(0, 1) if self.batch_first else x, states if len(states) > 1 else states[0]
+
+
+@torch.no_grad()
+def plain_layer(stock: str, rule: Rule, weights: Weights) -> tuple[MomentumFilter, nn.RNNBase]:
+    """A filter and a plain layer for one layer in one direction."""
+    w, b, u = weights.w, weights.b, weights.u
+    if rule.is_linear:
+        before = MomentumFilter(rule, None, has_bias=b is not None)
+        w = w if b is None else torch.cat([w, b.unsqueeze(1)], dim=1)
+        w = u @ w if weights.is_hidden else w
+    else:
+        before = MomentumFilter(rule, (w.clone(), None if b is None else b.clone()), has_bias=b is not None)
+        w = u if weights.is_hidden else torch.eye(len(u), dtype=u.dtype, device=u.device)
+    options = {"nonlinearity": stock[4:]} if stock.startswith("rnn") else {}
+    has_bias = weights.bias is not None
+    layer = LAYERS[stock](w.shape[1], u.shape[1], bias=has_bias, device=u.device, dtype=u.dtype, **options)
+    layer.weight_ih_l0.copy_(w)
+    layer.weight_hh_l0.copy_(u)
+    if has_bias:
+        layer.bias_ih_l0.zero_()
+        layer.bias_hh_l0.copy_(weights.bias)
+    return before, layer

@@ -1,0 +1,166 @@
+"""Our own methods: which there are, and what may be asked of them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hbnode._checks import as_count
+from hbnode.fields import GHBNODE, HBNODE
+from hbnode.solvers.nystrom import Nystrom
+from hbnode.solvers.ode_term import change_of_call, is_heavy_ball, unwrapped
+from hbnode.solvers.runge_kutta import RungeKutta
+from hbnode.solvers.splitting import Splitting
+from hbnode.solvers.tableaus import (
+    BLANES_MOAN4_DRIFTS,
+    BLANES_MOAN4_KICKS,
+    RKN4,
+    RKN6,
+    RKN8,
+    STRANG_DRIFTS,
+    STRANG_KICKS,
+    TSIT5,
+)
+
+if TYPE_CHECKING:
+    from hbnode.solve import Settings
+
+NYSTROM = {"nystrom4": Nystrom(RKN4), "nystrom6": Nystrom(RKN6), "nystrom8": Nystrom(RKN8)}
+SPLITTING = {
+    "leapfrog": Splitting(STRANG_DRIFTS, STRANG_KICKS),
+    "blanes_moan4": Splitting(BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
+}
+RUNGE_KUTTA = {"tsit5": RungeKutta(TSIT5)}
+METHODS = NYSTROM | SPLITTING | RUNGE_KUTTA
+STRONG = 1000.0  # γT from which tsit5 takes a half to a fifth of the evaluations of a Nystrom method
+GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
+_ADAPTIVE_OPTIONS = ("steps", "first_step", "max_step", "min_step", "max_nfe", "dense")
+_SPLITTING_OPTIONS = ("steps", "max_nfe")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``options=`` of a native method may hold, checked."""
+
+    steps: int | None = None
+    first_step: float | None = None
+    max_step: float = math.inf
+    min_step: float = 0.0
+    max_nfe: float = math.inf
+    dense: bool | None = None
+
+    @classmethod
+    def of(cls, given: dict[str, Any] | None, method: str) -> Options:
+        """The options, checked for a method."""
+        if given is not None and not isinstance(given, dict):
+            raise TypeError(f"options must be a dict, got {type(given).__name__}. Fix: options={{'steps': 8}}.")
+        given = dict(given or {})
+        known = _SPLITTING_OPTIONS if method in SPLITTING else _ADAPTIVE_OPTIONS
+        unknown = [option for option in given if option not in known]
+        if unknown:
+            raise ValueError(
+                f"options has {unknown}, which method={method!r} does not know; expected some of {known}. "
+                f"Fix: {_instead(unknown[0], method, known)}."
+            )
+        for name in ("first_step", "max_step", "min_step"):
+            if name in given and not given[name] > 0:
+                raise ValueError(f"options[{name!r}] must be positive, got {given[name]!r}. Fix: a length of time.")
+        for name in ("steps", "max_nfe"):
+            if name in given:
+                given[name] = as_count(given[name], f"options[{name!r}]")
+        if method in SPLITTING and "steps" not in given:
+            raise ValueError(
+                f"method={method!r} has a fixed grid. Fix: options={{'steps': n}}, n steps in each output interval."
+            )
+        if given.get("dense") not in (None, True, False):
+            raise ValueError(
+                f"options['dense'] must be True, False or None, got {given['dense']!r}. Fix: leave it out, and output "
+                "times are interpolated where they outnumber the steps."
+            )
+        if given.get("dense") and "steps" in given:
+            raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
+        return cls(**given)
+
+
+_THEIRS = ("norm", "step_t", "jump_t", "dtype", "safety", "ifactor", "dfactor")  # options of torchdiffeq's methods
+
+
+def _instead(option: str, method: str, known: Sequence[str]) -> str:
+    """What to write in place of an unknown option."""
+    if option == "max_num_steps":
+        return "max_steps=n, an argument and no option"
+    if option == "land":
+        return "options={'dense': False}, with which native methods step onto the output times"
+    if option in ("step_size", "grid_constructor"):
+        return "options={'steps': n}, n steps in each output interval"
+    if option in _ADAPTIVE_OPTIONS:
+        return f"leave it out, the steps of {method!r} are a grid"
+    if option in _THEIRS:
+        return "method='dopri5', which has torchdiffeq's options"
+    near = difflib.get_close_matches(option, known, 1)
+    return f"options={{{near[0]!r}: ...}}" if near else "leave it out"
+
+
+def best_method(field: Callable, settings: Settings, span: float) -> str:
+    """What ``method=None`` means: Nystrom for HBNODE, its order by the tolerance, and ``"tsit5"`` for all others.
+
+    The order is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks. A
+    constant damping that is strong over the time ``span`` limits the steps; those of ``"tsit5"`` are longer then.
+    """
+    if settings.gradient == "reversible":
+        return "blanes_moan4"
+    if not is_heavy_ball(field, HBNODE):
+        return "tsit5"
+    if "steps" not in (settings.options or {}) and constant_damping(field) * span > STRONG:
+        return "tsit5"
+    return "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
+
+
+def constant_damping(field: Callable) -> float:
+    """The largest γ of a heavy-ball field if it is constant, which no device has to be asked for; else 0."""
+    inner = unwrapped(field)
+    if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
+        return 0.0
+    damping = inner.solver_damping()
+    return float(damping.max()) if isinstance(damping, Tensor) else damping
+
+
+def check(settings: Settings) -> None:
+    """Refuse what native methods cannot do; ``settings.method`` may still be None."""
+    method, gradient = settings.method, settings.gradient
+    if method is None:
+        method = "blanes_moan4" if gradient == "reversible" else "tsit5"
+    Options.of(settings.options, method)
+    if gradient == "reversible" and method not in SPLITTING:
+        raise ValueError(
+            f"gradient='reversible' needs a method that can be undone exactly, one of {tuple(SPLITTING)}, got "
+            f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with options={{'steps': n}}."
+        )
+    if settings.adjoint_options is not None:
+        raise ValueError(
+            "adjoint_options are for torchdiffeq's methods; the native ones solve their adjoint with 'tsit5' at the "
+            "tolerances of the forward solve. Fix: leave them out, or method='dopri5' with gradient='adjoint'."
+        )
+
+
+def check_field(method: str, field: Callable) -> None:
+    """Refuse a field that a method cannot solve."""
+    if method not in NYSTROM and method not in SPLITTING:
+        return
+    kinds, what = (HBNODE,), "solves h'' + γh' = f(h, t), an HBNODE"
+    fix = "Fix: method='tsit5', or method=None for the best there is."
+    if method in SPLITTING:
+        kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
+        fix = "Fix: method='tsit5' with gradient='checkpoint'."
+    if not isinstance(unwrapped(field), kinds):
+        raise ValueError(f"method={method!r} {what}, got {type(field).__name__}. {fix}")
+    change = change_of_call(field)
+    if change is not None:
+        raise ValueError(
+            f"method={method!r} {what}, and evaluates func without a call of the field, but {change}. {fix}"
+        )

@@ -1,0 +1,95 @@
+"""The names of torchdiffeq's methods, and the options that each of them knows."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hbnode._checks import as_count
+
+ADAPTIVE = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
+ADAMS = ("explicit_adams", "implicit_adams", "fixed_adams")
+FIXED = ("euler", "midpoint", "heun2", "heun3", "rk4", *ADAMS)
+SCIPY = ("scipy_solver",)
+METHODS = (*ADAPTIVE, *FIXED, *SCIPY)
+_STEP_OPTIONS = ("min_step", "max_step", "first_step", "safety", "ifactor", "dfactor")
+_ADAPTIVE_OPTIONS = (*_STEP_OPTIONS, "norm", "step_t", "jump_t", "dtype", "land")
+_GRID_OPTIONS = ("steps", "step_size", "grid_constructor")
+_FIXED_OPTIONS = (*_GRID_OPTIONS, "norm", "interp", "perturb")
+_OPTIONS = {
+    **dict.fromkeys(ADAPTIVE, _ADAPTIVE_OPTIONS),
+    **dict.fromkeys(FIXED, _FIXED_OPTIONS),
+    **dict.fromkeys(ADAMS, (*_FIXED_OPTIONS, "max_iters", "max_order")),
+    **dict.fromkeys(SCIPY, ("norm", "solver", "min_step", "max_step")),
+}
+
+
+def solver_options(given: dict[str, Any] | None, method: str, t: Tensor, name: str) -> dict[str, Any]:
+    """The options, checked, with our ``steps`` and ``land`` turned into what torchdiffeq understands."""
+    if given is not None and not isinstance(given, dict):
+        example = {"first_step": 0.1} if method in ADAPTIVE else {"step_size": 0.1} if method in FIXED else {}
+        raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={example}.")
+    options = dict(given or {})
+    unknown = [option for option in options if option not in _OPTIONS[method]]
+    if unknown:
+        raise ValueError(
+            f"{name} has {unknown}, which method={method!r} does not know; expected some of {_OPTIONS[method]}. "
+            f"Fix: {_instead(unknown[0], method)}."
+        )
+    for option in ("step_size", "first_step", "max_step"):
+        if option in options and options[option] is not None and not options[option] > 0:
+            raise ValueError(f"{name}[{option!r}] must be positive, got {options[option]!r}. Fix: a length of time.")
+    if sum(option in options for option in _GRID_OPTIONS) > 1:
+        raise ValueError(f"{name} has more than one of {_GRID_OPTIONS}. Fix: give one of them.")
+    if "steps" in options:
+        steps = as_count(options.pop("steps"), f"{name}['steps']")
+        options["grid_constructor"] = lambda func, y0, t: _equal_steps(t, steps)
+    if options.pop("land", False):
+        options["step_t"] = t.detach()
+    return options
+
+
+def _instead(option: str, method: str) -> str:
+    """What to write in place of an unknown option."""
+    if option == "max_num_steps":
+        return "max_steps=n, an argument and no option"
+    if option in _GRID_OPTIONS:
+        return "method='rk4' or another with fixed steps"
+    if option in _ADAPTIVE_OPTIONS:
+        return "method='dopri5' or another with adaptive steps"
+    if option in ("dense", "max_nfe"):
+        return "method=None or another native method"
+    near = difflib.get_close_matches(option, _OPTIONS[method], 1)
+    return f"{near[0]!r}" if near else "leave it out"
+
+
+def adjoint_solver_options(own: dict[str, Any], given: dict[str, Any] | None, method: str, t: Tensor) -> dict[str, Any]:
+    """The options of the backward solve: those of the forward one, but for its norm, and the ones given."""
+    given = solver_options({"norm": "seminorm"} if given is None else given, method, t, "adjoint_options")
+    if given.get("norm", "seminorm") != "seminorm" and not callable(given["norm"]):
+        raise ValueError(
+            f"adjoint_options['norm'] must be 'seminorm' or a function, got {given['norm']!r}. "
+            "Fix: leave the norm out for torchdiffeq's own, over all of the adjoint's state."
+        )
+    dropped = {"norm"} | (set(_GRID_OPTIONS) if any(option in given for option in _GRID_OPTIONS) else set())
+    return {option: value for option, value in own.items() if option not in dropped} | given
+
+
+def check_event(method: str, options: dict[str, Any]) -> None:
+    """Refuse events with methods that cannot find them."""
+    if method in SCIPY or (method in FIXED and "step_size" not in options):
+        raise ValueError(
+            f"event_fn with method={method!r} is not possible"
+            + (" without options={'step_size': dt}" if method in FIXED else "")
+            + f"; expected an adaptive method, one of {ADAPTIVE}. Fix: method='dopri5'."
+        )
+
+
+def _equal_steps(t: Tensor, steps: int) -> Tensor:
+    """Grid of ``steps`` equal steps in each interval of ``t``, differentiable in t, exact at the output times."""
+    fractions = torch.arange(steps, dtype=t.dtype, device=t.device) / steps
+    starts, lengths = t[:-1, None], t.diff()[:, None]
+    return torch.cat([(starts + lengths * fractions).reshape(-1), t[-1:]])

@@ -1,0 +1,1 @@
+"""What the tasks share: options, run folders, training, sweeps, files."""

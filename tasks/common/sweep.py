@@ -1,0 +1,109 @@
+"""Several runs side by side, each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tasks.common.run import TaskConfig
+
+C = TypeVar("C", bound=TaskConfig)
+
+
+def sweep(config: C, train: Callable[[C], None]) -> None:
+    """Train one model with one seed, or all that the options name.
+
+    Each is a run of its own, with its own folder; one that fails does not keep the others from finishing. Interrupted,
+    the runs that go on save themselves, and no further ones start.
+
+    Arguments:
+        config: options; ``model`` may be "all" or several, and ``seeds`` more than 1.
+        train: the task, a function at the top level of its module.
+    """
+    models = config.chosen()
+    seeds = range(config.seed, config.seed + config.seeds)
+    if len(models) * len(seeds) == 1:
+        with stopped_by(signal.SIGINT):
+            train(dataclasses.replace(config, model=models[0]))
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SystemExit("torchrun trains one model with one seed. Fix: no --seeds, and one --model.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    jobs = min(config.jobs or (1 if on_gpu else cores), len(models) * len(seeds))
+    configs = [
+        dataclasses.replace(config, model=model, seed=seed, seeds=1, jobs=jobs, out=_folder(config, model, seed))
+        for seed in seeds
+        for model in models
+    ]
+    failed = side_by_side(configs, train, jobs, threads=max(1, min(torch.get_num_threads(), cores // jobs)))
+    if failed:
+        raise SystemExit("\n".join([*failed, f"{len(failed)} of {len(configs)} runs failed"]))
+
+
+def _folder(config: TaskConfig, model: str, seed: int) -> str:
+    """The run's folder, in that of the command; empty leaves it to the task."""
+    return str(Path(config.out) / f"{model}-seed{seed}") if config.out else ""
+
+
+def side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, threads: int) -> list[str]:
+    """Run all, ``jobs`` at a time; what is to be said of those that failed."""
+    start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(["tasks.common.train"])  # torch is imported once
+    waiting, failed = list(reversed(configs)), []
+    running: dict[int, tuple[BaseProcess, TaskConfig]] = {}
+    with stopped_by(signal.SIGINT, signal.SIGTERM):
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    config = waiting.pop()
+                    process = context.Process(target=_run, args=(train, config, threads))
+                    process.start()
+                    running[process.sentinel] = process, config
+                for sentinel in wait(list(running)):
+                    process, config = running.pop(sentinel)
+                    process.join()
+                    if process.exitcode:
+                        killed = f"killed by signal {-process.exitcode}"
+                        why = killed if process.exitcode < 0 else "failed, as said above"
+                        failed.append(f"{config.model}, seed {config.seed}: {why}")
+        finally:
+            for process, _ in running.values():
+                process.terminate()
+            for process, _ in running.values():
+                process.join()
+    return failed
+
+
+def _run(train: Callable[[C], None], config: C, threads: int) -> None:
+    torch.set_num_threads(threads)
+    with stopped_by(signal.SIGINT):
+        train(config)
+
+
+@contextmanager
+def stopped_by(*numbers: int) -> Iterator[None]:
+    """Let these signals interrupt what is within, and end with a sentence.
+
+    They do so even where a shell had started the process in the background, and with SIGINT ignored.
+    """
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the same command goes on with what is not finished") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,188 @@
+"""Recurrent networks for irregular series, to compare an ODE-RNN with, all called in the same way.
+
+``make_baseline("gru", input_size, parameters)`` makes one of about so many parameters. What the gaps between samples do
+is what tells them apart:
+
+- "lstm", "gru": torch's, which read the gap as one more input.
+- "gru-d": a GRU whose hidden state decays over the gap.
+- "cfc": closed-form continuous-time units, of the package ncps.
+"""
+
+from __future__ import annotations
+
+import abc
+import typing
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tasks.common.run import BASELINES, count_parameters
+
+State = typing.Any  # a tensor or a pair of them, to be handed back as it came
+
+
+class Recurrent(nn.Module, abc.ABC):
+    """A recurrent network that is told the times between its samples.
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: features that it makes of each.
+        predicts_ahead: whether it is told the time until the stamp that is to be predicted too, as one more input.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *, predicts_ahead: bool = False) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size, self.predicts_ahead = input_size, hidden_size, predicts_ahead
+
+    @property
+    def features(self) -> int:
+        """Numbers in a sample, with the time ahead."""
+        return self.input_size + self.predicts_ahead
+
+    def forward(
+        self, x: Tensor, gap_before: Tensor, state: State | None = None, gap_after: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Read samples, each with all before it.
+
+        Arguments:
+            x: samples (B, T, input_size).
+            gap_before: time since the sample before, (B, T), in a unit in which gaps are about 1; 0 for the first of
+                all. With a state, its first column is the time since the last sample that the state has seen.
+            state: what an earlier call returned, to go on from there; None starts anew.
+            gap_after: time until the stamp that is to be predicted, (B, T), if the network was made to predict ahead.
+
+        Returns:
+            Features (B, T, hidden_size), and the state after the last sample.
+        """
+        self._check(x, gap_before, gap_after)
+        x = x if gap_after is None else torch.cat([x, gap_after[..., None]], dim=-1)
+        return self._read(x, gap_before[..., None], state)
+
+    @abc.abstractmethod
+    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """``forward`` of checked samples (B, T, features) and gaps (B, T, 1)."""
+
+    def _check(self, x: Tensor, gap_before: Tensor, gap_after: Tensor | None) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.input_size or x.shape[1] == 0:
+            raise ValueError(f"x must be of shape (batch, T, {self.input_size}), T > 0, got {tuple(x.shape)}")
+        if self.predicts_ahead != (gap_after is not None):
+            raise ValueError(
+                "predicts_ahead=True needs gap_after, the time until the stamp to be predicted"
+                if self.predicts_ahead
+                else "gap_after is of no use to a network that does not predict ahead. Fix: predicts_ahead=True."
+            )
+        for name, gap in (("gap_before", gap_before), ("gap_after", gap_after)):
+            if gap is not None and gap.shape != x.shape[:2]:
+                raise ValueError(
+                    f"{name} must be of shape {tuple(x.shape[:2])}, one gap a sample, got {tuple(gap.shape)}"
+                )
+
+
+class Gated(Recurrent):
+    """torch's LSTM or GRU on [x, gap]."""
+
+    def __init__(self, kind: type[nn.RNNBase], input_size: int, hidden_size: int, **options: bool) -> None:
+        super().__init__(input_size, hidden_size, **options)
+        self.net = kind(self.features + 1, hidden_size, batch_first=True)
+
+    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+        return self.net(torch.cat([x, gap], dim=-1), state)
+
+
+class Decaying(Recurrent):
+    """GRU-D: h <- exp(-max(0, w gap + b)) * h over the gap, then h <- GRU(x, h).
+
+    Z. Che et al., Recurrent Neural Networks for Multivariate Time Series with Missing Values, 2018, arXiv:1606.01865.
+    Here whole samples are missing and no single values, so that one gap serves all of h, and the paper's imputation of
+    inputs, which lets a missing value decay to its mean, and its mask have nothing to do: both are left out.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
+        super().__init__(input_size, hidden_size, **options)
+        self.decay = nn.Linear(1, hidden_size)
+        self.cell = nn.GRUCell(self.features, hidden_size)
+
+    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+        decay = torch.exp(-self.decay(gap).relu())
+        h = x.new_zeros(len(x), self.hidden_size) if state is None else state
+        output = []
+        for sample, factor in zip(x.unbind(1), decay.unbind(1), strict=True):
+            h = self.cell(sample, factor * h)
+            output.append(h)
+        return torch.stack(output, dim=1), h
+
+
+class ClosedForm(Recurrent):
+    """CfC: h <- (1 - s) * g(x, h) + s * f(x, h), with s = sigmoid(a(x, h) gap + b(x, h)), g and f ending in tanh.
+
+    R. Hasani et al., Closed-form Continuous-time Neural Models, 2022, arXiv:2106.13898. The cell is that of ncps, with
+    one layer of as many units as h shared by its four heads.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
+        super().__init__(input_size, hidden_size, **options)
+        try:
+            from ncps.torch import CfCCell
+        except ImportError as error:
+            raise ImportError(
+                f"cfc needs the package ncps ({error}). Fix: pip install -e '.[peers]', or choose another model."
+            ) from error
+        # not its whole CfC: that takes one gap for the samples of a batch as one for each of the units
+        self.cell = CfCCell(self.features, hidden_size, backbone_units=hidden_size)
+
+    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+        h = x.new_zeros(len(x), self.hidden_size) if state is None else state
+        output = []
+        for sample, elapsed in zip(x.unbind(1), gap.unbind(1), strict=True):
+            h, _ = self.cell(sample, h, elapsed)
+            output.append(h)
+        return torch.stack(output, dim=1), h
+
+
+def make_baseline(
+    name: str, input_size: int, parameters: int, *, output_size: int = 0, predicts_ahead: bool = False
+) -> Recurrent:
+    """A baseline of that number of parameters, or as near to it as a whole number of hidden units comes.
+
+    Arguments:
+        name: "lstm", "gru", "gru-d" or "cfc".
+        input_size: features of a sample.
+        parameters: how many it shall have.
+        output_size: of a linear head on its features, whose parameters are counted with its own; 0 has none.
+        predicts_ahead: see :class:`Recurrent`.
+
+    Raises:
+        ValueError: if there is no such baseline, or none so small.
+        ImportError: if "cfc" is asked for and ncps is not installed.
+    """
+
+    def make(hidden_size: int) -> Recurrent:
+        return _kind(name)(input_size, hidden_size, predicts_ahead=predicts_ahead)
+
+    def count(hidden_size: int) -> int:
+        with torch.device("meta"):  # no memory, and no random numbers drawn
+            return count_parameters(make(hidden_size)) + output_size * (hidden_size + 1)
+
+    if count(1) > parameters:
+        raise ValueError(f"{name} with one hidden unit has {count(1)} parameters already; got parameters={parameters}")
+    low, high = 1, 2
+    while count(high) < parameters:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) <= parameters else (low, middle)
+    return make(min((low, high), key=lambda size: abs(count(size) - parameters)))
+
+
+def _kind(name: str) -> Callable[..., Recurrent]:
+    """The class of a baseline, with what is particular to it filled in."""
+    kinds: dict[str, Callable[..., Recurrent]] = {
+        "lstm": lambda *sizes, **options: Gated(nn.LSTM, *sizes, **options),
+        "gru": lambda *sizes, **options: Gated(nn.GRU, *sizes, **options),
+        "gru-d": Decaying,
+        "cfc": ClosedForm,
+    }
+    if name not in kinds:
+        raise ValueError(f"unknown baseline {name!r}; expected one of {', '.join(BASELINES)}")
+    return kinds[name]

@@ -1,0 +1,170 @@
+"""Recurrent layers with a momentum rule, and the layers without one that they are to be compared with.
+
+A rule changes how the input reaches the gates, and with it the size of the input and the bias of the forget gate. The
+comparison tells the three apart:
+
+- "plain": the layer without a rule: momentum 0, step size 1.
+- "gain": the input at the same step size s, without momentum.
+- "steady": the input at the gain that momentum has in the long run, s / (1 - mu), without momentum.
+- "forget": the forget gate's bias that "momentum" has in the long run, without momentum; of an LSTM only. Of its two
+  biases b, the rule filters the input's, which grows to b s / (1 - mu); here each is half of b + b s / (1 - mu).
+- "momentum", "nag", "sr" (scheduled restart), "adam", "rmsprop", "adaptive": the rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+import hbnode
+from tasks.common.run import TaskConfig, option
+
+VARIANTS = ("plain", "gain", "steady", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
+CELLS = ("lstm", "rnn", "gru", "dtriv")
+# The values of a Rule that a variant is made from; others say nothing to it.
+USES = {
+    "plain": (),
+    "gain": ("step_size",),
+    "steady": ("momentum", "step_size"),
+    "forget": ("momentum", "step_size"),
+    "momentum": ("momentum", "step_size"),
+    "nag": ("step_size",),
+    "sr": ("step_size", "restart"),
+    "adam": ("momentum", "step_size", "beta", "eps"),
+    "rmsprop": ("step_size", "beta", "eps"),
+    "adaptive": ("step_size",),
+}
+PREFIXES = {"nag": "NAG", "sr": "SR", "adam": "Adam", "rmsprop": "RMSProp", "adaptive": "AdaptiveMomentum"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a variant runs with.
+
+    Attributes:
+        momentum: mu; 0 where there is none, or where the rule sets it itself.
+        step_size: s, the factor of the input.
+        beta: decay of the running mean of the squared input.
+        restart: samples between two restarts.
+        eps: added to that mean before its root.
+        forget_scale: factor of the bias of an LSTM's forget gate.
+    """
+
+    momentum: float = 0.0
+    step_size: float = 1.0
+    beta: float = 0.9
+    restart: int = 40
+    eps: float = 1e-8
+    forget_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentConfig(TaskConfig):
+    """Options of the tasks of recurrent layers."""
+
+    models: ClassVar[tuple[str, ...]] = VARIANTS
+
+    model: str = option("momentum", "one of {models}, several with commas between, or all")
+    cell: str = option("lstm", "the layer that the rule is put into", CELLS)
+    momentum: float | None = option(None, "mu of momentum and adam; if not given, as the task's table has it")
+    step_size: float | None = option(None, "s of all but plain, likewise")
+    beta: float | None = option(None, "decay of the mean square in adam and rmsprop, likewise")
+    restart: int | None = option(None, "samples between two restarts in sr, likewise")
+    eps: float | None = option(None, "added to the mean square before its root in adam and rmsprop, likewise")
+    hidden: int = option(128, "size of h")
+    forget_bias: float = option(1.0, "bias of an LSTM's forget gate at first, each of the two", is_signed=True)
+    compile: bool = option(False, "compile the layer's step")
+
+    def chosen(self) -> tuple[str, ...]:
+        """The variants that ``--model`` names; all are those that the cell has."""
+        names = super().chosen()
+        if self.cell == "lstm":
+            return names
+        if "forget" in names and self.model != "all":
+            raise ValueError(f"--model forget is for --cell lstm, which has a forget gate, got {self.cell}")
+        return tuple(name for name in names if name != "forget")
+
+    def check(self) -> None:
+        """Refuse what no run can have, and values of a rule that no variant asked for would look at."""
+        super().check()
+        used = {name for model in self.chosen() for name in USES[model]}
+        for field in dataclasses.fields(Rule):
+            value, flag = getattr(self, field.name, None), "--" + field.name.replace("_", "-")
+            if value is None:
+                continue
+            if field.name not in used:
+                raise ValueError(f"{flag} says nothing to --model {self.model}. Fix: leave it out.")
+            if field.name in ("momentum", "beta") and value >= 1:
+                raise ValueError(f"{flag} must be below 1, got {value}")
+            if field.name in ("step_size", "restart", "eps") and value == 0:
+                raise ValueError(f"{flag} must be positive, got 0")
+        if self.hidden == 0:
+            raise ValueError("--hidden must be positive, got 0")
+
+    def rule(self, table: Mapping[str, Rule]) -> Rule:
+        """What the variant ``model`` runs with.
+
+        Arguments:
+            table: the task's values by variant; "gain", "steady" and "forget" go by those of "momentum", as a rule
+                does that the table leaves out. Values that the options give come first.
+        """
+        wanted = (
+            table["momentum"]
+            if self.model in ("gain", "steady", "forget")
+            else table.get(self.model, table["momentum"])
+        )
+        given = {name: getattr(self, name) for name in USES[self.model]}
+        values = {name: getattr(wanted, name) if value is None else value for name, value in given.items()}
+        if self.model == "steady":
+            return Rule(step_size=values["step_size"] / (1 - values["momentum"]))
+        if self.model == "forget":
+            return Rule(forget_scale=(1 + values["step_size"] / (1 - values["momentum"])) / 2)
+        return Rule(**values)
+
+
+def make_layer(
+    model: str,
+    cell: str,
+    input_size: int,
+    hidden_size: int,
+    rule: Rule,
+    *,
+    forget_bias: float = 1.0,
+    init: str = "cayley",
+    **options: object,
+) -> nn.Module:
+    """A layer of :mod:`hbnode.recurrent`.
+
+    Arguments:
+        model: one of :data:`VARIANTS`.
+        cell: one of :data:`CELLS`.
+        input_size: features of a sample.
+        hidden_size: size of h.
+        rule: what :meth:`RecurrentConfig.rule` returned.
+        forget_bias: of an LSTM, the bias of its forget gate, before the rule's factor; other cells have none.
+        init: of a DTRIV, how its orthogonal weight starts.
+        options: further ones of the layer, such as ``num_layers``, ``batch_first``, ``compile``.
+    """
+    names = USES[model] if model in PREFIXES else ("momentum", "step_size")
+    options |= {name: getattr(rule, name) for name in names}
+    if cell == "lstm":
+        options["forget_bias"] = forget_bias * rule.forget_scale
+    if cell == "dtriv":
+        options["init"] = init
+    return getattr(hbnode, PREFIXES.get(model, "Momentum") + cell.upper())(input_size, hidden_size, **options)
+
+
+def title(model: str, cell: str) -> str:
+    """What a variant is called in tables and figures."""
+    stock = {
+        "plain": "",
+        "gain": ", same step size",
+        "steady": ", same gain in the end",
+        "forget": ", same forget bias",
+    }
+    if model in stock:
+        return cell.upper() + stock[model]
+    return PREFIXES.get(model, "Momentum") + cell.upper()

@@ -1,0 +1,278 @@
+"""Pixel MNIST, gradients through time: the norm of dL/dh_t, t by t, while a layer learns, with momentum and without.
+
+Figure 2 and appendix A.5 of Nguyen et al., MomentumRNN (2020): |dL/dh_t| at every iteration, for DTRIV and
+MomentumDTRIV on permuted MNIST. The paper concludes from equation (13) that momentum keeps gradients from vanishing.
+That equation does not describe the cell: v_t = mu v_{t-1} + s (W x_t + b) holds no h, and so h_t acts on the loss
+through the next state alone, dL/dh_t = U^T D_{t+1} dL/dh_{t+1} with D = diag(sigma'), with and without momentum.
+Momentum can change the norm only as the scale of the input does, through the states at which D is taken, and through
+the weights that are learned with it. The share of the gradient that passes through the rule is measured, by cutting it
+off, and printed: it is zero.
+
+Shown are medians over some validation images, each with the gradient of its own loss, in float64. It is the total
+derivative: the layer is given one sample at a time and hands on its state, of which h_t is an entry. It is exactly 0,
+and left white, in a DTRIV while all pixels were black and so the state is 0, and in an untrained LSTM, whose recurrent
+weight reaches the input gate alone, wherever the next pixel is black and so the cell's input is tanh(0); with momentum,
+the input there is that of earlier pixels.
+
+Beside momentum stands a layer with the same step size, "gain"; beside a MomentumLSTM, whose step size is 1 on PMNIST,
+one with the same forget bias in the long run, "forget", which sets how fast its cell state fades. Sizes and learning
+rates are those of PMNIST with 170 units (DTRIV) or 128 (others). The authors' arrays behind figure 2 are named after mu
+0.9, s 0.1 (DTRIV) and mu 0.999, s 0.6 (MomentumDTRIV), which is not in their tables: --momentum 0.999 --step-size 0.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tasks.common.files import write_figure, write_whole
+from tasks.common.run import environment
+from tasks.common.train import Batch
+from tasks.models.recurrent import CELLS, title
+from tasks.pixel_mnist import (
+    PRESETS,
+    PixelClassifier,
+    PixelMnistConfig,
+    cross_entropy,
+    load_data,
+    make_optimizer,
+    rebase,
+)
+
+OUT = Path("runs/pixel_mnist_gradients")
+LEVELS = {"median": 0.5, "q10": 0.1, "q90": 0.9}
+LINES = 5  # iterations that are drawn as lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What was measured of one layer.
+
+    Attributes:
+        iterations: after how many steps, (n,).
+        norms: of each image, (n, images, T).
+        loss: the training loss of the last step.
+        share: the largest share of a gradient that passed through the rule.
+    """
+
+    iterations: Tensor
+    norms: Tensor
+    loss: float
+    share: float
+
+
+def gradients(model: PixelClassifier, batch: Batch, *, cut: bool = False) -> Tensor:
+    """dL/dh_t of every image, (images, T, H), L being the image's cross-entropy: total derivatives.
+
+    Arguments:
+        model: of one layer, in one direction.
+        batch: sequences (images, T, 1) and labels.
+        cut: whether to leave out what passes through the rule's memory.
+    """
+    x, y = batch
+    state, states = None, []
+    with parametrize.cached():
+        for sample in x.split(1, dim=1):
+            _, state = model.layer(sample, state)
+            if cut:
+                state = dataclasses.replace(state.detach(), h=state.h, c=state.c)
+            states.append(state.h)
+        logits = model.head(states[-1][-1])
+    loss = nn.functional.cross_entropy(logits, y, reduction="sum")  # the images do not touch each other
+    return torch.stack([gradient[-1] for gradient in torch.autograd.grad(loss, states)], dim=1)
+
+
+def share_of_rule(model: PixelClassifier, batch: Batch) -> float:
+    """The largest of |dL/dh_t - the same without the rule's memory| / |dL/dh_t| over the images."""
+    whole = gradients(model, batch)
+    difference = (whole - gradients(model, batch, cut=True)).norm(dim=-1)
+    return (difference / whole.norm(dim=-1).clamp(min=torch.finfo(whole.dtype).tiny)).max().item()
+
+
+def batches(data: Batch, size: int, seed: int) -> Iterator[Batch]:
+    """Batches of one shuffled pass over the data after another, without an end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for chosen in torch.randperm(len(data[0]), generator=generator).split(size):
+            yield tuple(x[chosen] for x in data)
+
+
+def measure(config: PixelMnistConfig, data: Mapping[str, Batch], options: argparse.Namespace) -> Record:
+    """Train one layer for some iterations and take the norms before, at every ``every``-th, and after the last."""
+    torch.manual_seed(config.seed)
+    model = config.make_model()
+    optimizer = make_optimizer(model, config)
+    measured = tuple(part[: options.measured] for part in data["validation"])
+    exact = (measured[0].double(), measured[1])
+    steps = batches(data["train"], config.batch_size, config.seed)
+    iterations, norms, loss = [], [], math.nan
+    for iteration in range(options.iterations + 1):
+        if iteration % options.every == 0 or iteration == options.iterations:
+            iterations.append(iteration)
+            norms.append(gradients(copy.deepcopy(model).double(), exact).norm(dim=-1))
+        if iteration < options.iterations:
+            loss = step(model, optimizer, next(steps), config, iteration + 1)
+    share = share_of_rule(copy.deepcopy(model).double(), exact)
+    return Record(torch.tensor(iterations), torch.stack(norms), loss, share)
+
+
+def step(
+    model: PixelClassifier, optimizer: torch.optim.Optimizer, batch: Batch, config: PixelMnistConfig, iteration: int
+) -> float:
+    """One step of the task's training; its loss."""
+    loss, _ = cross_entropy(model, batch)
+    if not bool(torch.isfinite(loss)):
+        raise SystemExit(
+            f"{title(config.model, config.cell)}: the training loss is {loss.item()} at iteration {iteration}. "
+            "Fix: another --step-size or --momentum."
+        )
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    optimizer.step()
+    rebase(model, config, iteration)
+    return loss.item()
+
+
+def quantiles(norms: Tensor) -> dict[str, Tensor]:
+    """Over the images: (n, images, T) -> (n, T) each."""
+    found = torch.quantile(norms, torch.tensor(list(LEVELS.values()), dtype=norms.dtype), dim=1)
+    return dict(zip(LEVELS, found, strict=True))
+
+
+def sentence(record: Record) -> str:
+    """How much of the gradient at T is left further back, before and after training, and what the rule adds."""
+    length, said = record.norms.shape[2], []
+    for name, index in (("untrained", 0), (f"after {record.iterations[-1]} iterations", -1)):
+        norms = record.norms[index]
+        left = [(norms[:, t - 1] / norms[:, -1]).median().item() for t in (length // 2, length // 4)]
+        said.append(f"{left[0]:.2g} and {left[1]:.2g} {name}")
+    return (
+        f"|dL/dh_t| / |dL/dh_T| at t = {length // 2} and {length // 4}: {', '.join(said)}; training loss "
+        f"{record.loss:.3g}; share that passes through the rule {record.share:.1g}"
+    )
+
+
+def table(records: Mapping[str, Record]) -> str:
+    """The quantiles of the norms by model, iteration and t, as csv."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["model", "iteration", "t", *LEVELS])
+    for model, record in records.items():
+        columns = quantiles(record.norms)
+        for i, iteration in enumerate(record.iterations.tolist()):
+            for t, values in enumerate(zip(*(column[i].tolist() for column in columns.values()), strict=True)):
+                writer.writerow([model, iteration, t + 1, *(f"{value:.6g}" for value in values)])
+    return text.getvalue()
+
+
+def draw_norms(records: Mapping[str, Record], cell: str, about: str, path: Path) -> None:
+    """Draw a column for each model: the median against t and iteration as a map, and some iterations as lines."""
+    import matplotlib.pyplot as plt
+
+    medians = {model: quantiles(record.norms)["median"].log10().numpy() for model, record in records.items()}
+    drawn = np.concatenate([median[np.isfinite(median)] for median in medians.values()])  # log10 of 0 is left white
+    low, high = drawn.min(), max(drawn.max(), drawn.min() + 1)
+    count = len(records)
+    figure, axes = plt.subplots(
+        2, count, figsize=(1.5 + 3.8 * count, 6.5), sharex=True, squeeze=False, layout="constrained"
+    )
+    for (upper, lower), (model, median) in zip(axes.T, medians.items(), strict=True):
+        iterations, t = records[model].iterations.tolist(), list(range(1, median.shape[1] + 1))
+        shown = upper.pcolormesh(t, iterations, median, vmin=low, vmax=high, shading="nearest")
+        upper.set_title(title(model, cell))
+        for index in torch.linspace(0, len(iterations) - 1, min(LINES, len(iterations))).long().tolist():
+            color = plt.get_cmap("plasma")(0.9 * index / max(len(iterations) - 1, 1))
+            lower.plot(t, median[index], color=color, lw=1.2, label=f"iteration {iterations[index]}")
+        lower.set(xlabel="t in samples", ylim=(low, high))
+        lower.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("iteration")
+    axes[1, 0].set_ylabel("log10 |dL/dh_t|, median")
+    axes[1, 0].legend(fontsize="small")
+    figure.colorbar(shown, ax=axes[0], label="log10 |dL/dh_t|, median")
+    figure.suptitle(about)
+    write_figure(figure, path)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", default="dtriv", choices=CELLS, help="the layer [dtriv]")
+    parser.add_argument("--model", help="the variants of it [plain,gain,momentum; of lstm plain,forget,momentum]")
+    parser.add_argument("--dataset", default="mnist", choices=("mnist", "digits"), help="which images [mnist]")
+    parser.add_argument("--side", type=int, help="pixels on an edge, as for tasks.pixel_mnist")
+    parser.add_argument("--hidden", type=int, help="size of h [170 of dtriv, 128 of others]")
+    parser.add_argument("--momentum", type=float, help="mu; if not given, as tasks.pixel_mnist has it")
+    parser.add_argument("--step-size", type=float, help="s; likewise")
+    for name, default, text in (
+        ("train-size", 10_000, "train on the first N images only"),
+        ("iterations", 200, "training steps"),
+        ("every", 10, "steps between two measurements"),
+        ("measured", 32, "validation images that gradients are taken of"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [{default}]")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images [0]")
+    parser.add_argument("--out", type=Path, help=f"folder [{OUT}-CELL]")
+    options = parser.parse_args(argv)
+    for name in ("train_size", "iterations", "every", "measured"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}")
+    try:
+        options.configs = configs(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def configs(options: argparse.Namespace) -> list[PixelMnistConfig]:
+    """What each model is trained with: the paper's settings of PMNIST, and the options given."""
+    names = ("dataset", "side", "hidden", "momentum", "step_size")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    preset = PRESETS["pmnist-dtriv-170" if options.cell == "dtriv" else "pmnist-128"] | {"side": None}
+    model = options.model or ("plain,forget,momentum" if options.cell == "lstm" else "plain,gain,momentum")
+    sizes = {"cell": options.cell, "train_size": options.train_size, "test_size": options.measured}
+    whole = PixelMnistConfig(**preset | sizes | given | {"model": model, "seed": options.seed})
+    whole.check()
+    return [dataclasses.replace(whole, model=model) for model in whole.chosen()]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure all models; write ``gradients.csv``, ``.json`` and ``.png``, and say what is left of the gradient."""
+    options = parse(argv)
+    folder = options.out or OUT.with_name(f"{OUT.name}-{options.cell}")
+    data = load_data(options.configs[0])
+    records, said = {}, []
+    for config in options.configs:
+        records[config.model] = measure(config, data, options)
+        said.append(f"{title(config.model, config.cell)}: {sentence(records[config.model])}")
+        print(said[-1])
+    first = options.configs[0]
+    summary = {
+        "task": "pixel_mnist_gradients",
+        "options": {name: str(value) for name, value in vars(options).items() if name != "configs"},
+        "configs": [dataclasses.asdict(config) for config in options.configs],
+        "rules": {config.model: dataclasses.asdict(config.rule(config.rules())) for config in options.configs},
+        "found": said,
+        **environment(torch.device("cpu")),
+    }
+    write_whole(folder / "gradients.csv", table(records).encode())
+    write_whole(folder / "gradients.json", json.dumps(summary, indent=2).encode())
+    about = f"permuted {first.dataset}, {data['train'][0].shape[1]} pixels, {first.hidden} units, seed {first.seed}"
+    draw_norms(records, first.cell, about, folder / "gradients.png")
+    print(f"figure: {folder / 'gradients.png'}")
+
+
+if __name__ == "__main__":
+    main()

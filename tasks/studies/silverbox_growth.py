@@ -1,0 +1,174 @@
+"""Silverbox, untrained: how fast the five models grow at initialisation.
+
+Figure 7 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022): the norm of h(t)
+over 63 samples of the Silverbox benchmark, f being one dense layer that also sees the input V1(t). Both signals are
+centred and multiplied by 100, a sample is a unit of time, and the second-order models start with a learned scalar, as
+in the authors' code. There V1 was extrapolated beyond t = 1; here it is interpolated. The paper draws the mean of ten
+seeds, which the worst seed decides; here are the median and the quantiles of many, and the mean beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import hbnode
+from tasks.common.files import write_figure, write_whole
+from tasks.common.run import MODELS, environment
+from tasks.data import images as image_data
+
+TOL = 1e-7  # the paper's
+
+
+class Draws:
+    """Many initialisations of a model of figure 7, each a sample of one batch, with weights of its own."""
+
+    def __init__(self, model: str, seeds: Sequence[int], signal: Callable[[Tensor], Tensor]) -> None:
+        self.model, self.signal = model, signal
+        size, parts = (2, 1) if model == "anode" else (1, 2 if model == "sonode" else 1)
+        weights, biases, starts = [], [], []
+        for seed in seeds:
+            torch.manual_seed(seed)
+            dense = nn.Linear(parts * size + 1, size)
+            weights.append(dense.weight.detach())
+            biases.append(dense.bias.detach())
+            starts.append(nn.Linear(1, 1, bias=False).weight.detach()[0])
+        self.weight, self.bias, self.start = (torch.stack(x).double() for x in (weights, biases, starts))
+
+    def take(self, index: slice) -> Draws:
+        """Some of them."""
+        part = object.__new__(Draws)
+        part.model, part.signal = self.model, self.signal
+        part.weight, part.bias, part.start = self.weight[index], self.bias[index], self.start[index]
+        return part
+
+    def dense(self, t: Tensor, *state: Tensor) -> Tensor:
+        """The dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
+        u = self.signal(t)
+        x = torch.cat([*state, u.expand(len(self.weight), 1)], dim=-1)
+        return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
+
+    def field(self) -> hbnode.Field:
+        """The field of all draws."""
+        damped = {"learn_damping": False, "initial_momentum": lambda x: self.start, "time_dependent": True}
+        return {
+            "node": lambda: hbnode.NODE(self.dense, time_dependent=True),
+            "anode": lambda: hbnode.ANODE(self.dense, augment=1, time_dependent=True),
+            "sonode": lambda: hbnode.SONODE(self.dense, initial_velocity=lambda x: self.start, time_dependent=True),
+            "hbnode": lambda: hbnode.HBNODE(self.dense, **damped),
+            "ghbnode": lambda: hbnode.GHBNODE(
+                self.dense, activation=nn.Hardtanh(-5.0, 5.0), xi=math.log(2.0), learn_xi=False, **damped
+            ),
+        }[self.model]()
+
+    def norms(self, start: float, times: Tensor, tol: float) -> Tensor:
+        """The norm of h(t), (times, draws); infinite from where a draw diverged."""
+        field = self.field()
+        state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
+        try:
+            solved = hbnode.odeint(field, state, times, rtol=tol, atol=tol, step_control="sample", max_steps=100_000)
+            return field.readout(solved).norm(dim=-1)
+        except hbnode.SolverError as error:
+            if len(self.weight) > 1:  # one at a time: the others go on
+                each = [self.take(slice(i, i + 1)).norms(start, times, tol) for i in range(len(self.weight))]
+                return torch.cat(each, dim=1)
+            reached = int((times < error.t).sum()) - 1
+            whole = torch.full((len(times), 1), math.inf, dtype=torch.float64)
+            whole[0] = abs(start)
+            if reached > 1:
+                whole[:reached] = self.norms(start, times[:reached], tol)
+            return whole
+
+
+def statistics(norms: Tensor) -> dict[str, Tensor]:
+    """Median, 10 % and 90 % quantile and mean over the draws (times, draws), and how many diverged so far.
+
+    A quantile is the nearest draw, which is defined where draws are infinite.
+    """
+    levels = {"median": 0.5, "q10": 0.1, "q90": 0.9}
+    found = {name: torch.quantile(norms, q, dim=1, interpolation="nearest") for name, q in levels.items()}
+    return {**found, "mean": norms.mean(1), "diverged": norms.isinf().sum(1)}
+
+
+def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """The statistics of all models at all times, as csv."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["model", "t", *found["node"]])
+    for model, columns in found.items():
+        for i, t in enumerate(times.tolist()):
+            writer.writerow([model, f"{t:g}", *(values[i].item() for values in columns.values())])
+    return text.getvalue()
+
+
+def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws: int, folder: Path) -> None:
+    """Draw the quantiles and the mean of each model over time, on one logarithmic axis, in ``growth.png``."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(found), figsize=(13, 3.2), sharey=True, layout="constrained")
+    for ax, (model, columns), color in zip(axes, found.items(), ("C0", "C1", "C2", "C3", "C4"), strict=True):
+        ax.fill_between(times, columns["q10"], columns["q90"], color=color, alpha=0.25, lw=0, label="10 % to 90 %")
+        ax.semilogy(times, columns["median"], color=color, label="median")
+        ax.semilogy(times, columns["mean"], color=color, ls="--", lw=1, label="mean, as in the paper")
+        ax.set(title=model.upper(), xlabel="t in samples")
+    axes[0].set_ylabel("|h(t)|")
+    axes[0].legend(loc="upper left", fontsize="small")
+    figure.suptitle(f"Silverbox, {draws} initialisations of each model")
+    write_figure(figure, folder / "growth.png")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=100, help="initialisations of each model [100]")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them [0]")
+    parser.add_argument("--out", type=Path, default=Path("runs/silverbox_growth"), help="[runs/silverbox_growth]")
+    options = parser.parse_args(argv)
+    if options.draws < 1 or options.seed < 0:
+        parser.error(f"--draws must be positive and --seed not negative, got {options.draws} and {options.seed}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Solve every model at many initialisations; write ``growth.csv``, ``growth.json`` and ``growth.png``."""
+    options = parse(argv)
+    try:
+        record = image_data.silverbox()
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    v1, v2 = (100 * (record - record.mean(0))).unbind(1)
+    times = torch.arange(64, dtype=torch.float64)
+    signal = hbnode.Signal(torch.arange(66, dtype=torch.float64), v1[:66], "cubic")
+    seeds = range(options.seed, options.seed + options.draws)
+    found, last = {}, {}
+    for model in MODELS:
+        found[model] = statistics(Draws(model, seeds, signal).norms(v2[0].item(), times, TOL))
+        last[model] = {name: values[-1].item() for name, values in found[model].items()}
+        print(f"{model}: |h(63)| " + ", ".join(f"{name} {value:.4g}" for name, value in last[model].items()))
+    summary = {
+        "task": "silverbox_growth",
+        "draws": options.draws,
+        "seed": options.seed,
+        "tol": TOL,
+        "at_63": {  # JSON has no infinity
+            model: {name: value if math.isfinite(value) else None for name, value in values.items()}
+            for model, values in last.items()
+        },
+        **environment(torch.device("cpu")),
+    }
+    write_whole(options.out / "growth.csv", table(times, found).encode())
+    write_whole(options.out / "growth.json", json.dumps(summary, indent=2).encode())
+    draw_growth(times, found, options.draws, options.out)
+    print(f"figure: {options.out / 'growth.png'}")
+
+
+if __name__ == "__main__":
+    main()
