@@ -320,7 +320,7 @@ class Solve:
         if is_recording():
             t = self.clock.t.detach()
             size, (start,) = self.clock.affine(t, step.interval, step.start, step.size, (0.0,), step.end)
-            self.tally.report(_functorch.plain(start), _functorch.plain(size), accepted=accepted)
+            self.tally.report(_torch_internals.plain(start), _torch_internals.plain(size), accepted=accepted)
 
     # Failures
 
