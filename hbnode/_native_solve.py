@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hbnode import _torch_internals
 from hbnode._closures import closed_over_leaves, own_parameters
-from hbnode._recompute import Replay, random_state, restore_random_state, solving
+from hbnode._recompute import ForwardContext, random_state, restore_random_state, solving
 from hbnode._state import State, parts
 from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.gradients.adjoint import Adjoint
@@ -22,10 +22,10 @@ from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.compiled_steps import CompilationWarning, CompiledSteps
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.ode_term import Dynamics
+from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, check_field, constant_damping
-from hbnode.solvers.stepper import Graph, Solve, no_autocast
-from hbnode.solvers.time_grid import Clock, Step
+from hbnode.solvers.stepper import StepGraph, Stepper, no_autocast
+from hbnode.solvers.time_grid import Step, TimeGrid
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
@@ -39,99 +39,101 @@ _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adj
 
 def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> State:
     """Solve with one of our own methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
-    run = prepare(field, y0, t, settings, nfe)
-    damping = damping_of(run)
-    _check_damping(run, field)
-    with solving(field), no_autocast(run.dynamics.template.device.type):
-        return run.dynamics.state(_trajectory(run, y0, damping, settings))
+    stepper = prepare(field, y0, t, settings, nfe)
+    damping = damping_of(stepper)
+    _check_damping(stepper, field)
+    with solving(field), no_autocast(stepper.term.template.device.type):
+        return stepper.term.state(_trajectory(stepper, y0, damping, settings))
 
 
-def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> Solve:
+def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> Stepper:
     """All of a solve that does not depend on the numbers in its state."""
     check_field(settings.method, field)
     options = settings.options or {}
-    dynamics = Dynamics(field, y0, second_order=settings.method not in RUNGE_KUTTA)
+    term = ODETerm(field, y0, second_order=settings.method not in RUNGE_KUTTA)
     per_sample = settings.step_control == "sample" and "steps" not in options
-    _check_batch(dynamics, t, per_sample, settings)
-    clock = Clock(t, dynamics, per_sample=per_sample)
-    run = Solve(dynamics, clock, settings, Tally(field, nfe))
+    _check_batch(term, t, per_sample, settings)
+    grid = TimeGrid(t, term, per_sample=per_sample)
+    stepper = Stepper(term, grid, settings, Tally(field, nfe))
     if settings.compile and not _torch_internals.is_active():
-        run.compiled = CompiledSteps.of(dynamics, settings.method, run.method)
-    return run
+        stepper.compiled = CompiledSteps.of(term, settings.method, stepper.method)
+    return stepper
 
 
-def damping_of(run: Solve) -> Tensor:
+def damping_of(stepper: Stepper) -> Tensor:
     """γ in float64 where the clock is, once for a solve; it limits the steps of adaptive Nyström methods."""
-    damping = run.dynamics.damping.to(run.clock.t.device, torch.float64)
-    if run.settings.method in NYSTROM and run.adaptive:
-        run.limit_step(damping)
+    damping = stepper.term.damping.to(stepper.grid.t.device, torch.float64)
+    if stepper.settings.method in NYSTROM and stepper.adaptive:
+        stepper.limit_step(damping)
     return damping
 
 
-def _check_damping(run: Solve, field: Callable) -> None:
+def _check_damping(stepper: Stepper, field: Callable) -> None:
     """Raise at once where the damping alone takes more steps than there may be."""
-    nystrom = run.name in NYSTROM
-    damping, reach = (run.strongest, 1.0) if nystrom else (constant_damping(field), 4.0)
-    span = sum(run.clock.lengths)
+    nystrom = stepper.name in NYSTROM
+    damping, reach = (stepper.strongest, 1.0) if nystrom else (constant_damping(field), 4.0)
+    span = sum(stepper.grid.lengths)
     needed = damping * span / reach
-    if not run.adaptive or needed < run.max_steps:
+    if not stepper.adaptive or needed < stepper.max_steps:
         return
     of_tsit5 = math.ceil(damping * span / 3)
     advice = ["method='tsit5'"] if nystrom else []
-    if of_tsit5 > run.max_steps:
+    if of_tsit5 > stepper.max_steps:
         advice.append(f"max_steps={of_tsit5}")
-    run.step_size = reach / damping
-    raise run.failure(
+    stepper.step_size = reach / damping
+    raise stepper.failure(
         MaxStepsError,
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
-        f"max_steps={run.max_steps}. Fix: {' with '.join(advice)}, a grid of method='leapfrog', which solves the "
+        f"max_steps={stepper.max_steps}. Fix: {' with '.join(advice)}, a grid of method='leapfrog', which solves the "
         "damping exactly, or a shorter time",
-        run.time(Step(0, 0.0, 1.0)),
+        stepper.time(Step(0, 0.0, 1.0)),
     )
 
 
-def _trajectory(run: Solve, y0: State, damping: Tensor, settings: Settings) -> Tensor:
+def _trajectory(stepper: Stepper, y0: State, damping: Tensor, settings: Settings) -> Tensor:
     """The rows of the state at the output times, connected to what needs a gradient."""
-    dynamics, clock = run.dynamics, run.clock
-    rows = torch.stack(dynamics.rows(y0))
-    differentiable = clock.t.requires_grad and torch.is_grad_enabled()
+    term, grid = stepper.term, stepper.grid
+    rows = torch.stack(term.rows(y0))
+    differentiable = grid.t.requires_grad and torch.is_grad_enabled()
     if settings.gradient == "direct" or not torch.is_grad_enabled():
-        point = run.start(rows)
-        kept = _land_on_knots(run) if differentiable else None
-        trajectory = integrate(run, point, damping, differentiable=differentiable)
+        point = stepper.start(rows)
+        kept = _land_on_knots(stepper) if differentiable else None
+        trajectory = integrate(stepper, point, damping, differentiable=differentiable)
     else:
-        trajectory, kept = _with_function(run, rows, damping, settings.gradient)
-    _check_finite(run, trajectory, rows, damping)
+        trajectory, kept = _with_function(stepper, rows, damping, settings.gradient)
+    _check_finite(stepper, trajectory, rows, damping)
     return trajectory if kept is None else kept(trajectory)
 
 
-def advance(run: Solve, state: State, damping: Tensor, interval: int) -> State | None:
+def advance(stepper: Stepper, state: State, damping: Tensor, interval: int) -> State | None:
     """The state at the end of one interval of an interrupted solve, with its direct gradient.
 
     None if gradients of times are wanted and steps would end on knots of a signal: see :func:`_land_on_knots`.
     """
-    dynamics, clock = run.dynamics, run.clock
-    rows = torch.stack(dynamics.rows(state))
-    with solving(dynamics.field), no_autocast(dynamics.template.device.type):
-        differentiable = clock.t.requires_grad and torch.is_grad_enabled()
-        point = run.start(rows, interval)
-        if differentiable and run.knots:
+    term, grid = stepper.term, stepper.grid
+    rows = torch.stack(term.rows(state))
+    with solving(term.field), no_autocast(term.template.device.type):
+        differentiable = grid.t.requires_grad and torch.is_grad_enabled()
+        point = stepper.start(rows, interval)
+        if differentiable and stepper.knots:
             return None
-        end = integrate(run, point, damping, differentiable=differentiable, interval=interval)[-1]
-        _check_finite(run, end, rows, damping, interval)
-    return dynamics.state(end)
+        end = integrate(stepper, point, damping, differentiable=differentiable, interval=interval)[-1]
+        _check_finite(stepper, end, rows, damping, interval)
+    return term.state(end)
 
 
-def _check_finite(run: Solve, solution: Tensor, rows: Tensor, damping: Tensor, interval: int | None = None) -> None:
+def _check_finite(
+    stepper: Stepper, solution: Tensor, rows: Tensor, damping: Tensor, interval: int | None = None
+) -> None:
     """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
-    if not run.adaptive and not bool(torch.isfinite(_torch_internals.plain(solution)).all()):
+    if not stepper.adaptive and not bool(torch.isfinite(_torch_internals.plain(solution)).all()):
         with torch.no_grad():
-            integrate(run, run.start(rows, interval or 0), damping, watch=True, interval=interval)
-        raise run.failure(NonFiniteError, "the solution is not finite", run.time(Step(interval or 0, 0.0, 1.0)))
+            integrate(stepper, stepper.start(rows, interval or 0), damping, watch=True, interval=interval)
+        raise stepper.failure(NonFiniteError, "the solution is not finite", stepper.time(Step(interval or 0, 0.0, 1.0)))
 
 
 def _with_function(
-    run: Solve, rows: Tensor, damping: Tensor, gradient: str
+    stepper: Stepper, rows: Tensor, damping: Tensor, gradient: str
 ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """The trajectory with a gradient that evaluates the field again, and what drops other times from it."""
     if _torch_internals.is_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -139,43 +141,43 @@ def _with_function(
             f"gradient={gradient!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
             "forward mode. Fix: gradient='direct'."
         )
-    replay = Replay(run.dynamics.field)
-    first, leaves = _first_evaluation(run, rows, gradient, replay)
-    if any(x.requires_grad for x in (rows, damping, run.clock.t, *leaves)):
-        by_t = run.clock.t.requires_grad
-        run.wanted = (by_t or damping.requires_grad, by_t and run.dynamics.wants_time)
+    context = ForwardContext(stepper.term.field)
+    first, leaves = _first_evaluation(stepper, rows, gradient, context)
+    if any(x.requires_grad for x in (rows, damping, stepper.grid.t, *leaves)):
+        by_t = stepper.grid.t.requires_grad
+        stepper.wanted = (by_t or damping.requires_grad, by_t and stepper.term.wants_time)
         if damping.requires_grad and not by_t and gradient != "adjoint":
-            run.damping, run.by_damping = damping.detach().requires_grad_(), {}
-        kept = _land_on_knots(run) if by_t and gradient != "adjoint" else None
-        return _FUNCTIONS[gradient].apply(run, replay, first, run.clock.t, damping, rows, *leaves), kept
-    return integrate(run, rows if first is None else torch.cat([rows, first[None]]), damping), None
+            stepper.damping, stepper.by_damping = damping.detach().requires_grad_(), {}
+        kept = _land_on_knots(stepper) if by_t and gradient != "adjoint" else None
+        return _FUNCTIONS[gradient].apply(stepper, context, first, stepper.grid.t, damping, rows, *leaves), kept
+    return integrate(stepper, rows if first is None else torch.cat([rows, first[None]]), damping), None
 
 
-def _land_on_knots(run: Solve) -> Callable[[Tensor], Tensor] | None:
+def _land_on_knots(stepper: Stepper) -> Callable[[Tensor], Tensor] | None:
     """Make the knots of signals output times, where gradients of times are wanted; returns what drops them again.
 
     A step that ended on a knot as a fraction of its interval would move with the interval. At a kink of the signal the
     gradient would then take the slope of the wrong side.
     """
-    clock = run.clock
-    if not (run.knots and run.adaptive):
+    grid = stepper.grid
+    if not (stepper.knots and stepper.adaptive):
         return None
-    t = clock.t if clock.t.dim() == 2 else clock.t.unsqueeze(0)
+    t = grid.t if grid.t.dim() == 2 else grid.t.unsqueeze(0)
     first, last = t[:, :1], t[:, -1:]
-    knots = t.new_tensor(run.knots).expand(len(t), -1)  # those outside become empty intervals at an end
+    knots = t.new_tensor(stepper.knots).expand(len(t), -1)  # those outside become empty intervals at an end
     knots = torch.minimum(torch.maximum(knots, torch.minimum(first, last)), torch.maximum(first, last))
     times = torch.cat([t, knots], 1)
     order = (torch.where(last >= first, 1.0, -1.0) * times.detach()).argsort(dim=1, stable=True)
     places = order.argsort(dim=1)[:, : t.shape[1]]
     times = times.gather(1, order)
-    if clock.t.dim() == 1:
+    if grid.t.dim() == 1:
         is_new = times[0].detach().diff(prepend=times[0, :1].detach() - 1) != 0
         times, places = times[0][is_new], (is_new.cumsum(0) - 1)[places[0]]
-    run.clock = Clock(times, run.dynamics, per_sample=clock.per_sample)
-    run.passes, run.knots = False, []
-    if clock.t.dim() == 1:
+    stepper.grid = TimeGrid(times, stepper.term, per_sample=grid.per_sample)
+    stepper.passes, stepper.knots = False, []
+    if grid.t.dim() == 1:
         return lambda trajectory: trajectory[places.to(trajectory.device)]
-    batch = 2 + clock.row_dims - clock.template.dim()
+    batch = 2 + grid.row_dims - grid.template.dim()
 
     def own(trajectory: Tensor) -> Tensor:
         of_samples = torch.arange(len(places), device=places.device)
@@ -184,75 +186,77 @@ def _land_on_knots(run: Solve) -> Callable[[Tensor], Tensor] | None:
     return own
 
 
-def _first_evaluation(run: Solve, rows: Tensor, gradient: str, replay: Replay) -> tuple[Tensor | None, list[Tensor]]:
+def _first_evaluation(
+    stepper: Stepper, rows: Tensor, gradient: str, context: ForwardContext
+) -> tuple[Tensor | None, list[Tensor]]:
     """The value of the field where a solve starts, and all leaves whose gradients its backward pass must find.
 
     Those are the field's own parameters and whatever else it closes over, as seen in the graph of this evaluation. A
     method that carries no value has no other use for it.
     """
-    dynamics, clock = run.dynamics, run.clock
-    run.tally.add("evaluation")
-    t = clock.time_of(0).detach().requires_grad_(clock.t.requires_grad)
+    term, grid = stepper.term, stepper.grid
+    stepper.tally.add("evaluation")
+    t = grid.time_of(0).detach().requires_grad_(grid.t.requires_grad)
     leaf = rows[0].detach().requires_grad_()
     with torch.enable_grad():
         x = leaf.clone()  # of a leaf, torch refuses what is in place in words of its own
     before = random_state(x.device)
-    sigma = dynamics.activation
+    sigma = term.activation
 
     def evaluate() -> State:
-        value = dynamics.evaluate(t, x)
+        value = term.evaluate(t, x)
         return value if sigma is None else (value, sigma(rows[1].detach()))
 
-    found, value = run.listen(lambda: closed_over_leaves(evaluate, (t, x)))
+    found, value = stepper.listen(lambda: closed_over_leaves(evaluate, (t, x)))
     value = parts(value)[0]
-    if replay.changed():
+    if context.changed():
         raise ValueError(_CHANGES_BUFFERS.format(gradient))
     drawn_again = False
     if not all(map(torch.equal, before, random_state(x.device))):
-        drawn_again = not _draws_masks(run)
-        run.random_start = before
-    own = own_parameters(dynamics.inner) if gradient == "adjoint" else replay.parameters
+        drawn_again = not _draws_masks(stepper)
+        stepper.random_start = before
+    own = own_parameters(term.inner) if gradient == "adjoint" else context.parameters
     leaves = list({id(p): p for p in (*own, *found) if p.requires_grad}.values())
-    run.known = frozenset(map(id, (*own, *found)))
-    func = getattr(dynamics.inner, "func", dynamics.inner)
+    stepper.known = frozenset(map(id, (*own, *found)))
+    func = getattr(term.inner, "func", term.inner)
     closed = isinstance(func, nn.Module) and {id(p) for p in found} <= {id(p) for p in own}
-    run.watches = not closed or getattr(dynamics.inner, "time_dependent", True)
-    run.recording = gradient == "checkpoint"
-    if not run.method.carries:
+    stepper.checks_closures = not closed or getattr(term.inner, "time_dependent", True)
+    stepper.recording = gradient == "checkpoint"
+    if not stepper.method.carries:
         if drawn_again:  # by the first step, as it would have without this evaluation
             restore_random_state(before, x.device)
         return None, leaves
     if gradient == "checkpoint":
-        run.first = Graph([leaf, t] if t.requires_grad else [leaf], [], value)
+        stepper.first = StepGraph([leaf, t] if t.requires_grad else [leaf], [], value)
     return value.detach(), leaves
 
 
-def _draws_masks(run: Solve) -> bool:
+def _draws_masks(stepper: Stepper) -> bool:
     """Whether the random numbers in f are masks of SolveDropout; others are not for every gradient."""
-    if run.compiled is not None:
-        run.compiled = None
+    if stepper.compiled is not None:
+        stepper.compiled = None
         warnings.warn("compile=True has no effect: func draws random numbers.", CompilationWarning, stacklevel=2)
-    inner = run.dynamics.inner
+    inner = stepper.term.inner
     masks = isinstance(inner, nn.Module) and any(isinstance(module, SolveDropout) for module in inner.modules())
-    if run.settings.gradient in ("adjoint", "reversible") and not masks:
+    if stepper.settings.gradient in ("adjoint", "reversible") and not masks:
         raise ValueError(
-            f"func draws random numbers, which gradient={run.settings.gradient!r} cannot draw again. "
+            f"func draws random numbers, which gradient={stepper.settings.gradient!r} cannot draw again. "
             "Fix: gradient='checkpoint', or hbnode.nets.SolveDropout for dropout."
         )
     return masks
 
 
-def _check_batch(dynamics: Dynamics, t: Tensor, per_sample: bool, settings: Settings) -> None:
+def _check_batch(term: ODETerm, t: Tensor, per_sample: bool, settings: Settings) -> None:
     """Refuse times and steps for each sample where the state has no samples."""
     if not per_sample and t.dim() == 1:
         return
     what = "step_control='sample'" if t.dim() == 1 else "t of shape (batch, T)"
-    shapes = {part.shape[:1] for part in parts(dynamics.structure)}
-    if dynamics.strung or len(shapes) > 1 or dynamics.template.dim() == 0:
+    shapes = {part.shape[:1] for part in parts(term.structure)}
+    if term.strung or len(shapes) > 1 or term.template.dim() == 0:
         raise ValueError(f"{what} needs a state whose parts have one shape (batch, ...). Fix: make them of one shape.")
-    if t.dim() == 2 and len(t) != dynamics.template.shape[0]:
+    if t.dim() == 2 and len(t) != term.template.shape[0]:
         raise ValueError(
-            f"t has shape {tuple(t.shape)} for a batch of {dynamics.template.shape[0]}; expected (batch, T). "
+            f"t has shape {tuple(t.shape)} for a batch of {term.template.shape[0]}; expected (batch, T). "
             "Fix: one row of times for each sample, or t of shape (T,)."
         )
     if settings.gradient == "adjoint":

@@ -37,7 +37,7 @@ def solving(field: Callable) -> Iterator[None]:
             module.solving = False
 
 
-class Replay:
+class ForwardContext:
     """The conditions of a forward pass, to be restored in its backward pass.
 
     Those are the parameters and buffers that the field's modules had, be it those that ``functional_call`` lent them,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hbnode._checks import CHANGES_INPUT
 from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
-from hbnode._recompute import Replay, autocast_of, solving
+from hbnode._recompute import ForwardContext, autocast_of, solving
 from hbnode._state import State, all_finite, apply, is_equal, is_finite, like, parts
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import NFE, Tally, backward_pass
@@ -139,7 +139,7 @@ class _WatchedField:
         self.first: tuple[Tensor, State, State] | None = None  # an evaluation made ahead of the solver
         self.step_size = math.nan
         self.attempts = (-1, 0)  # which pass, and the steps tried in it
-        self.replay: Replay | None = None
+        self.replay: ForwardContext | None = None
         self.autocast = autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
         warn_of_callbacks(field, method, [name for name in CALLBACKS if not hasattr(self, name)])
         if not finite:
@@ -188,7 +188,7 @@ class _WatchedField:
         y0 = apply(lambda part: part.detach().requires_grad_(), y0)
         leaves, value = closed_over_leaves(lambda: self._evaluate(t0, y0), parts(y0))
         value = apply(Tensor.detach, value)
-        self.replay = Replay(self.field)
+        self.replay = ForwardContext(self.field)
         self.replay.remember_masks()
         self.first = (t0, apply(Tensor.detach, y0), value)
         self.recent.append((t0, value))

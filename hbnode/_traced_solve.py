@@ -17,7 +17,7 @@ from hbnode._tracing import is_exporting
 from hbnode.nfe import NFE, is_counting
 from hbnode.solvers import registry
 from hbnode.solvers.explicit_method import Evaluate, ExplicitMethod
-from hbnode.solvers.ode_term import Dynamics
+from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.splitting import Splitting
 from hbnode.solvers.stepper import no_autocast
 from hbnode.solvers.time_grid import align, spread
@@ -54,47 +54,45 @@ def solve(field: Callable, y0: State, t: Tensor | Sequence[float], settings: Set
     """The state at the times, by one of METHODS with ``options={"steps": n}``; t is not checked if it is a tensor."""
     name, steps = settings.method or registry.best_method(field, settings, 0.0), settings.options["steps"]
     registry.check_field(name, field)
-    dynamics = Dynamics(field, y0, second_order=name in registry.NYSTROM or name in registry.SPLITTING)
-    t = _times(t, dynamics)
+    term = ODETerm(field, y0, second_order=name in registry.NYSTROM or name in registry.SPLITTING)
+    t = _times(t, term)
     nfe.keeps_graph = torch.is_grad_enabled()
-    with solving(field), no_autocast(dynamics.template.device.type):
-        rows = torch.stack(dynamics.rows(y0))
+    with solving(field), no_autocast(term.template.device.type):
+        rows = torch.stack(term.rows(y0))
         if name in EXPLICIT:
-            trajectory, evaluations = _explicit(dynamics, *EXPLICIT[name], rows, t, steps), len(EXPLICIT[name][1])
+            trajectory, evaluations = _explicit(term, *EXPLICIT[name], rows, t, steps), len(EXPLICIT[name][1])
         else:
             method = registry.METHODS[name]
-            trajectory, evaluations = _native(dynamics, method, rows, t, steps), method.evaluations
+            trajectory, evaluations = _native(term, method, rows, t, steps), method.evaluations
             nfe.forward += int(method.carries)
     nfe.forward += (len(trajectory) - 1) * steps * evaluations
     nfe.steps += (len(trajectory) - 1) * steps
-    return dynamics.state(torch.stack(trajectory))
+    return term.state(torch.stack(trajectory))
 
 
-def _native(
-    dynamics: Dynamics, method: ExplicitMethod | Splitting, rows: Tensor, t: Tensor, steps: int
-) -> list[Tensor]:
+def _native(term: ODETerm, method: ExplicitMethod | Splitting, rows: Tensor, t: Tensor, steps: int) -> list[Tensor]:
     """The rows of the state at the times, by one of our own methods."""
-    template, n = dynamics.template, method.state_rows
-    evaluate = _evaluation(dynamics)
-    sizes, times = _sizes(dynamics, t, steps), _stages(dynamics, t, steps, method.nodes)
-    damping = dynamics.damping.to(sizes)
+    template, n = term.template, method.state_rows
+    evaluate = _evaluation(term)
+    sizes, times = _sizes(term, t, steps), _stages(term, t, steps, method.nodes)
+    damping = term.damping.to(sizes)
     matrices = method.matrix(damping, align(sizes, damping)).to(template).unbind(0)
     point, trajectory = rows, [rows]
     if method.carries:
         start = spread(t[..., 0].to(template), template.dim(), template.dim()) if t.dim() == 2 else t[0].to(template)
         point = torch.cat([rows, evaluate(start, rows[0]).unsqueeze(0)])
     for matrix, of_interval in zip(matrices, times.unbind(0), strict=True):
-        coefficients = method.arranged(matrix, error=False)
+        coefficients = method.pack(matrix, error=False)
         for of_step in of_interval.unbind(0):
             point = method.step(
-                point, coefficients, of_step.unbind(0), evaluate, error=False, activation=dynamics.activation
+                point, coefficients, of_step.unbind(0), evaluate, error=False, activation=term.activation
             ).point
         trajectory.append(point[:n])
     return trajectory
 
 
 def _explicit(
-    dynamics: Dynamics,
+    term: ODETerm,
     a: Sequence[Sequence[float]],
     b: Sequence[float],
     rows: Tensor,
@@ -103,9 +101,9 @@ def _explicit(
 ) -> list[Tensor]:
     """The row of the state at the times, by one of torchdiffeq's Runge-Kutta methods."""
     (y,) = rows.unbind(0)
-    evaluate = _evaluation(dynamics)
-    sizes = _sizes(dynamics, t, steps).to(y).unbind(0)
-    times = _stages(dynamics, t, steps, [sum(row) for row in ((), *a)])
+    evaluate = _evaluation(term)
+    sizes = _sizes(term, t, steps).to(y).unbind(0)
+    times = _stages(term, t, steps, [sum(row) for row in ((), *a)])
     trajectory = [rows]
     for size, of_interval in zip(sizes, times.unbind(0), strict=True):
         for of_step in of_interval.unbind(0):
@@ -117,9 +115,9 @@ def _explicit(
     return trajectory
 
 
-def _evaluation(dynamics: Dynamics) -> Evaluate:
+def _evaluation(term: ODETerm) -> Evaluate:
     """The field on a copy of its input, which a func that begins with an in-place layer would change."""
-    return lambda t, x: dynamics.value(t, x.clone())
+    return lambda t, x: term.value(t, x.clone())
 
 
 def _moved(y: Tensor, size: Tensor, weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
@@ -128,9 +126,9 @@ def _moved(y: Tensor, size: Tensor, weights: Sequence[float], slopes: Sequence[T
     return y + size * sum(terms) if terms else y
 
 
-def _times(t: Tensor | Sequence[float], dynamics: Dynamics) -> Tensor:
+def _times(t: Tensor | Sequence[float], term: ODETerm) -> Tensor:
     """The times (T,) or (batch, T) in float64 on the device of the state."""
-    device = dynamics.template.device
+    device = term.template.device
     if isinstance(t, Tensor):
         return t.to(device, torch.float64)
     if any(isinstance(time, Tensor) for time in t):
@@ -142,16 +140,16 @@ def _times(t: Tensor | Sequence[float], dynamics: Dynamics) -> Tensor:
     return torch.tensor(t, dtype=torch.float64, device=device)
 
 
-def _sizes(dynamics: Dynamics, t: Tensor, steps: int) -> Tensor:
+def _sizes(term: ODETerm, t: Tensor, steps: int) -> Tensor:
     """The size of the steps in each interval, (intervals, ...), to broadcast with a row of the state."""
     sizes = t.diff().movedim(-1, 0) / steps
-    dims = dynamics.template.dim()
-    return spread(sizes, dims, dims + dynamics.stacked) if t.dim() == 2 else sizes
+    dims = term.template.dim()
+    return spread(sizes, dims, dims + term.stacked) if t.dim() == 2 else sizes
 
 
-def _stages(dynamics: Dynamics, t: Tensor, steps: int, nodes: Sequence[float]) -> Tensor:
+def _stages(term: ODETerm, t: Tensor, steps: int, nodes: Sequence[float]) -> Tensor:
     """Times of all stages, (intervals, steps, stages, ...), to broadcast with a part of the state."""
-    template = dynamics.template
+    template = term.template
     fractions = torch.tensor(
         [[min((i + node) / steps, 1.0) for node in nodes] for i in range(steps)], dtype=t.dtype, device=t.device
     ).view(steps, len(nodes), *[1] * (t.dim() - 1))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solvers import compiled
+from hbnode.solvers import compiled_steps
 
 SOLVERS = {
     "nystrom8": {"method": "nystrom8"},
@@ -31,7 +31,7 @@ def make_block(**solver):
 @pytest.mark.parametrize("t", [[0.0, 0.3, 1.0], [1.0, 0.7, 0.0]])
 @pytest.mark.parametrize("name", SOLVERS)
 def test_the_accepted_steps_follow_one_another_from_start_to_end(name, t, monkeypatch):
-    monkeypatch.setattr(compiled, "_compile", lambda function, _: function)
+    monkeypatch.setattr(compiled_steps, "_compile", lambda function, _: function)
     block = make_block(**SOLVERS[name])
     with torch.no_grad(), hbnode.record_steps(block) as steps:
         block(torch.zeros(2, 1, dtype=torch.float64), t)

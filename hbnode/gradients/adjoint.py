@@ -17,9 +17,9 @@ from hbnode._closures import closed_over_leaves, refuse_unknown
 from hbnode._state import State, parts
 from hbnode.gradients.checkpoint import refuse_double_backward, solve_and_save
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.ode_term import Dynamics
-from hbnode.solvers.stepper import Solve, no_autocast
-from hbnode.solvers.time_grid import Clock
+from hbnode.solvers.ode_term import ODETerm
+from hbnode.solvers.stepper import Stepper, no_autocast
+from hbnode.solvers.time_grid import TimeGrid
 
 
 class Adjoint(torch.autograd.Function):
@@ -32,12 +32,12 @@ class Adjoint(torch.autograd.Function):
         """One solve for each interval between outputs, from the last to the first."""
         refuse_double_backward("adjoint")
         trajectory, *_ = ctx.saved_tensors
-        solve, t, leaves = ctx.solve, ctx.clock_t, ctx.leaves
-        field = _Backward(solve, leaves)
+        stepper, t, leaves = ctx.stepper, ctx.clock_t, ctx.leaves
+        field = _Backward(stepper, leaves)
         adjoint = torch.zeros_like(trajectory[0])
         quadratures = [torch.zeros_like(leaf) for leaf in leaves]
         t_gradient = torch.zeros_like(t)
-        with ctx.replay(), no_autocast(gradient.device.type):
+        with ctx.context(), no_autocast(gradient.device.type):
             for k in reversed(range(1, len(t))):
                 if ctx.needs_input_grad[3]:
                     t_gradient[k] = field.slope(t[k], trajectory[k], gradient[k])
@@ -51,16 +51,16 @@ class Adjoint(torch.autograd.Function):
 class _Backward:
     """The augmented field: state, adjoint and the integrals of the parameters' gradients."""
 
-    def __init__(self, solve: Solve, leaves: Sequence[Tensor]) -> None:
-        self.solve, self.leaves = solve, list(leaves)
-        self.time_dependent = solve.sees_time
+    def __init__(self, stepper: Stepper, leaves: Sequence[Tensor]) -> None:
+        self.stepper, self.leaves = stepper, list(leaves)
+        self.time_dependent = stepper.sees_time
 
     def __call__(self, t: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         y, a = state[:2]
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             found, value = closed_over_leaves(lambda: self.derivative(t, y), (t, y))
-            refuse_unknown(found, self.solve.known)
+            refuse_unknown(found, self.stepper.known)
             wanted = [x for x in (y, *self.leaves) if x.requires_grad]
             gradients = [None] * len(wanted)
             if value.requires_grad:
@@ -70,14 +70,14 @@ class _Backward:
 
     def derivative(self, t: Tensor, rows: Tensor) -> Tensor:
         """The whole first-order field on the rows of the state."""
-        dynamics = self.solve.dynamics
-        with dynamics.autocast():
-            value = dynamics.field(t, dynamics.state(rows))
-        return torch.stack(dynamics.rows(value)).to(rows.dtype)
+        term = self.stepper.term
+        with term.autocast():
+            value = term.field(t, term.state(rows))
+        return torch.stack(term.rows(value)).to(rows.dtype)
 
     def slope(self, t: Tensor, rows: Tensor, a: Tensor) -> Tensor:
         """The rate a y' at which a function with the gradient a changes in time."""
-        self.solve.tally.add("evaluation")
+        self.stepper.tally.add("evaluation")
         with torch.no_grad():
             return (self.derivative(t.to(rows), rows) * a).sum().to(t)
 
@@ -86,19 +86,19 @@ class _Backward:
     ) -> tuple[Tensor, list[Tensor]]:
         """The adjoint and the integrals at the other end of an interval."""
         state: State = (rows, adjoint, *quadratures)
-        dynamics = Dynamics(self, state, second_order=False, strung=True)
-        clock = Clock(t, dynamics, per_sample=False)
-        given = self.solve.settings
+        term = ODETerm(self, state, second_order=False, strung=True)
+        grid = TimeGrid(t, term, per_sample=False)
+        given = self.stepper.settings
         settings = replace(given, method="tsit5", gradient="direct", options=_backward_options(given.options))
-        solve = Solve(dynamics, clock, settings, self.solve.tally)
-        solve.knots = self.solve.knots
-        solve.counted = rows.numel() + adjoint.numel()  # the integrals do not feed back: no step is refused for them
+        stepper = Stepper(term, grid, settings, self.stepper.tally)
+        stepper.knots = self.stepper.knots
+        stepper.counted = rows.numel() + adjoint.numel()  # the integrals do not feed back: no step is refused for them
         with torch.no_grad():
-            (row,) = dynamics.rows(state)
-            first = dynamics.evaluate(t[0].to(row), row)
-            self.solve.tally.add("evaluation")
-            ends = integrate(solve, torch.stack([row, first]), clock.t.new_zeros(()))
-        end = parts(dynamics.state(ends))
+            (row,) = term.rows(state)
+            first = term.evaluate(t[0].to(row), row)
+            self.stepper.tally.add("evaluation")
+            ends = integrate(stepper, torch.stack([row, first]), grid.t.new_zeros(()))
+        end = parts(term.state(ends))
         return end[1][-1], [part[-1] for part in end[2:]]
 
 

@@ -9,45 +9,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._recompute import Replay, set_random_state
-from hbnode.solvers.explicit_method import Stepped, interpolate
+from hbnode._recompute import ForwardContext, set_random_state
+from hbnode.solvers.explicit_method import StepResult, interpolate
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.stepper import Graph, Solve, no_autocast
+from hbnode.solvers.stepper import StepGraph, Stepper, no_autocast
 from hbnode.solvers.time_grid import Step, align
 
 
-class Tape:
+class GradientAccumulator:
     """What a backward pass collects: gradients of the leaves, and of the coefficients and times of each step."""
 
     def __init__(self, ctx: Any) -> None:
-        self.solve: Solve = ctx.solve
+        self.stepper: Stepper = ctx.stepper
         self.damping, self.t = ctx.damping, ctx.clock_t
         self.needs_t, self.needs_damping = ctx.needs_input_grad[3:5]
-        self.by_matrix, self.by_times = self.solve.wanted
+        self.by_matrix, self.by_times = self.stepper.wanted
         self.leaves: list[Tensor] = ctx.leaves
         self.gradients: list[Tensor | None] = [None] * len(self.leaves)
         self.steps: list[tuple[Step, Tensor | None, Tensor | None]] = []
         self.blends: list[tuple[Step, Tensor]] = []
         self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
 
-    def graph(self, step: Step, point: Tensor) -> Graph:
+    def graph(self, step: Step, point: Tensor) -> StepGraph:
         """Take a step again, with its graph."""
-        solve = self.solve
-        matrix = solve.matrix(step, self.damping).detach().requires_grad_(self.by_matrix)
-        times = solve.times(step).detach().requires_grad_(self.by_times)
+        stepper = self.stepper
+        matrix = stepper.matrix(step, self.damping).detach().requires_grad_(self.by_matrix)
+        times = stepper.times(step).detach().requires_grad_(self.by_times)
         point = point.detach().requires_grad_()
 
-        def take() -> Stepped:
-            coefficients = solve.arranged(step, matrix, error=False)
-            return solve.step(point, coefficients, times, error=False, columns=bool(step.outputs))
+        def take() -> StepResult:
+            coefficients = stepper.pack(step, matrix, error=False)
+            return stepper.step(point, coefficients, times, error=False, columns=bool(step.outputs))
 
         with set_random_state(step.random, point.device):
-            stepped = solve.watched(take, (point, matrix, times))
+            stepped = stepper.checked(take, (point, matrix, times))
         tensors = [x for x in (matrix, times) if x.requires_grad]
         columns = () if stepped.columns is None else (stepped.columns,)
-        return Graph([point], tensors, stepped.point, columns, (step,))
+        return StepGraph([point], tensors, stepped.point, columns, (step,))
 
-    def pull_back(self, graph: Graph, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+    def pull_back(self, graph: StepGraph, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients with respect to the points; those of the leaves are added up, those of the steps kept, here."""
         outputs = [graph.output, *graph.columns]
         leaves = [leaf for leaf in self.leaves if leaf.requires_grad]  # some may have been frozen since
@@ -76,7 +76,7 @@ class Tape:
         self, program: str, flags: tuple, points: Tensor | list, matrix: Tensor, times: Tensor | list, carried: Tensor
     ) -> tuple[Tensor, Tensor | None, Any] | None:
         """What :meth:`graph` and :meth:`pull_back` find, by a compiled program; None if there is none."""
-        compiled = self.solve.compiled
+        compiled = self.stepper.compiled
         if compiled is None or not {id(leaf) for leaf in self.leaves} <= set(map(id, compiled.parameters.values())):
             return None
         parameters = compiled.parameters
@@ -84,7 +84,7 @@ class Tape:
             flags = (self.by_matrix, self.by_times, *flags)
             pulled = compiled.run(program, flags, points, matrix, times, parameters, carried)
         if pulled is None:
-            self.solve.compiled = None
+            self.stepper.compiled = None
             return None
         by_point, by_matrix, by_times, by_parameter = pulled
         found = {id(parameters[name]): g for name, g in by_parameter.items()}
@@ -107,14 +107,14 @@ class Tape:
         with torch.enable_grad():
             damping = self.damping.detach().requires_grad_(self.needs_damping)
             t = self.t.detach().requires_grad_(self.needs_t)
-            if self.solve.by_damping:
-                damping = self.solve.damping
+            if self.stepper.by_damping:
+                damping = self.stepper.damping
                 self._kept(outputs, cotangents)
             else:
                 for group in groups.values():
                     self._contract(group, damping, t, outputs, cotangents)
             if self.blends:
-                outputs.extend(self.solve.blends([step for step, _ in self.blends], damping, t))
+                outputs.extend(self.stepper.blends([step for step, _ in self.blends], damping, t))
                 cotangents.extend(g for _, g in self.blends)
         wanted = [x for x in (damping, t) if x.requires_grad]
         found = [None] * len(wanted)
@@ -133,20 +133,20 @@ class Tape:
         totals: dict[float, Tensor] = {}
         for step, by_matrix, _ in self.steps:
             if by_matrix is not None:
-                size = self.solve.clock.size(step)
+                size = self.stepper.grid.size(step)
                 totals[size] = totals[size] + by_matrix if size in totals else by_matrix
-        outputs.extend(self.solve.by_damping[size] for size in totals)
+        outputs.extend(self.stepper.by_damping[size] for size in totals)
         if totals:
             together = torch.stack([*totals.values()]).to(outputs[0])  # one synchronisation
             cotangents.extend(together.unbind(0))
 
     def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
         """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""
-        clock, method = self.solve.clock, self.solve.method
+        grid, method = self.stepper.grid, self.stepper.method
         steps = [step for step, _, _ in group]
-        sizes, times = clock.affine_of(t, steps, method.nodes if self.by_times else ())
+        sizes, times = grid.affine_of(t, steps, method.nodes if self.by_times else ())
         if any(g is not None for _, g, _ in group):
-            sizes = align(clock.for_rows(sizes), damping)
+            sizes = align(grid.for_rows(sizes), damping)
             matrix = method.matrix(damping, sizes)
             by_matrix = _filled([g for _, g, _ in group]).to(matrix)
             outputs.append(matrix)
@@ -169,8 +169,8 @@ class Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        solve: Solve,
-        replay: Replay,
+        stepper: Stepper,
+        context: ForwardContext,
         first: Tensor | None,
         t: Tensor,
         damping: Tensor,
@@ -178,42 +178,42 @@ class Checkpoint(torch.autograd.Function):
         *leaves: Tensor,
     ) -> Tensor:
         """The rows of the state at the output times, (T, state rows, ...)."""
-        record: list[tuple[Step, Tensor, Graph | None]] = []
+        record: list[tuple[Step, Tensor, StepGraph | None]] = []
         point = rows if first is None else torch.cat([rows, first[None]])
-        trajectory = integrate(solve, point, damping, record=record)
+        trajectory = integrate(stepper, point, damping, record=record)
         ctx.record = record
-        remember(ctx, solve, replay, t, damping, leaves, rows)
+        remember(ctx, stepper, context, t, damping, leaves, rows)
         return trajectory
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Undo each step, from the last to the first: by its graph where that was kept, else taking it again."""
         refuse_double_backward("checkpoint")
-        solve = ctx.solve
-        n = solve.method.state_rows
+        stepper = ctx.stepper
+        n = stepper.method.state_rows
         rows, *_ = ctx.saved_tensors
-        tape = Tape(ctx)
-        carried = torch.zeros(n + solve.method.carries, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-        with ctx.replay(), no_autocast(gradient.device.type):
+        accumulator = GradientAccumulator(ctx)
+        carried = torch.zeros(n + stepper.method.carries, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        with ctx.context(), no_autocast(gradient.device.type):
             left = len(ctx.record)
             while left:
                 step, point, graph = ctx.record[left - 1]
                 undo = _undo_all if isinstance(step, list) else _undo
-                carried = undo(tape, step, point, carried, gradient, graph)
+                carried = undo(accumulator, step, point, carried, gradient, graph)
                 undone = range(left - (1 if graph is None else len(graph.steps)), left)
                 for i in undone:  # a graph serves once; after that its steps are taken again
                     ctx.record[i] = (*ctx.record[i][:2], None)
                 left = undone.start
-            if solve.method.carries:
-                carried = _undo_start(tape, rows, carried)
-        damping, t = tape.finish()
-        return None, None, None, t, damping, carried + gradient[0], *tape.gradients
+            if stepper.method.carries:
+                carried = _undo_start(accumulator, rows, carried)
+        damping, t = accumulator.finish()
+        return None, None, None, t, damping, carried + gradient[0], *accumulator.gradients
 
 
 def solve_and_save(
     ctx: Any,
-    solve: Solve,
-    replay: Replay,
+    stepper: Stepper,
+    context: ForwardContext,
     first: Tensor | None,
     t: Tensor,
     damping: Tensor,
@@ -221,95 +221,111 @@ def solve_and_save(
     *leaves: Tensor,
 ) -> Tensor:
     """The forward pass of the gradients that store the outputs alone: (T, state rows, ...)."""
-    trajectory = integrate(solve, rows if first is None else torch.cat([rows, first[None]]), damping)
-    remember(ctx, solve, replay, t, damping, leaves, trajectory.clone())  # the caller may change his in place
+    trajectory = integrate(stepper, rows if first is None else torch.cat([rows, first[None]]), damping)
+    remember(ctx, stepper, context, t, damping, leaves, trajectory.clone())  # the caller may change his in place
     return trajectory
 
 
 def remember(
-    ctx: Any, solve: Solve, replay: Replay, t: Tensor, damping: Tensor, leaves: Sequence[Tensor], state: Tensor
+    ctx: Any,
+    stepper: Stepper,
+    context: ForwardContext,
+    t: Tensor,
+    damping: Tensor,
+    leaves: Sequence[Tensor],
+    state: Tensor,
 ) -> None:
     """What a backward pass needs; the tensors that it evaluates with are saved for the check that they are the same."""
-    replay.remember_masks()
-    ctx.solve, ctx.replay, ctx.leaves = solve, replay, list(leaves)
+    context.remember_masks()
+    ctx.stepper, ctx.context, ctx.leaves = stepper, context, list(leaves)
     ctx.clock_t, ctx.damping = t.detach(), damping.detach()
-    others = {id(tensor): tensor for _, _, tensor in replay.tensors if not tensor.is_inference()}
+    others = {id(tensor): tensor for _, _, tensor in context.tensors if not tensor.is_inference()}
     ctx.save_for_backward(state, *({id(leaf): leaf for leaf in leaves} | others).values())
 
 
 def _undo(
-    tape: Tape, step: Step, point: Tensor, carried: Tensor, gradient: Tensor, graph: Graph | None = None
+    accumulator: GradientAccumulator,
+    step: Step,
+    point: Tensor,
+    carried: Tensor,
+    gradient: Tensor,
+    graph: StepGraph | None = None,
 ) -> Tensor:
     """The gradient with respect to the point before a step, from that with respect to the point after it."""
-    solve = tape.solve
-    n = solve.method.state_rows
+    stepper = accumulator.stepper
+    n = stepper.method.state_rows
     if isinstance(step.reached, Tensor):
-        carried = torch.cat([carried[:n] + _at_reached(step, gradient, solve.samples()), carried[n:]])
+        carried = torch.cat([carried[:n] + _at_reached(step, gradient, stepper.samples()), carried[n:]])
     elif step.reached is not None:
         carried = torch.cat([carried[:n] + gradient[step.reached], carried[n:]])
     stayed = None
     if step.accepted is not None:
-        moved = _marks(step.accepted, carried, solve.samples())
+        moved = _marks(step.accepted, carried, stepper.samples())
         stayed, carried = torch.where(moved, 0.0, carried), torch.where(moved, carried, 0.0)
-    solve.tally.add("accepted", 1 if graph is None else len(graph.steps))
+    stepper.tally.add("accepted", 1 if graph is None else len(graph.steps))
     pulled = None
     if graph is None:
-        solve.tally.add("evaluation", solve.method.evaluations)
-        if solve.compiled is not None and not step.outputs:
-            matrix, times = solve.matrix(step, tape.damping), solve.times(step).detach()
-            pulled = tape.pull_compiled("pull", (), point.detach(), matrix, times, carried)
+        stepper.tally.add("evaluation", stepper.method.evaluations)
+        if stepper.compiled is not None and not step.outputs:
+            matrix, times = stepper.matrix(step, accumulator.damping), stepper.times(step).detach()
+            pulled = accumulator.pull_compiled("pull", (), point.detach(), matrix, times, carried)
     if pulled is not None:
         before, *found = pulled
-        tape.steps.append((step, *found))
+        accumulator.steps.append((step, *found))
     else:
-        graph = tape.graph(step, point) if graph is None else graph
+        graph = accumulator.graph(step, point) if graph is None else graph
         inner = [s for s in graph.steps if s.outputs]
         cotangents = [carried]
         for s, columns in zip(inner, graph.columns, strict=True):
-            cotangents.append(tape.interpolated(s, columns, gradient))
-        (before,) = tape.pull_back(graph, cotangents)
+            cotangents.append(accumulator.interpolated(s, columns, gradient))
+        (before,) = accumulator.pull_back(graph, cotangents)
     return before if stayed is None else before + stayed
 
 
 def _undo_all(
-    tape: Tape, steps: list[Step], points: list[Tensor], carried: Tensor, gradient: Tensor, graph: None
+    accumulator: GradientAccumulator,
+    steps: list[Step],
+    points: list[Tensor],
+    carried: Tensor,
+    gradient: Tensor,
+    graph: None,
 ) -> Tensor:
     """:func:`_undo` for all the equal steps between two outputs, which were taken in one compiled program."""
-    solve = tape.solve
-    n = solve.method.state_rows
+    stepper = accumulator.stepper
+    n = stepper.method.state_rows
     start = torch.cat([carried[:n] + gradient[steps[-1].reached], carried[n:]])
-    times = [solve.times(step).detach() for step in steps]
-    matrix = solve.matrix(steps[0], tape.damping)
-    pulled = tape.pull_compiled("pull_grid", (len(steps),), [p.detach() for p in points], matrix, times, start)
+    times = [stepper.times(step).detach() for step in steps]
+    matrix = stepper.matrix(steps[0], accumulator.damping)
+    pulled = accumulator.pull_compiled("pull_grid", (len(steps),), [p.detach() for p in points], matrix, times, start)
     if pulled is None:
         for step, point in zip(reversed(steps), reversed(points), strict=True):
-            carried = _undo(tape, step, point, carried, gradient)
+            carried = _undo(accumulator, step, point, carried, gradient)
         return carried
-    solve.tally.add("evaluation", len(steps) * solve.method.evaluations)
-    solve.tally.add("accepted", len(steps))
+    stepper.tally.add("evaluation", len(steps) * stepper.method.evaluations)
+    stepper.tally.add("accepted", len(steps))
     carried, by_matrix, by_times = pulled
     for step, of_step in zip(steps, by_times, strict=True):
-        tape.steps.append((step, by_matrix, of_step))
+        accumulator.steps.append((step, by_matrix, of_step))
         by_matrix = None  # equal steps have the same coefficients: the sum is with the first
     return carried
 
 
-def _undo_start(tape: Tape, rows: Tensor, carried: Tensor) -> Tensor:
+def _undo_start(accumulator: GradientAccumulator, rows: Tensor, carried: Tensor) -> Tensor:
     """The gradient with respect to the rows of the state at the start, from that with respect to the first point."""
-    solve = tape.solve
-    n = solve.method.state_rows
-    graph, solve.first = solve.first, None
+    stepper = accumulator.stepper
+    n = stepper.method.state_rows
+    graph, stepper.first = stepper.first, None
     if graph is None:
-        solve.tally.add("evaluation")
-        t = solve.clock.time_of(0).detach().requires_grad_(tape.needs_t)
+        stepper.tally.add("evaluation")
+        t = stepper.grid.time_of(0).detach().requires_grad_(accumulator.needs_t)
         x = rows[0].detach().requires_grad_()
-        with torch.enable_grad(), set_random_state(solve.random_start, rows.device):
-            f = solve.dynamics.evaluate(t, x)
-        graph = Graph([x, t] if tape.needs_t else [x], [], f)
+        with torch.enable_grad(), set_random_state(stepper.random_start, rows.device):
+            f = stepper.term.evaluate(t, x)
+        graph = StepGraph([x, t] if accumulator.needs_t else [x], [], f)
     if not graph.output.requires_grad:
         return carried[:n]
-    by_x, *by_t = tape.pull_back(graph, [carried[n]])
-    tape.first_time = by_t[0] if by_t else None
+    by_x, *by_t = accumulator.pull_back(graph, [carried[n]])
+    accumulator.first_time = by_t[0] if by_t else None
     return carried[:n] if by_x is None else torch.cat([(carried[0] + by_x)[None], carried[1:n]])
 
 

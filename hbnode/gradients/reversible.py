@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hbnode.errors import ReversalError
-from hbnode.gradients.checkpoint import Tape, refuse_double_backward, solve_and_save
-from hbnode.solvers.explicit_method import Stepped
-from hbnode.solvers.stepper import Graph, Solve, no_autocast
+from hbnode.gradients.checkpoint import GradientAccumulator, refuse_double_backward, solve_and_save
+from hbnode.solvers.explicit_method import StepResult
+from hbnode.solvers.stepper import StepGraph, Stepper, no_autocast
 from hbnode.solvers.time_grid import Step
 
 REVERSAL_TOLERANCE = 1e-3  # how far from where it began an undone interval may end, relative to the state
@@ -26,38 +26,38 @@ class Reversible(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Undo each step, from the last to the first, starting anew from every output."""
         refuse_double_backward("reversible")
-        solve = ctx.solve
+        stepper = ctx.stepper
         trajectory, *_ = ctx.saved_tensors
-        tape = Tape(ctx)
+        accumulator = GradientAccumulator(ctx)
         carried = torch.zeros_like(trajectory[0])
-        steps = solve.options.steps
-        with ctx.replay(), no_autocast(gradient.device.type):
-            for interval in reversed(range(solve.clock.count)):
+        steps = stepper.options.steps
+        with ctx.context(), no_autocast(gradient.device.type):
+            for interval in reversed(range(stepper.grid.count)):
                 point, carried = trajectory[interval + 1], carried + gradient[interval + 1]
                 for i in reversed(range(steps)):
-                    point, carried = _reverse(tape, Step(interval, i / steps, 1 / steps), point, carried)
-                _check_return(solve, point, trajectory[interval], interval)
-        damping, t = tape.finish()
-        return None, None, None, t, damping, carried + gradient[0], *tape.gradients
+                    point, carried = _reverse(accumulator, Step(interval, i / steps, 1 / steps), point, carried)
+                _check_return(stepper, point, trajectory[interval], interval)
+        damping, t = accumulator.finish()
+        return None, None, None, t, damping, carried + gradient[0], *accumulator.gradients
 
 
-def _kick(solve: Solve, t: Tensor, h: Tensor) -> Stepped:
-    return Stepped(solve.dynamics.evaluate(t, h), None)
+def _kick(stepper: Stepper, t: Tensor, h: Tensor) -> StepResult:
+    return StepResult(stepper.term.evaluate(t, h), None)
 
 
-def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+def _reverse(accumulator: GradientAccumulator, step: Step, point: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
     """Undo a step: the point before it and the gradient with respect to it. One evaluation for each kick."""
-    solve = tape.solve
-    method, activation = solve.method, solve.dynamics.activation
-    matrix = solve.matrix(step, tape.damping).detach().requires_grad_(tape.by_matrix)
-    times = solve.times(step).detach().requires_grad_(tape.by_times)
+    stepper = accumulator.stepper
+    method, activation = stepper.method, stepper.term.activation
+    matrix = stepper.matrix(step, accumulator.damping).detach().requires_grad_(accumulator.by_matrix)
+    times = stepper.times(step).detach().requires_grad_(accumulator.by_times)
     tensors = [x for x in (matrix, times) if x.requires_grad]
-    drifts, decays, weights = method.arranged(matrix.detach())
+    drifts, decays, weights = method.pack(matrix.detach())
     h, m = point.detach().unbind(0)
     cotangent = carried
 
     def pull(output: Tensor, h: Tensor, m: Tensor) -> Tensor:
-        found = tape.pull_back(Graph([h, m], tensors, output, (), (step,)), [cotangent])
+        found = accumulator.pull_back(StepGraph([h, m], tensors, output, (), (step,)), [cotangent])
         return torch.stack([torch.zeros_like(h) if x is None else x for x in found])
 
     for kick in reversed(range(method.evaluations)):
@@ -66,9 +66,9 @@ def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Te
         h = h.detach().requires_grad_()
         with torch.enable_grad():
             time = times[kick]
-        f = solve.watched(functools.partial(_kick, solve, time, h), (h, time)).point
+        f = stepper.checked(functools.partial(_kick, stepper, time, h), (h, time)).point
         with torch.enable_grad():
-            with_drifts, with_decays, with_weights = method.arranged(matrix)
+            with_drifts, with_decays, with_weights = method.pack(matrix)
             m = ((m - weights[kick] * f.detach()) / decays[kick]).detach().requires_grad_()
             m_after = with_decays[kick] * m + with_weights[kick] * f
             h_after = method.drift(h, m_after, with_drifts[kick + 1], activation)
@@ -78,21 +78,21 @@ def _reverse(tape: Tape, step: Step, point: Tensor, carried: Tensor) -> tuple[Te
     with torch.enable_grad():
         m = m.requires_grad_()
         h = method.drift(h, m, -drifts[0], activation).detach().requires_grad_()
-        output = torch.stack([method.drift(h, m, method.arranged(matrix)[0][0], activation), m])
+        output = torch.stack([method.drift(h, m, method.pack(matrix)[0][0], activation), m])
     cotangent = pull(output, h, m)
-    solve.tally.add("evaluation", method.evaluations)
-    solve.tally.add("accepted")
+    stepper.tally.add("evaluation", method.evaluations)
+    stepper.tally.add("accepted")
     return torch.stack([h.detach(), m.detach()]), cotangent
 
 
-def _check_return(solve: Solve, reached: Tensor, expected: Tensor, interval: int) -> None:
+def _check_return(stepper: Stepper, reached: Tensor, expected: Tensor, interval: int) -> None:
     """Whether the steps of an interval were undone: relative to the state, within REVERSAL_TOLERANCE."""
     error = torch.linalg.vector_norm(reached - expected)
-    size = torch.linalg.vector_norm(expected) + solve.atol
+    size = torch.linalg.vector_norm(expected) + stepper.atol
     if not bool(error <= REVERSAL_TOLERANCE * size):
-        raise solve.failure(
+        raise stepper.failure(
             ReversalError,
             f"the steps, undone, end {float(error / size):.2g} (relative) away from where they began: rounding errors "
             "grew too much. Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping",
-            solve.time(Step(interval, 0.0, 1.0)),
+            stepper.time(Step(interval, 0.0, 1.0)),
         )

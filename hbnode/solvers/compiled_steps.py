@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.fields import Field
-from hbnode.solvers.explicit_method import ExplicitMethod, Stepped
-from hbnode.solvers.ode_term import Dynamics
+from hbnode.solvers.explicit_method import ExplicitMethod, StepResult
+from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.splitting import Splitting
 
 LONGEST_GRID = 64  # evaluations of the field in one program
@@ -30,38 +30,38 @@ class CompilationWarning(UserWarning):
 class CompiledSteps:
     """The compiled steps of a method for a field."""
 
-    def __init__(self, dynamics: Dynamics, method: ExplicitMethod | Splitting) -> None:
+    def __init__(self, term: ODETerm, method: ExplicitMethod | Splitting) -> None:
         self.method = method
-        self.evaluation = _Evaluation(dynamics)
-        self.activation = dynamics.activation
+        self.evaluation = _Evaluation(term)
+        self.activation = term.activation
         self.failed = False
-        self.device_type = dynamics.template.device.type
+        self.device_type = term.template.device.type
         self.programs: dict[tuple, Callable] = {}
 
     @staticmethod
-    def of(dynamics: Dynamics, name: str, method: ExplicitMethod | Splitting) -> Programs | None:
+    def of(term: ODETerm, name: str, method: ExplicitMethod | Splitting) -> Programs | None:
         """The programs of a solve, from the field's own compiled steps; None if there can be none."""
-        if not isinstance(dynamics.inner, Field):
+        if not isinstance(term.inner, Field):
             raise ValueError(
-                f"compile=True needs an hbnode field, got {type(dynamics.inner).__name__}. Fix: hbnode.NODE(func)."
+                f"compile=True needs an hbnode field, got {type(term.inner).__name__}. Fix: hbnode.NODE(func)."
             )
-        if dynamics.strung:
+        if term.strung:
             message = "compile=True has no effect: the parts of the state differ in shape. Fix: make them of one shape."
             warnings.warn(message, CompilationWarning, stacklevel=2)
             return None
-        kind = dynamics.template.device.type
-        autocast = torch.get_autocast_dtype(kind) if dynamics.autocast is not nullcontext else None
-        key = (name, dynamics.stacked, kind, autocast)
-        kept = dynamics.inner.compiled
+        kind = term.template.device.type
+        autocast = torch.get_autocast_dtype(kind) if term.autocast is not nullcontext else None
+        key = (name, term.stacked, kind, autocast)
+        kept = term.inner.compiled
         if key not in kept:
-            kept[key] = CompiledSteps(dynamics, method)
+            kept[key] = CompiledSteps(term, method)
         return None if kept[key].failed else Programs(kept[key])
 
     def _step(self, error: bool) -> Callable:
         method, evaluation, activation = self.method, self.evaluation, self.activation
 
-        def step(point: Tensor, matrix: Tensor, times: Tensor) -> Stepped:
-            coefficients = method.arranged(matrix, error=error)
+        def step(point: Tensor, matrix: Tensor, times: Tensor) -> StepResult:
+            coefficients = method.pack(matrix, error=error)
             return method.step(point, coefficients, times.unbind(0), evaluation, error=error, activation=activation)
 
         return step
@@ -87,7 +87,7 @@ class CompiledSteps:
                 def evaluate(t: Tensor, x: Tensor) -> Tensor:
                     return torch.func.functional_call(evaluation, parameters, (t, x))
 
-                coefficients = method.arranged(matrix, error=False)
+                coefficients = method.pack(matrix, error=False)
                 return method.step(
                     point, coefficients, times.unbind(0), evaluate, error=False, activation=activation
                 ).point
@@ -156,14 +156,14 @@ class Programs:
 class _Evaluation(nn.Module):
     """The field as the compiled programs call it, without anything that belongs to one solve."""
 
-    def __init__(self, dynamics: Dynamics) -> None:
+    def __init__(self, term: ODETerm) -> None:
         super().__init__()
-        self.field = dynamics.inner
-        self.second_order = dynamics.second_order
-        self.stacked = dynamics.stacked
+        self.field = term.inner
+        self.second_order = term.second_order
+        self.stacked = term.stacked
         self.autocast = None
-        if dynamics.autocast is not nullcontext:
-            kind = dynamics.template.device.type
+        if term.autocast is not nullcontext:
+            kind = term.template.device.type
             self.autocast = (kind, torch.get_autocast_dtype(kind))
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:

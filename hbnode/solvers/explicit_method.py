@@ -39,7 +39,7 @@ class Coefficients(NamedTuple):
     columns: tuple[Tensor, ...]
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """The point after a step, its error (state rows, ...), and its columns K (columns, ...) to interpolate with."""
 
     point: Tensor
@@ -94,7 +94,7 @@ class ExplicitMethod(ABC):
             (times, state rows, columns, ...).
         """
 
-    def arranged(self, matrix: Tensor, *, error: bool) -> Coefficients:
+    def pack(self, matrix: Tensor, *, error: bool) -> Coefficients:
         """C as :meth:`step` uses it, with or without the rows of the error."""
         n = self.state_rows
         c = matrix if matrix.dim() == 2 else matrix.movedim((-2, -1), (0, 1))
@@ -112,7 +112,7 @@ class ExplicitMethod(ABC):
         *,
         error: bool,
         activation: None = None,
-    ) -> Stepped:
+    ) -> StepResult:
         """One step.
 
         Arguments:
@@ -139,7 +139,7 @@ class ExplicitMethod(ABC):
                 rows = torch.addcmul(rows, column, f)
         more, errors = rows.split_with_sizes((n - 1, n if error else 0))
         ends = torch.cat((x, more, f.reshape(x.shape))).view(point.shape)
-        return Stepped(ends, errors.view(n, *shape) if error else None)
+        return StepResult(ends, errors.view(n, *shape) if error else None)
 
 
 def interpolate(columns: Tensor, blend: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from hbnode.solvers.explicit_method import ExplicitMethod
 from hbnode.solvers.step_size_control import steps_to
 
 if TYPE_CHECKING:
-    from hbnode.solvers.stepper import Solve
+    from hbnode.solvers.stepper import Stepper
 
 GOLDEN = (5**0.5 - 1) / 2
 PROBES = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span
@@ -38,12 +38,12 @@ LONGEST_GAP = 1 / 6  # between two nodes of a step, as a fraction of the span
 
 
 def first_step(
-    solve: Solve, point: Tensor, interval: int, norm: Tensor, span: Tensor, size: Tensor
+    stepper: Stepper, point: Tensor, interval: int, norm: Tensor, span: Tensor, size: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The size of the first step, and one that no step may exceed, where f takes the time.
 
     Arguments:
-        solve: what is solved.
+        stepper: what takes the steps.
         point: where it starts.
         interval: in which interval.
         norm: of each row of the point, (rows,) or (rows, batch).
@@ -51,17 +51,17 @@ def first_step(
         size: of the first step by a guess that knows nothing of other times, likewise.
     """
     h, f = norm[0], norm[-1]
-    tolerance = solve.atol + solve.rtol * h
-    time = span**solve.method.state_rows  # a force times this is what it moves the state by, but for a constant
+    tolerance = stepper.atol + stepper.rtol * h
+    time = span**stepper.method.state_rows  # a force times this is what it moves the state by, but for a constant
     is_silent = f * time <= NEGLIGIBLE * tolerance
-    is_forced = (h <= NEGLIGIBLE * solve.atol) & ~is_silent
+    is_forced = (h <= NEGLIGIBLE * stepper.atol) & ~is_silent
     if bool(is_silent.any()):
-        found = probe(solve, point, interval).to(h)
+        found = probe(stepper, point, interval).to(h)
         is_heard = is_silent & (found * time > VISIBLE * tolerance)
         cautious = 2.0 * (tolerance / found).sqrt()  # in which the force moves h by about the tolerance
         size = torch.where(is_heard, torch.minimum(size, cautious), size)
         is_forced = is_forced | is_heard
-    longest = torch.where(is_forced, span * (LONGEST_GAP / widest_gap(solve.method)), torch.inf)
+    longest = torch.where(is_forced, span * (LONGEST_GAP / widest_gap(stepper.method)), torch.inf)
     return torch.minimum(size, longest), longest
 
 
@@ -75,14 +75,14 @@ def most_knots(method: ExplicitMethod) -> int:
     return max(int(0.999 / widest_gap(method)) - 1, 0)
 
 
-def probe(solve: Solve, point: Tensor, interval: int) -> Tensor:
+def probe(stepper: Stepper, point: Tensor, interval: int) -> Tensor:
     """The largest norm of f at :data:`PROBES` of the span and the first point, () or (batch,)."""
     x = point[0].detach()
-    ends = (interval, interval + 1) if solve.interrupted else (0, -1)
+    ends = (interval, interval + 1) if stepper.interrupted else (0, -1)
     with torch.no_grad():
-        values = [solve.dynamics.evaluate(solve.clock.between(*ends, fraction), x) for fraction in PROBES]
-    solve.tally.add("evaluation", len(PROBES))
-    return solve.norms(torch.stack(values)).amax(0)
+        values = [stepper.term.evaluate(stepper.grid.between(*ends, fraction), x) for fraction in PROBES]
+    stepper.tally.add("evaluation", len(PROBES))
+    return stepper.norms(torch.stack(values)).amax(0)
 
 
 class Plan:

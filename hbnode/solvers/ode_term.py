@@ -17,7 +17,7 @@ _FORWARDS = tuple(kind.forward for kind in (HBNODE, GHBNODE))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Dynamics:
+class ODETerm:
     """The equation that a method solves.
 
     Nystrom and splitting methods work on the rows h and m, and evaluate the force on h. Runge-Kutta methods work on one

@@ -13,42 +13,42 @@ from torch import Tensor
 
 from hbnode.solvers import failures, forcing
 from hbnode.solvers.step_size_control import SampleController, first_size
-from hbnode.solvers.stepper import NON_FINITE_ATTEMPTS, Solve
+from hbnode.solvers.stepper import NON_FINITE_ATTEMPTS, Stepper
 from hbnode.solvers.time_grid import Step
 
 
 class PerSample:
     """Where every sample is; tensors of shape (batch,)."""
 
-    def __init__(self, solve: Solve, point: Tensor, intervals: range) -> None:
-        self.solve, self.point, self.first, self.last = solve, point, intervals.start, intervals.stop
-        self.rows = solve.method.state_rows
-        self.batch_dim = solve.samples()
+    def __init__(self, stepper: Stepper, point: Tensor, intervals: range) -> None:
+        self.stepper, self.point, self.first, self.last = stepper, point, intervals.start, intervals.stop
+        self.rows = stepper.method.state_rows
+        self.batch_dim = stepper.samples()
         batch = point.shape[self.batch_dim + 1]
-        t = solve.clock.t.detach()
+        t = stepper.grid.t.detach()
         self.t = t if t.dim() == 2 else t.expand(batch, -1)  # (batch, T)
         self.index = torch.arange(batch, device=t.device)
         self.interval = torch.full((batch,), self.first, device=t.device)
         self.start = torch.zeros(batch, dtype=torch.float64, device=t.device)
         self.failures = torch.zeros_like(self.interval)
         self.outputs = point[: self.rows].unsqueeze(0).repeat(len(intervals) + 1, *[1] * point.dim())
-        self.controller = SampleController(solve.method.error_order, self.start)
-        self.norm = solve.norms(point.detach().double())
-        size = first_size(self.norm[0], self.norm[-1], solve.rtol, solve.atol, solve.method)
+        self.controller = SampleController(stepper.method.error_order, self.start)
+        self.norm = stepper.norms(point.detach().double())
+        size = first_size(self.norm[0], self.norm[-1], stepper.rtol, stepper.atol, stepper.method)
         self.not_finite = ~torch.isfinite(self.norm).all(0)  # samples whose start is not
         size = torch.where(torch.isfinite(size), size, self.length())
-        self.longest = torch.full_like(size, solve.max_step)
+        self.longest = torch.full_like(size, stepper.max_step)
         self.strictness = torch.ones_like(size)
-        if solve.sees_time:
-            ends = (self.first, self.last) if solve.interrupted else (0, -1)
+        if stepper.sees_time:
+            ends = (self.first, self.last) if stepper.interrupted else (0, -1)
             span = (self.t[:, ends[1]] - self.t[:, ends[0]]).abs()
-            size, longest = forcing.first_step(solve, point, self.first, self.norm, span, size)
+            size, longest = forcing.first_step(stepper, point, self.first, self.norm, span, size)
             self.longest = torch.minimum(self.longest, longest)
-            self.strictness = torch.where(torch.isfinite(longest), solve.method.inside, 1.0)
-        if solve.options.first_step:
-            size = torch.full_like(size, solve.options.first_step)
+            self.strictness = torch.where(torch.isfinite(longest), stepper.method.inside, 1.0)
+        if stepper.options.first_step:
+            size = torch.full_like(size, stepper.options.first_step)
         self.size = torch.minimum(size, self.longest)  # of the step that each would like to take
-        self.knots = KnotsAhead(self.t, solve.knots, solve.most_knots)
+        self.knots = KnotsAhead(self.t, stepper.knots, stepper.most_knots)
         self.stop, self.left = self.steps_left()
 
     def length(self) -> Tensor:
@@ -70,10 +70,10 @@ class PerSample:
 
     def run(self, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
         """Step until all samples have arrived; one synchronisation a step."""
-        solve, running = self.solve, self.last > self.first and len(self.index) > 0
-        uneven = solve.sees_time
+        stepper, running = self.stepper, self.last > self.first and len(self.index) > 0
+        uneven = stepper.sees_time
         whole = None
-        if solve.interrupted and running and self.start.is_cpu:  # elsewhere it would cost more to ask than to compute
+        if stepper.interrupted and running and self.start.is_cpu:  # elsewhere it would cost more to ask than to compute
             whole = self.first if bool((self.left <= 1.0).all()) else None
         while running:
             done = self.interval >= self.last
@@ -82,12 +82,12 @@ class PerSample:
                 fraction = torch.where(self.left > 1.0, forcing.UNEVEN * fraction, fraction)
             step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
             step.whole = whole
-            solve.count_attempt(step)
-            stepped = solve.take(self.point, step, damping, error=True, differentiable=differentiable)
+            stepper.count_attempt(step)
+            stepped = stepper.take(self.point, step, damping, error=True, differentiable=differentiable)
             ratio = self.ratio(stepped.error, stepped.point)
             if whole is not None and bool((ratio <= 1.0).all()):  # all that follows is to no purpose
-                solve.tally.add("accepted")
-                solve.report(step, accepted=True)
+                stepper.tally.add("accepted")
+                stepper.report(step, accepted=True)
                 return stepped.point[None, : self.rows]
             whole, uneven = None, False
             step.accepted = (ratio <= 1.0) & ~done
@@ -100,9 +100,11 @@ class PerSample:
 
     def ratio(self, error: Tensor, after: Tensor) -> Tensor:
         """Norm of (error / tolerance) of each sample."""
-        solve, n = self.solve, self.rows
-        scale = torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(solve.rtol).add_(solve.atol)
-        ratio = self.strictness * solve.norms((error.detach() / scale).double()).square().mean(0).sqrt()
+        stepper, n = self.stepper, self.rows
+        scale = (
+            torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(stepper.rtol).add_(stepper.atol)
+        )
+        ratio = self.strictness * stepper.norms((error.detach() / scale).double()).square().mean(0).sqrt()
         return torch.where(torch.isfinite(ratio), ratio, math.inf)
 
     def marks(self, marks: Tensor) -> Tensor:
@@ -138,10 +140,10 @@ class PerSample:
 
     def go_on(self, step: Step, before: Tensor, damping: Tensor, record: list | None) -> bool:
         """Count, record, and stop a solve that has run away; all that the host must know, in one transfer."""
-        solve = self.solve
+        stepper = self.stepper
         now = torch.lerp(self.t[self.index, step.interval], self.t[self.index, step.interval + 1], step.start)
-        floor = 4 * solve.resolution * now.abs()
-        small = ~step.accepted & (self.size < floor.clamp(min=max(solve.options.min_step, 1e-300)))
+        floor = 4 * stepper.resolution * now.abs()
+        small = ~step.accepted & (self.size < floor.clamp(min=max(stepper.options.min_step, 1e-300)))
         small = small & (self.interval < self.last)
         stuck = (self.failures >= NON_FINITE_ATTEMPTS) | (small & (self.failures > 0))
         done = (self.interval >= self.last).all()
@@ -149,16 +151,18 @@ class PerSample:
         moved, underflow, failed, finished, bad_start = torch.stack(flags).tolist()
         if bad_start:
             sample = int(self.not_finite.nonzero()[0])
-            failures.check_start(solve, self.norm[:, sample].tolist(), min(self.first, solve.clock.count - 1), sample)
-        solve.tally.add("accepted" if moved else "rejected")
-        solve.report(step, accepted=step.accepted)
+            failures.check_start(
+                stepper, self.norm[:, sample].tolist(), min(self.first, stepper.grid.count - 1), sample
+            )
+        stepper.tally.add("accepted" if moved else "rejected")
+        stepper.report(step, accepted=step.accepted)
         if moved and record is not None:
             record.append((step, before, None))
         if failed:
-            raise failures.blame(solve, before, step, damping, sample=int(stuck.nonzero()[0]))
+            raise failures.blame(stepper, before, step, damping, sample=int(stuck.nonzero()[0]))
         if underflow:
             sample = int(small.nonzero()[0])
-            raise failures.underflow(solve, step, float(self.size[sample]), sample)
+            raise failures.underflow(stepper, step, float(self.size[sample]), sample)
         return not finished
 
 

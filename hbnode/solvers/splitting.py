@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hbnode.solvers.explicit_method import Evaluate, Stepped
+from hbnode.solvers.explicit_method import Evaluate, StepResult
 
 Coefficients = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
 
@@ -54,7 +54,7 @@ class Splitting:
         drifts = (step * self.drifts.to(step.device)).expand(*z.shape[:-1], -1)
         return torch.cat([drifts, torch.exp(-z), lengths * phi], -1)
 
-    def arranged(self, matrix: Tensor, *, error: bool = False) -> Coefficients:
+    def pack(self, matrix: Tensor, *, error: bool = False) -> Coefficients:
         """Drifts, decays and weights, each a tuple of tensors of the shape (...)."""
         parts, k = matrix.unbind(-1), self.evaluations
         return parts[: k + 1], parts[k + 1 : 2 * k + 1], parts[2 * k + 1 :]
@@ -68,7 +68,7 @@ class Splitting:
         *,
         error: bool = False,
         activation: Callable[[Tensor], Tensor] | None = None,
-    ) -> Stepped:
+    ) -> StepResult:
         """One step from the point (2, ...), which is (h, m); there is no error estimate."""
         drifts, decays, weights = coefficients
         h, m = point.unbind(0)
@@ -76,7 +76,7 @@ class Splitting:
         for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
             m = decay * m + weight * evaluate(t, h)
             h = self.drift(h, m, drift, activation)
-        return Stepped(torch.stack([h, m]), None)
+        return StepResult(torch.stack([h, m]), None)
 
     @staticmethod
     def drift(h: Tensor, m: Tensor, length: Tensor, activation: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -9,14 +9,14 @@ from hbnode.solvers.forcing import Plan
 from hbnode.solvers.time_grid import Step
 
 if TYPE_CHECKING:
-    from hbnode.solvers.stepper import Solve
+    from hbnode.solvers.stepper import Stepper
 
 LONGER = 1.5  # than the interval in which it begins is the first step that passes output times,
 AS_LONG = 1.0  # and every one that follows
 SAME = 1e-14  # times no further apart than this, as a fraction of the span, are one
 
 
-class Route:
+class StepPlanner:
     """The next steps of a solve.
 
     They divide what is left of the interval between two output times, and the last lands on the output time. Where
@@ -24,7 +24,7 @@ class Route:
     output times then, and the outputs inside of them are interpolated.
 
     Arguments:
-        solve: what is solved.
+        stepper: what takes the steps.
         intervals: those to solve.
 
     Attributes:
@@ -34,16 +34,16 @@ class Route:
         plan: of the steps in the interval, or in the whole span.
     """
 
-    def __init__(self, solve: Solve, intervals: range) -> None:
-        self.solve, self.clock = solve, solve.clock
+    def __init__(self, stepper: Stepper, intervals: range) -> None:
+        self.stepper, self.grid = stepper, stepper.grid
         self.interval, self.last = intervals.start, intervals.stop
         self.start, self.past = 0.0, False
-        self.uneven = solve.sees_time  # the first step
+        self.uneven = stepper.sees_time  # the first step
         self.plan: Plan | None = None
         self.whole: Plan | None = None
-        if solve.passes is not False and len(intervals) > 1:
-            self.span = self.clock.elapsed[-1]
-            self.whole = Plan(self.span, solve.knots_inside(0, self.last), solve.most_knots)
+        if stepper.passes is not False and len(intervals) > 1:
+            self.span = self.grid.elapsed[-1]
+            self.whole = Plan(self.span, stepper.knots_inside(0, self.last), stepper.most_knots)
 
     @property
     def done(self) -> bool:
@@ -67,9 +67,9 @@ class Route:
         past = self._passes(size, shorter)
         if not past:
             if self.past or self.plan is None:
-                length = self.clock.lengths[self.interval]
-                knots = self.solve.knots_inside(self.interval, self.interval + 1)
-                self.plan = _from(Plan(length, knots, self.solve.most_knots), self.start)
+                length = self.grid.lengths[self.interval]
+                knots = self.stepper.knots_inside(self.interval, self.interval + 1)
+                self.plan = _from(Plan(length, knots, self.stepper.most_knots), self.start)
                 shorter = False
             self.plan.choose(size, shorter=shorter, uneven=self.uneven)
         else:
@@ -79,24 +79,24 @@ class Route:
     def _passes(self, size: float, shorter: bool) -> bool:
         if self.whole is None or self.interval == self.last - 1:
             return False
-        length = self.clock.lengths[self.interval]
+        length = self.grid.lengths[self.interval]
         least = (AS_LONG if self.past else LONGER) * length
         if not self.past:
-            if self.solve.passes is None and size <= least:
+            if self.stepper.passes is None and size <= least:
                 return False
-            _from(self.whole, (self.clock.elapsed[self.interval] + self.start * length) / self.span)
+            _from(self.whole, (self.grid.elapsed[self.interval] + self.start * length) / self.span)
         self.whole.choose(size, shorter=shorter and self.past, uneven=self.uneven)
-        return self.solve.passes is True or self.whole.fraction * self.span > least
+        return self.stepper.passes is True or self.whole.fraction * self.span > least
 
     def step(self) -> Step:
         """The next step."""
         plan, interval = self.plan, self.interval
         if not self.past:
             step = Step(interval, self.start, plan.fraction, reached=interval + 1 if plan.is_last else None)
-            if self.solve.interrupted and plan.fraction == 1.0:
+            if self.stepper.interrupted and plan.fraction == 1.0:
                 step.whole = interval
             return step
-        lengths, elapsed = self.clock.lengths, self.clock.elapsed
+        lengths, elapsed = self.grid.lengths, self.grid.elapsed
         step = Step(interval, self.start, self.size / lengths[interval], length=self.size)
         now = (plan.stop if plan.left == 1 else plan.start + plan.fraction) * self.span
         ahead = self.last if plan.is_last else bisect_left(elapsed, now - SAME * self.span, interval + 1, self.last)
@@ -122,7 +122,7 @@ class Route:
     def retreat(self, size: float) -> None:
         """Go on with steps of at most about a size, shorter than the one that was rejected."""
         fewer = min(self.plan.most_knots, max(self.plan.passes() - 1, 0))
-        self.solve.most_knots = fewer
+        self.stepper.most_knots = fewer
         for plan in (self.plan, self.whole):
             if plan is not None:
                 plan.most_knots = fewer

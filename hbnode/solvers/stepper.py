@@ -20,12 +20,12 @@ from hbnode.nfe import Tally, backward_pass, is_recording
 from hbnode.signal import listening, refuse_queries_outside
 from hbnode.solvers import failures, forcing
 from hbnode.solvers.compiled_steps import Programs
-from hbnode.solvers.explicit_method import Stepped
-from hbnode.solvers.ode_term import Dynamics
+from hbnode.solvers.explicit_method import StepResult
+from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.progress import Progress
 from hbnode.solvers.registry import METHODS, STRONG, Options
 from hbnode.solvers.step_size_control import first_size, norms
-from hbnode.solvers.time_grid import Clock, Step
+from hbnode.solvers.time_grid import Step, TimeGrid
 
 if TYPE_CHECKING:
     from hbnode.solve import Settings
@@ -37,7 +37,7 @@ NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before what is not fini
 
 
 @dataclass
-class Graph:
+class StepGraph:
     """Some steps in a row, or the first evaluation, with what gradients are wanted for: points, coefficients, times.
 
     Steps with outputs inside of them have their columns, which those are interpolated from.
@@ -50,15 +50,15 @@ class Graph:
     steps: tuple[Step, ...] = ()
 
 
-class Solve:
+class Stepper:
     """One solve: its equation, clock, tolerances and counts.
 
     A *point*, what a step starts from, is the rows of the state and, if the method carries it, the field's value there.
     """
 
-    def __init__(self, dynamics: Dynamics, clock: Clock, settings: Settings, tally: Tally) -> None:
-        self.dynamics = dynamics
-        self.clock = clock
+    def __init__(self, term: ODETerm, grid: TimeGrid, settings: Settings, tally: Tally) -> None:
+        self.term = term
+        self.grid = grid
         self.settings = settings
         self.name = settings.method
         self.method = METHODS[settings.method]
@@ -72,25 +72,27 @@ class Solve:
         self.compiled: Programs | None = None
         self.counted: int | None = None  # how many elements of a row count in the error; None for all
         self.known: frozenset[int] = frozenset()  # ids of the leaves that a backward pass differentiates
-        self.watches = True  # whether replays must look for others: f is no network, or may use others at other times
+        self.checks_closures = (
+            True  # whether replays must look for others: f is no network, or may use others at other times
+        )
         self.wanted = (False, False)  # whether a backward pass needs gradients of coefficients, and of times
-        self.first: Graph | None = None  # of the first evaluation
+        self.first: StepGraph | None = None  # of the first evaluation
         self.recording = False  # random numbers are to be drawn again in the backward pass
         self.random_start: tuple[Tensor, ...] | None = None  # the generators' state before the first evaluation
         self.max_step = self.options.max_step
         self.strictness = 1.0  # by how much the error of a step must be smaller than the tolerance
         self.strongest = 0.0  # damping of the field, where it limits the steps
-        self.sees_time = getattr(dynamics.inner, "time_dependent", True)
+        self.sees_time = getattr(term.inner, "time_dependent", True)
         self.knots: list[float] = []  # of the signals in f, in increasing order
         self.most_knots = forcing.most_knots(self.method) if self.adaptive else 0  # that one step may pass
         self.interrupted = False  # between intervals, where the state is changed: see hbnode/ode_rnn/gaps.py
         self._cache: dict = {}
-        self._arranged: dict = {}
+        self._packed: dict = {}
         self.damping: Tensor | None = None  # a leaf to differentiate coefficients with respect to, and
         self.by_damping: dict | None = None  # those coefficients, with their graphs; None if there is no need
-        shared = self.adaptive and clock.elapsed is not None and settings.gradient != "reversible"
+        shared = self.adaptive and grid.elapsed is not None and settings.gradient != "reversible"
         self.passes = self.options.dense if shared else False  # output times, or None: where steps are longer
-        self._no_times = dynamics.template.new_zeros(len(self.method.nodes))
+        self._no_times = term.template.new_zeros(len(self.method.nodes))
 
     @property
     def adaptive(self) -> bool:
@@ -99,7 +101,7 @@ class Solve:
 
     def samples(self) -> int | None:
         """The dimension of the batch in a row, if every sample has steps of its own."""
-        return self.clock.row_dims - self.clock.template.dim() if self.clock.per_sample else None
+        return self.grid.row_dims - self.grid.template.dim() if self.grid.per_sample else None
 
     # Steps
 
@@ -108,7 +110,7 @@ class Solve:
         if not self.method.carries:
             return rows
         self.tally.add("evaluation")
-        value = self.listen(lambda: self.dynamics.evaluate(self.clock.time_of(interval), rows[0]))
+        value = self.listen(lambda: self.term.evaluate(self.grid.time_of(interval), rows[0]))
         return torch.cat([rows, value.unsqueeze(0)])
 
     def listen(self, evaluate: Callable[[], Value]) -> Value:
@@ -123,23 +125,23 @@ class Solve:
 
     def knots_inside(self, first: int, last: int) -> list[float]:
         """The knots between two output times, as fractions of the time between them."""
-        if not self.knots or self.clock.times is None:
+        if not self.knots or self.grid.times is None:
             return []
-        begin, end = self.clock.times[first], self.clock.times[last]
+        begin, end = self.grid.times[first], self.grid.times[last]
         inside = self.knots[bisect_right(self.knots, min(begin, end)) : bisect_left(self.knots, max(begin, end))]
         return sorted((knot - begin) / (end - begin) for knot in inside)
 
     def matrix(self, step: Step, damping: Tensor, *, differentiable: bool = False) -> Tensor:
         """The coefficients of a step, in the state's dtype; those of equal steps are worked out once."""
-        clock, template = self.clock, self.dynamics.template
+        grid, template = self.grid, self.term.template
         if step.whole is not None:
             return self._of_whole_interval(step.whole, damping, differentiable)
-        size = None if differentiable else clock.size(step)
+        size = None if differentiable else grid.size(step)
         if size is None:
-            sizes, _ = clock.affine(clock.t, step.interval, step.start, step.size, (), step.end)
-            return self.method.matrix(damping, clock.for_rows(sizes)).to(template)
+            sizes, _ = grid.affine(grid.t, step.interval, step.start, step.size, (), step.end)
+            return self.method.matrix(damping, grid.for_rows(sizes)).to(template)
         if size not in self._cache:
-            sizes = torch.tensor(size, dtype=torch.float64, device=self.clock.t.device)
+            sizes = torch.tensor(size, dtype=torch.float64, device=self.grid.t.device)
             if self.by_damping is not None:
                 with torch.enable_grad():
                     self.by_damping[size] = self.method.matrix(self.damping, sizes)
@@ -154,34 +156,36 @@ class Solve:
         key = ("whole", interval // TOGETHER)
         if key not in self._cache:
             first = key[1] * TOGETHER
-            t = self.clock.t if differentiable else self.clock.t.detach()
-            sizes = self.clock.for_rows(t[..., first : first + TOGETHER + 1].diff().movedim(-1, 0))
-            self._cache[key] = self.method.matrix(damping, sizes).to(self.dynamics.template).unbind(0)
+            t = self.grid.t if differentiable else self.grid.t.detach()
+            sizes = self.grid.for_rows(t[..., first : first + TOGETHER + 1].diff().movedim(-1, 0))
+            self._cache[key] = self.method.matrix(damping, sizes).to(self.term.template).unbind(0)
         return self._cache[key][interval % TOGETHER]
 
-    def arranged(self, step: Step, matrix: Tensor, *, error: bool) -> tuple:
+    def pack(self, step: Step, matrix: Tensor, *, error: bool) -> tuple:
         """The coefficients as the method uses them, once for equal steps."""
-        size = None if matrix.requires_grad else self.clock.size(step)
+        size = None if matrix.requires_grad else self.grid.size(step)
         if size is None or _torch_internals.is_active():
-            return self.method.arranged(matrix, error=error)
+            return self.method.pack(matrix, error=error)
         key = (size, error)
-        if key not in self._arranged:
-            self._arranged[key] = self.method.arranged(matrix, error=error)
-        return self._arranged[key]
+        if key not in self._packed:
+            self._packed[key] = self.method.pack(matrix, error=error)
+        return self._packed[key]
 
     def times(self, step: Step, *, differentiable: bool = False) -> Tensor:
         """Times of the stages of a step, (stages, ...); zeros if the field does not ask for them."""
-        if not self.dynamics.wants_time:
+        if not self.term.wants_time:
             return self._no_times
-        clock, nodes = self.clock, self.method.nodes
-        if clock.times is not None and not differentiable:
-            return clock.stages(step, nodes)
-        _, times = clock.affine(clock.t, step.interval, step.start, step.size, nodes, step.end)
-        return clock.for_parts(times).to(self.dynamics.template)
+        grid, nodes = self.grid, self.method.nodes
+        if grid.times is not None and not differentiable:
+            return grid.stages(step, nodes)
+        _, times = grid.affine(grid.t, step.interval, step.start, step.size, nodes, step.end)
+        return grid.for_parts(times).to(self.term.template)
 
-    def step(self, point: Tensor, coefficients: tuple, times: Tensor, *, error: bool, columns: bool = False) -> Stepped:
+    def step(
+        self, point: Tensor, coefficients: tuple, times: Tensor, *, error: bool, columns: bool = False
+    ) -> StepResult:
         """One step of the method, not counted; with the columns to interpolate from, if asked."""
-        evaluate, activation = self.dynamics.evaluate, self.dynamics.activation
+        evaluate, activation = self.term.evaluate, self.term.activation
         if not columns:
             return self.method.step(point, coefficients, times.unbind(0), evaluate, error=error, activation=activation)
         found = [point]
@@ -195,52 +199,52 @@ class Solve:
 
     def blends(self, steps: Sequence[Step], damping: Tensor, t: Tensor) -> tuple[Tensor, ...]:
         """The coefficients of the outputs inside of each of these steps, differentiable in γ and ``t``."""
-        blend = self.method.blend(damping, *self.clock.inside(t, steps)).to(self.dynamics.template)
+        blend = self.method.blend(damping, *self.grid.inside(t, steps)).to(self.term.template)
         return blend.split([len(step.outputs) for step in steps])
 
-    def take(self, point: Tensor, step: Step, damping: Tensor, *, error: bool, differentiable: bool) -> Stepped:
+    def take(self, point: Tensor, step: Step, damping: Tensor, *, error: bool, differentiable: bool) -> StepResult:
         """Take a step, counted."""
         matrix = self.matrix(step, damping, differentiable=differentiable)
         times = self.times(step, differentiable=differentiable)
         self.tally.add("evaluation", self.method.evaluations)
         if not self.recording:
             return self._take(point, step, matrix, times, error=error)
-        device = self.dynamics.template.device
+        device = self.term.template.device
         before = random_state(device)
         stepped = self._take(point, step, matrix, times, error=error)
         step.random = None if all(map(torch.equal, before, random_state(device))) else before
         return stepped
 
     def take_and_keep(
-        self, point: Tensor, step: Step, damping: Tensor, before: Graph | None, *, error: bool
-    ) -> tuple[Stepped, Graph]:
+        self, point: Tensor, step: Step, damping: Tensor, before: StepGraph | None, *, error: bool
+    ) -> tuple[StepResult, StepGraph]:
         """Take a step, counted, and keep its graph, as a continuation of that of the steps before if there is one."""
         by_matrix, by_times = self.wanted
         matrix = self.matrix(step, damping).detach().requires_grad_(by_matrix)
-        times = self.times(step).detach().requires_grad_(by_times and self.dynamics.wants_time)
+        times = self.times(step).detach().requires_grad_(by_times and self.term.wants_time)
         if before is None or before.steps[-1].reached is not None:
             start = point.detach().requires_grad_()
-            before = Graph([start], [], start)
+            before = StepGraph([start], [], start)
         self.tally.add("evaluation", self.method.evaluations)
-        device = self.dynamics.template.device
+        device = self.term.template.device
         state = random_state(device)
         inputs = (before.output, matrix, times)
-        stepped = self.watched(lambda: self._take(before.output, step, matrix, times, error=error), inputs)
+        stepped = self.checked(lambda: self._take(before.output, step, matrix, times, error=error), inputs)
         step.random = None if all(map(torch.equal, state, random_state(device))) else state
         tensors = [*before.tensors, *(x for x in (matrix, times) if x.requires_grad)]
         columns = before.columns if stepped.columns is None else (*before.columns, stepped.columns)
-        graph = Graph(before.points, tensors, stepped.point, columns, (*before.steps, step))
-        return Stepped(*(None if x is None else x.detach() for x in stepped)), graph
+        graph = StepGraph(before.points, tensors, stepped.point, columns, (*before.steps, step))
+        return StepResult(*(None if x is None else x.detach() for x in stepped)), graph
 
-    def watched(self, evaluate: Callable[[], Stepped], inputs: Sequence[Tensor]) -> Stepped:
+    def checked(self, evaluate: Callable[[], StepResult], inputs: Sequence[Tensor]) -> StepResult:
         """The value of ``evaluate`` with its graph, in which no leaf may be that the first evaluation did not see.
 
         A network that is the same at all times has no others than its parameters.
         """
         with torch.enable_grad():
-            if not self.watches:
+            if not self.checks_closures:
                 return evaluate()
-            values: list[Stepped] = []
+            values: list[StepResult] = []
 
             def point() -> Tensor:
                 values.append(evaluate())
@@ -250,14 +254,14 @@ class Solve:
         refuse_unknown(found, self.known)
         return values[0]
 
-    def _take(self, point: Tensor, step: Step, matrix: Tensor, times: Tensor, *, error: bool) -> Stepped:
+    def _take(self, point: Tensor, step: Step, matrix: Tensor, times: Tensor, *, error: bool) -> StepResult:
         """A step, compiled if it can be."""
         if self.compiled is not None and not step.outputs:
             stepped = self.compiled.run("step", (error,), point, matrix, times)
             if stepped is not None:
                 return stepped
             self.compiled = None
-        coefficients = self.arranged(step, matrix, error=error)
+        coefficients = self.pack(step, matrix, error=error)
         return self.step(point, coefficients, times, error=error, columns=bool(step.outputs))
 
     def first_size(self, point: Tensor, interval: int = 0) -> float:
@@ -267,7 +271,7 @@ class Solve:
         failures.check_start(self, of_rows, interval)
         size = first_size(of_rows[0], of_rows[-1], self.rtol, self.atol, self.method)
         if self.sees_time:
-            span = self.clock.lengths[interval] if self.interrupted else sum(self.clock.lengths)
+            span = self.grid.lengths[interval] if self.interrupted else sum(self.grid.lengths)
             sizes = forcing.first_step(self, point, interval, norm, norm.new_tensor(span), norm.new_tensor(size))
             size, longest = torch.stack(sizes).tolist()
             self.max_step = min(self.max_step, longest)
@@ -318,8 +322,8 @@ class Solve:
     def report(self, step: Step, *, accepted: bool | Tensor) -> None:
         """Pass a step on to the open :func:`hbnode.record_steps` contexts."""
         if is_recording():
-            t = self.clock.t.detach()
-            size, (start,) = self.clock.affine(t, step.interval, step.start, step.size, (0.0,), step.end)
+            t = self.grid.t.detach()
+            size, (start,) = self.grid.affine(t, step.interval, step.start, step.size, (0.0,), step.end)
             self.tally.report(_torch_internals.plain(start), _torch_internals.plain(size), accepted=accepted)
 
     # Failures
@@ -328,7 +332,7 @@ class Solve:
         """The time at which a step starts, or a fraction of it later; of the first sample that moves, unless given."""
         if sample is None:
             sample = int((step.size > 0).nonzero()[0]) if isinstance(step.size, Tensor) else 0
-        t = _torch_internals.plain(self.clock.t)
+        t = _torch_internals.plain(self.grid.t)
         t = t if t.dim() == 1 else t[sample]
         interval, start, size = (
             x[sample] if isinstance(x, Tensor) else x for x in (step.interval, step.start, step.size)
@@ -351,7 +355,7 @@ class Solve:
         self.check_nfe(step)
         self.attempts += 1
         self._check_progress(step)
-        outputs = 0 if self.interrupted else max(self.clock.t.shape[-1] - 2, 0)
+        outputs = 0 if self.interrupted else max(self.grid.t.shape[-1] - 2, 0)
         if self.attempts > self.max_steps + outputs:
             raise self.failure(
                 MaxStepsError,
@@ -374,18 +378,18 @@ class Solve:
 
     def _fewer_steps(self) -> str:
         """Advice where steps are short because of the damping."""
-        if self.strongest <= max(1.0, STRONG / sum(self.clock.lengths)):  # with less, the span is long
+        if self.strongest <= max(1.0, STRONG / sum(self.grid.lengths)):  # with less, the span is long
             return ""
         return f"method='tsit5', because the damping of {self.strongest:g} keeps the steps of {self.name!r} short, or "
 
     @property
     def resolution(self) -> float:
         """Relative rounding of the time: the clock's own, or that in which f is told it."""
-        return torch.finfo(self.dynamics.template.dtype if self.sees_time else torch.float64).eps
+        return torch.finfo(self.term.template.dtype if self.sees_time else torch.float64).eps
 
     def is_too_small(self, step: Step, size: float) -> bool:
         """After a rejected step: is the next one, of this size, no step any more?"""
-        now = self.clock.furthest if self.clock.has_batch else abs(self.time(step))
+        now = self.grid.furthest if self.grid.has_batch else abs(self.time(step))
         floor = 4 * self.resolution * now
         return size < max(floor, self.options.min_step, 1e-300)
 

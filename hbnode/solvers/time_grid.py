@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hbnode import _torch_internals
-from hbnode.solvers.ode_term import Dynamics
+from hbnode.solvers.ode_term import ODETerm
 
 _NAMES = ("interval", "start", "size")
 
@@ -45,7 +45,7 @@ class Step:
     whole: int | None = None
 
 
-class Clock:
+class TimeGrid:
     """Turns steps into step sizes and times of stages.
 
     Arguments:
@@ -54,9 +54,9 @@ class Clock:
         per_sample: whether every sample has steps of its own.
     """
 
-    def __init__(self, t: Tensor, dynamics: Dynamics, *, per_sample: bool) -> None:
-        self.template = dynamics.template
-        self.row_dims = dynamics.template.dim() + (1 if dynamics.stacked else 0)
+    def __init__(self, t: Tensor, term: ODETerm, *, per_sample: bool) -> None:
+        self.template = term.template
+        self.row_dims = term.template.dim() + (1 if term.stacked else 0)
         self.shared = t.dim() == 1
         self.per_sample = per_sample
         self.t = t.to(self.template.device if self.has_batch else "cpu", torch.float64)

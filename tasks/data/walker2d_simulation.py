@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tasks.data import walker2d as walker_data
 from tasks.common.files import write_figure
+from tasks.data import walker2d as walker_data
 
 if typing.TYPE_CHECKING:
     import gymnasium
