@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,8 +13,14 @@ CHANGES_INPUT = (
     "let func work on h.clone()."
 )
 
+ONLY_FIXED_GRIDS = (
+    "hbnode runs its loops outside of graphs, because their length depends on values. A solve on a fixed grid is a "
+    "graph: options={'steps': n} with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
+    "gradient and without count_nfe. Fix: options={'steps': n}, and gradient=None or 'direct'."
+)
 
-def as_count(value: object, name: str, least: int = 1) -> int:
+
+def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
     """A whole number that is at least ``least``."""
     try:
         count = operator.index(value)
@@ -52,7 +59,7 @@ def as_tensor(value: object, name: str) -> Tensor:
     """A tensor of an array of numpy or pandas, or of a list of numbers in float64."""
     if isinstance(value, Tensor):
         return value
-    array = value.to_numpy() if hasattr(value, "to_numpy") else value
+    array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
     try:
         return torch.tensor(array) if hasattr(array, "__array__") else torch.tensor(list(array), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+from typing_extensions import dataclass_transform
 
 Kind = TypeVar("Kind", bound="Record")
 
 
 class Record:
     """Base of the states: a frozen dataclass of tensors, None and other records, registered by :func:`record`."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def map(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
         """The same with a function applied to every tensor."""
@@ -73,6 +76,7 @@ class Record:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+@dataclass_transform(eq_default=False, frozen_default=True)
 def record(kind: type[Kind]) -> type[Kind]:
     """Make a subclass of :class:`Record` known to torch's transforms and to ``torch.load(weights_only=True)``."""
     kind = dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind)
@@ -85,7 +89,7 @@ def record(kind: type[Kind]) -> type[Kind]:
         children, names = flatten(value)
         return [(_pytree.GetAttrKey(name), child) for name, child in zip(names, children, strict=True)], names
 
-    def unflatten(children: list[Any], names: list[str]) -> Kind:
+    def unflatten(children: Iterable[Any], names: list[str]) -> Kind:
         return kind._of(dict(zip(names, children, strict=True)))
 
     _pytree.register_pytree_node(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 _TIMES = {"t", "time"}
 
 
-def takes_time(func: Callable, parts: int) -> bool:
+def takes_time(func: Callable[..., Any], parts: int) -> bool:
     """Whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``."""
     if not callable(func):
         raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
@@ -37,7 +38,7 @@ def takes_time(func: Callable, parts: int) -> bool:
     return len(required) == parts + 1
 
 
-def check_order(func: Callable) -> None:
+def check_order(func: Callable[..., Any]) -> None:
     """Refuse a function whose arguments by their names end with the time: everything here calls the time first."""
     if not callable(func):
         return
@@ -49,7 +50,7 @@ def check_order(func: Callable) -> None:
     _check_names(required_arguments(signature))
 
 
-def check_call(field: Callable) -> None:
+def check_call(field: Callable[..., Any]) -> None:
     """:func:`check_order` of a plain function that is solved as a field: quick, as it is done in each solve."""
     code = getattr(field, "__code__", None)
     if code is not None and code.co_argcount == 2:
@@ -75,10 +76,11 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def _signature(function: Callable) -> inspect.Signature:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """The signature of a function, or of what TorchScript has made of one."""
     if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
         return inspect.signature(function)
+    schema: Any = function.schema  # a property, whatever torch's stub of methods says
     of_method = isinstance(function, torch._C.ScriptMethod)
     return inspect.Signature(
         [
@@ -87,12 +89,12 @@ def _signature(function: Callable) -> inspect.Signature:
                 inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
                 default=None if argument.has_default_value() else inspect.Parameter.empty,
             )
-            for argument in function.schema.arguments[of_method:]
+            for argument in schema.arguments[of_method:]
         ]
     )
 
 
-def _unwrap(func: Callable) -> Callable:
+def _unwrap(func: Callable[..., Any]) -> Callable[..., Any]:
     """``func`` without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
     while True:
         if isinstance(func, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
-from hbnode._tracing import ONLY_FIXED_GRIDS
+from hbnode._checks import ONLY_FIXED_GRIDS
 
 _GIVES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # since torch 2.7
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-def _run(function: Callable, *args: Any, **kwargs: Any) -> Any:
+
+def _run(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
     """The function of the arguments, without a graph."""
     return function(*args, **kwargs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SolverError(RuntimeError):
     """A solve failed. Every failure of a solver is a subclass of this.
@@ -20,7 +22,7 @@ class SolverError(RuntimeError):
         self.step_size = step_size
         self.nfe = nfe
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.t, self.step_size, self.nfe)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,10 @@ class Field(nn.Module, ABC):
         super().__init__()
         check_order(func)
         self.func = func
-        self.compiled: dict = {}  # steps of native methods that compile=True has compiled for this field
+        self.compiled: dict[Any, Any] = {}  # steps of native methods that compile=True has compiled for this field
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name == "nfe" and type(self).__module__ == __name__:  # a subclass may count in its forward
             raise AttributeError("a field has no count of its own. Fix: block.nfe = 0, or hbnode.count_nfe(field).")
         super().__setattr__(name, value)
@@ -50,10 +50,10 @@ class Field(nn.Module, ABC):
         """Make the state at the start of a solve from an input ``x`` of shape (batch, ...)."""
 
     @abstractmethod
-    def forward(self, t: Tensor, state: State) -> State:
+    def forward(self, t: Tensor, state: Any, /) -> State:
         """The derivative of the state, in the structure of the state."""
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Without what was compiled, which can be neither copied nor pickled."""
         return {**self.__dict__, "compiled": {}}
 

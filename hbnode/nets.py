@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +148,7 @@ class SolveDropout(nn.Module):
             )
         return x * self.mask.to(x.dtype)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Without the mask, which belongs to a solve and not to the module."""
         return {**self.__dict__, "mask": None, "solving": False}
 

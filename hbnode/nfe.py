@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ class NFE:
     backward_steps: int = 0
     backward_rejected: int = 0
 
-    keeps_graph: ClassVar[bool] = False  # of an object: whether the forward pass keeps its graph for the backward pass
-    successor: ClassVar[NFE | None] = None  # of an object: what a solve that has begun counts into from now on
+    def __post_init__(self) -> None:
+        self.keeps_graph = False  # whether the forward pass keeps its graph for the backward pass
+        self.successor: NFE | None = None  # where a solve that has begun counts from now on
 
     @property
     def total(self) -> int:
@@ -118,7 +119,7 @@ def backward_pass() -> int:
 class Tally:
     """The count of one solve; passes every event on to the open :func:`count_nfe` contexts that watch its field."""
 
-    def __init__(self, field: Callable, nfe: NFE) -> None:
+    def __init__(self, field: Callable[..., Any], nfe: NFE) -> None:
         self.identity = _identity(field)
         self.started_with = nfe
 
@@ -154,7 +155,7 @@ class Tally:
 
 
 @contextmanager
-def count_nfe(module: nn.Module | Callable) -> Iterator[NFE]:
+def count_nfe(module: nn.Module | Callable[..., Any]) -> Iterator[NFE]:
     """Sum the evaluations of every field inside ``module`` during a block of code.
 
     Counts each solve that :func:`hbnode.odeint` or a block runs on a field that is ``module`` itself or one of its
@@ -177,7 +178,7 @@ def count_nfe(module: nn.Module | Callable) -> Iterator[NFE]:
 
 
 @contextmanager
-def record_steps(module: nn.Module | Callable) -> Iterator[StepRecord]:
+def record_steps(module: nn.Module | Callable[..., Any]) -> Iterator[StepRecord]:
     """Record the steps of every solve inside ``module`` during a block of code, accepted and rejected.
 
     Records the solves that :func:`count_nfe` counts. A step that a backward pass recomputes is not recorded again, the
@@ -203,7 +204,9 @@ Kept = TypeVar("Kept", NFE, StepRecord)
 
 
 @contextmanager
-def _open(entries: list[tuple[frozenset[int], Kept]], module: Callable, kept: Kept, caller: str) -> Iterator[Kept]:
+def _open(
+    entries: list[tuple[frozenset[int], Kept]], module: Callable[..., Any], kept: Kept, caller: str
+) -> Iterator[Kept]:
     """Let ``kept`` collect what happens inside of ``module``, until the context is left."""
     if not callable(module):
         raise TypeError(
@@ -219,6 +222,6 @@ def _open(entries: list[tuple[frozenset[int], Kept]], module: Callable, kept: Ke
         entries[:] = [other for other in entries if other is not entry]
 
 
-def _identity(field: Callable) -> int:
+def _identity(field: Callable[..., Any]) -> int:
     """What tells fields apart; a bound method, made anew at each access, is told by its object."""
     return id(getattr(field, "__self__", field))

@@ -63,6 +63,9 @@ class Signal(nn.Module):
         tensor([1., 1.])
     """
 
+    t: Tensor
+    u: Tensor
+
     def __init__(self, t: Tensor, u: Tensor, kind: str = "linear", *, outside: str = "raise") -> None:
         super().__init__()
         needed = {"linear": 2, "cubic": 3}

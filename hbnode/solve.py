@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _native_solve, _torch_internals, _torchdiffeq_solve, _traced_solve
-from hbnode._checks import as_count, conversion
+from hbnode._checks import ONLY_FIXED_GRIDS, as_count, conversion
 from hbnode._signature import check_call
 from hbnode._state import State, apply, parts
-from hbnode._tracing import ONLY_FIXED_GRIDS, is_tracing, untraced
+from hbnode._tracing import is_tracing, untraced
 from hbnode.nfe import NFE
 from hbnode.solvers import registry
 
