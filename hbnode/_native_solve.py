@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,9 @@ from hbnode.solvers.compiled_steps import CompilationWarning, CompiledSteps
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, check_field, constant_damping
+from hbnode.solvers.settings import Settings
 from hbnode.solvers.stepper import StepGraph, Stepper, no_autocast
 from hbnode.solvers.time_grid import Step, TimeGrid
-
-if TYPE_CHECKING:
-    from hbnode.solve import Settings
 
 _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "

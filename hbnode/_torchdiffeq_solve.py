@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from hbnode._state import State, all_finite, apply, is_equal, is_finite, like, p
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import NFE, Tally, backward_pass
 from hbnode.signal import refuse_queries_outside
+from hbnode.solvers.settings import Settings
 from hbnode.solvers.torchdiffeq_options import (
     ADAPTIVE,
     FIXED,
@@ -32,9 +33,6 @@ from hbnode.solvers.torchdiffeq_options import (
     check_event,
     solver_options,
 )
-
-if TYPE_CHECKING:
-    from hbnode.solve import Settings
 
 __all__ = ["ADAPTIVE", "CALLBACKS", "FIXED", "GRADIENTS", "METHODS", "SCIPY", "solve"]
 

@@ -6,7 +6,6 @@ No value is looked at, so a solve is one graph, for a batch of any size. Its gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,12 +17,10 @@ from hbnode.nfe import NFE, is_counting
 from hbnode.solvers import registry
 from hbnode.solvers.explicit_method import Evaluate, ExplicitMethod
 from hbnode.solvers.ode_term import ODETerm
+from hbnode.solvers.settings import Settings
 from hbnode.solvers.splitting import Splitting
 from hbnode.solvers.stepper import no_autocast
 from hbnode.solvers.time_grid import align, spread
-
-if TYPE_CHECKING:
-    from hbnode.solve import Settings
 
 # torchdiffeq's explicit methods: rows of A after the first, and weights
 EXPLICIT = {

@@ -15,7 +15,8 @@ from hbnode._state import State, append_zeros
 from hbnode._tracing import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE
-from hbnode.solve import Settings, solve
+from hbnode.solve import checked_settings, resolved, solve
+from hbnode.solvers.settings import Settings
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(Settings) if field.name != "compile")
 
@@ -136,11 +137,12 @@ class ODEBlock(nn.Module):
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""
-        return Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps)
+        settings = Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps)
+        return checked_settings(settings)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
-        settings = self.settings().resolved(self.field, span=abs(self.t_span[1] - self.t_span[0]))
+        settings = resolved(self.settings(), self.field, span=abs(self.t_span[1] - self.t_span[0]))
         augment = f", augment={self.augment}" if self.augment else ""
         return (
             f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "

@@ -9,7 +9,6 @@ import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from hbnode._state import State, apply, parts
 from hbnode._tracing import is_tracing, untraced
 from hbnode.nfe import NFE
 from hbnode.solvers import registry
+from hbnode.solvers.settings import Settings
 
 logger = logging.getLogger("hbnode")
 
@@ -124,66 +124,54 @@ def odeint(
         True
     """
     settings = Settings(method, rtol, atol, gradient, options, adjoint_options, step_control, max_steps, compile)
-    return solve(field, y0, t, settings, NFE(), event_fn)
+    return solve(field, y0, t, checked_settings(settings), NFE(), event_fn)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to solve: arguments of :func:`odeint`, checked, with ``method`` and ``gradient`` filled in."""
+def checked_settings(settings: Settings) -> Settings:
+    """The settings, refused where a value is out of its range or two of them do not go together."""
+    method = settings.method
+    methods = (*registry.METHODS, *_torchdiffeq_solve.METHODS)
+    if method is not None and method not in methods:
+        raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {_nearest(method, methods)}.")
+    theirs = method in _torchdiffeq_solve.METHODS
+    gradients = _torchdiffeq_solve.GRADIENTS if theirs else registry.GRADIENTS
+    gradient = ("direct" if theirs else "checkpoint") if settings.gradient is None else settings.gradient
+    if gradient not in gradients:
+        raise ValueError(
+            f"unknown gradient {gradient!r} for method={method!r}; expected one of {gradients}. "
+            f"Fix: gradient={gradients[0]!r}."
+        )
+    if settings.step_control not in ("batch", "sample"):
+        raise ValueError(f"step_control must be 'batch' or 'sample', got {settings.step_control!r}. Fix: leave it out.")
+    if theirs and settings.step_control != "batch":
+        raise ValueError(
+            f"step_control={settings.step_control!r} is not possible with method={method!r}, which has one step "
+            "size for the whole batch; expected 'batch'. Fix: a native method, or leave step_control out."
+        )
+    for name in ("rtol", "atol"):
+        value = getattr(settings, name)
+        if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
+    settings = dataclasses.replace(settings, max_steps=as_count(settings.max_steps, "max_steps"))
+    if not theirs:
+        registry.check(settings)
+    elif settings.compile:
+        raise ValueError(
+            f"compile=True is for native methods, got method={method!r}. "
+            "Fix: leave method out, or compile the network, torch.compile(func)."
+        )
+    return settings
 
-    method: str | None
-    rtol: float
-    atol: float
-    gradient: str | None
-    options: dict[str, Any] | None
-    adjoint_options: dict[str, Any] | None
-    step_control: str
-    max_steps: int
-    compile: bool
 
-    def __post_init__(self) -> None:
-        methods = (*registry.METHODS, *_torchdiffeq_solve.METHODS)
-        if self.method is not None and self.method not in methods:
-            raise ValueError(
-                f"unknown method {self.method!r}; expected one of {methods}. Fix: {_nearest(self.method, methods)}."
-            )
-        theirs = self.method in _torchdiffeq_solve.METHODS
-        gradients = _torchdiffeq_solve.GRADIENTS if theirs else registry.GRADIENTS
-        gradient = ("direct" if theirs else "checkpoint") if self.gradient is None else self.gradient
-        if gradient not in gradients:
-            raise ValueError(
-                f"unknown gradient {gradient!r} for method={self.method!r}; expected one of {gradients}. "
-                f"Fix: gradient={gradients[0]!r}."
-            )
-        if self.step_control not in ("batch", "sample"):
-            raise ValueError(f"step_control must be 'batch' or 'sample', got {self.step_control!r}. Fix: leave it out.")
-        if theirs and self.step_control != "batch":
-            raise ValueError(
-                f"step_control={self.step_control!r} is not possible with method={self.method!r}, which has one step "
-                "size for the whole batch; expected 'batch'. Fix: a native method, or leave step_control out."
-            )
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
-        object.__setattr__(self, "max_steps", as_count(self.max_steps, "max_steps"))
-        if not theirs:
-            registry.check(self)
-        elif self.compile:
-            raise ValueError(
-                f"compile=True is for native methods, got method={self.method!r}. "
-                "Fix: leave method out, or compile the network, torch.compile(func)."
-            )
-
-    def resolved(self, field: Callable, event: bool = False, span: float = 0.0) -> Settings:
-        """These settings with method and gradient filled in for a field and the length of a solve."""
-        method = self.method
-        if method is None:
-            method = "dopri5" if event else registry.best_method(field, self, span)
-        gradient = self.gradient
-        if gradient is None:
-            gradient = "direct" if method in _torchdiffeq_solve.METHODS else "checkpoint"
-        return dataclasses.replace(self, method=method, gradient=gradient)
+def resolved(settings: Settings, field: Callable, event: bool = False, span: float = 0.0) -> Settings:
+    """The settings with method and gradient filled in for a field and the length of a solve."""
+    method = settings.method
+    if method is None:
+        method = "dopri5" if event else registry.best_method(field, settings, span)
+    gradient = settings.gradient
+    if gradient is None:
+        gradient = "direct" if method in _torchdiffeq_solve.METHODS else "checkpoint"
+    return dataclasses.replace(settings, method=method, gradient=gradient)
 
 
 def solve(
@@ -218,7 +206,7 @@ def _solve(
     t = checked_times(
         t, parts(y0)[0].device, rows=settings.method not in _torchdiffeq_solve.METHODS and event_fn is None
     )
-    settings = settings.resolved(field, event_fn is not None, _span(t))
+    settings = resolved(settings, field, event_fn is not None, _span(t))
     nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
     theirs = settings.method in _torchdiffeq_solve.METHODS
     first = parts(y0)[0]

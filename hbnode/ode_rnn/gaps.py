@@ -11,7 +11,8 @@ from hbnode._state import State, apply, parts
 from hbnode.errors import SolverError
 from hbnode.fields import Field
 from hbnode.nfe import NFE, Tally
-from hbnode.solve import Settings, check_precision, checked_times, solve
+from hbnode.solve import check_precision, checked_times, resolved, solve
+from hbnode.solvers.settings import Settings
 
 
 class Intervals:
@@ -28,7 +29,7 @@ class Intervals:
 
     def __init__(self, field: Field, y0: State, t: Tensor, settings: Settings) -> None:
         self.field = field
-        self.settings = settings.resolved(field)
+        self.settings = resolved(settings, field)
         self.nfe: list[NFE] = []
         check_precision(self.settings, parts(y0)[0].dtype)
         if self.settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():

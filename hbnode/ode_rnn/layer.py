@@ -17,8 +17,9 @@ from hbnode.nfe import NFE
 from hbnode.ode_rnn.defaults import make_cell, make_field
 from hbnode.ode_rnn.gaps import Intervals
 from hbnode.ode_rnn.sequences import Sequences
-from hbnode.solve import Settings, checked_state
+from hbnode.solve import checked_settings, checked_state, resolved
 from hbnode.solvers.registry import METHODS
+from hbnode.solvers.settings import Settings
 
 _READ_BY_NAME = (
     "an ODERNNState is read by name: it has no axis of layers, and carries a time. Fix: state.h, (batch, hidden_size), "
@@ -181,23 +182,25 @@ class ODERNN(nn.Module):
             raise ValueError(
                 f"initial_state must be 'learned', 'zeros' or a module, got {initial_state!r}. Fix: 'learned'."
             )
-        self.settings = Settings(
-            method=method,
-            rtol=rtol,
-            atol=atol,
-            gradient=gradient or ("adjoint" if adjoint_options is not None else "direct"),
-            options=options,
-            adjoint_options=adjoint_options,
-            step_control=step_control,
-            max_steps=max_steps,
-            compile=compile,
+        self.settings = checked_settings(
+            Settings(
+                method=method,
+                rtol=rtol,
+                atol=atol,
+                gradient=gradient or ("adjoint" if adjoint_options is not None else "direct"),
+                options=options,
+                adjoint_options=adjoint_options,
+                step_control=step_control,
+                max_steps=max_steps,
+                compile=compile,
+            )
         )
         self._check_settings()
         self.nfe_per_gap: list[NFE] = []
 
     def _check_settings(self) -> None:
         """Refuse what no times of each sample's own can be solved with."""
-        settings = self.settings.resolved(self.field)
+        settings = resolved(self.settings, self.field)
         if settings.method in METHODS and settings.gradient == "adjoint":
             raise ValueError(
                 "gradient='adjoint' of native methods does not know times of each sample's own. Fix: leave gradient "
@@ -321,7 +324,7 @@ class ODERNN(nn.Module):
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
-        settings = self.settings.resolved(self.field)
+        settings = resolved(self.settings, self.field)
         start = "encoded" if self.encoder is not None else "zeros" if self.start is None else "learned"
         return (
             f"{self.input_size}, {self.hidden_size}, residual={self.residual}, initial_state={start}, "

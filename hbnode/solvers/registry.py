@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from hbnode.fields import GHBNODE, HBNODE
 from hbnode.solvers.nystrom import Nystrom
 from hbnode.solvers.ode_term import change_of_call, is_heavy_ball, unwrapped
 from hbnode.solvers.runge_kutta import RungeKutta
+from hbnode.solvers.settings import Options, Settings
 from hbnode.solvers.splitting import Splitting
 from hbnode.solvers.tableaus import (
     BLANES_MOAN4_DRIFTS,
@@ -26,9 +25,6 @@ from hbnode.solvers.tableaus import (
     STRANG_KICKS,
     TSIT5,
 )
-
-if TYPE_CHECKING:
-    from hbnode.solve import Settings
 
 NYSTROM = {"nystrom4": Nystrom(RKN4), "nystrom6": Nystrom(RKN6), "nystrom8": Nystrom(RKN8)}
 SPLITTING = {
@@ -43,48 +39,36 @@ _ADAPTIVE_OPTIONS = ("steps", "first_step", "max_step", "min_step", "max_nfe", "
 _SPLITTING_OPTIONS = ("steps", "max_nfe")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What ``options=`` of a native method may hold, checked."""
-
-    steps: int | None = None
-    first_step: float | None = None
-    max_step: float = math.inf
-    min_step: float = 0.0
-    max_nfe: float = math.inf
-    dense: bool | None = None
-
-    @classmethod
-    def of(cls, given: dict[str, Any] | None, method: str) -> Options:
-        """The options, checked for a method."""
-        if given is not None and not isinstance(given, dict):
-            raise TypeError(f"options must be a dict, got {type(given).__name__}. Fix: options={{'steps': 8}}.")
-        given = dict(given or {})
-        known = _SPLITTING_OPTIONS if method in SPLITTING else _ADAPTIVE_OPTIONS
-        unknown = [option for option in given if option not in known]
-        if unknown:
-            raise ValueError(
-                f"options has {unknown}, which method={method!r} does not know; expected some of {known}. "
-                f"Fix: {_instead(unknown[0], method, known)}."
-            )
-        for name in ("first_step", "max_step", "min_step"):
-            if name in given and not given[name] > 0:
-                raise ValueError(f"options[{name!r}] must be positive, got {given[name]!r}. Fix: a length of time.")
-        for name in ("steps", "max_nfe"):
-            if name in given:
-                given[name] = as_count(given[name], f"options[{name!r}]")
-        if method in SPLITTING and "steps" not in given:
-            raise ValueError(
-                f"method={method!r} has a fixed grid. Fix: options={{'steps': n}}, n steps in each output interval."
-            )
-        if given.get("dense") not in (None, True, False):
-            raise ValueError(
-                f"options['dense'] must be True, False or None, got {given['dense']!r}. Fix: leave it out, and output "
-                "times are interpolated where they outnumber the steps."
-            )
-        if given.get("dense") and "steps" in given:
-            raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
-        return cls(**given)
+def native_options(given: dict[str, Any] | None, method: str) -> Options:
+    """The options, checked for a method."""
+    if given is not None and not isinstance(given, dict):
+        raise TypeError(f"options must be a dict, got {type(given).__name__}. Fix: options={{'steps': 8}}.")
+    given = dict(given or {})
+    known = _SPLITTING_OPTIONS if method in SPLITTING else _ADAPTIVE_OPTIONS
+    unknown = [option for option in given if option not in known]
+    if unknown:
+        raise ValueError(
+            f"options has {unknown}, which method={method!r} does not know; expected some of {known}. "
+            f"Fix: {_instead(unknown[0], method, known)}."
+        )
+    for name in ("first_step", "max_step", "min_step"):
+        if name in given and not given[name] > 0:
+            raise ValueError(f"options[{name!r}] must be positive, got {given[name]!r}. Fix: a length of time.")
+    for name in ("steps", "max_nfe"):
+        if name in given:
+            given[name] = as_count(given[name], f"options[{name!r}]")
+    if method in SPLITTING and "steps" not in given:
+        raise ValueError(
+            f"method={method!r} has a fixed grid. Fix: options={{'steps': n}}, n steps in each output interval."
+        )
+    if given.get("dense") not in (None, True, False):
+        raise ValueError(
+            f"options['dense'] must be True, False or None, got {given['dense']!r}. Fix: leave it out, and output "
+            "times are interpolated where they outnumber the steps."
+        )
+    if given.get("dense") and "steps" in given:
+        raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
+    return Options(**given)
 
 
 _THEIRS = ("norm", "step_t", "jump_t", "dtype", "safety", "ifactor", "dfactor")  # options of torchdiffeq's methods
@@ -135,7 +119,7 @@ def check(settings: Settings) -> None:
     method, gradient = settings.method, settings.gradient
     if method is None:
         method = "blanes_moan4" if gradient == "reversible" else "tsit5"
-    Options.of(settings.options, method)
+    native_options(settings.options, method)
     if gradient == "reversible" and method not in SPLITTING:
         raise ValueError(
             f"gradient='reversible' needs a method that can be undone exactly, one of {tuple(SPLITTING)}, got "

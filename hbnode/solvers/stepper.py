@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,10 @@ from hbnode.solvers.compiled_steps import Programs
 from hbnode.solvers.explicit_method import StepResult
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.progress import Progress
-from hbnode.solvers.registry import METHODS, STRONG, Options
+from hbnode.solvers.registry import METHODS, STRONG, native_options
+from hbnode.solvers.settings import Settings
 from hbnode.solvers.step_size_control import first_size, norms
 from hbnode.solvers.time_grid import Step, TimeGrid
-
-if TYPE_CHECKING:
-    from hbnode.solve import Settings
 
 Value = TypeVar("Value")
 
@@ -62,7 +60,7 @@ class Stepper:
         self.settings = settings
         self.name = settings.method
         self.method = METHODS[settings.method]
-        self.options = Options.of(settings.options, settings.method)
+        self.options = native_options(settings.options, settings.method)
         self.rtol, self.atol = settings.rtol, settings.atol
         self.max_steps = settings.max_steps
         self.attempts = 0
