@@ -7,56 +7,28 @@ The names of the papers, such as :class:`MomentumLSTM`, are here and in :mod:`hb
 from hbnode.recurrent import rules
 from hbnode.recurrent.cells import GRUCell, LSTMCell, RNNCell
 from hbnode.recurrent.layers import GRU, LSTM, RNN
-from hbnode.recurrent.named import (
-    NAGDTRIV,
-    NAGGRU,
-    NAGLSTM,
-    NAGRNN,
-    SRDTRIV,
-    SRGRU,
-    SRLSTM,
-    SRRNN,
-    AdamDTRIV,
-    AdamDTRIVCell,
-    AdamGRU,
-    AdamGRUCell,
-    AdamLSTM,
-    AdamLSTMCell,
-    AdamRNN,
-    AdamRNNCell,
+from hbnode.recurrent.named.adam import AdamDTRIV, AdamGRU, AdamLSTM, AdamRNN
+from hbnode.recurrent.named.adam_cells import AdamDTRIVCell, AdamGRUCell, AdamLSTMCell, AdamRNNCell
+from hbnode.recurrent.named.adaptive_momentum import (
     AdaptiveMomentumDTRIV,
-    AdaptiveMomentumDTRIVCell,
     AdaptiveMomentumGRU,
-    AdaptiveMomentumGRUCell,
     AdaptiveMomentumLSTM,
-    AdaptiveMomentumLSTMCell,
     AdaptiveMomentumRNN,
-    AdaptiveMomentumRNNCell,
-    MomentumDTRIV,
-    MomentumDTRIVCell,
-    MomentumGRU,
-    MomentumGRUCell,
-    MomentumLSTM,
-    MomentumLSTMCell,
-    MomentumRNN,
-    MomentumRNNCell,
-    NAGDTRIVCell,
-    NAGGRUCell,
-    NAGLSTMCell,
-    NAGRNNCell,
-    RMSPropDTRIV,
-    RMSPropDTRIVCell,
-    RMSPropGRU,
-    RMSPropGRUCell,
-    RMSPropLSTM,
-    RMSPropLSTMCell,
-    RMSPropRNN,
-    RMSPropRNNCell,
-    SRDTRIVCell,
-    SRGRUCell,
-    SRLSTMCell,
-    SRRNNCell,
 )
+from hbnode.recurrent.named.adaptive_momentum_cells import (
+    AdaptiveMomentumDTRIVCell,
+    AdaptiveMomentumGRUCell,
+    AdaptiveMomentumLSTMCell,
+    AdaptiveMomentumRNNCell,
+)
+from hbnode.recurrent.named.momentum import MomentumDTRIV, MomentumGRU, MomentumLSTM, MomentumRNN
+from hbnode.recurrent.named.momentum_cells import MomentumDTRIVCell, MomentumGRUCell, MomentumLSTMCell, MomentumRNNCell
+from hbnode.recurrent.named.nag import NAGDTRIV, NAGGRU, NAGLSTM, NAGRNN
+from hbnode.recurrent.named.nag_cells import NAGDTRIVCell, NAGGRUCell, NAGLSTMCell, NAGRNNCell
+from hbnode.recurrent.named.rmsprop import RMSPropDTRIV, RMSPropGRU, RMSPropLSTM, RMSPropRNN
+from hbnode.recurrent.named.rmsprop_cells import RMSPropDTRIVCell, RMSPropGRUCell, RMSPropLSTMCell, RMSPropRNNCell
+from hbnode.recurrent.named.scheduled_restart import SRDTRIV, SRGRU, SRLSTM, SRRNN
+from hbnode.recurrent.named.scheduled_restart_cells import SRDTRIVCell, SRGRUCell, SRLSTMCell, SRRNNCell
 from hbnode.recurrent.orthogonal import DTRIV, DTRIVCell, parameter_groups, rebase_every
 from hbnode.recurrent.state import RecurrentState
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
 from hbnode.recurrent import autocast
+from hbnode.recurrent.base import CellOptions, LayerOptions, RecurrentCell, RecurrentLayer
 from hbnode.recurrent.cell_steps import ModReLUStep
-from hbnode.recurrent.cells import RecurrentCell
 from hbnode.recurrent.executor import Weights
-from hbnode.recurrent.layers import RecurrentLayer
 from hbnode.recurrent.rules import Momentum, Rule
 
 PLAIN = Momentum(momentum=0.0, step_size=1.0)
@@ -142,25 +142,43 @@ def _rebuilt(
 
 
 class DTRIV(_Orthogonal, RecurrentLayer):
-    r"""A recurrent layer with an orthogonal weight B, driven by a rule.
+    """A recurrent layer with an orthogonal weight B, which filters its input with a rule.
 
-    .. math:: h_t = \text{modrelu}(B h_{t-1} + d_t), \quad \text{modrelu}(z) = \text{sign}(z) \, \text{relu}(|z| + b)
+    With g_t = W x_t::
 
-    d_t is the drive of W x_t by the rule. B = base exp(A) with A skew-symmetric is a parametrization as torch's own
-    ``orthogonal`` ("dynamic trivialization"); :meth:`rebase` moves the base to B, see :func:`rebase_every`. The
-    drive of all samples is made in one product, and the scan over time takes one product with B a sample.
+        d_t = rule(g_1, ..., g_t)
+        h_t = modrelu(B h_{t-1} + d_t),  modrelu(z) = sign(z) relu(|z| + b)
+
+    B = base exp(A) with A skew-symmetric is a parametrization, as torch's own ``orthogonal`` ("dynamic
+    trivialization"); :meth:`rebase` moves the base to B, see :func:`rebase_every`. The bias b of modReLU is the only
+    one. The scan over time takes one product with B a sample.
 
     References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501);
     momentum, Nguyen et al. (arXiv:2006.06919), section 4.
 
     Arguments:
-        input_size: features of a sample.
-        hidden_size: size of h.
-        num_layers: how many are stacked.
-        rule: one of :mod:`hbnode.recurrent.rules`; by default none.
-        init: B at first turns planes by angles that are "cayley": in U(0, pi/2) (Helfrich et al., arXiv:1707.09520), or
-            "henaff": in U(-pi, pi) (Henaff et al., arXiv:1602.06662).
-        others: as those of :class:`hbnode.recurrent.LSTM`, but for bias and forget_bias.
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers (default: 1).
+        batch_first: whether x and the output are (batch, T, features) (default: False).
+        dropout: probability of dropping an output between layers in training (default: 0.0).
+        bidirectional: whether a second cell runs backwards in time (default: False).
+        rule: one of :mod:`hbnode.recurrent.rules` (default: ``Momentum(0.0, 1.0)``, which leaves g_t as it is).
+        init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, pi/2) (Helfrich et al.,
+            arXiv:1707.09520), "henaff" from U(-pi, pi) (Henaff et al., arXiv:1602.06662) (default: "cayley").
+        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM` (default: "gates").
+        compile: whether to compile the scan over time with torch.compile (default: False).
+        device: device of the parameters (default: torch's).
+        dtype: dtype of the parameters (default: torch's).
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h and the rule's memory, each (layers * directions, batch, hidden_size).
+
+    Raises:
+        TypeError: the rule is not a rule, or batch_first or bidirectional is not a bool.
+        ValueError: a size, probability or name is not valid.
 
     Example:
         >>> layer = DTRIV(3, 6)
@@ -175,15 +193,22 @@ class DTRIV(_Orthogonal, RecurrentLayer):
         hidden_size: int,
         num_layers: int = 1,
         *,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
         rule: Rule = PLAIN,
-        init: str = "cayley",
-        **options: object,
+        init: Literal["cayley", "henaff"] = "cayley",
+        momentum_space: Literal["gates", "hidden"] = "gates",
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        if "bias" in options:
-            raise TypeError("a DTRIV has the bias of modReLU and no other. Fix: leave bias out.")
         self.init = init
-        self.arguments = DTRIV, (input_size, hidden_size, num_layers), {"rule": rule, "init": init, **options}
-        super().__init__(ModReLUStep(), None, input_size, hidden_size, num_layers, rule=rule, **options)
+        sizes = input_size, hidden_size, num_layers
+        layout = {"batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
+        options: LayerOptions = {"momentum_space": momentum_space, "compile": compile, "device": device, "dtype": dtype}
+        self.arguments = DTRIV, sizes, {"rule": rule, "init": init, **layout, **options}
+        super().__init__(ModReLUStep(), None, *sizes, True, batch_first, dropout, bidirectional, rule=rule, **options)
         self._make_orthogonal()
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
@@ -198,20 +223,39 @@ class DTRIV(_Orthogonal, RecurrentLayer):
 class DTRIVCell(_Orthogonal, RecurrentCell):
     """One step of :class:`DTRIV`.
 
+    With g_t = W x_t and the rule's next output d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
+
     Arguments:
-        input_size: features of a sample.
-        hidden_size: size of h.
-        rule: one of :mod:`hbnode.recurrent.rules`; by default none.
-        init: as that of the layer.
-        others: as those of :class:`hbnode.recurrent.LSTMCell`, but for bias and forget_bias.
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        rule: one of :mod:`hbnode.recurrent.rules` (default: ``Momentum(0.0, 1.0)``, which leaves g_t as it is).
+        init: initial B, "cayley" or "henaff", see :class:`DTRIV` (default: "cayley").
+        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM` (default: "gates").
+        device: device of the parameters (default: torch's).
+        dtype: dtype of the parameters (default: torch's).
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h and the rule's memory, each (batch, hidden_size).
+
+    Raises:
+        TypeError: the rule is not a rule.
+        ValueError: a size or name is not valid.
     """
 
     def __init__(
-        self, input_size: int, hidden_size: int, *, rule: Rule = PLAIN, init: str = "cayley", **options: object
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        rule: Rule = PLAIN,
+        init: Literal["cayley", "henaff"] = "cayley",
+        momentum_space: Literal["gates", "hidden"] = "gates",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        if "bias" in options:
-            raise TypeError("a DTRIV has the bias of modReLU and no other. Fix: leave bias out.")
         self.init = init
+        options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
         self.arguments = DTRIVCell, (input_size, hidden_size), {"rule": rule, "init": init, **options}
         super().__init__(ModReLUStep(), input_size, hidden_size, rule=rule, **options)
         self._make_orthogonal()

@@ -1,0 +1,351 @@
+"""What all recurrent layers and all cells share: parameters, checks of the input, and reading and writing states."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.utils.rnn import PackedSequence
+
+from hbnode._checks import as_count, tensor_fix
+from hbnode._tracing import untraced
+from hbnode.recurrent import autocast
+from hbnode.recurrent.batch import Batch
+from hbnode.recurrent.cell_steps import Step, Taken
+from hbnode.recurrent.executor import Runner, Weights
+from hbnode.recurrent.export import StockLayers, plain_layer
+from hbnode.recurrent.parameters import (
+    check_rule,
+    check_space,
+    check_switch,
+    check_weight_norm,
+    drive_size,
+    given_state,
+    init_gates_,
+    parameter_shapes,
+    read_state,
+)
+from hbnode.recurrent.rules import Rule
+from hbnode.recurrent.state import RecurrentState
+
+
+class LayerOptions(TypedDict):
+    """Arguments that every layer takes by name and hands to its base class."""
+
+    momentum_space: Literal["gates", "hidden"]
+    compile: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class RecurrentLayer(nn.Module):
+    """Base of the layers: runs a cell over sequences, in one or several layers.
+
+    Arguments:
+        step: the cell's step.
+        stock: name of torch's layer of this cell in ``torch._VF``, or None.
+        input_size: see :class:`LSTM`, likewise all that follow.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers.
+        bias: whether there are biases.
+        batch_first: whether the batch axis comes first.
+        dropout: probability of dropping an output between layers.
+        bidirectional: whether a second cell runs backwards in time.
+        rule: one of :mod:`hbnode.recurrent.rules`.
+        momentum_space: "gates" or "hidden".
+        compile: whether a scan over time compiles its steps.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        stock: str | None,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        rule: Rule,
+        momentum_space: Literal["gates", "hidden"] = "gates",
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.step, self.stock = step, stock
+        self.input_size = as_count(input_size, "input_size")
+        self.hidden_size = as_count(hidden_size, "hidden_size")
+        self.num_layers = as_count(num_layers, "num_layers")
+        self.rule = check_rule(rule)
+        self.bias, self.batch_first = check_switch(bias, "bias"), check_switch(batch_first, "batch_first")
+        self.bidirectional, self.is_compiled = check_switch(bidirectional, "bidirectional"), compile
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
+        if dropout and num_layers == 1:
+            raise ValueError("dropout is applied between layers, and there is one. Fix: num_layers=2, or nn.Dropout.")
+        self.dropout = dropout
+        self.momentum_space = check_space(momentum_space)
+        directions = 2 if bidirectional else 1
+        for layer, suffix in self._places():
+            size = self.input_size if layer == 0 else directions * self.hidden_size
+            for name, shape in self._shapes(size).items():
+                self.register_parameter(
+                    f"{name}_l{layer}{suffix}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                )
+        self.reset_parameters()
+
+    def _places(self) -> itertools.product:
+        """The layers and directions, in the order of the state's first axis."""
+        return itertools.product(range(self.num_layers), ("", "_reverse") if self.bidirectional else ("",))
+
+    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of a layer in one direction."""
+        return parameter_shapes(self.step, input_size, self.hidden_size, self.momentum_space, self.bias)
+
+    def _names(self) -> list[str]:
+        """All parameters."""
+        return [f"{name}_l{layer}{suffix}" for layer, suffix in self._places() for name in self._shapes(1)]
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights."""
+        raise NotImplementedError
+
+    @untraced  # a loop over time is no graph; torch.compile passes over torch.nn's layers likewise
+    def forward(
+        self,
+        x: Tensor | PackedSequence,
+        state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        *,
+        hx: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+    ) -> tuple[Tensor | PackedSequence, RecurrentState]:
+        """Run over sequences, from their start or from where an earlier chunk ended.
+
+        Arguments:
+            x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
+                or a PackedSequence.
+            state: that of an earlier call; or h, or (h, c) of an LSTM, at the start of a sequence; None is zeros.
+            hx: the same under torch.nn's name.
+
+        Returns:
+            h at every sample, in the form of x and directions * hidden_size wide, and the state after the last.
+
+        Raises:
+            TypeError: x is not floating point.
+            ValueError: x or the state has another shape than expected.
+        """
+        check_weight_norm(self)
+        batch = Batch.of(x, self.input_size, self.batch_first)
+        states, t = self._read(given_state(state, hx), batch)
+        run = Runner(self.step, self.rule, self.stock, self.is_compiled, autocast.is_on(batch.x))
+        with autocast.switched(batch.x, on=False):
+            out, ended = self._run(run, batch, states)
+        return batch.output(out), self._written(ended, t, batch)
+
+    def _run(self, run: Runner, batch: Batch, states: list[RecurrentState]) -> tuple[Tensor, list[RecurrentState]]:
+        """All layers, from the states of each: the last one's output (T, batch, n), and the states in the end."""
+        out, ended = batch.x, []
+        for layer, of_layer in itertools.groupby(zip(self._places(), states, strict=True), key=lambda z: z[0][0]):
+            if layer > 0 and self.dropout and self.training:
+                out = nn.functional.dropout(out, self.dropout)
+            sides = []
+            for (_, suffix), start in of_layer:
+                given = batch.reverse(out) if suffix else out
+                h, end = run(batch, given, self._weights(f"_l{layer}{suffix}"), start)
+                sides.append(batch.reverse(h) if suffix else h)
+                ended.append(end)
+            out = torch.cat(sides, dim=-1) if len(sides) > 1 else sides[0]
+        return out, ended
+
+    def _weights(self, suffix: str) -> Weights:
+        """The parameters of a layer in one direction."""
+        values = {name: getattr(self, name + suffix) for name in self._shapes(1)}
+        is_hidden = self.momentum_space == "hidden"
+        return Weights(
+            values["weight_ih"], values["weight_hh"], values.get("bias_ih"), values.get("bias_hh"), is_hidden
+        )
+
+    def _read(
+        self, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None, batch: Batch
+    ) -> tuple[list[RecurrentState], int | Tensor | None]:
+        """States of the layers and directions, and the samples before the first."""
+        places = self.num_layers * (2 if self.bidirectional else 1)
+        shape = () if batch.is_single else tuple(batch.x.shape[1:2])
+        widths = self.hidden_size, drive_size(self.step, self.hidden_size, self.momentum_space)
+        state = read_state(state, self.rule, self.step, widths, (places,), shape, batch.x)
+        t = state.t
+        if t is not None:
+            t = batch.sort(t, axis=0)
+            t = int(t[0]) if len(t) and not t.is_meta and bool((t == t[0]).all()) else t
+        elif "t" in self.rule.memory:
+            t = 0
+        entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in (state.h, state.c, *state.memory[:3])]
+        return [RecurrentState(*(None if z is None else z[k] for z in entries), t) for k in range(places)], t
+
+    def _written(self, states: list[RecurrentState], t: int | Tensor | None, batch: Batch) -> RecurrentState:
+        """The state of all layers and directions."""
+        entries = zip(*((state.h, state.c, *state.memory[:3]) for state in states), strict=True)
+        entries = [None if z[0] is None else batch.unsort(torch.stack(z), axis=1) for z in entries]
+        if t is not None:
+            t = batch.unsort(t + batch.lengths, axis=0)
+        return RecurrentState(*entries, t)
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: torch.nn's layers lay out their weights for cuDNN here, ours at each call."""
+
+    def to_stock(self) -> StockLayers:
+        """A copy for inference and deployment: plain layers of torch.nn, each with a filter before it.
+
+        Its call is ``output, state = stock(x)`` for sequences that start, where the state is that of torch.nn. With a
+        linear rule the filter runs over the inputs; with others over W x + b, and the plain layer's own W is the
+        identity. Dropout is left out.
+
+        Raises:
+            ValueError: torch.nn has no layer of this cell.
+        """
+        if self.stock is None:
+            raise ValueError(f"torch.nn has no layer of the cell of {type(self).__name__}. Fix: export its cell.")
+        pairs = [plain_layer(self.stock, self.rule, self._weights(f"_l{k}{suffix}")) for k, suffix in self._places()]
+        return StockLayers(*map(list, zip(*pairs, strict=True)), 2 if self.bidirectional else 1, self.batch_first)
+
+    def extra_repr(self) -> str:
+        """Sizes, rule, and what differs from the defaults."""
+        parts = [f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}"]
+        parts += [f"{name}={getattr(self, name)!r}" for name, usual in _USUAL.items() if getattr(self, name) != usual]
+        return ", ".join([*parts, "compile=True"] if self.is_compiled else parts)
+
+
+_USUAL = {
+    "num_layers": 1,
+    "bias": True,
+    "batch_first": False,
+    "dropout": 0.0,
+    "bidirectional": False,
+    "momentum_space": "gates",
+}
+
+
+class CellOptions(TypedDict):
+    """Arguments that every cell takes by name and hands to its base class."""
+
+    momentum_space: Literal["gates", "hidden"]
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class RecurrentCell(nn.Module):
+    """Base of the cells: takes one step.
+
+    Arguments:
+        step: the cell's step.
+        input_size: see :class:`hbnode.recurrent.LSTMCell`, likewise all that follow.
+        hidden_size: number of features of h.
+        bias: whether there are biases.
+        rule: one of :mod:`hbnode.recurrent.rules`.
+        momentum_space: "gates" or "hidden".
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        rule: Rule,
+        momentum_space: Literal["gates", "hidden"] = "gates",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.step = step
+        self.input_size = as_count(input_size, "input_size")
+        self.hidden_size = as_count(hidden_size, "hidden_size")
+        self.rule, self.momentum_space = check_rule(rule), check_space(momentum_space)
+        self.has_bias = check_switch(bias, "bias")
+        for name, shape in self._shapes().items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(self.step, self.input_size, self.hidden_size, self.momentum_space, self.has_bias)
+
+    def _weights(self) -> Weights:
+        biases = (self.bias_ih, self.bias_hh) if self.has_bias else (None, None)
+        return Weights(self.weight_ih, self.weight_hh, *biases, self.momentum_space == "hidden")
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights, as those of the layer."""
+        init_gates_(self, self._shapes())
+
+    def forward(
+        self,
+        x: Tensor,
+        state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        *,
+        hx: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Take a step.
+
+        Arguments:
+            x: (batch, input_size) or (input_size,).
+            state: that of the step before; or h, or (h, c) of an LSTM, at the start of a sequence; None is zeros.
+            hx: the same under torch.nn's name.
+
+        Returns:
+            h (batch, hidden_size) or (hidden_size,), and the state.
+
+        Raises:
+            ValueError: x or the state has another shape or dtype than expected.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}. Fix: {tensor_fix(x)}.")
+        if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
+                f"{tuple(x.shape)}. Fix: one sample at a time; a layer takes sequences."
+            )
+        is_autocast = autocast.is_on(x)
+        if x.dtype != self.weight_ih.dtype and not is_autocast:
+            raise ValueError(
+                f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. "
+                f"Fix: x.to({self.weight_ih.dtype})."
+            )
+        n = drive_size(self.step, self.hidden_size, self.momentum_space)
+        state = read_state(
+            given_state(state, hx), self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x
+        )
+        if x.dim() == 1:
+            h, state = self._step(x.unsqueeze(0), state.map(lambda z: z.unsqueeze(0)))
+            return h.squeeze(0), state.map(lambda z: z.squeeze(0))
+        return self._step(x, state)
+
+    def _step(self, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        check_weight_norm(self)
+        weights = self._weights()
+        g = linear(x, weights.w, weights.b)
+        memory = state.memory
+        if state.is_fresh:
+            memory = self.rule.start(g)
+            if memory.t is not None:
+                memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
+        d, memory = self.rule(g.unsqueeze(0), memory)
+        d = linear(d[0], weights.u) if weights.is_hidden else d[0]
+        a, rest = self.step.prepare(d, weights.bias)
+        taken = self.step.forward(a + linear(state.h, weights.u), rest, Taken(state.h, state.c), weights.bias)
+        return taken.h, RecurrentState(taken.h, taken.c, *memory)
+
+    def extra_repr(self) -> str:
+        """Sizes, rule, and what differs from the defaults."""
+        space = "" if self.momentum_space == "gates" else f", momentum_space={self.momentum_space!r}"
+        bias = "" if self.has_bias else ", bias=False"
+        return f"{self.input_size}, {self.hidden_size}, rule={self.rule}{bias}{space}"
