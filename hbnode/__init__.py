@@ -1,7 +1,7 @@
 """Neural ODEs with momentum, on PyTorch."""
 
 from hbnode import nets, recurrent
-from hbnode.analysis import NFEToleranceCurve, nfe_vs_tolerance
+from hbnode.analysis import AdjointNorms, NFEToleranceCurve, Spectrum, adjoint_norms, nfe_vs_tolerance, spectrum
 from hbnode.blocks import HeavyBallODEBlock, ODEBlock
 from hbnode.errors import (
     MaxNFEError,
@@ -158,4 +158,8 @@ __all__ = [
     "StepRecord",
     "nfe_vs_tolerance",
     "NFEToleranceCurve",
+    "adjoint_norms",
+    "AdjointNorms",
+    "spectrum",
+    "Spectrum",
 ]

@@ -1,18 +1,17 @@
-"""Diagnostics that return data and can plot themselves."""
+"""Cost and error of a model against the tolerance of its solver."""
 
 from __future__ import annotations
 
 import copy
-import csv
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hbnode.analysis import figures
+from hbnode.analysis.results import Result
 from hbnode.blocks import ODEBlock
 from hbnode.nfe import NFE, count_nfe
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NFEToleranceCurve:
+class NFEToleranceCurve(Result):
     """Cost and error of a model against its solver's tolerance; one entry per tolerance in each list.
 
     Attributes:
@@ -39,41 +38,23 @@ class NFEToleranceCurve:
     error: list[float]
     gradient_error: list[float]
 
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw evaluations (left axis) and errors (right axis) against the tolerance; returns the left axes."""
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("plotting needs matplotlib. Fix: pip install 'hbnode[tasks]'.") from error
-        if ax is None:
-            _, ax = plt.subplots(layout="constrained")
-        ax.plot(self.tolerance, self.forward, "o-", color="C0", label="forward NFE")
-        if any(self.backward):
-            ax.plot(self.tolerance, self.backward, "s-", color="C1", label="backward NFE")
-        ax.set_xscale("log")
-        ax.invert_xaxis()
-        ax.set_xlabel("tolerance (rtol = atol)")
-        ax.set_ylabel("function evaluations")
-        ax.set_ylim(bottom=0)
-        right = ax.twinx()
-        right.plot(self.tolerance, self.error, "o:", color="C0", alpha=0.6, label="error")
-        right.plot(self.tolerance, self.gradient_error, "s:", color="C1", alpha=0.6, label="gradient error")
-        right.set_yscale("log")
-        right.set_ylabel("error")
-        lines = ax.get_lines() + right.get_lines()
-        ax.legend(lines, [line.get_label() for line in lines], loc="upper center", fontsize="small")
-        return ax
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """All attributes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def to_csv(self, path: str | os.PathLike) -> None:
-        """Write one row per tolerance; the file appears whole or not at all."""
-        path = Path(path)
-        names = [field.name for field in fields(self)]
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(names)
-            writer.writerows(zip(*(getattr(self, name) for name in names), strict=True))
-        partial.replace(path)
+    def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
+        """Draw evaluations on the left axis and errors on the right, against the tolerance.
+
+        :func:`hbnode.plot.tolerance_curve` draws several of them into the same axes.
+
+        Arguments:
+            ax: axes to draw into; None makes a figure.
+            kwargs: passed to ``Axes.plot``.
+
+        Returns:
+            The axes on the left.
+        """
+        return figures.draw_tolerance_curves({"": self.columns()}, ax, **kwargs)
 
 
 def nfe_vs_tolerance(

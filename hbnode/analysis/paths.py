@@ -1,0 +1,98 @@
+"""The states that a block passes through, without a change to the block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._state import State, append_zeros, parts
+from hbnode.blocks import ODEBlock
+from hbnode.fields import Field
+from hbnode.nfe import NFE
+from hbnode.solve import Settings, solve
+
+POINTS = 200  # output times where none are given
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards the modes that there were."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def check_block(block: nn.Module, caller: str) -> ODEBlock:
+    """The block, if it is one."""
+    if not isinstance(block, ODEBlock):
+        raise TypeError(
+            f"{caller} expected an ODEBlock, got {type(block).__name__}. "
+            "Fix: pass the block inside of a model; ODEBlock(field) makes one of a field."
+        )
+    return block
+
+
+def as_input(block: nn.Module, x: object) -> Tensor:
+    """An input without its graph; an array or a list becomes a tensor of the block's dtype and device."""
+    if x is None:
+        raise TypeError(f"{type(block).__name__} was given without an input. Fix: pass x after the block.")
+    if isinstance(x, Tensor):
+        return x.detach()
+    like = next((p for p in block.parameters() if p.is_floating_point()), torch.empty(0))
+    return torch.as_tensor(x).to(like)
+
+
+def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = POINTS) -> tuple[Tensor, Settings]:
+    """Output times, and the settings to solve with.
+
+    Without times of the caller's, they are the block's own grid if it solves on one, else equally spaced.
+    """
+    settings = block.settings()
+    if t is not None:
+        times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
+        if times.dim() != 1 or len(times) < 2:
+            raise ValueError(
+                f"t must hold two or more times (T,), got shape {tuple(times.shape)}. Fix: [0.0, 0.5, 1.0]."
+            )
+        return times, settings
+    options = settings.options or {}
+    if "steps" in options:  # a grid: n steps between two outputs become one step between each two of n + 1 outputs
+        points = int(options["steps"]) + 1
+        settings = dataclasses.replace(settings, options=options | {"steps": 1})
+    return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
+
+
+def start(block: ODEBlock, x: Tensor) -> State:
+    """The state that the block starts from."""
+    if block.initial_state is not None:
+        return block.initial_state(x)
+    return field_of(block).initial_state(append_zeros(x, block.augment))
+
+
+def field_of(block: ODEBlock) -> Field:
+    """The field of a block, or a module that acts as one."""
+    return cast(Field, block.field)
+
+
+def solved(block: ODEBlock, state: State, t: Tensor | Sequence[float], settings: Settings) -> State:
+    """The states at the times, without an effect on the block's count."""
+    return cast(State, solve(block.field, state, t, settings, NFE()))
+
+
+def states(
+    block: ODEBlock, x: object, t: Tensor | Sequence[float] | None, points: int = POINTS
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Times (T,), and the parts of the state, h or h and m, at these times, each (T, batch, ...)."""
+    times, settings = schedule(block, t, points)
+    with torch.no_grad(), evaluating(block):
+        trajectory = solved(block, start(block, as_input(block, x)), times, settings)
+    return times, parts(trajectory)
