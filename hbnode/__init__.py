@@ -1,6 +1,6 @@
 """Neural ODEs with momentum, on PyTorch."""
 
-from hbnode import nets, recurrent
+from hbnode import nets, plot, recurrent
 from hbnode.analysis import AdjointNorms, NFEToleranceCurve, Spectrum, adjoint_norms, nfe_vs_tolerance, spectrum
 from hbnode.blocks import HeavyBallODEBlock, ODEBlock
 from hbnode.errors import (
@@ -162,4 +162,5 @@ __all__ = [
     "AdjointNorms",
     "spectrum",
     "Spectrum",
+    "plot",
 ]

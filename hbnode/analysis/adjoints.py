@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hbnode._state import State, apply, parts
 from hbnode.analysis import figures
-from hbnode.analysis.paths import as_input, check_block, evaluating, field_of, schedule, solved, start
+from hbnode.analysis.paths import as_input, check_block, evaluating, field_of, schedule, solved, start, with_graphs
 from hbnode.analysis.results import Result
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class AdjointNorms(Result):
 
 def adjoint_norms(
     block: nn.Module,
-    x: Tensor,
+    x: Any,
     t: Tensor | Sequence[float] | None = None,
     *,
     loss: Callable[[Tensor], Tensor] | None = None,
@@ -75,7 +75,7 @@ def adjoint_norms(
 
     Arguments:
         block: an :class:`hbnode.ODEBlock`.
-        x: input batch, (batch, ...): the state at ``t[0]``.
+        x: input batch (batch, ...): the state at ``t[0]``.
         t: times (T,) to take the norm at, the last being the end of the solve. None is 50 equally spaced times of the
             block's ``t_span``, or its grid if it solves on one.
         loss: h(T) -> scalar L; None is the mean of squares.
@@ -96,8 +96,8 @@ def adjoint_norms(
     """
     block = check_block(block, "adjoint_norms")
     times, settings = schedule(block, t, points=50)
-    with torch.enable_grad(), evaluating(block):
-        state = apply(_leaf, start(block, as_input(block, x)))
+    with with_graphs(), evaluating(block):
+        state = apply(_leaf, start(block, as_input(block, x).clone()))
         states: list[State] = [state]
         for interval in pairwise(times.tolist()):
             state = apply(lambda part: part[-1], solved(block, state, interval, settings))

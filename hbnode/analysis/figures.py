@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.lines import Line2D
 
 
@@ -36,14 +37,30 @@ def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
     """A legend beside the axes where the figure's layout makes room for it, else where the fewest curves are."""
+    from matplotlib.transforms import ScaledTranslation
+
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
+    right = twin(ax)
+    figure = ax.figure
     if not found:
         return
-    if ax.figure.get_layout_engine() is None:
-        ax.legend(handles=found, fontsize="small")
-    else:
-        right = 1.02 if twin(ax) is None else 1.15
-        ax.legend(handles=found, fontsize="small", loc="upper left", bbox_to_anchor=(right, 1.0), borderaxespad=0.0)
+    if figure.get_layout_engine() is None:
+        (right or ax).legend(handles=found, fontsize="small")  # the upper one of the two
+        return
+    gap = ScaledTranslation((5 if right is None else 55) / 72, 0.0, figure.dpi_scale_trans)  # room for tick labels
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "bbox_transform": ax.transAxes + gap}
+    ax.legend(handles=found, fontsize="small", borderaxespad=0.0, handlelength=1.5, frameon=False, **place)
+
+
+def ticks_of_short_axis(axis: Axis) -> None:
+    """Number a logarithmic axis of less than two decades at 1, 2 and 5, where powers of ten would be too few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    if low > 0 and high / low < 100:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def twin(ax: Axes) -> Axes | None:
@@ -96,6 +113,7 @@ def draw_tolerance_curves(curves: Mapping[str, Mapping[str, Sequence[float]]], a
     ax.set(xscale="log", xlabel="tolerance (rtol = atol)", ylabel="function evaluations", ylim=(0, None))
     ax.xaxis.set_inverted(True)
     right.set(yscale="log", ylabel="error")
+    ticks_of_short_axis(right.yaxis)
     legend(ax, handles)
     return ax
 
@@ -119,6 +137,7 @@ def draw_adjoint_norms(
     if m is not None:
         ax.plot(t, total, **style({"color": "0.4", "linestyle": "--", "label": "both together"}, kwargs))
     ax.set(yscale="log", xlabel="time $t$", ylabel="norm of the adjoint state")
+    ticks_of_short_axis(ax.yaxis)
     legend(ax)
     return ax
 
@@ -144,9 +163,38 @@ def draw_spectrum(eigenvalues: Tensor, damping: float | None, ax: Axes | None, *
             ax.axvline(
                 -damping / 2, color="C1", linestyle="--", linewidth=1, label=rf"$-\gamma/2 = {-damping / 2:.3g}$"
             )
-    found = {"linestyle": "none", "marker": "o", "markersize": 4, "color": "C0", "label": "eigenvalues"}
+    found: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "color": "C0"}
+    if damping:
+        found["label"] = "eigenvalues"
     ax.plot(eigenvalues.real.reshape(-1), eigenvalues.imag.reshape(-1), **style(found, kwargs))
     ax.axvline(0.0, color="0.8", linewidth=0.8, zorder=0)
     ax.set(xlabel="real part (1/time)", ylabel="imaginary part (1/time)")
+    legend(ax)
+    return ax
+
+
+def draw_steps(
+    t: Sequence[float],
+    size: Sequence[float],
+    accepted: Sequence[bool],
+    backward: Sequence[bool],
+    ax: Axes | None,
+    **kwargs: Any,
+) -> Axes:
+    """Step sizes over the times at which the steps start, those of an adjoint and the rejected ones marked."""
+    ax = axes(ax)
+    of_adjoint = {"markerfacecolor": "none"}
+    for is_accepted, is_backward, label, look in (
+        (True, False, "accepted", {"marker": "o", "color": "C0"}),
+        (False, False, "rejected", {"marker": "x", "color": "C3"}),
+        (True, True, "adjoint, accepted", {"marker": "s", "color": "C1", **of_adjoint}),
+        (False, True, "adjoint, rejected", {"marker": "+", "color": "C3", "markersize": 7}),
+    ):
+        chosen = [i for i in range(len(t)) if (accepted[i], backward[i]) == (is_accepted, is_backward)]
+        if chosen:
+            properties = style({"linestyle": "none", "markersize": 5, "label": label, **look}, kwargs)
+            ax.plot([t[i] for i in chosen], [size[i] for i in chosen], **properties)
+    ax.set(yscale="log", xlabel="time $t$", ylabel="step size, in units of $t$")
+    ticks_of_short_axis(ax.yaxis)
     legend(ax)
     return ax

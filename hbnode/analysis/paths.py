@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -20,15 +20,23 @@ POINTS = 200  # output times where none are given
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards the modes that there were."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+def evaluating(field: nn.Module | Callable) -> Iterator[None]:
+    """Evaluation mode, and afterwards the modes that there were; a function has none."""
+    modes = [(part, part.training) for part in field.modules()] if isinstance(field, nn.Module) else []
     try:
+        for part, _ in modes:
+            part.training = False
         yield
     finally:
         for part, training in modes:
             part.training = training
+
+
+@contextmanager
+def with_graphs() -> Iterator[None]:
+    """Gradients, also where the caller has switched them off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def check_block(block: nn.Module, caller: str) -> ODEBlock:

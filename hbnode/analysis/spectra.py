@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hbnode._state import State, parts
 from hbnode.analysis import figures
-from hbnode.analysis.paths import check_block, evaluating, states
+from hbnode.analysis.paths import check_block, evaluating, states, with_graphs
 from hbnode.analysis.results import Result
 from hbnode.fields import GHBNODE, HBNODE
 
@@ -69,7 +69,7 @@ class Spectrum(Result):
         return figures.draw_spectrum(self.eigenvalues, self.damping, ax, **kwargs)
 
 
-def spectrum(block: nn.Module, x: Tensor, t: float | None = None) -> Spectrum:
+def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     r"""Eigenvalues of the Jacobian of a block's first-order system, for each sample.
 
     The adjoint of a sample obeys :math:`a(t) = a(T)\, e^{(T - t) H}` if the Jacobian of the system is a constant H, so
@@ -89,7 +89,7 @@ def spectrum(block: nn.Module, x: Tensor, t: float | None = None) -> Spectrum:
 
     Arguments:
         block: an :class:`hbnode.ODEBlock`.
-        x: input batch, (batch, ...).
+        x: input batch (batch, ...).
         t: the time at which the Jacobian is taken, on the path that starts from x at the start of ``t_span``. None is
             the mean over ``t_span``, by Gauss's formula with 8 nodes.
 
@@ -131,8 +131,10 @@ def _one_damping(field: nn.Module) -> float | None:
     """The γ of a heavy ball, if it has a single one."""
     if not isinstance(field, (HBNODE, GHBNODE)):
         return None
-    damping = torch.as_tensor(field.damping).detach()
-    return float(damping) if damping.numel() == 1 else None
+    damping = field.damping
+    if isinstance(damping, Tensor):
+        return float(damping.detach()) if damping.numel() == 1 else None
+    return damping
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
@@ -145,9 +147,9 @@ def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
     """The derivative of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
-    with torch.enable_grad():
+    with with_graphs():
         leaves = [part.detach().clone().requires_grad_() for part in state]
-        value: State = field(t.to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
+        value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
         flat = torch.cat([part.reshape(len(part), -1) for part in parts(value)], dim=1)
         rows = []
         for of_all_samples in flat.sum(0):

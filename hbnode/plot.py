@@ -1,0 +1,370 @@
+"""Pictures of fields, solves and diagnostics: data or a block first, the matplotlib axes drawn into returned.
+
+Needs matplotlib, ``pip install 'hbnode[plot]'``, which is imported when something is drawn. Every function draws into
+``ax``, or into a new figure without it, passes further keyword arguments to the artists, and neither shows nor closes a
+figure. Data are tensors of any device, with or without a gradient, arrays or lists. A block is solved in evaluation
+mode and without gradients; its modes and counts stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._state import State, parts
+from hbnode.analysis import figures
+from hbnode.analysis.figures import numbers
+from hbnode.analysis.paths import check_block, evaluating, states
+from hbnode.analysis.spectra import Spectrum
+from hbnode.analysis.spectra import spectrum as find_spectrum
+from hbnode.analysis.tolerance import NFEToleranceCurve
+from hbnode.blocks import ODEBlock
+from hbnode.fields import GHBNODE, HBNODE, SONODE
+from hbnode.nfe import StepRecord, record_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["phase_portrait", "spectrum", "steps", "tolerance_curve", "trajectories", "vector_field"]
+
+Array: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
+Index: TypeAlias = "int | slice | Sequence[int] | None"
+MOST_LINES = 1000
+MOST_LABELS = 10
+
+
+def trajectories(
+    data: nn.Module | Array,
+    x: Array | None = None,
+    t: Array | None = None,
+    *,
+    features: Index = None,
+    samples: Index = None,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw h over time: ``trajectories(block, x)`` or ``trajectories(h, t)``.
+
+    With several features each has a colour; with one, each sample has.
+
+    Arguments:
+        data: a block, or a trajectory h (T, batch, ...) such as ``block(x, t)``; also (T, batch), (T,), and h in a
+            pair (h, m).
+        x: of a block, the input (batch, ...) that it starts from; of a trajectory, its times, as ``t``.
+        t: times (T,). None is, of a block, 200 equally spaced ones of ``t_span``, or the grid that it solves on.
+        features: which features of h, flattened, to draw: an index, several, or a slice. None is all.
+        samples: which samples to draw, likewise.
+        ax: axes to draw into; None makes a figure.
+        kwargs: passed to ``Axes.plot``.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), t_span=(0.0, 10.0))
+        >>> ax = hbnode.plot.trajectories(block, torch.randn(5, 2), features=0, alpha=0.7)
+        >>> len(ax.get_lines())
+        5
+    """
+    if isinstance(data, nn.Module):
+        times, path = states(check_block(data, "trajectories"), x, t)
+        h = numbers(path[0])
+    else:
+        h = numbers(data[0] if isinstance(data, tuple) else data)
+        t = x if t is None else t
+        times = numbers(range(len(h)) if t is None else t)
+        _check_times(h, times)
+    h, numbered = _chosen(h, features, samples)
+    ax = figures.axes(ax)
+    for i, feature in enumerate(numbered):
+        several = {"color": f"C{i}"} if len(numbered) > 1 else {}
+        lines = ax.plot(times, h[:, :, i], **figures.style(several, kwargs))
+        if 1 < len(numbered) <= MOST_LABELS and "label" not in kwargs:
+            lines[0].set_label(f"$h_{{{feature}}}$")
+        for line in lines[1:]:
+            line.set_label("_nolegend_")
+    ax.set_xlabel("time $t$" if t is not None or isinstance(data, nn.Module) else "output")
+    ax.set_ylabel("$h(t)$" if len(numbered) > 1 or not numbered else f"$h_{{{numbered[0]}}}(t)$")
+    figures.legend(ax)
+    return ax
+
+
+def phase_portrait(
+    data: nn.Module | Array,
+    x: Array | None = None,
+    t: Array | None = None,
+    *,
+    features: Index = None,
+    samples: Index = None,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw momentum against h, or one feature of h against another: ``phase_portrait(block, x)``.
+
+    A circle marks where each path starts.
+
+    Arguments:
+        data: a block, a pair ``(h, m)`` of trajectories (T, batch, ...), or one trajectory h of two features or more.
+        x: of a block, the input (batch, ...) that it starts from.
+        t: of a block, the times (T,), as for :func:`trajectories`.
+        features: of a pair or of a second-order block, the features to draw, each with its momentum; None is all. Of a
+            single h or of a first-order block, the two to draw against each other; None is (0, 1).
+        samples: which samples to draw; None is all.
+        ax: axes to draw into; None makes a figure.
+        kwargs: passed to ``Axes.plot`` for the paths.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> spring = hbnode.HeavyBallODEBlock(lambda h: -h, damping=0.2, t_span=(0.0, 20.0))
+        >>> ax = hbnode.plot.phase_portrait(spring, torch.ones(1, 1))
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('$h$', '$m$')
+    """
+    second = "m"
+    if isinstance(data, nn.Module):
+        block = check_block(data, "phase_portrait")
+        _, path = states(block, x, t)
+        second = _second(block.field)
+    else:
+        pair = isinstance(data, tuple) or (isinstance(data, list) and all(hasattr(part, "shape") for part in data))
+        path = tuple(data) if pair else (data,)
+    if len(path) > 2:
+        raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
+    if len(path) == 2:
+        (h, numbered), (m, _) = (_chosen(numbers(part), features, samples) for part in path)
+        names = ("h", second) if h.shape[-1] == 1 and numbered == [0] else ("h_i", f"{second}_i")
+        labels = [f"$i = {i}$" for i in numbered] if 1 < len(numbered) <= MOST_LABELS else [None] * len(numbered)
+        pairs = [(h[:, :, i], m[:, :, i]) for i in range(h.shape[-1])]
+    else:
+        h, numbered = _chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
+        if len(numbered) != 2:
+            raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
+        names, labels = (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None]
+        pairs = [(h[:, :, 0], h[:, :, 1])]
+    ax = figures.axes(ax)
+    for index, ((across, up), label) in enumerate(zip(pairs, labels, strict=True)):
+        for sample in range(across.shape[1]):
+            color = {"color": f"C{index}"} if len(pairs) > 1 else {}
+            defaults = {**color, "label": label if label and sample == 0 else "_nolegend_"}
+            given = kwargs if sample == 0 and index == 0 else {k: v for k, v in kwargs.items() if k != "label"}
+            (line,) = ax.plot(across[:, sample], up[:, sample], **figures.style(defaults, given))
+            ax.plot(*(x[:1, sample] for x in (across, up)), "o", color=line.get_color(), mfc="white", ms=5)
+    ax.set(xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
+    figures.legend(ax)
+    return ax
+
+
+def vector_field(
+    field: Callable[[Tensor, State], State],
+    t: float = 0.0,
+    *,
+    at: Array | None = None,
+    features: Sequence[int] = (0, 1),
+    xlim: tuple[float, float] | None = None,
+    ylim: tuple[float, float] | None = None,
+    points: int = 20,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw a field as arrows of one length, coloured by its speed, with a colour bar.
+
+    The plane is (h, m) for the second-order fields and (h_0, h_1) for the others.
+
+    Arguments:
+        field: a field or a block, or a callable ``(t, state)``.
+        t: the time at which the field is drawn.
+        at: a state of one sample, h or (h, m), that the plane passes through, for a field of more dimensions. None is
+            zero: h and m of one feature each, or h of two.
+        features: the two features of h, (i, j), that span the plane; for the second-order fields (h_i, m_i).
+        xlim: range of the first axis. None is that of ``ax`` if something is drawn there, else (-2, 2).
+        ylim: range of the second axis, likewise.
+        points: arrows in each direction.
+        ax: axes to draw into; None makes a figure.
+        kwargs: passed to ``Axes.quiver``.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> spring = hbnode.HeavyBallODEBlock(lambda h: -h, damping=0.2, t_span=(0.0, 20.0))
+        >>> ax = hbnode.plot.phase_portrait(spring, torch.ones(1, 1))
+        >>> ax is hbnode.plot.vector_field(spring, ax=ax)
+        True
+    """
+    field = field.field if isinstance(field, ODEBlock) else field
+    ax = figures.axes(ax)
+    drawn = ax.has_data()
+    xlim = xlim or (ax.get_xlim() if drawn else (-2.0, 2.0))
+    ylim = ylim or (ax.get_ylim() if drawn else (-2.0, 2.0))
+    centres = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    across, up = torch.meshgrid(*(low + (high - low) * centres for low, high in (xlim, ylim)), indexing="xy")
+    base = _base(field, at)
+    i, j = (features[0], features[0]) if len(base) == 2 else features
+    if max(i, j) >= base[0].numel():
+        raise ValueError(
+            f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
+            "Fix: at=torch.zeros(d), a state of the field, or features="
+        )
+    state = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
+    state[0][:, i], state[-1][:, j] = (x.reshape(-1).to(base[0]) for x in (across, up))
+    shaped = [rows.reshape(-1, *part.shape) for rows, part in zip(state, base, strict=True)]
+    with torch.no_grad(), evaluating(field):
+        value = field(torch.tensor(t).to(shaped[0]), tuple(shaped) if len(base) == 2 else shaped[0])
+    speeds = [numbers(part).reshape(across.numel(), -1) for part in parts(value)]
+    du, dv = (x.reshape(across.shape) for x in (speeds[0][:, i], speeds[-1][:, j]))
+    speed = torch.hypot(du, dv)
+    length = torch.where(speed > 0, speed, 1.0)
+    options: dict[str, Any] = {"angles": "xy", "pivot": "mid", "cmap": "viridis", "zorder": 0.5} | kwargs
+    arrows = ax.quiver(across, up, du / length, dv / length, speed, **options)
+    names = ("h", _second(field)) if len(base) == 2 else (f"h_{{{i}}}", f"h_{{{j}}}")
+    ax.figure.colorbar(arrows, ax=ax, label=f"speed $|d({names[0]}, {names[1]})/dt|$")
+    ax.set(xlim=xlim, ylim=ylim, xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
+    return ax
+
+
+def steps(
+    data: StepRecord | nn.Module,
+    x: Array | None = None,
+    t: Tensor | Sequence[float] | None = None,
+    *,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw the accepted and rejected steps of a solve, their size over time: ``steps(block, x)`` or ``steps(record)``.
+
+    Arguments:
+        data: a block, or what :func:`hbnode.record_steps` has recorded.
+        x: of a block, the input (batch, ...) that it starts from.
+        t: of a block, its output times (T,); None is the ends of ``t_span``.
+        ax: axes to draw into; None makes a figure.
+        kwargs: passed to ``Axes.plot`` for all markers.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(lambda t, h: torch.sin(t * t) - h, t_span=(0.0, 9.0))
+        >>> with hbnode.record_steps(block) as record:
+        ...     h = block(torch.zeros(1, 1))
+        >>> ax = hbnode.plot.steps(record)
+        >>> len(ax.get_lines()[0].get_xdata()) == block.nfe.steps
+        True
+    """
+    if not isinstance(data, StepRecord):
+        block = check_block(data, "steps")
+        with record_steps(block) as record:
+            states(block, x, block.t_span if t is None else t)
+        data = record
+    return figures.draw_steps(data.t, data.size, data.accepted, data.backward, ax, **kwargs)
+
+
+def tolerance_curve(
+    data: NFEToleranceCurve | Mapping[str, NFEToleranceCurve], *, ax: Axes | None = None, **kwargs: Any
+) -> Axes:
+    """Draw evaluations (left axis) and errors (right axis) against tolerance, of one curve or of several.
+
+    Arguments:
+        data: what :func:`hbnode.nfe_vs_tolerance` returns, or several of these by their names.
+        ax: axes to draw into; None makes a figure.
+        kwargs: passed to ``Axes.plot`` for all lines.
+
+    Returns:
+        The axes on the left.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(3, 3))
+        >>> curve = hbnode.nfe_vs_tolerance(block, torch.randn(4, 3), [1e-2, 1e-4])
+        >>> hbnode.plot.tolerance_curve({"HBNODE": curve}).get_xscale()
+        'log'
+    """
+    curves = data if isinstance(data, Mapping) else {"": data}
+    return figures.draw_tolerance_curves({name: curve.columns() for name, curve in curves.items()}, ax, **kwargs)
+
+
+def spectrum(
+    data: Spectrum | nn.Module,
+    x: Array | None = None,
+    t: float | None = None,
+    *,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw eigenvalues in the complex plane and what damping does to them: ``spectrum(block, x)``.
+
+    Open circles are the eigenvalues that a heavy ball has without damping, and lines lead from them to those that it
+    has: damping moves each pair to the left, until its centre is at -γ/2.
+
+    Arguments:
+        data: a block, or what :func:`hbnode.spectrum` returns.
+        x: of a block, the input (batch, ...).
+        t: of a block, the time, as for :func:`hbnode.spectrum`.
+        ax: axes to draw into; None makes a figure.
+        kwargs: passed to ``Axes.plot`` for the eigenvalues.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(3, 3), damping=0.5)
+        >>> hbnode.plot.spectrum(block, torch.randn(4, 3)).get_xlabel()
+        'real part (1/time)'
+    """
+    return (data if isinstance(data, Spectrum) else find_spectrum(data, x, t)).plot(ax, **kwargs)
+
+
+def _check_times(h: Tensor, times: Tensor) -> None:
+    if h.dim() == 0 or times.shape != h.shape[:1]:
+        raise ValueError(
+            f"expected a trajectory (T, batch, ...) and times (T,), got shapes {tuple(h.shape)} and "
+            f"{tuple(times.shape)}. Fix: trajectories(block(x, t), t), or trajectories(block, x)."
+        )
+
+
+def _chosen(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
+    """The chosen part of a trajectory, (T, samples, features), and the numbers of its features."""
+    h = h.reshape(len(h), h.shape[1] if h.dim() > 1 else 1, -1)
+    numbered = _indices(features, h.shape[2], "features")
+    h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]
+    if h.shape[1] * h.shape[2] > MOST_LINES:
+        raise ValueError(
+            f"{h.shape[1]} samples of {h.shape[2]} features are more than {MOST_LINES} lines. "
+            "Fix: features=slice(4), samples=slice(8), for instance."
+        )
+    return h, numbered
+
+
+def _indices(chosen: Index, count: int, name: str) -> list[int]:
+    """Which of so many, as numbers from 0."""
+    everything = list(range(count))
+    try:
+        if chosen is None or isinstance(chosen, slice):
+            return everything[chosen or slice(None)]
+        return [everything[i] for i in ([chosen] if isinstance(chosen, int) else chosen)]
+    except IndexError:
+        raise IndexError(f"{name}={chosen!r} is not within the {count} {name} of h. Fix: 0 to {count - 1}.") from None
+
+
+def _second(field: object) -> str:
+    """The letter for the second part of a state."""
+    return "v" if isinstance(field, SONODE) else "m"
+
+
+def _base(field: Callable[[Tensor, State], State], at: Array | None) -> tuple[Tensor, ...]:
+    """A state of one sample, in the field's dtype and on its device."""
+    parameters = field.parameters() if isinstance(field, nn.Module) else ()
+    like = next((p for p in parameters if p.is_floating_point()), torch.empty(0))
+    is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
+    given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
+    base = tuple(numbers(part).to(like) for part in given)
+    return (*base, torch.zeros_like(base[0])) if is_pair and len(base) == 1 else base
