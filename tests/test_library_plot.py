@@ -1,6 +1,8 @@
 """hbnode.plot: what is drawn is the data, on the axes that were given, whatever kind of array the data are."""
 
+import ast
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -279,3 +281,12 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     for call in CALLS.values():
         with pytest.raises(ImportError, match=r"needs matplotlib. Fix: pip install 'hbnode\[plot\]'"):
             call()
+
+
+def test_importing_hbnode_imports_no_matplotlib():
+    """No module has it at its top, and so none has it before something is drawn."""
+    for path in Path(hbnode.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                assert not any(name.split(".")[0] in ("matplotlib", "numpy", "pandas") for name in names), path
