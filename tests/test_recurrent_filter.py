@@ -123,7 +123,7 @@ def test_a_rule_is_its_equation(name, cuts):
     eye, zero = torch.eye(3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
     memory, drives = rule.start(g[0]), []
     for part in g.tensor_split(cuts):
-        drive, memory = rule.drive(part, memory)
+        drive, memory = rule.filter(part, memory)
         drives.append(drive)
     state, expected = twin.start(2, 3, g[0]), []
     for row in g:

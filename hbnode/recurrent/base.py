@@ -13,16 +13,16 @@ from torch.nn.utils.rnn import PackedSequence
 from hbnode._checks import as_count, tensor_fix
 from hbnode._tracing import untraced
 from hbnode.recurrent import autocast
-from hbnode.recurrent.batch import Batch
-from hbnode.recurrent.cell_steps import Step, Taken
-from hbnode.recurrent.executor import Runner, Weights
+from hbnode.recurrent.batch import SequenceBatch
+from hbnode.recurrent.cell_steps import CellOutput, CellStep
+from hbnode.recurrent.executor import LayerExecutor, Weights
 from hbnode.recurrent.export import StockLayers, plain_layer
 from hbnode.recurrent.parameters import (
     check_rule,
     check_space,
     check_switch,
     check_weight_norm,
-    drive_size,
+    filter_width,
     given_state,
     init_gates_,
     parameter_shapes,
@@ -63,7 +63,7 @@ class RecurrentLayer(nn.Module):
 
     def __init__(
         self,
-        step: Step,
+        step: CellStep,
         stock: str | None,
         input_size: int,
         hidden_size: int,
@@ -142,14 +142,16 @@ class RecurrentLayer(nn.Module):
             ValueError: x or the state has another shape than expected.
         """
         check_weight_norm(self)
-        batch = Batch.of(x, self.input_size, self.batch_first)
+        batch = SequenceBatch.of(x, self.input_size, self.batch_first)
         states, t = self._read(given_state(state, hx), batch)
-        run = Runner(self.step, self.rule, self.stock, self.is_compiled, autocast.is_on(batch.x))
+        run = LayerExecutor(self.step, self.rule, self.stock, self.is_compiled, autocast.is_on(batch.x))
         with autocast.switched(batch.x, on=False):
             out, ended = self._run(run, batch, states)
         return batch.output(out), self._written(ended, t, batch)
 
-    def _run(self, run: Runner, batch: Batch, states: list[RecurrentState]) -> tuple[Tensor, list[RecurrentState]]:
+    def _run(
+        self, run: LayerExecutor, batch: SequenceBatch, states: list[RecurrentState]
+    ) -> tuple[Tensor, list[RecurrentState]]:
         """All layers, from the states of each: the last one's output (T, batch, n), and the states in the end."""
         out, ended = batch.x, []
         for layer, of_layer in itertools.groupby(zip(self._places(), states, strict=True), key=lambda z: z[0][0]):
@@ -173,12 +175,12 @@ class RecurrentLayer(nn.Module):
         )
 
     def _read(
-        self, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None, batch: Batch
+        self, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None, batch: SequenceBatch
     ) -> tuple[list[RecurrentState], int | Tensor | None]:
         """States of the layers and directions, and the samples before the first."""
         places = self.num_layers * (2 if self.bidirectional else 1)
         shape = () if batch.is_single else tuple(batch.x.shape[1:2])
-        widths = self.hidden_size, drive_size(self.step, self.hidden_size, self.momentum_space)
+        widths = self.hidden_size, filter_width(self.step, self.hidden_size, self.momentum_space)
         state = read_state(state, self.rule, self.step, widths, (places,), shape, batch.x)
         t = state.t
         if t is not None:
@@ -189,7 +191,7 @@ class RecurrentLayer(nn.Module):
         entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in (state.h, state.c, *state.memory[:3])]
         return [RecurrentState(*(None if z is None else z[k] for z in entries), t) for k in range(places)], t
 
-    def _written(self, states: list[RecurrentState], t: int | Tensor | None, batch: Batch) -> RecurrentState:
+    def _written(self, states: list[RecurrentState], t: int | Tensor | None, batch: SequenceBatch) -> RecurrentState:
         """The state of all layers and directions."""
         entries = zip(*((state.h, state.c, *state.memory[:3]) for state in states), strict=True)
         entries = [None if z[0] is None else batch.unsort(torch.stack(z), axis=1) for z in entries]
@@ -256,7 +258,7 @@ class RecurrentCell(nn.Module):
 
     def __init__(
         self,
-        step: Step,
+        step: CellStep,
         input_size: int,
         hidden_size: int,
         bias: bool = True,
@@ -320,7 +322,7 @@ class RecurrentCell(nn.Module):
                 f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. "
                 f"Fix: x.to({self.weight_ih.dtype})."
             )
-        n = drive_size(self.step, self.hidden_size, self.momentum_space)
+        n = filter_width(self.step, self.hidden_size, self.momentum_space)
         state = read_state(
             given_state(state, hx), self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x
         )
@@ -341,7 +343,7 @@ class RecurrentCell(nn.Module):
         d, memory = self.rule(g.unsqueeze(0), memory)
         d = linear(d[0], weights.u) if weights.is_hidden else d[0]
         a, rest = self.step.prepare(d, weights.bias)
-        taken = self.step.forward(a + linear(state.h, weights.u), rest, Taken(state.h, state.c), weights.bias)
+        taken = self.step.forward(a + linear(state.h, weights.u), rest, CellOutput(state.h, state.c), weights.bias)
         return taken.h, RecurrentState(taken.h, taken.c, *memory)
 
     def extra_repr(self) -> str:

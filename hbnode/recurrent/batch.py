@@ -13,7 +13,7 @@ from hbnode._checks import tensor_fix
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class SequenceBatch:
     """A checked batch.
 
     Attributes:
@@ -31,7 +31,7 @@ class Batch:
     valid: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> Batch:
+    def of(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> SequenceBatch:
         """Check the inputs of a layer."""
         packed = x if isinstance(x, PackedSequence) else None
         values = packed.data if packed else x

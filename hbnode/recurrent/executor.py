@@ -17,8 +17,8 @@ from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 
 from hbnode.recurrent import autocast
-from hbnode.recurrent.batch import Batch
-from hbnode.recurrent.cell_steps import Step, Taken
+from hbnode.recurrent.batch import SequenceBatch
+from hbnode.recurrent.cell_steps import CellOutput, CellStep
 from hbnode.recurrent.filter import linear_filter
 from hbnode.recurrent.rules import Memory, Rule, memory_dtype
 from hbnode.recurrent.scan import BLOCK, Scan
@@ -47,7 +47,7 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True)
-class Runner:
+class LayerExecutor:
     """A cell with a rule, over whole sequences.
 
     Arguments:
@@ -58,14 +58,14 @@ class Runner:
         autocast: whether torch's layer runs under autocast; all else keeps the dtype of the parameters.
     """
 
-    step: Step
+    step: CellStep
     rule: Rule
     stock: str | None
     compile: bool
     autocast: bool
 
     def __call__(
-        self, batch: Batch, x: Tensor, weights: Weights, state: RecurrentState
+        self, batch: SequenceBatch, x: Tensor, weights: Weights, state: RecurrentState
     ) -> tuple[Tensor, RecurrentState]:
         """Run over a batch.
 
@@ -102,32 +102,32 @@ class Runner:
         return torch.cat(out), _joined([state, *ended])
 
     def _from_rest(
-        self, batch: Batch, x: Tensor, weights: Weights, state: RecurrentState
+        self, batch: SequenceBatch, x: Tensor, weights: Weights, state: RecurrentState
     ) -> tuple[Tensor, RecurrentState]:
         """From v_0 = 0 by a linear rule: the cell over filtered inputs."""
-        x, w, b = self._filtered(x, weights, state.t)
+        x, w, b = self._filtered_x(x, weights, state.t)
         v = linear(batch.last(x), w, b).to(memory_dtype(x.dtype))
-        h, taken = self._cell(batch, x, w, b, weights, Taken(state.h, state.c))
+        h, taken = self._cell(batch, x, w, b, weights, CellOutput(state.h, state.c))
         return h, RecurrentState(taken.h, taken.c, v)
 
     def _from(self, state: RecurrentState, x: Tensor, weights: Weights) -> tuple[Tensor, RecurrentState]:
         """From any state by any rule, over sequences of one length."""
         fading = self._fading(len(x), state, x.dtype) if self.rule.is_linear and not weights.is_hidden else len(x)
         if len(x) - fading < BLOCK:
-            return self._over_drive(x, weights, state)
-        filtered, w, b = self._filtered(x, weights, state.t)
+            return self._sample_by_sample(x, weights, state)
+        filtered, w, b = self._filtered_x(x, weights, state.t)
         v, first = linear(filtered[-1], w, b).to(memory_dtype(x.dtype)), []
         if fading:
-            h, state = self._over_drive(x[:fading], weights, state)
+            h, state = self._sample_by_sample(x[:fading], weights, state)
             first = [h]
-        rest, taken = self._cell(Batch(x), filtered[fading:], w, b, weights, Taken(state.h, state.c))
+        rest, taken = self._cell(SequenceBatch(x), filtered[fading:], w, b, weights, CellOutput(state.h, state.c))
         return torch.cat([*first, rest]), RecurrentState(taken.h, taken.c, v)
 
-    def _over_drive(self, x: Tensor, weights: Weights, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    def _sample_by_sample(self, x: Tensor, weights: Weights, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """From any state by any rule, sample by sample: the cell over ready drives, or a scan that makes them."""
-        memory, start = state.memory, Taken(state.h, state.c)
+        memory, start = state.memory, CellOutput(state.h, state.c)
         if weights.is_hidden or self._is_for_stock(x, weights):
-            h, taken, memory = self._over_ready_drive(x, weights, start, memory)
+            h, taken, memory = self._over_filtered_input(x, weights, start, memory)
         else:
             scan = Scan(self.step, self.rule, self.compile)
             h, taken, memory = scan(x, (weights.w, weights.b), (weights.u, weights.bias), start, memory)
@@ -138,16 +138,16 @@ class Runner:
         product = x.shape[1] * len(weights.u) ** 2
         return self.stock is not None and (x.is_cuda or (product <= SMALL_PRODUCT and not self.compile))
 
-    def _over_ready_drive(
-        self, x: Tensor, weights: Weights, start: Taken, memory: Memory
-    ) -> tuple[Tensor, Taken, Memory]:
+    def _over_filtered_input(
+        self, x: Tensor, weights: Weights, start: CellOutput, memory: Memory
+    ) -> tuple[Tensor, CellOutput, Memory]:
         """The cell over the drive of all samples; without gradient of a part of them at a time."""
         run = self if x.is_cuda else dataclasses.replace(self, autocast=False)
         u, out = weights.u, []
         w = u if weights.is_hidden else torch.eye(len(u), dtype=u.dtype, device=u.device)
         for part in [x] if torch.is_grad_enabled() else x.split(self._rows(x, weights)):
-            d, memory = self._drive(part, weights, memory)
-            h, start = run._cell(Batch(d), d, w, None, weights, start)
+            d, memory = self._filtered_input(part, weights, memory)
+            h, start = run._cell(SequenceBatch(d), d, w, None, weights, start)
             out.append(h)
         return torch.cat(out) if len(out) > 1 else out[0], start, memory
 
@@ -155,7 +155,7 @@ class Runner:
         """How many samples of a drive are made at once; few calls, and little memory."""
         return max(BLOCK, 2**19 // max(1, x.shape[1] * len(weights.w)))
 
-    def _filtered(self, x: Tensor, weights: Weights, t: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _filtered_x(self, x: Tensor, weights: Weights, t: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Inputs filtered from v_0 = 0, and the W and b that make the momentum of them."""
         mu, s = self.rule.coefficients(t, len(x)), self.rule.step_size
         w, b = weights.w, weights.b
@@ -172,11 +172,11 @@ class Runner:
         decay = self.rule.coefficients(state.t, steps).cumprod(0)
         return int((decay >= torch.finfo(dtype).eps ** 2).sum())
 
-    def _drive(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
+    def _filtered_input(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
         """The drive of a sequence, of which nothing but x is kept for the backward pass."""
 
         def drive(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
-            return self.rule.drive_blocks((linear(block, w, b) for block in x.split(rows)), memory)
+            return self.rule.filter_blocks((linear(block, w, b) for block in x.split(rows)), memory)
 
         rows = self._rows(x, weights)
         if not torch.is_grad_enabled():
@@ -184,30 +184,32 @@ class Runner:
         return checkpoint(drive, x, weights.w, weights.b, memory, use_reentrant=False, preserve_rng_state=False)
 
     def _cell(
-        self, batch: Batch, x: Tensor, w: Tensor, b: Tensor | None, weights: Weights, start: Taken
-    ) -> tuple[Tensor, Taken]:
+        self, batch: SequenceBatch, x: Tensor, w: Tensor, b: Tensor | None, weights: Weights, start: CellOutput
+    ) -> tuple[Tensor, CellOutput]:
         """The cell over a sequence, driven by w x + b, or by U (w x + b) where momentum lives in the space of h."""
         u, bias = weights.u, weights.bias
         if weights.is_hidden and w is not u:
             w, b = u @ w, None if b is None else u @ b
         if self.stock is None:
-            return self._scan_ready(batch, linear(x, w, b), u, bias, start)
+            return self._scan_filtered(batch, linear(x, w, b), u, bias, start)
         has_bias = b is not None or bias is not None
         zero = u.new_zeros(len(u))
         flat = [w, u, zero if b is None else b, zero if bias is None else bias] if has_bias else [w, u]
         with autocast.switched(x, on=self.autocast and autocast.runs(self.stock, x)):
             return _stock(self.stock, batch, x, start, flat)
 
-    def _scan_ready(
-        self, batch: Batch, d: Tensor, u: Tensor, bias: Tensor | None, start: Taken
-    ) -> tuple[Tensor, Taken]:
+    def _scan_filtered(
+        self, batch: SequenceBatch, d: Tensor, u: Tensor, bias: Tensor | None, start: CellOutput
+    ) -> tuple[Tensor, CellOutput]:
         """A cell that torch has no layer of, over ready drives."""
         scan = Scan(self.step, None, self.compile)
         h, _, _ = scan(d, (None, None), (u, bias), start, None)
-        return h, Taken(batch.last(h))
+        return h, CellOutput(batch.last(h))
 
 
-def _stock(name: str, batch: Batch, x: Tensor, start: Taken, flat: list[Tensor]) -> tuple[Tensor, Taken]:
+def _stock(
+    name: str, batch: SequenceBatch, x: Tensor, start: CellOutput, flat: list[Tensor]
+) -> tuple[Tensor, CellOutput]:
     """Torch's own layer; the weights are made anew for each call, which cuDNN would warn of."""
     state = start.h.unsqueeze(0) if start.c is None else (start.h.unsqueeze(0), start.c.unsqueeze(0))
     rest = (flat, len(flat) == 4, 1, 0.0, torch.is_grad_enabled(), False)
@@ -220,7 +222,7 @@ def _stock(name: str, batch: Batch, x: Tensor, start: Taken, flat: list[Tensor])
         else:
             out, *last = layer(batch.select(x), batch.sizes, state, *rest)
             out = batch.pad(out)
-    return out, Taken(*(z.squeeze(0) for z in last))
+    return out, CellOutput(*(z.squeeze(0) for z in last))
 
 
 def _joined(states: list[RecurrentState]) -> RecurrentState:

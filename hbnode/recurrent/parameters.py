@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.recurrent import autocast
-from hbnode.recurrent.cell_steps import ReLUStep, Step, TanhStep
+from hbnode.recurrent.cell_steps import CellStep, ReLUStep, TanhStep
 from hbnode.recurrent.filter import is_traced
 from hbnode.recurrent.rules import Rule, memory_dtype
 from hbnode.recurrent.state import RecurrentState
@@ -43,16 +43,16 @@ def check_space(space: str) -> str:
     return space
 
 
-def drive_size(step: Step, hidden_size: int, space: str) -> int:
+def filter_width(step: CellStep, hidden_size: int, space: str) -> int:
     """The width of g, v and m."""
     return hidden_size if space == "hidden" else step.gates * hidden_size
 
 
 def parameter_shapes(
-    step: Step, input_size: int, hidden_size: int, space: str, bias: bool
+    step: CellStep, input_size: int, hidden_size: int, space: str, bias: bool
 ) -> dict[str, tuple[int, ...]]:
     """The parameters of a cell."""
-    gates, n = step.gates * hidden_size, drive_size(step, hidden_size, space)
+    gates, n = step.gates * hidden_size, filter_width(step, hidden_size, space)
     shapes = {"weight_ih": (n, input_size), "weight_hh": (gates, hidden_size)}
     return shapes | ({"bias_ih": (n,), "bias_hh": (gates,)} if bias else {})
 
@@ -67,7 +67,7 @@ def given_state(state: object, hx: object) -> object:
 def read_state(
     state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None,
     rule: Rule,
-    step: Step,
+    step: CellStep,
     widths: tuple[int, int],
     places: tuple[int, ...],
     batch: tuple[int, ...],
@@ -144,7 +144,7 @@ def check_weight_norm(module: nn.Module) -> None:
             )
 
 
-def rnn_step(nonlinearity: str) -> Step:
+def rnn_step(nonlinearity: str) -> CellStep:
     """The step of an Elman network."""
     steps = {"tanh": TanhStep(), "relu": ReLUStep()}
     if nonlinearity not in steps:

@@ -55,8 +55,8 @@ class Rule:
                 )
 
     def __call__(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """:meth:`drive`, in float32 at least: in half precision a long memory stalls, and eps is nothing."""
-        d, memory = self.drive(g.to(memory_dtype(g.dtype)), memory)
+        """:meth:`filter`, in float32 at least: in half precision a long memory stalls, and eps is nothing."""
+        d, memory = self.filter(g.to(memory_dtype(g.dtype)), memory)
         return d.to(g.dtype), memory
 
     def start(self, like: Tensor) -> Memory:
@@ -64,7 +64,7 @@ class Rule:
         zero = torch.zeros_like(like, dtype=memory_dtype(like.dtype))
         return Memory(**{name: 0 if name == "t" else zero for name in self.memory})
 
-    def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """The drive of the next samples, and the memory after them.
 
         Arguments:
@@ -76,7 +76,7 @@ class Rule:
         """
         raise NotImplementedError
 
-    def drive_blocks(self, blocks: Iterable[Tensor], memory: Memory) -> tuple[Tensor, Memory]:
+    def filter_blocks(self, blocks: Iterable[Tensor], memory: Memory) -> tuple[Tensor, Memory]:
         """The drive of a long sequence, of which g is given block by block."""
         drives = []
         for g in blocks:
@@ -94,7 +94,7 @@ class LinearRule(Rule):
         """Mu of the next samples in float64, (steps,), or (steps, batch) if t is (batch,)."""
         raise NotImplementedError
 
-    def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
         v = linear_filter(g, self.coefficients(memory.t, g.shape[0]), self.step_size, memory.v)
         return v, Memory(v[-1], t=None if memory.t is None else memory.t + g.shape[0])
@@ -177,7 +177,7 @@ class Adam(Rule):
 
     memory: ClassVar[tuple[str, ...]] = ("v", "m")
 
-    def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
         d, v, m = _normalized(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
         return d, Memory(v, m)
@@ -199,7 +199,7 @@ class RMSProp(Rule):
 
     memory: ClassVar[tuple[str, ...]] = ("m",)
 
-    def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
         d, _, m = _normalized(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
         return d, Memory(m=m)
@@ -222,7 +222,7 @@ class AdaptiveMomentum(Rule):
 
     memory: ClassVar[tuple[str, ...]] = ("v", "g")
 
-    def drive(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """As that of :class:`Rule`."""
         before = torch.cat([memory.g.unsqueeze(0), g])[:-1]
         v = linear_filter(g, self._momentum(g, before), self.step_size, memory.v)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
-from hbnode.recurrent.cell_steps import Step, Taken
+from hbnode.recurrent.cell_steps import CellOutput, CellStep
 from hbnode.recurrent.rules import Memory, Rule, once
 
 BLOCK = 16
@@ -33,7 +33,7 @@ class Scan:
         compile: whether to compile the steps of a block.
     """
 
-    step: Step
+    step: CellStep
     rule: Rule | None
     compile: bool = False
 
@@ -42,9 +42,9 @@ class Scan:
         x: Tensor,
         weights: tuple[Tensor | None, Tensor | None],
         recurrent: tuple[Tensor, Tensor | None],
-        start: Taken,
+        start: CellOutput,
         memory: Memory | None,
-    ) -> tuple[Tensor, Taken, Memory | None]:
+    ) -> tuple[Tensor, CellOutput, Memory | None]:
         """Run over a sequence.
 
         Arguments:
@@ -62,18 +62,20 @@ class Scan:
             self, torch.is_grad_enabled(), memory.t, x, *weights, *recurrent, start.h, start.c, *memory[:3]
         )
         t = None if memory.t is None else memory.t + len(x)
-        return h, Taken(h[-1], c), None if self.rule is None else Memory(v, m, g, t)
+        return h, CellOutput(h[-1], c), None if self.rule is None else Memory(v, m, g, t)
 
-    def drive(self, x: Tensor, w: Tensor | None, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
+    def filter(self, x: Tensor, w: Tensor | None, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
         """The drive of a block."""
         return (x, memory) if self.rule is None else self.rule(linear(x, w, b), memory)
 
-    def forward(self, drive: Tensor, u: Tensor, bias: Tensor | None, before: Taken, out: Tensor | None = None) -> Taken:
+    def forward(
+        self, drive: Tensor, u: Tensor, bias: Tensor | None, before: CellOutput, out: Tensor | None = None
+    ) -> CellOutput:
         """The steps of a block, stacked; u is the transpose of U."""
         return self.step.run(*self.step.prepare(drive, bias), u, bias, before, out)
 
     def backward(
-        self, grad: Tensor, dh: Tensor, dc: Tensor | None, u: Tensor, before: Taken, taken: Taken
+        self, grad: Tensor, dh: Tensor, dc: Tensor | None, u: Tensor, before: CellOutput, taken: CellOutput
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """The transpose of a block.
 
@@ -96,19 +98,19 @@ class Scan:
             dh = dh if found[-1].h is None else dh + found[-1].h
         da = torch.stack([gradients.a for gradients in reversed(found)])
         drest = None if found[0].rest is None else torch.stack([gradients.rest for gradients in reversed(found)])
-        return self.step.drive_gradient(da, drest), da, dh, dc
+        return self.step.input_gradient(da, drest), da, dh, dc
 
     def of(self, x: Tensor, u: Tensor) -> tuple[Callable, Callable, Callable]:
         """drive, forward and backward, for a block of x; a shorter one at the end is not worth compiling."""
         if self.compile and len(x) == BLOCK:
             return _compiled(self, x.shape, u.shape, x.dtype, x.device)
-        return self.drive, self.forward, self.backward
+        return self.filter, self.forward, self.backward
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(scan: Scan, *of: object) -> tuple[Callable, Callable, Callable]:
     """Programs of their own for each shape, dtype and device."""
-    drive = scan.drive if scan.rule is None or scan.rule.is_linear else _program(scan.drive)
+    drive = scan.filter if scan.rule is None or scan.rule.is_linear else _program(scan.filter)
     return drive, _program(scan.forward), _program(scan.backward)
 
 
@@ -137,7 +139,7 @@ class _Scan(torch.autograd.Function):
         c: Tensor | None,
         *kept: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        memory, last = Memory(*kept, t), Taken(h, c)
+        memory, last = Memory(*kept, t), CellOutput(h, c)
         blocks, memories = [], []
         out, u_t = h.new_empty(len(x), *h.shape), u.T.contiguous()
         for block, place in zip(x.split(BLOCK), out.split(BLOCK), strict=True):
@@ -150,7 +152,7 @@ class _Scan(torch.autograd.Function):
             else:
                 taken = forward(d, u_t, bias, last)
                 place.copy_(taken.h)
-            last = Taken(place[-1], None if c is None else taken.c[-1].clone())
+            last = CellOutput(place[-1], None if c is None else taken.c[-1].clone())
             blocks += [taken] if keeps else []
         if not keeps:
             return out, last.c, *memory[:3]
@@ -168,7 +170,7 @@ class _Scan(torch.autograd.Function):
         x, w, b, u, bias, h, c, out, *kept = ctx.saved_tensors
         cut = 3 * len(ctx.times)
         memories = [Memory(*kept[3 * k : 3 * k + 3], t) for k, t in enumerate(ctx.times)]
-        blocks = _pairs(Taken(h, c), out, kept[cut:], len(memories))
+        blocks = _pairs(CellOutput(h, c), out, kept[cut:], len(memories))
         grad = torch.zeros_like(out) if grad is None else grad
         dh, dc = torch.zeros_like(h), torch.zeros_like(c) if dc is None and c is not None else dc
         sums = _Sums(scan, u, bias)
@@ -179,7 +181,7 @@ class _Scan(torch.autograd.Function):
             _, _, backward = scan.of(x[at], u)
             dd, da, dh, dc = backward(grad[at], dh, dc, u, before, taken)
             sums.add_recurrent(da, before.h, taken.h)
-            dx_block, *dkept = sums.add_drive((x[at], w, b, *memories[k][:3]), memories[k].t, (dd, *dkept))
+            dx_block, *dkept = sums.add_filter((x[at], w, b, *memories[k][:3]), memories[k].t, (dd, *dkept))
             if dx is not None:
                 dx[at] = dx_block
         return None, None, None, dx, sums.w, sums.b, sums.u, sums.bias, dh, dc, *dkept
@@ -200,7 +202,7 @@ class _Sums:
         if self.bias is not None:
             self.bias += (da * out.sign() if self.scan.step.bias_is_inside else da).sum((0, 1))
 
-    def add_drive(
+    def add_filter(
         self, inputs: tuple[Tensor | None, ...], t: int | Tensor | None, grads: tuple[Tensor | None, ...]
     ) -> list[Tensor | None]:
         """Add those of W and b, and return those of x and of the memory before the block.
@@ -232,15 +234,17 @@ def _apart(memory: Memory) -> Memory:
     return Memory(*(z if z is None else z.clone() for z in memory[:3]), memory.t)
 
 
-def _pairs(start: Taken, out: Tensor, kept: Sequence[Tensor | None], blocks: int) -> list[tuple[Taken, Taken]]:
+def _pairs(
+    start: CellOutput, out: Tensor, kept: Sequence[Tensor | None], blocks: int
+) -> list[tuple[CellOutput, CellOutput]]:
     """For each block, the steps before those of the block, and those."""
     width = len(kept) // blocks
     found, last = [], start
     for k, h in enumerate(out.split(BLOCK)):
         c, *parts = kept[k * width : (k + 1) * width]
-        before = Taken(
+        before = CellOutput(
             *(None if z is None else torch.cat([z.unsqueeze(0), y[:-1]]) for z, y in ((last.h, h), (last.c, c)))
         )
-        found.append((before, Taken(h, c, tuple(parts))))
-        last = Taken(h[-1], None if c is None else c[-1])
+        found.append((before, CellOutput(h, c, tuple(parts))))
+        last = CellOutput(h[-1], None if c is None else c[-1])
     return found
