@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class ForwardContext:
     def __init__(self, field: Callable) -> None:
         modules = list(field.modules()) if isinstance(field, nn.Module) else []
         self.modes = [(module, module.training) for module in modules]
-        self.tensors = [
+        self.tensors: list[tuple[dict[str, Any], str, Tensor]] = [
             (kept, name, tensor)
             for module in modules
             for kept in _tensors_of(module)
@@ -90,7 +91,7 @@ class ForwardContext:
             _restore(modes, masks, tensors)
 
 
-def _tensors_of(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters and buffers of a module itself; copies of the dicts of one of TorchScript, whose stay the same."""
     if isinstance(module, torch.jit.ScriptModule):
         return dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
@@ -100,7 +101,7 @@ def _tensors_of(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, 
 def _restore(
     modes: list[tuple[nn.Module, bool]],
     masks: list[tuple[SolveDropout, Tensor | None, bool]],
-    tensors: list[tuple[dict, str, Tensor | None]],
+    tensors: Sequence[tuple[dict[str, Any], str, Tensor | None]],
 ) -> None:
     for module, mode in modes:
         if module.training != mode:
@@ -112,7 +113,7 @@ def _restore(
             kept[name] = tensor
 
 
-def autocast_of(device_type: str) -> Callable[[], AbstractContextManager]:
+def autocast_of(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
     """A maker of contexts that repeat the autocast in force now, in the backward pass too.
 
     Without its cache, which would hand out copies of the weights made before the evaluation.
@@ -127,7 +128,7 @@ def random_state(device: torch.device) -> tuple[Tensor, ...]:
     """The state of the generators that an evaluation on the device may draw from."""
     states = (torch.get_rng_state(),)
     own = None if device.type == "cpu" else getattr(torch, device.type, None)
-    return (*states, own.get_rng_state(device)) if hasattr(own, "get_rng_state") else states
+    return (*states, own.get_rng_state(device)) if own is not None and hasattr(own, "get_rng_state") else states
 
 
 @contextmanager
