@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from hbnode._checks import as_count
 from hbnode._state import State, append_zeros
 from hbnode._tracing import checking_shapes, is_exporting
-from hbnode.fields import GHBNODE, HBNODE
+from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
 from hbnode.solve import checked_settings, resolved, solve
+from hbnode.solvers.names import Gradient, Method, StepControl
 from hbnode.solvers.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import override
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(Settings) if field.name != "compile")
 
@@ -25,22 +29,31 @@ class ODEBlock(nn.Module):
     r"""A layer that maps x to h(T), the solution of an ODE that starts from x.
 
     Arguments:
-        field: one of hbnode's fields, or a module called ``(t, state)`` that has ``initial_state`` and ``readout``.
-        t_span: start and end of the integration, ``(t0, T)``; the end may lie before the start.
-        method: solver, as in :func:`hbnode.odeint`; so are the following arguments.
-        rtol: relative tolerance.
-        atol: absolute tolerance.
-        gradient: gradient mode.
-        options: options of the method.
-        adjoint_options: options of the adjoint's solve.
-        step_control: ``"batch"``: one step size for the whole batch.
-        max_steps: steps after which a solve is given up.
-        augment: zeros appended to x along dimension 1 before the solve (features, or channels of an image).
-        initial_state: module x -> state in place of zeros and the field's own ``initial_state``.
+        field: the right-hand side: one of hbnode's fields, or a module called ``(t, state)`` with the methods
+            ``initial_state`` and ``readout``.
+        t_span: start and end of the integration, ``(t0, T)``. The end may lie before the start. Default: (0.0, 1.0).
+        method: solver, as in :func:`hbnode.odeint`; :func:`hbnode.methods` lists them. Default: None, the best native
+            method for the field and the tolerance.
+        rtol: relative tolerance of adaptive methods. Default: 1e-5.
+        atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
+        gradient: ``"checkpoint"``, ``"direct"``, ``"reversible"`` or ``"adjoint"``, as in :func:`hbnode.odeint`.
+            Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for torchdiffeq's.
+        options: options of the method, such as ``{"steps": 10}`` for ten equal steps. Default: None.
+        adjoint_options: options of the backward solve of ``gradient="adjoint"`` with one of torchdiffeq's methods.
+            Default: None, which is ``{"norm": "seminorm"}``.
+        step_control: ``"batch"``, one step size for the whole batch, or ``"sample"``, one for each sample (native
+            methods). Default: ``"batch"``.
+        max_steps: number of steps after which a solve is given up with an error. Default: 10 000.
+        compile: compile the steps of a native method with torch.compile. Default: False.
+        augment: number of zeros appended to x along dimension 1 before the solve (features, or channels of an image).
+            Default: 0.
+        initial_state: module or callable x -> state that replaces the zeros and the field's own ``initial_state``.
+            Default: None.
 
     Shape:
         - ``block(x)``: x (batch, d, ...) -> (batch, d + augment, ...), h at the end of ``t_span``.
-        - ``block(x, t)``: x is the state at ``t[0]``, t (T,) -> (T, batch, d + augment, ...).
+        - ``block(x, t)``: x is the state at ``t[0]``, t (T,) -> (T, batch, d + augment, ...). Native methods also take
+          t (batch, T), times for each sample.
 
     Raises:
         TypeError: if ``field`` is no field.
@@ -58,13 +71,13 @@ class ODEBlock(nn.Module):
         field: nn.Module,
         t_span: Sequence[float] = (0.0, 1.0),
         *,
-        method: str | None = None,
+        method: Method | None = None,
         rtol: float = 1e-5,
         atol: float = 1e-5,
-        gradient: str | None = None,
+        gradient: Gradient | None = None,
         options: dict[str, Any] | None = None,
         adjoint_options: dict[str, Any] | None = None,
-        step_control: str = "batch",
+        step_control: StepControl = "batch",
         max_steps: int = 10_000,
         compile: bool = False,
         augment: int = 0,
@@ -76,18 +89,11 @@ class ODEBlock(nn.Module):
                 f"ODEBlock expected a field, got {type(field).__name__}. "
                 "Fix: wrap the network, ODEBlock(hbnode.NODE(net)), or use HeavyBallODEBlock(net)."
             )
-        if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
-            raise TypeError(
-                f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: learned times go to block(x, t)."
-            )
-        t_span = tuple(float(t) for t in t_span)
-        if len(t_span) != 2 or t_span[0] == t_span[1] or not all(map(math.isfinite, t_span)):
-            raise ValueError(f"t_span must be two different times (t0, T), got {t_span}. Fix: (0.0, 1.0).")
         self.augment = as_count(augment, "augment", least=0)
         if augment and initial_state is not None:
             raise ValueError("augment and initial_state were both given. Fix: let initial_state do the augmenting.")
-        self.field = field
-        self.t_span = t_span
+        self.field = cast(Field, field)  # or another module with its methods
+        self.t_span = _checked_span(t_span)
         self.method = method
         self.rtol = rtol
         self.atol = atol
@@ -99,7 +105,7 @@ class ODEBlock(nn.Module):
         self.compile_steps = compile  # nn.Module has a method of the shorter name
         self.initial_state = initial_state
         self._nfe = NFE()
-        self.settings()  # a wrong argument is told here, not at the first call
+        self.settings()  # raises for a wrong argument now rather than at the first call
 
     @property
     def nfe(self) -> NFE:
@@ -116,14 +122,43 @@ class ODEBlock(nn.Module):
         self._nfe.successor = NFE()
         self._nfe = self._nfe.successor
 
+    if TYPE_CHECKING:  # nn.Module leaves the type of a call open
+
+        @override
+        def __call__(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor: ...
+
     def forward(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor:
         """h(T), or the trajectory of h at the times ``t``."""
+        h = self.field.readout(self.trajectory(x, t))
+        return h[-1] if t is None else h
+
+    def trajectory(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> State:
+        r"""The whole state at the times ``t``, time first, where ``block(x, t)`` gives h alone.
+
+        Counts evaluations and gives gradients as ``block(x, t)`` does.
+
+        Arguments:
+            x: input (batch, d, ...), the state at ``t[0]``.
+            t: times (T,), or (batch, T) for each sample. Default: None, the two ends of ``t_span``.
+
+        Returns:
+            What :func:`hbnode.odeint` returns for the field: the pair (h, m) of an HBNODE or GHBNODE and (h, v) of a
+            SONODE, each (T, batch, d + augment, ...), and the tensor h of a NODE or ANODE, whose state has no other
+            part. With ``initial_state``: the structure of what it returns.
+
+        Example:
+            >>> import torch, hbnode
+            >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2))
+            >>> h, m = block.trajectory(torch.randn(8, 2), [0.0, 0.5, 2.0])
+            >>> h.shape, m.shape, bool((m[0] == 0).all())
+            (torch.Size([3, 8, 2]), torch.Size([3, 8, 2]), True)
+        """
         if torch.jit.is_tracing():
             with checking_shapes():
                 return self._solve(x, t)
         return self._solve(x, t)
 
-    def _solve(self, x: Tensor, t: Tensor | Sequence[float] | None) -> Tensor:
+    def _solve(self, x: Tensor, t: Tensor | Sequence[float] | None) -> State:
         if self.initial_state is not None:
             state = self.initial_state(x)
         else:
@@ -131,9 +166,7 @@ class ODEBlock(nn.Module):
         nfe = NFE()
         if not is_exporting():  # a graph without Python has no attributes
             self._nfe = nfe
-        trajectory = solve(self.field, state, self.t_span if t is None else t, self.settings(), nfe)
-        h = self.field.readout(trajectory)
-        return h[-1] if t is None else h
+        return solve(self.field, state, self.t_span if t is None else t, self.settings(), nfe)
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""
@@ -150,23 +183,50 @@ class ODEBlock(nn.Module):
         )
 
 
+def _checked_span(t_span: Sequence[float]) -> tuple[float, float]:
+    if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
+        raise TypeError(f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: learned times go to block(x, t).")
+    span = tuple(float(t) for t in t_span)
+    if len(span) != 2 or span[0] == span[1] or not all(map(math.isfinite, span)):
+        raise ValueError(f"t_span must be two different times (t0, T), got {span}. Fix: (0.0, 1.0).")
+    return span
+
+
 class HeavyBallODEBlock(ODEBlock):
     r"""A layer that lets a heavy ball roll: :math:`h'' + \gamma h' = f(h, t)` from h = x, returning h(T).
 
+    With ``generalized=True`` the equation is that of :class:`hbnode.GHBNODE`,
+    :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
+
     Arguments:
         func: f, a module or callable taking ``(h)`` or ``(t, h)`` and returning the shape of h.
-        generalized: use :class:`hbnode.GHBNODE` in place of :class:`hbnode.HBNODE`.
-        augment: zeros appended to x along dimension 1 (features, or channels of an image).
-        initial_momentum: module h -> m(t0) of the shape of h, augmentation included; None starts at rest.
-        damping: initial γ, as for :class:`hbnode.HBNODE`; None is ``max_damping * sigmoid(-3)``, about 0.047.
-        learn_damping: whether γ is a parameter.
-        max_damping: upper bound of a learned γ.
-        xi: initial ξ of a generalized block, as for :class:`hbnode.GHBNODE`; None is ln 2.
-        learn_xi: whether ξ of a generalized block is a parameter; None is True.
-        activation: σ of a generalized block; None is tanh.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
-        t_span: start and end of the integration.
-        solver: further keyword arguments of :class:`ODEBlock`: ``method``, ``rtol``, ``atol``, ``gradient``, ...
+        generalized: use :class:`hbnode.GHBNODE` in place of :class:`hbnode.HBNODE`. Default: False.
+        augment: number of zeros appended to x along dimension 1 (features, or channels of an image). Default: 0.
+        initial_momentum: module or callable h -> m(t0) of the shape of h, augmentation included. Default: None, the
+            ball starts at rest.
+        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature.
+            Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
+        learn_damping: whether γ is a parameter. Default: True.
+        max_damping: upper bound of a learned γ. Default: 1.0.
+        xi: initial ξ of a generalized block, in units of 1/time. Default: None, ln 2.
+        learn_xi: whether ξ of a generalized block is a parameter. Default: None, True.
+        activation: σ of a generalized block, elementwise. Default: None, tanh.
+        time_dependent: whether ``func`` takes the time. Default: None, which looks at the arguments of ``func``.
+        t_span: start and end of the integration, ``(t0, T)``. Default: (0.0, 1.0).
+        method: solver, as for :class:`ODEBlock`; so are the following arguments. Default: None, the best native one.
+        rtol: relative tolerance. Default: 1e-5.
+        atol: absolute tolerance. Default: 1e-5.
+        gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods.
+        options: options of the method. Default: None.
+        adjoint_options: options of the backward solve of ``gradient="adjoint"``, torchdiffeq's methods. Default: None.
+        step_control: ``"batch"`` or ``"sample"``. Default: ``"batch"``.
+        max_steps: number of steps after which a solve is given up with an error. Default: 10 000.
+        compile: compile the steps of a native method with torch.compile. Default: False.
+        initial_state: module or callable x -> (h, m) that replaces ``augment`` and ``initial_momentum``. Default: None.
+
+    Raises:
+        TypeError: if it cannot be told how to call ``func``.
+        ValueError: if an argument is out of its range, or belongs to a generalized block.
 
     Example:
         >>> import torch, hbnode
@@ -175,6 +235,8 @@ class HeavyBallODEBlock(ODEBlock):
         >>> block(torch.randn(8, 4)).shape
         torch.Size([8, 5])
     """
+
+    field: HBNODE | GHBNODE
 
     def __init__(
         self,
@@ -191,9 +253,17 @@ class HeavyBallODEBlock(ODEBlock):
         activation: Callable[[Tensor], Tensor] | None = None,
         time_dependent: bool | None = None,
         t_span: Sequence[float] = (0.0, 1.0),
-        **solver: Any,
+        method: Method | None = None,
+        rtol: float = 1e-5,
+        atol: float = 1e-5,
+        gradient: Gradient | None = None,
+        options: dict[str, Any] | None = None,
+        adjoint_options: dict[str, Any] | None = None,
+        step_control: StepControl = "batch",
+        max_steps: int = 10_000,
+        compile: bool = False,
+        initial_state: Callable[[Tensor], State] | None = None,
     ) -> None:
-        kind = GHBNODE if generalized else HBNODE
         of_ghbnode = {"xi": xi, "learn_xi": learn_xi, "activation": activation}
         given = {name: value for name, value in of_ghbnode.items() if value is not None}
         if given and not generalized:
@@ -201,13 +271,32 @@ class HeavyBallODEBlock(ODEBlock):
                 f"{', '.join(given)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
                 "Fix: generalized=True, or leave it out."
             )
-        field = kind(
-            func,
-            damping=damping,
-            learn_damping=learn_damping,
-            max_damping=max_damping,
-            initial_momentum=initial_momentum,
-            time_dependent=time_dependent,
-            **given,
+        kind: Callable[..., HBNODE | GHBNODE] = GHBNODE if generalized else HBNODE
+        super().__init__(
+            kind(
+                func,
+                damping=damping,
+                learn_damping=learn_damping,
+                max_damping=max_damping,
+                initial_momentum=initial_momentum,
+                time_dependent=time_dependent,
+                **given,
+            ),
+            t_span,
+            method=method,
+            rtol=rtol,
+            atol=atol,
+            gradient=gradient,
+            options=options,
+            adjoint_options=adjoint_options,
+            step_control=step_control,
+            max_steps=max_steps,
+            compile=compile,
+            augment=augment,
+            initial_state=initial_state,
         )
-        super().__init__(field, t_span, augment=augment, **solver)
+
+    if TYPE_CHECKING:
+
+        @override
+        def trajectory(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> tuple[Tensor, Tensor]: ...

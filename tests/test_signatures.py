@@ -1,0 +1,59 @@
+"""What an editor, ``help`` and an error show of the front of the library."""
+
+import inspect
+import re
+from typing import get_args
+
+import pytest
+from torch import nn
+
+import hbnode
+from hbnode.solvers import names, registry, torchdiffeq_options
+
+PUBLIC = [hbnode.odeint, hbnode.ODEBlock, hbnode.HeavyBallODEBlock, hbnode.ODEBlock.trajectory]
+
+
+def _parameters(public):
+    return {name: p for name, p in inspect.signature(public).parameters.items() if name != "self"}
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__qualname__)
+def test_every_argument_is_documented_with_its_default(public):
+    parameters = _parameters(public)
+    assert not [p for p in parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    text = inspect.getdoc(public).split("Arguments:\n")[1]
+    entries = dict(re.findall(r"^    (\w+): (.*?)(?=^    \w+: |^\w+:|\Z)", text, re.M | re.S))
+    for name, parameter in parameters.items():
+        described = " ".join(entries[name].split())
+        if parameter.default is parameter.empty:
+            assert "Default:" not in described, name
+        else:
+            default = parameter.default
+            shown = f'``"{default}"``' if isinstance(default, str) else f"{default:g}" if default == 1e-5 else default
+            shown = "1e-5" if default == 1e-5 else "10 000" if default == 10_000 else str(shown)
+            assert f"Default: {shown}" in described, (name, described)
+
+
+def test_a_heavy_ball_block_has_every_argument_of_its_block_and_of_its_fields():
+    of_block, own = _parameters(hbnode.ODEBlock), _parameters(hbnode.HeavyBallODEBlock)
+    assert set(of_block) - set(own) == {"field"}
+    assert set(_parameters(hbnode.GHBNODE)) <= set(own)
+    for name in set(of_block) & set(own):
+        assert own[name].default == of_block[name].default, name
+        assert own[name].annotation == of_block[name].annotation, name
+    of_odeint = _parameters(hbnode.odeint)
+    for name in set(of_block) & set(of_odeint):
+        assert of_block[name].default == of_odeint[name].default, name
+        assert of_block[name].annotation == of_odeint[name].annotation, name
+
+
+@pytest.mark.parametrize("name", ["tolerance", "solver", "dampening"])
+def test_a_misspelt_argument_names_the_class_that_was_called(name):
+    with pytest.raises(TypeError, match=rf"HeavyBallODEBlock.*unexpected keyword argument '{name}'"):
+        hbnode.HeavyBallODEBlock(nn.Identity(), **{name: 1e-3})
+
+
+def test_the_literals_are_the_registries():
+    assert set(get_args(names.NativeMethod)) == set(registry.METHODS)
+    assert get_args(names.TorchdiffeqMethod) == torchdiffeq_options.METHODS
+    assert get_args(names.Gradient) == registry.GRADIENTS
