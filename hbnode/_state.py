@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from hbnode._checks import check_input
 
 State = Tensor | tuple[Tensor, ...]
+Times = Tensor | Iterable[float | Tensor]  # an array of numpy is an iterable too
 
 
 def parts(state: State) -> tuple[Tensor, ...]:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from hbnode._arguments import checked_settings, resolved
 from hbnode._checks import as_count
-from hbnode._state import State, append_zeros
+from hbnode._state import State, Times, append_zeros
 from hbnode._tracing import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
-from hbnode.solve import checked_settings, resolved, solve
+from hbnode.solve import solve
 from hbnode.solvers.names import Gradient, Method, StepControl
 from hbnode.solvers.settings import Settings
 
@@ -43,7 +44,7 @@ class ODEBlock(nn.Module):
             Default: None, which is ``{"norm": "seminorm"}``.
         step_control: ``"batch"``, one step size for the whole batch, or ``"sample"``, one for each sample (native
             methods). Default: ``"batch"``.
-        max_steps: number of steps after which a solve is given up with an error. Default: 10 000.
+        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
         compile: compile the steps of a native method with torch.compile. Default: False.
         augment: number of zeros appended to x along dimension 1 before the solve (features, or channels of an image).
             Default: 0.
@@ -125,14 +126,14 @@ class ODEBlock(nn.Module):
     if TYPE_CHECKING:  # nn.Module leaves the type of a call open
 
         @override
-        def __call__(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor: ...
+        def __call__(self, x: Tensor, t: Times | None = None) -> Tensor: ...
 
-    def forward(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
         """h(T), or the trajectory of h at the times ``t``."""
         h = self.field.readout(self.trajectory(x, t))
         return h[-1] if t is None else h
 
-    def trajectory(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> State:
+    def trajectory(self, x: Tensor, t: Times | None = None) -> State:
         r"""The whole state at the times ``t``, time first, where ``block(x, t)`` gives h alone.
 
         Counts evaluations and gives gradients as ``block(x, t)`` does.
@@ -158,7 +159,7 @@ class ODEBlock(nn.Module):
                 return self._solve(x, t)
         return self._solve(x, t)
 
-    def _solve(self, x: Tensor, t: Tensor | Sequence[float] | None) -> State:
+    def _solve(self, x: Tensor, t: Times | None) -> State:
         if self.initial_state is not None:
             state = self.initial_state(x)
         else:
@@ -220,7 +221,7 @@ class HeavyBallODEBlock(ODEBlock):
         options: options of the method. Default: None.
         adjoint_options: options of the backward solve of ``gradient="adjoint"``, torchdiffeq's methods. Default: None.
         step_control: ``"batch"`` or ``"sample"``. Default: ``"batch"``.
-        max_steps: number of steps after which a solve is given up with an error. Default: 10 000.
+        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
         compile: compile the steps of a native method with torch.compile. Default: False.
         initial_state: module or callable x -> (h, m) that replaces ``augment`` and ``initial_momentum``. Default: None.
 
@@ -299,4 +300,4 @@ class HeavyBallODEBlock(ODEBlock):
     if TYPE_CHECKING:
 
         @override
-        def trajectory(self, x: Tensor, t: Tensor | Sequence[float] | None = None) -> tuple[Tensor, Tensor]: ...
+        def trajectory(self, x: Tensor, t: Times | None = None) -> tuple[Tensor, Tensor]: ...

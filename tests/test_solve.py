@@ -7,8 +7,8 @@ import torchdiffeq
 from torch import nn
 
 import hbnode
+from hbnode import _arguments
 from hbnode import _torchdiffeq_solve as backend
-from hbnode import solve as solve_module
 from tests.models import make_field, make_input
 
 
@@ -521,7 +521,7 @@ def test_bad_input(change, kind, message):
 
 
 def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
-    solve_module._log_tight_tolerance.cache_clear()
+    _arguments._log_tight_tolerance.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hbnode"):
         for _ in range(3):
             hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-5)

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _native_solve, _torch_internals, _torchdiffeq_solve
+from hbnode._arguments import check_precision, checked_times, resolved
 from hbnode._closures import own_parameters
 from hbnode._state import State, apply, parts
 from hbnode.errors import SolverError
 from hbnode.fields import Field
 from hbnode.nfe import NFE, Tally
-from hbnode.solve import check_precision, checked_times, resolved, solve
+from hbnode.solve import solve
 from hbnode.solvers.settings import Settings
 
 

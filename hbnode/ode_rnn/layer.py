@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from hbnode._arguments import checked_settings, checked_state, resolved
 from hbnode._checks import as_count
 from hbnode._records import Record, record
 from hbnode._state import State
@@ -17,7 +18,6 @@ from hbnode.nfe import NFE
 from hbnode.ode_rnn.defaults import make_cell, make_field
 from hbnode.ode_rnn.gaps import Intervals
 from hbnode.ode_rnn.sequences import Sequences
-from hbnode.solve import checked_settings, checked_state, resolved
 from hbnode.solvers.registry import METHODS
 from hbnode.solvers.settings import Settings
 

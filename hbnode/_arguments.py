@@ -1,0 +1,197 @@
+"""The checks of what :func:`hbnode.odeint` is given: its state, its times and how to solve."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import numbers
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from hbnode import _torchdiffeq_solve
+from hbnode._checks import as_count, conversion
+from hbnode._state import State, Times, apply, parts
+from hbnode._suggestions import nearest, nearest_method
+from hbnode.solvers import registry
+from hbnode.solvers.settings import Settings
+
+logger = logging.getLogger("hbnode")
+
+
+def checked_settings(settings: Settings) -> Settings:
+    """The settings, refused where a value is out of its range or two of them do not go together."""
+    method = settings.method
+    methods = (*registry.METHODS, *_torchdiffeq_solve.METHODS)
+    if method is not None and method not in methods:
+        raise ValueError(
+            f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
+        )
+    theirs = method in _torchdiffeq_solve.METHODS
+    gradients = _torchdiffeq_solve.GRADIENTS if theirs else registry.GRADIENTS
+    gradient = ("direct" if theirs else "checkpoint") if settings.gradient is None else settings.gradient
+    if gradient not in gradients:
+        raise ValueError(
+            f"unknown gradient {gradient!r} for method={method!r}; expected one of {gradients}. "
+            f"Fix: gradient={nearest(gradient, gradients) or gradients[0]!r}."
+        )
+    if settings.step_control not in ("batch", "sample"):
+        near = nearest(settings.step_control, ("batch", "sample"))
+        fix = f"step_control={near!r}" if near else "leave it out"
+        raise ValueError(f"step_control must be 'batch' or 'sample', got {settings.step_control!r}. Fix: {fix}.")
+    if theirs and settings.step_control != "batch":
+        raise ValueError(
+            f"step_control={settings.step_control!r} is not possible with method={method!r}, which has one step "
+            "size for the whole batch; expected 'batch'. Fix: a native method, or leave step_control out."
+        )
+    for name in ("rtol", "atol"):
+        value = getattr(settings, name)
+        if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
+    settings = dataclasses.replace(settings, max_steps=as_count(settings.max_steps, "max_steps"))
+    if not theirs:
+        registry.check(settings)
+    elif settings.compile:
+        raise ValueError(
+            f"compile=True is for native methods, got method={method!r}. "
+            "Fix: leave method out, or compile the network, torch.compile(func)."
+        )
+    return settings
+
+
+def resolved(settings: Settings, field: Callable, event: bool = False, span: float = 0.0) -> Settings:
+    """The settings with method and gradient filled in for a field and the length of a solve."""
+    method = settings.method
+    if method is None:
+        method = "dopri5" if event else registry.best_method(field, settings, span)
+    gradient = settings.gradient
+    if gradient is None:
+        gradient = "direct" if method in _torchdiffeq_solve.METHODS else "checkpoint"
+    return dataclasses.replace(settings, method=method, gradient=gradient)
+
+
+def check_precision(settings: Settings, dtype: torch.dtype) -> None:
+    """Refuse a tolerance that is not within what the dtype can carry, if the method goes by it."""
+    if settings.method in _torchdiffeq_solve.FIXED or "steps" in (settings.options or {}):
+        return
+    rtol, eps = settings.rtol, torch.finfo(dtype).eps
+    if rtol < eps / 100:
+        raise ValueError(
+            f"rtol={rtol:g} is far below what {dtype} carries (eps={eps:.2g}); expected at least {eps / 100:.2g}. "
+            "Fix: solve in float64, or loosen rtol."
+        )
+    if rtol < eps:
+        _log_tight_tolerance(rtol, dtype)
+
+
+@functools.cache
+def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
+    """Cached, so that each tolerance is mentioned once."""
+    logger.warning("rtol=%g is below the rounding of %s: steps may be refused for rounding errors alone", rtol, dtype)
+
+
+def checked_state(field: Callable, y0: State) -> State:
+    """The state, floating point and of the field's dtype; under autocast at least float32."""
+    if not callable(field):
+        raise TypeError(
+            f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
+        )
+    tensors = parts(y0)
+    if not isinstance(tensors, tuple) or not tensors or not all(isinstance(part, Tensor) for part in tensors):
+        raise TypeError(
+            f"the state must be a tensor or a tuple of tensors, got {_kinds(y0)}. Fix: {_made_state(y0, field)}."
+        )
+    dtype = tensors[0].dtype
+    if not all(part.is_floating_point() and part.dtype == dtype for part in tensors):
+        raise TypeError(
+            f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in tensors)}. "
+            f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
+        )
+    if torch.is_autocast_enabled(tensors[0].device.type):  # the networks may run in half precision, the state may not
+        return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
+    if isinstance(field, nn.Module):
+        dtypes = []
+        for p in field.parameters():
+            dtypes += [p.dtype] if p.is_floating_point() else []
+            if dtype in dtypes:
+                return y0
+        if dtypes:
+            kinds = ", ".join(map(str, set(dtypes)))
+            raise TypeError(
+                f"the state is {dtype}, the field's parameters are {kinds}; expected one dtype. "
+                "Fix: convert the input (x.float(), x.double()) or the field (field.float(), field.double())."
+            )
+    return y0
+
+
+def _kinds(y0: object) -> str:
+    """The types of a state, for messages."""
+    if isinstance(y0, (list, tuple)):
+        return f"{type(y0).__name__} of ({', '.join(type(part).__name__ for part in y0)})"
+    return type(y0).__name__
+
+
+def _made_state(y0: object, field: Callable) -> str:
+    """How to make a state of what is none, for messages."""
+    if isinstance(y0, list) and y0 and all(isinstance(part, Tensor) for part in y0):
+        return "tuple(y0)"
+    if isinstance(y0, tuple):
+        return f"make each part a tensor, x -> {conversion(next((x for x in y0 if not isinstance(x, Tensor)), None))}"
+    made = conversion(y0).replace("(x", "(y0")
+    return f"field.initial_state({made})" if hasattr(field, "initial_state") else made
+
+
+def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
+    """Finite, ordered times as a tensor: (T,), or (batch, T) if each sample may have a row of its own.
+
+    Native methods (``rows``) have them on the host, which plans the steps; torchdiffeq's on the device of the state.
+    """
+    if not isinstance(t, Tensor):
+        if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
+            fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
+            raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: {fix}.")
+        t = list(t)
+        if any(isinstance(time, Tensor) for time in t):  # keep the gradients of learned times
+            t = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in t]
+            if any(time.numel() != 1 for time in t):
+                raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
+            t = torch.stack([time.reshape(()) for time in t])
+        else:
+            t = torch.as_tensor(t, dtype=torch.float64)
+    elif not t.is_floating_point():
+        t = t.to(torch.float64)
+    if t.dim() != 1 and not (rows and t.dim() == 2):
+        raise ValueError(
+            f"t must be one-dimensional, got shape {tuple(t.shape)}. "
+            "Fix: (T,); native methods also take (batch, T), a row of times for each sample."
+        )
+    if t.shape[-1] == 0:
+        raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: [0.0, 1.0].")
+    on_host = t.cpu()
+    values = on_host.detach()
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"t must be finite, got {values.tolist()}. Fix: drop the infinite times and the NaNs.")
+    _check_order(values)
+    return on_host if rows else t.to(device)
+
+
+def _check_order(t: Tensor) -> None:
+    """Shared times must be strictly monotone; of a sample's own, some may be repeated: it stays where it is."""
+    steps = t.diff()
+    if t.dim() == 2:
+        up, down = (steps >= 0).all(), (steps <= 0).all()
+        if not bool(up | down):
+            raise ValueError(
+                "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."
+            )
+        return
+    if not bool((steps > 0).all() | (steps < 0).all()):
+        sign = -1.0 if bool(steps[0] < 0) else 1.0
+        where = int(torch.nonzero(torch.sign(steps) != sign)[0])
+        raise ValueError(
+            f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
+            f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones."
+        )

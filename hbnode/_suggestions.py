@@ -1,0 +1,53 @@
+"""What to write in place of a name that is not known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+_SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}
+_SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
+    "rk45": "dopri5",
+    "ode45": "dopri5",
+    "dopri": "dopri5",
+    "dormandprince": "dopri5",
+    "dop853": "dopri8",
+    "dormandprince8": "dopri8",
+    "rk23": "bosh3",
+    "ode23": "bosh3",
+    "heun": "heun2",
+    "scipy": "scipy_solver",
+    "tsitouras": "tsit5",
+    "tsitouras45": "tsit5",
+    "rkn": "nystrom8",
+    "verlet": "leapfrog",
+    "stormerverlet": "leapfrog",
+    "alf": "leapfrog",
+    "asynchronousleapfrog": "leapfrog",
+    **dict.fromkeys(_SCIPY, "scipy_solver"),
+    # gradients
+    **dict.fromkeys(("autograd", "autodiff", "backprop", "backpropagation", "autodiffadjoint"), "direct"),
+    **dict.fromkeys(("aca", "recompute", "recursivecheckpointadjoint"), "checkpoint"),
+    **dict.fromkeys(("backsolve", "backsolveadjoint", "continuous", "interpolatedadjoint"), "adjoint"),
+    **dict.fromkeys(("invertible", "symplectic"), "reversible"),
+    # step_control
+    **dict.fromkeys(("persample", "individual", "each"), "sample"),
+    **dict.fromkeys(("shared", "global", "common", "perbatch"), "batch"),
+}
+
+
+def nearest(name: object, names: Sequence[str]) -> str | None:
+    """The one of ``names`` that was most likely meant, None if none is near."""
+    plain = "".join(filter(str.isalnum, str(name).lower()))
+    if _SYNONYMS.get(plain) in names:
+        return _SYNONYMS[plain]
+    return next(iter(difflib.get_close_matches(plain, names, 1)), None)
+
+
+def nearest_method(name: object, methods: Sequence[str]) -> str:
+    """What to write in place of an unknown method."""
+    solver = _SCIPY.get(str(name).lower())
+    if solver is not None:
+        return f"method='scipy_solver' with options={{'solver': {solver!r}}} and gradient='adjoint'"
+    near = nearest(name, methods)
+    return f"method={near!r}, or method=None for the best there is" if near else "method=None for the best there is"
