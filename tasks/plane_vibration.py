@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common.figures import legend_beside
 from tasks.common.files import write_figure
 from tasks.common.run import BASELINES, MODELS, SCHEDULES, Config, Run, count_parameters, option, parse
 from tasks.common.sweep import sweep
@@ -351,7 +352,7 @@ def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -
     x, t, target = splits.batches["test"]
     chosen = torch.linspace(0, len(x) - 1, 4).long().tolist()
     scale, shift = splits.deviation.float(), splits.mean.float()
-    figure, axes = plt.subplots(3, 4, figsize=(14, 7), sharex=True, sharey="row", layout="constrained")
+    figure, axes = plt.subplots(3, 4, figsize=(15, 7), sharex=True, sharey="row", layout="constrained")
     for column, segment in enumerate(chosen):
         now = t[segment, -1]
         ahead = torch.arange(HORIZON) / f16_data.PLANE_RATE
@@ -366,7 +367,7 @@ def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -
         axes[-1, column].set_xlabel("time in s")
     for ax, channel in zip(axes[:, 0], (2, 3, 4), strict=True):
         ax.set_ylabel(COLUMNS[channel])
-    axes[0, 0].legend(fontsize="small")
+    legend_beside(figure)
     figure.suptitle(f"{title}; accelerations in the unit of the data")
     write_figure(figure, folder / "forecast.png")
 

@@ -1,12 +1,12 @@
 """Draw run folders: ``python -m tasks.plot runs/demo`` prints a table and writes figures.
 
-There is a table and a figure (accuracy or loss, evaluations and seconds against epoch, as figures 6, 9, 10, 12 and 13
-of the momentum-architectures paper) for every task, preset, data set and protocol found, and one of evaluations and
-gradient error against tolerance (figure 11) where runs have measured it. Runs that differ in their seed only are drawn
-as one line, the median. Its band reaches from the smallest to the largest, or, of ten seeds and more, from the 10 % to
-the 90 % quantile. Baselines have no evaluations: a dash in the table, and no line. Of recurrent layers with momentum
-there is a figure for each cell and length, without evaluations; broken lines are layers without a rule, a dotted one
-the loss that takes no memory.
+There is a table and a figure for every task, preset, data set and protocol found: accuracy or loss and evaluations
+against epoch, as figures 6, 9, 10, 12 and 13 of the momentum-architectures paper, and seconds of runs that had the
+machine to themselves. Another one shows evaluations and gradient error against tolerance (figure 11) where runs have
+measured it. Runs that differ in their seed only are drawn as one line, the median. Its band reaches from the smallest
+to the largest, or, of ten seeds and more, from the 10 % to the 90 % quantile. Baselines have no evaluations: a dash in
+the table, and no line. Of recurrent layers with momentum there is a figure for each cell and length, without
+evaluations; broken lines are layers without a rule, a dotted one the loss that takes no memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.axes import Axes
 
+from hbnode.analysis.figures import ticks_of_short_axis
+from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import read_json, write_figure
 from tasks.common.run import BASELINES, MODELS
 from tasks.image_classification import CURVE_IMAGES
@@ -104,6 +107,12 @@ class Group:
     def mean(self, name: str) -> float:
         """Mean of an entry of the summaries over the seeds."""
         return float(np.mean([summary[name] for summary in self.summaries]))
+
+    @property
+    def machine(self) -> dict[str, object] | None:
+        """What its seconds depend on; None where they tell nothing: runs shared a machine, or had different ones."""
+        found = [{name: summary.get(name) for name in MACHINE} for summary in self.summaries]
+        return found[0] if found[0]["runs_at_a_time"] == 1 and all(other == found[0] for other in found) else None
 
     @property
     def metric(self) -> str:
@@ -247,32 +256,46 @@ def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def draw(groups: Sequence[Group], title: str) -> plt.Figure:
-    """Accuracy or loss, evaluations and seconds against epoch, and examples where a run kept some."""
+    """Accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
     examples = next((e for g in reversed(groups) if g.model == "hbnode" for e in [_examples(g)] if e), None)
-    width = max(15.0, 3.6 * len(_panels(groups)))
+    width = 2.0 + 3.7 * len(_panels(groups))
     figure = plt.figure(figsize=(width, 8) if examples else (width, 4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1]) if examples else (figure, None)
     upper.suptitle(title, fontsize="medium")
     panels = _panels(groups)
     for ax, (name, label) in zip(upper.subplots(1, len(panels)), panels.items(), strict=True):
-        for group in groups:
-            if group.is_ode or not name.startswith("nfe"):
-                epochs, values = group.curve(name)
-                _line(ax, group, epochs, values, "--" if group.is_plain else "-")
+        _draw_curves(ax, groups, name)
         ax.set_xlabel("epoch")
         ax.set_ylabel(label)
-        ax.xaxis.get_major_locator().set_params(integer=True)
         if name.startswith(("nfe", "seconds")):
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(bottom=-0.02 * ax.get_ylim()[1])  # a line at 0 is seen
         elif groups[0].metric.startswith("validation_") or not groups[0].solves:
             if not name.endswith("accuracy"):
                 ax.set_yscale("log")  # falls by orders of magnitude, and not to 0 as a point cloud's
             if name.endswith("_loss") and "trivial_loss" in groups[0].summaries[0]:
                 ax.axhline(groups[0].mean("trivial_loss"), color="0.4", ls=":", label="no memory")
-    figure.axes[0].legend(fontsize="small")
+            if ax.get_yscale() == "log":
+                ticks_of_short_axis(ax.yaxis)
+    legend_beside(upper)
     if lower is not None:
         _draw_examples(lower, *examples)
     return figure
+
+
+def _draw_curves(ax: Axes, groups: Sequence[Group], name: str) -> None:
+    """A line for each group; of a single epoch, points beside one another."""
+    drawn = [group for group in groups if group.is_ode or not name.startswith("nfe")]
+    longest = 1
+    for group in drawn:
+        epochs, values = group.curve(name)
+        longest = max(longest, len(epochs))
+        index = groups.index(group)
+        shift = 0.0 if len(epochs) > 1 else 0.6 * ((index + 0.5) / len(groups) - 0.5)
+        _line(ax, group, epochs + shift, values, line_style(index, len(groups), len(epochs)))
+    if longest == 1:
+        ax.set(xlim=(0.5, 1.5), xticks=[1])
+    else:
+        ax.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _panels(groups: Sequence[Group]) -> dict[str, str]:
@@ -287,42 +310,48 @@ def _panels(groups: Sequence[Group]) -> dict[str, str]:
     )
     evaluations = {"nfe_forward": "forward evaluations per batch", "nfe_backward": backward}
     evaluations = {k: v for k, v in evaluations.items() if any(group.curve(k)[1].any() for group in odes)}
-    return {name: name.replace("_", " ") for name in names} | evaluations | {"seconds": "seconds per epoch"}
+    panels = {name: name.replace("_", " ") for name in names} | evaluations
+    machines = [group.machine for group in groups]
+    comparable = machines[0] is not None and all(machine == machines[0] for machine in machines)
+    return panels | ({"seconds": "seconds per epoch"} if comparable else {})
 
 
 def draw_tolerances(groups: Sequence[Group], name: str) -> plt.Figure:
     """Evaluations of the trained models against tolerance, forward and backward, and what they buy."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     config = groups[0].config
     figure.suptitle(
         f"{name}: trained models on {CURVE_IMAGES} test images, {config['solver']} solver, loss scale "
         f"{config['loss_scale']:g}",
         fontsize="medium",
     )
-    for group in groups:
+    for index, group in enumerate(groups):
         columns = group.tolerances()
+        style = line_style(index, len(groups), 1)
         for ax, column in zip(axes, ("forward", "backward"), strict=False):
-            _line(ax, group, columns["tolerance"][0], columns[column], "o-")
+            _line(ax, group, columns["tolerance"][0], columns[column], style)
         total = np.median(columns["forward"] + columns["backward"], axis=0)
-        axes[2].plot(total, np.median(columns["gradient_error"], axis=0), "o-", color=group.color, label=group.label)
+        error = np.median(columns["gradient_error"], axis=0)
+        axes[2].plot(total, error, color=group.color, label=group.label, **style)
     for ax, label in zip(axes, ("forward evaluations", "backward evaluations"), strict=False):
         ax.set(xscale="log", xlabel="tolerance (rtol = atol)", ylabel=label, ylim=(0, None))
         ax.invert_xaxis()
     axes[2].set(
         xscale="log", yscale="log", xlabel="evaluations, forward and backward", ylabel="relative gradient error"
     )
-    axes[2].xaxis.set(
-        major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=ScalarFormatter(), minor_formatter=NullFormatter()
-    )
-    axes[0].legend(fontsize="small")
+    for axis in (axes[2].xaxis, axes[2].yaxis):
+        ticks_of_short_axis(axis)
+    legend_beside(figure)
     return figure
 
 
-def _line(ax: plt.Axes, group: Group, x: np.ndarray, values: np.ndarray, style: str = "-") -> None:
-    """The median over the seeds and its band."""
+def _line(ax: Axes, group: Group, x: np.ndarray, values: np.ndarray, style: Mapping[str, Any]) -> None:
+    """The median over the seeds and its band, which is a bar where there is one epoch."""
     low, median, high = _spread(values)
-    ax.plot(x, median, style, color=group.color, label=group.label)
-    if len(values) > 1:
+    ax.plot(x, median, "--" if group.is_plain else "-", color=group.color, label=group.label, **style)
+    if len(values) > 1 and len(x) == 1:
+        ax.vlines(x, low, high, color=group.color, alpha=0.4, linewidth=4)
+    elif len(values) > 1:
         ax.fill_between(x, low, high, color=group.color, alpha=0.15, lw=0)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common.figures import legend_beside
 from tasks.common.files import write_figure
 from tasks.common.run import GRADIENTS, SCHEDULES, Config, Run, count_parameters, option, parse
 from tasks.common.sweep import sweep
@@ -264,7 +265,7 @@ def draw_simulation(
     import matplotlib.pyplot as plt
 
     seconds = torch.arange(image_data.SILVERBOX_START, image_data.SILVERBOX_START + len(measured)) / 610.35
-    figure, ax = plt.subplots(figsize=(10, 3.6), layout="constrained")
+    figure, ax = plt.subplots(figsize=(11.5, 3.6), layout="constrained")
     ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
     error = (1000 * (simulated - measured)).clamp(-400, 400)
     ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
@@ -279,7 +280,7 @@ def draw_simulation(
     )
     ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))
     ax.set_title(f"{name.upper()} on the arrow. RMSE in mV: {figures}", fontsize="medium")
-    for line in ax.legend(loc="upper left").get_lines():
+    for line in legend_beside(figure).get_lines():
         line.set_linewidth(2)
     write_figure(figure, folder / "simulation.png")
 

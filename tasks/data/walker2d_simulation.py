@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tasks.common.figures import legend_beside
 from tasks.common.files import write_figure
 from tasks.data import walker2d as walker_data
 
@@ -97,7 +98,7 @@ def draw_walks(true: Tensor, walk: Tensor, seen: Tensor, numbers: Tensor, title:
         ax.plot(later, walk[:, channel], color="C3", ls="--", label="forecast")
         ax.set(xlabel="time in s", ylabel=label)
         ax.axvline(0.0, color="0.8", lw=0.8)
-    figure.axes[-1].legend(fontsize="small")
+    legend_beside(below)
     write_figure(figure, folder / "forecast.png")
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hbnode.analysis.figures import ticks_of_short_axis
 from tasks.common.files import read_json, write_figure, write_whole
 from tasks.common.run import TaskConfig, environment, parse
 from tasks.common.sweep import side_by_side
@@ -143,24 +144,31 @@ def table(found: Mapping[Pair, Sequence[float]], metric: str) -> str:
 
 
 def draw_grids(grids: Mapping[str, Mapping[Pair, float]], judged: Judged, path: Path) -> None:
-    """Draw grids side by side, a color scale each, the numbers in the cells; a pair that is not there is a dash."""
-    import matplotlib.pyplot as plt
+    """Draw grids side by side, a color scale each, the numbers in the cells; a pair that is not there is a dash.
 
-    figure, axes = plt.subplots(1, len(grids), figsize=(1 + 5.2 * len(grids), 4.6), layout="constrained")
+    The scale is logarithmic in the error, so that a pair that does not learn does not leave one color for all others.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    figure, axes = plt.subplots(1, len(grids), figsize=(1 + 6.2 * len(grids), 4.6), layout="constrained")
     for ax, (name, grid) in zip(np.atleast_1d(axes), grids.items(), strict=True):
         momenta, steps = (sorted({pair[axis] for pair in grid}, reverse=axis == 0) for axis in (0, 1))
         values = np.array([[grid.get((mu, s), np.nan) for s in steps] for mu in momenta])
-        signed = values if judged.is_higher_better else -values
-        # ranks, and not values: a pair that does not learn would leave one color for all others
-        ranks = (signed[..., None, None] >= signed).sum((2, 3)) / np.isfinite(signed).sum()
-        ax.imshow(np.where(np.isnan(values), np.nan, ranks), cmap="RdYlGn", vmin=-0.2, vmax=1.2)
+        errors = np.maximum(judged.factor - values, 0.01) if judged.is_higher_better else values
+        low, high = np.nanmin(errors), np.nanmax(errors)
+        shown = ax.imshow(errors, cmap="viridis_r", norm=LogNorm(low, max(high, 1.1 * low)))
+        bar = figure.colorbar(shown, ax=ax, label=judged.unit.replace("accuracy", "error"))
+        ticks_of_short_axis(bar.ax.yaxis)
         for (row, column), value in np.ndenumerate(values):
-            ax.text(column, row, "-" if np.isnan(value) else f"{value:.4g}", ha="center", va="center")
+            color = "white" if shown.norm(errors[row, column]) > 0.6 else "black"
+            said = "-" if np.isnan(value) else f"{value:.4g}"
+            ax.text(column, row, said, ha="center", va="center", color=color)
         ax.set_xticks(range(len(steps)), [f"{s:g}" for s in steps])
         ax.set_yticks(range(len(momenta)), [f"{mu:g}" for mu in momenta])
         ax.set(xlabel="step size s", ylabel="momentum mu", title=name)
         ax.title.set_fontsize("medium")
-    figure.suptitle(f"{judged.unit}; green is better, colors by rank")
+    figure.suptitle(f"{judged.unit}; yellow is better")
     write_figure(figure, path)
 
 

@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 import hbnode
 from tasks import plot
+from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure, write_whole
 from tasks.common.run import environment
 from tasks.common.train import EVAL_BATCH_SIZE
@@ -251,11 +252,12 @@ def table(models: dict[str, dict[str, Any]]) -> str:
 
 def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str) -> plt.Figure:
     """Accuracy against size: noise, FGSM, PGD; lines are medians, bands go from the smallest to the largest."""
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4), sharey=True, layout="constrained")
     for ax, name in zip(axes, ("noise", "fgsm", "pgd"), strict=True):
-        for label, model in models.items():
+        for index, (label, model) in enumerate(models.items()):
             curve = model[name]
-            ax.plot(curve["size"], curve["accuracy"], ".-", color=colors[label], label=label)
+            style = line_style(index, len(models), len(curve["size"]))
+            ax.plot(curve["size"], curve["accuracy"], color=colors[label], label=label, **style)
             if len(model["seeds"]) > 1:
                 limits = curve["accuracy_min"], curve["accuracy_max"]
                 ax.fill_between(curve["size"], *limits, color=colors[label], alpha=0.15, lw=0)
@@ -266,7 +268,7 @@ def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str) 
         ax.set_xlim(left=0)
     axes[0].set_ylim(0, 1)
     axes[0].set_ylabel("test accuracy")
-    axes[-1].legend(fontsize="small")
+    legend_beside(figure)
     figure.suptitle(title, fontsize="medium")
     return figure
 

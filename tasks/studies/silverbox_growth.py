@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common.figures import legend_beside
 from tasks.common.files import write_figure, write_whole
 from tasks.common.run import MODELS, environment
 from tasks.data import images as image_data
@@ -113,14 +114,14 @@ def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws:
     """Draw the quantiles and the mean of each model over time, on one logarithmic axis, in ``growth.png``."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(found), figsize=(13, 3.2), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(found), figsize=(15, 3.2), sharey=True, layout="constrained")
     for ax, (model, columns), color in zip(axes, found.items(), ("C0", "C1", "C2", "C3", "C4"), strict=True):
         ax.fill_between(times, columns["q10"], columns["q90"], color=color, alpha=0.25, lw=0, label="10 % to 90 %")
         ax.semilogy(times, columns["median"], color=color, label="median")
         ax.semilogy(times, columns["mean"], color=color, ls="--", lw=1, label="mean, as in the paper")
         ax.set(title=model.upper(), xlabel="t in samples")
     axes[0].set_ylabel("|h(t)|")
-    axes[0].legend(loc="upper left", fontsize="small")
+    legend_beside(figure)
     figure.suptitle(f"Silverbox, {draws} initialisations of each model")
     write_figure(figure, folder / "growth.png")
 

@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hbnode.analysis.figures import ticks_of_short_axis
+from tasks.common.figures import legend_beside
 from tasks.common.files import write_figure, write_whole
 from tasks.common.run import MODELS, environment
 from tasks.common.train import Batch
@@ -177,7 +179,7 @@ def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
 
     styles = {model: {"color": f"C{i}"} for i, model in enumerate(MODELS)}
     styles |= {"still": {"color": "k", "ls": "--"}, "still pair": {"color": "0.5", "ls": ":"}}
-    figure, axes = plt.subplots(len(CELLS), len(STAGES), figsize=(11, 7), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(len(CELLS), len(STAGES), figsize=(12.5, 7), sharex=True, layout="constrained")
     for row, cell in zip(axes, CELLS, strict=True):
         for ax, stage in zip(row, STAGES, strict=True):
             for model, style in styles.items():
@@ -185,11 +187,12 @@ def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
                 label = f"{model}, no ODE" if model in CONTROLS else model.upper()
                 ax.semilogy(median.clamp(min=1e-30), label=label, lw=1.5, **style)
             ax.set(title=f"{cell} cell, {stage}", ylim=(max(ax.get_ylim()[0], 1e-16), None))
+            ticks_of_short_axis(ax.yaxis)
             ax.grid(alpha=0.3)
         row[0].set_ylabel("|dL/d[h, m]|, median")
     for ax in axes[-1]:
         ax.set_xlabel("T - t in frames seen")
-    axes[0, 0].legend(fontsize="small", ncols=2)
+    legend_beside(figure)
     figure.suptitle(f"Walker2D: {about}")
     write_figure(figure, folder / "adjoint_norms.png")
 
