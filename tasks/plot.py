@@ -258,12 +258,12 @@ def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def draw(groups: Sequence[Group], title: str) -> plt.Figure:
     """Accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
     examples = next((e for g in reversed(groups) if g.model == "hbnode" for e in [_examples(g)] if e), None)
-    width = 2.0 + 3.7 * len(_panels(groups))
+    panels = _panels(groups)
+    width = 2.0 + 3.7 * len(panels)
     figure = plt.figure(figsize=(width, 8) if examples else (width, 4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1]) if examples else (figure, None)
     upper.suptitle(title, fontsize="medium")
-    panels = _panels(groups)
-    for ax, (name, label) in zip(upper.subplots(1, len(panels)), panels.items(), strict=True):
+    for ax, (name, label) in zip(upper.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _draw_curves(ax, groups, name)
         ax.set_xlabel("epoch")
         ax.set_ylabel(label)

@@ -13,6 +13,8 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from tasks import image_classification, plot, point_cloud
+from tasks.common.figures import legend_beside, line_style
+from tasks.studies import momentum_ablation
 
 QUICK = "--device cpu --epochs 2 --subset 32 --test-subset 21 --batch-size 32 --small --tol 0.1".split()
 CLOUD = "--device cpu --epochs 2 --model node".split()
@@ -119,6 +121,73 @@ def test_plot_warns_of_seconds_from_different_machines(runs, caplog):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"threads": 99}))
     plot.collect(folder)
     assert "the seconds of NODE are means over different threads" in caplog.text
+
+
+def test_seconds_are_drawn_of_runs_that_had_the_machine_to_themselves(runs):
+    folder = runs("cloud0", "tighter")
+    assert "seconds" in plot._panels(plot.collect(folder))
+    path = folder / "tighter" / "summary.json"
+    summary = json.loads(path.read_text())
+    for change in ({"runs_at_a_time": 2}, {"threads": 99}, {"runs_at_a_time": None}):
+        path.write_text(json.dumps(summary | change))
+        assert list(plot._panels(plot.collect(folder))) == ["train_loss", "nfe_forward"]
+
+
+def test_a_single_epoch_is_seen_and_models_stand_beside_one_another(runs):
+    folder = runs("cloud0", "cloud1", "tighter")
+    for path in folder.rglob("metrics.csv"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    figure = plot.draw(plot.collect(folder), "title")
+    for ax in figure.axes:
+        lines = [line for line in ax.get_lines() if line.get_label().startswith("NODE")]
+        positions = [line.get_xdata().tolist() for line in lines]
+        assert len({x for (x,) in positions}) == len(lines) == 2
+        assert all(0.5 < x < 1.5 for (x,) in positions)
+        assert all(line.get_marker() not in ("", "None") for line in lines)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x0 > max(ax.get_window_extent().x1 for ax in figure.axes)
+    plot.plt.close(figure)
+
+
+@pytest.mark.parametrize(("count", "length"), [(2, 30), (5, 8), (5, 100), (1, 1), (10, 3)])
+def test_equal_lines_can_be_told_apart(count, length):
+    """No two have the same marker of the same size, and long lines have theirs at different points."""
+    figure, ax = plot.plt.subplots()
+    styles = [line_style(index, count, length) for index in range(count)]
+    for style in styles:
+        ax.plot(range(length), [1.0] * length, **style)
+    figure.draw_without_rendering()
+    plot.plt.close(figure)
+    assert len({(style["marker"], style["markersize"]) for style in styles}) == count
+    marked = [set(range(style["markevery"][0], length, style["markevery"][1])) for style in styles]
+    assert all(marked)
+    if length >= 2 * count:
+        assert len(set.union(*marked)) == sum(map(len, marked))
+
+
+def test_a_legend_names_each_line_once():
+    figure, axes = plot.plt.subplots(1, 2, layout="constrained")
+    for ax in axes:
+        ax.plot([0, 1], label="a")
+        ax.plot([1, 0], label="b")
+    assert [text.get_text() for text in legend_beside(figure).get_texts()] == ["a", "b"]
+    plot.plt.close(figure)
+
+
+def test_the_colors_of_a_grid_are_a_scale(monkeypatch):
+    figures = []
+    monkeypatch.setattr(momentum_ablation, "write_figure", lambda figure, path: figures.append(figure))
+    for task, exact in (("pixel_mnist", 100 - 37.39), ("speech", 121.07)):
+        judged = momentum_ablation.TASKS[task]
+        grid = momentum_ablation.of_authors(judged)
+        missing = {pair: value for pair, value in grid.items() if pair != (0.0, 1.0)}
+        momentum_ablation.draw_grids({"one": grid, "two": missing, "single": {(0.0, 1.0): 7.0}}, judged, Path("x.png"))
+        images = [ax.images[0] for ax in figures[-1].axes if ax.images]
+        assert images[0].norm.vmax == pytest.approx(exact)
+        assert len(figures[-1].axes) == 6  # each with its scale
+        figures[-1].draw_without_rendering()
+        plot.plt.close(figures[-1])
 
 
 def test_plot_of_nothing(tmp_path, capsys):
