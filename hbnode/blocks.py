@@ -159,12 +159,14 @@ class ODEBlock(nn.Module):
                 return self._solve(x, t)
         return self._solve(x, t)
 
-    def _solve(self, x: Tensor, t: Times | None) -> State:
+    def start(self, x: Tensor) -> State:
+        """The state at the start of a solve, from an input x (batch, d, ...): augmented, with its momentum."""
         if self.initial_state is not None:
-            state = self.initial_state(x)
-        else:
-            state = self.field.initial_state(append_zeros(x, self.augment))
-        nfe = NFE()
+            return self.initial_state(x)
+        return self.field.initial_state(append_zeros(x, self.augment))
+
+    def _solve(self, x: Tensor, t: Times | None) -> State:
+        state, nfe = self.start(x), NFE()
         if not is_exporting():  # a graph without Python has no attributes
             self._nfe = nfe
         return solve(self.field, state, self.t_span if t is None else t, self.settings(), nfe)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hbnode._state import State, apply, parts
 from hbnode.analysis import figures
-from hbnode.analysis.paths import as_input, check_block, evaluating, field_of, schedule, solved, start, with_graphs
+from hbnode.analysis.paths import as_input, check_block, evaluating, schedule, solved, with_graphs
 from hbnode.analysis.results import Result
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ def adjoint_norms(
     block = check_block(block, "adjoint_norms")
     times, settings = schedule(block, t, points=50)
     with with_graphs(), evaluating(block):
-        state = apply(_leaf, start(block, as_input(block, x).clone()))
+        state = apply(_leaf, block.start(as_input(block, x).clone()))
         states: list[State] = [state]
         for interval in pairwise(times.tolist()):
             state = apply(lambda part: part[-1], solved(block, state, interval, settings))
             states.append(state)
-        h = field_of(block).readout(state)
+        h = block.field.readout(state)
         value = h.square().mean() if loss is None else loss(h)
         if not isinstance(value, Tensor) or value.numel() != 1:
             kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -10,9 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hbnode._state import State, append_zeros, parts
+from hbnode._state import State, parts
 from hbnode.blocks import ODEBlock
-from hbnode.fields import Field
 from hbnode.nfe import NFE
 from hbnode.solve import Settings, solve
 
@@ -79,18 +78,6 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
     return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
 
 
-def start(block: ODEBlock, x: Tensor) -> State:
-    """The state that the block starts from."""
-    if block.initial_state is not None:
-        return block.initial_state(x)
-    return field_of(block).initial_state(append_zeros(x, block.augment))
-
-
-def field_of(block: ODEBlock) -> Field:
-    """The field of a block, or a module that acts as one."""
-    return cast(Field, block.field)
-
-
 def solved(block: ODEBlock, state: State, t: Tensor | Sequence[float], settings: Settings) -> State:
     """The states at the times, without an effect on the block's count."""
     return cast(State, solve(block.field, state, t, settings, NFE()))
@@ -102,5 +89,5 @@ def states(
     """Times (T,), and the parts of the state, h or h and m, at these times, each (T, batch, ...)."""
     times, settings = schedule(block, t, points)
     with torch.no_grad(), evaluating(block):
-        trajectory = solved(block, start(block, as_input(block, x)), times, settings)
+        trajectory = solved(block, block.start(as_input(block, x)), times, settings)
     return times, parts(trajectory)
