@@ -1,4 +1,4 @@
-"""The little that is needed to run under the transforms of torch.func."""
+"""Private functions of torch: for running under the transforms of torch.func, and its fused recurrent layers."""
 
 from __future__ import annotations
 
@@ -33,3 +33,23 @@ def refusing(what: str, fix: str) -> Iterator[None]:
         if is_active() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
             raise ValueError(f"{what} does not work under this transform of torch.func. Fix: {fix}.") from error
         raise
+
+
+def fused_layer(
+    name: str, x: Tensor, state: Tensor | tuple[Tensor, Tensor], weights: list[Tensor], sizes: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Run torch's recurrent layer on given weights: one layer in one direction, as torch.nn.LSTM calls it.
+
+    Arguments:
+        name: "lstm", "gru", "rnn_tanh" or "rnn_relu".
+        x: (T, batch, n), or the data of a PackedSequence.
+        state: h, or h and c of an LSTM, each (1, batch, hidden_size).
+        weights: W_ih, W_hh, and b_ih and b_hh if there are any.
+        sizes: batch sizes of a PackedSequence.
+
+    Returns:
+        The output, and the last h, or the last h and c.
+    """
+    rest = (weights, len(weights) == 4, 1, 0.0, torch.is_grad_enabled(), False)
+    layer = getattr(torch._VF, name)
+    return layer(x, state, *rest, False) if sizes is None else layer(x, sizes, state, *rest)

@@ -1,4 +1,4 @@
-"""Autocast around the layers: what torch's layer may run under, and what keeps the dtype of the parameters."""
+"""Autocast around the layers: torch's layer runs under it where it can; all else keeps the dtype of the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_on(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def switched(x: Tensor, on: bool) -> contextlib.AbstractContextManager:
+def switched(x: Tensor, on: bool) -> contextlib.AbstractContextManager[object]:
     """A context with autocast on or off for the device of a tensor."""
     kind = x.device.type
     return torch.autocast(kind, enabled=on) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()

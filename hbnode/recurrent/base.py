@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, TypedDict
+import operator
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import override
 
 from hbnode._checks import as_count, tensor_fix
 from hbnode._tracing import untraced
 from hbnode.recurrent import autocast
+from hbnode.recurrent.arguments import check_rule, check_space, check_switch, given_state, read_state
 from hbnode.recurrent.batch import SequenceBatch
 from hbnode.recurrent.cell_steps import CellOutput, CellStep
-from hbnode.recurrent.executor import LayerExecutor, Weights
+from hbnode.recurrent.executor import LayerExecutor, LayerState, Weights
 from hbnode.recurrent.export import StockLayers, plain_layer
-from hbnode.recurrent.parameters import (
-    check_rule,
-    check_space,
-    check_switch,
-    check_weight_norm,
-    filter_width,
-    given_state,
-    init_gates_,
-    parameter_shapes,
-    read_state,
-)
+from hbnode.recurrent.initialization import check_weight_norm, filter_width, init_gates_, parameter_shapes
 from hbnode.recurrent.rules import Rule
-from hbnode.recurrent.state import RecurrentState
+from hbnode.recurrent.state import InitialState, RecurrentState
 
 
 class LayerOptions(TypedDict):
@@ -102,36 +95,53 @@ class RecurrentLayer(nn.Module):
                 )
         self.reset_parameters()
 
+    if TYPE_CHECKING:  # nn.Module's returns Any
+
+        @overload
+        def __call__(
+            self, x: Tensor, state: InitialState = None, *, hx: InitialState = None
+        ) -> tuple[Tensor, RecurrentState]: ...
+        @overload
+        def __call__(
+            self, x: PackedSequence, state: InitialState = None, *, hx: InitialState = None
+        ) -> tuple[PackedSequence, RecurrentState]: ...
+        @override
+        def __call__(
+            self, x: Tensor | PackedSequence, state: InitialState = None, *, hx: InitialState = None
+        ) -> tuple[Tensor | PackedSequence, RecurrentState]:
+            return self.forward(x, state, hx=hx)
+
     def _places(self) -> itertools.product:
-        """The layers and directions, in the order of the state's first axis."""
+        """Layers and directions, in the order of the state's first axis."""
         return itertools.product(range(self.num_layers), ("", "_reverse") if self.bidirectional else ("",))
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
-        """The parameters of a layer in one direction."""
+        """Shapes of the parameters of a layer in one direction."""
         return parameter_shapes(self.step, input_size, self.hidden_size, self.momentum_space, self.bias)
 
     def _names(self) -> list[str]:
-        """All parameters."""
+        """Names of all parameters."""
         return [f"{name}_l{layer}{suffix}" for layer, suffix in self._places() for name in self._shapes(1)]
 
     def reset_parameters(self) -> None:
         """Draw the initial weights."""
         raise NotImplementedError
 
-    @untraced  # a loop over time is no graph; torch.compile passes over torch.nn's layers likewise
+    @untraced  # a loop over time is not a graph; torch.compile skips torch.nn's layers too
     def forward(
         self,
         x: Tensor | PackedSequence,
-        state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        state: InitialState = None,
         *,
-        hx: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        hx: InitialState = None,
     ) -> tuple[Tensor | PackedSequence, RecurrentState]:
         """Run over sequences, from their start or from where an earlier chunk ended.
 
         Arguments:
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
                 or a PackedSequence.
-            state: that of an earlier call; or h, or (h, c) of an LSTM, at the start of a sequence; None is zeros.
+            state: the state that an earlier call returned; or h, or (h, c) of an LSTM, at the start of a sequence; None
+                is zeros.
             hx: the same under torch.nn's name.
 
         Returns:
@@ -150,9 +160,9 @@ class RecurrentLayer(nn.Module):
         return batch.output(out), self._written(ended, t, batch)
 
     def _run(
-        self, run: LayerExecutor, batch: SequenceBatch, states: list[RecurrentState]
-    ) -> tuple[Tensor, list[RecurrentState]]:
-        """All layers, from the states of each: the last one's output (T, batch, n), and the states in the end."""
+        self, run: LayerExecutor, batch: SequenceBatch, states: list[LayerState]
+    ) -> tuple[Tensor, list[LayerState]]:
+        """Run all layers from their states; return the output of the last (T, batch, n), and the states afterwards."""
         out, ended = batch.x, []
         for layer, of_layer in itertools.groupby(zip(self._places(), states, strict=True), key=lambda z: z[0][0]):
             if layer > 0 and self.dropout and self.training:
@@ -174,40 +184,37 @@ class RecurrentLayer(nn.Module):
             values["weight_ih"], values["weight_hh"], values.get("bias_ih"), values.get("bias_hh"), is_hidden
         )
 
-    def _read(
-        self, state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None, batch: SequenceBatch
-    ) -> tuple[list[RecurrentState], int | Tensor | None]:
-        """States of the layers and directions, and the samples before the first."""
+    def _read(self, state: InitialState, batch: SequenceBatch) -> tuple[list[LayerState], int | Tensor | None]:
+        """States of the layers and directions, and the number of samples before the first."""
         places = self.num_layers * (2 if self.bidirectional else 1)
         shape = () if batch.is_single else tuple(batch.x.shape[1:2])
         widths = self.hidden_size, filter_width(self.step, self.hidden_size, self.momentum_space)
         state = read_state(state, self.rule, self.step, widths, (places,), shape, batch.x)
-        t = state.t
-        if t is not None:
+        t: int | Tensor | None = state.t
+        if isinstance(t, Tensor):
             t = batch.sort(t, axis=0)
             t = int(t[0]) if len(t) and not t.is_meta and bool((t == t[0]).all()) else t
         elif "t" in self.rule.memory:
             t = 0
-        entries = [None if z is None else batch.sort(z, axis=1).unbind() for z in (state.h, state.c, *state.memory[:3])]
-        return [RecurrentState(*(None if z is None else z[k] for z in entries), t) for k in range(places)], t
+        whole = LayerState(state.h, state.c, state.memory._replace(t=None)).map(lambda z: batch.sort(z, axis=1))
+        each = (whole.map(operator.itemgetter(k)) for k in range(places))
+        return [LayerState(h, c, memory._replace(t=t)) for h, c, memory in each], t
 
-    def _written(self, states: list[RecurrentState], t: int | Tensor | None, batch: SequenceBatch) -> RecurrentState:
+    def _written(self, states: list[LayerState], t: int | Tensor | None, batch: SequenceBatch) -> RecurrentState:
         """The state of all layers and directions."""
-        entries = zip(*((state.h, state.c, *state.memory[:3]) for state in states), strict=True)
-        entries = [None if z[0] is None else batch.unsort(torch.stack(z), axis=1) for z in entries]
-        if t is not None:
-            t = batch.unsort(t + batch.lengths, axis=0)
-        return RecurrentState(*entries, t)
+        h, c, memory = LayerState.combine(states, lambda entries: batch.unsort(torch.stack(entries), axis=1))
+        end = None if t is None else batch.unsort(t + batch.lengths, axis=0)
+        return RecurrentState(h, c, memory.v, memory.m, memory.g, end)
 
     def flatten_parameters(self) -> None:
-        """Do nothing: torch.nn's layers lay out their weights for cuDNN here, ours at each call."""
+        """Do nothing: torch.nn's layers lay out their weights for cuDNN here; these layers do so at each call."""
 
     def to_stock(self) -> StockLayers:
-        """A copy for inference and deployment: plain layers of torch.nn, each with a filter before it.
+        """Return a copy for inference and deployment: layers of torch.nn, each with a filter before it.
 
-        Its call is ``output, state = stock(x)`` for sequences that start, where the state is that of torch.nn. With a
-        linear rule the filter runs over the inputs; with others over W x + b, and the plain layer's own W is the
-        identity. Dropout is left out.
+        It is called as ``output, state = stock(x)`` for sequences from their start, with torch.nn's state. If the rule
+        is linear, the filter runs over the inputs. With other rules it runs over W x + b, and W of the plain layer is
+        the identity. Dropout is left out.
 
         Raises:
             ValueError: torch.nn has no layer of this cell.
@@ -215,7 +222,8 @@ class RecurrentLayer(nn.Module):
         if self.stock is None:
             raise ValueError(f"torch.nn has no layer of the cell of {type(self).__name__}. Fix: export its cell.")
         pairs = [plain_layer(self.stock, self.rule, self._weights(f"_l{k}{suffix}")) for k, suffix in self._places()]
-        return StockLayers(*map(list, zip(*pairs, strict=True)), 2 if self.bidirectional else 1, self.batch_first)
+        filters, layers = [before for before, _ in pairs], [layer for _, layer in pairs]
+        return StockLayers(filters, layers, 2 if self.bidirectional else 1, self.batch_first)
 
     def extra_repr(self) -> str:
         """Sizes, rule, and what differs from the defaults."""
@@ -256,6 +264,11 @@ class RecurrentCell(nn.Module):
         dtype: dtype of the parameters.
     """
 
+    weight_ih: Tensor
+    weight_hh: Tensor
+    bias_ih: Tensor
+    bias_hh: Tensor
+
     def __init__(
         self,
         step: CellStep,
@@ -278,29 +291,38 @@ class RecurrentCell(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
 
+    if TYPE_CHECKING:  # nn.Module's returns Any
+
+        @override
+        def __call__(
+            self, x: Tensor, state: InitialState = None, *, hx: InitialState = None
+        ) -> tuple[Tensor, RecurrentState]:
+            return self.forward(x, state, hx=hx)
+
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return parameter_shapes(self.step, self.input_size, self.hidden_size, self.momentum_space, self.has_bias)
 
     def _weights(self) -> Weights:
-        biases = (self.bias_ih, self.bias_hh) if self.has_bias else (None, None)
-        return Weights(self.weight_ih, self.weight_hh, *biases, self.momentum_space == "hidden")
+        b, bias = (self.bias_ih, self.bias_hh) if self.has_bias else (None, None)
+        return Weights(self.weight_ih, self.weight_hh, b, bias, self.momentum_space == "hidden")
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights, as those of the layer."""
-        init_gates_(self, self._shapes())
+        """Draw the initial weights in the same way as the layer."""
+        init_gates_(self, self._shapes(), self.hidden_size)
 
     def forward(
         self,
         x: Tensor,
-        state: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        state: InitialState = None,
         *,
-        hx: RecurrentState | tuple[Tensor, Tensor] | Tensor | None = None,
+        hx: InitialState = None,
     ) -> tuple[Tensor, RecurrentState]:
         """Take a step.
 
         Arguments:
             x: (batch, input_size) or (input_size,).
-            state: that of the step before; or h, or (h, c) of an LSTM, at the start of a sequence; None is zeros.
+            state: the state after the step before; or h, or (h, c) of an LSTM, at the start of a sequence; None is
+                zeros.
             hx: the same under torch.nn's name.
 
         Returns:
@@ -336,15 +358,17 @@ class RecurrentCell(nn.Module):
         weights = self._weights()
         g = linear(x, weights.w, weights.b)
         memory = state.memory
-        if state.is_fresh:
+        if memory.is_empty:
             memory = self.rule.start(g)
             if memory.t is not None:
                 memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
         d, memory = self.rule(g.unsqueeze(0), memory)
         d = linear(d[0], weights.u) if weights.is_hidden else d[0]
         a, rest = self.step.prepare(d, weights.bias)
-        taken = self.step.forward(a + linear(state.h, weights.u), rest, CellOutput(state.h, state.c), weights.bias)
-        return taken.h, RecurrentState(taken.h, taken.c, *memory)
+        before = CellOutput(state.h, state.c)
+        assert not isinstance(memory.t, int)
+        h, c, _ = self.step.forward(a + linear(state.h, weights.u), rest, before, weights.bias)
+        return h, RecurrentState(h, c, memory.v, memory.m, memory.g, memory.t)
 
     def extra_repr(self) -> str:
         """Sizes, rule, and what differs from the defaults."""

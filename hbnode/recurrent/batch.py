@@ -1,4 +1,4 @@
-"""A batch of sequences as a recurrent layer works on it: time first, padded, the longest sequence first."""
+"""A batch of sequences in the form that recurrent layers need: time first, padded, the longest sequence first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SequenceBatch:
 
     Attributes:
         x: inputs (T, batch, input_size), zero on padding.
-        packed: what was given, if it was packed.
-        is_single: whether it was one sequence without a batch axis.
-        batch_first: whether the batch axis came first.
-        valid: of a packed batch, which samples are not padding, (T, batch).
+        packed: the input, if it was packed.
+        is_single: whether the input was one sequence without a batch axis.
+        batch_first: whether the batch axis of the input came first.
+        valid: which samples are not padding (T, batch), of a packed batch.
     """
 
     x: Tensor
@@ -34,7 +34,7 @@ class SequenceBatch:
     def of(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> SequenceBatch:
         """Check the inputs of a layer."""
         packed = x if isinstance(x, PackedSequence) else None
-        values = packed.data if packed else x
+        values = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(values, Tensor) or not values.is_floating_point():
             got, fix = (values.dtype, "x.float()") if isinstance(values, Tensor) else (type(x).__name__, tensor_fix(x))
             raise TypeError(f"x must be a floating-point tensor or a PackedSequence, got {got}. Fix: {fix}.")
@@ -49,21 +49,21 @@ class SequenceBatch:
                 "Fix: x.unsqueeze(-1) if a sample is one number, or another input_size."
             )
         if packed:
-            x, lengths = pad_packed_sequence(packed._replace(sorted_indices=None, unsorted_indices=None))
-            valid = torch.arange(len(x), device=lengths.device).unsqueeze(1) < lengths
-            return cls(x, packed, valid=valid.to(x.device))
-        if x.dim() == 2:
-            return cls(x.unsqueeze(1), is_single=True)
-        return cls(x.transpose(0, 1) if batch_first else x, batch_first=batch_first)
+            padded, lengths = pad_packed_sequence(packed._replace(sorted_indices=None, unsorted_indices=None))
+            valid = torch.arange(len(padded), device=lengths.device).unsqueeze(1) < lengths
+            return cls(padded, packed, valid=valid.to(padded.device))
+        if values.dim() == 2:
+            return cls(values.unsqueeze(1), is_single=True)
+        return cls(values.transpose(0, 1) if batch_first else values, batch_first=batch_first)
 
     @property
     def sizes(self) -> Tensor | None:
-        """How many sequences go on at each time, of a packed batch, on the CPU."""
+        """Number of sequences at each time, of a packed batch, on the CPU."""
         return self.packed.batch_sizes if self.packed else None
 
     @property
     def lengths(self) -> Tensor:
-        """Samples of each sequence, (batch,)."""
+        """Number of samples of each sequence, (batch,)."""
         if self.valid is None:
             return torch.full(self.x.shape[1:2], len(self.x), device=self.x.device)
         return self.valid.sum(0)
@@ -74,6 +74,7 @@ class SequenceBatch:
 
     def pad(self, y: Tensor) -> Tensor:
         """The inverse of :meth:`select`."""
+        assert self.valid is not None
         return y.new_zeros(*self.valid.shape, y.shape[-1]).index_put((self.valid,), y)
 
     def reverse(self, y: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class SequenceBatch:
         return y.gather(0, at.expand(1, -1, y.shape[-1])).squeeze(0)
 
     def segments(self) -> Iterator[tuple[slice, int]]:
-        """Stretches of time in which no sequence ends, and how many sequences go on in each."""
+        """Intervals of time in which no sequence ends, and the number of sequences in each."""
         if self.sizes is None:
             yield slice(0, len(self.x)), self.x.shape[1]
             return
@@ -111,7 +112,7 @@ class SequenceBatch:
         return y.transpose(0, 1) if self.batch_first else y
 
     def sort(self, z: Tensor, axis: int) -> Tensor:
-        """A given state in the order of this batch."""
+        """Bring a state into the order of this batch."""
         z = z.unsqueeze(axis) if self.is_single else z
         order = self.packed.sorted_indices if self.packed else None
         return z if order is None else z.index_select(axis, order)

@@ -280,3 +280,11 @@ class GRUStep(CellStep):
     def backward(self, dh: Tensor, dc: Tensor | None, *factors: Tensor) -> Gradients:
         to_a, to_n, z = factors
         return Gradients((to_a * dh.unsqueeze(-2)).flatten(-2), rest=dh * to_n, h=dh * z)
+
+
+def elman_step(nonlinearity: str) -> CellStep:
+    """The step of an Elman network, "tanh" or "relu"."""
+    steps = {"tanh": TanhStep(), "relu": ReLUStep()}
+    if nonlinearity not in steps:
+        raise ValueError(f"nonlinearity must be one of {tuple(steps)}, got {nonlinearity!r}. Fix: 'tanh'.")
+    return steps[nonlinearity]

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from hbnode.recurrent.base import CellOptions, RecurrentCell
-from hbnode.recurrent.cell_steps import GRUStep, LSTMStep
-from hbnode.recurrent.parameters import init_gates_, rnn_step
+from hbnode.recurrent.cell_steps import GRUStep, LSTMStep, elman_step
+from hbnode.recurrent.initialization import init_gates_
 from hbnode.recurrent.rules import Rule
 
 
@@ -49,7 +49,7 @@ class RNNCell(RecurrentCell):
         dtype: torch.dtype | None = None,
     ) -> None:
         options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
-        super().__init__(rnn_step(nonlinearity), input_size, hidden_size, bias, rule=rule, **options)
+        super().__init__(elman_step(nonlinearity), input_size, hidden_size, bias, rule=rule, **options)
 
 
 class LSTMCell(RecurrentCell):
@@ -108,7 +108,7 @@ class LSTMCell(RecurrentCell):
 
     def reset_parameters(self) -> None:
         """Draw the initial weights in the same way as the layer."""
-        init_gates_(self, self._shapes(), forget_bias=self.forget_bias)
+        init_gates_(self, self._shapes(), self.hidden_size, forget_bias=self.forget_bias)
 
 
 class GRUCell(RecurrentCell):

@@ -1,4 +1,4 @@
-"""A trained momentum layer as plain layers of torch.nn, each with a filter before it."""
+"""Exports a trained momentum layer as layers of torch.nn, each with a filter before it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hbnode.recurrent.executor import Weights
-from hbnode.recurrent.rules import Rule
+from hbnode.recurrent.rules import LinearRule, Rule
 
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 
 
 class MomentumFilter(nn.Module):
-    """What comes before a plain layer: a rule applied over time, from rest, to the inputs or to a linear map of them.
+    """The filter before a plain layer: applies a rule over time, from rest, to the inputs or a linear map of them.
 
     Arguments:
-        rule: which one.
-        weights: W and b of the linear map; None filters the inputs themselves and a constant 1 besides, which carries
-            b.
+        rule: filters the input.
+        weights: W and b of the linear map. None filters the inputs themselves, and with ``has_bias`` a constant input
+            1, whose weight in the plain layer is b.
+        has_bias: whether there is a b.
     """
+
+    weight: Tensor | None
+    bias: Tensor | None
 
     def __init__(self, rule: Rule, weights: tuple[Tensor, Tensor | None] | None, has_bias: bool) -> None:
         super().__init__()
@@ -41,8 +45,8 @@ class StockLayers(nn.Module):
     """Filters and plain layers, for sequences from their start.
 
     Attributes:
-        filters: of each layer and direction, a :class:`MomentumFilter`.
-        layers: likewise, a torch.nn.LSTM, GRU or RNN.
+        filters: a :class:`MomentumFilter` for each layer and direction.
+        layers: a torch.nn.LSTM, GRU or RNN for each layer and direction.
     """
 
     def __init__(
@@ -53,9 +57,10 @@ class StockLayers(nn.Module):
         self.directions, self.batch_first = directions, batch_first
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
-        """Output and last state as of torch.nn's layer; x is (T, batch, input_size), or batch first."""
+        """Return output and last state as torch.nn's layer does; x is (T, batch, input_size), or batch first."""
         x = x.transpose(0, 1) if self.batch_first else x
-        ended, sides = [], []
+        ended: list[tuple[Tensor, ...]] = []
+        sides: list[Tensor] = []
         for k, (before, layer) in enumerate(zip(self.filters, self.layers, strict=True)):
             is_reverse = k % self.directions == 1
             out, state = layer(before(x.flip(0) if is_reverse else x))
@@ -63,15 +68,15 @@ class StockLayers(nn.Module):
             sides.append(out.flip(0) if is_reverse else out)
             if len(sides) == self.directions:
                 x, sides = torch.cat(sides, dim=-1), []
-        states = tuple(torch.cat(parts) for parts in zip(*ended, strict=True))
-        return x.transpose(0, 1) if self.batch_first else x, states if len(states) > 1 else states[0]
+        h, *c = (torch.cat(parts) for parts in zip(*ended, strict=True))
+        return x.transpose(0, 1) if self.batch_first else x, (h, c[0]) if c else h
 
 
 @torch.no_grad()
 def plain_layer(stock: str, rule: Rule, weights: Weights) -> tuple[MomentumFilter, nn.RNNBase]:
     """A filter and a plain layer for one layer in one direction."""
     w, b, u = weights.w, weights.b, weights.u
-    if rule.is_linear:
+    if isinstance(rule, LinearRule):
         before = MomentumFilter(rule, None, has_bias=b is not None)
         w = w if b is None else torch.cat([w, b.unsqueeze(1)], dim=1)
         w = u @ w if weights.is_hidden else w

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from hbnode.recurrent import autocast
 from hbnode.recurrent.symbolic import symbolic_filter
@@ -35,41 +36,40 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
         v_1 to v_T, (T, batch, n). It can be differentiated any number of times. A sample that is NaN or inf changes no
         sample before it.
     """
-    is_number = not isinstance(mu, Tensor)
-    if is_number and mu == 0:
+    if not isinstance(mu, Tensor) and mu == 0:
         return s * x
     if x.shape[0] != 1 and is_exported():
-        rates = mu if not is_number else torch.full(x.shape[:1], mu, dtype=torch.float64)
+        rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
         rates = rates.to(x.device).reshape(x.shape[0], -1)
         return symbolic_filter(s * x, rates, torch.zeros_like(x[0]) if v is None else v)
-    if x.shape[0] == 1 or (not is_number and mu.dim() == 2) or is_traced():
+    if x.shape[0] == 1 or (isinstance(mu, Tensor) and mu.dim() == 2) or is_traced():
         return _loop(x, mu, s, v)
-    if not is_number and not mu.any():
-        return s * x
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if is_number:
-        kernel, decay = _constant_weights(float(mu), min(len(x), LARGEST_BLOCK), s, dtype, x.device)
-    else:
+    if isinstance(mu, Tensor):
+        if not mu.any():
+            return s * x
         kernel, decay = (z.to(x.device, dtype) for z in weights(_in_blocks(mu), s))
-    out = _Filter.apply(x, kernel, decay, False)
+    else:
+        kernel, decay = _constant_weights(float(mu), min(len(x), LARGEST_BLOCK), s, dtype, x.device)
+    out: Tensor = _Filter.apply(x, kernel, decay, False)
     if v is None:
         return out
-    fading = (float(mu) ** torch.arange(1, len(x) + 1, dtype=torch.float64) if is_number else mu.cumprod(0)).to(out)
-    return torch.addcmul(out, fading.view(-1, 1, 1), v)
+    powers = mu.cumprod(0) if isinstance(mu, Tensor) else float(mu) ** torch.arange(1, len(x) + 1, dtype=torch.float64)
+    return torch.addcmul(out, powers.to(out).view(-1, 1, 1), v)
 
 
 def is_exported() -> bool:
-    """Whether a program is being made for sequences of any length."""
+    """Whether torch records a program for sequences of any length."""
     return torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)()  # the latter since 2.7
 
 
 def is_traced() -> bool:
-    """Whether a program is being made of the calls, which must not depend on values; a loop over time suits it."""
+    """Whether torch records the calls as a program, which must not depend on values; a loop over time suits it."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _loop(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None) -> Tensor:
-    factors = mu.to(x).reshape(len(x), -1, 1).unbind() if isinstance(mu, Tensor) else [mu] * len(x)
+    factors: Iterable[Any] = mu.to(x).reshape(len(x), -1, 1).unbind() if isinstance(mu, Tensor) else [mu] * len(x)
     v, out = torch.zeros_like(x[0]) if v is None else v, []
     for factor, x_t in zip(factors, x.unbind(), strict=True):
         v = factor * v + s * x_t
@@ -80,7 +80,7 @@ def _loop(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None) -> Tensor:
 def weights(mu: Tensor, s: float) -> tuple[Tensor, Tensor]:
     """The filter as a matrix: v_t = sum_j kernel[t, j] x_j + decay[t] v_0.
 
-    Nothing is divided by, so that it is exact with any mu, 0 among them.
+    It divides by nothing, so it is exact with any mu, including 0.
 
     Arguments:
         mu: (..., T).
@@ -111,14 +111,14 @@ def block_weights(mu: float, x: Tensor, s: float) -> tuple[Tensor, Tensor]:
 def _constant_weights(
     mu: float, steps: int, s: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Those of one block, for all."""
+    """:func:`weights` of one block, which serve all blocks."""
     with torch.inference_mode(False), torch.no_grad():  # it is kept for training too
         kernel, decay = weights(torch.full((1, steps), mu, dtype=torch.float64), s)
         return kernel.to(device, dtype), decay.to(device, dtype)
 
 
 class _Filter(torch.autograd.Function):
-    """The filter from v_0 = 0 as a linear map of x, or its transpose."""
+    """The filter from v_0 = 0 as a linear map of x, or the transpose of that map."""
 
     @staticmethod
     def forward(x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool) -> Tensor:
@@ -132,17 +132,17 @@ class _Filter(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
         _, kernel, decay, ctx.is_transposed = inputs
         ctx.save_for_backward(kernel, decay)
         ctx.save_for_forward(kernel, decay)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Filter.apply(grad, *ctx.saved_tensors, not ctx.is_transposed), None, None, None
 
     @staticmethod
-    def jvp(ctx: FunctionCtx, tangent: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return _Filter.apply(tangent, *ctx.saved_tensors, ctx.is_transposed)
 
     @staticmethod
@@ -153,7 +153,7 @@ class _Filter(torch.autograd.Function):
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """X with zeros for NaN and inf, and what is missing of it: None if nothing is, where that can be asked cheaply."""
+    """X with zeros for NaN and inf, and the difference; None on the CPU if there is no difference."""
     if x.device.type == "cpu" and math.isfinite(x.sum()):  # a sum that overflows costs time and nothing else
         return x, None
     finite = x.nan_to_num(0.0, 0.0, 0.0)

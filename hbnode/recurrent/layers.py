@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from hbnode.recurrent.base import LayerOptions, RecurrentLayer
-from hbnode.recurrent.cell_steps import GRUStep, LSTMStep
-from hbnode.recurrent.parameters import init_gates_, rnn_step
+from hbnode.recurrent.cell_steps import GRUStep, LSTMStep, elman_step
+from hbnode.recurrent.initialization import init_gates_
 from hbnode.recurrent.rules import Rule
 
 
@@ -71,14 +71,14 @@ class RNN(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        step, stock = rnn_step(nonlinearity), f"rnn_{nonlinearity}"
+        step, stock = elman_step(nonlinearity), f"rnn_{nonlinearity}"
         layout = num_layers, bias, batch_first, dropout, bidirectional
         options: LayerOptions = {"momentum_space": momentum_space, "compile": compile, "device": device, "dtype": dtype}
         super().__init__(step, stock, input_size, hidden_size, *layout, rule=rule, **options)
 
     def reset_parameters(self) -> None:
         """Appendix A: W_ih orthogonal, W_hh the identity, the biases 0."""
-        init_gates_(self, self._names())
+        init_gates_(self, self._names(), self.hidden_size)
 
 
 class LSTM(RecurrentLayer):
@@ -163,7 +163,7 @@ class LSTM(RecurrentLayer):
 
     def reset_parameters(self) -> None:
         """Appendices A and F: W_ih orthogonal, W_hh with ones on its diagonal, the biases 0 but at the forget gate."""
-        init_gates_(self, self._names(), forget_bias=self.forget_bias)
+        init_gates_(self, self._names(), self.hidden_size, forget_bias=self.forget_bias)
 
 
 class GRU(RecurrentLayer):
@@ -228,4 +228,4 @@ class GRU(RecurrentLayer):
 
     def reset_parameters(self) -> None:
         """Initialise as an LSTM without a forget gate."""
-        init_gates_(self, self._names())
+        init_gates_(self, self._names(), self.hidden_size)

@@ -1,14 +1,13 @@
-"""Orthogonal recurrent layers: DTRIV, whose recurrent weight is orthogonal by construction, driven by any rule."""
+"""DTRIV: recurrent layers and cells whose recurrent weight is orthogonal by construction, with any rule."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
 from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
@@ -16,6 +15,7 @@ from hbnode.recurrent import autocast
 from hbnode.recurrent.base import CellOptions, LayerOptions, RecurrentCell, RecurrentLayer
 from hbnode.recurrent.cell_steps import ModReLUStep
 from hbnode.recurrent.executor import Weights
+from hbnode.recurrent.initialization import orthogonal_by_angles
 from hbnode.recurrent.rules import Momentum, Rule
 
 PLAIN = Momentum(momentum=0.0, step_size=1.0)
@@ -24,13 +24,15 @@ PLAIN = Momentum(momentum=0.0, step_size=1.0)
 class Trivialization(nn.Module):
     """Parametrizes an orthogonal matrix B = base exp(A) by X, of which A = tril(X) - tril(X)^T is the skew part.
 
-    Names and values are those of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and either loads the other's
-    state_dict. This one computes in float32 at least, and its base stays in it when the module is cast to half
+    Names and values are those of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and each loads the other's
+    state_dict. This one computes in float32 at least, and its base stays in float32 when the module is cast to half
     precision: there the exponential has no gradient at 0, and a rounded base is not orthogonal.
 
     Arguments:
         weight: the first B (n, n).
     """
+
+    base: Tensor
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -42,12 +44,12 @@ class Trivialization(nn.Module):
             return self.base @ torch.matrix_exp(below - below.mT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """B of X, in the dtype of X."""
+        """Return B of X, in the dtype of X."""
         return self._product(x).to(x.dtype)
 
     @torch.no_grad()
     def right_inverse(self, b: Tensor) -> Tensor:
-        """Take an orthogonal matrix as the base; of any other matrix the Q of its QR decomposition."""
+        """Make an orthogonal matrix the base; of any other matrix, Q of its QR decomposition."""
         wide = b.to(self.base.dtype)
         if not b.is_meta:
             n = len(b)
@@ -77,46 +79,52 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Orthogonal(nn.Module):
-    """What the layer and the cell share: orthogonal weights ``weight_hh*``, a basis for each, and pickling."""
+    """What the layer and the cell share: orthogonal weights ``weight_hh*``, each with its base, and pickling."""
 
+    init: str
     arguments: tuple[type[nn.Module], tuple[int, ...], dict[str, object]]  # a class and those of its constructor
+    parametrizations: nn.ModuleDict
 
     def _make_orthogonal(self) -> None:
         for name in [name for name, _ in self.named_parameters() if name.startswith("weight_hh")]:
             weight = getattr(self, name)
             register_parametrization(self, name, Trivialization(weight), unsafe=True)
 
-    def _orthogonal_names(self) -> list[str]:
-        return [name for name in self.parametrizations if name.startswith("weight_hh")]
+    def _trivializations(self) -> Iterator[tuple[Trivialization, Tensor]]:
+        """The parametrization of each orthogonal weight, and the parameter behind it."""
+        for made in self.parametrizations.values():
+            assert isinstance(made, ParametrizationList)
+            if isinstance(made[0], Trivialization):
+                yield made[0], made.original
 
-    def orthogonal_parameters(self) -> Iterator[nn.Parameter]:
+    def orthogonal_parameters(self) -> Iterator[Tensor]:
         """The parameters behind the orthogonal weights."""
-        for name in self._orthogonal_names():
-            yield self.parametrizations[name].original
+        for _, original in self._trivializations():
+            yield original
 
     def rebase(self) -> None:
-        """Take the present weights as the bases, so that B = base exp(0); nothing that the layer computes changes."""
-        for name in self._orthogonal_names():
-            self.parametrizations[name][0].rebase(self.parametrizations[name].original)
+        """Make the present weights the bases, so that B = base exp(0); the function of the layer does not change."""
+        for trivialization, original in self._trivializations():
+            trivialization.rebase(original)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """W by He et al. for relu, the biases in U(-0.01, 0.01), B as ``init`` says."""
-        for name in (*self._parameters, *getattr(self, "parametrizations", ())):
+        """Draw W as He et al. for relu, the biases from U(-0.01, 0.01), and B as ``init`` says."""
+        parametrized = self.parametrizations if hasattr(self, "parametrizations") else ()
+        for name in (*self._parameters, *parametrized):
             value = getattr(self, name)
             if name.startswith("weight_ih"):
                 nn.init.kaiming_normal_(value, nonlinearity="relu")
             elif name.startswith("bias"):
                 nn.init.uniform_(value, -0.01, 0.01)
             elif name in self._parameters:
-                value.copy_(rotations(value, self.init))
-            else:
-                original = self.parametrizations[name].original
-                self.parametrizations[name][0].right_inverse(rotations(original, self.init))
-                original.zero_()
+                value.copy_(orthogonal_by_angles(value, self.init))
+        for trivialization, original in self._trivializations() if parametrized else ():
+            trivialization.right_inverse(orthogonal_by_angles(original, self.init))
+            original.zero_()
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        """Pickle as a call of the constructor and a state_dict, because a parametrized module refuses to be pickled."""
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Pickle as a call of the constructor and a state_dict, as torch refuses to pickle parametrized modules."""
         kind = next(kind for kind in type(self).__mro__ if not kind.__name__.startswith("Parametrized"))
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         return _rebuilt, (kind, *self.arguments, self.state_dict(), frozen, self.training)
@@ -243,6 +251,8 @@ class DTRIVCell(_Orthogonal, RecurrentCell):
         ValueError: a size or name is not valid.
     """
 
+    bias: Tensor
+
     def __init__(
         self,
         input_size: int,
@@ -268,29 +278,16 @@ class DTRIVCell(_Orthogonal, RecurrentCell):
         return Weights(self.weight_ih, self.weight_hh, None, self.bias, self.momentum_space == "hidden")
 
 
-def rotations(like: Tensor, init: str) -> Tensor:
-    """An orthogonal matrix that turns planes, block by block, by random angles."""
-    if init not in _ANGLES:
-        raise ValueError(f"init must be one of {tuple(_ANGLES)}, got {init!r}. Fix: 'cayley'.")
-    angles = torch.empty(len(like) // 2, dtype=_wide(like), device=like.device).uniform_(*_ANGLES[init])
-    blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
-    rest = [angles.new_ones(1, 1)] * (len(like) % 2)
-    return torch.block_diag(*blocks, *rest)
-
-
-_ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}
-
-
 def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int) -> RemovableHandle:
     """Move the bases of all orthogonal weights in a module after every so many steps of an optimizer.
 
     Arguments:
-        optimizer: that of their parameters. What it remembers of them it goes on with in the new basis.
+        optimizer: the optimizer of their parameters. It keeps its moments and applies them in the new basis.
         module: holds the layers.
-        steps: how many; the K of DTRIV. Without this function K is infinite.
+        steps: number of steps between two moves, the K of DTRIV. Without this function K is infinite.
 
     Returns:
-        A handle, whose ``remove()`` ends it.
+        A handle; its ``remove()`` stops the moves.
 
     Raises:
         ValueError: there is no orthogonal layer in the module, or steps is not a positive whole number.
@@ -309,12 +306,12 @@ def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int
 
 
 def parameter_groups(module: nn.Module, lr: float, orthogonal_lr: float) -> list[dict[str, object]]:
-    """Two groups for an optimizer: what is behind the orthogonal weights has a learning rate of its own.
+    """Make two groups for an optimizer: the parameters behind orthogonal weights get a separate learning rate.
 
     Arguments:
         module: holds the layers.
-        lr: of all other parameters.
-        orthogonal_lr: of these.
+        lr: learning rate of all other parameters.
+        orthogonal_lr: learning rate of the parameters behind orthogonal weights.
 
     Raises:
         ValueError: there is no orthogonal layer in the module.

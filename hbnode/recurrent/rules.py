@@ -1,7 +1,8 @@
-"""How the input drives a recurrent cell: heavy-ball momentum, NAG, scheduled restart, Adam, RMSProp, adaptive momentum.
+"""Rules that filter the input of a recurrent cell: heavy-ball momentum, NAG, scheduled restart, Adam, RMSProp, adaptive
+momentum.
 
-A rule turns the sequence g_t = W x_t + b into the drive d_t, which takes its place in the cell: h_t = cell(h_{t-1},
-d_t). Nothing in it depends on h, so the drive of a whole sequence is known before the cell takes its first step.
+A rule turns the sequence g_t = W x_t + b into the filtered input d_t, which replaces g_t in the cell: h_t =
+cell(h_{t-1}, d_t). It does not depend on h, so d of a whole sequence is computed before the cell takes its first step.
 
 References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
 equations 9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022),
@@ -12,25 +13,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from typing_extensions import override
 
 from hbnode._torch_internals import is_active
 from hbnode.recurrent.filter import block_weights, is_traced, linear_filter
 
 
 class Memory(NamedTuple):
-    """What a rule carries from sample to sample.
+    """What a rule carries from sample to sample; entries that a rule does not need are None.
 
     Attributes:
-        v: momentum (batch, n), n the width of g; RMSProp has none.
+        v: momentum (batch, n), where n is the width of g; RMSProp has none.
         m: running mean of g squared (batch, n), of Adam and RMSProp.
         g: the last g (batch, n), of adaptive momentum.
-        t: samples so far, of NAG and scheduled restart: a number, or (batch,) where the sequences differ.
+        t: samples so far, of NAG and scheduled restart: a number, or (batch,) if it differs between sequences.
     """
 
     v: Tensor | None = None
@@ -38,12 +39,22 @@ class Memory(NamedTuple):
     g: Tensor | None = None
     t: int | Tensor | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sample has been seen."""
+        return self.v is None and self.m is None and self.g is None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
+        """The same with a function applied to every tensor."""
+        v, m, g = (None if z is None else function(z) for z in (self.v, self.m, self.g))
+        return Memory(v, m, g, function(self.t) if isinstance(self.t, Tensor) else self.t)
+
 
 class Rule:
-    """A rule: a frozen dataclass of its coefficients, and the drive that it makes of g."""
+    """Base of the rules: a frozen dataclass of coefficients, with the filter that turns g into d."""
 
-    memory: ClassVar[tuple[str, ...]] = ("v",)  # what it carries, of the attributes of Memory
-    is_linear: ClassVar[bool] = False  # whether the drive is a linear filter of g with coefficients that only know t
+    memory: ClassVar[tuple[str, ...]] = ("v",)  # the attributes of Memory that it carries
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __post_init__(self) -> None:
         """Check every coefficient."""
@@ -55,47 +66,47 @@ class Rule:
                 )
 
     def __call__(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """:meth:`filter`, in float32 at least: in half precision a long memory stalls, and eps is nothing."""
+        """Call :meth:`filter` in float32 at least: in half precision a long memory stalls, and eps rounds to zero."""
         d, memory = self.filter(g.to(memory_dtype(g.dtype)), memory)
         return d.to(g.dtype), memory
 
     def start(self, like: Tensor) -> Memory:
-        """The memory before the first sample, for a drive like ``like``, (batch, n)."""
+        """The memory before the first sample, for d like ``like``, (batch, n)."""
         zero = torch.zeros_like(like, dtype=memory_dtype(like.dtype))
-        return Memory(**{name: 0 if name == "t" else zero for name in self.memory})
+        return Memory(**{name: zero for name in self.memory if name != "t"}, t=0 if "t" in self.memory else None)
 
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """The drive of the next samples, and the memory after them.
+        """Filter the next samples.
 
         Arguments:
             g: W x + b of the next samples (T, batch, n).
-            memory: that before them.
+            memory: the memory before them.
 
         Returns:
-            (T, batch, n), and the memory.
+            d (T, batch, n), and the memory after the samples.
         """
         raise NotImplementedError
 
     def filter_blocks(self, blocks: Iterable[Tensor], memory: Memory) -> tuple[Tensor, Memory]:
-        """The drive of a long sequence, of which g is given block by block."""
-        drives = []
+        """Filter a long sequence, given block by block."""
+        filtered = []
         for g in blocks:
             d, memory = self(g, memory)
-            drives.append(d)
-        return torch.cat(drives), memory
+            filtered.append(d)
+        return torch.cat(filtered), memory
 
 
 class LinearRule(Rule):
-    """A rule whose drive is v_t = mu_t v_{t-1} + s g_t with mu_t that only knows t; it has a ``step_size`` s."""
+    """A rule d_t = v_t = mu_t v_{t-1} + s g_t, where mu_t depends on t alone and s is the ``step_size``."""
 
-    is_linear: ClassVar[bool] = True
+    step_size: float
 
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        """Mu of the next samples in float64, (steps,), or (steps, batch) if t is (batch,)."""
+        """Return mu of the next samples in float64, (steps,), or (steps, batch) if t is (batch,)."""
         raise NotImplementedError
 
+    @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """As that of :class:`Rule`."""
         v = linear_filter(g, self.coefficients(memory.t, g.shape[0]), self.step_size, memory.v)
         return v, Memory(v[-1], t=None if memory.t is None else memory.t + g.shape[0])
 
@@ -114,8 +125,8 @@ class Momentum(LinearRule):
     momentum: float = 0.6
     step_size: float = 0.6
 
+    @override
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        """Mu, ever the same."""
         return torch.full((steps,), self.momentum, dtype=torch.float64)
 
 
@@ -131,15 +142,15 @@ class NAG(LinearRule):
 
     memory: ClassVar[tuple[str, ...]] = ("v", "t")
 
+    @override
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        """Mu, from 0 towards 1."""
         t = _next(t, steps)
         return (t - 1) / (t + 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledRestart(LinearRule):
-    """NAG that starts anew every F samples (section 2.4): mu_t = (t mod F)/(t mod F + 3), t = 1, 2, ...
+    """NAG that restarts every F samples (section 2.4): mu_t = (t mod F)/(t mod F + 3), t = 1, 2, ...
 
     Arguments:
         restart: F, positive.
@@ -151,8 +162,8 @@ class ScheduledRestart(LinearRule):
 
     memory: ClassVar[tuple[str, ...]] = ("v", "t")
 
+    @override
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        """Mu, 0 at every F-th sample."""
         t = _next(t, steps) % self.restart
         return t / (t + 3)
 
@@ -177,8 +188,9 @@ class Adam(Rule):
 
     memory: ClassVar[tuple[str, ...]] = ("v", "m")
 
+    @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """As that of :class:`Rule`."""
+        assert memory.m is not None
         d, v, m = _normalized(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
         return d, Memory(v, m)
 
@@ -199,15 +211,16 @@ class RMSProp(Rule):
 
     memory: ClassVar[tuple[str, ...]] = ("m",)
 
+    @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """As that of :class:`Rule`."""
+        assert memory.m is not None
         d, _, m = _normalized(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
         return d, Memory(m=m)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveMomentum(Rule):
-    """Momentum that the inputs set themselves (equation 77 and remark 8 of Wang et al.), one for each sequence.
+    """Momentum that adapts to the inputs (equation 77 and remark 8 of Wang et al.), separately for each sequence.
 
     v_t = mu_t v_{t-1} + s g_t, mu_t = (1 - sqrt(norm(g_t - g_{t-1}) / norm(g_{t-1})))^2, cut to [0, 1 - delta], and
     d_t = v_t. The norms are over all of g_t. mu_t is 0 where g_{t-1} is 0, and at the first sample.
@@ -222,8 +235,9 @@ class AdaptiveMomentum(Rule):
 
     memory: ClassVar[tuple[str, ...]] = ("v", "g")
 
+    @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """As that of :class:`Rule`."""
+        assert memory.g is not None
         before = torch.cat([memory.g.unsqueeze(0), g])[:-1]
         v = linear_filter(g, self._momentum(g, before), self.step_size, memory.v)
         return v, Memory(v[-1], g=g[-1])
@@ -283,11 +297,11 @@ def _normalized_in_place(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """:func:`_normalized` without gradient, in few calls over little memory."""
-    drives = torch.empty_like(g, memory_format=torch.contiguous_format)
+    filtered = torch.empty_like(g, memory_format=torch.contiguous_format)
     of_v, of_m = (block_weights(factor, g, scale) for factor, scale in ((mu, s), (beta, 1 - beta)))
     size = len(of_m[0])
     roots, start = g.new_empty(min(size, len(g)), g[0].numel()), (v, m)
-    for given, d in zip(g.flatten(1).split(size), drives.flatten(1).split(size), strict=True):
+    for given, d in zip(g.flatten(1).split(size), filtered.flatten(1).split(size), strict=True):
         steps, root = len(given), roots[: len(given)]
         (k_v, decay_v), (k_m, decay_m) = ((k[:steps, :steps], decay[:steps]) for k, decay in (of_v, of_m))
         torch.mul(given, given, out=d)
@@ -302,7 +316,7 @@ def _normalized_in_place(
             torch.mm(k_v, given, out=d).addr_(decay_v, v.flatten())
             v = d[-1].view_as(v).clone()
             d.mul_(root)
-    return drives, v, m
+    return filtered, v, m
 
 
 class _Normalized(torch.autograd.Function):
@@ -310,32 +324,30 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
+        ctx: Any, g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        drives, roots = torch.empty_like(g), []
+        filtered, roots = torch.empty_like(g), []
         v, m = None if v is None else v.clone(), m.clone()
-        for g_t, d in zip(g.unbind(), drives.unbind(), strict=True):
+        for g_t, d in zip(g.unbind(), filtered.unbind(), strict=True):
             m.mul_(beta).addcmul_(g_t, g_t, value=1 - beta)
             roots.append(m.add(eps).rsqrt_())
             torch.mul(g_t if v is None else v.mul_(mu).add_(g_t, alpha=s), roots[-1], out=d)
         if v is None:
-            drives.mul_(s)
-        ctx.save_for_backward(g, drives, *roots)
+            filtered.mul_(s)
+        ctx.save_for_backward(g, filtered, *roots)
         ctx.factors = v is not None, mu, s, beta
         ctx.set_materialize_grads(False)
-        return drives, v, m
+        return filtered, v, m
 
     @staticmethod
-    def backward(
-        ctx: FunctionCtx, grad: Tensor | None, dv: Tensor | None, dm: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        once("the drive of Adam and RMSProp")
-        g, drives, *roots = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, dv: Tensor | None, dm: Tensor | None) -> tuple[Tensor | None, ...]:
+        once("the filter of Adam and RMSProp")
+        g, filtered, *roots = ctx.saved_tensors
         has_momentum, mu, s, beta = ctx.factors
         grad = torch.zeros_like(g) if grad is None else grad
         dg, zero = torch.empty_like(g), torch.zeros_like(g[0])
         dv, dm = (zero if z is None else z for z in (dv, dm))
-        each = zip(g.unbind(), grad.unbind(), drives.unbind(), roots, dg.unbind(), strict=True)
+        each = zip(g.unbind(), grad.unbind(), filtered.unbind(), roots, dg.unbind(), strict=True)
         for g_t, grad_t, d, root, dg_t in reversed(list(each)):
             through_v = grad_t * root
             dm = torch.addcmul(dm, through_v * root, d, value=-0.5)  # the slope of v (m + eps)^(-1/2) is -d root^2 / 2

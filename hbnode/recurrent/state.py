@@ -23,10 +23,10 @@ READS = {
 
 @record
 class RecurrentState(Record):
-    """All that continues a sequence exactly; entries that a layer has no use for are None.
+    """All that is needed to continue a sequence exactly; entries that a layer does not need are None.
 
-    Of a layer the first axis is that of layers and directions, as in torch.nn; a cell has none. ``n`` is the width of
-    the drive: gates * hidden_size, or hidden_size with ``momentum_space="hidden"``.
+    In the state of a layer the first axis is that of layers and directions, as in torch.nn; a cell's state has no such
+    axis. ``n`` is the width of the filtered input: gates * hidden_size, with ``momentum_space="hidden"`` hidden_size.
 
     An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
     Any other state is read as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2], state[-1]],
@@ -67,13 +67,8 @@ class RecurrentState(Record):
 
     @property
     def memory(self) -> Memory:
-        """What the rule carries."""
+        """The memory of the rule."""
         return Memory(self.v, self.m, self.g, self.t)
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether no sample has been seen."""
-        return self.v is None and self.m is None and self.g is None
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
@@ -139,3 +134,7 @@ class RecurrentState(Record):
             f"{what}: a RecurrentState carries {carried or 'nothing'} beside h. Fix: state.{instead} for the hidden "
             "state alone, or state.map(function) for all that it carries."
         )
+
+
+InitialState = RecurrentState | tuple[Tensor, Tensor] | Tensor | None
+"""States that a layer or cell takes: that of an earlier call; h, or (h, c) of an LSTM; None, which is zeros."""
