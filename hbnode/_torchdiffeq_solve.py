@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUn
 from hbnode.nfe import NFE, Tally, backward_pass
 from hbnode.signal import refuse_queries_outside
 from hbnode.solvers.settings import Settings
+from hbnode.solvers.step_size_control import rms
 from hbnode.solvers.torchdiffeq_options import (
     ADAPTIVE,
     FIXED,
@@ -64,7 +66,7 @@ def solve(
         adjoint=adjoint,
         reports_steps=method in ADAPTIVE or (method in FIXED and event_fn is None),
     )
-    common = {"rtol": settings.rtol, "atol": settings.atol, "method": method, "options": {"norm": _rms} | own}
+    common = {"rtol": settings.rtol, "atol": settings.atol, "method": method, "options": {"norm": _norm(field)} | own}
     if event_fn is not None:
         common["event_fn"] = lambda t, y: _event_value(event_fn(t, y))
     try:
@@ -372,6 +374,14 @@ def _refuse_direct(watched: _WatchedField, y0: State, t: Tensor) -> None:
             "method='scipy_solver' leaves torch, so it has no direct gradient; expected gradient='adjoint'. "
             "Fix: pass gradient='adjoint', or solve under torch.no_grad()."
         )
+
+
+def _norm(field: Callable[..., Any]) -> Callable[[State], Tensor]:
+    """The error norm: RMS over all elements; where rows end with an integral, the larger of its RMS and the others'."""
+    apart = getattr(field, "apart", 0)
+    if not apart:
+        return _rms
+    return lambda rows: reduce(torch.maximum, map(rms, (rows[:, :-apart], rows[:, -apart:])))
 
 
 def _rms(state: State) -> Tensor:

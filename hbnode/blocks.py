@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from hbnode._arguments import checked_settings, resolved
 from hbnode._checks import as_count
+from hbnode._integral import Integrand, WithIntegral, settings_of_integral
 from hbnode._state import State, Times, append_zeros
 from hbnode._tracing import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, Field
@@ -154,22 +156,69 @@ class ODEBlock(nn.Module):
             >>> h.shape, m.shape, bool((m[0] == 0).all())
             (torch.Size([3, 8, 2]), torch.Size([3, 8, 2]), True)
         """
-        if torch.jit.is_tracing():
-            with checking_shapes():
-                return self._solve(x, t)
-        return self._solve(x, t)
+        return self._solve(self.field, self.start(x), t, self.settings())
+
+    def with_integral(self, x: Tensor, integrand: Integrand, t: Times | None = None) -> tuple[Tensor, Tensor]:
+        r"""The output of the block and the integral of g along its path.
+
+        .. math:: q(t) = \int_{t_0}^{t} g(s, y(s), y'(s))\, ds
+
+        q is solved as one more equation, q' = g with q = 0 at the start, by ``"tsit5"`` or one of torchdiffeq's methods
+        (Nyström and splitting methods solve h'' + γh' = f alone). A step is accepted when the error norm of the state
+        and the error norm of q are both at most 1, so the integral does not loosen the steps of h. Gradients flow to h,
+        q and all parameters in f and g in every gradient mode except ``"reversible"``. ``block.nfe`` counts evaluations
+        of the field, not calls of a network inside g. ``compile=True`` has no effect here.
+
+        Arguments:
+            x: input (batch, d, ...), the state at the start.
+            integrand: g, called ``(t, state, derivative)`` with the state, h or (h, m), and its derivative, both as the
+                field has them. It returns (batch,). It runs without a graph of autograd in the forward pass; use
+                ``torch.func`` for derivatives in it.
+            t: times (T,), or (batch, T) for each sample. Default: None, the end of ``t_span``.
+
+        Returns:
+            h (batch, d + augment, ...) as ``block(x)`` and q (batch,), or as ``block(x, t)`` h (T, batch, ...) and
+            q (T, batch), which is 0 at ``t[0]``.
+
+        Raises:
+            ValueError: if the block's method or gradient mode cannot solve the integral, or g returns another shape.
+
+        Example:
+            The kinetic energy of a path, a penalty for straight ones (Finlay et al., arXiv:2002.02798), and the change
+            of a log-density, :math:`d \log p / dt = -\mathrm{tr}(\partial f / \partial h)` (Chen et al.,
+            arXiv:1806.07366):
+
+            >>> import torch, hbnode
+            >>> net = torch.nn.Linear(2, 2)
+            >>> block = hbnode.ODEBlock(hbnode.NODE(net))
+            >>> energy = lambda t, h, dh: dh.square().sum(1)
+            >>> trace = lambda h: torch.func.jacrev(net)(h).trace()
+            >>> log_density = lambda t, h, dh: -torch.func.vmap(trace)(h)
+            >>> h, change = block.with_integral(torch.randn(8, 2), log_density)
+            >>> torch.allclose(change, -net.weight.trace().expand(8), atol=1e-4)
+            True
+        """
+        state = self.start(x)
+        equation = WithIntegral(self.field, integrand, state)
+        rows = self._solve(equation, equation.start(state), t, settings_of_integral(self.settings()))
+        states, q = equation.split(rows)
+        h = self.field.readout(states)
+        return (h[-1], q[-1]) if t is None else (h, q)
 
     def start(self, x: Tensor) -> State:
         """The state at the start of a solve, from an input x (batch, d, ...): augmented, with its momentum."""
-        if self.initial_state is not None:
-            return self.initial_state(x)
-        return self.field.initial_state(append_zeros(x, self.augment))
+        with _traced_shapes():
+            if self.initial_state is not None:
+                return self.initial_state(x)
+            return self.field.initial_state(append_zeros(x, self.augment))
 
-    def _solve(self, x: Tensor, t: Times | None) -> State:
-        state, nfe = self.start(x), NFE()
+    def _solve(self, field: nn.Module, state: State, t: Times | None, settings: Settings) -> State:
+        """The solution at the times, counted."""
+        nfe = NFE()
         if not is_exporting():  # a graph without Python has no attributes
             self._nfe = nfe
-        return solve(self.field, state, self.t_span if t is None else t, self.settings(), nfe)
+        with _traced_shapes():
+            return solve(field, state, self.t_span if t is None else t, settings, nfe)
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""
@@ -184,6 +233,10 @@ class ODEBlock(nn.Module):
             f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "
             f"gradient={settings.gradient!r}{augment}"
         )
+
+
+def _traced_shapes() -> AbstractContextManager[None]:
+    return checking_shapes() if torch.jit.is_tracing() else nullcontext()
 
 
 def _checked_span(t_span: Sequence[float]) -> tuple[float, float]:

@@ -223,5 +223,5 @@ def _open(
 
 
 def _identity(field: Callable[..., Any]) -> int:
-    """What tells fields apart; a bound method, made anew at each access, is told by its object."""
-    return id(getattr(field, "__self__", field))
+    """What tells fields apart: the object of a bound method, made anew at each access; what a wrapper wraps."""
+    return id(getattr(field, "__self__", getattr(field, "counted_as", field)))

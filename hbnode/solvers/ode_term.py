@@ -61,6 +61,7 @@ class ODETerm:
             damping = damping.view(*[1] * (self.template.dim() - damping.dim()), *damping.shape)
         self.damping = damping
         self.autocast = autocast_of(self.template.device.type)
+        self.apart: int = 0 if second_order else getattr(self.inner, "apart", 0)  # elements at the end of a row
         self.calls_field = second_order and is_compiled(field)  # with m = 0, for the force alone
         self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
 
@@ -86,6 +87,10 @@ class ODETerm:
         return tuple(
             piece.reshape((*piece.shape[:-1], *part.shape)) for piece, part in zip(pieces, self.structure, strict=True)
         )
+
+    def judged(self, error: Tensor) -> tuple[Tensor, ...]:
+        """The error of a step in pieces with norms of their own: an integral's is not averaged with the state's."""
+        return error.split((error.shape[-1] - self.apart, self.apart), dim=-1) if self.apart else (error,)
 
     def evaluate(self, t: Tensor, x: Tensor) -> Tensor:
         """The force on h, or the derivative of a row; of the shape and dtype of ``x``, which must stay as it is."""

@@ -7,6 +7,7 @@ it was given as neighbours changes none of its numbers.
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -104,7 +105,9 @@ class PerSample:
         scale = (
             torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(stepper.rtol).add_(stepper.atol)
         )
-        ratio = self.strictness * stepper.norms((error.detach() / scale).double()).square().mean(0).sqrt()
+        pieces = stepper.term.judged((error.detach() / scale).double())
+        norms = (stepper.norms(piece).square().mean(0).sqrt() for piece in pieces)
+        ratio = self.strictness * reduce(torch.maximum, norms)
         return torch.where(torch.isfinite(ratio), ratio, math.inf)
 
     def marks(self, marks: Tensor) -> Tensor:

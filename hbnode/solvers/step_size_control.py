@@ -74,6 +74,11 @@ def steps_to(remaining: float, size: float) -> int:
     return max(1, math.ceil(remaining / size - 0.05))
 
 
+def rms(x: Tensor) -> Tensor:
+    """Root mean square of all elements; 0 of none."""
+    return torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
+
+
 def norms(x: Tensor, samples: int | None) -> Tensor:
     """Root mean square of each row of (rows, ...): (rows,), or (rows, batch) where every sample counts alone.
 

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.progress import Progress
 from hbnode.solvers.registry import METHODS, STRONG, native_options
 from hbnode.solvers.settings import Settings
-from hbnode.solvers.step_size_control import first_size, norms
+from hbnode.solvers.step_size_control import first_size, norms, rms
 from hbnode.solvers.time_grid import Step, TimeGrid
 
 Value = TypeVar("Value")
@@ -295,7 +296,7 @@ class Stepper:
         scale = torch.maximum(before[:n].detach().abs(), after[:n].detach().abs())
         error = error.detach() / scale.mul_(self.rtol).add_(self.atol)
         error = error if self.counted is None else error[..., : self.counted]
-        ratio = torch.linalg.vector_norm(error) / math.sqrt(max(error.numel(), 1))
+        ratio = reduce(torch.maximum, map(rms, self.term.judged(error)))
         if _torch_internals.is_active():
             ratio = _torch_internals.plain(ratio).pow(2).mean().sqrt()
         value = float(ratio)
