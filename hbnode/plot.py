@@ -103,16 +103,16 @@ def phase_portrait(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """Draw momentum against h, or one feature of h against another: ``phase_portrait(block, x)``.
+    """Draw momentum against h, or one feature of h against another: ``phase_portrait(block, x)``, ``(h, m)``, ``(h)``.
 
     A circle marks where each path starts.
 
     Arguments:
-        data: a block, a pair ``(h, m)`` of trajectories (T, batch, ...), or one trajectory h of two features or more.
-        x: of a block, the input (batch, ...) that it starts from.
+        data: a block, a trajectory h (T, batch, ...), or a pair ``(h, m)`` such as ``block.trajectory(x, t)``.
+        x: of a block, the input (batch, ...) that it starts from; of a trajectory h, its momentum m, if it has one.
         t: of a block, the times (T,), as for :func:`trajectories`.
-        features: of a pair or of a second-order block, the features to draw, each with its momentum; None is all. Of a
-            single h or of a first-order block, the two to draw against each other; None is (0, 1).
+        features: where there is m, the features to draw, each with its momentum; None is all. Of h alone, the two to
+            draw against each other; None is (0, 1).
         samples: which samples to draw; None is all.
         ax: axes to draw into; None makes a figure.
         kwargs: passed to ``Axes.plot`` for the paths.
@@ -134,20 +134,8 @@ def phase_portrait(
         second = _second(block.field)
     else:
         pair = isinstance(data, tuple) or (isinstance(data, list) and all(hasattr(part, "shape") for part in data))
-        path = tuple(data) if pair else (data,)
-    if len(path) > 2:
-        raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
-    if len(path) == 2:
-        (h, numbered), (m, _) = (_chosen(numbers(part), features, samples) for part in path)
-        names = ("h", second) if h.shape[-1] == 1 and numbered == [0] else ("h_i", f"{second}_i")
-        labels = [f"$i = {i}$" for i in numbered] if 1 < len(numbered) <= MOST_LABELS else [None] * len(numbered)
-        pairs = [(h[:, :, i], m[:, :, i]) for i in range(h.shape[-1])]
-    else:
-        h, numbered = _chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
-        if len(numbered) != 2:
-            raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
-        names, labels = (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None]
-        pairs = [(h[:, :, 0], h[:, :, 1])]
+        path = tuple(data) if pair else (data,) if x is None else (data, x)
+    names, labels, pairs = _planes(path, features, samples, second)
     ax = figures.axes(ax)
     for index, ((across, up), label) in enumerate(zip(pairs, labels, strict=True)):
         for sample in range(across.shape[1]):
@@ -202,29 +190,16 @@ def vector_field(
     field = field.field if isinstance(field, ODEBlock) else field
     ax = figures.axes(ax)
     drawn = ax.has_data()
-    xlim = xlim or (ax.get_xlim() if drawn else (-2.0, 2.0))
-    ylim = ylim or (ax.get_ylim() if drawn else (-2.0, 2.0))
+    xlim = xlim if xlim is not None else ax.get_xlim() if drawn else (-2.0, 2.0)
+    ylim = ylim if ylim is not None else ax.get_ylim() if drawn else (-2.0, 2.0)
     centres = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     across, up = torch.meshgrid(*(low + (high - low) * centres for low, high in (xlim, ylim)), indexing="xy")
-    base = _base(field, at)
-    i, j = (features[0], features[0]) if len(base) == 2 else features
-    if max(i, j) >= base[0].numel():
-        raise ValueError(
-            f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
-            "Fix: at=torch.zeros(d), a state of the field, or features="
-        )
-    state = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
-    state[0][:, i], state[-1][:, j] = (x.reshape(-1).to(base[0]) for x in (across, up))
-    shaped = [rows.reshape(-1, *part.shape) for rows, part in zip(state, base, strict=True)]
-    with torch.no_grad(), evaluating(field):
-        value = field(torch.tensor(t).to(shaped[0]), tuple(shaped) if len(base) == 2 else shaped[0])
-    speeds = [numbers(part).reshape(across.numel(), -1) for part in parts(value)]
-    du, dv = (x.reshape(across.shape) for x in (speeds[0][:, i], speeds[-1][:, j]))
+    (du, dv), (i, j), is_pair = _slopes(field, torch.as_tensor(t), (across, up), _base(field, at), features)
     speed = torch.hypot(du, dv)
     length = torch.where(speed > 0, speed, 1.0)
     options: dict[str, Any] = {"angles": "xy", "pivot": "mid", "cmap": "viridis", "zorder": 0.5} | kwargs
     arrows = ax.quiver(across, up, du / length, dv / length, speed, **options)
-    names = ("h", _second(field)) if len(base) == 2 else (f"h_{{{i}}}", f"h_{{{j}}}")
+    names = ("h", _second(field)) if is_pair else (f"h_{{{i}}}", f"h_{{{j}}}")
     ax.figure.colorbar(arrows, ax=ax, label=f"speed $|d({names[0]}, {names[1]})/dt|$")
     ax.set(xlim=xlim, ylim=ylim, xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
     return ax
@@ -288,6 +263,11 @@ def tolerance_curve(
         'log'
     """
     curves = data if isinstance(data, Mapping) else {"": data}
+    if not all(isinstance(curve, NFEToleranceCurve) for curve in curves.values()):
+        raise TypeError(
+            f"expected an NFEToleranceCurve or several by name, got {type(data).__name__}. "
+            "Fix: tolerance_curve({'a': curve, 'b': other}), of what nfe_vs_tolerance returns."
+        )
     return figures.draw_tolerance_curves({name: curve.columns() for name, curve in curves.items()}, ax, **kwargs)
 
 
@@ -355,6 +335,24 @@ def _indices(chosen: Index, count: int, name: str) -> list[int]:
         raise IndexError(f"{name}={chosen!r} is not within the {count} {name} of h. Fix: 0 to {count - 1}.") from None
 
 
+def _planes(
+    path: tuple[Array, ...], features: Index, samples: Index, second: str
+) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
+    """The names of the axes of a phase portrait, and the label and the two coordinates of each colour."""
+    if len(path) > 2:
+        raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
+    if len(path) == 1:
+        h, numbered = _chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
+        if len(numbered) != 2:
+            raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
+        return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
+    (h, numbered), (m, _) = (_chosen(numbers(part), features, samples) for part in path)
+    names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
+    are_few = 1 < len(numbered) <= MOST_LABELS
+    labels = [f"$i = {i}$" if are_few else None for i in numbered]
+    return names, labels, [(h[:, :, i], m[:, :, i]) for i in range(len(numbered))]
+
+
 def _second(field: object) -> str:
     """The letter for the second part of a state."""
     return "v" if isinstance(field, SONODE) else "m"
@@ -368,3 +366,33 @@ def _base(field: Callable[[Tensor, State], State], at: Array | None) -> tuple[Te
     given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
     base = tuple(numbers(part).to(like) for part in given)
     return (*base, torch.zeros_like(base[0])) if is_pair and len(base) == 1 else base
+
+
+def _slopes(
+    field: Callable[[Tensor, State], State],
+    t: Tensor,
+    plane: tuple[Tensor, Tensor],
+    base: tuple[Tensor, ...],
+    features: Sequence[int],
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int], bool]:
+    """The derivatives along the two axes at the points of a plane, the features they are of, and if there is m."""
+    is_pair, (across, up) = len(base) == 2, plane
+    i, j = (features[0], features[0]) if is_pair else (features[0], features[1])
+    if max(i, j) >= base[0].numel():
+        raise ValueError(
+            f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
+            "Fix: at=torch.zeros(d), a state of the field, or features="
+        )
+    rows = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
+    rows[0][:, i], rows[-1][:, j] = (x.reshape(-1).to(base[0]) for x in (across, up))
+    state = tuple(row.reshape(-1, *part.shape) for row, part in zip(rows, base, strict=True))
+    try:
+        with torch.no_grad(), evaluating(field):
+            value = field(t.to(base[0]), state if is_pair else state[0])
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"the field cannot be called (t, state) with {len(base)} tensor(s) of {base[0].numel()} feature(s): "
+            f"{error}. Fix: at=torch.zeros(d), a state of the field; of a network, vector_field(hbnode.NODE(net))."
+        ) from error
+    slopes = [numbers(part).reshape(across.numel(), -1) for part in parts(value)]
+    return (slopes[0][:, i].reshape(across.shape), slopes[-1][:, j].reshape(across.shape)), (i, j), is_pair

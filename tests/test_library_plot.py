@@ -134,6 +134,10 @@ def test_phase_portraits():
     np.testing.assert_allclose(drawn[2], np.stack([h[:, 1, 0], m[:, 1, 0]]))
     sonode = hbnode.ODEBlock(hbnode.SONODE(lambda h, v: -h - v))
     assert hbnode.plot.phase_portrait(sonode, x).get_ylabel() == "$v$"
+    for pair in ((h, m), [h.tolist(), m.tolist()], [h, m]):
+        given = hbnode.plot.phase_portrait(*pair) if pair[0] is not h else hbnode.plot.phase_portrait(pair)
+        for line, expected in zip(data_of(given), drawn, strict=True):
+            np.testing.assert_allclose(line, expected)
     two = hbnode.plot.phase_portrait(duffing(), torch.ones(1, 2))
     assert (two.get_xlabel(), len(two.get_lines())) == ("$h_i$", 4)
     plane = hbnode.plot.phase_portrait(torch.randn(4, 1, 3), features=(2, 0))
@@ -267,6 +271,12 @@ def test_what_cannot_be_drawn():
         hbnode.plot.phase_portrait(h, features=1)
     with pytest.raises(ValueError, match=r"expected h or a pair \(h, m\), got 3 tensors"):
         hbnode.plot.phase_portrait((h, h, h))
+    with pytest.raises(ValueError, match=r"1 tensor\(s\) of 2 feature\(s\): mat1 .* Fix: at=torch.zeros\(d\), a state"):
+        hbnode.plot.vector_field(hbnode.NODE(nn.Linear(5, 5)))
+    with pytest.raises(ValueError, match=r"of a network, vector_field\(hbnode.NODE\(net\)\)"):
+        hbnode.plot.vector_field(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"expected an NFEToleranceCurve or several by name, got list. Fix: tolerance_"):
+        hbnode.plot.tolerance_curve([CURVE, CURVE])
     with pytest.raises(TypeError, match=r"trajectories expected an ODEBlock, got Linear"):
         hbnode.plot.trajectories(nn.Linear(2, 2), h[0])
     with pytest.raises(TypeError, match=r"was given without an input. Fix: pass x after the block"):

@@ -14,6 +14,8 @@ from hbnode._state import State, apply, parts
 from hbnode.analysis import figures
 from hbnode.analysis.paths import as_input, check_block, evaluating, schedule, solved, with_graphs
 from hbnode.analysis.results import Result
+from hbnode.blocks import ODEBlock
+from hbnode.solvers.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,8 +98,21 @@ def adjoint_norms(
     """
     block = check_block(block, "adjoint_norms")
     times, settings = schedule(block, t, points=50)
+    of_each = _norms(block, as_input(block, x), times, settings, loss)
+    return AdjointNorms(
+        t=times.tolist(),
+        h=[row[0] for row in of_each],
+        m=[row[1] for row in of_each] if len(of_each[0]) == 2 else None,
+        total=[sum(norm**2 for norm in row) ** 0.5 for row in of_each],
+    )
+
+
+def _norms(
+    block: ODEBlock, x: Tensor, times: Tensor, settings: Settings, loss: Callable[[Tensor], Tensor] | None
+) -> list[list[float]]:
+    """The norms of the gradients with respect to each part of the state, at each time."""
     with with_graphs(), evaluating(block):
-        state = apply(_leaf, block.start(as_input(block, x).clone()))
+        state = apply(_leaf, block.start(x.clone()))
         states: list[State] = [state]
         for interval in pairwise(times.tolist()):
             state = apply(lambda part: part[-1], solved(block, state, interval, settings))
@@ -110,13 +125,8 @@ def adjoint_norms(
         tensors = [part for state in states for part in parts(state)]
         gradients = torch.autograd.grad(value.reshape(()), tensors, allow_unused=True)
     norms = [0.0 if g is None else float(torch.linalg.vector_norm(g.double())) for g in gradients]
-    of_each = list(zip(*[iter(norms)] * len(parts(state)), strict=True))
-    return AdjointNorms(
-        t=times.tolist(),
-        h=[row[0] for row in of_each],
-        m=[row[1] for row in of_each] if len(of_each[0]) == 2 else None,
-        total=[sum(norm**2 for norm in row) ** 0.5 for row in of_each],
-    )
+    count = len(parts(state))
+    return [norms[i : i + count] for i in range(0, len(norms), count)]
 
 
 def _leaf(part: Tensor) -> Tensor:

@@ -128,14 +128,12 @@ def draw_adjoint_norms(
 ) -> Axes:
     """Norms over time, on a logarithmic axis; a norm of 0 is left out."""
     ax = axes(ax)
-    looks: list[tuple[Sequence[float], str, str]] = [(h, "C0", r"$\Vert\partial L/\partial h(t)\Vert$")]
+    lines = [(h, "C0", "-", r"$\Vert\partial L/\partial h(t)\Vert$")]
     if m is not None:
-        looks.append((m, "C1", r"$\Vert\partial L/\partial m(t)\Vert$"))
-    for norms, color, label in looks:
+        lines += [(m, "C1", "-.", r"$\Vert\partial L/\partial m(t)\Vert$"), (total, "0.4", "--", "both together")]
+    for norms, color, dashes, label in lines:
         positive = [norm if norm > 0 else float("nan") for norm in norms]
-        ax.plot(t, positive, **style({"color": color, "label": label}, kwargs))
-    if m is not None:
-        ax.plot(t, total, **style({"color": "0.4", "linestyle": "--", "label": "both together"}, kwargs))
+        ax.plot(t, positive, **style({"color": color, "linestyle": dashes, "label": label}, kwargs))
     ax.set(yscale="log", xlabel="time $t$", ylabel="norm of the adjoint state")
     ticks_of_short_axis(ax.yaxis)
     legend(ax)
