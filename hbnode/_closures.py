@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hbnode._state import State, parts
+from hbnode._torch_internals import sequence_number
 
 _REFUSAL = (
     "func depends on {what}, whose gradient this gradient mode would drop; expected func to depend on the parameters "
@@ -34,7 +35,7 @@ def closed_over_leaves(evaluate: Callable[[], State], inputs: Iterable[Tensor]) 
     inputs = list(inputs)
     seen = set(_ancestors(tensor.grad_fn for tensor in inputs))
     known = {id(tensor) for tensor in inputs} | {id(node.variable) for node in seen if hasattr(node, "variable")}
-    marker = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()
+    marker = sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
     value = evaluate()
     leaves = {id(part): part for part in parts(value) if part.is_leaf and part.requires_grad}
     pending = [part.grad_fn for part in parts(value)]
@@ -45,7 +46,7 @@ def closed_over_leaves(evaluate: Callable[[], State], inputs: Iterable[Tensor]) 
         seen.add(node)
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
-        elif node._sequence_nr() < marker:
+        elif sequence_number(node) < marker:
             raise ValueError(_REFUSAL.format(what=f"a tensor that was computed outside it (by {node.name()})"))
         else:
             pending.extend(parent for parent, _ in node.next_functions)

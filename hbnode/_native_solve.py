@@ -16,16 +16,19 @@ from hbnode._state import State, parts
 from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.gradients.adjoint import Adjoint
 from hbnode.gradients.checkpoint import Checkpoint
+from hbnode.gradients.forward_pass import ForwardPass
 from hbnode.gradients.reversible import Reversible
 from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.compiled_steps import CompilationWarning, CompiledSteps
+from hbnode.solvers.failures import failure, start_time
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.ode_term import ODETerm
+from hbnode.solvers.recorder import BackwardPlan, StepGraph
 from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, check_field, constant_damping
 from hbnode.solvers.settings import Settings
-from hbnode.solvers.stepper import StepGraph, Stepper, no_autocast
-from hbnode.solvers.time_grid import Step, TimeGrid
+from hbnode.solvers.stepper import Stepper, no_autocast
+from hbnode.solvers.time_grid import TimeGrid
 
 _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
@@ -36,33 +39,30 @@ _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adj
 
 def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> State:
     """Solve with one of our own methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
-    stepper = prepare(field, y0, t, settings, nfe)
-    damping = damping_of(stepper)
+    stepper, damping = prepare(field, y0, t, settings, nfe)
     _check_damping(stepper, field)
     with solving(field), no_autocast(stepper.term.template.device.type):
-        return stepper.term.state(_trajectory(stepper, y0, damping, settings))
+        return stepper.term.state(_trajectory(stepper, y0, damping))
 
 
-def prepare(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> Stepper:
-    """All of a solve that does not depend on the numbers in its state."""
-    check_field(settings.method, field)
-    options = settings.options or {}
-    term = ODETerm(field, y0, second_order=settings.method not in RUNGE_KUTTA)
-    per_sample = settings.step_control == "sample" and "steps" not in options
+def prepare(
+    field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE, *, interrupted: bool = False
+) -> tuple[Stepper, Tensor]:
+    """All of a solve that does not depend on the numbers in its state: what takes its steps, and γ with its graph."""
+    method = settings.method
+    assert method is not None
+    check_field(method, field)
+    term = ODETerm(field, y0, second_order=method not in RUNGE_KUTTA)
+    per_sample = settings.step_control == "sample" and "steps" not in (settings.options or {})
     _check_batch(term, t, per_sample, settings)
     grid = TimeGrid(t, term, per_sample=per_sample)
-    stepper = Stepper(term, grid, settings, Tally(field, nfe))
+    damping = term.damping.to(grid.t.device, torch.float64)
+    is_direct = settings.gradient == "direct" or not torch.is_grad_enabled()
+    own = damping if is_direct else damping.detach()
+    stepper = Stepper(term, grid, settings, Tally(field, nfe), own, interrupted=interrupted)
     if settings.compile and not _torch_internals.is_active():
-        stepper.compiled = CompiledSteps.of(term, settings.method, stepper.method)
-    return stepper
-
-
-def damping_of(stepper: Stepper) -> Tensor:
-    """γ in float64 where the clock is, once for a solve; it limits the steps of adaptive Nyström methods."""
-    damping = stepper.term.damping.to(stepper.grid.t.device, torch.float64)
-    if stepper.settings.method in NYSTROM and stepper.adaptive:
-        stepper.limit_step(damping)
-    return damping
+        stepper.compiled = CompiledSteps.of(term, method, stepper.method)
+    return stepper, damping
 
 
 def _check_damping(stepper: Stepper, field: Callable) -> None:
@@ -77,88 +77,84 @@ def _check_damping(stepper: Stepper, field: Callable) -> None:
     advice = ["method='tsit5'"] if nystrom else []
     if of_tsit5 > stepper.max_steps:
         advice.append(f"max_steps={of_tsit5}")
-    stepper.step_size = reach / damping
-    raise stepper.failure(
-        MaxStepsError,
+    message = (
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
         f"max_steps={stepper.max_steps}. Fix: {' with '.join(advice)}, a grid of method='leapfrog', which solves the "
-        "damping exactly, or a shorter time",
-        stepper.time(Step(0, 0.0, 1.0)),
+        "damping exactly, or a shorter time"
     )
+    raise failure(stepper, MaxStepsError, message, start_time(stepper, 0), reach / damping)
 
 
-def _trajectory(stepper: Stepper, y0: State, damping: Tensor, settings: Settings) -> Tensor:
+def _trajectory(stepper: Stepper, y0: State, damping: Tensor) -> Tensor:
     """The rows of the state at the output times, connected to what needs a gradient."""
-    term, grid = stepper.term, stepper.grid
-    rows = torch.stack(term.rows(y0))
-    differentiable = grid.t.requires_grad and torch.is_grad_enabled()
-    if settings.gradient == "direct" or not torch.is_grad_enabled():
-        point = stepper.start(rows)
-        kept = _land_on_knots(stepper) if differentiable else None
-        trajectory = integrate(stepper, point, damping, differentiable=differentiable)
-    else:
-        trajectory, kept = _with_function(stepper, rows, damping, settings.gradient)
-    _check_finite(stepper, trajectory, rows, damping)
-    return trajectory if kept is None else kept(trajectory)
+    rows = torch.stack(stepper.term.rows(y0))
+    if stepper.settings.gradient != "direct" and torch.is_grad_enabled():
+        return _with_function(stepper, rows, damping)
+    differentiable = stepper.grid.t.requires_grad and torch.is_grad_enabled()
+    point = stepper.start(rows)
+    stepper, outputs = _land_on_knots(stepper) if differentiable else (stepper, None)
+    trajectory = integrate(stepper, point, differentiable=differentiable)
+    _check_finite(stepper, trajectory, rows)
+    return trajectory if outputs is None else outputs(trajectory)
 
 
-def advance(stepper: Stepper, state: State, damping: Tensor, interval: int) -> State | None:
-    """The state at the end of one interval of an interrupted solve, with its direct gradient.
+def advance(stepper: Stepper, rows: Tensor, interval: int) -> Tensor | None:
+    """The rows of the state at the end of one interval of an interrupted solve, with their direct gradient.
 
     None if gradients of times are wanted and steps would end on knots of a signal: see :func:`_land_on_knots`.
     """
-    term, grid = stepper.term, stepper.grid
-    rows = torch.stack(term.rows(state))
-    with solving(term.field), no_autocast(term.template.device.type):
-        differentiable = grid.t.requires_grad and torch.is_grad_enabled()
+    with solving(stepper.term.field), no_autocast(stepper.term.template.device.type):
+        differentiable = stepper.grid.t.requires_grad and torch.is_grad_enabled()
         point = stepper.start(rows, interval)
         if differentiable and stepper.knots:
             return None
-        end = integrate(stepper, point, damping, differentiable=differentiable, interval=interval)[-1]
-        _check_finite(stepper, end, rows, damping, interval)
-    return term.state(end)
+        end = integrate(stepper, point, differentiable=differentiable, interval=interval)[-1]
+        _check_finite(stepper, end, rows, interval)
+    return end
 
 
-def _check_finite(
-    stepper: Stepper, solution: Tensor, rows: Tensor, damping: Tensor, interval: int | None = None
-) -> None:
+def _check_finite(stepper: Stepper, solution: Tensor, rows: Tensor, interval: int | None = None) -> None:
     """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
     if not stepper.adaptive and not bool(torch.isfinite(_torch_internals.plain(solution)).all()):
         with torch.no_grad():
-            integrate(stepper, stepper.start(rows, interval or 0), damping, watch=True, interval=interval)
-        raise stepper.failure(NonFiniteError, "the solution is not finite", stepper.time(Step(interval or 0, 0.0, 1.0)))
+            integrate(stepper, stepper.start(rows, interval or 0), watch=True, interval=interval)
+        raise failure(stepper, NonFiniteError, "the solution is not finite", start_time(stepper, interval or 0))
 
 
-def _with_function(
-    stepper: Stepper, rows: Tensor, damping: Tensor, gradient: str
-) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """The trajectory with a gradient that evaluates the field again, and what drops other times from it."""
-    if _torch_internals.is_active() or torch.autograd.forward_ad._current_level >= 0:
+def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor) -> Tensor:
+    """The trajectory with a gradient that evaluates the field again."""
+    gradient = stepper.settings.gradient
+    if _torch_internals.is_active() or _torch_internals.in_forward_mode():
         raise ValueError(
             f"gradient={gradient!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
             "forward mode. Fix: gradient='direct'."
         )
-    context = ForwardContext(stepper.term.field)
-    first, leaves = _first_evaluation(stepper, rows, gradient, context)
-    if any(x.requires_grad for x in (rows, damping, stepper.grid.t, *leaves)):
+    forward = _first_evaluation(stepper, rows, damping)
+    outputs = None
+    if any(x.requires_grad for x in (rows, damping, stepper.grid.t, *forward.leaves)):
         by_t = stepper.grid.t.requires_grad
-        stepper.wanted = (by_t or damping.requires_grad, by_t and stepper.term.wants_time)
         if damping.requires_grad and not by_t and gradient != "adjoint":
-            stepper.damping, stepper.by_damping = damping.detach().requires_grad_(), {}
-        kept = _land_on_knots(stepper) if by_t and gradient != "adjoint" else None
-        return _FUNCTIONS[gradient].apply(stepper, context, first, stepper.grid.t, damping, rows, *leaves), kept
-    return integrate(stepper, rows if first is None else torch.cat([rows, first[None]]), damping), None
+            stepper.coefficients.keep_graphs()
+        if by_t and gradient != "adjoint":
+            stepper, outputs = _land_on_knots(stepper)
+            forward.stepper = stepper
+        function = _FUNCTIONS[str(gradient)]
+        trajectory = function.apply(forward, stepper.grid.t, damping, rows, *forward.leaves)
+    else:
+        trajectory = integrate(stepper, forward.point(rows))
+    _check_finite(stepper, trajectory, rows)
+    return trajectory if outputs is None else outputs(trajectory)
 
 
-def _land_on_knots(stepper: Stepper) -> Callable[[Tensor], Tensor] | None:
-    """Make the knots of signals output times, where gradients of times are wanted; returns what drops them again.
+def _land_on_knots(stepper: Stepper) -> tuple[Stepper, Callable[[Tensor], Tensor] | None]:
+    """Make the knots of signals output times, where gradients of times are wanted; also what selects the outputs.
 
     A step that ended on a knot as a fraction of its interval would move with the interval. At a kink of the signal the
     gradient would then take the slope of the wrong side.
     """
     grid = stepper.grid
     if not (stepper.knots and stepper.adaptive):
-        return None
+        return stepper, None
     t = grid.t if grid.t.dim() == 2 else grid.t.unsqueeze(0)
     first, last = t[:, :1], t[:, -1:]
     knots = t.new_tensor(stepper.knots).expand(len(t), -1)  # those outside become empty intervals at an end
@@ -170,28 +166,26 @@ def _land_on_knots(stepper: Stepper) -> Callable[[Tensor], Tensor] | None:
     if grid.t.dim() == 1:
         is_new = times[0].detach().diff(prepend=times[0, :1].detach() - 1) != 0
         times, places = times[0][is_new], (is_new.cumsum(0) - 1)[places[0]]
-    stepper.grid = TimeGrid(times, stepper.term, per_sample=grid.per_sample)
-    stepper.passes, stepper.knots = False, []
+    stepper = stepper.on_grid(TimeGrid(times, stepper.term, per_sample=grid.per_sample))
     if grid.t.dim() == 1:
-        return lambda trajectory: trajectory[places.to(trajectory.device)]
+        return stepper, lambda trajectory: trajectory[places.to(trajectory.device)]
     batch = 2 + grid.row_dims - grid.template.dim()
 
     def own(trajectory: Tensor) -> Tensor:
         of_samples = torch.arange(len(places), device=places.device)
         return trajectory.movedim(batch, 1)[places.T, of_samples].movedim(1, batch)
 
-    return own
+    return stepper, own
 
 
-def _first_evaluation(
-    stepper: Stepper, rows: Tensor, gradient: str, context: ForwardContext
-) -> tuple[Tensor | None, list[Tensor]]:
-    """The value of the field where a solve starts, and all leaves whose gradients its backward pass must find.
+def _first_evaluation(stepper: Stepper, rows: Tensor, damping: Tensor) -> ForwardPass:
+    """Evaluate the field where a solve starts, and find all leaves whose gradients its backward pass must find.
 
     Those are the field's own parameters and whatever else it closes over, as seen in the graph of this evaluation. A
     method that carries no value has no other use for it.
     """
-    term, grid = stepper.term, stepper.grid
+    term, grid, gradient = stepper.term, stepper.grid, stepper.settings.gradient
+    context = ForwardContext(term.field)
     stepper.tally.add("evaluation")
     t = grid.time_of(0).detach().requires_grad_(grid.t.requires_grad)
     leaf = rows[0].detach().requires_grad_()
@@ -204,28 +198,30 @@ def _first_evaluation(
         value = term.evaluate(t, x)
         return value if sigma is None else (value, sigma(rows[1].detach()))
 
-    found, value = stepper.listen(lambda: closed_over_leaves(evaluate, (t, x)))
-    value = parts(value)[0]
+    found, state = stepper.listen(lambda: closed_over_leaves(evaluate, (t, x)))
+    value = parts(state)[0]
     if context.changed():
         raise ValueError(_CHANGES_BUFFERS.format(gradient))
-    drawn_again = False
-    if not all(map(torch.equal, before, random_state(x.device))):
-        drawn_again = not _draws_masks(stepper)
-        stepper.random_start = before
+    has_drawn = not all(map(torch.equal, before, random_state(x.device)))
+    draws_again = has_drawn and not _draws_masks(stepper)
     own = own_parameters(term.inner) if gradient == "adjoint" else context.parameters
     leaves = list({id(p): p for p in (*own, *found) if p.requires_grad}.values())
-    stepper.known = frozenset(map(id, (*own, *found)))
     func = getattr(term.inner, "func", term.inner)
     closed = isinstance(func, nn.Module) and {id(p) for p in found} <= {id(p) for p in own}
-    stepper.checks_closures = not closed or getattr(term.inner, "time_dependent", True)
-    stepper.recording = gradient == "checkpoint"
-    if not stepper.method.carries:
-        if drawn_again:  # by the first step, as it would have without this evaluation
-            restore_random_state(before, x.device)
-        return None, leaves
-    if gradient == "checkpoint":
-        stepper.first = StepGraph([leaf, t] if t.requires_grad else [leaf], [], value)
-    return value.detach(), leaves
+    plan = BackwardPlan(
+        by_matrix=grid.t.requires_grad or damping.requires_grad,
+        by_times=grid.t.requires_grad and term.wants_time,
+        known=frozenset(map(id, (*own, *found))),
+        checks_closures=not closed or getattr(term.inner, "time_dependent", True),
+    )
+    forward = ForwardPass(stepper, plan, context, leaves, random_start=before if has_drawn else None)
+    if stepper.method.carries:
+        forward.first = value.detach()
+        if gradient == "checkpoint":
+            forward.first_graph = StepGraph([leaf, t] if t.requires_grad else [leaf], [], value)
+    elif draws_again:  # by the first step, as it would have without this evaluation
+        restore_random_state(before, x.device)
+    return forward
 
 
 def _draws_masks(stepper: Stepper) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hbnode._torch_internals import is_script_method
+
 _TIMES = {"t", "time"}
 
 
@@ -78,10 +80,10 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """The signature of a function, or of what TorchScript has made of one."""
-    if not isinstance(function, torch.jit.ScriptFunction | torch._C.ScriptMethod):
+    of_method = is_script_method(function)
+    if not (of_method or isinstance(function, torch.jit.ScriptFunction)):
         return inspect.signature(function)
     schema: Any = function.schema  # a property, whatever torch's stub of methods says
-    of_method = isinstance(function, torch._C.ScriptMethod)
     return inspect.Signature(
         [
             inspect.Parameter(

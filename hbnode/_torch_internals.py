@@ -1,4 +1,8 @@
-"""Private functions of torch: for running under the transforms of torch.func, and its fused recurrent layers."""
+"""All private functions of torch that hbnode calls; tests/test_torch_internals.py checks that they exist.
+
+They tell whether a transform of torch.func, forward mode or a backward pass is running, and the order of graph nodes;
+and they are torch's fused recurrent layers.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,32 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 
 def is_active() -> bool:
     """Whether a transform (vmap, grad, jvp, ...) is running."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that the autograd engine runs in this thread, or -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def sequence_number(node: Node) -> int:
+    """The number of a node of the graph: later nodes of a thread have larger ones."""
+    return node._sequence_nr()
+
+
+def is_script_method(function: object) -> bool:
+    """Whether a function is a method that TorchScript has compiled."""
+    return isinstance(function, torch._C.ScriptMethod)
 
 
 def plain(x: Tensor) -> Tensor:

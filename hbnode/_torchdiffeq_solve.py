@@ -21,8 +21,9 @@ from hbnode._checks import CHANGES_INPUT
 from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode._recompute import ForwardContext, autocast_of, solving
 from hbnode._state import State, all_finite, apply, is_equal, is_finite, like, parts
+from hbnode._torch_internals import backward_pass
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
-from hbnode.nfe import NFE, Tally, backward_pass
+from hbnode.nfe import NFE, Tally
 from hbnode.signal import refuse_queries_outside
 from hbnode.solvers.settings import Settings
 from hbnode.solvers.step_size_control import rms

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hbnode._torch_internals import backward_pass
+
 
 @dataclass
 class NFE:
@@ -109,11 +111,6 @@ def is_recording() -> bool:
 def is_counting() -> bool:
     """Whether a :func:`count_nfe` context is open."""
     return len(_open_counters) > 0
-
-
-def backward_pass() -> int:
-    """The number of the backward pass that the autograd engine runs in this thread, or -1 outside of any."""
-    return torch._C._current_graph_task_id()
 
 
 class Tally:

@@ -6,7 +6,6 @@ HBNODE that is the heavy-ball adjoint of arXiv:2110.04840. y is solved backwards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hbnode._closures import closed_over_leaves, refuse_unknown
 from hbnode._state import State, parts
-from hbnode.gradients.checkpoint import refuse_double_backward, solve_and_save
+from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, solve_and_save
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.stepper import Stepper, no_autocast
@@ -32,35 +31,36 @@ class Adjoint(torch.autograd.Function):
         """One solve for each interval between outputs, from the last to the first."""
         refuse_double_backward("adjoint")
         trajectory, *_ = ctx.saved_tensors
-        stepper, t, leaves = ctx.stepper, ctx.clock_t, ctx.leaves
-        field = _Backward(stepper, leaves)
+        forward: ForwardPass = ctx.forward_pass
+        t, leaves = forward.stepper.grid.t.detach(), forward.leaves
+        field = _Backward(forward)
         adjoint = torch.zeros_like(trajectory[0])
         quadratures = [torch.zeros_like(leaf) for leaf in leaves]
         t_gradient = torch.zeros_like(t)
-        with ctx.context(), no_autocast(gradient.device.type):
+        with forward.context(), no_autocast(gradient.device.type):
             for k in reversed(range(1, len(t))):
-                if ctx.needs_input_grad[3]:
+                if ctx.needs_input_grad[1]:
                     t_gradient[k] = field.slope(t[k], trajectory[k], gradient[k])
                 adjoint = adjoint + gradient[k]
                 adjoint, quadratures = field.interval(t[k - 1 : k + 1].flip(0), trajectory[k], adjoint, quadratures)
-            if ctx.needs_input_grad[3]:
+            if ctx.needs_input_grad[1]:
                 t_gradient[0] = -field.slope(t[0], trajectory[0], adjoint)
-        return None, None, None, t_gradient, None, adjoint + gradient[0], *quadratures
+        return None, t_gradient, None, adjoint + gradient[0], *quadratures
 
 
 class _Backward:
     """The augmented field: state, adjoint and the integrals of the parameters' gradients."""
 
-    def __init__(self, stepper: Stepper, leaves: Sequence[Tensor]) -> None:
-        self.stepper, self.leaves = stepper, list(leaves)
-        self.time_dependent = stepper.sees_time
+    def __init__(self, forward: ForwardPass) -> None:
+        self.stepper, self.plan, self.leaves = forward.stepper, forward.plan, forward.leaves
+        self.time_dependent = self.stepper.sees_time
 
     def __call__(self, t: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         y, a = state[:2]
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             found, value = closed_over_leaves(lambda: self.derivative(t, y), (t, y))
-            refuse_unknown(found, self.stepper.known)
+            refuse_unknown(found, self.plan.known)
             wanted = [x for x in (y, *self.leaves) if x.requires_grad]
             gradients = [None] * len(wanted)
             if value.requires_grad:
@@ -90,14 +90,10 @@ class _Backward:
         grid = TimeGrid(t, term, per_sample=False)
         given = self.stepper.settings
         settings = replace(given, method="tsit5", gradient="direct", options=_backward_options(given.options))
-        stepper = Stepper(term, grid, settings, self.stepper.tally)
-        stepper.knots = self.stepper.knots
-        stepper.counted = rows.numel() + adjoint.numel()  # the integrals do not feed back: no step is refused for them
+        counted = rows.numel() + adjoint.numel()  # the integrals do not feed back: no step is refused for them
+        stepper = Stepper(term, grid, settings, self.stepper.tally, grid.t.new_zeros(()), counted=counted)
         with torch.no_grad():
-            (row,) = term.rows(state)
-            first = term.evaluate(t[0].to(row), row)
-            self.stepper.tally.add("evaluation")
-            ends = integrate(stepper, torch.stack([row, first]), grid.t.new_zeros(()))
+            ends = integrate(stepper, stepper.start(torch.stack(term.rows(state))))
         end = parts(term.state(ends))
         return end[1][-1], [part[-1] for part in end[2:]]
 

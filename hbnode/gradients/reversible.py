@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hbnode.errors import ReversalError
-from hbnode.gradients.checkpoint import GradientAccumulator, refuse_double_backward, solve_and_save
-from hbnode.solvers.explicit_method import StepResult
-from hbnode.solvers.stepper import StepGraph, Stepper, no_autocast
+from hbnode.gradients.accumulator import GradientAccumulator
+from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, solve_and_save
+from hbnode.solvers.failures import failure, start_time
+from hbnode.solvers.recorder import StepGraph
+from hbnode.solvers.splitting import Splitting
+from hbnode.solvers.step_method import StepResult
+from hbnode.solvers.stepper import Stepper, no_autocast
 from hbnode.solvers.time_grid import Step
 
 REVERSAL_TOLERANCE = 1e-3  # how far from where it began an undone interval may end, relative to the state
@@ -26,31 +29,28 @@ class Reversible(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Undo each step, from the last to the first, starting anew from every output."""
         refuse_double_backward("reversible")
-        stepper = ctx.stepper
+        forward: ForwardPass = ctx.forward_pass
+        stepper = forward.stepper
         trajectory, *_ = ctx.saved_tensors
-        accumulator = GradientAccumulator(ctx)
+        accumulator = GradientAccumulator(forward, *ctx.needs_input_grad[1:3])
         carried = torch.zeros_like(trajectory[0])
-        steps = stepper.options.steps
-        with ctx.context(), no_autocast(gradient.device.type):
+        steps = stepper.options.steps or 1
+        with forward.context(), no_autocast(gradient.device.type):
             for interval in reversed(range(stepper.grid.count)):
                 point, carried = trajectory[interval + 1], carried + gradient[interval + 1]
                 for i in reversed(range(steps)):
                     point, carried = _reverse(accumulator, Step(interval, i / steps, 1 / steps), point, carried)
                 _check_return(stepper, point, trajectory[interval], interval)
         damping, t = accumulator.finish()
-        return None, None, None, t, damping, carried + gradient[0], *accumulator.gradients
-
-
-def _kick(stepper: Stepper, t: Tensor, h: Tensor) -> StepResult:
-    return StepResult(stepper.term.evaluate(t, h), None)
+        return None, t, damping, carried + gradient[0], *accumulator.gradients
 
 
 def _reverse(accumulator: GradientAccumulator, step: Step, point: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
     """Undo a step: the point before it and the gradient with respect to it. One evaluation for each kick."""
     stepper = accumulator.stepper
     method, activation = stepper.method, stepper.term.activation
-    matrix = stepper.matrix(step, accumulator.damping).detach().requires_grad_(accumulator.by_matrix)
-    times = stepper.times(step).detach().requires_grad_(accumulator.by_times)
+    assert isinstance(method, Splitting)
+    matrix, times = accumulator.leaves_of(step)
     tensors = [x for x in (matrix, times) if x.requires_grad]
     drifts, decays, weights = method.pack(matrix.detach())
     h, m = point.detach().unbind(0)
@@ -66,7 +66,11 @@ def _reverse(accumulator: GradientAccumulator, step: Step, point: Tensor, carrie
         h = h.detach().requires_grad_()
         with torch.enable_grad():
             time = times[kick]
-        f = stepper.checked(functools.partial(_kick, stepper, time, h), (h, time)).point
+
+        def evaluate(time: Tensor = time, h: Tensor = h) -> StepResult:
+            return StepResult(stepper.term.evaluate(time, h), None)
+
+        f = accumulator.plan.evaluate(evaluate, (h, time)).point
         with torch.enable_grad():
             with_drifts, with_decays, with_weights = method.pack(matrix)
             m = ((m - weights[kick] * f.detach()) / decays[kick]).detach().requires_grad_()
@@ -90,9 +94,10 @@ def _check_return(stepper: Stepper, reached: Tensor, expected: Tensor, interval:
     error = torch.linalg.vector_norm(reached - expected)
     size = torch.linalg.vector_norm(expected) + stepper.atol
     if not bool(error <= REVERSAL_TOLERANCE * size):
-        raise stepper.failure(
+        raise failure(
+            stepper,
             ReversalError,
             f"the steps, undone, end {float(error / size):.2g} (relative) away from where they began: rounding errors "
             "grew too much. Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping",
-            stepper.time(Step(interval, 0.0, 1.0)),
+            start_time(stepper, interval),
         )

@@ -14,9 +14,10 @@ from hbnode.fields import Field
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import solve
 from hbnode.solvers.settings import Settings
+from hbnode.solvers.stepper import Stepper
 
 
-class Intervals:
+class Gaps:
     """Solves a field from each of a row of times to the next, for each sample at times of its own.
 
     Native methods with the direct gradient are set up once for all intervals; all others solve each by itself.
@@ -29,7 +30,7 @@ class Intervals:
     """
 
     def __init__(self, field: Field, y0: State, t: Tensor, settings: Settings) -> None:
-        self.field = field
+        self.field, self.is_pair = field, not isinstance(y0, Tensor)
         self.settings = resolved(settings, field)
         self.nfe: list[NFE] = []
         check_precision(self.settings, parts(y0)[0].dtype)
@@ -41,51 +42,55 @@ class Intervals:
         self.t = checked_times(t.to(torch.float64), t.device, rows=True)  # on the host
         resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
         self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()
-        self.run = None
+        self.stepper: Stepper | None = None
         native = self.settings.method not in _torchdiffeq_solve.METHODS
         if native and self.settings.gradient == "direct" and not _torch_internals.is_active():
-            self.run = _native_solve.prepare(field, y0, self.t, self.settings, NFE())
-            self.run.interrupted = True
-            self.damping = _native_solve.damping_of(self.run)
-            self.longest = self.run.max_step
+            self.stepper, _ = _native_solve.prepare(field, y0, self.t, self.settings, NFE(), interrupted=True)
 
-    def advance(self, interval: int, state: State) -> State:
-        """The state at the end of an interval from that at its beginning."""
+    def advance(self, interval: int, rows: Tensor) -> Tensor:
+        """The state at the end of an interval from that at its beginning: (parts, batch, ...), h alone or h and m."""
         self.nfe.append(NFE())
         self.nfe[-1].keeps_graph = self.settings.gradient == "direct" and torch.is_grad_enabled()
         if self.idle[interval]:
-            return state
+            return rows
         t = self.t[:, interval : interval + 2]
         if self.resting[interval] and self.settings.step_control == "batch":
             # whoever stays must not count in the error of the common step
             moving = (t.diff() != 0)[:, 0].nonzero()[:, 0]
-            rows = moving.to(parts(state)[0].device)
-            moved = self._solve(apply(lambda part: part[rows], state), t[moving])
-            pairs = zip(parts(state), parts(moved), strict=True)
-            new = tuple(part.index_copy(0, rows, there) for part, there in pairs)
-            return new[0] if isinstance(state, Tensor) else new
-        if self.run is None:
-            return self._solve(state, t)
-        self.run.tally, self.run.attempts = Tally(self.field, self.nfe[-1]), 0
-        self.run.max_step = self.longest  # what a force bounds, it bounds in its own interval
-        end = _native_solve.advance(self.run, state, self.damping, interval)
+            index = moving.to(rows.device)
+            return rows.index_copy(1, index, self._solve(rows[:, index], t[moving]))
+        if self.stepper is None:
+            return self._solve(rows, t)
+        self.stepper.tally = Tally(self.field, self.nfe[-1])
+        end = _native_solve.advance(self.stepper, self._stacked(rows), interval)
         if end is None:
-            self.run = None
-            return self._solve(state, t)
-        return end
+            self.stepper = None
+            return self._solve(rows, t)
+        return end.view(rows.shape)
 
-    def _solve(self, state: State, t: Tensor) -> State:
+    def _stacked(self, rows: Tensor) -> Tensor:
+        """The rows of the solver: h and m of a second-order solve, else one row that holds them both."""
+        assert self.stepper is not None
+        return rows.unsqueeze(0) if self.stepper.term.stacked else rows
+
+    def _solve(self, rows: Tensor, t: Tensor) -> Tensor:
         """From the first of two times to the second, by itself."""
+        state: State = tuple(rows[i] for i in range(len(rows))) if self.is_pair else rows[0]
         if self.settings.method not in _torchdiffeq_solve.METHODS:
-            return apply(lambda part: part[-1], solve(self.field, state, t, self.settings, self.nfe[-1]))
-        rescaled = Rescaled(self.field, t, parts(state)[0])
+            return _last(solve(self.field, state, t, self.settings, self.nfe[-1]))
+        rescaled = Rescaled(self.field, t, rows[0])
         try:
-            return apply(lambda part: part[-1], solve(rescaled, state, [0.0, 1.0], self.settings, self.nfe[-1]))
+            return _last(solve(rescaled, state, [0.0, 1.0], self.settings, self.nfe[-1]))
         except SolverError as error:
             begin, end = (float(time) for time in t[0].detach())
             message = f"{error.message}; the time is that of the first sample, in its gap from {begin:g} to {end:g}"
             time, size = begin + (end - begin) * error.t, (end - begin) * error.step_size
             raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
+
+
+def _last(trajectory: State) -> Tensor:
+    """The state at the last of the times, (parts, batch, ...)."""
+    return torch.stack([part[-1] for part in parts(trajectory)])
 
 
 class Rescaled(nn.Module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,61 +11,15 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from hbnode._arguments import checked_settings, checked_state, resolved
 from hbnode._checks import as_count
-from hbnode._records import Record, record
-from hbnode._state import State
+from hbnode._state import parts
 from hbnode._tracing import untraced
 from hbnode.nfe import NFE
 from hbnode.ode_rnn.defaults import make_cell, make_field
-from hbnode.ode_rnn.gaps import Intervals
+from hbnode.ode_rnn.gaps import Gaps
 from hbnode.ode_rnn.sequences import Sequences
+from hbnode.ode_rnn.state import Filtered, ODERNNState, check_kind
 from hbnode.solvers.registry import METHODS
 from hbnode.solvers.settings import Settings
-
-_READ_BY_NAME = (
-    "an ODERNNState is read by name: it has no axis of layers, and carries a time. Fix: state.h, (batch, hidden_size), "
-    "for the h[-1] of torch.nn.GRU; state.m and state.t for the rest."
-)
-
-
-@record
-class ODERNNState(Record):
-    """The state of an :class:`ODERNN`, from which a series goes on.
-
-    It has no axis of layers, unlike the h of torch.nn.GRU: where that takes ``h[-1]``, take ``state.h``.
-
-    Attributes:
-        h: hidden state, (batch, hidden_size).
-        m: its momentum or velocity, of the same shape; None for first-order fields.
-        t: the time that it belongs to, (batch,).
-    """
-
-    h: Tensor
-    m: Tensor | None
-    t: Tensor
-
-    def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(_READ_BY_NAME)
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(_READ_BY_NAME)
-
-
-@record
-class Filtered(Record):
-    """What :meth:`ODERNN.filter` returns; it unpacks into its three attributes.
-
-    Attributes:
-        before: the states just before each sample was seen, with h and m (batch, T, hidden_size) and t (batch, T).
-        after: the states just after.
-        state: the state at the end of each sequence.
-    """
-
-    before: ODERNNState
-    after: ODERNNState
-    state: ODERNNState
-
-    def __iter__(self) -> Iterator[ODERNNState]:
-        return iter((self.before, self.after, self.state))
 
 
 class ODERNN(nn.Module):
@@ -267,20 +221,20 @@ class ODERNN(nn.Module):
         """The loop over the samples, from the state s; ``start`` is its time, None if that is the first of them."""
         x, t, seen = sequences.x, sequences.t, sequences.seen
         times = t if start is None else torch.cat([start.to(t.dtype).unsqueeze(1), t], 1)
-        s = self._joined(checked_state(self.field, self._parts(s)))
-        intervals = Intervals(self.field, self._parts(s), times, self.settings)
+        gaps, rows = self._gaps(s, times)
         before, after = [], []
         for i in range(x.shape[1]):
             if i or start is not None:
-                interval = i if start is not None else i - 1
-                s = self._joined(intervals.advance(interval, self._parts(s)))
-            before.append(s)
-            jumped = self._jump(x[:, i], s)
-            s = jumped if seen is None else torch.where(seen[:, i, None], jumped, s)
-            after.append(s)
-        self.nfe_per_gap = intervals.nfe
-        trajectories = (self._state(sequences.padded(torch.stack(s, 1)), sequences.padded_t) for s in (before, after))
-        return Filtered(*trajectories, self._state(s, t[:, -1]))
+                rows = gaps.advance(i if start is not None else i - 1, rows)
+            before.append(rows)
+            jumped = self._jump(x[:, i], rows)
+            rows = jumped if seen is None else torch.where(seen[:, i, None], jumped, rows)
+            after.append(rows)
+        self.nfe_per_gap = gaps.nfe
+        trajectories = (
+            self._state(sequences.padded(torch.stack(path, 2)), sequences.padded_t) for path in (before, after)
+        )
+        return Filtered(*trajectories, self._state(rows, t[:, -1]))
 
     def forecast(self, state: ODERNNState, dt: Tensor | list[float]) -> tuple[Tensor, ODERNNState]:
         """The h at times after that of a state, of which nothing is observed.
@@ -292,7 +246,7 @@ class ODERNN(nn.Module):
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
         """
-        _check_kind(state)
+        check_kind(state)
         shape = state.h.shape[:-1]
         self._check_state(state, shape)
         if not isinstance(dt, Tensor):
@@ -312,14 +266,13 @@ class ODERNN(nn.Module):
     def _forecast(self, state: ODERNNState, times: Tensor, shape: torch.Size) -> tuple[Tensor, ODERNNState]:
         """From a state with any batch dimensions, through rows of times beginning with its own."""
         s = state.h if state.m is None else torch.cat([state.h, state.m], -1)
-        s = self._joined(checked_state(self.field, self._parts(s.flatten(0, -2))))
-        intervals = Intervals(self.field, self._parts(s), times, self.settings)
+        gaps, rows = self._gaps(s.flatten(0, -2), times)
         path = []
         for interval in range(times.shape[1] - 1):
-            s = self._joined(intervals.advance(interval, self._parts(s)))
-            path.append(self._h(s))
-        self.nfe_per_gap = intervals.nfe
-        end = self._state(s.unflatten(0, shape), times[:, -1].unflatten(0, shape))
+            rows = gaps.advance(interval, rows)
+            path.append(rows[0])
+        self.nfe_per_gap = gaps.nfe
+        end = self._state(rows.unflatten(1, shape), times[:, -1].unflatten(0, shape))
         return torch.stack(path, 1).unflatten(0, shape), end
 
     def extra_repr(self) -> str:
@@ -332,14 +285,20 @@ class ODERNN(nn.Module):
             f"gradient={settings.gradient!r}, step_control={settings.step_control!r}"
         )
 
-    # States: s is (batch, state_size), h or h and m side by side
+    # States: s is (batch, state_size), h or h and m side by side, as the cell has them; rows are (1 or 2, batch, n).
+
+    def _gaps(self, s: Tensor, times: Tensor) -> tuple[Gaps, Tensor]:
+        """The solves between the times, (batch, T), and the rows to start from."""
+        rows = self._rows(s)
+        y0 = checked_state(self.field, (rows[0], rows[1]) if self.second_order else rows[0])
+        return Gaps(self.field, y0, times, self.settings), torch.stack(parts(y0))
 
     def _begin(self, sequences: Sequences, state: ODERNNState | None) -> tuple[Tensor, Tensor | None]:
         """The state to start from, and the time it belongs to; None if that is the first of the sequence."""
         x = sequences.x
         batch = x.shape[0]
         if state is not None:
-            _check_kind(state)
+            check_kind(state)
             self._check_state(state, x.shape[:1])
             first = sequences.t[:, 0].detach()
             if bool((state.t.detach().to(first.dtype) > first).any()):
@@ -361,7 +320,7 @@ class ODERNN(nn.Module):
                 + (f", or ({batch}, {sizes[1]}) for h and m side by side." if self.second_order else ".")
                 + " Fix: the size of its last layer."
             )
-        return (s if s.shape[1] == self.state_size else self._joined(self.field.initial_state(s))), None
+        return (s if s.shape[1] == self.state_size else torch.cat(parts(self.field.initial_state(s)), 1)), None
 
     def _check_dtype(self, x: Tensor) -> None:
         dtypes = {p.dtype for p in self.parameters() if p.is_floating_point()}
@@ -385,36 +344,23 @@ class ODERNN(nn.Module):
         if t.shape != shape:
             raise ValueError(f"the state's t must have shape {tuple(shape)}, got {tuple(t.shape)}. Fix: one time each.")
 
-    def _jump(self, x: Tensor, s: Tensor) -> Tensor:
-        """The state after a sample was seen."""
+    def _jump(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The rows of the state after a sample was seen."""
+        s = rows.movedim(0, 1).flatten(1)
         new = self.cell(x, s)
         if not isinstance(new, Tensor) or new.shape != s.shape:
             got = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
             raise ValueError(f"the cell returned {got}; expected the shape of the state, {tuple(s.shape)}.")
         new = new.to(s.dtype)  # autocast may have made it smaller
-        return s + new if self.residual else new
+        return self._rows(s + new if self.residual else new)
 
-    def _parts(self, s: Tensor) -> State:
-        """The state as the field knows it."""
-        return (s[:, : self.hidden_size], s[:, self.hidden_size :]) if self.second_order else s
+    def _rows(self, s: Tensor) -> Tensor:
+        return s.unflatten(1, (-1, self.hidden_size)).movedim(1, 0)
 
-    def _joined(self, state: State) -> Tensor:
-        return torch.cat(state, 1) if isinstance(state, tuple) else state
-
-    def _h(self, s: Tensor) -> Tensor:
-        return s[..., : self.hidden_size]
-
-    def _state(self, s: Tensor, t: Tensor) -> ODERNNState:
-        return ODERNNState(self._h(s), s[..., self.hidden_size :] if self.second_order else None, t)
+    @staticmethod
+    def _state(rows: Tensor, t: Tensor) -> ODERNNState:
+        return ODERNNState(rows[0], rows[1] if len(rows) > 1 else None, t)
 
     @staticmethod
     def _output(filtered: Filtered) -> tuple[Tensor, ODERNNState]:
         return filtered.after.h, filtered.state
-
-
-def _check_kind(state: object) -> None:
-    if not isinstance(state, ODERNNState):
-        raise TypeError(
-            f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.ODERNNState(h, m, t), or the state "
-            "that an earlier call returned."
-        )

@@ -62,11 +62,11 @@ class Sequences:
         return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
 
     def padded(self, states: Tensor) -> Tensor:
-        """States (batch, T, n) with zeros on padding, as long as x was given."""
+        """States (..., batch, T, n) with zeros on padding, as long as x was given."""
         if self.valid is None:
             return states
         states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
-        return torch.nn.functional.pad(states, (0, 0, 0, self.total - states.shape[1]))
+        return torch.nn.functional.pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     @staticmethod
     def _times(t: Tensor, x: Tensor) -> Tensor:

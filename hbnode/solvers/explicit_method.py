@@ -12,19 +12,19 @@ value of the field there, stacked. Only the coefficients C know of the step size
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hbnode._tracing import is_tracing
+from hbnode.solvers.step_method import Activation, Evaluate, StepMethod, StepResult
 
-Evaluate = Callable[[Tensor, Tensor], Tensor]
 
-
-class Coefficients(NamedTuple):
+class PackedMatrix(NamedTuple):
     """C in the order in which a step uses it.
 
     Attributes:
@@ -39,35 +39,12 @@ class Coefficients(NamedTuple):
     columns: tuple[Tensor, ...]
 
 
-class StepResult(NamedTuple):
-    """The point after a step, its error (state rows, ...), and its columns K (columns, ...) to interpolate with."""
+class ExplicitMethod(StepMethod):
+    """A pair of explicit methods; its nodes are those of the stages after the first."""
 
-    point: Tensor
-    error: Tensor | None
-    columns: Tensor | None = None
+    carries = True
 
-
-class ExplicitMethod(ABC):
-    """A pair of explicit methods with its coefficients.
-
-    Attributes:
-        error_order: order of the embedded solution.
-        nodes: times of the stages after the first, as fractions of the step.
-        state_rows: rows of the state, 1 for y and 2 for (h, m).
-        inside: how many times the estimated error of a step the error of the interpolant inside of it may be.
-    """
-
-    carries = True  # the value of the field at its end, to the next step
-    error_order: int
-    nodes: tuple[float, ...]
-    state_rows: int
-    inside = 1.0
-
-    @property
-    def evaluations(self) -> int:
-        """Of the field, in one step."""
-        return len(self.nodes)
-
+    @override
     @abstractmethod
     def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """C for the stages, the new state and its error.
@@ -81,48 +58,26 @@ class ExplicitMethod(ABC):
             state rows; their errors.
         """
 
-    @abstractmethod
-    def blend(self, damping: Tensor, step: Tensor, thetas: Tensor) -> Tensor:
-        """Coefficients of the interpolant: the state at fractions of steps, as rows that K is multiplied with.
-
-        Arguments:
-            damping: γ, (...).
-            step: H of each time, (times,).
-            thetas: where in its step each time lies, (times,).
-
-        Returns:
-            (times, state rows, columns, ...).
-        """
-
-    def pack(self, matrix: Tensor, *, error: bool) -> Coefficients:
-        """C as :meth:`step` uses it, with or without the rows of the error."""
+    @override
+    def pack(self, matrix: Tensor, *, error: bool) -> PackedMatrix:
         n = self.state_rows
         c = matrix if matrix.dim() == 2 else matrix.movedim((-2, -1), (0, 1))
         if not error:
             c = c[: len(self.nodes) + n - 1]
         columns = c.unbind(1)[n + 1 :]
-        return Coefficients(c[:, : n + 1], tuple(column[i + 1 :] for i, column in enumerate(columns)))
+        return PackedMatrix(c[:, : n + 1], tuple(column[i + 1 :] for i, column in enumerate(columns)))
 
+    @override
     def step(
         self,
         point: Tensor,
-        coefficients: Coefficients,
+        coefficients: PackedMatrix,
         times: Sequence[Tensor],
         evaluate: Evaluate,
         *,
         error: bool,
-        activation: None = None,
+        activation: Activation | None = None,
     ) -> StepResult:
-        """One step.
-
-        Arguments:
-            point: (state rows + 1, ...).
-            coefficients: from :meth:`arranged`, with the same ``error``.
-            times: of the stages after the first.
-            evaluate: ``(t, x)`` to the field's value, both of the shape of a row.
-            error: whether to estimate the error.
-            activation: σ, which is part of the field here; only splitting methods know it.
-        """
         n, shape = self.state_rows, point.shape[1:]
         first, columns = coefficients
         uniform = first.dim() == 2  # one step size and one damping for all elements
@@ -143,7 +98,7 @@ class ExplicitMethod(ABC):
 
 
 def interpolate(columns: Tensor, blend: Tensor) -> Tensor:
-    """The state (times, state rows, ...) inside of a step, from K and :meth:`ExplicitMethod.blend`."""
+    """The state (times, state rows, ...) inside of a step, from K and the coefficients of :meth:`StepMethod.blend`."""
     if blend.dim() > 3:  # a damping for each channel
         return torch.einsum("tnk...,k...->tn...", blend, columns)
     rows = blend.reshape(-1, blend.shape[-1]) @ columns.reshape(len(columns), -1)

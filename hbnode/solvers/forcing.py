@@ -16,19 +16,17 @@ The knots of a :class:`~hbnode.Signal` are known. Steps end on them, and pass so
 
 from __future__ import annotations
 
-import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hbnode.solvers.explicit_method import ExplicitMethod
-from hbnode.solvers.step_size_control import steps_to
-
-if TYPE_CHECKING:
-    from hbnode.solvers.stepper import Stepper
+from hbnode.solvers.failures import check_start
+from hbnode.solvers.step_size_control import first_size, steps_to, widest_gap
+from hbnode.solvers.stepper import Stepper
 
 GOLDEN = (5**0.5 - 1) / 2
 PROBES = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span
@@ -37,7 +35,31 @@ NEGLIGIBLE, VISIBLE = 10.0, 0.01  # displacements over the span, in units of the
 LONGEST_GAP = 1 / 6  # between two nodes of a step, as a fraction of the span
 
 
-def first_step(
+class FirstStep(NamedTuple):
+    """The size of the first step; no step is longer than ``longest``, and errors must be smaller by ``strictness``."""
+
+    size: float
+    longest: float
+    strictness: float
+
+
+def first_step(stepper: Stepper, point: Tensor, interval: int = 0) -> FirstStep:
+    """The first step of a solve with one step size for the batch, from the beginning of an interval."""
+    norm = stepper.norms(point.detach()).double().cpu()
+    of_rows = norm.tolist()
+    check_start(stepper, of_rows, interval)
+    size = first_size(of_rows[0], of_rows[-1], stepper.rtol, stepper.atol, stepper.method)
+    longest, strictness = stepper.max_step, 1.0
+    if stepper.sees_time:
+        span = stepper.grid.lengths[interval] if stepper.interrupted else sum(stepper.grid.lengths)
+        sizes = limited(stepper, point, interval, norm, norm.new_tensor(span), norm.new_tensor(size))
+        size, longest_by_force = torch.stack(sizes).tolist()
+        longest = min(longest, longest_by_force)
+        strictness = stepper.method.inside if math.isfinite(longest_by_force) else 1.0
+    return FirstStep(min(stepper.options.first_step or size, longest), longest, strictness)
+
+
+def limited(
     stepper: Stepper, point: Tensor, interval: int, norm: Tensor, span: Tensor, size: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The size of the first step, and one that no step may exceed, where f takes the time.
@@ -61,18 +83,8 @@ def first_step(
         cautious = 2.0 * (tolerance / found).sqrt()  # in which the force moves h by about the tolerance
         size = torch.where(is_heard, torch.minimum(size, cautious), size)
         is_forced = is_forced | is_heard
-    longest = torch.where(is_forced, span * (LONGEST_GAP / widest_gap(stepper.method)), torch.inf)
+    longest = torch.where(is_forced, span * (LONGEST_GAP / widest_gap(stepper.method.nodes)), torch.inf)
     return torch.minimum(size, longest), longest
-
-
-def widest_gap(method: ExplicitMethod) -> float:
-    """Between two nodes of a step, as a fraction of it."""
-    return max(b - a for a, b in itertools.pairwise(sorted({0.0, *method.nodes})))
-
-
-def most_knots(method: ExplicitMethod) -> int:
-    """How many knots a step may pass, so that a node lies between any two."""
-    return max(int(0.999 / widest_gap(method)) - 1, 0)
 
 
 def probe(stepper: Stepper, point: Tensor, interval: int) -> Tensor:

@@ -9,23 +9,25 @@ from torch import Tensor
 
 from hbnode.solvers import failures
 from hbnode.solvers.compiled_steps import LONGEST_GRID
-from hbnode.solvers.explicit_method import StepResult, interpolate
+from hbnode.solvers.explicit_method import interpolate
+from hbnode.solvers.forcing import first_step
+from hbnode.solvers.limits import Limits
 from hbnode.solvers.per_sample import PerSample
+from hbnode.solvers.recorder import RecordedStep, StepRecorder
+from hbnode.solvers.step_method import StepResult
 from hbnode.solvers.step_planner import StepPlanner
 from hbnode.solvers.step_size_control import Controller, norms
-from hbnode.solvers.stepper import NON_FINITE_ATTEMPTS, Stepper
+from hbnode.solvers.stepper import Stepper
 from hbnode.solvers.time_grid import Step
 
-SHORT = 16  # evaluations of a solve whose graph is kept whole
 TOGETHER = 16  # steps whose outputs are interpolated at once
 
 
 def integrate(
     stepper: Stepper,
     point: Tensor,
-    damping: Tensor,
     *,
-    record: list | None = None,
+    recorder: StepRecorder | None = None,
     differentiable: bool = False,
     watch: bool = False,
     interval: int | None = None,
@@ -33,113 +35,128 @@ def integrate(
     """The rows of the state at the output times, (T, state rows, ...); of an interrupted solve, the last at least.
 
     Arguments:
-        stepper: what takes the steps.
-        point: where it starts.
-        damping: γ, on the clock's device in float64.
-        record: gets ``(step, point, graph)`` for every accepted step, with a graph for the last ones.
+        stepper: takes the steps.
+        point: where the first one starts.
+        recorder: records the accepted steps for a backward pass.
         differentiable: whether gradients are to flow to the times.
         watch: check each step of a fixed grid, and name the first that is not finite.
         interval: the only one to solve; None for all.
     """
     intervals = range(stepper.grid.count) if interval is None else range(interval, interval + 1)
     if not stepper.adaptive:
-        return _grid(stepper, point, damping, record, differentiable, watch, intervals)
+        return _FixedGrid(stepper, recorder, differentiable, watch).run(point, intervals)
     if stepper.grid.per_sample:
-        return PerSample(stepper, point, intervals).run(damping, record, differentiable)
-    return _adaptive(stepper, point, damping, record, differentiable, intervals)
+        return PerSample(stepper, point, intervals).run(recorder, differentiable)
+    return _adaptive(stepper, point, recorder, differentiable, intervals)
 
 
-def _grid(
-    stepper: Stepper,
-    point: Tensor,
-    damping: Tensor,
-    record: list | None,
-    differentiable: bool,
-    watch: bool,
-    intervals: range,
-) -> Tensor:
-    n, count = stepper.method.state_rows, stepper.options.steps
-    outputs = [point[:n]]
-    if watch:
-        failures.check_start(stepper, norms(point, None).tolist(), intervals.start)
-    for interval in intervals:
-        steps = [Step(interval, i / count, 1 / count) for i in range(count)]
-        steps[-1].reached = interval + 1
-        if not (watch or differentiable) and count * stepper.method.evaluations <= LONGEST_GRID:
-            points = stepper.take_all(point, steps, damping)
-            if points is not None:
-                if record is not None:
-                    record.append((steps, points[:-1], None))
-                point = points[-1]
-                outputs.append(point[:n])
-                continue
+class _FixedGrid:
+    """``options={"steps": n}``: n equal steps in each interval."""
+
+    def __init__(self, stepper: Stepper, recorder: StepRecorder | None, differentiable: bool, watch: bool) -> None:
+        assert stepper.options.steps is not None
+        self.stepper, self.recorder = stepper, recorder
+        self.differentiable, self.watch = differentiable, watch
+        self.count = stepper.options.steps
+        self.limits = Limits(stepper)
+        evaluations = self.count * stepper.method.evaluations
+        self.is_one_program = not (watch or differentiable) and evaluations <= LONGEST_GRID
+
+    def run(self, point: Tensor, intervals: range) -> Tensor:
+        """Step through the intervals."""
+        n = self.stepper.method.state_rows
+        outputs = [point[:n]]
+        if self.watch:
+            failures.check_start(self.stepper, norms(point, None).tolist(), intervals.start)
+        for interval in intervals:
+            steps = [Step(interval, i / self.count, 1 / self.count) for i in range(self.count)]
+            steps[-1].reached = interval + 1
+            end = self._in_one_program(point, steps)
+            point = self._one_by_one(point, steps) if end is None else end
+            outputs.append(point[:n])
+        return torch.stack(outputs)
+
+    def _in_one_program(self, point: Tensor, steps: list[Step]) -> Tensor | None:
+        """The end of an interval by a compiled program for all of its steps; None if there is none."""
+        if not self.is_one_program or self.stepper.compiled is None:
+            return None
+        self.limits.check_nfe(steps[0], count=len(steps))
+        points = self.stepper.take_all(point, steps)
+        if points is None:
+            return None
+        if self.recorder is not None:
+            self.recorder.steps.append(RecordedStep(steps, points[:-1]))
+        return points[-1]
+
+    def _one_by_one(self, point: Tensor, steps: list[Step]) -> Tensor:
+        stepper, is_last = self.stepper, steps[0].interval == self.stepper.grid.count - 1
         for i, step in enumerate(steps):
-            stepper.check_nfe(step)
+            self.limits.check_nfe(step)
             before = point
-            if record is not None:
-                following = count - 1 - i if interval == stepper.grid.count - 1 else None
-                keep = _keeps(stepper, step, len(record), following)
-                point = _recorded(stepper, point, step, damping, record, keep, error=False).point
+            if self.recorder is not None:
+                following = self.count - 1 - i if is_last else None
+                point = self.recorder.take(point, step, error=False, following=following).point
             else:
-                point = stepper.take(point, step, damping, error=False, differentiable=differentiable).point
+                point = stepper.take(point, step, error=False, differentiable=self.differentiable).point
             stepper.tally.add("accepted")
             stepper.report(step, accepted=True)
-            if watch and not bool(torch.isfinite(point).all()):
-                raise failures.blame(stepper, before, step, damping)
-        outputs.append(point[:n])
-    return torch.stack(outputs)
+            if self.watch and not bool(torch.isfinite(point).all()):
+                raise failures.non_finite(stepper, before, step)
+        return point
 
 
 def _adaptive(
-    stepper: Stepper, point: Tensor, damping: Tensor, record: list | None, differentiable: bool, intervals: range
+    stepper: Stepper, point: Tensor, recorder: StepRecorder | None, differentiable: bool, intervals: range
 ) -> Tensor:
-    n = stepper.method.state_rows
-    controller = Controller(stepper.method.error_order)
-    outputs = _Outputs(stepper, damping, point[:n], differentiable)
-    route, not_finite = StepPlanner(stepper, intervals), 0
-    size = stepper.first_size(point, intervals.start) if intervals else 0.0
-    if intervals:
-        route.choose(size)
-    while not route.done:
-        step = route.step()
-        stepper.step_size = route.size
-        stepper.count_attempt(step)
-        if record is not None:
-            keep = _keeps(stepper, step, len(record), route.following)
-            stepped = _recorded(stepper, point, step, damping, record, keep, error=True)
+    """One step for the whole batch, chosen by its error."""
+    outputs = _Outputs(stepper, point[: stepper.method.state_rows], differentiable)
+    if not intervals:
+        return outputs.all()
+    controller, limits, planner = (
+        Controller(stepper.method.error_order),
+        Limits(stepper),
+        StepPlanner(stepper, intervals),
+    )
+    size, longest, strictness = first_step(stepper, point, intervals.start)
+    not_finite = 0
+    planner.choose(size)
+    while not planner.done:
+        step = planner.step()
+        limits.count_attempt(step)
+        if recorder is not None:
+            stepped = recorder.take(point, step, error=True, following=planner.following)
         else:
-            stepped = stepper.take(point, step, damping, error=True, differentiable=differentiable)
-        strictness = stepper.method.inside if step.outputs else stepper.strictness
-        ratio = strictness * stepper.ratio(stepped.error, point, stepped.point)
+            stepped = stepper.take(point, step, error=True, differentiable=differentiable)
+        margin = stepper.method.inside if step.outputs else strictness
+        ratio = margin * stepper.ratio(stepped.error, point, stepped.point)
+        stepper.report(step, accepted=ratio <= 1.0)
         if ratio <= 1.0:
             stepper.tally.add("accepted")
-            stepper.report(step, accepted=True)
             point, not_finite = stepped.point, 0
             outputs.add(step, stepped)
-            if route.size:
-                size = min(route.size * controller.accept(ratio), stepper.max_step)
-            route.advance(step, size)
+            if planner.size:
+                size = min(planner.size * controller.accept(ratio), longest)
+            planner.advance(step, size)
         else:
             stepper.tally.add("rejected")
-            stepper.report(step, accepted=False)
-            if record is not None:
-                record.pop()
+            if recorder is not None:
+                recorder.steps.pop()
             not_finite = 0 if math.isfinite(ratio) else not_finite + 1
-            size = route.size * controller.reject(ratio)
-            too_small = stepper.is_too_small(step, size)
-            if not_finite == NON_FINITE_ATTEMPTS or (not_finite and too_small):
-                raise failures.blame(stepper, point, step, damping)
+            size = planner.size * controller.reject(ratio)
+            too_small = limits.is_too_small(step, size)
+            if not_finite == failures.NON_FINITE_ATTEMPTS or (not_finite and too_small):
+                raise failures.non_finite(stepper, point, step)
             if too_small:
                 raise failures.underflow(stepper, step, size)
-            route.retreat(size)
+            planner.retreat(size)
     return outputs.all()
 
 
 class _Outputs:
     """The outputs of a solve, in order: where steps end, and interpolated inside of steps, those of many at once."""
 
-    def __init__(self, stepper: Stepper, damping: Tensor, first: Tensor, differentiable: bool) -> None:
-        self.stepper, self.damping = stepper, damping
+    def __init__(self, stepper: Stepper, first: Tensor, differentiable: bool) -> None:
+        self.stepper = stepper
         self.t = stepper.grid.t if differentiable else stepper.grid.t.detach()
         self.pieces: list[Tensor] = [first.unsqueeze(0)]
         self.waiting: list[tuple[int, Step, Tensor]] = []
@@ -158,7 +175,8 @@ class _Outputs:
         """Those that wait for it."""
         if self.waiting:
             steps = [step for _, step, _ in self.waiting]
-            blends = self.stepper.blends(steps, self.damping, self.t)
+            coefficients = self.stepper.coefficients
+            blends = coefficients.blends(steps, coefficients.damping, self.t)
             for (place, step, columns), blend in zip(self.waiting, blends, strict=True):
                 step.blend = blend.detach()
                 self.pieces[place] = interpolate(columns, blend)
@@ -168,27 +186,3 @@ class _Outputs:
         """(T, state rows, ...)."""
         self.interpolate()
         return torch.cat(self.pieces)
-
-
-def _keeps(stepper: Stepper, step: Step, taken: int, following: int | None) -> bool:
-    """Whether a step keeps its graph: the last one, with which the backward pass begins, and all of a short solve.
-
-    How many are following is known if the solve does not step onto another output time before its end.
-    """
-    if following is None:
-        return False
-    whole = stepper.grid.count == 1 or step.end is not None
-    return following == 0 or (whole and (taken + 1 + following) * stepper.method.evaluations <= SHORT)
-
-
-def _recorded(
-    stepper: Stepper, point: Tensor, step: Step, damping: Tensor, record: list, keep: bool, *, error: bool
-) -> StepResult:
-    """Take a step and record it: ``(step, point, graph)``, without a graph if it is to be taken again."""
-    if keep:
-        before = record[-1][2] if record else None
-        stepped, graph = stepper.take_and_keep(point, step, damping, before, error=error)
-    else:
-        stepped, graph = stepper.take(point, step, damping, error=error, differentiable=False), None
-    record.append((step, point, graph))
-    return stepped

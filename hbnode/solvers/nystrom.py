@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hbnode._tracing import is_tracing
 from hbnode.solvers.explicit_method import ExplicitMethod, strictly_lower
@@ -91,6 +92,7 @@ class Nystrom(ExplicitMethod):
         by_h = torch.where(is_m.bool(), rows[..., 0].roll(-1, 0), rows[..., 0])
         return torch.cat([by_h.unsqueeze(-1), rows[..., 1:]], -1)
 
+    @override
     def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """C, from the module's docstring."""
         damping = damping.to(step)
@@ -122,6 +124,7 @@ class Nystrom(ExplicitMethod):
         units = torch.where(of_m.unsqueeze(-1), of_m_row, of_h_row) % 4  # powers of H; -1 is γ
         return rates, units
 
+    @override
     def blend(self, damping: Tensor, step: Tensor, thetas: Tensor) -> Tensor:
         """Of u(θ) = u_0 + θ H u'_0 + H² Σ b_i(θ) g_i and its derivative, with those of :func:`_interpolant`."""
         inner, forces, c = (x.to(step) for x in (self.inner, self.forces, self.c))

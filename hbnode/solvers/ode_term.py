@@ -88,7 +88,7 @@ class ODETerm:
             piece.reshape((*piece.shape[:-1], *part.shape)) for piece, part in zip(pieces, self.structure, strict=True)
         )
 
-    def judged(self, error: Tensor) -> tuple[Tensor, ...]:
+    def error_parts(self, error: Tensor) -> tuple[Tensor, ...]:
         """The error of a step in pieces with norms of their own: an integral's is not averaged with the state's."""
         return error.split((error.shape[-1] - self.apart, self.apart), dim=-1) if self.apart else (error,)
 

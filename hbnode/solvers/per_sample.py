@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from hbnode.solvers import failures, forcing
+from hbnode.solvers.limits import Limits, resolution
+from hbnode.solvers.recorder import RecordedStep, StepRecorder
 from hbnode.solvers.step_size_control import SampleController, first_size
-from hbnode.solvers.stepper import NON_FINITE_ATTEMPTS, Stepper
+from hbnode.solvers.stepper import Stepper
 from hbnode.solvers.time_grid import Step
 
 
@@ -43,7 +45,7 @@ class PerSample:
         if stepper.sees_time:
             ends = (self.first, self.last) if stepper.interrupted else (0, -1)
             span = (self.t[:, ends[1]] - self.t[:, ends[0]]).abs()
-            size, longest = forcing.first_step(stepper, point, self.first, self.norm, span, size)
+            size, longest = forcing.limited(stepper, point, self.first, self.norm, span, size)
             self.longest = torch.minimum(self.longest, longest)
             self.strictness = torch.where(torch.isfinite(longest), stepper.method.inside, 1.0)
         if stepper.options.first_step:
@@ -69,10 +71,10 @@ class PerSample:
         left = torch.ceil((stop - self.start) * length / self.size - 0.05).clamp(min=1.0)
         return stop, left
 
-    def run(self, damping: Tensor, record: list | None, differentiable: bool) -> Tensor:
+    def run(self, recorder: StepRecorder | None, differentiable: bool) -> Tensor:
         """Step until all samples have arrived; one synchronisation a step."""
         stepper, running = self.stepper, self.last > self.first and len(self.index) > 0
-        uneven = stepper.sees_time
+        uneven, limits = stepper.sees_time, Limits(stepper)
         whole = None
         if stepper.interrupted and running and self.start.is_cpu:  # elsewhere it would cost more to ask than to compute
             whole = self.first if bool((self.left <= 1.0).all()) else None
@@ -83,8 +85,11 @@ class PerSample:
                 fraction = torch.where(self.left > 1.0, forcing.UNEVEN * fraction, fraction)
             step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
             step.whole = whole
-            stepper.count_attempt(step)
-            stepped = stepper.take(self.point, step, damping, error=True, differentiable=differentiable)
+            limits.count_attempt(step)
+            if recorder is None:
+                stepped = stepper.take(self.point, step, error=True, differentiable=differentiable)
+            else:
+                stepped = recorder.take_again(self.point, step, error=True)
             ratio = self.ratio(stepped.error, stepped.point)
             if whole is not None and bool((ratio <= 1.0).all()):  # all that follows is to no purpose
                 stepper.tally.add("accepted")
@@ -96,7 +101,7 @@ class PerSample:
             before, self.point = self.point, torch.where(self.marks(step.accepted), stepped.point, self.point)
             self.write(step)
             self.advance(step, ratio, done)
-            running = self.go_on(step, before, damping, record)
+            running = self.go_on(step, before, recorder)
         return self.outputs
 
     def ratio(self, error: Tensor, after: Tensor) -> Tensor:
@@ -105,7 +110,7 @@ class PerSample:
         scale = (
             torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(stepper.rtol).add_(stepper.atol)
         )
-        pieces = stepper.term.judged((error.detach() / scale).double())
+        pieces = stepper.term.error_parts((error.detach() / scale).double())
         norms = (stepper.norms(piece).square().mean(0).sqrt() for piece in pieces)
         ratio = self.strictness * reduce(torch.maximum, norms)
         return torch.where(torch.isfinite(ratio), ratio, math.inf)
@@ -141,14 +146,14 @@ class PerSample:
         shorter = ~step.accepted & (self.stop == before)  # a rejected step must become shorter
         self.left = torch.maximum(left, torch.where(shorter, self.left + 1.0, 1.0))
 
-    def go_on(self, step: Step, before: Tensor, damping: Tensor, record: list | None) -> bool:
+    def go_on(self, step: Step, before: Tensor, recorder: StepRecorder | None) -> bool:
         """Count, record, and stop a solve that has run away; all that the host must know, in one transfer."""
         stepper = self.stepper
         now = torch.lerp(self.t[self.index, step.interval], self.t[self.index, step.interval + 1], step.start)
-        floor = 4 * stepper.resolution * now.abs()
+        floor = 4 * resolution(stepper) * now.abs()
         small = ~step.accepted & (self.size < floor.clamp(min=max(stepper.options.min_step, 1e-300)))
         small = small & (self.interval < self.last)
-        stuck = (self.failures >= NON_FINITE_ATTEMPTS) | (small & (self.failures > 0))
+        stuck = (self.failures >= failures.NON_FINITE_ATTEMPTS) | (small & (self.failures > 0))
         done = (self.interval >= self.last).all()
         flags = (step.accepted.any(), small.any(), stuck.any(), done, self.not_finite.any())
         moved, underflow, failed, finished, bad_start = torch.stack(flags).tolist()
@@ -159,10 +164,10 @@ class PerSample:
             )
         stepper.tally.add("accepted" if moved else "rejected")
         stepper.report(step, accepted=step.accepted)
-        if moved and record is not None:
-            record.append((step, before, None))
+        if moved and recorder is not None:
+            recorder.steps.append(RecordedStep(step, before))
         if failed:
-            raise failures.blame(stepper, before, step, damping, sample=int(stuck.nonzero()[0]))
+            raise failures.non_finite(stepper, before, step, sample=int(stuck.nonzero()[0]))
         if underflow:
             sample = int(small.nonzero()[0])
             raise failures.underflow(stepper, step, float(self.size[sample]), sample)

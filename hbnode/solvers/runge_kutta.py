@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hbnode.solvers.explicit_method import ExplicitMethod, strictly_lower
 from hbnode.solvers.tableaus import RungeKuttaTableau
@@ -24,12 +25,14 @@ class RungeKutta(ExplicitMethod):
         self.is_y[-1] = 0.0
         self.dense = a.new_tensor(tableau.dense)
 
+    @override
     def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """C: a row of ones for y beside H a."""
         rows = step[..., None, None] * self.weights.to(step.device)
         is_y = self.is_y.to(step.device).unsqueeze(-1)
         return torch.cat([is_y.expand(*rows.shape[:-1], 1), rows], -1)
 
+    @override
     def blend(self, damping: Tensor, step: Tensor, thetas: Tensor) -> Tensor:
         """Y + H Σ b_j(θ) k_j."""
         powers = thetas.unsqueeze(-1) ** torch.arange(1, 5, dtype=thetas.dtype, device=thetas.device)

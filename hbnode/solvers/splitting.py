@@ -12,17 +12,25 @@ kick divides by :math:`e^{-\gamma\tau}`: a rounding error grows by :math:`e^{\ga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hbnode.solvers.explicit_method import Evaluate, StepResult
-
-Coefficients = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
+from hbnode.solvers.step_method import Activation, Evaluate, StepMethod, StepResult
 
 
-class Splitting:
+class DriftsAndKicks(NamedTuple):
+    """Lengths of the drifts, decays and weights of the kicks, each a tuple of tensors (...)."""
+
+    drifts: tuple[Tensor, ...]
+    decays: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+
+
+class Splitting(StepMethod):
     """A composition of drifts and kicks that begins and ends with a drift.
 
     Arguments:
@@ -38,11 +46,7 @@ class Splitting:
         self.kicks = torch.tensor(kicks, dtype=torch.float64, device="cpu")
         self.nodes = tuple(self.drifts.cumsum(0)[:-1].tolist())
 
-    @property
-    def evaluations(self) -> int:
-        """Of the field, in one step."""
-        return len(self.kicks)
-
+    @override
     def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """Lengths of the drifts, then decays and weights of the kicks, (..., 3 kicks + 1)."""
         step = step.unsqueeze(-1)
@@ -54,20 +58,21 @@ class Splitting:
         drifts = (step * self.drifts.to(step.device)).expand(*z.shape[:-1], -1)
         return torch.cat([drifts, torch.exp(-z), lengths * phi], -1)
 
-    def pack(self, matrix: Tensor, *, error: bool = False) -> Coefficients:
-        """Drifts, decays and weights, each a tuple of tensors of the shape (...)."""
+    @override
+    def pack(self, matrix: Tensor, *, error: bool = False) -> DriftsAndKicks:
         parts, k = matrix.unbind(-1), self.evaluations
-        return parts[: k + 1], parts[k + 1 : 2 * k + 1], parts[2 * k + 1 :]
+        return DriftsAndKicks(parts[: k + 1], parts[k + 1 : 2 * k + 1], parts[2 * k + 1 :])
 
+    @override
     def step(
         self,
         point: Tensor,
-        coefficients: Coefficients,
+        coefficients: DriftsAndKicks,
         times: Sequence[Tensor],
         evaluate: Evaluate,
         *,
-        error: bool = False,
-        activation: Callable[[Tensor], Tensor] | None = None,
+        error: bool,
+        activation: Activation | None = None,
     ) -> StepResult:
         """One step from the point (2, ...), which is (h, m); there is no error estimate."""
         drifts, decays, weights = coefficients
@@ -79,6 +84,6 @@ class Splitting:
         return StepResult(torch.stack([h, m]), None)
 
     @staticmethod
-    def drift(h: Tensor, m: Tensor, length: Tensor, activation: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """H + τ σ(m), σ the identity if there is none."""
+    def drift(h: Tensor, m: Tensor, length: Tensor, activation: Activation | None) -> Tensor:
+        """The position h + τ σ(m) after a drift; σ is the identity where there is no activation."""
         return h + length * (m if activation is None else activation(m))

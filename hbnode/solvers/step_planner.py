@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
 
 from hbnode.solvers.forcing import Plan
+from hbnode.solvers.stepper import Stepper
 from hbnode.solvers.time_grid import Step
-
-if TYPE_CHECKING:
-    from hbnode.solvers.stepper import Stepper
 
 LONGER = 1.5  # than the interval in which it begins is the first step that passes output times,
 AS_LONG = 1.0  # and every one that follows
@@ -38,12 +35,13 @@ class StepPlanner:
         self.stepper, self.grid = stepper, stepper.grid
         self.interval, self.last = intervals.start, intervals.stop
         self.start, self.past = 0.0, False
+        self.most_knots = stepper.most_knots
         self.uneven = stepper.sees_time  # the first step
         self.plan: Plan | None = None
         self.whole: Plan | None = None
         if stepper.passes is not False and len(intervals) > 1:
             self.span = self.grid.elapsed[-1]
-            self.whole = Plan(self.span, stepper.knots_inside(0, self.last), stepper.most_knots)
+            self.whole = Plan(self.span, stepper.knots_inside(0, self.last), self.most_knots)
 
     @property
     def done(self) -> bool:
@@ -69,7 +67,7 @@ class StepPlanner:
             if self.past or self.plan is None:
                 length = self.grid.lengths[self.interval]
                 knots = self.stepper.knots_inside(self.interval, self.interval + 1)
-                self.plan = _from(Plan(length, knots, self.stepper.most_knots), self.start)
+                self.plan = _from(Plan(length, knots, self.most_knots), self.start)
                 shorter = False
             self.plan.choose(size, shorter=shorter, uneven=self.uneven)
         else:
@@ -122,7 +120,7 @@ class StepPlanner:
     def retreat(self, size: float) -> None:
         """Go on with steps of at most about a size, shorter than the one that was rejected."""
         fewer = min(self.plan.most_knots, max(self.plan.passes() - 1, 0))
-        self.stepper.most_knots = fewer
+        self.most_knots = fewer
         for plan in (self.plan, self.whole):
             if plan is not None:
                 plan.most_knots = fewer

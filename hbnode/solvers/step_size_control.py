@@ -7,7 +7,9 @@ Everything here works on floats, one step for the batch, and on tensors (batch,)
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -77,6 +79,16 @@ def steps_to(remaining: float, size: float) -> int:
 def rms(x: Tensor) -> Tensor:
     """Root mean square of all elements; 0 of none."""
     return torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
+
+
+def widest_gap(nodes: Sequence[float]) -> float:
+    """Between two nodes of a step, as a fraction of it."""
+    return max(b - a for a, b in itertools.pairwise(sorted({0.0, *nodes})))
+
+
+def most_knots(nodes: Sequence[float]) -> int:
+    """How many knots a step may pass, so that one of its nodes lies between any two."""
+    return max(int(0.999 / widest_gap(nodes)) - 1, 0)
 
 
 def norms(x: Tensor, samples: int | None) -> Tensor:

@@ -1,0 +1,170 @@
+"""What the backward passes of ``"checkpoint"`` and ``"reversible"`` add up, step by step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hbnode._recompute import set_random_state
+from hbnode.gradients.forward_pass import ForwardPass
+from hbnode.solvers.explicit_method import interpolate
+from hbnode.solvers.recorder import StepGraph
+from hbnode.solvers.step_method import StepResult
+from hbnode.solvers.time_grid import Step, align
+
+
+class GradientAccumulator:
+    """The gradients of the leaves, and those of the coefficients and times of each step.
+
+    Arguments:
+        forward: the forward pass.
+        needs_t: whether the output times require a gradient.
+        needs_damping: whether γ does.
+    """
+
+    def __init__(self, forward: ForwardPass, needs_t: bool, needs_damping: bool) -> None:
+        self.stepper, self.plan, self.leaves = forward.stepper, forward.plan, forward.leaves
+        self.coefficients = forward.stepper.coefficients
+        self.t = forward.stepper.grid.t.detach()
+        self.needs_t, self.needs_damping = needs_t, needs_damping
+        self.gradients: list[Tensor | None] = [None] * len(self.leaves)
+        self.steps: list[tuple[Step, Tensor | None, Tensor | None]] = []
+        self.blends: list[tuple[Step, Tensor]] = []
+        self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
+
+    def leaves_of(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The coefficients and stage times of a step, as leaves if their gradients are needed."""
+        matrix = self.coefficients.matrix(step).detach().requires_grad_(self.plan.by_matrix)
+        return matrix, self.coefficients.times(step).detach().requires_grad_(self.plan.by_times)
+
+    def graph(self, step: Step, point: Tensor) -> StepGraph:
+        """Take a step again, with its graph."""
+        matrix, times = self.leaves_of(step)
+        point = point.detach().requires_grad_()
+
+        def take() -> StepResult:
+            return self.stepper.step_eagerly(point, step, matrix, times, error=False)
+
+        with set_random_state(step.random, point.device):
+            stepped = self.plan.evaluate(take, (point, matrix, times))
+        tensors = [x for x in (matrix, times) if x.requires_grad]
+        columns = () if stepped.columns is None else (stepped.columns,)
+        return StepGraph([point], tensors, stepped.point, columns, (step,))
+
+    def pull_back(self, graph: StepGraph, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients with respect to the points; those of the leaves are added up, those of the steps kept, here."""
+        outputs = [graph.output, *graph.columns]
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]  # some may have been frozen since
+        found = torch.autograd.grad(outputs, [*graph.points, *graph.tensors, *leaves], cotangents, allow_unused=True)
+        n, k = len(graph.points), len(graph.points) + len(graph.tensors)
+        of_leaves = iter(found[k:])
+        self.add([next(of_leaves) if leaf.requires_grad else None for leaf in self.leaves])
+        of_tensors = iter(found[n:k])
+        for step in graph.steps:
+            by_matrix = next(of_tensors) if self.plan.by_matrix else None
+            self.steps.append((step, by_matrix, next(of_tensors) if self.plan.by_times else None))
+        return list(found[:n])
+
+    def interpolated(self, step: Step, columns: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient with respect to a step's columns, from that of its outputs; that of their blend is kept."""
+        with torch.enable_grad():
+            columns = columns.detach().requires_grad_()
+            blend = step.blend.detach().requires_grad_(self.plan.by_matrix)
+            inside = interpolate(columns, blend)
+        wanted = [x for x in (columns, blend) if x.requires_grad]
+        of_columns, *of_blend = torch.autograd.grad(inside, wanted, gradient[step.outputs.start : step.outputs.stop])
+        self.blends.extend((step, g) for g in of_blend)
+        return of_columns
+
+    def pull_compiled(
+        self, program: str, flags: tuple, points: Tensor | list, matrix: Tensor, times: Tensor | list, carried: Tensor
+    ) -> tuple[Tensor, Tensor | None, Any] | None:
+        """What :meth:`graph` and :meth:`pull_back` find, by a compiled program; None if there is none."""
+        compiled = self.stepper.compiled
+        if compiled is None or not {id(leaf) for leaf in self.leaves} <= set(map(id, compiled.parameters.values())):
+            return None
+        parameters = compiled.parameters
+        with torch.no_grad():
+            flags = (self.plan.by_matrix, self.plan.by_times, *flags)
+            pulled = self.stepper.run_compiled(program, flags, points, matrix, times, parameters, carried)
+        if pulled is None:
+            return None
+        by_point, by_matrix, by_times, by_parameter = pulled
+        found = {id(parameters[name]): g for name, g in by_parameter.items()}
+        self.add([found.get(id(leaf)) for leaf in self.leaves])
+        return by_point, by_matrix, by_times
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add to the gradients of the leaves."""
+        for i, (total, new) in enumerate(zip(self.gradients, gradients, strict=True)):
+            if new is not None:
+                self.gradients[i] = new if total is None else total + new
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients with respect to γ and t, of all steps in one go."""
+        outputs: list[Tensor] = []
+        cotangents: list[Tensor] = []
+        groups = defaultdict(list)
+        for entry in self.steps:
+            groups[entry[0].end is None].append(entry)
+        with torch.enable_grad():
+            damping = self.coefficients.damping.detach().requires_grad_(self.needs_damping)
+            t = self.t.detach().requires_grad_(self.needs_t)
+            if self.coefficients.graphs and self.coefficients.leaf is not None:
+                damping = self.coefficients.leaf
+                self._kept(outputs, cotangents)
+            else:
+                for group in groups.values():
+                    self._contract(group, damping, t, outputs, cotangents)
+            if self.blends:
+                outputs.extend(self.coefficients.blends([step for step, _ in self.blends], damping, t))
+                cotangents.extend(g for _, g in self.blends)
+        wanted = [x for x in (damping, t) if x.requires_grad]
+        found = [None] * len(wanted)
+        if outputs:
+            found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
+        found = iter(found)
+        by_damping = next(found) if self.needs_damping else None
+        by_t = next(found) if self.needs_t else None
+        if self.first_time is not None:
+            by_t = torch.zeros_like(self.t) if by_t is None else by_t
+            by_t[..., 0] += self.first_time.reshape(by_t[..., 0].shape).to(by_t)
+        return by_damping, by_t
+
+    def _kept(self, outputs: list, cotangents: list) -> None:
+        """The coefficients of each size of step as functions of γ, as the solve kept them, and the gradients."""
+        totals: dict[float, Tensor] = {}
+        for step, by_matrix, _ in self.steps:
+            if by_matrix is not None:
+                size = self.stepper.grid.size(step)
+                totals[size] = totals[size] + by_matrix if size in totals else by_matrix
+        outputs.extend(self.coefficients.graphs[size] for size in totals)
+        if totals:
+            together = torch.stack([*totals.values()]).to(outputs[0])  # one synchronisation
+            cotangents.extend(together.unbind(0))
+
+    def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
+        """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""
+        grid, method = self.stepper.grid, self.stepper.method
+        steps = [step for step, _, _ in group]
+        sizes, times = grid.affine_of(t, steps, method.nodes if self.plan.by_times else ())
+        if any(g is not None for _, g, _ in group):
+            sizes = align(grid.for_rows(sizes), damping)
+            matrix = method.matrix(damping, sizes)
+            by_matrix = _filled([g for _, g, _ in group]).to(matrix)
+            outputs.append(matrix)
+            cotangents.append(by_matrix.sum_to_size(matrix.shape))
+        if any(g is not None for _, _, g in group):
+            by_times = _filled([g for _, _, g in group]).to(times).view(len(group), *times.shape[:1], *times.shape[2:])
+            outputs.append(times)
+            cotangents.append(by_times.movedim(0, 1))
+
+
+def _filled(gradients: list[Tensor | None]) -> Tensor:
+    """Stacked, with zeros for those that are None."""
+    known = next(g for g in gradients if g is not None)
+    return torch.stack([torch.zeros_like(known) if g is None else g for g in gradients])

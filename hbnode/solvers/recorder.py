@@ -1,0 +1,139 @@
+"""What a forward pass keeps for the backward pass: its accepted steps, and the graphs of some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hbnode._closures import closed_over_leaves, refuse_unknown
+from hbnode._recompute import random_state
+from hbnode.solvers.step_method import StepResult
+from hbnode.solvers.stepper import Stepper
+from hbnode.solvers.time_grid import Step
+
+SHORT = 16  # evaluations of a solve whose graph is kept whole
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """What the backward pass of a solve will differentiate, decided before its first step.
+
+    Attributes:
+        by_matrix: whether it needs the gradients of coefficients.
+        by_times: whether it needs those of stage times.
+        known: ids of the leaves whose gradients it computes.
+        checks_closures: whether to look for other leaves in each step: f is not a module, or may use others later.
+    """
+
+    by_matrix: bool
+    by_times: bool
+    known: frozenset[int]
+    checks_closures: bool
+
+    def evaluate(self, function: Callable[[], StepResult], inputs: Sequence[Tensor]) -> StepResult:
+        """The value of a function with its graph, which may hold no leaf that the first evaluation did not use."""
+        with torch.enable_grad():
+            if not self.checks_closures:
+                return function()
+            values: list[StepResult] = []
+
+            def point() -> Tensor:
+                values.append(function())
+                return values[0].point
+
+            found, _ = closed_over_leaves(point, inputs)
+        refuse_unknown(found, self.known)
+        return values[0]
+
+
+@dataclass
+class StepGraph:
+    """The graph of some steps in a row, or of the first evaluation.
+
+    Attributes:
+        points: those it starts from.
+        tensors: coefficients and times that it is differentiated with respect to.
+        output: the point after the last step.
+        columns: of each step with outputs inside of it, which those are interpolated from.
+        steps: the steps.
+    """
+
+    points: list[Tensor]
+    tensors: list[Tensor]
+    output: Tensor
+    columns: tuple[Tensor, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+
+class RecordedStep(NamedTuple):
+    """An accepted step, or all equal steps of a compiled program; with a graph if it need not be recomputed."""
+
+    step: Step | list[Step]
+    point: Tensor | list[Tensor]
+    graph: StepGraph | None = None
+
+
+class StepRecorder:
+    """Takes steps as a :class:`Stepper` does, and records them for the checkpointed gradient."""
+
+    def __init__(self, stepper: Stepper, plan: BackwardPlan) -> None:
+        self.stepper, self.plan = stepper, plan
+        self.steps: list[RecordedStep] = []
+
+    def take(self, point: Tensor, step: Step, *, error: bool, following: int | None) -> StepResult:
+        """Take a step; ``following`` others are planned after it, None if that is not known."""
+        graph = None
+        if self._keeps_graph(step, following):
+            stepped, graph = self._take_with_graph(point, step, error=error)
+        else:
+            stepped = self.take_again(point, step, error=error)
+        self.steps.append(RecordedStep(step, point, graph))
+        return stepped
+
+    def take_again(self, point: Tensor, step: Step, *, error: bool) -> StepResult:
+        """Take a step that the backward pass will recompute; it is not recorded here."""
+        before = random_state(point.device)
+        stepped = self.stepper.take(point, step, error=error)
+        step.random = _if_drawn(before, point.device)
+        return stepped
+
+    def _take_with_graph(self, point: Tensor, step: Step, *, error: bool) -> tuple[StepResult, StepGraph]:
+        """Take a step and keep its graph, as a continuation of that of the steps before if there is one."""
+        stepper, plan = self.stepper, self.plan
+        matrix = stepper.coefficients.matrix(step).detach().requires_grad_(plan.by_matrix)
+        times = stepper.coefficients.times(step).detach().requires_grad_(plan.by_times and stepper.term.wants_time)
+        before = self.steps[-1].graph if self.steps else None
+        if before is None or before.steps[-1].reached is not None:
+            start = point.detach().requires_grad_()
+            before = StepGraph([start], [], start)
+        output = before.output
+        stepper.tally.add("evaluation", stepper.method.evaluations)
+        state = random_state(point.device)
+        stepped = plan.evaluate(lambda: stepper.step(output, step, matrix, times, error=error), (output, matrix, times))
+        step.random = _if_drawn(state, point.device)
+        tensors = [*before.tensors, *(x for x in (matrix, times) if x.requires_grad)]
+        columns = before.columns if stepped.columns is None else (*before.columns, stepped.columns)
+        graph = StepGraph(before.points, tensors, stepped.point, columns, (*before.steps, step))
+        error_of_step = None if stepped.error is None else stepped.error.detach()
+        columns_of_step = None if stepped.columns is None else stepped.columns.detach()
+        return StepResult(stepped.point.detach(), error_of_step, columns_of_step), graph
+
+    def _keeps_graph(self, step: Step, following: int | None) -> bool:
+        """Whether to keep the graph of a step: of the last one, where the backward pass begins, and of a short solve.
+
+        ``following`` is known if the solve does not step onto another output time before its end.
+        """
+        if following is None:
+            return False
+        whole = self.stepper.grid.count == 1 or step.end is not None
+        evaluations = (len(self.steps) + 1 + following) * self.stepper.method.evaluations
+        return following == 0 or (whole and evaluations <= SHORT)
+
+
+def _if_drawn(before: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...] | None:
+    """The state of the generators before a step, if the step has drawn from them."""
+    return None if all(map(torch.equal, before, random_state(device))) else before
