@@ -7,6 +7,7 @@ from torch import nn
 
 import hbnode
 from hbnode import recurrent
+from hbnode._state import parts
 from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import SHAPES, every_model, make_field, make_input
 from tests.momentum_layers import CELLS, RULES
@@ -148,6 +149,39 @@ def test_nfe_vs_tolerance(device):
     block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(3, 3)))
     curve = hbnode.nfe_vs_tolerance(block, device.move(torch.randn(2, 3)), [1e-2], reference_tolerance=1e-6)
     assert curve.error[0] < 1e-2
+
+
+@every_model
+def test_diagnostics(device, model):
+    """Their numbers end on the host."""
+    block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", options={"steps": 2}))
+    x = device.move(make_input("vector", torch.float32))
+    assert hbnode.adjoint_norms(block, x).h[0] > 0
+    assert hbnode.spectrum(block, x).eigenvalues.is_cpu
+
+
+@pytest.mark.parametrize("step_control", ["batch", "sample"])
+def test_recorded_steps_wait_for_the_device_only_where_each_sample_has_its_own(device, step_control):
+    block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="tsit5", step_control=step_control))
+    torch.manual_seed(1)
+    _, waited = train(device, block)
+    torch.manual_seed(1)
+    with hbnode.record_steps(block) as steps:
+        _, waited_recording = train(device, block)
+    assert len(steps) >= block.nfe.steps
+    assert waited_recording <= waited + (0 if step_control == "batch" else 3 * attempts(block.nfe))
+
+
+@pytest.mark.parametrize("model", ["anode", "hbnode"])
+def test_plots(device, model):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", options={"steps": 2}))
+    x = device.move(make_input("vector", torch.float32)).requires_grad_()
+    hbnode.plot.trajectories(block(x, [0.0, 0.5, 1.0]), [0.0, 0.5, 1.0])
+    hbnode.plot.phase_portrait(block, x)
+    hbnode.plot.vector_field(block, at=parts(block.start(x))[0][0])
+    hbnode.plot.steps(block, x)
+    plt.close("all")
 
 
 @every_model
