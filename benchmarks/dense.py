@@ -10,7 +10,6 @@ processor, which other processes disturb less than that of the wall. Writes JSON
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.overhead import Stacked
-from tasks.common.run import environment, write_whole
+from tasks.common.files import write_json
+from tasks.common.run import environment
 
 TOLERANCE = 1e-5
 Step = Callable[[], Tensor]
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in report[problem]:
             print(f"{row['contender']:<28} {row['ms']:8.1f} {row['ratio']:7.3f} {row['gradient_difference']:20.1e}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.out, json.dumps(report, indent=2).encode())
+    write_json(options.out, report)
     print(f"written: {options.out}")
 
 

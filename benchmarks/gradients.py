@@ -11,7 +11,6 @@ figure beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ import hbnode
 from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
 from benchmarks.overhead import seconds
 from benchmarks.problems import Problem, network
-from tasks.common.files import write_figure, write_whole
+from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
@@ -388,7 +387,7 @@ def main() -> None:
     for section, measure in sections.items():
         report[section] = measure()
         print(f"{section}\n{table(section, report[section])}\n", flush=True)
-    write_whole(options.out, json.dumps(report, indent=2).encode())
+    write_json(options.out, report)
     machine = report["machine"]
     draw(options.out.with_suffix(".png"), steps, f"{machine['device']}, PyTorch {machine['torch']}")
 

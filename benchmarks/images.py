@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.gradients import interleaved
-from tasks.common.files import write_whole
-from tasks.common.run import MODELS, environment
-from tasks.data import images as image_data
+from tasks.common.config import MODELS
+from tasks.common.files import write_json
+from tasks.common.run import environment
+from tasks.data.mnist import read_mnist
 from tasks.image_classification import Classifier
 
 BATCH = 64
@@ -41,7 +41,7 @@ PAPER = {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}}
 def images(count: int) -> tuple[Tensor, Tensor]:
     """MNIST's first test images, or noise."""
     try:
-        x, y = image_data.mnist("test")
+        x, y = read_mnist("test")
     except FileNotFoundError:
         generator = torch.Generator().manual_seed(0)
         x = torch.rand(count, 1, 28, 28, generator=generator)
@@ -154,7 +154,7 @@ def main() -> None:
             rows.append(row)
             print("  ".join(format(row[column], form) for column, form in COLUMNS.items()), flush=True)
     report = {"machine": environment(torch.device("cpu")), "rows": rows}
-    write_whole(options.out, json.dumps(report, indent=2).encode())
+    write_json(options.out, report)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import copy
 import dataclasses
 import functools
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +25,11 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.gradients import interleaved
-from tasks.common.files import write_whole
-from tasks.common.run import MODELS, environment
-from tasks.common.train import Batch
-from tasks.data import f16 as f16_data
+from tasks.common.batches import Samples
+from tasks.common.config import MODELS
+from tasks.common.files import write_json
+from tasks.common.run import environment
+from tasks.data import f16
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
 
 BATCH = 64
@@ -69,7 +69,7 @@ def with_solver(model: Forecaster, tol: float, solver: dict[str, object]) -> For
     return model
 
 
-def step(model: Forecaster, batch: Batch) -> Callable[[], None]:
+def step(model: Forecaster, batch: Samples) -> Callable[[], None]:
     """A training step without the optimizer's part."""
 
     def run() -> None:
@@ -79,7 +79,7 @@ def step(model: Forecaster, batch: Batch) -> Callable[[], None]:
     return run
 
 
-def gradient(model: Forecaster, batch: Batch) -> tuple[Tensor, hbnode.NFE]:
+def gradient(model: Forecaster, batch: Samples) -> tuple[Tensor, hbnode.NFE]:
     """The gradient of all parameters, and the evaluations that it took."""
     with hbnode.count_nfe(model) as nfe:
         step(model, batch)()
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/ode_rnn.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record, source = f16_data.plane_vibration()
+    record, source = f16.read_plane_vibration()
     splits = Splits.of(record, "paper", 1)
     print(f"data: {source}")
     widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}
@@ -145,7 +145,7 @@ def main() -> None:
                 rows.append(row)
                 print("  ".join(f"{row[key]:{form}}" for key, form in COLUMNS.items()), flush=True)
     result = {"rows": rows, "tolerance": TOLERANCE, "source": source, **environment(torch.device("cpu"))}
-    write_whole(options.out, json.dumps(result, indent=2).encode())
+    write_json(options.out, result)
     print(f"written: {options.out}")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ import torchdiffeq
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.files import write_whole
+from tasks.common.files import write_json
 from tasks.common.run import environment
 
 
@@ -106,7 +105,7 @@ def main() -> None:
     imports = {"seconds": ours, "torch_seconds": torchs, "ratio": statistics.median(x / y for x, y in pairs)}
     print(f"import hbnode {ours:.2f} s, import torch {torchs:.2f} s, ratio {imports['ratio']:.2f}")
     report = {"machine": environment(torch.device("cpu")), "rows": rows, "imports": imports}
-    write_whole(options.out, json.dumps(report, indent=2).encode())
+    write_json(options.out, report)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hbnode
 from hbnode.nets import MLP, ConvNet
-from tasks.data.images import digits
+from tasks.data.digits import read_digits
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def duffing() -> Problem:
 def trained(steps: int = 300) -> Problem:
     """The field of a classifier of handwritten digits after some hundred steps of Adam, on 128 of its test images."""
     torch.manual_seed(0)
-    images, labels = digits("train")
+    images, labels = read_digits("train")
     images = images.flatten(1)
     field = hbnode.HBNODE(MLP(64, [64, 64], 64, activation=nn.Tanh))
     head = nn.Linear(64, 10)
@@ -83,7 +83,7 @@ def trained(steps: int = 300) -> Problem:
         optimizer.zero_grad()
         nn.functional.cross_entropy(head(h[-1]), labels[batch]).backward()
         optimizer.step()
-    return Problem("trained on digits, dim 64, T = 1", field, digits("test")[0][:128].flatten(1), 1.0)
+    return Problem("trained on digits, dim 64, T = 1", field, read_digits("test")[0][:128].flatten(1), 1.0)
 
 
 def convolutional() -> Problem:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import multiprocessing
 import resource
 import statistics
@@ -32,7 +31,7 @@ from torch.nn.utils import parametrizations
 
 from benchmarks.gradients import interleaved
 from hbnode import recurrent
-from tasks.common.files import write_whole
+from tasks.common.files import write_json
 from tasks.common.run import environment
 
 RULES = ("Momentum", "NAG", "SR", "Adam", "RMSProp")
@@ -349,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for section in options.sections:
         report[section] = SECTIONS[section](options)
         print(f"{section}\n{table(report[section])}\n", flush=True)
-    write_whole(options.out, json.dumps(report, indent=2).encode())
+    write_json(options.out, report)
     print(f"written: {options.out}")
 
 

@@ -11,7 +11,6 @@ Writes JSON with the machine in it, and a figure beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +22,7 @@ from scipy.integrate import solve_ivp
 
 import hbnode
 from benchmarks.problems import PROBLEMS, QUICK, Problem, geometric_mean
-from tasks.common.files import write_figure, write_whole
+from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 
 TARGETS = (1e-3, 1e-5, 1e-7)
@@ -232,7 +231,7 @@ def main() -> None:
     print(summary(overall, len(problems)))
     machine = environment(torch.device("cpu"))
     report = {"machine": machine, "means": overall, "rows": rows, "problems": problems}
-    write_whole(options.out, json.dumps(report, indent=2).encode())
+    write_json(options.out, report)
     draw(options.out.with_suffix(".png"), problems, f"{machine['device']}, PyTorch {machine['torch']}")
 
 

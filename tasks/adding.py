@@ -19,19 +19,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.batches import FreshData, Samples, epoch_generator
+from tasks.common.config import option, parse
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Batch, Fresh, epoch_generator, fit
-from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
+from tasks.common.train import fit
+from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 TRIVIAL_LOSS = 1 / 6
 TEST_SEED = 2**62  # which no training data has
 
 TABLE = {
-    "momentum": Rule(momentum=0.9, step_size=2.0),
-    "adam": Rule(momentum=0.6, step_size=2.0, beta=0.999),
-    "rmsprop": Rule(step_size=2.0, beta=0.999),
-    "sr": Rule(step_size=0.9, restart=100),
+    "momentum": RuleOptions(momentum=0.9, step_size=2.0),
+    "adam": RuleOptions(momentum=0.6, step_size=2.0, beta=0.999),
+    "rmsprop": RuleOptions(step_size=2.0, beta=0.999),
+    "sr": RuleOptions(step_size=0.9, restart=100),
 }
 
 
@@ -52,7 +54,7 @@ class AddingConfig(RecurrentConfig):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(self, name)}")
 
-    def table(self) -> Mapping[str, Rule]:
+    def table(self) -> Mapping[str, RuleOptions]:
         """The rules."""
         return TABLE
 
@@ -60,7 +62,7 @@ class AddingConfig(RecurrentConfig):
 PRESETS = {"750": {"length": 750, "hidden": 128, "lr": 2e-4, "epochs": 1200}}
 
 
-def problems(count: int, length: int, generator: torch.Generator) -> Batch:
+def problems(count: int, length: int, generator: torch.Generator) -> Samples:
     """Numbers (count, length), and the two that are marked, (count, 2)."""
     numbers = torch.rand(count, length, generator=generator)
     half = length // 2
@@ -74,16 +76,7 @@ class Adder(nn.Module):
 
     def __init__(self, config: AddingConfig) -> None:
         super().__init__()
-        self.layer = make_layer(
-            config.model,
-            config.cell,
-            2,
-            config.hidden,
-            config.rule(config.table()),
-            forget_bias=config.forget_bias,
-            batch_first=True,
-            compile=config.compile,
-        )
+        self.layer = config.make_layer(2, config.table(), batch_first=True)
         self.head = nn.Linear(config.hidden, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +85,7 @@ class Adder(nn.Module):
         return self.head(output[:, -1])[:, 0]
 
 
-def squared_error(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
     """Mean squared error of the sums."""
     numbers, marked = batch
     marks = torch.zeros_like(numbers).scatter(1, marked, 1.0)
@@ -102,17 +95,14 @@ def squared_error(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, flo
 
 def train(config: AddingConfig) -> None:
     """Train one model with one seed."""
-    name = title(config.model, config.cell)
     run = Run("adding", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
     model = Adder(config)
-    if run.workers.rank == 0:
-        print(f"{name}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
-        print(f"trivial loss {TRIVIAL_LOSS:.4g}")
+    run.announce(model, title(config.model, config.cell), f"trivial loss {TRIVIAL_LOSS:.4g}")
     samples = config.iterations * config.batch_size
-    fresh = Fresh(samples, lambda epoch: problems(samples, config.length, epoch_generator(config.seed, epoch)))
+    fresh = FreshData(samples, lambda epoch: problems(samples, config.length, epoch_generator(config.seed, epoch)))
     test = problems(config.test_size, config.length, torch.Generator().manual_seed(TEST_SEED))
     fit(run, model, fresh, test, squared_error, eval_batch_size=config.batch_size)
-    run.finish(model, trivial_loss=TRIVIAL_LOSS, rule=dataclasses.asdict(config.rule(config.table())))
+    run.finish(model, trivial_loss=TRIVIAL_LOSS, rule=dataclasses.asdict(config.rule_options(config.table())))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,10 +22,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.batches import FreshData, Samples, epoch_generator
+from tasks.common.config import option, parse
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Batch, Fresh, epoch_generator, fit
-from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
+from tasks.common.train import fit
+from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 CHARACTERS = 8
 RECALLED = 10
@@ -33,13 +35,13 @@ BLANK, START = CHARACTERS, CHARACTERS + 1
 TEST_SEED = 2**62  # which no training data has
 
 _OTHERS = {
-    "adam": Rule(momentum=0.6, step_size=2.0, beta=0.999),
-    "rmsprop": Rule(step_size=2.0, beta=0.999),
-    "sr": Rule(step_size=0.9, restart=100),
+    "adam": RuleOptions(momentum=0.6, step_size=2.0, beta=0.999),
+    "rmsprop": RuleOptions(step_size=2.0, beta=0.999),
+    "sr": RuleOptions(step_size=0.9, restart=100),
 }
 TABLES = {
-    "1k": {"momentum": Rule(momentum=0.6, step_size=0.9), **_OTHERS},
-    "2k": {"momentum": Rule(momentum=0.9, step_size=2.0), **_OTHERS},
+    "1k": {"momentum": RuleOptions(momentum=0.6, step_size=0.9), **_OTHERS},
+    "2k": {"momentum": RuleOptions(momentum=0.9, step_size=2.0), **_OTHERS},
 }
 
 
@@ -60,7 +62,7 @@ class CopyingConfig(RecurrentConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
 
-    def table(self) -> Mapping[str, Rule]:
+    def table(self) -> Mapping[str, RuleOptions]:
         """The rules of the length."""
         return TABLES["2k" if self.length >= 2000 else "1k"]
 
@@ -74,7 +76,7 @@ _PAPER = {"hidden": 190, "lr": 2e-4, "batch_size": 128, "epochs": 70}
 PRESETS = {"1k": {"length": 1000, **_PAPER}, "2k": {"length": 2000, **_PAPER}}
 
 
-def characters(count: int, generator: torch.Generator) -> Batch:
+def characters(count: int, generator: torch.Generator) -> Samples:
     """Characters to remember, of one sequence each row, (count, 10)."""
     return (torch.randint(CHARACTERS, (count, RECALLED), generator=generator),)
 
@@ -97,16 +99,7 @@ class Copier(nn.Module):
 
     def __init__(self, config: CopyingConfig) -> None:
         super().__init__()
-        self.layer = make_layer(
-            config.model,
-            config.cell,
-            START + 1,
-            config.hidden,
-            config.rule(config.table()),
-            forget_bias=config.forget_bias,
-            batch_first=True,
-            compile=config.compile,
-        )
+        self.layer = config.make_layer(START + 1, config.table(), batch_first=True)
         self.head = nn.Linear(config.hidden, BLANK + 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +108,7 @@ class Copier(nn.Module):
         return self.head(output)
 
 
-def cross_entropy(model: nn.Module, batch: Batch, length: int) -> tuple[Tensor, dict[str, float]]:
+def cross_entropy(model: nn.Module, batch: Samples, length: int) -> tuple[Tensor, dict[str, float]]:
     """Mean cross-entropy of all outputs, and the share of the characters that is recalled."""
     (remembered,) = batch
     x, target = sequences(remembered, length)
@@ -132,19 +125,16 @@ def rmsprop(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 def train(config: CopyingConfig) -> None:
     """Train one model with one seed."""
-    name = title(config.model, config.cell)
     run = Run("copying", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
     model = Copier(config)
-    if run.workers.rank == 0:
-        print(f"{name}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
-        print(f"trivial loss {config.trivial_loss:.4g}")
+    run.announce(model, title(config.model, config.cell), f"trivial loss {config.trivial_loss:.4g}")
     samples = config.iterations * config.batch_size
-    fresh = Fresh(samples, lambda epoch: characters(samples, epoch_generator(config.seed, epoch)))
+    fresh = FreshData(samples, lambda epoch: characters(samples, epoch_generator(config.seed, epoch)))
     test = characters(config.test_size, torch.Generator().manual_seed(TEST_SEED))
     loss = functools.partial(cross_entropy, length=config.length)
     optimizer = functools.partial(rmsprop, lr=config.lr)
     fit(run, model, fresh, test, loss, optimizer=optimizer, eval_batch_size=config.batch_size)
-    run.finish(model, trivial_loss=config.trivial_loss, rule=dataclasses.asdict(config.rule(config.table())))
+    run.finish(model, trivial_loss=config.trivial_loss, rule=dataclasses.asdict(config.rule_options(config.table())))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,19 +24,24 @@ import dataclasses
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.files import read_checkpoint, read_json, write_whole, written_whole
-from tasks.common.run import Config, Run, count_parameters, option, parse
+from tasks.common.batches import Samples
+from tasks.common.config import ODEConfig, option, parse
+from tasks.common.files import exit_on, read_checkpoint, read_json, write_whole, written_whole
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import EVAL_BATCH_SIZE, fit
-from tasks.data import images as image_data
+from tasks.data.cifar10 import read_cifar10
+from tasks.data.digits import read_digits
+from tasks.data.mnist import read_mnist
 from tasks.models.regularization import Regularized
 
-LOAD = {"digits": image_data.digits, "mnist": image_data.mnist, "cifar10": image_data.cifar10}
+READ = {"digits": read_digits, "mnist": read_mnist, "cifar10": read_cifar10}
 SHAPE = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 # Channels of h and of f's hidden layers. MNIST and CIFAR-10: section 3.4.2, footnote 6 and Table 5, with the hidden
 # sizes of the authors' code. Digits: MNIST's channels, sizes that give the five models about equal parameter counts.
@@ -54,14 +59,14 @@ HIDDEN = {
 }
 TRAINING_IMAGES = {"digits": 1437, "mnist": 60_000, "cifar10": 50_000}
 CURVE_IMAGES = 16  # the reference solution keeps the graph of hundreds of evaluations in float64
-XI = {"digits": {}, "mnist": {}, "cifar10": {"xi": 1.5, "learn_xi": False}}
+XI: dict[str, dict[str, Any]] = {"digits": {}, "mnist": {}, "cifar10": {"xi": 1.5, "learn_xi": False}}
 
 
 @dataclasses.dataclass(frozen=True)
-class ImageConfig(Config):
+class ImageConfig(ODEConfig):
     """Options of image classification."""
 
-    dataset: str = option("digits", "which images", tuple(LOAD))
+    dataset: str = option("digits", "which images", tuple(READ))
     small: bool = option(False, "a smaller f, for digits only")
     subset: int = option(0, "train on the first N images only; 0 is all of them")
     test_subset: int = option(0, "test on the first N images only; 0 is all of them")
@@ -134,34 +139,34 @@ class Classifier(nn.Module):
         small: bool = False,
         bfloat16: bool = False,
         is_regularized: bool = False,
-        **solver: object,
+        **solver: Any,
     ) -> None:
         super().__init__()
-        self.bfloat16 = bfloat16
+        self.uses_bfloat16 = bfloat16
         hidden = HIDDEN["digits-small" if small else dataset][model]
         channels, (image_channels, *size) = CHANNELS[dataset][model], SHAPE[dataset]
         func = hbnode.nets.ConvNet(2 * channels if model == "sonode" else channels, hidden, channels)
-        field = {
+        field: hbnode.Field = {
             "node": lambda: hbnode.NODE(func),
             "anode": lambda: hbnode.ANODE(func, augment=channels - image_channels),
             "sonode": lambda: hbnode.SONODE(func),
             "hbnode": lambda: hbnode.HBNODE(func),
             "ghbnode": lambda: hbnode.GHBNODE(func, **XI[dataset]),
         }[model]()
-        if is_regularized:
-            field = Regularized(field)
         second_order = model in ("sonode", "hbnode", "ghbnode")
         start = InitialState(image_channels, hidden, channels) if second_order else None
-        self.block = hbnode.ODEBlock(field, initial_state=start, **solver)
+        penalized = Regularized(field) if is_regularized else field
+        self.block = hbnode.ODEBlock(penalized, initial_state=start, **solver)
         self.head = nn.Linear(channels * size[0] * size[1], 10)
-        self.to(memory_format=torch.channels_last)  # f and its gradient take about two thirds of the time on a CPU
+        # f and its gradient take about two thirds of the time on a CPU
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's signatures
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Logits ``(batch, 10)`` of images ``(batch, channels, H, W)``.
 
         In training, a regularised model also returns the kinetic and the Jacobian penalty, ``(batch, 2)``.
         """
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.uses_bfloat16):
             out = self.block(x).flatten(1)
         size = self.head.in_features
         logits = self.head(out[:, :size])
@@ -175,7 +180,7 @@ class CrossEntropy:
     regularize: str = "none"
     penalty: float = 0.0
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
         """The loss, and beside it the accuracy and the penalties."""
         x, y = batch
         out = model(x)
@@ -203,17 +208,16 @@ def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
     return config, model.eval()
 
 
-def load_data(config: ImageConfig) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def load_data(config: ImageConfig) -> tuple[Samples, Samples]:
     """Training and test data, cut to the sizes wanted."""
-    try:
-        train, test = (LOAD[config.dataset](split) for split in ("train", "test"))
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+    with exit_on(FileNotFoundError, ValueError):
+        train, test = (READ[config.dataset](split) for split in ("train", "test"))
     return tuple(x[: config.subset or None] for x in train), tuple(x[: config.test_subset or None] for x in test)
 
 
-def save_examples(run: Run, model: nn.Module, images: Tensor, labels: Tensor, count: int = 60) -> None:
+def save_examples(run: Run, model: nn.Module, test: Samples, count: int = 60) -> None:
     """Keep some test images with their predictions in ``examples.pt``, for the figure."""
+    images, labels = test
     with torch.no_grad():
         predictions = model.eval()(images[:count].to(run.workers.device)).argmax(1).cpu()
     buffer = io.BytesIO()
@@ -221,14 +225,14 @@ def save_examples(run: Run, model: nn.Module, images: Tensor, labels: Tensor, co
     write_whole(run.folder / "examples.pt", buffer.getvalue())
 
 
-def save_curve(run: Run, model: nn.Module, images: Tensor, labels: Tensor) -> None:
+def save_curve(run: Run, model: nn.Module, test: Samples, loss_scale: float) -> None:
     """Evaluations, error and gradient error of the trained model against tolerance in ``tolerance.csv``."""
-    x, y = (part[:CURVE_IMAGES].to(run.workers.device) for part in (images, labels))
+    x, y = (part[:CURVE_IMAGES].to(run.workers.device) for part in test)
     curve = hbnode.nfe_vs_tolerance(
         model,
         x,
         [10.0**-k for k in range(1, 6)],
-        loss=lambda logits: run.config.loss_scale * nn.functional.cross_entropy(logits, y),
+        loss=lambda logits: loss_scale * nn.functional.cross_entropy(logits, y),
         reference_tolerance=1e-6,  # f is full of kinks
     )
     with written_whole(run.folder / "tolerance.csv") as path:
@@ -240,19 +244,15 @@ def train(config: ImageConfig) -> None:
     data, test = load_data(config)
     run = Run("image_classification", config, f"{config.preset}-{config.dataset}-{config.model}-seed{config.seed}")
     model = config.make_model()
-    if run.workers.rank == 0:
-        print(
-            f"{config.model} on {config.dataset}, seed {config.seed}: {len(data[0]):,} of "
-            f"{TRAINING_IMAGES[config.dataset]:,} training images, {len(test[0]):,} test images, "
-            f"{count_parameters(model)} parameters, writing to {run.folder}"
-        )
+    sizes = f"{len(data[0]):,} of {TRAINING_IMAGES[config.dataset]:,} training images, {len(test[0]):,} test images"
+    run.announce(model, f"{config.model} on {config.dataset}", sizes)
     fit(run, model, data, test, CrossEntropy(config.regularize, config.penalty))
     curve = run.folder / "tolerance.csv"
     if run.workers.rank == 0 and not run.is_finished:
-        save_examples(run, model, *test)
+        save_examples(run, model, test)
         curve.unlink(missing_ok=True)  # of the model before it was trained longer
     if run.workers.rank == 0 and config.curve and not curve.exists():
-        save_curve(run, model, *test)
+        save_curve(run, model, test, config.loss_scale)
     run.finish(
         model,
         training_images=len(data[0]),

@@ -27,30 +27,30 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import multiprocessing
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from tqdm import tqdm
 
 import hbnode
-from tasks.common.files import damaged
-from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.batches import Piece, Samples
+from tasks.common.config import option, parse
+from tasks.common.files import exit_on
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import flushed_denormals, interruptible, require_finite
-from tasks.data import text as text_data
+from tasks.common.train import Trainer, require_finite
+from tasks.data.text import SOURCES, read_text
 from tasks.models.awd_lstm import Averaging, chunk_lengths, drop_recurrent_weights, embed, locked_dropout, penalty
-from tasks.models.recurrent import RecurrentConfig, Rule, make_layer
+from tasks.models.recurrent import RecurrentConfig, RuleOptions
 
 EVAL_COLUMNS = 10  # streams that the validation text and the test are read in
 States = list["hbnode.RecurrentState | None"]  # of each layer
 
 # What a table has no row of goes by momentum's. The second is the paper's, tables 7 and 10.
-TABLE = {"momentum": Rule(momentum=0.6, step_size=0.6), "sr": Rule(step_size=0.6, restart=2)}
-PTB_TABLE = TABLE | {"momentum": Rule(momentum=0.0, step_size=0.6)}
+TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6), "sr": RuleOptions(step_size=0.6, restart=2)}
+PTB_TABLE = TABLE | {"momentum": RuleOptions(momentum=0.0, step_size=0.6)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LanguageModelConfig(RecurrentConfig):
     lr: float = option(20.0, "SGD's learning rate, for a piece of --bptt words")
     schedule: str = option("constant", "learning rate: constant; see --patience", ("constant",))
     clip: float = option(0.25, "largest norm of the gradient; 0 does not clip")
-    data: str = option("auto", "the text; auto is the first that is there", text_data.SOURCES)
+    data: str = option("auto", "the text; auto is the first that is there", SOURCES)
     vocabulary: int = option(5000, "words to tell apart; 0: all")
     train_size: int = option(200_000, "words of the training text; 0: all")
     test_size: int = option(50_000, "words of the validation text and of the test; 0: all")
@@ -168,14 +168,8 @@ class LanguageModel(nn.Module):
 
 def make_model(words: int, config: LanguageModelConfig) -> LanguageModel:
     """The model that the options name."""
-    rule = rule_of(config)
-
-    def make(before: int, after: int) -> nn.Module:
-        return make_layer(
-            config.model, config.cell, before, after, rule, forget_bias=config.forget_bias, compile=config.compile
-        )
-
-    return LanguageModel(words, config, make)
+    table = table_of(config)
+    return LanguageModel(words, config, lambda before, after: config.make_layer(before, table, hidden_size=after))
 
 
 def in_columns(text: Tensor, columns: int) -> Tensor:
@@ -198,9 +192,9 @@ def evaluate(model: LanguageModel, text: Tensor, bptt: int) -> float:
     return total / text[1:].numel()
 
 
-def rule_of(config: LanguageModelConfig) -> Rule:
-    """What the variant runs with."""
-    return config.rule(PTB_TABLE if config.preset == "ptb" else TABLE)
+def table_of(config: LanguageModelConfig) -> Mapping[str, RuleOptions]:
+    """The rules of the preset."""
+    return PTB_TABLE if config.preset == "ptb" else TABLE
 
 
 def perplexity(loss: float) -> float:
@@ -211,48 +205,30 @@ def perplexity(loss: float) -> float:
 # Training
 
 
-class Trainer:
-    """A model, its optimizer, its place in the text and the state that it has there: all that a checkpoint holds."""
+class TextPieces:
+    """A text in columns, in pieces of varying length, with the state of the layers carried from one to the next.
 
-    def __init__(self, run: Run, model: LanguageModel, parts: dict[str, Tensor]) -> None:
-        self.run, self.config, self.model = run, run.config, model.to(run.workers.device)
-        self.text = in_columns(parts["train"], self.config.batch_size).to(run.workers.device)
-        self.validation = in_columns(parts["validation"], EVAL_COLUMNS).to(run.workers.device)
-        decay = self.config.weight_decay
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=self.config.lr, weight_decay=decay)
-        self.averaging = Averaging(list(model.parameters()), self.config.patience)
-        self.per_epoch = len(self.text) - 1  # words of a stream that are predicted
-        self.total = self.config.epochs * self.per_epoch
-        self.position = 0
+    Arguments:
+        model: whose states are carried.
+        text: (rows, columns).
+        config: of the run: ``bptt``, ``seed``, and the factors of the penalties.
+    """
+
+    unit = "word"
+
+    def __init__(self, model: LanguageModel, text: Tensor, config: LanguageModelConfig) -> None:
+        self.model, self.text, self.config = model, text, config
+        self.per_epoch = len(text) - 1  # words of a column that are predicted
         self.states = model.fresh()
-        self.sums = {"loss": 0.0, "words": 0, "seconds": 0.0}  # over the epoch so far
-        self.best: dict = {}  # epoch, loss and weights of the best so far
-        self._resume()
-        hidden = None if multiprocessing.parent_process() is None else True  # one bar at a time, on a terminal only
-        self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit="word")
-        self.saved = time.monotonic()
 
-    def fit(self) -> dict[str, float]:
-        """Train for the configured epochs; what the summary says of the best, whose weights the model then has."""
-        self.run.begin(self.position / self.per_epoch)
-        with interruptible() as interrupted, flushed_denormals(), self.bar:
-            while self.position < self.total:
-                epoch, start = divmod(self.position, self.per_epoch)
-                self._step(epoch, start, self._length(epoch, start))
-                is_last = self.position % self.per_epoch == 0
-                if is_last:
-                    self._end_epoch(epoch + 1)
-                due = time.monotonic() - self.saved >= self.config.checkpoint_seconds
-                if interrupted() or due or self.position in (self.per_epoch, self.total):
-                    self._save()  # before the first metrics, so that there are none without a checkpoint
-                if is_last:
-                    self.run.write_metrics()
-                if interrupted() and self.position < self.total:
-                    self.bar.close()
-                    raise SystemExit(f"interrupted: saved to {self.run.folder}; the same command goes on from there")
-        self.model.load_state_dict(self.best["model"])
-        loss = self.best["loss"]
-        return {"best_epoch": self.best["epoch"], "best_validation_perplexity": perplexity(loss)}
+    def piece(self, epoch: int, start: int) -> Piece:
+        """The words of a piece and those after them; an epoch begins with fresh states."""
+        if start == 0:
+            self.states = self.model.fresh()
+        length = self._length(epoch, start)
+        x, y = self.text[start : start + length], self.text[start + 1 : start + 1 + length]
+        rate, place = length / self.config.bptt, f"word {start + 1} of the streams"
+        return Piece((x, y), samples=y.numel(), weight=1.0, rate=rate, length=length, place=place)
 
     def _length(self, epoch: int, start: int) -> int:
         """Words of the piece that begins there."""
@@ -262,91 +238,47 @@ class Trainer:
             start -= length
         raise RuntimeError(f"no piece of epoch {epoch + 1} begins where the checkpoint says")
 
-    def _step(self, epoch: int, start: int, length: int) -> None:
-        """Train on one piece of each stream."""
-        if start == 0:
-            self.states = self.model.fresh()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * length / self.config.bptt
-        x, y = self.text[start : start + length], self.text[start + 1 : start + 1 + length]
-        begun = time.perf_counter()
-        self.optimizer.zero_grad()
-        scores, dropped, raw, states = self.model(x, self.states)
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
-        (loss + penalty(dropped, raw, self.config.ar, self.config.tar)).backward()
-        if self.config.clip > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
-        self.averaging.step()
+    def loss(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+        """Mean cross-entropy and penalties; reported is the cross-entropy. The states go on without their graph."""
+        x, y = batch
+        scores, dropped, raw, states = model(x, self.states)
         self.states = [state.detach() for state in states]
-        value = loss.item()  # waits for a GPU
-        require_finite({"loss": value}, f"epoch {epoch + 1}, word {start + 1} of the streams", self.run)
-        words = y.numel()
-        for name, of_it in (("loss", value * words), ("words", words), ("seconds", time.perf_counter() - begun)):
-            self.sums[name] += of_it
-        self.position += length
-        self.bar.set_postfix(loss=f"{value:.4f}", refresh=False)
-        self.bar.update(length)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
+        return loss + penalty(dropped, raw, self.config.ar, self.config.tar), {"loss": loss.item()}
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Evaluate, with the averaged weights if there are any, and add the epoch's row."""
-        is_averaged = self.averaging.is_on
-        with self.averaging.used():
-            loss = evaluate(self.model, self.validation, self.config.bptt)
-            require_finite({"loss": loss}, "validation data", self.run)
-            if not self.best or loss < self.best["loss"]:
-                weights = {name: x.detach().clone() for name, x in self.model.state_dict().items()}
-                self.best = {"epoch": epoch, "loss": loss, "model": weights}
-        self.averaging.note(loss)
-        row = {
-            "epoch": epoch,
-            "train_loss": self.sums["loss"] / self.sums["words"],
-            "validation_loss": loss,
-            "validation_perplexity": perplexity(loss),
-            "is_averaged": int(is_averaged),
-            "batch_size": self.config.batch_size,
-            "seconds": self.sums["seconds"],
-        }
-        self.sums = dict.fromkeys(self.sums, 0.0)
-        self.run.rows.append(row)
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
-        tqdm.write(f"{self.config.model}, seed {self.config.seed}: {figures}")
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the layers."""
+        return {"states": [state and state.as_dict() for state in self.states]}
 
-    def _save(self) -> None:
-        device = self.run.workers.device
-        self.run.save_checkpoint(
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            averaging=self.averaging.state_dict(),
-            states=[state and state.as_dict() for state in self.states],
-            position=self.position,
-            sums=self.sums,
-            best=self.best,
-            rows=self.run.rows,
-            rng=torch.get_rng_state(),
-            device_rng=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        )
-        self.saved = time.monotonic()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        states = (state and hbnode.RecurrentState(**state) for state in state["states"])
+        self.states = [state and state.map(lambda x: x.to(self.text.device)) for state in states]
 
-    def _resume(self) -> None:
-        checkpoint = self.run.load_checkpoint()
-        if checkpoint is None:
-            return
-        device = self.run.workers.device
-        try:
-            for name in ("model", "optimizer", "averaging"):
-                getattr(self, name).load_state_dict(checkpoint[name])
-            torch.set_rng_state(checkpoint["rng"])
-            if device.type == "cuda" and checkpoint["device_rng"] is not None:
-                torch.cuda.set_rng_state(checkpoint["device_rng"], device)
-            for name in ("position", "sums", "best"):
-                setattr(self, name, checkpoint[name])
-            states = (state and hbnode.RecurrentState(**state) for state in checkpoint["states"])
-            self.states = [state and state.map(lambda x: x.to(device)) for state in states]
-            self.run.rows = checkpoint["rows"]
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise SystemExit(damaged(self.run.folder / "checkpoint.pt", f"does not fit the model: {error}")) from error
-        self.run.write_metrics()
+
+def fit(run: Run, model: LanguageModel, parts: Mapping[str, Tensor], config: LanguageModelConfig) -> dict[str, float]:
+    """Train for the configured epochs; what the summary says of the best, whose weights the model then has."""
+    train, validation = (
+        in_columns(parts[name], columns).to(run.workers.device)
+        for name, columns in (("train", config.batch_size), ("validation", EVAL_COLUMNS))
+    )
+    pieces = TextPieces(model, train, config)
+    averaging = Averaging(list(model.parameters()), config.patience)
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+    def validate() -> dict[str, float]:
+        loss, is_averaged = evaluate(model, validation, config.bptt), averaging.is_on
+        require_finite({"loss": loss}, "validation data", run)
+        averaging.note(loss)
+        losses = {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
+        return losses | {"is_averaged": int(is_averaged), "batch_size": config.batch_size}
+
+    trainer = Trainer(run, model, pieces, pieces.loss, make_optimizer, {"averaging": averaging, "pieces": pieces})
+    return trainer.fit(
+        validate, after_step=lambda position: averaging.step(), best="validation_perplexity", weights=averaging.used
+    )
 
 
 # The run
@@ -355,10 +287,8 @@ class Trainer:
 def train(config: LanguageModelConfig) -> None:
     """Train one model with one seed, and test the best epoch's weights once."""
     sizes = {name: getattr(config, name) for name in ("vocabulary", "train_size", "test_size")}
-    try:
-        text = text_data.read_text(config.data, **sizes)
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+    with exit_on(FileNotFoundError, ValueError):
+        text = read_text(config.data, **sizes)
     config = dataclasses.replace(config, data=text.source)  # a run is of one text, and is not resumed with another
     run = Run("language_model", config, f"{config.preset}-{text.source}-{config.cell}-{config.model}-seed{config.seed}")
     if run.workers.size > 1:
@@ -366,16 +296,16 @@ def train(config: LanguageModelConfig) -> None:
     model = make_model(len(text.words), config)
     unigram = text.unigram_perplexity()
     counts = "/".join(f"{len(part):,}" for part in text.parts.values())
-    print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
-    print(f"text: {text.source}, {counts} words, {len(text.words):,} different; unigram perplexity {unigram:.4g}")
-    results = Trainer(run, model, text.parts).fit()
+    about = f"{counts} words, {len(text.words):,} different; unigram perplexity {unigram:.4g}"
+    run.announce(model, config.model, f"text: {text.source}, {about}")
+    results = fit(run, model, text.parts, config)
     if not run.is_finished:
         test = in_columns(text.parts["test"], EVAL_COLUMNS).to(run.workers.device)
         loss = evaluate(model, test, config.bptt)
         require_finite({"loss": loss, "perplexity": perplexity(loss)}, "test data", run)
         results |= {"test_loss": loss, "test_perplexity": perplexity(loss)}
         print(f"{config.model}: test perplexity {results['test_perplexity']:.4g}, epoch {results['best_epoch']}")
-    rule = dataclasses.asdict(rule_of(config))
+    rule = dataclasses.asdict(config.rule_options(table_of(config)))
     run.finish(model, rule=rule, source=text.source, words=len(text.words), unigram_perplexity=unigram, **results)
 
 

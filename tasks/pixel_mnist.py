@@ -20,19 +20,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import hbnode
 from hbnode.recurrent import parameter_groups
-from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.batches import Samples
+from tasks.common.config import option, parse
+from tasks.common.run import Run, count_parameters
 from tasks.common.sweep import sweep
-from tasks.common.train import Batch, evaluate, fit
-from tasks.data import images as image_data
-from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
+from tasks.common.train import evaluate, fit
+from tasks.data.digits import read_digits
+from tasks.data.mnist import read_mnist
+from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
-LOAD = {"mnist": image_data.mnist, "digits": image_data.digits}
+READ = {"mnist": read_mnist, "digits": read_digits}
 EDGE = {"mnist": 28, "digits": 8}  # pixels of an image's edge
 SIDE = {"mnist": 14, "digits": 8}  # where --side says nothing
 HELD_OUT = 6  # one in so many training images, from the end, is for validation
@@ -40,34 +45,34 @@ CLASSES = 10
 EVAL_BATCH_SIZE = 250  # adam keeps a number for every sample, pixel and gate
 
 # Tables 7 to 10 by permuted and size; all rules that the paper tried with an LSTM.
-GATED: dict[tuple[bool, int], dict[str, Rule]] = {
+GATED: dict[tuple[bool, int], dict[str, RuleOptions]] = {
     (False, 128): {
-        "momentum": Rule(momentum=0.6, step_size=0.6),
-        "adam": Rule(momentum=0.6, step_size=0.6, beta=0.1),
-        "rmsprop": Rule(step_size=0.6, beta=0.99),
-        "sr": Rule(restart=2, step_size=1.0),
+        "momentum": RuleOptions(momentum=0.6, step_size=0.6),
+        "adam": RuleOptions(momentum=0.6, step_size=0.6, beta=0.1),
+        "rmsprop": RuleOptions(step_size=0.6, beta=0.99),
+        "sr": RuleOptions(restart=2, step_size=1.0),
     },
     (True, 128): {
-        "momentum": Rule(momentum=0.6, step_size=1.0),
-        "adam": Rule(momentum=0.6, step_size=1.0, beta=0.01),
-        "rmsprop": Rule(step_size=1.0, beta=0.01),
-        "sr": Rule(restart=6, step_size=0.01),
+        "momentum": RuleOptions(momentum=0.6, step_size=1.0),
+        "adam": RuleOptions(momentum=0.6, step_size=1.0, beta=0.01),
+        "rmsprop": RuleOptions(step_size=1.0, beta=0.01),
+        "sr": RuleOptions(restart=6, step_size=0.01),
     },
 }
-GATED[False, 256] = GATED[False, 128] | {"rmsprop": Rule(step_size=0.6, beta=0.9)}
-GATED[True, 256] = GATED[True, 128] | {"sr": Rule(restart=40, step_size=0.9)}
+GATED[False, 256] = GATED[False, 128] | {"rmsprop": RuleOptions(step_size=0.6, beta=0.9)}
+GATED[True, 256] = GATED[True, 128] | {"sr": RuleOptions(restart=40, step_size=0.9)}
 # The same for DTRIV, of which there is PMNIST only; the rules beside momentum were tried with 512.
-ORTHOGONAL: dict[int, dict[str, Rule]] = {
+ORTHOGONAL: dict[int, dict[str, RuleOptions]] = {
     size: {
         "momentum": momentum,
-        "adam": Rule(momentum=0.3, step_size=0.3, beta=0.8),
-        "rmsprop": Rule(step_size=0.3, beta=0.9),
-        "sr": Rule(restart=2, step_size=0.3),
+        "adam": RuleOptions(momentum=0.3, step_size=0.3, beta=0.8),
+        "rmsprop": RuleOptions(step_size=0.3, beta=0.9),
+        "sr": RuleOptions(restart=2, step_size=0.3),
     }
     for size, momentum in {
-        170: Rule(momentum=0.6, step_size=0.9),
-        360: Rule(momentum=0.3, step_size=0.3),
-        512: Rule(momentum=0.3, step_size=0.3),
+        170: RuleOptions(momentum=0.6, step_size=0.9),
+        360: RuleOptions(momentum=0.3, step_size=0.3),
+        512: RuleOptions(momentum=0.3, step_size=0.3),
     }.items()
 }
 
@@ -76,7 +81,7 @@ ORTHOGONAL: dict[int, dict[str, Rule]] = {
 class PixelMnistConfig(RecurrentConfig):
     """Options of pixel MNIST."""
 
-    dataset: str = option("mnist", "which images", tuple(LOAD))
+    dataset: str = option("mnist", "which images", tuple(READ))
     permuted: bool = option(False, "read the pixels in an order that a seed fixes")
     permutation: int = option(92916, "the seed of it, numpy's RandomState(SEED).permutation(pixels)")
     side: int | None = option(
@@ -106,7 +111,7 @@ class PixelMnistConfig(RecurrentConfig):
         """What --side says or leaves open."""
         return SIDE[self.dataset] if self.side is None else self.side
 
-    def rules(self) -> Mapping[str, Rule]:
+    def rules(self) -> Mapping[str, RuleOptions]:
         """The table of rules for this cell, order of pixels and size."""
         if self.cell == "dtriv":
             return ORTHOGONAL[_nearest(self.hidden, ORTHOGONAL)]
@@ -114,8 +119,7 @@ class PixelMnistConfig(RecurrentConfig):
 
     def make_model(self) -> PixelClassifier:
         """The model that the options describe."""
-        rule, options = self.rule(self.rules()), {"batch_first": True, "compile": self.compile}
-        layer = make_layer(self.model, self.cell, 1, self.hidden, rule, forget_bias=self.forget_bias, **options)
+        layer = self.make_layer(1, self.rules(), batch_first=True)
         return PixelClassifier(layer, self.hidden)
 
 
@@ -132,7 +136,7 @@ def _dtriv(permuted: bool, hidden: int, rebase: int, lr: float, orthogonal_lr: f
     return WHOLE | {"permuted": permuted, "cell": "dtriv"} | line
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "mnist-128": WHOLE | {"permuted": False, "hidden": 128},
     "mnist-256": WHOLE | {"permuted": False, "hidden": 256},
     "pmnist-128": WHOLE | {"permuted": True, "hidden": 128},
@@ -149,10 +153,10 @@ PRESETS = {
 # Data
 
 
-def load_data(config: PixelMnistConfig) -> dict[str, Batch]:
+def load_data(config: PixelMnistConfig) -> dict[str, Samples]:
     """Sequences (N, pixels, 1) and labels (N,) of training, validation and test."""
     try:
-        (x, y), test = (LOAD[config.dataset](split) for split in ("train", "test"))
+        (x, y), test = (READ[config.dataset](split) for split in ("train", "test"))
     except FileNotFoundError as error:
         raise SystemExit(f"{error} Or --dataset digits, 8 x 8 images that scikit-learn brings along.") from error
     except ValueError as error:
@@ -197,7 +201,7 @@ class PixelClassifier(nn.Module):
         return self.head(output[:, -1])
 
 
-def cross_entropy(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
     """The mean cross-entropy of a batch, and beside it the accuracy."""
     x, y = batch
     logits = model(x)
@@ -214,7 +218,7 @@ def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Op
 def rebase(model: PixelClassifier, config: PixelMnistConfig, steps: int) -> None:
     """Move the basis of an orthogonal weight if, after so many steps, it is time to."""
     if config.cell == "dtriv" and config.rebase and steps % config.rebase == 0:
-        model.layer.rebase()
+        cast(hbnode.MomentumDTRIV, model.layer).rebase()
 
 
 def degrees_of_freedom(model: nn.Module, config: PixelMnistConfig) -> int:
@@ -229,14 +233,10 @@ def train(config: PixelMnistConfig) -> None:
     order = "permuted" if config.permuted else "in-order"
     label = f"{config.preset}-{config.dataset}-{order}-{config.cell}-{config.model}-seed{config.seed}"
     run = Run("pixel_mnist", config, label)
-    model, rule = config.make_model(), config.rule(config.rules())
-    if run.workers.rank == 0:
-        sizes = "/".join(f"{len(y):,}" for _, y in data.values())
-        print(
-            f"{title(config.model, config.cell)}, seed {config.seed}: {count_parameters(model)} parameters, {sizes} "
-            f"images of {data['train'][0].shape[1]} pixels, writing to {run.folder}"
-        )
-    found: dict[str, object] = fit(
+    model, name = config.make_model(), title(config.model, config.cell)
+    sizes = "/".join(f"{len(y):,}" for _, y in data.values())
+    run.announce(model, name, f"{sizes} images of {data['train'][0].shape[1]} pixels")
+    found = fit(
         run,
         model,
         data["train"],
@@ -251,14 +251,15 @@ def train(config: PixelMnistConfig) -> None:
     if not run.is_finished:
         test = tuple(x.to(run.workers.device) for x in data["test"])
         found |= evaluate(run, model, test, cross_entropy, "test", EVAL_BATCH_SIZE)
-        model.load_state_dict(run.load_checkpoint()["model"])
+        if checkpoint := run.load_checkpoint():
+            model.load_state_dict(checkpoint["model"])  # the weights of the last epoch
         found |= evaluate(run, model, test, cross_entropy, "last_test", EVAL_BATCH_SIZE)
         if run.workers.rank == 0:
-            print(f"{title(config.model, config.cell)}: test accuracy {found['test_accuracy']:.4g}")
+            print(f"{name}: test accuracy {found['test_accuracy']:.4g}")
     run.finish(
         model,
         **found,
-        rule=dataclasses.asdict(rule),
+        rule=dataclasses.asdict(config.rule_options(config.rules())),
         degrees_of_freedom=degrees_of_freedom(model, config),
         training_images=len(data["train"][0]),
         test_images=len(data["test"][0]),

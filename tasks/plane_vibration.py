@@ -32,26 +32,28 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common.batches import Samples
+from tasks.common.config import SCHEDULES, option, parse
 from tasks.common.figures import legend_beside
-from tasks.common.files import write_figure
-from tasks.common.run import BASELINES, MODELS, SCHEDULES, Config, Run, count_parameters, option, parse
+from tasks.common.files import exit_on, write_figure
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Batch, evaluate, fit
-from tasks.data import f16 as f16_data
-from tasks.models.baselines import make_baseline
+from tasks.common.train import evaluate, fit
+from tasks.data import f16
+from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
 
 COLUMNS = ("force", "voltage", "acceleration 1", "acceleration 2", "acceleration 3")
 CHANNELS = len(COLUMNS)
 WINDOW = 64  # samples that a model sees
 HORIZON = 8  # rows that it forecasts, from the stamp after them on
 DROPPED = 100  # rows at the end, in the paper's protocol
-PERIOD = f16_data.PLANE_PERIOD
+PERIOD = f16.PERIOD
 # 80 phases between two of them: 65 stamps are 72 rows, and 8 are forecast
 PHASES = {
     "train": (0, 3976),
@@ -72,20 +74,15 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class PlaneVibrationConfig(Config):
+class PlaneVibrationConfig(IrregularSeriesConfig):
     """Options of plane vibration."""
-
-    models: ClassVar[tuple[str, ...]] = (*MODELS, *BASELINES)
-    is_recurrent: ClassVar[bool] = True
 
     epochs: int = option(50, "passes over the training segments", may_change=True)
     schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     tol: float = option(1e-5, "rtol = atol of the solver")
     protocol: str = option("honest", "how the data is split, see above", ("paper", "honest"))
-    data: str = option(
-        "auto", "the F-16's, a generated structure's, or the first if it is there", f16_data.PLANE_SOURCES
-    )
+    data: str = option("auto", "the F-16's, a generated structure's, or the first if it is there", f16.SOURCES)
     removed: int = option(1, "seed of the rows that are removed")
     ahead: float = option(0.1, "weight of the prediction at the next stamps in the loss")
     seen: float = option(0.0, "weight of the sample just seen in the loss, 0.1 in the authors' code; not of baselines")
@@ -153,7 +150,7 @@ class Splits:
         deviation: what the rest was divided by, (5,).
     """
 
-    batches: dict[str, Batch]
+    batches: dict[str, Samples]
     rows: dict[str, Tensor]
     record: Tensor
     mean: Tensor
@@ -171,7 +168,7 @@ class Splits:
         mean, deviation = known.mean(0), known.std(0)
         record = ((record - mean) / deviation).float()
         horizon = torch.arange(HORIZON)
-        batches = {
+        batches: dict[str, Samples] = {
             name: (record[r[:, :-1]], (r - r[:, :1]).float(), record[r[:, -1:] + horizon]) for name, r in rows.items()
         }
         return cls(batches, rows, record, mean, deviation)
@@ -221,18 +218,18 @@ class LinearCell(nn.Module):
 class Forecaster(nn.Module):
     """An ODE-RNN that filters a window to the stamp after it and forecasts from there; one dense layer reads h."""
 
-    def __init__(self, model: str, *, residual: bool = True, shrink: float = 1.0, **solver: object) -> None:
+    def __init__(self, model: str, *, residual: bool = True, shrink: float = 1.0, **solver: Any) -> None:
         super().__init__()
         n, hidden = SIZES[model]
         parts = 1 if model in ("node", "anode") else 2
         f = hbnode.nets.MLP(2 * n if model == "sonode" else n, hidden, n, activation=nn.ReLU)
         field = {
-            "node": hbnode.NODE,
-            "anode": functools.partial(hbnode.ANODE, augment=n - CHANNELS),
-            "sonode": hbnode.SONODE,
-            "hbnode": hbnode.HBNODE,
-            "ghbnode": functools.partial(hbnode.GHBNODE, xi=XI),
-        }[model](f)
+            "node": lambda: hbnode.NODE(f),
+            "anode": lambda: hbnode.ANODE(f, augment=n - CHANNELS),
+            "sonode": lambda: hbnode.SONODE(f),
+            "hbnode": lambda: hbnode.HBNODE(f),
+            "ghbnode": lambda: hbnode.GHBNODE(f, xi=XI),
+        }[model]()
         cell = LinearCell(CHANNELS, n, parts)
         encoder = Encoder(CHANNELS if model == "anode" else parts * n)
         with torch.no_grad():
@@ -292,7 +289,7 @@ def make_model(config: PlaneVibrationConfig) -> nn.Module:
 mse = nn.functional.mse_loss
 
 
-def squared_errors(model: nn.Module, batch: Batch, ahead: float, seen: float) -> tuple[Tensor, dict[str, float]]:
+def squared_errors(model: nn.Module, batch: Samples, ahead: float, seen: float) -> tuple[Tensor, dict[str, float]]:
     """Mean squared error of the forecast, plus the weighted ones at the next stamps and of the samples just seen."""
     x, t, target = batch
     forecast, following, current = model(x, t)
@@ -308,20 +305,16 @@ def squared_errors(model: nn.Module, batch: Batch, ahead: float, seen: float) ->
 
 def train(config: PlaneVibrationConfig) -> None:
     """Train one model with one seed, and forecast the test set once."""
-    try:
-        record, source = f16_data.plane_vibration(config.data)
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+    with exit_on(FileNotFoundError, ValueError):
+        record, source = f16.read_plane_vibration(config.data)
     config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
     splits = Splits.of(record, config.protocol, config.removed)
     run = Run("plane_vibration", config, f"{config.preset}-{config.protocol}-{config.model}-seed{config.seed}")
     model = make_model(config)
     yardsticks = splits.yardsticks()
-    is_first = run.workers.rank == 0
-    if is_first:
-        sizes = "/".join(str(len(rows)) for rows in splits.rows.values())
-        print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
-        print(f"data: {source}, {sizes} segments; " + ", ".join(f"{k} {v:.4g}" for k, v in yardsticks.items()))
+    sizes = "/".join(str(len(rows)) for rows in splits.rows.values())
+    errors_without = ", ".join(f"{name} {value:.4g}" for name, value in yardsticks.items())
+    run.announce(model, config.model, f"data: {source}, {sizes} segments; {errors_without}")
     loss = functools.partial(squared_errors, ahead=config.ahead, seen=config.seen)
     fit(run, model, splits.batches["train"], splits.batches["validation"], loss, held_out="validation")
     errors: dict[str, object] = {}
@@ -329,16 +322,16 @@ def train(config: PlaneVibrationConfig) -> None:
         test = tuple(part.to(run.workers.device) for part in splits.batches["test"])
         errors |= evaluate(run, model, test, loss, "test")
         forecast = predict(model, test).cpu()
-        error = (forecast - splits.batches["test"][2]).square()
-        errors["test_acceleration_mse"] = error[..., 2:].mean().item()
-        errors["test_forecast_mse_by_row"] = error.mean((0, 2)).tolist()
-        if is_first:
+        squares = (forecast - splits.batches["test"][2]).square()
+        errors["test_acceleration_mse"] = squares[..., 2:].mean().item()
+        errors["test_forecast_mse_by_row"] = squares.mean((0, 2)).tolist()
+        if run.workers.rank == 0:
             print(f"{config.model}: test forecast MSE {errors['test_forecast_mse']:.4g}")
             draw_forecasts(forecast, splits, f"{config.model.upper()}, {source}, {config.protocol} split", run.folder)
     run.finish(model, source=source, **yardsticks, **errors)
 
 
-def predict(model: nn.Module, batch: Batch) -> Tensor:
+def predict(model: nn.Module, batch: Samples) -> Tensor:
     """Forecasts (segments, 8, 5) of standardised rows, without gradients."""
     model.eval()
     with torch.no_grad():
@@ -355,8 +348,8 @@ def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -
     figure, axes = plt.subplots(3, 4, figsize=(15, 7), sharex=True, sharey="row", layout="constrained")
     for column, segment in enumerate(chosen):
         now = t[segment, -1]
-        ahead = torch.arange(HORIZON) / f16_data.PLANE_RATE
-        past = (t[segment, WINDOW - 24 : WINDOW] - now) / f16_data.PLANE_RATE
+        ahead = torch.arange(HORIZON) / f16.RATE
+        past = (t[segment, WINDOW - 24 : WINDOW] - now) / f16.RATE
         for ax, channel in zip(axes[:, column], (2, 3, 4), strict=True):
             parts = (x[segment, -24:], target[segment], forecast[segment])
             seen, measured, guessed = (part[:, channel] * scale[channel] + shift[channel] for part in parts)

@@ -26,10 +26,11 @@ import torch
 from matplotlib.axes import Axes
 
 from hbnode.analysis.figures import ticks_of_short_axis
+from tasks.common.config import MODELS
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import read_json, write_figure
-from tasks.common.run import BASELINES, MODELS
 from tasks.image_classification import CURVE_IMAGES
+from tasks.models.baselines import BASELINES
 from tasks.models.recurrent import VARIANTS, title
 
 ORDER = (*MODELS, *BASELINES)

@@ -17,13 +17,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common.batches import Samples
+from tasks.common.config import ODEConfig, option, parse
 from tasks.common.files import write_figure, written_whole
-from tasks.common.run import Config, Run, count_parameters, option, parse
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import fit
 
@@ -32,7 +35,7 @@ HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
 
 
 @dataclasses.dataclass(frozen=True)
-class PointCloudConfig(Config):
+class PointCloudConfig(ODEConfig):
     """Options of point cloud separation; an epoch is one step on the whole cloud."""
 
     epochs: int = option(300, "steps, each on the whole cloud", may_change=True)
@@ -66,7 +69,7 @@ def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
 class Separator(nn.Module):
     """An ODE block on the plane and a dense layer clipped to [-1, 1]."""
 
-    def __init__(self, model: str, **solver: object) -> None:
+    def __init__(self, model: str, **solver: Any) -> None:
         super().__init__()
         n = HIDDEN[model]
 
@@ -90,7 +93,7 @@ class Separator(nn.Module):
         return self.head(self.block(x))
 
 
-def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
+def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
     """Mean squared distance of the scores from the targets, and the share on the right side of zero."""
     x, target = batch
     score = model(x)
@@ -110,7 +113,8 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
 
     def scatter(ax: plt.Axes, index: int) -> None:
         ax.clear()
-        ax.scatter(*path[index].T.numpy(), s=9, c=colors)
+        marks: dict[str, Any] = {"s": 9, "c": colors}
+        ax.scatter(*path[index].T.numpy(), **marks)
         ax.set_title(f"t = {times[index]:.2f}", fontsize="medium")
         ax.tick_params(labelsize="x-small")
 
@@ -132,8 +136,7 @@ def train(config: PointCloudConfig) -> None:
     cloud, fresh = make_cloud(config.seed), make_cloud(config.seed + 1_000_000)
     run = Run("point_cloud", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Separator(config.model, **config.ode_options())
-    if run.workers.rank == 0:
-        print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
+    run.announce(model, config.model)
     fit(run, model, cloud, fresh, squared_error, every=50)
     is_wanted = not run.is_finished or (config.animate and not (run.folder / "evolution.gif").exists())
     if run.workers.rank == 0 and is_wanted:

@@ -18,24 +18,27 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common.batches import Samples
+from tasks.common.config import GRADIENTS, SCHEDULES, ODEConfig, option, parse
 from tasks.common.figures import legend_beside
-from tasks.common.files import write_figure
-from tasks.common.run import GRADIENTS, SCHEDULES, Config, Run, count_parameters, option, parse
+from tasks.common.files import exit_on, write_figure
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Batch, fit
-from tasks.data import images as image_data
+from tasks.common.train import fit
+from tasks.data.silverbox import SETS, START, read_silverbox
 
 FINE = 8  # points a sample of the interpolated input
 HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 
 
 @dataclasses.dataclass(frozen=True)
-class SilverboxConfig(Config):
+class SilverboxConfig(ODEConfig):
     """Options of the Silverbox."""
 
     epochs: int = option(60, "passes over the training windows", may_change=True)
@@ -55,16 +58,13 @@ class SilverboxConfig(Config):
         for name in ("window", "past", "stride", "validation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
-        if self.validation < image_data.SILVERBOX_START + self.window:
+        if self.validation < START + self.window:
             raise ValueError(
-                f"--validation must be at least {image_data.SILVERBOX_START + self.window}, the first "
-                f"{image_data.SILVERBOX_START} samples and a window; got {self.validation}"
+                f"--validation must be at least {START + self.window}, the first "
+                f"{START} samples and a window; got {self.validation}"
             )
-        if self.past > image_data.SILVERBOX_START:
-            raise ValueError(
-                f"--past must be at most {image_data.SILVERBOX_START}, the samples that the benchmark gives; "
-                f"got {self.past}"
-            )
+        if self.past > START:
+            raise ValueError(f"--past must be at most {START}, the samples that the benchmark gives; got {self.past}")
 
 
 def refine(u: Tensor, kind: str) -> Tensor:
@@ -87,7 +87,7 @@ def refine(u: Tensor, kind: str) -> Tensor:
     return nn.functional.conv1d(padded, kernel[:, None])[0].T.reshape(-1)[:count]
 
 
-def windows(samples: Tensor, fine: Tensor, past: int, length: int, stride: int) -> Batch:
+def windows(samples: Tensor, fine: Tensor, past: int, length: int, stride: int) -> Samples:
     """Cut a record into windows, each some samples to find the state in, and some to simulate.
 
     Arguments:
@@ -115,10 +115,9 @@ class Force(nn.Module):
         super().__init__()
         self.linear = nn.Linear(inputs + 1, outputs, bias=False)
         self.net = hbnode.nets.MLP(inputs + 1, [hidden], outputs, activation=nn.Tanh)
-        nn.init.zeros_(self.linear.weight)  # a ball that hardly moves at first: a random force would throw it far away
-        nn.init.zeros_(self.net.layers[-1].weight)
-        nn.init.zeros_(self.net.layers[-1].bias)
-        self.input: Callable[[Tensor], Tensor] | None = None  # set for each solve, and its backward pass
+        for p in (self.linear.weight, *self.net.layers[-1].parameters()):
+            nn.init.zeros_(p)  # the ball hardly moves at first: a random force would throw it far away
+        self.input: Callable[[Tensor], Tensor]  # set for each solve, and its backward pass
 
     def forward(self, t: Tensor, *state: Tensor) -> Tensor:
         """The shape of one part of the state, (batch, outputs)."""
@@ -146,7 +145,7 @@ class Encoder(nn.Module):
 class Simulator(nn.Module):
     """V2 from V1 and a few samples before, both standardised; V2 is the first coordinate of h."""
 
-    def __init__(self, model: str, past: int, **solver: object) -> None:
+    def __init__(self, model: str, past: int, **solver: Any) -> None:
         super().__init__()
         n = HIDDEN[model]
         field = {
@@ -165,11 +164,11 @@ class Simulator(nn.Module):
         # float64: a test set has 40,000 units of time, of which float32 would leave hundredths
         times = torch.arange(drive.shape[1], dtype=torch.float64, device=drive.device) / FINE
         signal = hbnode.Signal(times, drive.T[..., None], outside="hold")
-        self.block.field.func.input = signal.forward  # not the module: it is no part of the model
+        cast(Force, self.block.field.func).input = signal.forward  # not the module: it is no part of the model
         return self.block(past, times[::FINE])[1:, :, 0].T if length else drive[:, :0]
 
 
-def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
+def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
     """Mean squared error of the standardised V2."""
     past, drive, target = batch
     return nn.functional.mse_loss(model(past, drive), target), {}
@@ -185,7 +184,7 @@ class Splits:
     @classmethod
     def of(cls, record: Tensor, validation: int) -> Splits:
         """The official split, with the last samples of the training set split off as validation."""
-        records = {name: record[part] for name, part in image_data.SILVERBOX_SETS.items()}
+        records = {name: record[part] for name, part in SETS.items()}
         whole = records["train"]
         if len(whole) < 2 * validation:
             raise SystemExit(f"--validation {validation} leaves too little of {len(whole)} training samples")
@@ -201,7 +200,7 @@ def simulate(model: Simulator, samples: Tensor, config: SilverboxConfig) -> Tens
         The samples after the first 50; infinite from where the model diverged.
     """
     device = next(model.parameters()).device
-    samples = samples[image_data.SILVERBOX_START - config.past :]
+    samples = samples[START - config.past :]
     fine = refine(samples[:, 0], config.interpolation)
     length = len(samples) - config.past
     past, drive, _ = (x.to(device) for x in windows(samples, fine, config.past, length, 1))
@@ -222,16 +221,13 @@ def rmse(simulated: Tensor, measured: Tensor) -> float:
 
 def identify(config: SilverboxConfig) -> None:
     """Train one model with one seed, simulate the test sets, and draw the arrow."""
-    try:
-        splits = Splits.of(image_data.silverbox(), config.validation)
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+    with exit_on(FileNotFoundError, ValueError):
+        splits = Splits.of(read_silverbox(), config.validation)
     train, validation = (splits.records[name] for name in ("train", "validation"))
     cut = functools.partial(windows, past=config.past, length=config.window)
     run = Run("silverbox", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = Simulator(config.model, config.past, **config.ode_options())
-    if run.workers.rank == 0:
-        print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
+    run.announce(model, config.model)
     fit(
         run,
         model,
@@ -240,18 +236,20 @@ def identify(config: SilverboxConfig) -> None:
         squared_error,
         held_out="validation",
     )
-    errors = {}
+    errors: dict[str, float | None] = {}
     if run.workers.rank == 0 and not run.is_finished:
         model.eval()
         simulated = {k: simulate(model, splits.records[k], config) for k in ("validation", "multisine", "arrow_full")}
         # the arrow without extrapolation is the first part of the whole one, and starts with it
-        part = len(splits.records["arrow_no_extrapolation"]) - image_data.SILVERBOX_START
+        part = len(splits.records["arrow_no_extrapolation"]) - START
         simulated["arrow_no_extrapolation"] = simulated["arrow_full"][:part]
         for name, values in simulated.items():
-            error = 1000 * splits.scale * rmse(values, splits.records[name][image_data.SILVERBOX_START :, 1])
-            errors[f"{name}_rmse_mV"] = error if math.isfinite(error) else None  # diverged; JSON has no infinity
-            print(f"{config.model}: {name} RMSE {error:.3f} mV")
-        measured = splits.records["arrow_full"][image_data.SILVERBOX_START :, 1]
+            deviation = 1000 * splits.scale * rmse(values, splits.records[name][START:, 1])
+            errors[f"{name}_rmse_mV"] = (
+                deviation if math.isfinite(deviation) else None
+            )  # diverged; JSON has no infinity
+            print(f"{config.model}: {name} RMSE {deviation:.3f} mV")
+        measured = splits.records["arrow_full"][START:, 1]
         draw_simulation(
             simulated["arrow_full"] * splits.scale, measured * splits.scale, part, config.model, errors, run.folder
         )
@@ -264,18 +262,18 @@ def draw_simulation(
     """Draw V2 of the arrow and the error of its simulation over it, in ``simulation.png``."""
     import matplotlib.pyplot as plt
 
-    seconds = torch.arange(image_data.SILVERBOX_START, image_data.SILVERBOX_START + len(measured)) / 610.35
+    seconds = torch.arange(START, START + len(measured)) / 610.35
     figure, ax = plt.subplots(figsize=(11.5, 3.6), layout="constrained")
     ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
     error = (1000 * (simulated - measured)).clamp(-400, 400)
     ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
     ax.axvline(seconds[part - 1].item(), color="0.3", lw=0.8, ls=":")
     figures = ", ".join(
-        f"{text} {'diverged' if errors[f'{key}_rmse_mV'] is None else '{:.2f}'.format(errors[f'{key}_rmse_mV'])}"
-        for key, text in (
-            ("arrow_no_extrapolation", "up to the dotted line"),
-            ("arrow_full", "all of it"),
-            ("multisine", "multisine"),
+        f"{text} diverged" if rmse_mV is None else f"{text} {rmse_mV:.2f}"
+        for text, rmse_mV in (
+            ("up to the dotted line", errors["arrow_no_extrapolation_rmse_mV"]),
+            ("all of it", errors["arrow_full_rmse_mV"]),
+            ("multisine", errors["multisine_rmse_mV"]),
         )
     )
     ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))

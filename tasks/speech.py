@@ -33,22 +33,23 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.files import write_figure
-from tasks.common.run import Run, count_parameters, option, parse
+from tasks.common.batches import Samples
+from tasks.common.config import option, parse
+from tasks.common.files import exit_on, write_figure
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Batch, evaluate, fit
-from tasks.data import speech as speech_data
-from tasks.data.speech import BINS, log_spectra
-from tasks.models.recurrent import RecurrentConfig, Rule, make_layer, title
+from tasks.common.train import evaluate, fit
+from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
+from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 # tables 7 to 10
 TABLE = {
-    "momentum": Rule(momentum=0.3, step_size=0.1),
-    "nag": Rule(step_size=0.1),
-    "sr": Rule(step_size=0.1, restart=2),
-    "adam": Rule(momentum=0.3, step_size=0.1, beta=0.999),
-    "rmsprop": Rule(step_size=0.1, beta=0.999),
-    "adaptive": Rule(step_size=0.1),
+    "momentum": RuleOptions(momentum=0.3, step_size=0.1),
+    "nag": RuleOptions(step_size=0.1),
+    "sr": RuleOptions(step_size=0.1, restart=2),
+    "adam": RuleOptions(momentum=0.3, step_size=0.1, beta=0.999),
+    "rmsprop": RuleOptions(step_size=0.1, beta=0.999),
+    "adaptive": RuleOptions(step_size=0.1),
 }
 RMSPROP_ALPHA = 0.99  # torch's default, which the authors' DTRIVs are trained with
 
@@ -62,7 +63,7 @@ class SpeechConfig(RecurrentConfig):
     lr: float = option(3e-3, "Adam's learning rate; the paper's 1e-4 is for 700 epochs of a larger set")
     hidden: int = option(84, "size of h")
     forget_bias: float = option(-4.0, "bias of an LSTM's forget gate at first, each of the two", is_signed=True)
-    data: str = option("auto", "recordings; auto is the digits if they are there", speech_data.SOURCES)
+    data: str = option("auto", "recordings; auto is the digits if they are there", SOURCES)
     timit: str = option("", "folder of TIMIT; empty is HBNODE_DATA/timit", may_change=True)
     train_size: int = option(0, "training recordings; 0: all")
     orthogonal_lr: float = option(2e-4, "learning rate of a DTRIV's orthogonal weight")
@@ -79,7 +80,7 @@ PRESETS = {f"timit-{hidden}": {**_TIMIT, "hidden": hidden, "lr": 1e-4} for hidde
 # Data
 
 
-def as_batch(waves: Sequence[Tensor]) -> Batch:
+def as_batch(waves: Sequence[Tensor]) -> Samples:
     """Recordings as tensors of equal length.
 
     Returns:
@@ -92,9 +93,9 @@ def as_batch(waves: Sequence[Tensor]) -> Batch:
     return nn.utils.rnn.pad_sequence(spectra, batch_first=True), lengths, share
 
 
-def read_batches(config: SpeechConfig) -> tuple[dict[str, Batch], str]:
+def read_batches(config: SpeechConfig) -> tuple[dict[str, Samples], str]:
     """Training, validation and test, and where they come from."""
-    waves, source = speech_data.speech(config.data, config.timit)
+    waves, source = read_speech(config.data, config.timit)
     known = waves["train"]
     count = min(config.train_size or len(known), len(known))
     waves["train"] = [known[k * len(known) // count] for k in range(count)]  # of all speakers and digits
@@ -113,9 +114,7 @@ class Predictor(nn.Module):
 
     def __init__(self, config: SpeechConfig) -> None:
         super().__init__()
-        options = {"forget_bias": config.forget_bias, "init": config.init, "compile": config.compile}
-        rule = config.rule(TABLE)
-        self.layer = make_layer(config.model, config.cell, BINS, config.hidden, rule, batch_first=True, **options)
+        self.layer = config.make_layer(BINS, TABLE, batch_first=True, init=config.init)
         self.readout = nn.Linear(config.hidden, BINS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +122,7 @@ class Predictor(nn.Module):
         return self.readout(self.layer(x)[0])
 
 
-def make_optimizer(config: SpeechConfig, model: Predictor) -> torch.optim.Optimizer:
+def make_optimizer(config: SpeechConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Adam; see above for the orthogonal weight of a DTRIV."""
     if config.cell != "dtriv":
         return torch.optim.Adam(model.parameters(), lr=config.lr)
@@ -138,7 +137,7 @@ def squared_error(predicted: Tensor, x: Tensor, lengths: Tensor) -> Tensor:
     return error.masked_fill(steps >= lengths[:, None], 0.0).sum(1)
 
 
-def frame_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def frame_loss(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
     """Mean squared error of the batch's frames, and what adds up to that of the set's."""
     x, lengths, share = batch
     x = x[:, : int(lengths.max()) + 1]
@@ -146,7 +145,7 @@ def frame_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float]
     return errors.sum() / (lengths.sum() * BINS), {"mse": (errors * share).mean().item()}
 
 
-def yardsticks(train: Batch, test: Batch) -> dict[str, float]:
+def yardsticks(train: Samples, test: Samples) -> dict[str, float]:
     """Mean squared errors of the test set without a model."""
     x, lengths, _ = train
     frames = torch.cat([rows[1 : length + 1] for rows, length in zip(x, lengths.tolist(), strict=True)])
@@ -160,19 +159,15 @@ def yardsticks(train: Batch, test: Batch) -> dict[str, float]:
 
 def train(config: SpeechConfig) -> None:
     """Train one model with one seed, and test the best epoch's weights once."""
-    try:
+    with exit_on(FileNotFoundError, ValueError):
         batches, source = read_batches(config)
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
     config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
     run = Run("speech", config, f"{config.preset}-{source}-{config.cell}-{config.model}-seed{config.seed}")
     model = Predictor(config)
     simple = yardsticks(batches["train"], batches["test"])
-    is_first = run.workers.rank == 0
-    if is_first:
-        sizes = "/".join(str(len(x)) for x, _, _ in batches.values())
-        print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, writing to {run.folder}")
-        print(f"data: {source}, {sizes} recordings; " + ", ".join(f"{k} {v:.4g}" for k, v in simple.items()))
+    sizes = "/".join(str(len(x)) for x, _, _ in batches.values())
+    errors_without = ", ".join(f"{name} {value:.4g}" for name, value in simple.items())
+    run.announce(model, config.model, f"data: {source}, {sizes} recordings; {errors_without}")
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return make_optimizer(config, model)
@@ -182,13 +177,13 @@ def train(config: SpeechConfig) -> None:
     if not run.is_finished:
         test = tuple(x.to(run.workers.device) for x in batches["test"])
         results |= evaluate(run, model, test, frame_loss, "test")
-        if is_first:
+        if run.workers.rank == 0:
             print(f"{config.model}: test MSE {results['test_mse']:.4g}, epoch {results['best_epoch']}")
             draw_prediction(model, test, f"{title(config.model, config.cell)}, {source}", run)
-    run.finish(model, source=source, rule=dataclasses.asdict(config.rule(TABLE)), **simple, **results)
+    run.finish(model, source=source, rule=dataclasses.asdict(config.rule_options(TABLE)), **simple, **results)
 
 
-def draw_prediction(model: Predictor, test: Batch, name: str, run: Run) -> None:
+def draw_prediction(model: Predictor, test: Samples, name: str, run: Run) -> None:
     """Draw the longest recording of the test set and its prediction, in ``prediction.png``."""
     import matplotlib.pyplot as plt
 
@@ -198,7 +193,7 @@ def draw_prediction(model: Predictor, test: Batch, name: str, run: Run) -> None:
     with torch.no_grad():
         predicted = model(x[chosen : chosen + 1])[0, :-1].cpu()
     measured = x[chosen, 1:].cpu()
-    extent = (0, len(measured) * speech_data.HOP / speech_data.RATE, 0, speech_data.RATE / 2000)
+    extent = (0, len(measured) * HOP / RATE, 0, RATE / 2000)
     figure, axes = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     for ax, frames, label in zip(
         axes, (measured, predicted), ("measured", "predicted from the frames before"), strict=True

@@ -28,20 +28,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.run import BASELINES, MODELS, Config, Run, count_parameters, option, parse
+from tasks.common.batches import Samples
+from tasks.common.config import option, parse
+from tasks.common.files import exit_on
+from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Batch, evaluate, fit
-from tasks.data import walker2d as walker_data
+from tasks.common.train import evaluate, fit
+from tasks.data.walker2d import CHANNELS, read_walker2d
 from tasks.data.walker2d_simulation import draw_walks, generate
-from tasks.models.baselines import make_baseline
+from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
 
-CHANNELS = walker_data.WALKER_CHANNELS
 LENGTH, STRIDE = 64, 16  # kept frames of a window, and between the starts of two
 KEEP = 0.9  # probability of a frame
 FRAME = 1 / LENGTH  # duration of a frame, 0.008 s, in the unit of time
@@ -53,11 +55,8 @@ PARAMETERS = 8_800  # of a baseline
 
 
 @dataclasses.dataclass(frozen=True)
-class WalkerConfig(Config):
+class WalkerConfig(IrregularSeriesConfig):
     """Options of the Walker2D task."""
-
-    models: ClassVar[tuple[str, ...]] = (*MODELS, *BASELINES)
-    is_recurrent: ClassVar[bool] = True
 
     epochs: int = option(50, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
@@ -106,7 +105,7 @@ def stamps(frames: int, generator: torch.Generator, after: int = 1) -> Tensor:
     return numbers[numbers[:, -1] + after < frames]
 
 
-def windows(rollouts: Sequence[Tensor], seed: int, after: int = 0) -> Batch:
+def windows(rollouts: Sequence[Tensor], seed: int, after: int = 0) -> Samples:
     """Cut rollouts into windows with irregular gaps.
 
     Returns:
@@ -139,7 +138,7 @@ def split(rollouts: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     return {name: [rollouts[i] for i in numbers] for name, numbers in chosen.items()}
 
 
-def thin(batch: Batch, count: int) -> Batch:
+def thin(batch: Samples, count: int) -> Samples:
     """So many windows, evenly spaced; all if there are no more."""
     total = len(batch[0])
     return batch if not 0 < count < total else tuple(x[torch.arange(count) * total // count] for x in batch)
@@ -149,10 +148,10 @@ def thin(batch: Batch, count: int) -> Batch:
 class Splits:
     """The windows of the task, and where each training channel lies."""
 
-    train: Batch
-    validation: Batch
-    test: Batch
-    futures: Batch  # windows of the test rollouts with what follows them
+    train: Samples
+    validation: Samples
+    test: Samples
+    futures: Samples  # windows of the test rollouts with what follows them
     mean: Tensor
     deviation: Tensor
     source: str
@@ -160,7 +159,7 @@ class Splits:
     @classmethod
     def of(cls, config: WalkerConfig) -> Splits:
         """Read, split and cut the rollouts; the statistics are those of the training rollouts."""
-        rollouts, source = walker_data.walker2d()
+        rollouts, source = read_walker2d()
         parts = split(rollouts)
         cut = {name: windows(part, DATA_SEED + i) for i, (name, part) in enumerate(parts.items(), 1)}
         wanted = config.windows or len(cut["train"][0])
@@ -193,8 +192,8 @@ class Cell(nn.Module):
         super().__init__()
         net = hbnode.nets.MLP(CHANNELS + state_size, hidden, state_size, activation=nn.Tanh)
         with torch.no_grad():
-            net.layers[-1].weight.mul_(shrink)
-            net.layers[-1].bias.mul_(shrink)
+            for p in net.layers[-1].parameters():
+                p.mul_(shrink)
         self.net = nn.Sequential(net, nn.Tanh())
 
     def forward(self, x: Tensor, s: Tensor) -> Tensor:
@@ -228,6 +227,9 @@ def make_field(model: str, n: int) -> hbnode.Field:
 class Predictor(nn.Module):
     """What all models share: the channels' scale, and a dense layer that reads the next frame off some features."""
 
+    mean: Tensor
+    deviation: Tensor
+
     def __init__(self, features: int, mean: Tensor | None = None, deviation: Tensor | None = None) -> None:
         super().__init__()
         self.head = nn.Linear(features, CHANNELS)
@@ -259,7 +261,7 @@ class Walker(Predictor):
 
     def __init__(
         self,
-        field: nn.Module,
+        field: Any,
         n: int,
         hidden: Sequence[int],
         *,
@@ -267,7 +269,7 @@ class Walker(Predictor):
         shrink: float = 1.0,
         mean: Tensor | None = None,
         deviation: Tensor | None = None,
-        **solver: object,
+        **solver: Any,
     ) -> None:
         super().__init__(n, mean, deviation)
         learned = n - getattr(field, "augment", 0)
@@ -307,15 +309,15 @@ class Baseline(Predictor):
 
 def make_model(config: WalkerConfig, mean: Tensor, deviation: Tensor) -> Walker | Baseline:
     """The model that the options describe."""
-    scale = {"mean": mean, "deviation": deviation} if config.standardize else {}
+    scale: dict[str, Any] = {"mean": mean, "deviation": deviation} if config.standardize else {}
     if config.model in BASELINES:
         return Baseline(config.model, **scale)
     n = HIDDEN[config.model]
-    cell = {"residual": config.residual, "shrink": config.shrink}
+    cell: dict[str, Any] = {"residual": config.residual, "shrink": config.shrink}
     return Walker(make_field(config.model, n), n, CELL[config.model], **cell, **scale, **config.rnn_options())
 
 
-def squared_error(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
     """Mean squared error of the next frame, over all channels and frames."""
     x, t, y = batch
     return nn.functional.mse_loss(model(x, t)[0], y), {}
@@ -358,20 +360,16 @@ def report(run: Run, model: nn.Module, splits: Splits, config: WalkerConfig) -> 
 
 def train(config: WalkerConfig) -> None:
     """Train one model with one seed, and let it walk on from the test rollouts."""
-    try:
+    with exit_on(FileNotFoundError, ImportError, ValueError):
         splits = Splits.of(config)
         torch.manual_seed(config.seed)
         model = make_model(config, splits.mean, splits.deviation)
-    except (FileNotFoundError, ImportError, ValueError) as error:
-        raise SystemExit(str(error)) from error
     label = f"{config.preset}-{config.model}-seed{config.seed}" + f"-{config.windows}windows" * (config.windows > 0)
     run = Run("walker2d", config, label)
-    if run.workers.rank == 0:
-        some = f"{len(splits.train[0])} training windows, {splits.source}"
-        print(f"{config.model}, seed {config.seed}: {count_parameters(model)} parameters, {some}, into {run.folder}")
+    run.announce(model, config.model, f"{len(splits.train[0])} training windows, {splits.source}")
     fit(run, model, splits.train, splits.validation, squared_error, held_out="validation")
-    found = {} if run.is_finished else report(run, model, splits, config)
-    found = {name: value if math.isfinite(value) else None for name, value in found.items()}  # JSON has no infinity
+    errors = {} if run.is_finished else report(run, model, splits, config)
+    found = {name: value if math.isfinite(value) else None for name, value in errors.items()}  # JSON has no infinity
     run.finish(model, **found, training_windows=len(splits.train[0]), data=splits.source)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,11 +16,11 @@ pytest.importorskip("matplotlib")
 
 import hbnode
 from tasks import plot
-from tasks.common import run as runs
 from tasks.common import sweep
-from tasks.common import train as training
-from tasks.common.run import BASELINES, count_parameters
-from tasks.models.baselines import Decaying, Gated, Recurrent, make_baseline
+from tasks.common.config import MODELS, ODEConfig, parse
+from tasks.common.run import Run, count_parameters
+from tasks.common.train import fit
+from tasks.models.baselines import BASELINES, Decaying, Gated, IrregularSeriesConfig, Recurrent, make_baseline
 
 BATCH, LENGTH, INPUTS = 3, 7, 4
 
@@ -187,18 +186,15 @@ def test_without_ncps_it_says_what_to_install(monkeypatch):
     with pytest.raises(ImportError, match=r"cfc needs the package ncps .*Fix: pip install -e '\.\[peers\]'"):
         make_baseline("cfc", INPUTS, 1000)
     with pytest.raises(SystemExit):
-        parse("--model", "all")
+        parse_echo("--model", "all")
 
 
 # Runs: a task that has baselines beside the five models
 
 
 @dataclasses.dataclass(frozen=True)
-class EchoConfig(runs.Config):
+class EchoConfig(IrregularSeriesConfig):
     """A task on series: say what the sample before was."""
-
-    models: ClassVar[tuple[str, ...]] = (*runs.MODELS, *BASELINES)
-    is_recurrent: ClassVar[bool] = True
 
 
 class Echo(nn.Module):
@@ -219,27 +215,27 @@ def mse(model, batch):
 
 
 def train(config):
-    run = runs.Run("plane_vibration", config, config.model)
+    run = Run("plane_vibration", config, config.model)
     x = torch.randn(40, 5, 1, generator=torch.Generator().manual_seed(0))
     model = Echo(config.model)
-    training.fit(run, model, (x[:30],), (x[30:],), mse, held_out="validation")
+    fit(run, model, (x[:30],), (x[30:],), mse, held_out="validation")
     run.finish(model, test_forecast_mse=run.rows[-1]["validation_loss"])
 
 
-def parse(*argv):
-    return runs.parse(EchoConfig, {}, "", ["--device", "cpu", *argv])
+def parse_echo(*argv):
+    return parse(EchoConfig, {}, "", ["--device", "cpu", *argv])
 
 
 def test_models_of_a_task():
-    assert EchoConfig(model="all").chosen() == (*runs.MODELS, *BASELINES)
-    assert parse("--model", "gru,hbnode,gru").chosen() == ("gru", "hbnode")
-    assert runs.Config(model="all").chosen() == runs.MODELS
+    assert EchoConfig(model="all").chosen() == (*MODELS, *BASELINES)
+    assert parse_echo("--model", "gru,hbnode,gru").chosen() == ("gru", "hbnode")
+    assert ODEConfig(model="all").chosen() == MODELS
 
 
 @pytest.mark.parametrize(
     ("kind", "argv", "message"),
     [
-        (runs.Config, ["--model", "gru"], "argument --model: invalid choice: 'gru' (choose from node, "),
+        (ODEConfig, ["--model", "gru"], "argument --model: invalid choice: 'gru' (choose from node, "),
         (EchoConfig, ["--model", "gru,,node"], "invalid choice: ''"),
         (EchoConfig, ["--model", "gru,all"], "invalid choice: 'all'"),
         (EchoConfig, ["--model", "gru,ghbnode", "--method", "nystrom4"], "nystrom4"),
@@ -248,13 +244,13 @@ def test_models_of_a_task():
 )
 def test_bad_models(kind, argv, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        runs.parse(kind, {}, "", argv)
+        parse(kind, {}, "", argv)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_options_of_a_solver_are_not_tried_for_baselines():
-    assert parse("--model", "gru", "--gradient", "adjoint").model == "gru"
+    assert parse_echo("--model", "gru", "--gradient", "adjoint").model == "gru"
 
 
 def test_steps_of_an_ode_rnn():
@@ -265,12 +261,12 @@ def test_steps_of_an_ode_rnn():
 
 def test_the_help_names_the_models(capsys):
     with pytest.raises(SystemExit):
-        parse("--help")
+        parse_echo("--help")
     assert "gru-d" in capsys.readouterr().out
 
 
 def test_one_model_named_twice_is_one_run(tmp_path):
-    sweep.sweep(parse("--model", "gru,gru", "--epochs", "1", "--out", str(tmp_path)), train)
+    sweep.sweep(parse_echo("--model", "gru,gru", "--epochs", "1", "--out", str(tmp_path)), train)
     assert json.loads((tmp_path / "config.json").read_text())["model"] == "gru"
 
 
@@ -278,7 +274,9 @@ def test_runs_of_baselines_and_models_are_drawn_together(tmp_path, capsys):
     for seed in (0, 1):
         for model in ("node", "gru", "lstm"):
             train(
-                parse("--model", model, "--epochs", "2", "--seed", str(seed), "--out", str(tmp_path / f"{model}{seed}"))
+                parse_echo(
+                    "--model", model, "--epochs", "2", "--seed", str(seed), "--out", str(tmp_path / f"{model}{seed}")
+                )
             )
     with (tmp_path / "gru0" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -305,7 +303,7 @@ def read_table(text):
 
 
 def test_a_run_that_diverged_is_said_to(tmp_path, capsys):
-    train(parse("--model", "gru", "--epochs", "1", "--out", str(tmp_path / "run")))
+    train(parse_echo("--model", "gru", "--epochs", "1", "--out", str(tmp_path / "run")))
     path = tmp_path / "run" / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"test_forecast_mse": None}))
     capsys.readouterr()
@@ -316,7 +314,7 @@ def test_a_run_that_diverged_is_said_to(tmp_path, capsys):
 
 def test_evaluations_are_drawn_of_models_that_make_some(tmp_path):
     for model in ("node", "gru"):
-        train(parse("--model", model, "--epochs", "2", "--out", str(tmp_path / model)))
+        train(parse_echo("--model", model, "--epochs", "2", "--out", str(tmp_path / model)))
     groups = plot.collect(tmp_path)
     figure = plot.draw(groups, "")
     lines = {ax.get_ylabel(): [line.get_label() for line in ax.get_lines()] for ax in figure.axes}
@@ -334,7 +332,7 @@ def test_evaluations_are_drawn_of_models_that_make_some(tmp_path):
 
 def test_protocols_have_figures_of_their_own(tmp_path):
     for protocol in ("paper", "honest"):
-        train(parse("--model", "gru", "--epochs", "1", "--out", str(tmp_path / protocol)))
+        train(parse_echo("--model", "gru", "--epochs", "1", "--out", str(tmp_path / protocol)))
         path = tmp_path / protocol / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"protocol": protocol}))
     names = [group.experiment for group in plot.collect(tmp_path)]

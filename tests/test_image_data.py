@@ -11,12 +11,14 @@ import torch
 pytest.importorskip("sklearn")
 
 from tasks import image_classification, pixel_mnist
-from tasks.data import images as image_data
+from tasks.data.cifar10 import read_cifar10
+from tasks.data.digits import read_digits
+from tasks.data.mnist import read_mnist
 
 
 def test_digits():
-    x, _ = image_data.digits("train")
-    test_x, test_y = image_data.digits("test")
+    x, _ = read_digits("train")
+    test_x, test_y = read_digits("test")
     assert x.shape == (1437, 1, 8, 8)
     assert test_x.shape == (360, 1, 8, 8)
     assert (x.min(), x.max()) == (0, 1)
@@ -47,7 +49,7 @@ def write_mnist(folder, count=32):
 def test_mnist_is_read_from_the_data_folder(tmp_path, monkeypatch):
     write_mnist(tmp_path)
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    x, y = image_data.mnist("train")
+    x, y = read_mnist("train")
     assert x.shape == (32, 1, 28, 28)
     assert x.dtype == torch.float32
     assert y.dtype == torch.int64
@@ -85,7 +87,7 @@ def test_a_damaged_mnist_file_is_named(damage, tmp_path, monkeypatch):
         labels.write_bytes(b"abcdefgh")
         name = labels.name
     with pytest.raises(ValueError, match=rf"{name}.*Fix: delete the file and download it again"):
-        image_data.mnist("train")
+        read_mnist("train")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_idx_files_that_are_not_mnists_are_named(images, labels, message, tmp_pa
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     match = rf"no MNIST files: .*{message}.*expected \(N, 28, 28\) and \(N,\) with labels 0 to 9. Fix: get them anew"
     with pytest.raises(ValueError, match=match):
-        image_data.mnist("train")
+        read_mnist("train")
     with pytest.raises(SystemExit, match=match):
         image_classification.load_data(image_classification.ImageConfig(dataset="mnist"))
     with pytest.raises(SystemExit, match=match):
@@ -117,7 +119,7 @@ def test_the_real_mnist_when_it_is_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or not (Path(root) / "MNIST" / "raw").is_dir():
         pytest.skip("MNIST is not in HBNODE_DATA")
-    x, y = image_data.mnist("test")
+    x, y = read_mnist("test")
     assert x.shape == (10_000, 1, 28, 28)
     assert torch.bincount(y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert x.mean().item() == pytest.approx(0.1325, abs=1e-4)
@@ -149,7 +151,7 @@ def test_cifar10_labels_above_9_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     write_cifar(tmp_path, labels=[0, 1, 2, 99])
     with pytest.raises(ValueError, match=r"no CIFAR-10 files: images \(4, 3, 32, 32\), labels \(4,\) from 0 to 99"):
-        image_data.cifar10("test")
+        read_cifar10("test")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -159,12 +161,12 @@ def test_cifar10_is_read_from_the_official_batches(packed, tmp_path, monkeypatch
         shutil.make_archive(str(tmp_path / "cifar-10-python"), "gztar", tmp_path, batches.name)
         shutil.rmtree(batches)
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    x, y = image_data.cifar10("train")
+    x, y = read_cifar10("train")
     assert x.shape == (20, 3, 32, 32)
     assert y.tolist() == [k for k in range(5) for _ in range(4)]
     torch.testing.assert_close(x[:, 1], torch.full((20, 32, 32), 100 / 255))
     torch.testing.assert_close(x[-1, 0], torch.full((32, 32), 4 / 255))
-    assert image_data.cifar10("test")[1].tolist() == [5] * 4
+    assert read_cifar10("test")[1].tolist() == [5] * 4
 
 
 def test_cifar10_is_read_from_a_subset(tmp_path, monkeypatch):
@@ -176,12 +178,12 @@ def test_cifar10_is_read_from_a_subset(tmp_path, monkeypatch):
     path = tmp_path / "cifar10-subset" / "cifar10_subset.npz"
     np.savez(path, x_train=images, y_train=labels, x_test=images[:1], y_test=labels[:1])
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    x, y = image_data.cifar10("train")
+    x, y = read_cifar10("train")
     assert y.tolist() == [3, 9]
     torch.testing.assert_close(x[1, 2, 4, 5] * 255, torch.tensor(float(images[1, 4, 5, 2])))
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(ValueError, match=r"cifar10_subset.npz cannot be read[\s\S]*Fix: get it anew"):
-        image_data.cifar10("train")
+        read_cifar10("train")
 
 
 def test_a_pickle_that_would_run_something_is_refused(tmp_path, monkeypatch):
@@ -189,8 +191,8 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path, monkeypatch):
     (batches / "test_batch").write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     with pytest.raises(ValueError, match=r"test_batch is no CIFAR-10 batch .*posix.system.*Fix: delete it"):
-        image_data.cifar10("test")
+        read_cifar10("test")
     assert not (tmp_path / "ran").exists()
     (batches / "data_batch_3").write_bytes(b"short")
     with pytest.raises(ValueError, match="data_batch_3 is no CIFAR-10 batch"):
-        image_data.cifar10("train")
+        read_cifar10("train")

@@ -14,9 +14,10 @@ from torch.nn.utils import parametrize
 pytest.importorskip("tqdm")
 
 from tasks import language_model
-from tasks.data import text as text_data
+from tasks.common.train import Trainer
+from tasks.data.text import Text, chain_transitions, read_text
 from tasks.models import awd_lstm
-from tasks.models.recurrent import Rule
+from tasks.models.recurrent import RuleOptions
 from tests.small_runs import read_metrics
 
 # Text
@@ -35,7 +36,7 @@ def spelt(text):
 def test_words_and_ends_of_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     write_ptb(tmp_path)
-    text = text_data.read_text()
+    text = read_text()
     assert text.source == "ptb"
     assert set(text.words) == {"a", "b", "c", "<unk>", "<eos>"}
     assert spelt(text) == {
@@ -50,52 +51,52 @@ def test_words_and_ends_of_lines(tmp_path, monkeypatch):
 def test_few_words_of_a_short_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     write_ptb(tmp_path)
-    text = text_data.read_text("ptb", vocabulary=3, train_size=7, test_size=2)
+    text = read_text("ptb", vocabulary=3, train_size=7, test_size=2)
     assert spelt(text) == {
         "train": "a <unk> a <unk> <eos> <eos> <unk>",
         "validation": "<unk> <unk>",
         "test": "<unk> <eos>",
     }
     write_ptb(tmp_path, train="a b b\n")
-    assert sorted(text_data.read_text("ptb").words) == ["<eos>", "<unk>", "a", "b"]  # for what is new later
+    assert sorted(read_text("ptb").words) == ["<eos>", "<unk>", "a", "b"]  # for what is new later
 
 
 def test_unigram_perplexity():
     parts = {"train": torch.tensor([0, 0, 1]), "validation": torch.tensor([0]), "test": torch.tensor([0, 2])}
-    text = text_data.Text(parts, ("a", "b", "c"), "generated")
+    text = Text(parts, ("a", "b", "c"), "generated")
     assert text.unigram_perplexity() == pytest.approx((6 / 3 * 6 / 1) ** 0.5)
 
 
 def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"ptb is not in HBNODE_DATA=.*expected ptb/ptb\.train\.txt.*Fix: put"):
-        text_data.read_text("ptb")
+        read_text("ptb")
     with pytest.raises(ValueError, match="source must be one of auto, ptb, wikitext-2, generated, got 'novel'"):
-        text_data.read_text("novel")
-    assert text_data.read_text().source == "generated"
+        read_text("novel")
+    assert read_text().source == "generated"
     write_ptb(tmp_path, valid="")
     with pytest.raises(ValueError, match=r"ptb\.valid\.txt is empty; expected lines of words\. Fix:"):
-        text_data.read_text()
+        read_text()
     (tmp_path / "ptb" / "ptb.train.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"ptb\.train\.txt is no text in UTF-8"):
-        text_data.read_text()
+        read_text()
 
 
 def test_wikitext_when_it_is_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or not (Path(root) / "wikitext-2" / "test.txt").is_file():
         pytest.skip("WikiText-2 is not in HBNODE_DATA")
-    text = text_data.read_text("wikitext-2", train_size=30_000, vocabulary=1000)
+    text = read_text("wikitext-2", train_size=30_000, vocabulary=1000)
     assert (len(text.parts["train"]), len(text.words)) == (30_000, 1000)
     assert (len(text.parts["validation"]), len(text.parts["test"])) == (217_646, 245_569)  # as published
 
 
 def test_the_chain():
-    transitions = text_data.chain_transitions()
+    transitions = chain_transitions()
     torch.testing.assert_close(transitions.sum(1), torch.ones(40, dtype=torch.float64))
     entropy = -transitions[transitions > 0].log().mul(transitions[transitions > 0]).sum() / 40
     assert math.exp(entropy) == pytest.approx(3.3467, abs=1e-4)
-    text = text_data.read_text("generated")
+    text = read_text("generated")
     assert [len(part) for part in text.parts.values()] == [20_000, 2000, 2000]
     pairs = Counter(zip(*(text.parts["train"][k : k - 1 or None].tolist() for k in (0, 1)), strict=True))
     firsts = Counter(text.parts["train"][:-1].tolist())
@@ -209,9 +210,9 @@ def test_the_papers_size_and_tables():
     with torch.device("meta"):
         model = language_model.make_model(10_000, config)
     assert sum(p.numel() for p in model.parameters()) == 24_221_600
-    assert config.rule(language_model.PTB_TABLE) == Rule(momentum=0.0, step_size=0.6)
-    restarted = dataclasses.replace(config, model="sr").rule(language_model.PTB_TABLE)
-    assert restarted == Rule(step_size=0.6, restart=2)
+    assert config.rule_options(language_model.PTB_TABLE) == RuleOptions(momentum=0.0, step_size=0.6)
+    restarted = dataclasses.replace(config, model="sr").rule_options(language_model.PTB_TABLE)
+    assert restarted == RuleOptions(step_size=0.6, restart=2)
     wanted = {"batch_size": 20, "clip": 0.25, "weight_decay": 1.2e-6, "patience": 5, "lr": 30, "weight_drop": 0.5}
     assert {name: getattr(config, name) for name in wanted} == wanted
 
@@ -264,7 +265,7 @@ def test_training_goes_through_the_text_once_with_the_state_carried(tmp_path):
     language_model.train(config)
     row = read_metrics(tmp_path / "run")[0]
     torch.manual_seed(config.seed)
-    text = text_data.read_text("generated", vocabulary=5000, train_size=600, test_size=300)
+    text = read_text("generated", vocabulary=5000, train_size=600, test_size=300)
     model = language_model.make_model(len(text.words), config)
     for name, part, columns in (("train", "train", 4), ("validation", "validation", 10)):
         expected = language_model.evaluate(model, language_model.in_columns(text.parts[part], columns), 50)
@@ -288,19 +289,19 @@ class Stopped(Exception):
 def test_a_stopped_run_resumes_to_the_same_numbers(options, tmp_path, monkeypatch):
     options = [*options, *QUICK, "--epochs", "4"]
     language_model.main([*options, "--out", str(tmp_path / "whole")])
-    step = language_model.Trainer._step
+    step = Trainer.step
     for after in (3, 8, 5):  # pieces
         left = iter(range(after))
 
-        def stopping(self, *args, left=left):
+        def stopping(self, left=left):
             if next(left, None) is None:
                 raise Stopped
-            step(self, *args)
+            return step(self)
 
-        monkeypatch.setattr(language_model.Trainer, "_step", stopping)
+        monkeypatch.setattr(Trainer, "step", stopping)
         with pytest.raises(Stopped):
             language_model.main([*options, "--checkpoint-seconds", "0", "--out", str(tmp_path / "parts")])
-    monkeypatch.setattr(language_model.Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "step", step)
     language_model.main([*options, "--out", str(tmp_path / "parts")])
     rows = read_metrics(tmp_path / "whole")
     assert rows == read_metrics(tmp_path / "parts")

@@ -13,50 +13,54 @@ pytest.importorskip("matplotlib")
 
 import hbnode
 from tasks import adding, copying, plot
-from tasks.common import run as runs
-from tasks.common import train as training
-from tasks.models.recurrent import CELLS, VARIANTS, RecurrentConfig, Rule, make_layer, title
+from tasks.common.batches import FreshData, epoch_generator
+from tasks.common.config import parse
+from tasks.common.run import Run, count_parameters
+from tasks.common.train import fit, flushed_denormals
+from tasks.models.recurrent import CELLS, VARIANTS, RecurrentConfig, RuleOptions, make_layer, title
 from tests.small_runs import read_metrics
 
 TABLE = {
-    "momentum": Rule(momentum=0.6, step_size=0.9),
-    "adam": Rule(momentum=0.5, step_size=2.0, beta=0.99),
-    "sr": Rule(step_size=0.7, restart=6),
+    "momentum": RuleOptions(momentum=0.6, step_size=0.9),
+    "adam": RuleOptions(momentum=0.5, step_size=2.0, beta=0.99),
+    "sr": RuleOptions(step_size=0.7, restart=6),
 }
 TINY = "--device cpu --length 12 --hidden 5 --iterations 3 --batch-size 8 --test-size 10".split()
 TASKS = {"copying": copying, "adding": adding}
 
 
-def parse(*argv, kind=RecurrentConfig):
-    return runs.parse(kind, {}, "", ["--device", "cpu", *argv])
+def options_of(*argv, kind=RecurrentConfig):
+    return parse(kind, {}, "", ["--device", "cpu", *argv])
 
 
 # Rules and layers
 
 
 def test_rules_come_from_the_table_and_the_options():
-    assert parse("--model", "plain").rule(TABLE) == Rule()
-    assert parse("--model", "momentum").rule(TABLE) == TABLE["momentum"]
-    assert parse("--model", "adam").rule(TABLE) == TABLE["adam"]
-    assert parse("--model", "adam", "--beta", "0.1", "--eps", "1e-4").rule(TABLE) == Rule(0.5, 2.0, 0.1, eps=1e-4)
-    assert parse("--model", "sr", "--restart", "2").rule(TABLE) == Rule(step_size=0.7, restart=2)
-    assert parse("--model", "gain").rule(TABLE) == Rule(step_size=0.9)
+    assert options_of("--model", "plain").rule_options(TABLE) == RuleOptions()
+    assert options_of("--model", "momentum").rule_options(TABLE) == TABLE["momentum"]
+    assert options_of("--model", "adam").rule_options(TABLE) == TABLE["adam"]
+    assert options_of("--model", "adam", "--beta", "0.1", "--eps", "1e-4").rule_options(TABLE) == RuleOptions(
+        0.5, 2.0, 0.1, eps=1e-4
+    )
+    assert options_of("--model", "sr", "--restart", "2").rule_options(TABLE) == RuleOptions(step_size=0.7, restart=2)
+    assert options_of("--model", "gain").rule_options(TABLE) == RuleOptions(step_size=0.9)
     for model in ("nag", "adaptive"):  # which the table leaves out
-        assert parse("--model", model).rule(TABLE) == Rule(step_size=0.9)
-    assert parse("--model", "momentum", "--step-size", "0.2").rule(TABLE) == Rule(0.6, 0.2)
-    assert parse("--model", "momentum", "--momentum", "0").rule(TABLE) == Rule(0.0, 0.9)
+        assert options_of("--model", model).rule_options(TABLE) == RuleOptions(step_size=0.9)
+    assert options_of("--model", "momentum", "--step-size", "0.2").rule_options(TABLE) == RuleOptions(0.6, 0.2)
+    assert options_of("--model", "momentum", "--momentum", "0").rule_options(TABLE) == RuleOptions(0.0, 0.9)
 
 
 def test_an_option_reaches_those_of_several_variants_that_have_a_use_for_it():
-    config = parse("--model", "all", "--momentum", "0.3")
-    rules = {name: dataclasses.replace(config, model=name).rule(TABLE) for name in config.chosen()}
+    config = options_of("--model", "all", "--momentum", "0.3")
+    rules = {name: dataclasses.replace(config, model=name).rule_options(TABLE) for name in config.chosen()}
     assert {name for name, rule in rules.items() if rule.momentum == 0.3} == {"momentum", "adam"}
-    assert rules["plain"] == Rule()
+    assert rules["plain"] == RuleOptions()
 
 
 def test_the_same_forget_bias_is_half_of_both_in_the_long_run():
     """b_ih inside the filter grows to b s / (1 - mu), b_hh stays b."""
-    rule = parse("--model", "forget").rule(TABLE)
+    rule = options_of("--model", "forget").rule_options(TABLE)
     layer = make_layer("forget", "lstm", 2, 3, rule, forget_bias=-4.0)
     steady = 0.0
     for _ in range(200):
@@ -69,10 +73,10 @@ def test_the_same_forget_bias_is_half_of_both_in_the_long_run():
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_variant_of_every_cell_runs(cell):
-    config = parse("--model", "all", "--cell", cell)
+    config = options_of("--model", "all", "--cell", cell)
     assert ("forget" in config.chosen()) == (cell == "lstm")
     for model in config.chosen():
-        rule = dataclasses.replace(config, model=model).rule(TABLE)
+        rule = dataclasses.replace(config, model=model).rule_options(TABLE)
         layer = make_layer(model, cell, 2, 3, rule, batch_first=True, num_layers=2)
         output, _ = layer(torch.randn(4, 5, 2))
         assert output.shape == (4, 5, 3)
@@ -85,7 +89,9 @@ def test_plain_is_the_stock_layer_and_gain_the_one_with_scaled_input(cell, stock
     reference = stock(2, 3, batch_first=True).double()
     x = torch.randn(4, 6, 2, dtype=torch.float64)
     for model, scale in (("plain", 1.0), ("gain", 0.9), ("steady", 0.9 / (1 - 0.6))):
-        layer = make_layer(model, cell, 2, 3, parse("--model", model).rule(TABLE), batch_first=True).double()
+        layer = make_layer(
+            model, cell, 2, 3, options_of("--model", model).rule_options(TABLE), batch_first=True
+        ).double()
         state = dict(reference.state_dict())
         layer.load_state_dict(state)
         scaled = stock(2, 3, batch_first=True).double()
@@ -118,13 +124,13 @@ def test_titles():
 )
 def test_bad_options(argv, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        parse(*argv)
+        options_of(*argv)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_forget_bias_may_be_negative():
-    assert parse("--forget-bias", "-4").forget_bias == -4
+    assert options_of("--forget-bias", "-4").forget_bias == -4
 
 
 # The problems
@@ -147,7 +153,7 @@ def test_the_trivial_loss_of_copying_is_that_of_blanks_and_a_guess():
             scores[..., copying.BLANK] = torch.where(is_late, -1e3, 1e3)
             return scores
 
-    config = parse("--length", "30", kind=copying.CopyingConfig)
+    config = options_of("--length", "30", kind=copying.CopyingConfig)
     batch = copying.characters(50, torch.Generator().manual_seed(0))
     loss, _ = copying.cross_entropy(Trivial(), batch, 30)
     assert loss.item() == pytest.approx(config.trivial_loss, rel=1e-12)
@@ -193,20 +199,20 @@ def test_an_adder_sees_numbers_and_marks():
 
 def test_presets_have_the_papers_sizes():
     """155,239 and 67,713 parameters: an LSTM with two biases and a readout of 9, or of one."""
-    config = runs.parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "2k", "--device", "cpu"])
+    config = parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "2k", "--device", "cpu"])
     assert (config.length, config.lr, config.batch_size, config.iterations * config.epochs) == (2000, 2e-4, 128, 7000)
     assert config.forget_bias == 1
-    assert config.rule(config.table()) == Rule(momentum=0.9, step_size=2.0)
-    assert runs.count_parameters(copying.Copier(config)) == 155_239
-    config = runs.parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "1k", "--device", "cpu"])
-    assert config.rule(config.table()) == Rule(momentum=0.6, step_size=0.9)
-    config = runs.parse(adding.AddingConfig, adding.PRESETS, "", ["--preset", "750", "--device", "cpu"])
+    assert config.rule_options(config.table()) == RuleOptions(momentum=0.9, step_size=2.0)
+    assert count_parameters(copying.Copier(config)) == 155_239
+    config = parse(copying.CopyingConfig, copying.PRESETS, "", ["--preset", "1k", "--device", "cpu"])
+    assert config.rule_options(config.table()) == RuleOptions(momentum=0.6, step_size=0.9)
+    config = parse(adding.AddingConfig, adding.PRESETS, "", ["--preset", "750", "--device", "cpu"])
     assert (config.length, config.lr, config.batch_size, config.epochs) == (750, 2e-4, 50, 1200)
-    assert runs.count_parameters(adding.Adder(config)) == 67_713
-    for task in (config, parse(kind=copying.CopyingConfig)):
+    assert count_parameters(adding.Adder(config)) == 67_713
+    for task in (config, options_of(kind=copying.CopyingConfig)):
         table = task.table()
-        assert table["adam"] == Rule(momentum=0.6, step_size=2.0, beta=0.999)
-        assert table["rmsprop"] == Rule(momentum=0.0, step_size=2.0, beta=0.999)
+        assert table["adam"] == RuleOptions(momentum=0.6, step_size=2.0, beta=0.999)
+        assert table["rmsprop"] == RuleOptions(momentum=0.0, step_size=2.0, beta=0.999)
         assert (table["sr"].step_size, table["sr"].restart) == (0.9, 100)
 
 
@@ -299,12 +305,14 @@ def square(model, batch):
 
 
 def fit_line(folder, epochs, **options):
-    config = parse("--batch-size", "8", "--lr", "0.05", "--epochs", str(epochs), "--out", str(folder), kind=FitConfig)
+    config = options_of(
+        "--batch-size", "8", "--lr", "0.05", "--epochs", str(epochs), "--out", str(folder), kind=FitConfig
+    )
     config = dataclasses.replace(config, **options.pop("config", {}))
-    run = runs.Run("adding", config, "")
+    run = Run("adding", config, "")
     model = torch.nn.Linear(1, 1)
     train, test = line_problem()
-    found = training.fit(run, model, options.pop("train", train), test, square, **options)
+    found = fit(run, model, options.pop("train", train), test, square, **options)
     run.finish(model, **found)
     return model, found
 
@@ -358,10 +366,10 @@ def test_fresh_data_is_made_once_an_epoch(tmp_path):
 
     def make(epoch):
         made.append(epoch)
-        x = torch.rand(16, 1, generator=training.epoch_generator(0, epoch))
+        x = torch.rand(16, 1, generator=epoch_generator(0, epoch))
         return x, 3 * x
 
-    fresh = training.Fresh(16, make)
+    fresh = FreshData(16, make)
     parts = [fit_line(tmp_path / "parts", epochs, train=fresh)[0] for epochs in (1, 3)][-1]
     assert made == [0, 1, 2]
     whole, _ = fit_line(tmp_path / "whole", 3, train=fresh)
@@ -386,7 +394,7 @@ def test_metrics_hold_no_evaluations(tmp_path):
 
 def test_denormals_are_flushed_for_a_while_only():
     tiny = torch.tensor(1e-38)
-    with training.flushed_denormals():
+    with flushed_denormals():
         if torch.set_flush_denormal(True):  # this processor can
             assert (tiny / 10).item() == 0
     assert (tiny / 10).item() > 0

@@ -15,7 +15,8 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from tasks import plane_vibration
-from tasks.data import f16 as f16_data
+from tasks.common.run import count_parameters
+from tasks.data import f16
 from tests.models import MODELS
 from tests.small_runs import names_in, read_metrics
 
@@ -25,7 +26,7 @@ NAME = "F16Data_FullMSine_Level1"
 
 @pytest.fixture(scope="module")
 def made_up():
-    return f16_data.vibrating_structure()
+    return f16.vibrating_structure()
 
 
 # Data
@@ -36,7 +37,7 @@ def test_the_made_up_structure_repeats_but_for_its_noise(made_up):
     noise = (made_up.reshape(9, 8192, 5) - period).std((0, 1)) / made_up.std(0)
     torch.testing.assert_close(noise, torch.full((5,), 0.0094, dtype=torch.float64), atol=2e-4, rtol=0)
     assert made_up.shape == (73_728, 5)
-    assert torch.equal(made_up, f16_data.vibrating_structure())
+    assert torch.equal(made_up, f16.vibrating_structure())
     spectrum = torch.fft.rfft(period, dim=0).abs()
     f = torch.fft.rfftfreq(8192, 1 / 400)
     assert spectrum[(f < 1.9) | (f > 15.1)].square().sum() < 1e-2 * spectrum.square().sum()
@@ -76,7 +77,7 @@ def test_the_real_record_when_it_is_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or not any((Path(root) / sub / f"{NAME}.csv").is_file() for sub in ("plane-vibration", ".")):
         pytest.skip("the F-16 is not in HBNODE_DATA")
-    rows, source = f16_data.plane_vibration()
+    rows, source = f16.read_plane_vibration()
     assert source == "f16"
     assert rows.shape == (73_728, 5)
     assert rows[0].tolist() == [0.95714, -0.00045788, -0.018392, -0.049607, -0.046328]
@@ -96,18 +97,18 @@ def write_csv(path, rows):
 @pytest.fixture
 def record(made_up, tmp_path, monkeypatch):
     """A short record in HBNODE_DATA."""
-    monkeypatch.setattr(f16_data, "PLANE_ROWS", 100)
+    monkeypatch.setattr(f16, "ROWS", 100)
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "data"))
     write_csv(tmp_path / "data" / "plane-vibration" / f"{NAME}.csv", made_up[:100].tolist())
     return made_up[:100]
 
 
 def test_the_record_is_read_from_the_data_folder(record, tmp_path):
-    rows, source = f16_data.plane_vibration()
+    rows, source = f16.read_plane_vibration()
     assert torch.equal(rows, record)
     assert source == "f16"
     (tmp_path / "data" / "plane-vibration" / f"{NAME}.csv").rename(tmp_path / "data" / f"{NAME}.csv")
-    assert torch.equal(f16_data.plane_vibration("f16")[0], record)
+    assert torch.equal(f16.read_plane_vibration("f16")[0], record)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +118,10 @@ def test_the_record_is_read_from_the_data_folder(record, tmp_path):
         (lambda text: "<html>404</html>", "expected the header Force,"),
         (lambda text: "", r"expected the header Force,.*got \[\]"),
         (lambda text: text.split("\n", 1)[0] + "\n", "expected 100 rows"),
-        (lambda text: text[: len(text) - 60], "expected five numbers"),
-        (lambda text: text.replace(",,\n", ",x,\n", 1).replace("\n", "\nx", 1), r"line 2: expected five numbers"),
-        (lambda text: text.rsplit("\n", 2)[0] + "\nnan,1,1,1,1,,\n", "100 rows of five finite numbers"),
+        (lambda text: text[: len(text) - 60], "expected 5 numbers"),
+        (lambda text: text.replace(",,\n", ",x,\n", 1).replace("\n", "\nx", 1), r"line 2: expected 5 numbers"),
+        (lambda text: text.rsplit("\n", 2)[0] + "\ninf,1,1,1,1,,\n", "100 rows of 5 finite numbers"),
+        (lambda text: text.rsplit("\n", 2)[0] + "\nnan,1,1,1,1,,\n", r"line 101: expected 5 numbers, got \[nan"),
     ],
 )
 @pytest.mark.parametrize("source", ["auto", "f16"])
@@ -127,7 +129,7 @@ def test_a_damaged_csv_is_named(damage, message, source, record, tmp_path):
     path = tmp_path / "data" / "plane-vibration" / f"{NAME}.csv"
     path.write_text(damage(path.read_text()))
     with pytest.raises(ValueError, match=rf"{NAME}\.csv.*{message}[\s\S]*Fix: get {NAME}\.csv anew"):
-        f16_data.plane_vibration(source)
+        f16.read_plane_vibration(source)
 
 
 def test_without_the_csv_the_package_is_asked(record, tmp_path, monkeypatch):
@@ -136,27 +138,27 @@ def test_without_the_csv_the_package_is_asked(record, tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "empty"))
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
     with pytest.raises(FileNotFoundError, match=rf"nonlinear_benchmarks is not installed\. Fix: put {NAME}\.csv"):
-        f16_data.plane_vibration("f16")
+        f16.read_plane_vibration("f16")
     path = tmp_path / f"{NAME}.mat"
     arrays = record.T.numpy()
     savemat(path, {"Force": arrays[:1], "Voltage": arrays[1:2], "Acceleration": arrays[2:], "Fs": 400.0})
     package = types.SimpleNamespace(F16=lambda data_file_locations: [str(tmp_path / "other.mat"), str(path)])
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", package)
-    rows, source = f16_data.plane_vibration()
+    rows, source = f16.read_plane_vibration()
     assert torch.equal(rows, record)
     assert source == "f16"
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=rf"{NAME}\.mat cannot be read"):
-        f16_data.plane_vibration()
+        f16.read_plane_vibration()
 
     def fails(data_file_locations):
         raise OSError("no network")
 
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", types.SimpleNamespace(F16=fails))
     with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks failed \(OSError\('no network'\)\)\. Fix: put"):
-        f16_data.plane_vibration("f16")
+        f16.read_plane_vibration("f16")
     with pytest.raises(ValueError, match="source must be one of auto, f16, generated, got 'f17'"):
-        f16_data.plane_vibration("f17")
+        f16.read_plane_vibration("f17")
 
 
 # Splits
@@ -246,14 +248,14 @@ def test_yardsticks(made_up):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_papers_numbers_of_parameters(model):
     forecaster = plane_vibration.Forecaster(model)
-    assert plane_vibration.count_parameters(forecaster) == COUNTS[model]
+    assert count_parameters(forecaster) == COUNTS[model]
 
 
 @pytest.mark.parametrize("model", plane_vibration.BASELINES)
 def test_baselines_are_of_about_that_size(model):
     if model == "cfc":
         pytest.importorskip("ncps")
-    assert abs(plane_vibration.count_parameters(plane_vibration.Baseline(model)) - 16_000) < 500
+    assert abs(count_parameters(plane_vibration.Baseline(model)) - 16_000) < 500
 
 
 @pytest.fixture
@@ -368,7 +370,7 @@ QUICK = "--device cpu --data generated --schedule constant --tol 1e-1 --batch-si
 def few(made_up, short, monkeypatch):
     """A few short segments of each part."""
     whole = plane_vibration.split_rows
-    monkeypatch.setattr(f16_data, "vibrating_structure", lambda: made_up)
+    monkeypatch.setattr(f16, "vibrating_structure", lambda: made_up)
     monkeypatch.setattr(
         plane_vibration, "split_rows", lambda *args: {name: rows[:4:2] for name, rows in whole(*args).items()}
     )
@@ -406,7 +408,7 @@ def test_the_papers_preset_runs_with_torchdiffeq(few, tmp_path, monkeypatch):
     options = ["--preset", "paper", "--model", "node", "--epochs", "1", "--out", str(folder)]
     plane_vibration.main([*options, "--seen", "0.1", *QUICK])
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["parameters"] == plane_vibration.count_parameters(plane_vibration.Forecaster("node"))
+    assert summary["parameters"] == count_parameters(plane_vibration.Forecaster("node"))
     assert summary["nfe_backward"] > 0  # the adjoint's
     assert summary["periods_earlier_forecast_mse"] < summary["persistence_forecast_mse"]
     config = json.loads((folder / "config.json").read_text())
@@ -419,7 +421,7 @@ def test_a_run_is_not_resumed_with_other_data(few, made_up, tmp_path, monkeypatc
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "empty"))
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
     plane_vibration.main(options)
-    monkeypatch.setattr(f16_data, "plane_vibration", lambda source: (made_up, "f16"))
+    monkeypatch.setattr(f16, "read_plane_vibration", lambda source: (made_up, "f16"))
     with pytest.raises(SystemExit, match=r"data: 'generated' there, 'f16' wanted"):
         plane_vibration.main(options)
 
@@ -427,7 +429,7 @@ def test_a_run_is_not_resumed_with_other_data(few, made_up, tmp_path, monkeypatc
 def test_without_the_data_the_structure_stands_in(made_up, tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
-    rows, source = f16_data.plane_vibration()
+    rows, source = f16.read_plane_vibration()
     assert torch.equal(rows, made_up)
     assert source == "generated"
 

@@ -18,7 +18,7 @@ pytest.importorskip("tqdm")
 
 from tasks import point_cloud
 from tasks.common import files, sweep
-from tasks.common import run as runs
+from tasks.common.run import Run
 from tests.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +124,7 @@ def test_a_finished_run_is_left_alone_and_can_be_trained_longer_to_the_same_numb
 
 def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(finished):
     config = PolynomialConfig(device="cpu", epochs=3, out=str(finished))
-    runs.Run("polynomial", config, "").begin(2)
+    Run("polynomial", config, "").begin(2)
     assert not (finished / "summary.json").exists()
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 
 import hbnode
 from tasks import silverbox
-from tasks.data import images as image_data
+from tasks.data import silverbox as silverbox_data
 from tests.models import MODELS
 from tests.small_runs import names_in, read_metrics
 
@@ -67,8 +67,8 @@ def write_csv(path, rows):
 @pytest.fixture
 def record(samples, tmp_path, monkeypatch):
     """A short record in HBNODE_DATA, and a split to go with it."""
-    monkeypatch.setattr(image_data, "SILVERBOX_ROWS", ROWS)
-    monkeypatch.setattr(image_data, "SILVERBOX_SETS", SETS)
+    monkeypatch.setattr(silverbox_data, "ROWS", ROWS)
+    monkeypatch.setattr(silverbox, "SETS", SETS)
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "data"))
     volts = samples[:, :2] / 20 + 0.01
     write_csv(tmp_path / "data" / "silverbox" / "SNLS80mV.csv", volts.tolist())
@@ -79,9 +79,9 @@ def record(samples, tmp_path, monkeypatch):
 
 
 def test_the_record_is_read_from_the_data_folder(record, tmp_path):
-    assert torch.equal(image_data.silverbox(), record)
+    assert torch.equal(silverbox_data.read_silverbox(), record)
     (tmp_path / "data" / "silverbox" / "SNLS80mV.csv").rename(tmp_path / "data" / "SNLS80mV.csv")
-    assert torch.equal(image_data.silverbox(), record)
+    assert torch.equal(silverbox_data.read_silverbox(), record)
 
 
 @pytest.mark.parametrize(
@@ -92,36 +92,37 @@ def test_the_record_is_read_from_the_data_folder(record, tmp_path):
         (lambda text: "<html>404</html>", "expected the header V1,V2, got"),
         (lambda text: "", "expected the header V1,V2, got"),
         (lambda text: text.split("\n", 1)[0] + "\n", "expected 800 rows"),
-        (lambda text: text.replace("\n0.", "\nx.", 1), r"line \d+: expected two numbers"),
-        (lambda text: text.rsplit("\n", 2)[0] + "\nnan,0.1,\n", "800 rows of two finite numbers"),
+        (lambda text: text.replace("\n0.", "\nx.", 1), r"line \d+: expected 2 numbers"),
+        (lambda text: text.rsplit("\n", 2)[0] + "\ninf,0.1,\n", "800 rows of 2 finite numbers"),
+        (lambda text: text.rsplit("\n", 2)[0] + "\nnan,0.1,\n", r"line 801: expected 2 numbers, got \[nan"),
     ],
 )
 def test_a_damaged_csv_is_named(damage, message, record, tmp_path):
     path = tmp_path / "data" / "silverbox" / "SNLS80mV.csv"
     path.write_text(damage(path.read_text()))
     with pytest.raises(ValueError, match=rf"SNLS80mV\.csv.*{message}[\s\S]*Fix: get SNLS80mV\.csv anew"):
-        image_data.silverbox()
+        silverbox_data.read_silverbox()
 
 
 def test_without_the_csv_the_package_is_asked(samples, record, tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "empty"))
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
     with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks is not installed\. Fix: put SNLS80mV\.csv"):
-        image_data.silverbox()
+        silverbox_data.read_silverbox()
 
     def whole(train_test_split):
         assert train_test_split is False
         return iter(record.T.numpy())  # the package's data set unpacks into u and y
 
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", types.SimpleNamespace(Silverbox=whole))
-    assert torch.equal(image_data.silverbox(), record)
+    assert torch.equal(silverbox_data.read_silverbox(), record)
 
     def fails(train_test_split):
         raise OSError("no network")
 
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", types.SimpleNamespace(Silverbox=fails))
     with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks failed \(no network\)\. Fix: put"):
-        image_data.silverbox()
+        silverbox_data.read_silverbox()
 
 
 def test_the_split_is_the_benchmarks():
@@ -135,18 +136,18 @@ def test_the_split_is_the_benchmarks():
         "arrow_no_extrapolation": arrow[:32_000],
         "arrow_full": arrow,
     }
-    assert {name: rows[part] for name, part in image_data.SILVERBOX_SETS.items()} == expected
+    assert {name: rows[part] for name, part in silverbox_data.SETS.items()} == expected
     assert [len(expected[name]) for name in ("train", "multisine", "arrow_full")] == [65_062, 21_688, 40_475]
-    assert (image_data.SILVERBOX_ROWS, image_data.SILVERBOX_START) == (131_072, 50)
+    assert (silverbox_data.ROWS, silverbox_data.START) == (131_072, 50)
 
 
 def test_the_real_record_when_it_is_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or not any((Path(root) / sub / "SNLS80mV.csv").is_file() for sub in ("silverbox", ".")):
         pytest.skip("the Silverbox is not in HBNODE_DATA")
-    found = image_data.silverbox()
+    found = silverbox_data.read_silverbox()
     assert found[0].tolist() == [0.0057756, 0.0093978]
-    part = {name: found[part, 1] for name, part in image_data.SILVERBOX_SETS.items()}
+    part = {name: found[part, 1] for name, part in silverbox_data.SETS.items()}
     assert part["train"].std(correction=0).item() == pytest.approx(0.0545436, abs=1e-6)
     highest = [part[name].abs().max().item() for name in ("train", "arrow_no_extrapolation", "arrow_full")]
     assert highest == [pytest.approx(0.21633), pytest.approx(0.23227, abs=1e-4), pytest.approx(0.30028)]

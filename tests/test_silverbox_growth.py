@@ -12,7 +12,6 @@ from torch import nn
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks.data import images as image_data
 from tasks.studies import silverbox_growth
 
 
@@ -83,7 +82,7 @@ def test_draws_are_the_dense_layers_of_their_seeds():
 def test_growth_writes_its_files(tmp_path, capsys, monkeypatch):
     record = 0.05 * torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(silverbox_growth, "TOL", 1e-3)
-    monkeypatch.setattr(image_data, "silverbox", lambda: record)
+    monkeypatch.setattr(silverbox_growth, "read_silverbox", lambda: record)
     silverbox_growth.main(["--draws", "2", "--out", str(tmp_path)])
     assert {path.name for path in tmp_path.iterdir()} == {"growth.csv", "growth.png", "growth.json"}
     with open(tmp_path / "growth.csv", newline="") as file:

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 
 from tasks import speech
 from tasks.data import speech as speech_data
-from tasks.models.recurrent import Rule
+from tasks.models.recurrent import RuleOptions
 from tests.small_runs import names_in, read_metrics
 
 # Files
@@ -75,13 +75,13 @@ def test_files_that_cannot_be_read(content):
         speech_data.read_wave(content, "a.wav")
 
 
-@pytest.mark.parametrize("count", [1, 40, 41, 1000])
-def test_halving_the_rate_is_scipys(count):
-    from scipy.signal import resample_poly
-
-    samples = torch.randn(count, dtype=torch.float64)
-    expected = torch.from_numpy(resample_poly(samples.numpy(), 1, 2))
-    torch.testing.assert_close(speech_data.halve_rate(samples), expected, rtol=0, atol=1e-13)
+def test_16_khz_become_8_khz():
+    """A tone well below 4 kHz is sampled at half the rate; what is above 4 kHz is filtered out."""
+    t = torch.arange(1600, dtype=torch.float64) / 16000
+    low, high = (torch.sin(2 * torch.pi * f * t) for f in (500, 6000))
+    found = speech_data.to_8_khz(low + high, 16000, "a.wav")
+    torch.testing.assert_close(found[50:-50], low[::2][50:-50], rtol=0, atol=2e-3)
+    assert speech_data.to_8_khz(low, 8000, "a.wav") is low
 
 
 # Data sets
@@ -114,7 +114,7 @@ def test_digits_are_split_by_the_recording(zipped, tmp_path, monkeypatch):
         (tmp_path / "fsdd" / "recordings").mkdir(parents=True)
         for name, content in digit_files().items():
             (tmp_path / "fsdd" / "recordings" / name).write_bytes(content)
-    waves, source = speech_data.speech()
+    waves, source = speech_data.read_speech()
     assert source == "digits"
     numbers = {part: sorted(round(32768 * x.item()) for x in of_it) for part, of_it in waves.items()}
     sets = {"test": range(5), "validation": range(5, 10), "train": range(10, 12)}
@@ -126,7 +126,7 @@ def test_the_real_digits_when_they_are_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or not (Path(root) / "fsdd" / "recordings.zip").is_file():
         pytest.skip("the digits are not in HBNODE_DATA")
-    waves, source = speech_data.speech("digits")
+    waves, source = speech_data.read_speech("digits")
     assert source == "digits"
     assert {part: len(of_it) for part, of_it in waves.items()} == {"train": 2400, "validation": 300, "test": 300}
     assert len({x.numpy().tobytes() for of_it in waves.values() for x in of_it}) == 3000  # none in two parts
@@ -135,12 +135,12 @@ def test_the_real_digits_when_they_are_there():
 def test_damaged_digits(tmp_path, monkeypatch):
     monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"fsdd/recordings\.zip is not in HBNODE_DATA=.*Fix: put the folder"):
-        speech_data.speech("digits")
+        speech_data.read_speech("digits")
     with pytest.raises(ValueError, match="source must be one of auto, digits, timit, generated, got 'speech'"):
-        speech_data.speech("speech")
+        speech_data.read_speech("speech")
     write_zip(tmp_path, digit_files() | {"noise.wav": riff(SAMPLES)})
     with pytest.raises(ValueError, match=r"noise\.wav: expected a name such as 7_jackson_32\.wav"):
-        speech_data.speech()
+        speech_data.read_speech()
     path = tmp_path / "fsdd" / "recordings.zip"
     for files, message in (
         (digit_files() | {"1_ann_0.wav": riff(SAMPLES, rate=16000)}, "expected 8000 samples a second, got 16000"),
@@ -150,10 +150,10 @@ def test_damaged_digits(tmp_path, monkeypatch):
         path.parent.rmdir()
         write_zip(tmp_path, files)
         with pytest.raises(ValueError, match=message):
-            speech_data.speech("digits")
+            speech_data.read_speech("digits")
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"recordings\.zip cannot be read"):
-        speech_data.speech("auto")
+        speech_data.read_speech("auto")
 
 
 def test_speakers_of_timit():
@@ -181,7 +181,7 @@ def test_timit(tmp_path, monkeypatch):
     put("TEST/DR2/FAAA0/SX43.WAV", [9] * 12)
     (tmp_path / "TRAIN/DR1/FCJF0/SX37.TXT").write_text("0 8 words")
     monkeypatch.setattr(speech_data, "TIMIT_SIZES", {"train": 2, "validation": 1, "test": 1})
-    waves, source = speech_data.speech("timit", str(tmp_path))
+    waves, source = speech_data.read_speech("timit", str(tmp_path))
     assert source == "timit"
     assert {part: [len(x) for x in of_it] for part, of_it in waves.items()} == {
         "train": [4, 4],
@@ -190,10 +190,10 @@ def test_timit(tmp_path, monkeypatch):
     }
     put("TEST/DR1/FAKS0/SX223.WAV", [3] * 12)
     with pytest.raises(ValueError, match=r"expected \{'train': 2.*\} utterances, got \{'train': 2.*'test': 2\}\. Fix:"):
-        speech_data.speech("timit", str(tmp_path))
+        speech_data.read_speech("timit", str(tmp_path))
     put("TEST/DR1/FAKS0/SX223.WAV", [3] * 12, lambda x: sphere(x, rate=22050))
     with pytest.raises(ValueError, match="expected 8000 or 16000 samples a second, got 22050"):
-        speech_data.speech("timit", str(tmp_path))
+        speech_data.read_speech("timit", str(tmp_path))
 
 
 def test_without_timit_it_says_what_to_do(tmp_path, monkeypatch):
@@ -295,7 +295,7 @@ def test_the_papers_sizes(preset, count):
     config = speech.SpeechConfig(preset=preset, model="momentum", **speech.PRESETS[preset])
     model = speech.Predictor(config)
     assert sum(p.numel() for p in model.parameters()) == count
-    assert config.rule(speech.TABLE) == Rule(momentum=0.3, step_size=0.1)
+    assert config.rule_options(speech.TABLE) == RuleOptions(momentum=0.3, step_size=0.1)
 
 
 def test_the_papers_tables():

@@ -17,8 +17,9 @@ pytest.importorskip("matplotlib")
 
 import hbnode
 from tasks import image_classification, point_cloud
-from tasks.common import run as runs
-from tasks.common import train as training
+from tasks.common.config import SCHEDULES, ODEConfig, parse
+from tasks.common.run import count_parameters
+from tasks.common.train import _schedule
 from tasks.models.regularization import Regularized
 from tests.models import MODELS
 from tests.small_runs import names_in, read_metrics, start, train_a_share
@@ -32,37 +33,37 @@ CLOUD = "--device cpu --tol 0.1".split()
 
 def test_point_cloud_presets_have_the_papers_parameter_counts():
     """525, 567, 528, 568, 568 in the paper; the printed 528 counts a damping that SONODE does not have."""
-    counts = [runs.count_parameters(point_cloud.Separator(model)) for model in MODELS]
+    counts = [count_parameters(point_cloud.Separator(model)) for model in MODELS]
     assert counts == [525, 567, 527, 568, 568]
 
 
 def test_mnist_models_have_the_papers_parameter_counts():
     """Table 5: 85,315 85,462 86,179 85,931 85,235; see the README for the two that differ by one."""
-    counts = [runs.count_parameters(image_classification.Classifier(model, "mnist")) for model in MODELS]
+    counts = [count_parameters(image_classification.Classifier(model, "mnist")) for model in MODELS]
     assert counts == [85_316, 85_462, 86_179, 85_930, 85_235]
 
 
 @pytest.mark.parametrize("small", [False, True])
 def test_digits_models_are_of_about_equal_size(small):
-    counts = [runs.count_parameters(image_classification.Classifier(m, "digits", small=small)) for m in MODELS]
+    counts = [count_parameters(image_classification.Classifier(m, "digits", small=small)) for m in MODELS]
     assert max(counts) < 1.06 * min(counts)
 
 
 def test_cifar10_models_have_the_papers_parameter_counts():
     """All of Table 5's second row."""
-    counts = [runs.count_parameters(image_classification.Classifier(model, "cifar10")) for model in MODELS]
+    counts = [count_parameters(image_classification.Classifier(model, "cifar10")) for model in MODELS]
     assert counts == [173_611, 172_452, 171_635, 172_916, 172_916]
 
 
 def test_paper_presets():
-    config = runs.parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", ["--preset", "paper"])
+    config = parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", ["--preset", "paper"])
     assert (config.tol, config.epochs, config.lr) == (1e-7, 300, 1e-2)
     assert config.batch_size == len(point_cloud.make_cloud(0)[0]) == 120
     solver = {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}}  # the full norm, as the authors ran it
     assert solver.items() <= config.ode_options().items()
     for dataset, tol, clip, schedule in (("mnist", 1e-4, 10.0, "constant"), ("cifar10", 1e-5, 1.0, "step")):
         argv = ["--preset", f"paper-{dataset}"]
-        config = runs.parse(image_classification.ImageConfig, image_classification.PRESETS, "", argv)
+        config = parse(image_classification.ImageConfig, image_classification.PRESETS, "", argv)
         assert (config.dataset, config.batch_size, config.lr, config.epochs) == (dataset, 64, 1e-3, 40)
         assert (config.tol, config.clip, config.schedule) == (tol, clip, schedule)
         assert solver.items() <= config.ode_options().items()
@@ -71,15 +72,15 @@ def test_paper_presets():
 
 def test_options_override_the_preset():
     argv = ["--preset", "paper", "--tol", "1e-4", "--model", "sonode", "--animate"]
-    config = runs.parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", argv)
+    config = parse(point_cloud.PointCloudConfig, point_cloud.PRESETS, "", argv)
     assert (config.tol, config.adjoint_norm, config.model, config.animate) == (1e-4, "full", "sonode", True)
     assert config.ode_options()["adjoint_options"] == {}
 
 
 def test_solvers():
-    options = runs.Config().ode_options()
+    options = ODEConfig().ode_options()
     assert (options["method"], options["gradient"]) == (None, None)
-    options = runs.Config(solver="torchdiffeq").ode_options()
+    options = ODEConfig(solver="torchdiffeq").ode_options()
     assert (options["method"], options["gradient"]) == ("dopri5", "adjoint")
     assert options["adjoint_options"] == {"norm": "seminorm"}
 
@@ -100,7 +101,7 @@ def test_solvers():
 )
 def test_bad_options(argv, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        runs.parse(image_classification.ImageConfig, image_classification.PRESETS, "", argv)
+        parse(image_classification.ImageConfig, image_classification.PRESETS, "", argv)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -172,7 +173,7 @@ def test_the_loss_scale_leaves_exact_gradients_alone_and_costs_the_adjoint_evalu
 
 
 def test_learning_rate_schedules():
-    rates = {schedule: [training._schedule(schedule, n, 4000) for n in (0, 1000, 2000)] for schedule in runs.SCHEDULES}
+    rates = {schedule: [_schedule(schedule, n, 4000) for n in (0, 1000, 2000)] for schedule in SCHEDULES}
     assert rates["constant"] == [1, 1, 1]
     assert rates["cosine"] == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5])
     assert rates["step"] == pytest.approx([1, 0.95, 0.95**2])
@@ -329,4 +330,4 @@ def test_a_solve_that_fails_says_where_in_the_training(tmp_path):
 
 def test_configurations_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        runs.Config().lr = 1.0
+        ODEConfig().lr = 1.0

@@ -19,9 +19,11 @@ pytest.importorskip("matplotlib")
 
 import hbnode
 from tasks import walker2d
-from tasks.common import run as runs
-from tasks.data import walker2d as walker_data
+from tasks.common.config import parse
+from tasks.common.run import count_parameters
 from tasks.data import walker2d_simulation
+from tasks.data.walker2d import read_walker2d
+from tasks.models.baselines import BASELINES
 from tasks.studies import walker2d_gradients
 from tests.models import MODELS, every_model
 from tests.small_runs import names_in, read_metrics
@@ -64,7 +66,7 @@ def short(monkeypatch):
 
 
 def make(model, **options):
-    if model in runs.BASELINES:
+    if model in BASELINES:
         return walker2d.Baseline(model).double()
     config = walker2d.WalkerConfig(model=model, **options)
     return walker2d.make_model(config, torch.zeros(17), torch.ones(17)).double()
@@ -78,13 +80,13 @@ def samples(*shape):
 
 
 def test_rollouts_are_read_from_the_data_folder(data):
-    rollouts, source = walker_data.walker2d()
+    rollouts, source = read_walker2d()
     assert [len(r) for r in rollouts] == [140, 130, 150, 120, 135, 145, 125, 130]
     assert rollouts[2].dtype == torch.float32
     assert np.array_equal(rollouts[2].numpy(), rollout(2, 150))
     assert source == "8 rollouts of a trained policy"
     (data / "generated.json").write_text("{}")
-    assert walker_data.walker2d()[1] == "8 rollouts of the scripted gait"
+    assert read_walker2d()[1] == "8 rollouts of the scripted gait"
 
 
 def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
@@ -94,7 +96,7 @@ def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
         walker2d.main(["--epochs", "1", "--out", str(tmp_path / "run")])
     monkeypatch.delenv("HBNODE_DATA")
     with pytest.raises(FileNotFoundError, match="HBNODE_DATA=None"):
-        walker_data.walker2d()
+        read_walker2d()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
 def test_a_damaged_rollout_is_named(damage, message, data):
     damage(data / "rollout_003.npy")
     with pytest.raises(ValueError, match=rf"rollout_003\.npy.*{message}[\s\S]*Fix: delete the file"):
-        walker_data.walker2d()
+        read_walker2d()
 
 
 def test_windows_are_kept_frames_with_their_times_and_the_next_raw_frames():
@@ -148,7 +150,7 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     with pytest.raises(ValueError, match="at least 3 rollouts, got 2"):
         walker2d.split(rollouts[:2])
     splits = walker2d.Splits.of(walker2d.WalkerConfig(ahead=5))
-    frames = torch.cat(walker2d.split(walker_data.walker2d()[0])["train"])
+    frames = torch.cat(walker2d.split(read_walker2d()[0])["train"])
     torch.testing.assert_close(splits.mean, frames.mean(0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(splits.deviation, frames.std(0), atol=1e-5, rtol=1e-5)
 
@@ -170,7 +172,7 @@ def test_the_real_rollouts_when_they_are_there():
     root = os.environ.get("HBNODE_DATA")
     if not root or len(list((Path(root) / "walker").glob("rollout_*.npy"))) != 400:
         pytest.skip("the rollouts are not in HBNODE_DATA")
-    rollouts, _ = walker_data.walker2d()
+    rollouts, _ = read_walker2d()
     assert sum(map(len, rollouts)) == 254_963
     # the step of the height is its velocity times the duration of a frame
     one = rollouts[0].double()
@@ -187,18 +189,18 @@ def test_the_real_rollouts_when_they_are_there():
 
 def test_the_papers_parameter_counts():
     """8,729, 8,815, 8,899 and 8,899 in the paper, which has no SONODE; the docstring has where the others come from."""
-    config = runs.parse(walker2d.WalkerConfig, walker2d.PRESETS, "", ["--preset", "paper"])
+    config = parse(walker2d.WalkerConfig, walker2d.PRESETS, "", ["--preset", "paper"])
     assert (config.tol, config.epochs, config.batch_size, config.lr, config.clip) == (1e-7, 500, 256, 3e-3, 1.0)
     options = config.rnn_options()
     assert (options["method"], options["gradient"], options["step_control"]) == ("dopri5", "adjoint", "batch")
     assert options["adjoint_options"] == {}
-    counts = [runs.count_parameters(make(model)) for model in MODELS]
+    counts = [count_parameters(make(model)) for model in MODELS]
     assert counts == [8_729, 8_819, 8_757, 8_898, 8_899]
 
 
-@pytest.mark.parametrize("model", [m for m in runs.BASELINES if m != "cfc"])
+@pytest.mark.parametrize("model", [m for m in BASELINES if m != "cfc"])
 def test_baselines_are_of_that_size(model):
-    assert runs.count_parameters(make(model)) == pytest.approx(8_800, rel=0.03)
+    assert count_parameters(make(model)) == pytest.approx(8_800, rel=0.03)
 
 
 @pytest.mark.parametrize("model", [*MODELS, "gru", "gru-d"])
@@ -375,7 +377,7 @@ def gymnasium(tmp_path, monkeypatch):
 
 def test_generated_rollouts_are_read_back(gymnasium, tmp_path, capsys):
     walker2d.main(["--generate", "3"])
-    rollouts, source = walker_data.walker2d()
+    rollouts, source = read_walker2d()
     assert [tuple(r.shape) for r in rollouts] == [(181, 17)] * 3
     assert rollouts[0].dtype == torch.float32
     assert source == "3 rollouts of the scripted gait"
@@ -395,7 +397,7 @@ def test_generating_leaves_nothing_half_done(gymnasium, tmp_path):
     assert not (tmp_path / "made" / "walker").exists()
     gymnasium.environment.step = step
     walker2d.main(["--generate", "2"])
-    assert len(walker_data.walker2d()[0]) == 2
+    assert len(read_walker2d()[0]) == 2
 
 
 def test_generating_says_what_is_missing(gymnasium, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
@@ -9,16 +10,17 @@ import logging
 import os
 import typing
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 try:
     import fcntl
 except ImportError:  # Windows: folders are not locked
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # the name of a module otherwise
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,6 +91,20 @@ def write_whole(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
 
 
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a JSON object, whole or not at all."""
+    write_whole(path, json.dumps(content, indent=2).encode())
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows as CSV, whole or not at all; the first has the names of the columns."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue().encode())
+
+
 def write_figure(figure: Figure, path: Path) -> None:
     """Save a figure, in the format that its name says, whole or not at all, and close it."""
     import matplotlib.pyplot as plt
@@ -108,7 +124,7 @@ def write_checkpoint(path: Path, checkpoint: dict[str, object]) -> None:
     write_whole(path, archive[:-2] + len(seal).to_bytes(2, "little") + seal)
 
 
-def read_checkpoint(path: Path, task: str, model: str) -> dict:
+def read_checkpoint(path: Path, task: str, model: str) -> dict[str, Any]:
     """A checkpoint, or the end with a message if it is damaged or another task's or model's."""
     try:
         checkpoint = torch.load(io.BytesIO(verified(path.read_bytes())), map_location="cpu", weights_only=True)
@@ -144,7 +160,16 @@ def unwritable(path: Path, error: OSError) -> str:
     return f"{path} cannot be written: {why}. Fix: make room or allow it and run again, or --out another-folder."
 
 
-def read_json(path: Path) -> dict:
+@contextmanager
+def exit_on(*errors: type[Exception]) -> Iterator[None]:
+    """Within it these errors end the process with their message, and without a traceback."""
+    try:
+        yield
+    except errors as error:
+        raise SystemExit(str(error)) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or the end with a message that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

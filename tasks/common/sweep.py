@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tasks.common.run import TaskConfig
+from tasks.common.config import TaskConfig
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
 C = TypeVar("C", bound=TaskConfig)
 
@@ -58,12 +61,12 @@ def _folder(config: TaskConfig, model: str, seed: int) -> str:
 
 def side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, threads: int) -> list[str]:
     """Run all, ``jobs`` at a time; what is to be said of those that failed."""
-    start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(start)
-    if start == "forkserver":
+    context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tasks.common.train"])  # torch is imported once
     waiting, failed = list(reversed(configs)), []
-    running: dict[int, tuple[BaseProcess, TaskConfig]] = {}
+    running: dict[Any, tuple[BaseProcess, TaskConfig]] = {}  # by what the system signals the end with
     with stopped_by(signal.SIGINT, signal.SIGTERM):
         try:
             while waiting or running:
@@ -73,17 +76,17 @@ def side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, th
                     process.start()
                     running[process.sentinel] = process, config
                 for sentinel in wait(list(running)):
-                    process, config = running.pop(sentinel)
-                    process.join()
-                    if process.exitcode:
-                        killed = f"killed by signal {-process.exitcode}"
-                        why = killed if process.exitcode < 0 else "failed, as said above"
-                        failed.append(f"{config.model}, seed {config.seed}: {why}")
+                    ended, of = running.pop(sentinel)
+                    ended.join()
+                    if ended.exitcode:
+                        killed = f"killed by signal {-ended.exitcode}"
+                        why = killed if ended.exitcode < 0 else "failed, as said above"
+                        failed.append(f"{of.model}, seed {of.seed}: {why}")
         finally:
-            for process, _ in running.values():
-                process.terminate()
-            for process, _ in running.values():
-                process.join()
+            for other, _ in running.values():
+                other.terminate()
+            for other, _ in running.values():
+                other.join()
     return failed
 
 

@@ -6,8 +6,6 @@ DistributedDataParallel, each process on its share of every batch.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import multiprocessing
 import signal
@@ -15,52 +13,39 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
+from tasks.common.batches import FreshData, Samples, ShuffledBatches, TrainingData, share_of_batch
+from tasks.common.config import ODEConfig
 from tasks.common.files import damaged
-from tasks.common.run import Config, Run
-from tasks.common.workers import Workers
+from tasks.common.run import Run
 
-Batch = tuple[Tensor, ...]
-Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float]]]
+Loss = Callable[[nn.Module, Samples], tuple[Tensor, dict[str, float]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
 
 
-@dataclasses.dataclass(frozen=True)
-class Fresh:
-    """Training data made anew for every epoch.
-
-    Attributes:
-        samples: how many an epoch has.
-        make: makes those of an epoch, counted from 0, of its number and the seed alone: a resumed run makes them again.
-    """
-
-    samples: int
-    make: Callable[[int], Batch]
-
-
 def fit(
     run: Run,
     model: nn.Module,
-    train: Batch | Fresh,
-    test: Batch,
+    train: Samples | FreshData,
+    test: Samples,
     loss: Loss,
     *,
     every: int = 1,
     held_out: str = "test",
     optimizer: MakeOptimizer | None = None,
-    after_step: Callable[[int], None] | None = None,
+    after_step: Callable[[int], object] | None = None,
     best: str = "",
     eval_batch_size: int = EVAL_BATCH_SIZE,
 ) -> dict[str, float]:
-    """Train for the configured epochs, from the last checkpoint if there is one; one row an epoch.
+    """Train for the configured epochs on shuffled batches, from the last checkpoint if there is one; one row an epoch.
 
     Arguments:
         run: where to write; its rows are filled.
@@ -80,73 +65,124 @@ def fit(
     Returns:
         For the summary: ``best_epoch``, and the best value as ``best_`` and its name; nothing without ``best``.
     """
-    trainer = _Trainer(run, model, train, loss, optimizer)
     test = tuple(x.to(run.workers.device) for x in test)
-    run.begin(trainer.position / trainer.per_epoch)
-    with interruptible() as interrupted, flushed_denormals(), trainer.bar:
-        while trainer.position < trainer.total:
-            is_last = trainer.step()
-            if after_step is not None:
-                after_step(trainer.position)
-            if is_last:
-                run.rows.append(trainer.row(evaluate(run, model, test, loss, held_out, eval_batch_size)))
-                trainer.keep_best(best)
-                if run.workers.rank == 0 and len(run.rows) % every == 0:
-                    figures = "  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items())
-                    tqdm.write(f"{run.config.model}, seed {run.config.seed}: {figures}")
-            wanted = run.workers.sum({"stop": float(interrupted()), "save": float(trainer.is_checkpoint_due())})
-            if any(wanted.values()) or trainer.position in (trainer.per_epoch, trainer.total):
-                trainer.save()  # before the first metrics, so that there are none without a checkpoint
-            if is_last:
-                run.write_metrics()
-            if wanted["stop"] and trainer.position < trainer.total:
-                trainer.bar.close()
-                raise SystemExit(f"interrupted: saved to {run.folder}; the same command goes on from there")
-    return trainer.restore_best(best)
+    trainer = Trainer(run, model, ShuffledBatches(run, train), loss, optimizer)
+    return trainer.fit(
+        lambda: evaluate(run, model, test, loss, held_out, eval_batch_size),
+        every=every,
+        after_step=after_step,
+        best=best,
+    )
 
 
-class _Trainer:
-    """A model, its optimizer and its place in the training data: all that a checkpoint holds."""
+class Stateful(typing.Protocol):
+    """Something whose state belongs to the checkpoint."""
+
+    def state_dict(self) -> dict[str, typing.Any]:
+        """The state, as ``torch.load`` reads it with ``weights_only=True``."""
+
+    def load_state_dict(self, state: dict[str, typing.Any]) -> object:
+        """Go on from such a state."""
+
+
+class Trainer:
+    """A model, its optimizer and its place in the training data: all that a checkpoint holds.
+
+    Arguments:
+        run: where to write; its rows are filled.
+        model: trained in place.
+        data: what to train on.
+        loss: (model, batch) -> the batch's mean loss, and further means to report; "loss" among them is reported in
+            the place of the one that is differentiated.
+        optimizer: makes the optimizer of the model; Adam if not given.
+        parts: what else a checkpoint holds, by name.
+    """
 
     def __init__(
-        self, run: Run, model: nn.Module, train: Batch | Fresh, loss: Loss, optimizer: MakeOptimizer | None
+        self,
+        run: Run,
+        model: nn.Module,
+        data: TrainingData,
+        loss: Loss,
+        optimizer: MakeOptimizer | None = None,
+        parts: Mapping[str, Stateful] | None = None,
     ) -> None:
-        self.run, self.config, self.workers, self.loss = run, run.config, run.workers, loss
-        self.loss_scale = self.config.loss_scale if isinstance(self.config, Config) else 1.0
+        self.run, self.config, self.workers, self.data, self.loss = run, run.config, run.workers, data, loss
+        self.loss_scale = self.config.loss_scale if isinstance(self.config, ODEConfig) else 1.0
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
+        self.parts: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.train = train if isinstance(train, Fresh) else Fresh(len(train[0]), lambda epoch: train)
-        self.epoch = -1  # that the data is of
-        self.data: Batch = ()
-        self.per_epoch = -(-self.train.samples // self.config.batch_size)
-        self.total = self.config.epochs * self.per_epoch
-        self.position = 0  # batches done
+        self.total = self.config.epochs * data.per_epoch
+        self.position = 0  # units of the training data behind it
         self.totals: dict[str, float] = {}  # sums over the epoch so far
         self.best: dict[str, typing.Any] = {}  # epoch, value and weights of the best so far
         self._resume()
         self.wrapped = self.workers.wrap(model)
         alone = self.workers.rank == 0 and multiprocessing.parent_process() is None
         hidden = None if alone else True  # one bar at a time, and on a terminal only
-        self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit="batch")
+        self.bar = tqdm(total=self.total, initial=self.position, disable=hidden, unit=data.unit)
         self.saved = time.monotonic()
 
+    def fit(
+        self,
+        validate: Callable[[], dict[str, float]],
+        *,
+        every: int = 1,
+        after_step: Callable[[int], object] | None = None,
+        best: str = "",
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> dict[str, float]:
+        """Train until the configured epochs are done; one row an epoch.
+
+        Arguments:
+            validate: the columns of the row that are not means over the training data; called after every epoch.
+            every: as of :func:`fit`, like ``after_step`` and ``best``.
+            after_step: called with the position after each step.
+            best: the column that picks the weights.
+            weights: within it the model has the weights to validate and keep, which need not be those it trains.
+        """
+        run, per_epoch = self.run, self.data.per_epoch
+        run.begin(self.position / per_epoch)
+        with interruptible() as interrupted, flushed_denormals(), self.bar:
+            while self.position < self.total:
+                is_last = self.step()
+                if after_step is not None:
+                    after_step(self.position)
+                if is_last:
+                    with weights():
+                        run.rows.append(self.row(validate()))
+                        self.keep_best(best)
+                    if self.workers.rank == 0 and len(run.rows) % every == 0:
+                        figures = "  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items())
+                        tqdm.write(f"{self.config.model}, seed {self.config.seed}: {figures}")
+                wanted = self.workers.sum({"stop": float(interrupted()), "save": float(self.is_checkpoint_due())})
+                if any(wanted.values()) or self.position in (per_epoch, self.total):
+                    self.save()  # before the first metrics, so that there are none without a checkpoint
+                if is_last:
+                    run.write_metrics()
+                if wanted["stop"] and self.position < self.total:
+                    self.bar.close()
+                    raise SystemExit(f"interrupted: saved to {run.folder}; the same command goes on from there")
+        return self.restore_best(best)
+
     def step(self) -> bool:
-        """Train on one batch; whether it was the last of its epoch."""
-        epoch, index = divmod(self.position, self.per_epoch)
-        order = _order(self.config.seed, epoch, self.train.samples)
-        batch, samples, weight = _share(self._of(epoch), order, index, self.config.batch_size, self.workers)
+        """Train on one piece; whether it was the last of its epoch."""
+        epoch, start = divmod(self.position, self.data.per_epoch)
+        piece = self.data.piece(epoch, start)
+        where = f"epoch {epoch + 1}, {piece.place}"
+        factor = piece.rate * _schedule(self.config.schedule, self.position, self.total)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * _schedule(self.config.schedule, self.position, self.total)
-        start = time.perf_counter()
+            group["lr"] = rate * factor
+        begun = time.perf_counter()
         self.optimizer.zero_grad()
         with hbnode.count_nfe(self.wrapped) as nfe:
             try:
-                value, means = self.loss(self.wrapped, batch)
-                (value * weight * self.loss_scale).backward()
+                value, means = self.loss(self.wrapped, piece.batch)
+                (value * piece.weight * self.loss_scale).backward()
             except hbnode.SolverError as error:
                 raise SystemExit(
-                    f"epoch {epoch + 1}, batch {index + 1}: {type(error).__name__}: {error}. "
+                    f"{where}: {type(error).__name__}: {error}. "
                     f"Fix: a smaller --lr, --clip 1, or another --tol; what was done is in {self.run.folder}"
                 ) from error
         if self.loss_scale != 1:
@@ -157,25 +193,19 @@ class _Trainer:
         self.optimizer.step()
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
-        seconds = time.perf_counter() - start
-        require_finite({"loss": value.item(), **means}, f"epoch {epoch + 1}, batch {index + 1}", self.run)
+        seconds = time.perf_counter() - begun
+        means = {"loss": value.item(), **means}
+        require_finite(means, where, self.run)
         counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}
-        _add(self.totals, _weighted(value, means, samples) | counts)
-        self.position += 1
-        shown = {"loss": f"{value.item():.4f}"}
-        if isinstance(self.config, Config):
+        _add(self.totals, _weighted(means, piece.samples) | counts)
+        self.position += piece.length
+        shown = {"loss": f"{means['loss']:.4f}"}
+        if isinstance(self.config, ODEConfig):
             mean = (self.totals[name] / self.totals["batches"] for name in ("nfe_forward", "nfe_backward"))
             shown["nfe"] = "/".join(f"{x:.0f}" for x in mean)
         self.bar.set_postfix(shown, refresh=False)
-        self.bar.update()
-        return index + 1 == self.per_epoch
-
-    def _of(self, epoch: int) -> Batch:
-        """The training data of an epoch."""
-        if epoch != self.epoch:
-            self.data = tuple(x.to(self.workers.device) for x in self.train.make(epoch))
-            self.epoch = epoch
-        return self.data
+        self.bar.update(piece.length)
+        return self.position % self.data.per_epoch == 0
 
     def row(self, test: dict[str, float]) -> dict[str, float]:
         """The epoch's row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
@@ -187,9 +217,9 @@ class _Trainer:
         seconds = totals.pop("seconds") / self.workers.size
         means = {f"train_{name}": value / samples for name, value in totals.items()}
         costs = {"nfe_forward": forward, "nfe_backward": backward, "nfe_ratio": ratio}
-        conditions = {"batch_size": samples / self.per_epoch, "loss_scale": self.loss_scale}
-        of_odes = {**costs, **conditions} if isinstance(self.config, Config) else {}
-        return {"epoch": self.position // self.per_epoch, **means, **test, **of_odes, "seconds": seconds}
+        conditions = {"batch_size": samples / self.data.per_epoch, "loss_scale": self.loss_scale}
+        of_odes = {**costs, **conditions} if isinstance(self.config, ODEConfig) else {}
+        return {"epoch": self.position // self.data.per_epoch, **means, **test, **of_odes, "seconds": seconds}
 
     def keep_best(self, name: str) -> None:
         """Keep the weights if the last row is better than all before."""
@@ -213,14 +243,15 @@ class _Trainer:
 
     def save(self) -> None:
         """Write a checkpoint; all processes call this together."""
+        device = self.workers.device
         self.run.save_checkpoint(
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            **{name: part.state_dict() for name, part in self.parts.items()},
             position=self.position,
             totals=self.workers.sum(self.totals) if self.totals else {},
             rows=self.run.rows,
             best=self.best,
             rng=torch.get_rng_state(),
+            device_rng=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         )
         self.saved = time.monotonic()
 
@@ -229,10 +260,13 @@ class _Trainer:
         if checkpoint is None:
             return
         try:
-            self.model.load_state_dict(checkpoint["model"])
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint[name])
             torch.set_rng_state(checkpoint["rng"])
-            self.best = checkpoint.get("best", {})  # older checkpoints have none
+            device, device_rng = self.workers.device, checkpoint.get("device_rng")  # older checkpoints have none
+            if device.type == "cuda" and device_rng is not None:
+                torch.cuda.set_rng_state(device_rng, device)
+            self.best = checkpoint.get("best", {})
             self.run.rows, self.position = checkpoint["rows"], checkpoint["position"]
             self.totals = checkpoint["totals"] if self.workers.rank == 0 else {}  # summed over all when it was saved
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -241,14 +275,14 @@ class _Trainer:
 
 
 def evaluate(
-    run: Run, model: nn.Module, data: Batch, loss: Loss, name: str, batch_size: int = EVAL_BATCH_SIZE
+    run: Run, model: nn.Module, data: Samples, loss: Loss, name: str, batch_size: int = EVAL_BATCH_SIZE
 ) -> dict[str, float]:
     """Means over the test data, and of a task of ODEs the evaluations that a batch of it takes."""
     totals: dict[str, float] = {}
     model.eval()
     with torch.no_grad():
         for index in range(-(-len(data[0]) // batch_size)):
-            batch, samples, _ = _share(data, torch.arange(len(data[0])), index, batch_size, run.workers)
+            batch, samples, _ = share_of_batch(data, torch.arange(len(data[0])), index, batch_size, run.workers)
             with hbnode.count_nfe(model) as nfe:
                 try:
                     value, means = loss(model, batch)
@@ -257,13 +291,13 @@ def evaluate(
                         f"{name} data: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another "
                         f"--tol, with another --out; what was done is in {run.folder}"
                     ) from error
-            _add(totals, _weighted(value, means, samples) | {"batches": 1, "nfe": nfe.forward})
+            _add(totals, _weighted({"loss": value.item(), **means}, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
     totals = run.workers.sum(totals)
-    samples, batches, nfe = (totals.pop(key) for key in ("samples", "batches", "nfe"))
-    means = {f"{name}_{key}": value / samples for key, value in totals.items()}
+    seen, batches, evaluations = (totals.pop(key) for key in ("samples", "batches", "nfe"))
+    means = {f"{name}_{key}": value / seen for key, value in totals.items()}
     require_finite(means, f"{name} data", run)
-    return means | ({f"{name}_nfe": nfe / batches} if isinstance(run.config, Config) else {})
+    return means | ({f"{name}_nfe": evaluations / batches} if isinstance(run.config, ODEConfig) else {})
 
 
 def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
@@ -286,37 +320,13 @@ def _schedule(name: str, position: int, total: int) -> float:
     return factors[name]
 
 
-def _weighted(value: Tensor, means: dict[str, float], samples: int) -> dict[str, float]:
-    return {"samples": samples} | {k: v * samples for k, v in {"loss": value.item(), **means}.items()}
+def _weighted(means: dict[str, float], samples: int) -> dict[str, float]:
+    return {"samples": samples} | {name: mean * samples for name, mean in means.items()}
 
 
 def _add(totals: dict[str, float], new: dict[str, float]) -> None:
     for name, value in new.items():
         totals[name] = totals.get(name, 0.0) + value
-
-
-@functools.lru_cache(maxsize=1)
-def _order(seed: int, epoch: int, length: int) -> Tensor:
-    """The order of the samples in an epoch."""
-    return torch.randperm(length, generator=epoch_generator(seed, epoch))
-
-
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Random numbers of an epoch: of its number and the seed alone, so that a resumed run repeats them."""
-    return torch.Generator().manual_seed(1_000_003 * seed + epoch)
-
-
-def _share(data: Batch, order: Tensor, index: int, batch_size: int, workers: Workers) -> tuple[Batch, int, float]:
-    """This process's part of a batch, how many samples of it count, and the weight of their mean loss.
-
-    The mean over the processes of the weighted losses is the mean over the batch, however unequal the parts. A process
-    left without a sample gets one that counts nothing, because all must take part in the averaging.
-    """
-    chosen = order[index * batch_size : (index + 1) * batch_size]
-    part = chosen[workers.rank :: workers.size]
-    samples = len(part)
-    part = part if samples else chosen[:1]
-    return tuple(x[part.to(x.device)] for x in data), samples, samples * workers.size / len(chosen)
 
 
 @contextmanager
@@ -338,7 +348,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         received.append(number)
         signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, typing.Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(received)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from pathlib import Path
@@ -10,16 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PLANE_PERIOD = 8192  # rows after which the force repeats, in the file and in the generated record
-PLANE_ROWS = 9 * PLANE_PERIOD
-PLANE_RATE = 400.0  # rows a second
-PLANE_NAME = "F16Data_FullMSine_Level1"
-PLANE_COLUMNS = ["Force", "Voltage", "Acceleration1", "Acceleration2", "Acceleration3"]
-PLANE_FIX = f"Fix: get {PLANE_NAME}.csv anew, from the F-16 benchmark of nonlinearbenchmark.org."
-PLANE_SOURCES = ("auto", "f16", "generated")
+from tasks.data.arrays import check_record, read_columns
+from tasks.data.download import find
+
+PERIOD = 8192  # rows after which the force repeats, in the file and in the generated record
+ROWS = 9 * PERIOD
+RATE = 400.0  # rows a second
+NAME = "F16Data_FullMSine_Level1"
+COLUMNS = ("Force", "Voltage", "Acceleration1", "Acceleration2", "Acceleration3")
+FIX = f"Fix: get {NAME}.csv anew, from the F-16 benchmark of nonlinearbenchmark.org."
+SOURCES = ("auto", "f16", "generated")
 
 
-def plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
+def read_plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
     """Force, voltage and three accelerations of a vibrating aircraft, 400 rows a second, and where they come from.
 
     "f16" is the ground vibration test of an F-16 with a full multisine, level 1, whose force (N) and shaker voltage (V)
@@ -38,8 +40,8 @@ def plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
         FileNotFoundError: if "f16" is asked for and is not there.
         ValueError: if the file is damaged, whichever is asked for but "generated".
     """
-    if source not in PLANE_SOURCES:
-        raise ValueError(f"source must be one of {', '.join(PLANE_SOURCES)}, got {source!r}")
+    if source not in SOURCES:
+        raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     if source != "generated":
         try:
             return _f16(), "f16"
@@ -50,13 +52,12 @@ def plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
 
 
 def _f16() -> Tensor:
-    root = os.environ.get("HBNODE_DATA")
-    for folder in (Path(root) / "plane-vibration", Path(root)) if root else ():
-        if (folder / f"{PLANE_NAME}.csv").is_file():
-            return _f16_csv(folder / f"{PLANE_NAME}.csv")
-    missing = f"plane-vibration/{PLANE_NAME}.csv is not in HBNODE_DATA={root!r}"
+    csv = find((f"{NAME}.csv",), ("plane-vibration", ""))
+    if csv:
+        return read_columns(csv, COLUMNS, ROWS, FIX)
+    missing = f"plane-vibration/{NAME}.csv is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}"
     fix = (
-        f"Fix: put {PLANE_NAME}.csv from F16GVT_Files.zip of nonlinearbenchmark.org into a folder plane-vibration and "
+        f"Fix: put {NAME}.csv from F16GVT_Files.zip of nonlinearbenchmark.org into a folder plane-vibration and "
         "set HBNODE_DATA to the folder above it, or pip install nonlinear_benchmarks, which downloads it (148 MB)."
     )
     try:
@@ -65,32 +66,10 @@ def _f16() -> Tensor:
         raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks is not installed. {fix}") from error
     try:
         paths = nonlinear_benchmarks.F16(data_file_locations=True)
-        path = next(path for path in map(Path, paths) if path.stem == PLANE_NAME)
+        path = next(path for path in map(Path, paths) if path.stem == NAME)
     except Exception as error:  # no network, or an answer without the file, and it raises whatever it likes
         raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks failed ({error!r}). {fix}") from error
     return _f16_mat(path)
-
-
-def _f16_csv(path: Path) -> Tensor:
-    """Five columns of numbers, the sampling rate in the first row of a sixth, and an empty one."""
-    rows = []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        lines = csv.reader(file)
-        header = next(lines, [])[:5]
-        if header != PLANE_COLUMNS:
-            raise ValueError(f"{path}: expected the header {','.join(PLANE_COLUMNS)}, got {header}. {PLANE_FIX}")
-        for line in lines:
-            if not line:
-                continue
-            try:
-                force, voltage, *accelerations = line[:5]
-                first, second, third = accelerations
-                rows.append([float(x) for x in (force, voltage, first, second, third)])
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}, line {lines.line_num}: expected five numbers, got {line}. {PLANE_FIX}"
-                ) from error
-    return _checked_plane(torch.tensor(rows, dtype=torch.float64).reshape(-1, 5), str(path))
 
 
 def _f16_mat(path: Path) -> Tensor:
@@ -102,17 +81,8 @@ def _f16_mat(path: Path) -> Tensor:
         parts = [torch.as_tensor(arrays[name]).double() for name in ("Force", "Voltage", "Acceleration")]
         rows = torch.cat(parts).T
     except Exception as error:  # a damaged file raises whatever it likes
-        raise ValueError(f"{path} cannot be read ({error!r}). {PLANE_FIX}") from error
-    return _checked_plane(rows.contiguous(), str(path))
-
-
-def _checked_plane(rows: Tensor, name: str) -> Tensor:
-    if rows.shape != (PLANE_ROWS, 5) or not bool(torch.isfinite(rows).all()):
-        raise ValueError(
-            f"{name}: expected {PLANE_ROWS:,} rows of five finite numbers, got shape {tuple(rows.shape)}"
-            f"{'' if bool(torch.isfinite(rows).all()) else ' with others among them'}. {PLANE_FIX}"
-        )
-    return rows
+        raise ValueError(f"{path} cannot be read ({error!r}). {FIX}") from error
+    return check_record(rows.contiguous(), (ROWS, 5), str(path), FIX)
 
 
 def vibrating_structure() -> Tensor:
@@ -127,7 +97,7 @@ def vibrating_structure() -> Tensor:
         Force, voltage and three accelerations, (73728, 5) in float64.
     """
     generator = torch.Generator().manual_seed(0)
-    f = torch.fft.rfftfreq(PLANE_PERIOD, 1 / PLANE_RATE, dtype=torch.float64)
+    f = torch.fft.rfftfreq(PERIOD, 1 / RATE, dtype=torch.float64)
     excited = (f >= 2) & (f <= 15)
     phases = 2 * math.pi * torch.rand(len(f), generator=generator, dtype=torch.float64)
     voltage = torch.where(excited, torch.polar(torch.ones_like(f), phases), 0)
@@ -139,6 +109,6 @@ def vibrating_structure() -> Tensor:
     force = voltage / (1 + 1j * f / 10)  # an amplifier of one pole, and no feedback from the structure
     response = force[:, None] * (accelerance @ shapes.T.to(accelerance.dtype))
     spectra = torch.cat([force[:, None], voltage[:, None], response], dim=1)
-    rows = torch.fft.irfft(spectra, n=PLANE_PERIOD, dim=0).repeat(PLANE_ROWS // PLANE_PERIOD, 1)
+    rows = torch.fft.irfft(spectra, n=PERIOD, dim=0).repeat(ROWS // PERIOD, 1)
     rows = rows * torch.tensor([12.0, 0.025, 0.3, 0.3, 0.3], dtype=torch.float64) / rows.std(0)
     return rows + 0.01 * rows.std(0) * torch.randn(rows.shape, generator=generator, dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-import wave
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ TIMIT_SIZES = {"train": 3696, "validation": 192, "test": 400}  # utterances, eig
 Waves = dict[str, list[Tensor]]
 
 
-def speech(source: str = "auto", timit: str = "") -> tuple[Waves, str]:
+def read_speech(source: str = "auto", timit: str = "") -> tuple[Waves, str]:
     """Recordings of training, validation and test, waveforms in [-1, 1] at 8 kHz, and where they come from.
 
     "digits" is the Free Spoken Digit Dataset, 3,000 recordings of six speakers: for each speaker and digit test has the
@@ -123,35 +123,20 @@ def _timit(folder: Path) -> Waves:
         wanted = ["train"] if part == "train" else [name for name, speakers in members.items() if speaker in speakers]
         if wanted and not sentence.startswith("sa"):
             samples, rate = read_wave(path.read_bytes(), str(path))
-            parts[wanted[0]].append(_to_8_khz(samples, rate, str(path)))
+            parts[wanted[0]].append(to_8_khz(samples, rate, str(path)))
     sizes = {name: len(waves) for name, waves in parts.items()}
     if sizes != TIMIT_SIZES:
         raise ValueError(f"{folder}: expected {TIMIT_SIZES} utterances, got {sizes}. {fix}")
     return _checked(parts, fix)
 
 
-def _to_8_khz(samples: Tensor, rate: int, name: str) -> Tensor:
+def to_8_khz(samples: Tensor, rate: int, name: str) -> Tensor:
+    """Samples of 8 or 16 kHz at 8 kHz, filtered by SciPy's (and Matlab's) default low-pass filter."""
+    from scipy.signal import resample_poly
+
     if rate not in (RATE, 2 * RATE):
         raise ValueError(f"{name}: expected {RATE} or {2 * RATE} samples a second, got {rate}. Fix: resample it.")
-    return samples if rate == RATE else halve_rate(samples)
-
-
-def halve_rate(samples: Tensor) -> Tensor:
-    """Every second sample after a low-pass filter, a windowed sinc of 41 taps with the Kaiser window of beta 5.
-
-    These are the defaults of Matlab's ``resample`` and of SciPy's ``resample_poly``.
-
-    Arguments:
-        samples: (N,).
-
-    Returns:
-        (ceil(N / 2),).
-    """
-    reach = 20
-    window = torch.kaiser_window(2 * reach + 1, periodic=False, beta=5.0, dtype=torch.float64)
-    taps = torch.sinc(torch.arange(-reach, reach + 1, dtype=torch.float64) / 2) * window
-    taps = (taps / taps.sum()).to(samples)
-    return torch.nn.functional.conv1d(samples[None, None], taps[None, None], stride=2, padding=reach)[0, 0]
+    return samples if rate == RATE else torch.from_numpy(resample_poly(samples.numpy(), 1, 2))
 
 
 # Files
@@ -163,42 +148,23 @@ def read_wave(content: bytes, name: str) -> tuple[Tensor, int]:
     Raises:
         ValueError: if it is neither, is compressed, or ends early.
     """
+    import soundfile
+
     try:
-        raw, rate, order = _sphere(content) if content.startswith(b"NIST_1A") else _riff(content)
-    except (EOFError, KeyError, UnicodeDecodeError, ValueError, wave.Error) as error:
+        with soundfile.SoundFile(io.BytesIO(content)) as file:
+            if (file.channels, file.subtype) != (1, "PCM_16"):
+                raise ValueError(f"{file.channels} channels of {file.subtype}")
+            samples, rate = file.read(dtype="float32"), file.samplerate
+            declared = re.search(rb"sample_count -i (\d+)", content[:1024])  # by NIST SPHERE
+            is_cut = declared and int(declared[1]) != len(samples)
+            if is_cut or len(samples) == 0 or re.search(r"^data : \d+ \(should be", file.extra_info, re.MULTILINE):
+                raise ValueError(f"it ends after {len(samples)} samples")
+    except (soundfile.SoundFileError, ValueError) as error:
         raise ValueError(
             f"{name} cannot be read ({error!r}): expected a RIFF or NIST SPHERE file of one channel of 16 bits, not "
             "compressed. Fix: get the file anew, or convert it, as sph2pipe -f wav does."
         ) from error
-    samples = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, 2).int()
-    low, high = samples.unbind(1) if order == "little" else samples.flip(1).unbind(1)
-    value = low + 256 * high
-    return (value - 65536 * (value >= 32768).int()).float() / 32768, rate
-
-
-def _riff(content: bytes) -> tuple[bytes, int, str]:
-    with wave.open(io.BytesIO(content)) as file:
-        if (file.getnchannels(), file.getsampwidth()) != (1, 2):
-            raise ValueError(f"{file.getnchannels()} channels of {8 * file.getsampwidth()} bits")
-        raw = file.readframes(file.getnframes())
-        if len(raw) != 2 * file.getnframes() or not raw:
-            raise EOFError(f"{len(raw)} bytes for {file.getnframes()} samples")
-        return raw, file.getframerate(), "little"
-
-
-def _sphere(content: bytes) -> tuple[bytes, int, str]:
-    """Its header: NIST_1A, the header's size, lines of a key, a type and a value, and end_head."""
-    size = int(content[8:16].decode("ascii"))
-    lines = content[16:size].decode("ascii").split("end_head")[0].splitlines()
-    entries = [line.split(maxsplit=2) for line in lines if line and not line.startswith(";")]
-    header = {entry[0]: entry[2].strip() for entry in entries if len(entry) == 3}
-    count, coding = int(header["sample_count"]), header.get("sample_coding", "pcm")
-    if coding != "pcm" or header["sample_n_bytes"] != "2" or header["channel_count"] != "1":
-        raise ValueError(f"{header['channel_count']} channels of {header['sample_n_bytes']} bytes, coding {coding}")
-    raw = content[size : size + 2 * count]
-    if len(raw) != 2 * count or not raw:
-        raise EOFError(f"{len(raw)} bytes for {count} samples")
-    return raw, int(header["sample_rate"]), {"01": "little", "10": "big"}[header["sample_byte_format"]]
+    return torch.from_numpy(samples), rate
 
 
 def _checked(parts: Waves, fix: str) -> Waves:
@@ -249,6 +215,6 @@ def log_spectra(samples: Tensor) -> Tensor:
         (ceil(N / 128) + 3, 129), from -50 dB, silence, to about 40.
     """
     padded = torch.nn.functional.pad(samples, (WINDOW, -len(samples) % HOP + WINDOW))
-    window = torch.hann_window(WINDOW, periodic=True, dtype=samples.dtype)
-    spectra = torch.fft.rfft(padded.unfold(0, WINDOW, HOP) * window)
+    window = torch.hann_window(WINDOW, dtype=samples.dtype)
+    spectra = torch.stft(padded, WINDOW, HOP, window=window, center=False, return_complex=True).T
     return 10 * torch.log10(1e-5 + spectra.abs().square())

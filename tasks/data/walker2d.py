@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-WALKER_CHANNELS = 17
-WALKER_FILE = "rollout_{:03d}.npy"
-WALKER_MADE = "generated.json"  # beside rollouts that are not the published ones
+CHANNELS = 17
+FILE = "rollout_{:03d}.npy"
+GENERATED = "generated.json"  # beside rollouts that are not the published ones
 
 
-def walker2d() -> tuple[list[Tensor], str]:
+def read_walker2d() -> tuple[list[Tensor], str]:
     """Rollouts of MuJoCo's Walker2d: ``walker/rollout_*.npy`` in ``HBNODE_DATA``, one array (frames, 17) an episode.
 
     Published are 400, of a trained policy, at 0.008 s a frame. Channels: height of the torso in m, its angle, the
@@ -31,13 +31,13 @@ def walker2d() -> tuple[list[Tensor], str]:
     """
     folder = walker2d_folder()
     files = sorted(folder.glob("rollout_*.npy")) if folder else []
-    if not files:
+    if not folder or not files:
         raise FileNotFoundError(
             f"walker/rollout_*.npy is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}. Fix: put the rollouts of "
             "the folder data/walker of github.com/raminmh/CfC into a folder walker and set HBNODE_DATA to the folder "
             "above it; or make some of a simple gait with python -m tasks.walker2d --generate 100."
         )
-    made = (folder / WALKER_MADE).is_file()
+    made = (folder / GENERATED).is_file()
     source = f"{len(files)} rollouts " + ("of the scripted gait" if made else "of a trained policy")
     return [_read_rollout(file) for file in files], source
 
@@ -56,9 +56,9 @@ def _read_rollout(path: Path) -> Tensor:
         rollout = torch.from_numpy(np.load(io.BytesIO(path.read_bytes()), allow_pickle=False).astype(np.float32))
     except (OSError, EOFError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); expected an array of (frames, 17). {fix}") from error
-    if rollout.dim() != 2 or rollout.shape[1] != WALKER_CHANNELS or not bool(rollout.isfinite().all()):
+    if rollout.dim() != 2 or rollout.shape[1] != CHANNELS or not bool(rollout.isfinite().all()):
         raise ValueError(
-            f"{path}: expected (frames, {WALKER_CHANNELS}) finite numbers, got shape {tuple(rollout.shape)}"
+            f"{path}: expected (frames, {CHANNELS}) finite numbers, got shape {tuple(rollout.shape)}"
             f"{'' if bool(rollout.isfinite().all()) else ' with others among them'}. {fix}"
         )
     return rollout

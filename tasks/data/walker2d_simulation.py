@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tasks.common.figures import legend_beside
 from tasks.common.files import write_figure
-from tasks.data import walker2d as walker_data
+from tasks.data.walker2d import FILE, GENERATED, walker2d_folder
 
 if typing.TYPE_CHECKING:
     import gymnasium
@@ -81,7 +81,7 @@ def draw_walks(true: Tensor, walk: Tensor, seen: Tensor, numbers: Tensor, title:
 
     moments = torch.linspace(0, len(true) - 1, 8).round().long().unique().tolist()
     figure = plt.figure(figsize=(12, 7), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1))
+    above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1), squeeze=False)[:, 0]
     axes = above.subplots(2, len(moments), squeeze=False)
     for row, frames, name in zip(axes, (true, walk), ("simulator", "forecast"), strict=True):
         for ax, moment in zip(row, moments, strict=True):
@@ -109,7 +109,7 @@ def generate(episodes: int, seed: int) -> None:
     """
     import numpy as np
 
-    folder = walker_data.walker2d_folder()
+    folder = walker2d_folder()
     if folder is None:
         raise SystemExit("HBNODE_DATA is not set. Fix: set it to the folder that shall hold walker/rollout_*.npy.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -134,8 +134,8 @@ def generate(episodes: int, seed: int) -> None:
     try:
         partial.mkdir(parents=True)
         for number, rollout in enumerate(rollouts):
-            np.save(partial / walker_data.WALKER_FILE.format(number), rollout)
-        (partial / walker_data.WALKER_MADE).write_text(json.dumps(about, indent=2))
+            np.save(partial / FILE.format(number), rollout)
+        (partial / GENERATED).write_text(json.dumps(about, indent=2))
         partial.replace(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

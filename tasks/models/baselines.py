@@ -11,14 +11,19 @@ is what tells them apart:
 from __future__ import annotations
 
 import abc
+import dataclasses
 import typing
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.run import BASELINES, count_parameters
+import hbnode
+from tasks.common.config import MODELS, TRIAL_FIELDS, ODEConfig
+from tasks.common.run import count_parameters
 
+BASELINES = ("lstm", "gru", "gru-d", "cfc")
 State = typing.Any  # a tensor or a pair of them, to be handed back as it came
 
 
@@ -82,7 +87,7 @@ class Recurrent(nn.Module, abc.ABC):
 class Gated(Recurrent):
     """torch's LSTM or GRU on [x, gap]."""
 
-    def __init__(self, kind: type[nn.RNNBase], input_size: int, hidden_size: int, **options: bool) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], input_size: int, hidden_size: int, **options: bool) -> None:
         super().__init__(input_size, hidden_size, **options)
         self.net = kind(self.features + 1, hidden_size, batch_first=True)
 
@@ -186,3 +191,23 @@ def _kind(name: str) -> Callable[..., Recurrent]:
     if name not in kinds:
         raise ValueError(f"unknown baseline {name!r}; expected one of {', '.join(BASELINES)}")
     return kinds[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class IrregularSeriesConfig(ODEConfig):
+    """Options of the tasks that compare ODE-RNNs with the baselines."""
+
+    models: ClassVar[tuple[str, ...]] = (*MODELS, *BASELINES)
+
+    def rnn_options(self) -> dict[str, typing.Any]:
+        """The arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
+        return self.ode_options() | {"step_control": "sample" if self.solver == "native" else "batch"}
+
+    def try_out(self, model: str) -> None:
+        """Solve a small ODE-RNN with these options, or make a baseline: what it needs must be installed."""
+        if model in BASELINES:
+            make_baseline(model, input_size=1, parameters=1000)
+            return
+        x = torch.ones(1, 2, 2, requires_grad=True)
+        rnn = hbnode.ODERNN(2, 2, field=TRIAL_FIELDS[model](), **self.rnn_options())
+        rnn(x, torch.tensor([0.0, 1.0]))[0].sum().backward()

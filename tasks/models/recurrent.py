@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
 import hbnode
-from tasks.common.run import TaskConfig, option
+from tasks.common.config import TaskConfig, option
 
 VARIANTS = ("plain", "gain", "steady", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
 CELLS = ("lstm", "rnn", "gru", "dtriv")
-# The values of a Rule that a variant is made from; others say nothing to it.
+# The values of a RuleOptions that a variant is made from; others say nothing to it.
 USES = {
     "plain": (),
     "gain": ("step_size",),
@@ -41,7 +41,7 @@ PREFIXES = {"nag": "NAG", "sr": "SR", "adam": "Adam", "rmsprop": "RMSProp", "ada
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class RuleOptions:
     """What a variant runs with.
 
     Attributes:
@@ -91,7 +91,7 @@ class RecurrentConfig(TaskConfig):
         """Refuse what no run can have, and values of a rule that no variant asked for would look at."""
         super().check()
         used = {name for model in self.chosen() for name in USES[model]}
-        for field in dataclasses.fields(Rule):
+        for field in dataclasses.fields(RuleOptions):
             value, flag = getattr(self, field.name, None), "--" + field.name.replace("_", "-")
             if value is None:
                 continue
@@ -104,7 +104,7 @@ class RecurrentConfig(TaskConfig):
         if self.hidden == 0:
             raise ValueError("--hidden must be positive, got 0")
 
-    def rule(self, table: Mapping[str, Rule]) -> Rule:
+    def rule_options(self, table: Mapping[str, RuleOptions]) -> RuleOptions:
         """What the variant ``model`` runs with.
 
         Arguments:
@@ -119,10 +119,32 @@ class RecurrentConfig(TaskConfig):
         given = {name: getattr(self, name) for name in USES[self.model]}
         values = {name: getattr(wanted, name) if value is None else value for name, value in given.items()}
         if self.model == "steady":
-            return Rule(step_size=values["step_size"] / (1 - values["momentum"]))
+            return RuleOptions(step_size=values["step_size"] / (1 - values["momentum"]))
         if self.model == "forget":
-            return Rule(forget_scale=(1 + values["step_size"] / (1 - values["momentum"])) / 2)
-        return Rule(**values)
+            return RuleOptions(forget_scale=(1 + values["step_size"] / (1 - values["momentum"])) / 2)
+        return RuleOptions(**values)
+
+    def make_layer(
+        self, input_size: int, table: Mapping[str, RuleOptions], *, hidden_size: int = 0, **options: Any
+    ) -> nn.Module:
+        """The layer that the options describe.
+
+        Arguments:
+            input_size: features of a sample.
+            table: see :meth:`rule_options`.
+            hidden_size: size of h; 0 is that of the options.
+            options: further ones of the layer, such as ``batch_first``.
+        """
+        return make_layer(
+            self.model,
+            self.cell,
+            input_size,
+            hidden_size or self.hidden,
+            self.rule_options(table),
+            forget_bias=self.forget_bias,
+            compile=self.compile,
+            **options,
+        )
 
 
 def make_layer(
@@ -130,11 +152,11 @@ def make_layer(
     cell: str,
     input_size: int,
     hidden_size: int,
-    rule: Rule,
+    rule: RuleOptions,
     *,
     forget_bias: float = 1.0,
     init: str = "cayley",
-    **options: object,
+    **options: Any,
 ) -> nn.Module:
     """A layer of :mod:`hbnode.recurrent`.
 
@@ -143,7 +165,7 @@ def make_layer(
         cell: one of :data:`CELLS`.
         input_size: features of a sample.
         hidden_size: size of h.
-        rule: what :meth:`RecurrentConfig.rule` returned.
+        rule: what :meth:`RecurrentConfig.rule_options` returned.
         forget_bias: of an LSTM, the bias of its forget gate, before the rule's factor; other cells have none.
         init: of a DTRIV, how its orthogonal weight starts.
         options: further ones of the layer, such as ``num_layers``, ``batch_first``, ``compile``.

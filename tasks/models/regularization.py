@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-State = Tensor | tuple[Tensor, Tensor, Tensor]
+import hbnode
+
+PenalizedState = Tensor | tuple[Tensor, Tensor, Tensor]  # h, in training with the two penalties
 
 
 class Regularized(nn.Module):
@@ -25,20 +27,22 @@ class Regularized(nn.Module):
         - readout in training: (T, batch, d + 2), h flattened and the two penalties; in evaluation: that of the field.
     """
 
-    def __init__(self, field: nn.Module) -> None:
+    def __init__(self, field: hbnode.Field) -> None:
         super().__init__()
         self.field = field
         self.noise: Tensor | None = None  # of the solve that runs, or ran last
 
-    def initial_state(self, x: Tensor) -> State:
+    def initial_state(self, x: Tensor) -> PenalizedState:
         """The field's own, with penalties of zero."""
         h = self.field.initial_state(x)
+        if not isinstance(h, Tensor):
+            raise TypeError(f"the field's state must be one tensor, got {len(h)} of them. Fix: a NODE or an ANODE.")
         if not self.training:
             return h
         self.noise = torch.randn_like(h).detach()
         return h, h.new_zeros(len(h)), h.new_zeros(len(h))
 
-    def forward(self, t: Tensor, state: State) -> State:
+    def forward(self, t: Tensor, state: PenalizedState) -> PenalizedState:
         """The derivatives of the state and of the penalties."""
         if isinstance(state, Tensor):
             return self.field(t, state)
@@ -50,7 +54,7 @@ class Regularized(nn.Module):
         f = f if wanted else f.detach()
         return f, _mean_square(f), _mean_square(product)
 
-    def readout(self, state: State) -> Tensor:
+    def readout(self, state: PenalizedState) -> Tensor:
         """Hidden state of a state or trajectory, in training with the penalties behind it."""
         if isinstance(state, Tensor):
             return self.field.readout(state)

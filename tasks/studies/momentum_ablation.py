@@ -15,12 +15,9 @@ gain is there without momentum is printed of the runs too. Validation picks the 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import importlib
-import io
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,9 +25,11 @@ import numpy as np
 import torch
 
 from hbnode.analysis.figures import ticks_of_short_axis
-from tasks.common.files import read_json, write_figure, write_whole
-from tasks.common.run import TaskConfig, environment, parse
+from tasks.common.config import parse
+from tasks.common.files import read_json, write_figure, write_json, write_table
+from tasks.common.run import environment
 from tasks.common.sweep import side_by_side
+from tasks.models.recurrent import RecurrentConfig
 
 MOMENTA = (0.9, 0.6, 0.3, 0.1, 0.0)
 STEP_SIZES = (0.1, 0.3, 0.6, 0.9, 1.0)
@@ -119,28 +118,26 @@ def of_authors(judged: Judged) -> dict[Pair, float]:
     }
 
 
-def collect(configs: Sequence[TaskConfig], judged: Judged) -> tuple[dict[Pair, list[float]], list[str]]:
+def collect(configs: Sequence[RecurrentConfig], judged: Judged) -> tuple[dict[Pair, list[float]], list[str]]:
     """The metric of the finished runs, by pair, and the folders of those that are not."""
     found: dict[Pair, list[float]] = {}
     missing = []
     for config in configs:
+        pair = config.momentum or 0.0, config.step_size or 0.0  # plan() gives both
         summary = Path(config.out) / "summary.json"
         if summary.exists():
             value = judged.factor * float(read_json(summary)[judged.metric])
-            found.setdefault((config.momentum, config.step_size), []).append(value)
+            found.setdefault(pair, []).append(value)
         else:
             missing.append(config.out)
     return found, missing
 
 
-def table(found: Mapping[Pair, Sequence[float]], metric: str) -> str:
-    """The runs' numbers as csv."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["momentum", "step_size", "gain", "seeds", metric, "least", "most"])
-    for (mu, s), values in found.items():
-        writer.writerow([mu, s, s / (1 - mu), len(values), sum(values) / len(values), min(values), max(values)])
-    return text.getvalue()
+def table(found: Mapping[Pair, Sequence[float]], metric: str) -> list[dict[str, float]]:
+    """Rows of the runs' numbers."""
+    pairs = [{"momentum": mu, "step_size": s, "gain": s / (1 - mu)} for mu, s in found]
+    values = [{"seeds": len(x), metric: sum(x) / len(x), "least": min(x), "most": max(x)} for x in found.values()]
+    return [pair | value for pair, value in zip(pairs, values, strict=True)]
 
 
 def draw_grids(grids: Mapping[str, Mapping[Pair, float]], judged: Judged, path: Path) -> None:
@@ -195,7 +192,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     return options, rest
 
 
-def plan(options: argparse.Namespace, base: TaskConfig, folder: Path) -> list[TaskConfig]:
+def plan(options: argparse.Namespace, base: RecurrentConfig, folder: Path) -> list[RecurrentConfig]:
     """A run for each pair and seed."""
     return [
         dataclasses.replace(
@@ -212,7 +209,7 @@ def plan(options: argparse.Namespace, base: TaskConfig, folder: Path) -> list[Ta
     ]
 
 
-def report(found: Mapping[Pair, Sequence[float]], task: str, base: TaskConfig, folder: Path) -> None:
+def report(found: Mapping[Pair, Sequence[float]], task: str, base: RecurrentConfig, folder: Path) -> None:
     """Write and draw the grid beside the authors', and print how much of the gain needs no momentum."""
     judged = TASKS[task]
     means = {pair: sum(values) / len(values) for pair, values in found.items()}
@@ -230,8 +227,8 @@ def report(found: Mapping[Pair, Sequence[float]], task: str, base: TaskConfig, f
         "found": said,
         **environment(torch.device("cpu")),
     }
-    write_whole(folder / "ablation.csv", table(found, judged.unit).encode())
-    write_whole(folder / "ablation.json", json.dumps(summary, indent=2).encode())
+    write_table(folder / "ablation.csv", table(found, judged.unit))
+    write_json(folder / "ablation.json", summary)
     ours = f"these runs: {base.hidden} units, {base.epochs} epochs, seeds: {base.seeds}"
     draw_grids({ours: means, judged.source: authors}, judged, folder / "ablation.png")
     print(f"figure: {folder / 'ablation.png'}")
@@ -242,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options, rest = parse_options(argv)
     judged, folder = TASKS[options.task], options.out or Path("runs") / f"momentum_ablation-{options.task}"
     module = importlib.import_module(f"tasks.{options.task}")
-    base = parse(getattr(module, judged.kind), module.PRESETS, module.__doc__, ["--model", "momentum", *rest])
+    base = parse(getattr(module, judged.kind), module.PRESETS, module.__doc__ or "", ["--model", "momentum", *rest])
     if (base.model, base.cell, base.momentum, base.step_size) != ("momentum", "lstm", None, None):
         raise SystemExit("the grid is one of MomentumLSTM. Fix: leave --model, --cell, --momentum and --step-size out.")
     configs = plan(options, base, folder)

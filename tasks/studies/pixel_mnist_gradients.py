@@ -24,10 +24,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import dataclasses
-import io
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tasks.common.files import write_figure, write_whole
+from tasks.common.batches import Samples
+from tasks.common.files import write_figure, write_json, write_table
 from tasks.common.run import environment
-from tasks.common.train import Batch
 from tasks.models.recurrent import CELLS, title
 from tasks.pixel_mnist import (
     PRESETS,
@@ -73,7 +70,7 @@ class Record:
     share: float
 
 
-def gradients(model: PixelClassifier, batch: Batch, *, cut: bool = False) -> Tensor:
+def gradients(model: PixelClassifier, batch: Samples, *, cut: bool = False) -> Tensor:
     """dL/dh_t of every image, (images, T, H), L being the image's cross-entropy: total derivatives.
 
     Arguments:
@@ -94,14 +91,14 @@ def gradients(model: PixelClassifier, batch: Batch, *, cut: bool = False) -> Ten
     return torch.stack([gradient[-1] for gradient in torch.autograd.grad(loss, states)], dim=1)
 
 
-def share_of_rule(model: PixelClassifier, batch: Batch) -> float:
+def share_of_rule(model: PixelClassifier, batch: Samples) -> float:
     """The largest of |dL/dh_t - the same without the rule's memory| / |dL/dh_t| over the images."""
     whole = gradients(model, batch)
     difference = (whole - gradients(model, batch, cut=True)).norm(dim=-1)
     return (difference / whole.norm(dim=-1).clamp(min=torch.finfo(whole.dtype).tiny)).max().item()
 
 
-def batches(data: Batch, size: int, seed: int) -> Iterator[Batch]:
+def batches(data: Samples, size: int, seed: int) -> Iterator[Samples]:
     """Batches of one shuffled pass over the data after another, without an end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -109,7 +106,7 @@ def batches(data: Batch, size: int, seed: int) -> Iterator[Batch]:
             yield tuple(x[chosen] for x in data)
 
 
-def measure(config: PixelMnistConfig, data: Mapping[str, Batch], options: argparse.Namespace) -> Record:
+def measure(config: PixelMnistConfig, data: Mapping[str, Samples], options: argparse.Namespace) -> Record:
     """Train one layer for some iterations and take the norms before, at every ``every``-th, and after the last."""
     torch.manual_seed(config.seed)
     model = config.make_model()
@@ -129,7 +126,7 @@ def measure(config: PixelMnistConfig, data: Mapping[str, Batch], options: argpar
 
 
 def step(
-    model: PixelClassifier, optimizer: torch.optim.Optimizer, batch: Batch, config: PixelMnistConfig, iteration: int
+    model: PixelClassifier, optimizer: torch.optim.Optimizer, batch: Samples, config: PixelMnistConfig, iteration: int
 ) -> float:
     """One step of the task's training; its loss."""
     loss, _ = cross_entropy(model, batch)
@@ -146,10 +143,9 @@ def step(
     return loss.item()
 
 
-def quantiles(norms: Tensor) -> dict[str, Tensor]:
-    """Over the images: (n, images, T) -> (n, T) each."""
-    found = torch.quantile(norms, torch.tensor(list(LEVELS.values()), dtype=norms.dtype), dim=1)
-    return dict(zip(LEVELS, found, strict=True))
+def quantiles(norms: Tensor) -> Tensor:
+    """Those of LEVELS over the images: (n, images, T) -> (n, LEVELS, T)."""
+    return torch.quantile(norms, torch.tensor(list(LEVELS.values()), dtype=norms.dtype), dim=1).transpose(0, 1)
 
 
 def sentence(record: Record) -> str:
@@ -165,24 +161,22 @@ def sentence(record: Record) -> str:
     )
 
 
-def table(records: Mapping[str, Record]) -> str:
-    """The quantiles of the norms by model, iteration and t, as csv."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["model", "iteration", "t", *LEVELS])
-    for model, record in records.items():
-        columns = quantiles(record.norms)
-        for i, iteration in enumerate(record.iterations.tolist()):
-            for t, values in enumerate(zip(*(column[i].tolist() for column in columns.values()), strict=True)):
-                writer.writerow([model, iteration, t + 1, *(f"{value:.6g}" for value in values)])
-    return text.getvalue()
+def table(records: Mapping[str, Record]) -> list[dict[str, object]]:
+    """Rows of the quantiles of the norms by model, iteration and t."""
+    return [
+        {"model": model, "iteration": iteration, "t": t + 1}
+        | {name: f"{value:.6g}" for name, value in zip(LEVELS, values, strict=True)}
+        for model, record in records.items()
+        for iteration, norms in zip(record.iterations.tolist(), quantiles(record.norms), strict=True)
+        for t, values in enumerate(norms.T.tolist())
+    ]
 
 
 def draw_norms(records: Mapping[str, Record], cell: str, about: str, path: Path) -> None:
     """Draw a column for each model: the median against t and iteration as a map, and some iterations as lines."""
     import matplotlib.pyplot as plt
 
-    medians = {model: quantiles(record.norms)["median"].log10().numpy() for model, record in records.items()}
+    medians = {model: quantiles(record.norms)[:, 0].log10().numpy() for model, record in records.items()}
     drawn = np.concatenate([median[np.isfinite(median)] for median in medians.values()])  # log10 of 0 is left white
     low, high = drawn.min(), max(drawn.max(), drawn.min() + 1)
     count = len(records)
@@ -263,12 +257,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "task": "pixel_mnist_gradients",
         "options": {name: str(value) for name, value in vars(options).items() if name != "configs"},
         "configs": [dataclasses.asdict(config) for config in options.configs],
-        "rules": {config.model: dataclasses.asdict(config.rule(config.rules())) for config in options.configs},
+        "rules": {config.model: dataclasses.asdict(config.rule_options(config.rules())) for config in options.configs},
         "found": said,
         **environment(torch.device("cpu")),
     }
-    write_whole(folder / "gradients.csv", table(records).encode())
-    write_whole(folder / "gradients.json", json.dumps(summary, indent=2).encode())
+    write_table(folder / "gradients.csv", table(records))
+    write_json(folder / "gradients.json", summary)
     about = f"permuted {first.dataset}, {data['train'][0].shape[1]} pixels, {first.hidden} units, seed {first.seed}"
     draw_norms(records, first.cell, about, folder / "gradients.png")
     print(f"figure: {folder / 'gradients.png'}")

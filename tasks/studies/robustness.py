@@ -21,26 +21,25 @@ there they do not prove, and other attacks may be stronger.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
-import io
-import json
 import logging
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
+from hbnode.solve import resolved
 from tasks import plot
+from tasks.common.batches import Samples
 from tasks.common.figures import legend_beside, line_style
-from tasks.common.files import write_figure, write_whole
+from tasks.common.files import write_figure, write_json, write_table
 from tasks.common.run import environment
 from tasks.common.train import EVAL_BATCH_SIZE
 from tasks.common.workers import Workers
@@ -128,12 +127,12 @@ def measure(
     return right / sum(len(labels) for _, labels in batches), evaluations / len(batches)
 
 
-def load_attacked(folder: Path) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
     """A run's model, whose gradient is that of the steps taken, and its test data."""
     config, trained = load_run(folder)
     exact = "checkpoint" if config.solver == "native" else "direct"
-    method = trained.block.settings().resolved(trained.block.field).method  # which may depend on the gradient
-    model = dataclasses.replace(config, method=method, gradient=exact, adjoint_norm="full").make_model()
+    method = resolved(trained.block.settings(), trained.block.field).method  # which may depend on the gradient
+    model = dataclasses.replace(config, method=method or "", gradient=exact, adjoint_norm="full").make_model()
     model.load_state_dict(trained.state_dict())
     return model.eval().requires_grad_(False), load_data(config)[1]
 
@@ -202,21 +201,17 @@ def attack(groups: Sequence[plot.Group], options: argparse.Namespace, device: to
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Of each model the seeds, the gradient's ratios, and the curves: medians, smallest and largest over the seeds."""
     models: dict[str, dict[str, Any]] = {}
-    for label in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == label]
-        ratios = {row["seed"]: row["gradient_ratio"] for row in mine}
-        models[label] = {"seeds": list(ratios), "gradient_ratio": list(ratios.values())}
-        for name, sizes in SIZES.items():
-            here = [row for row in mine if row["attack"] == name]
-            values = [[row["accuracy"] for row in here if row["size"] == size] for size in sizes]
-            nfe = [[row["nfe_forward"] for row in here if row["size"] == size] for size in sizes]
-            models[label][name] = {
-                "size": sizes,
-                "accuracy": list(map(statistics.median, values)),
-                "accuracy_min": list(map(min, values)),
-                "accuracy_max": list(map(max, values)),
-                "nfe_forward": list(map(statistics.median, nfe)),
-            }
+    for label, mine in pd.DataFrame(rows).groupby("model", sort=False):
+        ratios = mine.drop_duplicates("seed")
+        models[str(label)] = {"seeds": ratios["seed"].tolist(), "gradient_ratio": ratios["gradient_ratio"].tolist()}
+        for name, here in mine.groupby("attack", sort=False):
+            curves = here.groupby("size").agg(
+                accuracy=("accuracy", "median"),
+                accuracy_min=("accuracy", "min"),
+                accuracy_max=("accuracy", "max"),
+                nfe_forward=("nfe_forward", "median"),
+            )
+            models[str(label)][str(name)] = curves.reset_index().to_dict("list")
     return models
 
 
@@ -302,24 +297,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"central difference over gradient: {min(ratios):.3f} to {max(ratios):.3f}, 1 is exact")
     for sign in masked:
         logger.warning("a masked gradient? %s", sign)
+    training = {name: groups[0].config.get(name) for name in TRAINING}
     summary = {
         "task": "robustness",
         "settings": {name: getattr(options, name) for name in ("images", "pgd_steps", "seed")}
         | {"eval_batch_size": EVAL_BATCH_SIZE},
-        "training": {name: groups[0].config.get(name) for name in TRAINING},
+        "training": training,
         "models": models,
         "signs_of_masking": masked,
         **environment(device),
     }
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
     out = options.out or options.root
-    write_whole(out / "robustness.csv", text.getvalue().encode())
-    write_whole(out / "robustness.json", json.dumps(summary, indent=2).encode())
-    training = ", ".join(f"{name} {summary['training'][name]}" for name in ("dataset", "epochs", "batch_size", "lr"))
-    title = f"robustness: {training}, PGD of {options.pgd_steps} steps, median and range of the seeds"
+    write_table(out / "robustness.csv", rows)
+    write_json(out / "robustness.json", summary)
+    about = ", ".join(f"{name} {training[name]}" for name in ("dataset", "epochs", "batch_size", "lr"))
+    title = f"robustness: {about}, PGD of {options.pgd_steps} steps, median and range of the seeds"
     write_figure(draw(models, {group.label: group.color for group in groups}, title), out / "robustness.png")
     print(f"figure: {out / 'robustness.png'}")
 

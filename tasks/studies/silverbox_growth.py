@@ -10,21 +10,20 @@ seeds, which the worst seed decides; here are the median and the quantiles of ma
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common.config import MODELS
 from tasks.common.figures import legend_beside
-from tasks.common.files import write_figure, write_whole
-from tasks.common.run import MODELS, environment
-from tasks.data import images as image_data
+from tasks.common.files import exit_on, write_figure, write_json, write_table
+from tasks.common.run import environment
+from tasks.data.silverbox import read_silverbox
 
 TOL = 1e-7  # the paper's
 
@@ -59,7 +58,11 @@ class Draws:
 
     def field(self) -> hbnode.Field:
         """The field of all draws."""
-        damped = {"learn_damping": False, "initial_momentum": lambda x: self.start, "time_dependent": True}
+        damped: dict[str, Any] = {
+            "learn_damping": False,
+            "initial_momentum": lambda x: self.start,
+            "time_dependent": True,
+        }
         return {
             "node": lambda: hbnode.NODE(self.dense, time_dependent=True),
             "anode": lambda: hbnode.ANODE(self.dense, augment=1, time_dependent=True),
@@ -99,15 +102,13 @@ def statistics(norms: Tensor) -> dict[str, Tensor]:
     return {**found, "mean": norms.mean(1), "diverged": norms.isinf().sum(1)}
 
 
-def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """The statistics of all models at all times, as csv."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["model", "t", *found["node"]])
-    for model, columns in found.items():
-        for i, t in enumerate(times.tolist()):
-            writer.writerow([model, f"{t:g}", *(values[i].item() for values in columns.values())])
-    return text.getvalue()
+def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, object]]:
+    """Rows of the statistics of all models at all times."""
+    return [
+        {"model": model, "t": f"{t:g}"} | {name: values[i].item() for name, values in columns.items()}
+        for model, columns in found.items()
+        for i, t in enumerate(times.tolist())
+    ]
 
 
 def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws: int, folder: Path) -> None:
@@ -141,10 +142,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Solve every model at many initialisations; write ``growth.csv``, ``growth.json`` and ``growth.png``."""
     options = parse(argv)
-    try:
-        record = image_data.silverbox()
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+    with exit_on(FileNotFoundError, ValueError):
+        record = read_silverbox()
     v1, v2 = (100 * (record - record.mean(0))).unbind(1)
     times = torch.arange(64, dtype=torch.float64)
     signal = hbnode.Signal(torch.arange(66, dtype=torch.float64), v1[:66], "cubic")
@@ -165,8 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         },
         **environment(torch.device("cpu")),
     }
-    write_whole(options.out / "growth.csv", table(times, found).encode())
-    write_whole(options.out / "growth.json", json.dumps(summary, indent=2).encode())
+    write_table(options.out / "growth.csv", table(times, found))
+    write_json(options.out / "growth.json", summary)
     draw_growth(times, found, options.draws, options.out)
     print(f"figure: {options.out / 'growth.png'}")
 

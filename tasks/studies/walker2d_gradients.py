@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import io
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.analysis.figures import ticks_of_short_axis
+from tasks.common.batches import Samples
+from tasks.common.config import MODELS
 from tasks.common.figures import legend_beside
-from tasks.common.files import write_figure, write_whole
-from tasks.common.run import MODELS, environment
-from tasks.common.train import Batch
+from tasks.common.files import exit_on, write_figure, write_json, write_table
+from tasks.common.run import environment
 from tasks.walker2d import Splits, Walker, WalkerConfig, make_field, squared_error, thin
 
 N, HIDDEN = 24, (48, 48)  # size of h, of the cell's hidden layers
@@ -44,6 +42,9 @@ BACK = (10, 60)  # frames back from T of which the printed lines tell
 Key = tuple[str, str, str]  # cell, stage, model
 
 
+State = Tensor | tuple[Tensor, Tensor]
+
+
 class Still(nn.Module):
     """No ODE: a state that does not move between frames, so that an ODE-RNN is its cell alone."""
 
@@ -51,17 +52,19 @@ class Still(nn.Module):
         super().__init__()
         self.pair = pair
 
-    def initial_state(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def initial_state(self, x: Tensor) -> State:
         """h, or h and a second part of zeros."""
         return (x, torch.zeros_like(x)) if self.pair else x
 
-    def forward(self, t: Tensor, state: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, t: Tensor, state: State) -> State:
         """Zero."""
-        return tuple(map(torch.zeros_like, state)) if self.pair else torch.zeros_like(state)
+        if isinstance(state, Tensor):
+            return torch.zeros_like(state)
+        return torch.zeros_like(state[0]), torch.zeros_like(state[1])
 
-    def readout(self, state: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def readout(self, state: State) -> Tensor:
         """The first part."""
-        return state[0] if self.pair else state
+        return state if isinstance(state, Tensor) else state[0]
 
 
 def make(model: str, residual: bool, tol: float) -> Walker:
@@ -70,7 +73,7 @@ def make(model: str, residual: bool, tol: float) -> Walker:
     return Walker(field, N, HIDDEN, residual=residual, rtol=tol, atol=tol)
 
 
-def adjoint_norms(model: Walker, batch: Batch) -> Tensor:
+def adjoint_norms(model: Walker, batch: Samples) -> Tensor:
     """|dL/ds_t| of every window, (windows, T), L being its error at the last frame.
 
     s_t, h or h and m, is the state that frame t leaves. All that it does later it does through the cell's output at t,
@@ -85,7 +88,7 @@ def adjoint_norms(model: Walker, batch: Batch) -> Tensor:
     return torch.stack([gradient.norm(dim=-1) for gradient in torch.autograd.grad(error, outputs)], dim=1)
 
 
-def train(model: Walker, data: Batch, options: argparse.Namespace, seed: int) -> float:
+def train(model: Walker, data: Samples, options: argparse.Namespace, seed: int) -> float:
     """Some epochs of the task; the mean loss of the last one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     generator = torch.Generator().manual_seed(seed)
@@ -160,17 +163,17 @@ def comparison(norms: Mapping[Key, Tensor]) -> str:
     return "\n".join(lines)
 
 
-def table(norms: Mapping[Key, Tensor]) -> str:
-    """Quantiles of the norms, and the median ratio, by frames back from T, as csv."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["cell", "stage", "model", "frames_back", "median", "q10", "q90", "ratio"])
+def table(norms: Mapping[Key, Tensor]) -> list[dict[str, object]]:
+    """Rows of the quantiles of the norms, and the median ratio, by frames back from T."""
     levels = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
-    for key, found in norms.items():
+    rows: list[dict[str, object]] = []
+    for (cell, stage, model), found in norms.items():
         columns = [*torch.quantile(found.flip(1), levels, dim=0).tolist(), ratios(found).tolist()]
         for back, values in enumerate(zip(*columns, strict=True)):
-            writer.writerow([*key, back, *(f"{value:.6g}" for value in values)])
-    return text.getvalue()
+            row = {"cell": cell, "stage": stage, "model": model, "frames_back": back}
+            names = ("median", "q10", "q90", "ratio")
+            rows.append(row | {name: f"{value:.6g}" for name, value in zip(names, values, strict=True)})
+    return rows
 
 
 def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
@@ -224,10 +227,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all models; write ``adjoint_norms.csv``, ``.json`` and ``.png``, and say what the ODE does."""
     options = parse(argv)
-    try:
+    with exit_on(FileNotFoundError, ValueError):
         splits = Splits.of(WalkerConfig(windows=options.windows))
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
     norms, losses = measure(splits, options)
     said = comparison(norms)
     print(said)
@@ -239,8 +240,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "comparison": said.splitlines(),
         **environment(torch.device("cpu")),
     }
-    write_whole(options.out / "adjoint_norms.csv", table(norms).encode())
-    write_whole(options.out / "adjoint_norms.json", json.dumps(summary, indent=2).encode())
+    write_table(options.out / "adjoint_norms.csv", table(norms))
+    write_json(options.out / "adjoint_norms.json", summary)
     about = f"seeds: {options.seeds}, epochs: {options.epochs}, training windows: {len(splits.train[0])}"
     draw_norms(norms, about, options.out)
     print(f"figure: {options.out / 'adjoint_norms.png'}")

@@ -1,0 +1,52 @@
+"""The Silverbox, an electronic oscillator: found in ``HBNODE_DATA``, or what a package downloads."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from tasks.data.arrays import check_record, read_columns
+from tasks.data.download import find
+
+ROWS = 131_072
+FIX = "Fix: get SNLS80mV.csv anew, from SilverboxFiles.zip of nonlinearbenchmark.org."
+COLUMNS = ("V1", "V2")
+START = 50  # samples of a test set that are given, to find the state there; errors count from the next on
+SETS = {  # the official split, as in Silverbox() of the package nonlinear_benchmarks 1.0.1
+    "train": slice(40_650, 105_712),  # three quarters of the ten multisines, validation included
+    "multisine": slice(105_712, 127_400),
+    "arrow_no_extrapolation": slice(100, 32_100),  # the arrow while about as high as the multisines
+    "arrow_full": slice(100, 40_575),
+}
+
+
+def read_silverbox() -> Tensor:
+    """The Silverbox: input V1 and output V2 of an electronic Duffing oscillator, in volts, 610.35 samples a second.
+
+    ``SNLS80mV.csv``, or ``silverbox/SNLS80mV.csv``, in ``HBNODE_DATA``; else what the package ``nonlinear_benchmarks``
+    downloads. T. Wigren and J. Schoukens, Three free data sets for development and benchmarking in nonlinear system
+    identification, European Control Conference 2013; nonlinearbenchmark.org.
+
+    Returns:
+        (131072, 2) in float64.
+    """
+    path = find(("SNLS80mV.csv",), ("silverbox", ""))
+    if path:
+        return read_columns(path, COLUMNS, ROWS, FIX)
+    missing = f"silverbox/SNLS80mV.csv is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}"
+    fix = (
+        "Fix: put SNLS80mV.csv from SilverboxFiles.zip of nonlinearbenchmark.org into a folder silverbox and set "
+        "HBNODE_DATA to the folder above it, or pip install nonlinear_benchmarks, which downloads it."
+    )
+    try:
+        import nonlinear_benchmarks
+    except ImportError as error:
+        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks is not installed. {fix}") from error
+    try:
+        v1, v2 = nonlinear_benchmarks.Silverbox(train_test_split=False)
+    except Exception as error:  # no network, or an answer that is not the file, and it raises whatever it likes
+        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks failed ({error}). {fix}") from error
+    record = torch.stack([torch.as_tensor(v).double() for v in (v1, v2)], dim=1)
+    return check_record(record, (ROWS, 2), "the package's data", FIX)
