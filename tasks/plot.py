@@ -12,18 +12,20 @@ evaluations; broken lines are layers without a rule, a dotted one the loss that 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator
 
 from hbnode.analysis.figures import ticks_of_short_axis
 from tasks.common.config import MODELS
@@ -60,21 +62,19 @@ logger = logging.getLogger("tasks.plot")
 class Group:
     """Finished runs of one task that differ in their seed only."""
 
-    def __init__(self, config: dict[str, object]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.label = title(self.model, str(config["cell"])) if self.model in VARIANTS else TITLES[self.model]
         self.color = COLORS[str(config["model"])]
         self.folders: list[Path] = []
         self.seeds: list[object] = []
-        self.summaries: list[dict[str, object]] = []
-        self.metrics: list[dict[str, np.ndarray]] = []
+        self.summaries: list[dict[str, Any]] = []
+        self.metrics: list[pd.DataFrame] = []
 
     def add(self, folder: Path) -> None:
         """Read a finished run of the group."""
         summary = read_json(folder / "summary.json")
-        with (folder / "metrics.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        self.metrics.append({name: np.array([float(row[name]) for row in rows]) for name in rows[0]})
+        self.metrics.append(pd.read_csv(folder / "metrics.csv", index_col="epoch"))
         self.summaries.append(summary)
         self.seeds.append(read_json(folder / "config.json")["seed"])
         self.folders.append(folder)
@@ -135,16 +135,16 @@ class Group:
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and values (seed, epoch), as far as all seeds went."""
-        epochs = min(len(metrics["epoch"]) for metrics in self.metrics)
-        return self.metrics[0]["epoch"][:epochs], np.stack([metrics[name][:epochs] for metrics in self.metrics])
+        found = pd.concat([metrics[name] for metrics in self.metrics], axis=1, join="inner")
+        return found.index.to_numpy(), found.to_numpy().T
 
     def tolerances(self) -> dict[str, np.ndarray]:
         """What ``tolerance.csv`` holds, each column (seed, tolerance); empty if a run has none."""
         paths = [folder / "tolerance.csv" for folder in self.folders]
         if not all(path.exists() for path in paths):
             return {}
-        tables = [np.genfromtxt(path, delimiter=",", names=True) for path in paths]
-        return {name: np.stack([table[name] for table in tables]) for name in tables[0].dtype.names}
+        tables = [pd.read_csv(path) for path in paths]
+        return {str(name): np.stack([table[name] for table in tables]) for name in tables[0]}
 
 
 def collect(root: Path) -> list[Group]:
@@ -236,7 +236,7 @@ def _costs(group: Group) -> dict[str, str]:
     }
 
 
-def _entry(summary: Mapping[str, object], name: str) -> float | None:
+def _entry(summary: Mapping[str, Any], name: str) -> float | None:
     """A number of a summary, of the training loss that without penalties; None if the run diverged there."""
     value = summary.get("train_cross_entropy", summary[name]) if name == "train_loss" else summary[name]
     return None if value is None else float(value)
@@ -253,16 +253,17 @@ def _range(values: Sequence[float | None], unit: str) -> str:
 def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lower end, median and upper end over the seeds, the first axis; see the top of the file."""
     low, high = (0.1, 0.9) if len(values) >= 10 else (0.0, 1.0)
-    return tuple(np.quantile(values, q, axis=0) for q in (low, 0.5, high))
+    lower, median, upper = np.quantile(values, (low, 0.5, high), axis=0)
+    return lower, median, upper
 
 
-def draw(groups: Sequence[Group], title: str) -> plt.Figure:
+def draw(groups: Sequence[Group], title: str) -> Figure:
     """Accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
-    examples = next((e for g in reversed(groups) if g.model == "hbnode" for e in [_examples(g)] if e), None)
+    kept = [group for group in groups if group.model == "hbnode" and (group.folders[0] / "examples.pt").exists()]
     panels = _panels(groups)
     width = 2.0 + 3.7 * len(panels)
-    figure = plt.figure(figsize=(width, 8) if examples else (width, 4), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1]) if examples else (figure, None)
+    figure = plt.figure(figsize=(width, 8 if kept else 4), layout="constrained")
+    upper, *lower = figure.subfigures(2, 1, squeeze=False)[:, 0] if kept else [figure]
     upper.suptitle(title, fontsize="medium")
     for ax, (name, label) in zip(upper.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _draw_curves(ax, groups, name)
@@ -278,8 +279,8 @@ def draw(groups: Sequence[Group], title: str) -> plt.Figure:
             if ax.get_yscale() == "log":
                 ticks_of_short_axis(ax.yaxis)
     legend_beside(upper)
-    if lower is not None:
-        _draw_examples(lower, *examples)
+    if kept:
+        _draw_examples(lower[0], kept[-1])
     return figure
 
 
@@ -296,7 +297,7 @@ def _draw_curves(ax: Axes, groups: Sequence[Group], name: str) -> None:
     if longest == 1:
         ax.set(xlim=(0.5, 1.5), xticks=[1])
     else:
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _panels(groups: Sequence[Group]) -> dict[str, str]:
@@ -317,7 +318,7 @@ def _panels(groups: Sequence[Group]) -> dict[str, str]:
     return panels | ({"seconds": "seconds per epoch"} if comparable else {})
 
 
-def draw_tolerances(groups: Sequence[Group], name: str) -> plt.Figure:
+def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
     """Evaluations of the trained models against tolerance, forward and backward, and what they buy."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     config = groups[0].config
@@ -356,25 +357,16 @@ def _line(ax: Axes, group: Group, x: np.ndarray, values: np.ndarray, style: Mapp
         ax.fill_between(x, low, high, color=group.color, alpha=0.15, lw=0)
 
 
-def _examples(group: Group) -> tuple[dict[str, torch.Tensor], Group] | None:
-    path = group.folders[0] / "examples.pt"
-    return (torch.load(path, weights_only=True), group) if path.exists() else None
-
-
-def _draw_examples(figure: plt.Figure, examples: dict[str, torch.Tensor], group: Group) -> None:
+def _draw_examples(figure: SubFigure, group: Group) -> None:
     """Test images with the model's predictions, wrong ones in red."""
+    examples: dict[str, torch.Tensor] = torch.load(group.folders[0] / "examples.pt", weights_only=True)
     axes = figure.subplots(4, 15, subplot_kw={"xticks": [], "yticks": [], "frame_on": False}).flat
     for ax, image, label, prediction in zip(
         axes, examples["images"], examples["labels"].tolist(), examples["predictions"].tolist(), strict=False
     ):
         ax.imshow(image.permute(1, 2, 0).numpy(), cmap="gray_r")
-        right = label == prediction
-        ax.set_title(
-            f"{prediction}" if right else f"{prediction}, is {label}",
-            color="black" if right else "red",
-            fontsize="small",
-            pad=2,
-        )
+        said, color = (f"{prediction}", "black") if label == prediction else (f"{prediction}, is {label}", "red")
+        ax.set_title(said, color=color, fontsize="small", pad=2)
     accuracy = float(group.summaries[0]["test_accuracy"]) * 100
     figure.suptitle(f"{group.label} on {group.config['dataset']}: test images and its answers, {accuracy:.1f} % right")
 
@@ -386,9 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the figure's path [ROOT/EXPERIMENT.png]")
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
-    experiments: dict[str, list[Group]] = defaultdict(list)
-    for group in collect(options.root):
-        experiments[group.experiment].append(group)
+    experiments = {name: list(of) for name, of in groupby(collect(options.root), key=lambda group: group.experiment)}
     if not experiments:
         parser.error(f"no finished run under {options.root}. Fix: train one first, see python -m tasks.")
     if options.out and len(experiments) > 1:

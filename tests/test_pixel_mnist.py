@@ -565,19 +565,21 @@ def test_a_pair_that_fails_leaves_a_dash(one_by_one, tmp_path, monkeypatch):
     assert len((tmp_path / "ablation.csv").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("better", [True, False])
-def test_colors_are_ranks_and_what_is_missing_a_dash(better, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("task", "values", "errors"),
+    [("pixel_mnist", (90.0, 10.0, 99.0), (10.0, 90.0, 1.0)), ("speech", (5.0, 1e6, 7.0), (5.0, 1e6, 7.0))],
+)
+def test_colors_are_errors_and_what_is_missing_a_dash(task, values, errors, tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(momentum_ablation, "write_figure", lambda figure, path: drawn.update(figure=figure))
-    judged = dataclasses.replace(momentum_ablation.TASKS["speech"], is_higher_better=better)
-    grid = {(0.0, 0.1): 5.0, (0.6, 0.1): 1e6, (0.6, 1.0): 7.0}
-    momentum_ablation.draw_grids({"runs": grid}, judged, tmp_path / "grid.png")
-    (ax,) = drawn["figure"].axes
-    colors = ax.images[0].get_array().filled(math.nan)
-    assert [text.get_text() for text in ax.texts] == ["1e+06", "7", "5", "-"]
+    grid = dict(zip(((0.0, 0.1), (0.6, 0.1), (0.6, 1.0)), values, strict=True))
+    momentum_ablation.draw_grids({"runs": grid}, momentum_ablation.TASKS[task], tmp_path / "grid.png")
+    ax, _ = drawn["figure"].axes  # beside it the scale of the colors
+    expected = [errors[1], errors[2], errors[0], math.nan]
+    assert ax.images[0].get_array().filled(math.nan).flatten().tolist() == pytest.approx(expected, nan_ok=True)
+    assert ax.images[0].get_clim() == pytest.approx((min(errors), max(errors)))
+    assert [text.get_text() for text in ax.texts] == [*(f"{values[k]:.4g}" for k in (1, 2, 0)), "-"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0.6", "0"]
-    expected = [3, 2, 1, math.nan] if better else [1, 2, 3, math.nan]
-    assert colors.flatten().tolist() == pytest.approx([rank / 3 for rank in expected], nan_ok=True)
     importlib.import_module("matplotlib.pyplot").close(drawn["figure"])
 
 
