@@ -261,8 +261,7 @@ def draw(groups: Sequence[Group], title: str) -> Figure:
     """Accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
     kept = [group for group in groups if group.model == "hbnode" and (group.folders[0] / "examples.pt").exists()]
     panels = _panels(groups)
-    width = 2.0 + 3.7 * len(panels)
-    figure = plt.figure(figsize=(width, 8 if kept else 4), layout="constrained")
+    figure = plt.figure(figsize=(2.0 + 3.7 * len(panels), 8 if kept else 4), layout="constrained")
     upper, *lower = figure.subfigures(2, 1, squeeze=False)[:, 0] if kept else [figure]
     upper.suptitle(title, fontsize="medium")
     for ax, (name, label) in zip(upper.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -357,7 +356,7 @@ def _line(ax: Axes, group: Group, x: np.ndarray, values: np.ndarray, style: Mapp
         ax.fill_between(x, low, high, color=group.color, alpha=0.15, lw=0)
 
 
-def _draw_examples(figure: SubFigure, group: Group) -> None:
+def _draw_examples(figure: Figure | SubFigure, group: Group) -> None:
     """Test images with the model's predictions, wrong ones in red."""
     examples: dict[str, torch.Tensor] = torch.load(group.folders[0] / "examples.pt", weights_only=True)
     axes = figure.subplots(4, 15, subplot_kw={"xticks": [], "yticks": [], "frame_on": False}).flat
