@@ -150,7 +150,7 @@ def phase_portrait(
 
 
 def vector_field(
-    field: Callable[[Tensor, State], State],
+    field: Callable[[Tensor, Any], State],
     t: float = 0.0,
     *,
     at: Array | None = None,
@@ -358,7 +358,7 @@ def _second(field: object) -> str:
     return "v" if isinstance(field, SONODE) else "m"
 
 
-def _base(field: Callable[[Tensor, State], State], at: Array | None) -> tuple[Tensor, ...]:
+def _base(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
     """A state of one sample, in the field's dtype and on its device."""
     parameters = field.parameters() if isinstance(field, nn.Module) else ()
     like = next((p for p in parameters if p.is_floating_point()), torch.empty(0))
@@ -369,7 +369,7 @@ def _base(field: Callable[[Tensor, State], State], at: Array | None) -> tuple[Te
 
 
 def _slopes(
-    field: Callable[[Tensor, State], State],
+    field: Callable[[Tensor, Any], State],
     t: Tensor,
     plane: tuple[Tensor, Tensor],
     base: tuple[Tensor, ...],
