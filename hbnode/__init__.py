@@ -1,6 +1,7 @@
 """Neural ODEs with momentum, on PyTorch."""
 
 from hbnode import nets, plot, recurrent
+from hbnode._methods import MethodInfo, methods
 from hbnode.analysis import AdjointNorms, NFEToleranceCurve, Spectrum, adjoint_norms, nfe_vs_tolerance, spectrum
 from hbnode.blocks import HeavyBallODEBlock, ODEBlock
 from hbnode.errors import (
@@ -69,6 +70,7 @@ from hbnode.recurrent import (
 )
 from hbnode.signal import Signal
 from hbnode.solve import odeint
+from hbnode.solvers.names import Gradient, Method, StepControl
 
 __version__ = "0.1.0"
 
@@ -83,6 +85,11 @@ __all__ = [
     "nets",
     # solving
     "odeint",
+    "methods",
+    "MethodInfo",
+    "Method",
+    "Gradient",
+    "StepControl",
     "Signal",
     "SolverError",
     "NonFiniteError",

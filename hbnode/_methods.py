@@ -1,0 +1,113 @@
+"""The list of all methods that :func:`hbnode.odeint` knows."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from hbnode.solvers.names import Gradient, Method, NativeMethod, TorchdiffeqMethod
+from hbnode.solvers.registry import METHODS, NYSTROM, SPLITTING
+from hbnode.solvers.torchdiffeq_options import FIXED, SCIPY
+
+
+class MethodInfo(NamedTuple):
+    """One method.
+
+    Attributes:
+        name: what ``method=`` takes.
+        order: of convergence; None where it varies.
+        evaluations: of the field in one step, after the first one; None where they vary.
+        steps: ``"adaptive"``, chosen by ``rtol`` and ``atol``, or ``"fixed"``, a grid.
+        field: the fields that it solves.
+        gradients: what ``gradient=`` may be.
+        needs: the options that it must be given, or that matter most.
+        library: whose solver it is.
+    """
+
+    name: Method
+    order: int | None
+    evaluations: int | None
+    steps: Literal["adaptive", "fixed"]
+    field: str
+    gradients: tuple[Gradient, ...]
+    needs: str
+    library: Literal["hbnode", "torchdiffeq"]
+
+
+class Methods(tuple[MethodInfo, ...]):
+    """Methods, printed as a table; ``pandas.DataFrame(hbnode.methods())`` makes a frame of them."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        rows = [MethodInfo._fields, *([_shown(value) for value in method] for method in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _shown(value: str | int | tuple[str, ...] | None) -> str:
+    return "varies" if value is None else ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+_ORDERS: dict[Method, int] = {
+    "nystrom4": 4,
+    "nystrom6": 6,
+    "nystrom8": 8,
+    "leapfrog": 2,
+    "blanes_moan4": 4,
+    "tsit5": 5,
+    "dopri5": 5,
+    "dopri8": 8,
+    "bosh3": 3,
+    "fehlberg2": 2,
+    "adaptive_heun": 2,
+    "euler": 1,
+    "midpoint": 2,
+    "heun2": 2,
+    "heun3": 3,
+    "rk4": 4,
+}
+_EVALUATIONS: dict[Method, int] = {  # of torchdiffeq's methods in one step
+    "dopri5": 6,
+    "dopri8": 13,
+    "bosh3": 3,
+    "fehlberg2": 2,
+    "adaptive_heun": 1,
+    "euler": 1,
+    "midpoint": 2,
+    "heun2": 2,
+    "heun3": 3,
+    "rk4": 4,
+}
+_GRID = "options={'steps': n}"
+
+
+def methods() -> Methods:
+    """All methods, with their order, evaluations a step and what they need.
+
+    Returns:
+        A tuple of :class:`MethodInfo`, which prints as a table and which ``pandas.DataFrame`` takes as it is.
+
+    Example:
+        >>> import hbnode
+        >>> [method.name for method in hbnode.methods() if method.order == 8]
+        ['nystrom8', 'dopri8']
+    """
+    return Methods((*map(_native, get_args(NativeMethod)), *map(_torchdiffeq, get_args(TorchdiffeqMethod))))
+
+
+def _native(name: NativeMethod) -> MethodInfo:
+    gradients: tuple[Gradient, ...] = ("checkpoint", "direct", "adjoint")
+    field, needs = "any", ""
+    if name in NYSTROM:
+        field = "HBNODE"
+    elif name in SPLITTING:
+        field, needs, gradients = "HBNODE, GHBNODE", _GRID, ("checkpoint", "direct", "reversible", "adjoint")
+    steps: Literal["adaptive", "fixed"] = "fixed" if name in SPLITTING else "adaptive"
+    return MethodInfo(name, _ORDERS[name], METHODS[name].evaluations, steps, field, gradients, needs, "hbnode")
+
+
+def _torchdiffeq(name: TorchdiffeqMethod) -> MethodInfo:
+    gradients: tuple[Gradient, ...] = ("adjoint",) if name in SCIPY else ("direct", "adjoint")
+    steps: Literal["adaptive", "fixed"] = "fixed" if name in FIXED else "adaptive"
+    needs = _GRID if name in FIXED else "scipy" if name in SCIPY else ""
+    return MethodInfo(name, _ORDERS.get(name), _EVALUATIONS.get(name), steps, "any", gradients, needs, "torchdiffeq")

@@ -1,0 +1,77 @@
+"""``hbnode.methods()``: what it says is measured."""
+
+import math
+
+import pytest
+import torch
+
+import hbnode
+from tests.problems import damped_oscillator
+
+METHODS = hbnode.methods()
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def solved(method, **solver):
+    """The NFE, and the error of (h, m) at 2 from (1, 0), of the spring h'' + 0.4 h' + 4 h = 0."""
+    field = hbnode.HBNODE(lambda h: -4 * h, damping=0.4, learn_damping=False)
+    block = hbnode.ODEBlock(field, t_span=(0.0, 2.0), method=method, **solver)
+    h, m = block.trajectory(torch.ones(1, 1, dtype=torch.float64))
+    exact = damped_oscillator(2.0, 0.4, 1.0, 0.0, 2.0)
+    return block.nfe, math.hypot(h[-1].item() - exact[0], m[-1].item() - exact[1])
+
+
+ON_GRIDS = [m for m in METHODS if m.order and (m.library == "hbnode" or m.steps == "fixed")]
+
+
+@pytest.mark.parametrize("method", ON_GRIDS, ids=lambda method: method.name)
+def test_orders_and_evaluations_on_a_grid(method):
+    n = {8: 6, 6: 8, 5: 12}.get(method.order, 24)
+    (first, coarse), (second, fine) = (solved(method.name, options={"steps": k}) for k in (n, 2 * n))
+    assert (second.forward - first.forward) / n == method.evaluations
+    assert method.order - 0.4 < math.log2(coarse / fine) < method.order + 1
+
+
+@pytest.mark.parametrize("name", ["dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun"])
+def test_orders_and_evaluations_of_torchdiffeqs_adaptive_methods(name):
+    """Equal steps: the controller is kept from changing them."""
+    n = {8: 6, 5: 12}.get(BY_NAME[name].order, 24)
+    found = []
+    for steps in (n, 2 * n):
+        options = {"first_step": 2 / steps, "min_step": 2 / steps, "max_step": 2 / steps, "land": True}
+        found.append(solved(name, rtol=1.0, atol=1.0, options=options))
+    (first, coarse), (second, fine) = found
+    assert (second.forward - first.forward) / (second.steps - first.steps) == BY_NAME[name].evaluations
+    assert BY_NAME[name].order - 0.4 < math.log2(coarse / fine) < BY_NAME[name].order + 1
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_which_gradients_and_fields(method):
+    options = {"steps": 3} if "steps" in method.needs else None
+    fields = {"HBNODE": hbnode.HBNODE, "GHBNODE": hbnode.GHBNODE, "SONODE": lambda f: hbnode.SONODE(lambda h, v: f(h))}
+    for name, make in fields.items():
+        for gradient in ("checkpoint", "direct", "reversible", "adjoint"):
+            possible = gradient in method.gradients and (method.field == "any" or name in method.field.split(", "))
+            x = torch.ones(1, 1, requires_grad=True)
+
+            def run(make=make, gradient=gradient, x=x):
+                solver = {"method": method.name, "gradient": gradient, "options": options, "rtol": 1e-2, "atol": 1e-2}
+                hbnode.ODEBlock(make(lambda h: -h), **solver)(x).sum().backward()
+
+            if possible:
+                run()
+                assert x.grad is not None
+            else:
+                with pytest.raises(ValueError, match="Fix: "):
+                    run()
+
+
+def test_it_prints_as_a_table_and_makes_a_frame():
+    lines = str(METHODS).splitlines()
+    assert lines[0].split() == list(hbnode.MethodInfo._fields)
+    assert len(lines) == 1 + len(METHODS)
+    assert lines[1].split() == "nystrom4 4 3 adaptive HBNODE checkpoint, direct, adjoint hbnode".split()
+    assert repr(METHODS) == str(METHODS)
+    frame = pytest.importorskip("pandas").DataFrame(METHODS)
+    assert list(frame.columns) == list(hbnode.MethodInfo._fields)
+    assert frame.set_index("name").loc["rk4", "evaluations"] == 4
