@@ -251,6 +251,13 @@ def test_a_legend_is_beside_the_curves_where_there_is_room():
     assert ax.get_legend().get_window_extent().x0 > ax.figure.axes[1].yaxis.get_tightbbox().x1
 
 
+def test_a_legend_of_two_axes_is_above_them_where_there_is_no_room_beside():
+    _, ax = plt.subplots()
+    hbnode.plot.tolerance_curve(CURVE, ax=ax)
+    ax.figure.draw_without_rendering()
+    assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
+
+
 def test_a_short_logarithmic_axis_has_numbers():
     ax = hbnode.plot.steps(hbnode.StepRecord([0.0, 1.0], [0.3, 0.45], [True] * 2, [None] * 2, [False] * 2))
     ax.figure.draw_without_rendering()

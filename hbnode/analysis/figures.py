@@ -36,7 +36,7 @@ def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
-    """A legend beside the axes where the figure's layout makes room for it, else where the fewest curves are."""
+    """A legend beside the axes where the figure's layout makes room for it, else above them or off their curves."""
     from matplotlib.transforms import ScaledTranslation
 
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
@@ -44,8 +44,12 @@ def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
     figure = ax.figure
     if not found:
         return
-    if figure.get_layout_engine() is None:
-        (right or ax).legend(handles=found, fontsize="small")  # the upper one of the two
+    if figure.get_layout_engine() is None and right is None:
+        ax.legend(handles=found, fontsize="small")
+        return
+    if figure.get_layout_engine() is None:  # matplotlib would look for the curves of one of the two axes alone
+        above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4}
+        ax.legend(handles=found, fontsize="small", frameon=False, columnspacing=1.0, **above)
         return
     gap = ScaledTranslation((5 if right is None else 55) / 72, 0.0, figure.dpi_scale_trans)  # room for tick labels
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "bbox_transform": ax.transAxes + gap}
