@@ -21,7 +21,7 @@ from hbnode.recurrent.cell_steps import CellOutput, CellStep
 from hbnode.recurrent.executor import LayerExecutor, LayerState, Weights
 from hbnode.recurrent.export import StockLayers, plain_layer
 from hbnode.recurrent.initialization import check_weight_norm, filter_width, init_gates_, parameter_shapes
-from hbnode.recurrent.rules import Rule
+from hbnode.recurrent.rules import Memory, Rule
 from hbnode.recurrent.state import InitialState, RecurrentState
 
 
@@ -95,7 +95,11 @@ class RecurrentLayer(nn.Module):
                 )
         self.reset_parameters()
 
-    if TYPE_CHECKING:  # nn.Module's returns Any
+    if TYPE_CHECKING:
+
+        @override
+        def __getattr__(self, name: str) -> Tensor:
+            """Parameters: weight_ih_l0 and the like."""
 
         @overload
         def __call__(
@@ -196,9 +200,9 @@ class RecurrentLayer(nn.Module):
             t = int(t[0]) if len(t) and not t.is_meta and bool((t == t[0]).all()) else t
         elif "t" in self.rule.memory:
             t = 0
-        whole = LayerState(state.h, state.c, state.memory._replace(t=None)).map(lambda z: batch.sort(z, axis=1))
+        whole = LayerState(state.h, state.c, Memory(state.v, state.m, state.g)).map(lambda z: batch.sort(z, axis=1))
         each = (whole.map(operator.itemgetter(k)) for k in range(places))
-        return [LayerState(h, c, memory._replace(t=t)) for h, c, memory in each], t
+        return [LayerState(h, c, Memory(*memory[:3], t)) for h, c, memory in each], t
 
     def _written(self, states: list[LayerState], t: int | Tensor | None, batch: SequenceBatch) -> RecurrentState:
         """The state of all layers and directions."""

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,15 +69,10 @@ class LayerState(NamedTuple):
     @staticmethod
     def combine(states: Sequence[LayerState], function: Callable[[list[Tensor]], Tensor]) -> LayerState:
         """One state, whose entries are a function of the entries of several; without t."""
-
-        def combined(entries: Iterable[Tensor | None]) -> Tensor | None:
-            present = [entry for entry in entries if entry is not None]
-            return function(present) if present else None
-
-        v, m, g = (combined(getattr(state.memory, name) for state in states) for name in "vmg")
-        return LayerState(
-            function([state.h for state in states]), combined(state.c for state in states), Memory(v, m, g)
-        )
+        entries = zip(*((state.h, state.c, *state.memory[:3]) for state in states), strict=True)
+        h, c, v, m, g = (None if parts[0] is None else function(list(parts)) for parts in entries)
+        assert h is not None
+        return LayerState(h, c, Memory(v, m, g))
 
 
 @dataclasses.dataclass(frozen=True)

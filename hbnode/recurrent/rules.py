@@ -46,8 +46,13 @@ class Memory(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
         """The same with a function applied to every tensor."""
-        v, m, g = (None if z is None else function(z) for z in (self.v, self.m, self.g))
-        return Memory(v, m, g, function(self.t) if isinstance(self.t, Tensor) else self.t)
+        v, m, g, t = self
+        return Memory(
+            None if v is None else function(v),
+            None if m is None else function(m),
+            None if g is None else function(g),
+            function(t) if isinstance(t, Tensor) else t,
+        )
 
 
 class Rule:
