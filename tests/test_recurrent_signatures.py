@@ -43,6 +43,7 @@ def test_a_signature_is_written_out(name):
     assert not {p.kind for p in parameters(name)} & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     assert "__init__" in vars(kind)
     assert "__signature__" not in vars(kind)
+    assert inspect.signature(kind).parameters["hidden_size"].annotation is int  # help() shows it without quotes
     found = inspect.getsource(kind.__init__)
     assert all(re.search(rf"^        {p.name}: .*,$", found, re.MULTILINE) for p in parameters(name))
 
@@ -91,6 +92,13 @@ def test_each_rule_has_an_example():
 def test_a_misspelt_argument_is_named_with_the_class(name):
     with pytest.raises(TypeError, match=rf"^{name}\.__init__\(\) got an unexpected keyword argument 'hiden_size'"):
         getattr(recurrent, name)(3, hiden_size=4)
+
+
+def test_torchs_compile_is_not_hidden_by_the_argument():
+    layer, x = hbnode.MomentumLSTM(3, 4), torch.ones(5, 2, 3)
+    expected, _ = layer(x)
+    layer.compile(backend="eager")
+    assert torch.equal(layer(x)[0], expected)
 
 
 @every_name

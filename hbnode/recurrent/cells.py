@@ -1,7 +1,5 @@
 """Cells for one step, with any rule: for streaming, for your own loops, and for torch.export."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

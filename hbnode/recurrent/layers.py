@@ -1,7 +1,5 @@
 """Recurrent layers that filter their input: RNN, LSTM and GRU with any rule of :mod:`hbnode.recurrent.rules`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """DTRIV: recurrent layers and cells whose recurrent weight is orthogonal by construction, with any rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, SupportsIndex
 

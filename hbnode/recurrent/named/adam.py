@@ -1,7 +1,5 @@
 """Layers with Adam; the rule is :class:`hbnode.recurrent.rules.Adam`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

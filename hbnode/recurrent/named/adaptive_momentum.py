@@ -1,7 +1,5 @@
 """Layers with momentum that adapts to the input; the rule is :class:`hbnode.recurrent.rules.AdaptiveMomentum`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Cells with heavy-ball momentum (MomentumRNN); the rule is :class:`hbnode.recurrent.rules.Momentum`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

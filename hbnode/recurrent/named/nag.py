@@ -1,7 +1,5 @@
 """Layers with Nesterov's accelerated gradient; the rule is :class:`hbnode.recurrent.rules.NAG`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Cells with RMSProp; the rule is :class:`hbnode.recurrent.rules.RMSProp`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

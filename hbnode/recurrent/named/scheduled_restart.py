@@ -1,7 +1,5 @@
 """Layers with scheduled restart; the rule is :class:`hbnode.recurrent.rules.ScheduledRestart`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
