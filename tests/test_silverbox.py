@@ -121,7 +121,7 @@ def test_without_the_csv_the_package_is_asked(samples, record, tmp_path, monkeyp
         raise OSError("no network")
 
     monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", types.SimpleNamespace(Silverbox=fails))
-    with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks failed \(no network\)\. Fix: put"):
+    with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks failed \(OSError\('no network'\)\)\. Fix: put"):
         silverbox_data.read_silverbox()
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def find(names: Sequence[str], folders: Sequence[str] = ("",)) -> Path | None:
@@ -38,3 +41,24 @@ def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
             f"{name} is neither in HBNODE_DATA={root!r} nor could it be downloaded ({error}). "
             f"Fix: set HBNODE_DATA to a folder and put {fix}."
         ) from error
+
+
+def from_benchmarks(read: Callable[[Any], T], missing: str, fix: str) -> T:
+    """What ``read`` gets from the package ``nonlinear_benchmarks``, which downloads the data of nonlinearbenchmark.org.
+
+    Arguments:
+        read: called with the package.
+        missing: the beginning of an error's message: which file is not where.
+        fix: its end.
+
+    Raises:
+        FileNotFoundError: if the package is not installed, or fails.
+    """
+    try:
+        import nonlinear_benchmarks
+    except ImportError as error:
+        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks is not installed. {fix}") from error
+    try:
+        return read(nonlinear_benchmarks)
+    except Exception as error:  # no network, or an answer without the data, and it raises whatever it likes
+        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks failed ({error!r}). {fix}") from error

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tasks.data.arrays import check_record, read_columns
-from tasks.data.download import find
+from tasks.data.download import find, from_benchmarks
 
 PERIOD = 8192  # rows after which the force repeats, in the file and in the generated record
 ROWS = 9 * PERIOD
@@ -60,16 +61,11 @@ def _f16() -> Tensor:
         f"Fix: put {NAME}.csv from F16GVT_Files.zip of nonlinearbenchmark.org into a folder plane-vibration and "
         "set HBNODE_DATA to the folder above it, or pip install nonlinear_benchmarks, which downloads it (148 MB)."
     )
-    try:
-        import nonlinear_benchmarks
-    except ImportError as error:
-        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks is not installed. {fix}") from error
-    try:
-        paths = nonlinear_benchmarks.F16(data_file_locations=True)
-        path = next(path for path in map(Path, paths) if path.stem == NAME)
-    except Exception as error:  # no network, or an answer without the file, and it raises whatever it likes
-        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks failed ({error!r}). {fix}") from error
-    return _f16_mat(path)
+
+    def read(package: Any) -> Path:
+        return next(path for path in map(Path, package.F16(data_file_locations=True)) if path.stem == NAME)
+
+    return _f16_mat(from_benchmarks(read, missing, fix))
 
 
 def _f16_mat(path: Path) -> Tensor:

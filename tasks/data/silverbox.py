@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tasks.data.arrays import check_record, read_columns
-from tasks.data.download import find
+from tasks.data.download import find, from_benchmarks
 
 ROWS = 131_072
 FIX = "Fix: get SNLS80mV.csv anew, from SilverboxFiles.zip of nonlinearbenchmark.org."
@@ -40,13 +40,6 @@ def read_silverbox() -> Tensor:
         "Fix: put SNLS80mV.csv from SilverboxFiles.zip of nonlinearbenchmark.org into a folder silverbox and set "
         "HBNODE_DATA to the folder above it, or pip install nonlinear_benchmarks, which downloads it."
     )
-    try:
-        import nonlinear_benchmarks
-    except ImportError as error:
-        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks is not installed. {fix}") from error
-    try:
-        v1, v2 = nonlinear_benchmarks.Silverbox(train_test_split=False)
-    except Exception as error:  # no network, or an answer that is not the file, and it raises whatever it likes
-        raise FileNotFoundError(f"{missing}, and nonlinear_benchmarks failed ({error}). {fix}") from error
+    v1, v2 = from_benchmarks(lambda package: package.Silverbox(train_test_split=False), missing, fix)
     record = torch.stack([torch.as_tensor(v).double() for v in (v1, v2)], dim=1)
     return check_record(record, (ROWS, 2), "the package's data", FIX)

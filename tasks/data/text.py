@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tasks.data.download import find
+
 SOURCES = ("auto", "ptb", "wikitext-2", "generated")
 PARTS = ("train", "validation", "test")
 FILES = {
@@ -58,10 +60,11 @@ def read_text(source: str = "auto", *, vocabulary: int = 0, train_size: int = 0,
     """
     if source not in SOURCES:
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
-    found = [name for name in FILES if source in (name, "auto") and all(path.is_file() for path in _paths(name))]
+    paths = {name: [find((file,)) for file in files] for name, files in FILES.items() if source in (name, "auto")}
+    found = [name for name, of_it in paths.items() if all(of_it)]
     limits = [limit or None for limit in (train_size, test_size, test_size)]
     if found:
-        texts = [list(islice(_words(path), limit)) for path, limit in zip(_paths(found[0]), limits, strict=True)]
+        texts = [list(islice(_words(path), limit)) for path, limit in zip(paths[found[0]], limits, strict=True) if path]
     elif source in FILES:
         root, names = os.environ.get("HBNODE_DATA"), ", ".join(FILES[source])
         raise FileNotFoundError(
@@ -79,12 +82,6 @@ def read_text(source: str = "auto", *, vocabulary: int = 0, train_size: int = 0,
         for name, text in zip(PARTS, texts, strict=True)
     }
     return Text(parts, tuple(ranked), found[0] if found else "generated")
-
-
-def _paths(source: str) -> list[Path]:
-    """Where the files are; without HBNODE_DATA nowhere, rather than in the folder that one happens to be in."""
-    root = os.environ.get("HBNODE_DATA")
-    return [Path(root or os.devnull) / name for name in FILES[source]]
 
 
 def _words(path: Path) -> Iterator[str]:

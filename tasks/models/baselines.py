@@ -68,6 +68,17 @@ class Recurrent(nn.Module, abc.ABC):
     def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
         """``forward`` of checked samples (B, T, features) and gaps (B, T, 1)."""
 
+    def _unroll(
+        self, step: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, gap: Tensor, h: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Every h that ``step``, called with a sample, its gap and the h before, makes of x and of gap (B, T, ...)."""
+        h = x.new_zeros(len(x), self.hidden_size) if h is None else h
+        output = []
+        for sample, elapsed in zip(x.unbind(1), gap.unbind(1), strict=True):
+            h = step(sample, elapsed, h)
+            output.append(h)
+        return torch.stack(output, dim=1), h
+
     def _check(self, x: Tensor, gap_before: Tensor, gap_after: Tensor | None) -> None:
         if x.dim() != 3 or x.shape[-1] != self.input_size or x.shape[1] == 0:
             raise ValueError(f"x must be of shape (batch, T, {self.input_size}), T > 0, got {tuple(x.shape)}")
@@ -110,12 +121,7 @@ class Decaying(Recurrent):
 
     def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
         decay = torch.exp(-self.decay(gap).relu())
-        h = x.new_zeros(len(x), self.hidden_size) if state is None else state
-        output = []
-        for sample, factor in zip(x.unbind(1), decay.unbind(1), strict=True):
-            h = self.cell(sample, factor * h)
-            output.append(h)
-        return torch.stack(output, dim=1), h
+        return self._unroll(lambda sample, factor, h: self.cell(sample, factor * h), x, decay, state)
 
 
 class ClosedForm(Recurrent):
@@ -137,12 +143,7 @@ class ClosedForm(Recurrent):
         self.cell = CfCCell(self.features, hidden_size, backbone_units=hidden_size)
 
     def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
-        h = x.new_zeros(len(x), self.hidden_size) if state is None else state
-        output = []
-        for sample, elapsed in zip(x.unbind(1), gap.unbind(1), strict=True):
-            h, _ = self.cell(sample, h, elapsed)
-            output.append(h)
-        return torch.stack(output, dim=1), h
+        return self._unroll(lambda sample, elapsed, h: self.cell(sample, h, elapsed)[0], x, gap, state)
 
 
 def make_baseline(
