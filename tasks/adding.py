@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ TABLE = {
 class AddingConfig(RecurrentConfig):
     """Options of adding; an epoch is some fresh batches."""
 
+    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "iterations", "test_size")
+
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
     batch_size: int = option(50, "sequences in a step")
@@ -50,9 +53,8 @@ class AddingConfig(RecurrentConfig):
     test_size: int = option(1000, "test sequences")
 
     def __post_init__(self) -> None:
-        for name, least in (("iterations", 1), ("test_size", 1), ("length", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(self, name)}")
+        if self.length < 2:
+            raise ValueError(f"--length must be 2 or more, got {self.length}")
 
     def table(self) -> Mapping[str, RuleOptions]:
         """The rules."""

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ TABLES = {
 class CopyingConfig(RecurrentConfig):
     """Options of copying; an epoch is some fresh batches."""
 
+    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "iterations", "test_size")
+
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
     batch_size: int = option(32, "sequences in a step")
@@ -56,11 +59,6 @@ class CopyingConfig(RecurrentConfig):
     hidden: int = option(64, "size of h")
     length: int = option(200, "blanks between the characters and the start symbol, L")
     test_size: int = option(1000, "test sequences")
-
-    def __post_init__(self) -> None:
-        for name in ("iterations", "test_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
 
     def table(self) -> Mapping[str, RuleOptions]:
         """The rules of the length."""

@@ -28,7 +28,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ PTB_TABLE = TABLE | {"momentum": RuleOptions(momentum=0.0, step_size=0.6)}
 @dataclasses.dataclass(frozen=True)
 class LanguageModelConfig(RecurrentConfig):
     """Options of the language model."""
+
+    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "embedding", "layers", "bptt")
 
     cell: str = option("lstm", "the layer that the rule is put into", ("lstm", "rnn", "gru"))
     epochs: int = option(10, "passes over the training text", may_change=True)
@@ -86,9 +88,6 @@ class LanguageModelConfig(RecurrentConfig):
         for name in ("dropout", "dropout_between", "dropout_input", "dropout_words", "weight_drop"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be below 1, got {getattr(self, name)}")
-        for name in ("embedding", "layers", "bptt"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"--{name} must be positive, got 0")
         if self.vocabulary == 1:
             raise ValueError("--vocabulary must be 0, for all words, or at least 2, got 1")
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -81,6 +81,8 @@ ORTHOGONAL: dict[int, dict[str, RuleOptions]] = {
 class PixelMnistConfig(RecurrentConfig):
     """Options of pixel MNIST."""
 
+    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "orthogonal_lr")
+
     dataset: str = option("mnist", "which images", tuple(READ))
     permuted: bool = option(False, "read the pixels in an order that a seed fixes")
     permutation: int = option(92916, "the seed of it, numpy's RandomState(SEED).permutation(pixels)")
@@ -101,8 +103,6 @@ class PixelMnistConfig(RecurrentConfig):
         edge = EDGE[self.dataset]
         if self.pixels_on_edge < 1 or edge % self.pixels_on_edge:
             raise ValueError(f"--side must divide {edge}, the edge of {self.dataset}, got {self.side}")
-        if not self.orthogonal_lr > 0:
-            raise ValueError(f"--orthogonal-lr must be positive, got {self.orthogonal_lr}")
         if self.permutation >= 2**32:
             raise ValueError(f"--permutation must be below 2**32, got {self.permutation}")
 

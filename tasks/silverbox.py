@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 class SilverboxConfig(ODEConfig):
     """Options of the Silverbox."""
 
+    positive: ClassVar[tuple[str, ...]] = (*ODEConfig.positive, "window", "past", "stride", "validation")
+
     epochs: int = option(60, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
     lr: float = option(2e-2, "Adam's learning rate")
@@ -55,9 +57,6 @@ class SilverboxConfig(ODEConfig):
     interpolation: str = option("sinc", "of V1 between its samples", ("linear", "cubic", "sinc"))
 
     def __post_init__(self) -> None:
-        for name in ("window", "past", "stride", "validation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
         if self.validation < START + self.window:
             raise ValueError(
                 f"--validation must be at least {START + self.window}, the first "

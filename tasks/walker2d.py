@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ PARAMETERS = 8_800  # of a baseline
 class WalkerConfig(IrregularSeriesConfig):
     """Options of the Walker2D task."""
 
+    positive: ClassVar[tuple[str, ...]] = (*IrregularSeriesConfig.positive, "ahead")
+
     epochs: int = option(50, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
     lr: float = option(3e-3, "Adam's learning rate")
@@ -69,10 +71,6 @@ class WalkerConfig(IrregularSeriesConfig):
     windows: int = option(0, "training windows, every k-th of all, and of validation likewise; 0 takes all")
     ahead: int = option(48, "frames that a trained model walks on by itself")
     generate: int = option(0, "make so many rollouts of a simple gait in HBNODE_DATA, and stop", may_change=True)
-
-    def __post_init__(self) -> None:
-        if self.ahead < 1:
-            raise ValueError(f"--ahead must be positive, got {self.ahead}")
 
 
 PRESETS = {

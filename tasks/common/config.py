@@ -41,6 +41,7 @@ class TaskConfig:
     """Options that all tasks have, and what is fixed for a task."""
 
     models: ClassVar[tuple[str, ...]] = ()  # those it can train
+    positive: ClassVar[tuple[str, ...]] = ("seeds", "epochs", "batch_size", "lr")  # numbers that must not be 0
 
     model: str = option("all", "one of {models}, several with commas between, or all")
     preset: str = option("default", "a set of defaults, see below; other options override it")
@@ -81,7 +82,7 @@ class TaskConfig:
                 raise ValueError(f"{flag} is {value}")
             if value < 0 and not field.metadata["is_signed"]:
                 raise ValueError(f"{flag} must not be negative, got {value}")
-            if field.name in ("seeds", "epochs", "batch_size", "lr", "tol", "loss_scale") and value == 0:
+            if field.name in self.positive and value == 0:
                 raise ValueError(f"{flag} must be positive, got 0")
         if self.seed + self.seeds > 2**32:
             raise ValueError(f"--seed must be below 2**32, got {self.seed + self.seeds - 1}")
@@ -95,6 +96,7 @@ class ODEConfig(TaskConfig):
     """Options of the tasks that solve ODEs."""
 
     models: ClassVar[tuple[str, ...]] = MODELS
+    positive: ClassVar[tuple[str, ...]] = (*TaskConfig.positive, "tol", "loss_scale")
 
     model: str = option("hbnode", "one of {models}, several with commas between, or all")
     lr: float = option(1e-3, "Adam's learning rate")

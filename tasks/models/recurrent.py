@@ -66,6 +66,7 @@ class RecurrentConfig(TaskConfig):
     """Options of the tasks of recurrent layers."""
 
     models: ClassVar[tuple[str, ...]] = VARIANTS
+    positive: ClassVar[tuple[str, ...]] = (*TaskConfig.positive, "step_size", "restart", "eps", "hidden")
 
     model: str = option("momentum", "one of {models}, several with commas between, or all")
     cell: str = option("lstm", "the layer that the rule is put into", CELLS)
@@ -99,10 +100,6 @@ class RecurrentConfig(TaskConfig):
                 raise ValueError(f"{flag} says nothing to --model {self.model}. Fix: leave it out.")
             if field.name in ("momentum", "beta") and value >= 1:
                 raise ValueError(f"{flag} must be below 1, got {value}")
-            if field.name in ("step_size", "restart", "eps") and value == 0:
-                raise ValueError(f"{flag} must be positive, got 0")
-        if self.hidden == 0:
-            raise ValueError("--hidden must be positive, got 0")
 
     def rule_options(self, table: Mapping[str, RuleOptions]) -> RuleOptions:
         """What the variant ``model`` runs with.
