@@ -74,7 +74,7 @@ def test_adjoint_norms_of_a_linear_field(name, solver):
 def test_adjoint_norms_by_finite_differences(gradient):
     """Each part of the state at t, moved both ways, and the loss of h(T) in the block's own solve."""
     block = hbnode.HeavyBallODEBlock(
-        Net(), generalized=True, t_span=(0.0, 2.0), gradient=gradient, rtol=1e-9, atol=1e-9
+        Net(2), generalized=True, t_span=(0.0, 2.0), gradient=gradient, rtol=1e-9, atol=1e-9
     ).double()
     x, t = torch.randn(1, 2, dtype=torch.float64), [0.0, 0.7, 2.0]
     norms = hbnode.adjoint_norms(block, x, t)
