@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex
+from collections.abc import Sequence
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ ONLY_FIXED_GRIDS = (
     "graph: options={'steps': n} with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
     "gradient and without count_nfe. Fix: options={'steps': n}, and gradient=None or 'direct'."
 )
+
+
+class SupportsArray(Protocol):
+    """What numpy can make an array of: one of its arrays, a column of pandas."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """The array."""
+
+
+ArrayLike: TypeAlias = Tensor | Sequence[Any] | SupportsArray
 
 
 def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:

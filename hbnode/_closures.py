@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch.autograd.graph import Node
 from hbnode._state import State, parts
 from hbnode._torch_internals import sequence_number
 
+Value = TypeVar("Value", bound=State)
+
 _REFUSAL = (
     "func depends on {what}, whose gradient this gradient mode would drop; expected func to depend on the parameters "
     "of its module, on leaf tensors and on its arguments only, and on the same ones in both passes. "
@@ -18,7 +21,7 @@ _REFUSAL = (
 )
 
 
-def closed_over_leaves(evaluate: Callable[[], State], inputs: Iterable[Tensor]) -> tuple[list[Tensor], State]:
+def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) -> tuple[list[Tensor], Value]:
     """Call ``evaluate`` and find the leaf tensors, parameters or not, that its value depends on beside its inputs.
 
     Arguments:

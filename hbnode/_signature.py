@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hbnode._torch_internals import is_script_method
+from hbnode._torch_internals import is_script_method, torch_schema
 
 _TIMES = {"t", "time"}
 
@@ -83,7 +83,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     of_method = is_script_method(function)
     if not (of_method or isinstance(function, torch.jit.ScriptFunction)):
         return inspect.signature(function)
-    schema: Any = function.schema  # a property, whatever torch's stub of methods says
+    schema = torch_schema(function)
     return inspect.Signature(
         [
             inspect.Parameter(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +30,20 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def sequence_number(node: Node) -> int:
+def sequence_number(node: Node | None) -> int:
     """The number of a node of the graph: later nodes of a thread have larger ones."""
+    assert node is not None
     return node._sequence_nr()
 
 
 def is_script_method(function: object) -> bool:
     """Whether a function is a method that TorchScript has compiled."""
     return isinstance(function, torch._C.ScriptMethod)
+
+
+def torch_schema(function: Any) -> Any:
+    """The schema of a function or method that TorchScript has compiled."""
+    return function.schema
 
 
 def plain(x: Tensor) -> Tensor:

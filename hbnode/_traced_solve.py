@@ -15,10 +15,9 @@ from hbnode._state import State
 from hbnode._tracing import is_exporting
 from hbnode.nfe import NFE, is_counting
 from hbnode.solvers import registry
-from hbnode.solvers.explicit_method import Evaluate, ExplicitMethod
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.settings import Settings
-from hbnode.solvers.splitting import Splitting
+from hbnode.solvers.step_method import Evaluate, StepMethod
 from hbnode.solvers.stepper import no_autocast
 from hbnode.solvers.time_grid import align, spread
 
@@ -67,7 +66,7 @@ def solve(field: Callable, y0: State, t: Tensor | Sequence[float], settings: Set
     return term.state(torch.stack(trajectory))
 
 
-def _native(term: ODETerm, method: ExplicitMethod | Splitting, rows: Tensor, t: Tensor, steps: int) -> list[Tensor]:
+def _native(term: ODETerm, method: StepMethod, rows: Tensor, t: Tensor, steps: int) -> list[Tensor]:
     """The rows of the state at the times, by one of our own methods."""
     template, n = term.template, method.state_rows
     evaluate = _evaluation(term)

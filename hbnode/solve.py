@@ -164,6 +164,12 @@ def odeint(
     return solve(field, y0, t, checked_settings(settings), NFE(), event_fn)
 
 
+@overload
+def solve(field: Callable, y0: State, t: Times, settings: Settings, nfe: NFE) -> State: ...
+@overload
+def solve(
+    field: Callable, y0: State, t: Times, settings: Settings, nfe: NFE, event_fn: Callable | None
+) -> State | tuple[Tensor, State]: ...
 def solve(
     field: Callable,
     y0: State,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hbnode._recompute import set_random_state
-from hbnode.gradients.forward_pass import ForwardPass
+from hbnode.gradients.forward_pass import ForwardPass, some
 from hbnode.solvers.explicit_method import interpolate
 from hbnode.solvers.recorder import StepGraph
 from hbnode.solvers.step_method import StepResult
-from hbnode.solvers.time_grid import Step, align
+from hbnode.solvers.time_grid import AnyStep, align
 
 
 class GradientAccumulator:
@@ -32,16 +32,16 @@ class GradientAccumulator:
         self.t = forward.stepper.grid.t.detach()
         self.needs_t, self.needs_damping = needs_t, needs_damping
         self.gradients: list[Tensor | None] = [None] * len(self.leaves)
-        self.steps: list[tuple[Step, Tensor | None, Tensor | None]] = []
-        self.blends: list[tuple[Step, Tensor]] = []
+        self.steps: list[tuple[AnyStep, Tensor | None, Tensor | None]] = []
+        self.blends: list[tuple[AnyStep, Tensor]] = []
         self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
 
-    def leaves_of(self, step: Step) -> tuple[Tensor, Tensor]:
+    def leaves_of(self, step: AnyStep) -> tuple[Tensor, Tensor]:
         """The coefficients and stage times of a step, as leaves if their gradients are needed."""
         matrix = self.coefficients.matrix(step).detach().requires_grad_(self.plan.by_matrix)
         return matrix, self.coefficients.times(step).detach().requires_grad_(self.plan.by_times)
 
-    def graph(self, step: Step, point: Tensor) -> StepGraph:
+    def graph(self, step: AnyStep, point: Tensor) -> StepGraph:
         """Take a step again, with its graph."""
         matrix, times = self.leaves_of(step)
         point = point.detach().requires_grad_()
@@ -69,11 +69,11 @@ class GradientAccumulator:
             self.steps.append((step, by_matrix, next(of_tensors) if self.plan.by_times else None))
         return list(found[:n])
 
-    def interpolated(self, step: Step, columns: Tensor, gradient: Tensor) -> Tensor:
+    def interpolated(self, step: AnyStep, columns: Tensor, gradient: Tensor) -> Tensor:
         """The gradient with respect to a step's columns, from that of its outputs; that of their blend is kept."""
         with torch.enable_grad():
             columns = columns.detach().requires_grad_()
-            blend = step.blend.detach().requires_grad_(self.plan.by_matrix)
+            blend = some(step.blend).detach().requires_grad_(self.plan.by_matrix)
             inside = interpolate(columns, blend)
         wanted = [x for x in (columns, blend) if x.requires_grad]
         of_columns, *of_blend = torch.autograd.grad(inside, wanted, gradient[step.outputs.start : step.outputs.stop])
@@ -108,7 +108,7 @@ class GradientAccumulator:
         """Gradients with respect to γ and t, of all steps in one go."""
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
-        groups = defaultdict(list)
+        groups: dict[bool, list] = defaultdict(list)
         for entry in self.steps:
             groups[entry[0].end is None].append(entry)
         with torch.enable_grad():
@@ -124,12 +124,11 @@ class GradientAccumulator:
                 outputs.extend(self.coefficients.blends([step for step, _ in self.blends], damping, t))
                 cotangents.extend(g for _, g in self.blends)
         wanted = [x for x in (damping, t) if x.requires_grad]
-        found = [None] * len(wanted)
+        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if outputs:
             found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
-        found = iter(found)
-        by_damping = next(found) if self.needs_damping else None
-        by_t = next(found) if self.needs_t else None
+        by_damping = found[0] if self.needs_damping else None
+        by_t = found[-1] if self.needs_t else None
         if self.first_time is not None:
             by_t = torch.zeros_like(self.t) if by_t is None else by_t
             by_t[..., 0] += self.first_time.reshape(by_t[..., 0].shape).to(by_t)
@@ -139,8 +138,8 @@ class GradientAccumulator:
         """The coefficients of each size of step as functions of γ, as the solve kept them, and the gradients."""
         totals: dict[float, Tensor] = {}
         for step, by_matrix, _ in self.steps:
-            if by_matrix is not None:
-                size = self.stepper.grid.size(step)
+            size = self.stepper.grid.size(step)
+            if by_matrix is not None and size is not None:
                 totals[size] = totals[size] + by_matrix if size in totals else by_matrix
         outputs.extend(self.coefficients.graphs[size] for size in totals)
         if totals:

@@ -56,17 +56,16 @@ class _Backward:
         self.time_dependent = self.stepper.sees_time
 
     def __call__(self, t: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        y, a = state[:2]
         with torch.enable_grad():
-            y = y.detach().requires_grad_()
+            y, a = state[0].detach().requires_grad_(), state[1]
             found, value = closed_over_leaves(lambda: self.derivative(t, y), (t, y))
             refuse_unknown(found, self.plan.known)
             wanted = [x for x in (y, *self.leaves) if x.requires_grad]
-            gradients = [None] * len(wanted)
+            found_for: dict[int, Tensor | None] = {}
             if value.requires_grad:
                 gradients = torch.autograd.grad(value, wanted, -a, allow_unused=True)
-        of = {id(x): g for x, g in zip(wanted, gradients, strict=True) if g is not None}
-        return (value.detach(), *(of.get(id(x), torch.zeros_like(x)) for x in (y, *self.leaves)))
+                found_for = {id(x): g for x, g in zip(wanted, gradients, strict=True)}
+        return (value.detach(), *(_or_zeros(found_for.get(id(x)), x) for x in (y, *self.leaves)))
 
     def derivative(self, t: Tensor, rows: Tensor) -> Tensor:
         """The whole first-order field on the rows of the state."""
@@ -96,6 +95,10 @@ class _Backward:
             ends = integrate(stepper, stepper.start(torch.stack(term.rows(state))))
         end = parts(term.state(ends))
         return end[1][-1], [part[-1] for part in end[2:]]
+
+
+def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if gradient is None else gradient
 
 
 def _backward_options(options: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hbnode._recompute import set_random_state
 from hbnode.gradients.accumulator import GradientAccumulator
-from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward
+from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, some
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.recorder import StepGraph, StepRecorder
+from hbnode.solvers.recorder import RecordedProgram, RecordedStep, StepGraph, StepRecorder
 from hbnode.solvers.stepper import no_autocast
-from hbnode.solvers.time_grid import Step
+from hbnode.solvers.time_grid import SampleStep
 
 
 class Checkpoint(torch.autograd.Function):
@@ -44,14 +44,15 @@ class Checkpoint(torch.autograd.Function):
         with forward.context(), no_autocast(gradient.device.type):
             left = len(steps)
             while left:
-                step, point, graph = steps[left - 1]
-                if isinstance(step, list):
-                    carried = _undo_all(accumulator, step, list(point), carried, gradient)
-                else:
-                    carried = _undo(accumulator, step, point, carried, gradient, graph)
-                undone = range(left - (1 if graph is None else len(graph.steps)), left)
+                last = steps[left - 1]
+                if isinstance(last, RecordedProgram):
+                    carried = _undo_all(accumulator, last, carried, gradient)
+                    left -= 1
+                    continue
+                carried = _undo(accumulator, last, carried, gradient)
+                undone = range(left - (1 if last.graph is None else len(last.graph.steps)), left)
                 for i in undone:  # a graph serves once; after that its steps are recomputed
-                    steps[i] = steps[i]._replace(graph=None)
+                    steps[i] = RecordedStep(*steps[i][:2])
                 left = undone.start
             if method.carries:
                 carried = _undo_start(accumulator, forward, rows, carried)
@@ -59,25 +60,19 @@ class Checkpoint(torch.autograd.Function):
         return None, t, damping, carried + gradient[0], *accumulator.gradients
 
 
-def _undo(
-    accumulator: GradientAccumulator,
-    step: Step,
-    point: Tensor,
-    carried: Tensor,
-    gradient: Tensor,
-    graph: StepGraph | None = None,
-) -> Tensor:
+def _undo(accumulator: GradientAccumulator, recorded: RecordedStep, carried: Tensor, gradient: Tensor) -> Tensor:
     """The gradient with respect to the point before a step, from that with respect to the point after it."""
+    step, point, graph = recorded
     stepper = accumulator.stepper
     n = stepper.method.state_rows
-    if isinstance(step.reached, Tensor):
-        carried = torch.cat([carried[:n] + _at_reached(step, gradient, stepper.samples()), carried[n:]])
+    stayed = None
+    if isinstance(step, SampleStep):
+        batch_dim = stepper.grid.batch_dim
+        carried = torch.cat([carried[:n] + _at_reached(step, gradient, batch_dim), carried[n:]])
+        moved = _marks(step.accepted, carried, batch_dim)
+        stayed, carried = torch.where(moved, 0.0, carried), torch.where(moved, carried, 0.0)
     elif step.reached is not None:
         carried = torch.cat([carried[:n] + gradient[step.reached], carried[n:]])
-    stayed = None
-    if step.accepted is not None:
-        moved = _marks(step.accepted, carried, stepper.samples())
-        stayed, carried = torch.where(moved, 0.0, carried), torch.where(moved, carried, 0.0)
     stepper.tally.add("accepted", 1 if graph is None else len(graph.steps))
     pulled = None
     if graph is None:
@@ -86,22 +81,21 @@ def _undo(
             matrix, times = stepper.coefficients.matrix(step), stepper.coefficients.times(step).detach()
             pulled = accumulator.pull_compiled("pull", (), point.detach(), matrix, times, carried)
     if pulled is not None:
-        before, *found = pulled
-        accumulator.steps.append((step, *found))
+        before, by_matrix, by_times = pulled
+        accumulator.steps.append((step, by_matrix, by_times))
     else:
         graph = accumulator.graph(step, point) if graph is None else graph
         inner = [s for s in graph.steps if s.outputs]
         cotangents = [carried]
         for s, columns in zip(inner, graph.columns, strict=True):
             cotangents.append(accumulator.interpolated(s, columns, gradient))
-        (before,) = accumulator.pull_back(graph, cotangents)
+        before = some(accumulator.pull_back(graph, cotangents)[0])
     return before if stayed is None else before + stayed
 
 
-def _undo_all(
-    accumulator: GradientAccumulator, steps: list[Step], points: list[Tensor], carried: Tensor, gradient: Tensor
-) -> Tensor:
+def _undo_all(accumulator: GradientAccumulator, recorded: RecordedProgram, carried: Tensor, gradient: Tensor) -> Tensor:
     """:func:`_undo` for all the equal steps between two outputs, which were taken in one compiled program."""
+    steps, points = recorded
     stepper = accumulator.stepper
     n = stepper.method.state_rows
     start = torch.cat([carried[:n] + gradient[steps[-1].reached], carried[n:]])
@@ -110,7 +104,7 @@ def _undo_all(
     pulled = accumulator.pull_compiled("pull_grid", (len(steps),), [p.detach() for p in points], matrix, times, start)
     if pulled is None:
         for step, point in zip(reversed(steps), reversed(points), strict=True):
-            carried = _undo(accumulator, step, point, carried, gradient)
+            carried = _undo(accumulator, RecordedStep(step, point), carried, gradient)
         return carried
     stepper.tally.add("evaluation", len(steps) * stepper.method.evaluations)
     stepper.tally.add("accepted", len(steps))
@@ -145,7 +139,7 @@ def _marks(marks: Tensor, point: Tensor, batch_dim: int) -> Tensor:
     return marks.view(*[1] * (batch_dim + 1), -1, *[1] * (point.dim() - batch_dim - 2))
 
 
-def _at_reached(step: Step, gradient: Tensor, batch_dim: int) -> Tensor:
+def _at_reached(step: SampleStep, gradient: Tensor, batch_dim: int) -> Tensor:
     """The outputs' gradients of the samples that a step brings to an output time, 0 for the others."""
     index = (step.interval + 1).clamp(max=len(gradient) - 1)
     rows = gradient.movedim(batch_dim + 2, 1)[index, torch.arange(len(index), device=index.device)]

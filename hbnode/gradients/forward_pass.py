@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hbnode._recompute import ForwardContext
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.recorder import BackwardPlan, RecordedStep, StepGraph
+from hbnode.solvers.recorder import BackwardPlan, RecordedProgram, RecordedStep, StepGraph
 from hbnode.solvers.stepper import Stepper
 
 
@@ -36,7 +36,7 @@ class ForwardPass:
     first: Tensor | None = None
     first_graph: StepGraph | None = None
     random_start: tuple[Tensor, ...] | None = None
-    steps: list[RecordedStep] = field(default_factory=list)
+    steps: list[RecordedStep | RecordedProgram] = field(default_factory=list)
 
     def point(self, rows: Tensor) -> Tensor:
         """The first point."""
@@ -55,6 +55,13 @@ def solve_and_save(ctx: Any, forward: ForwardPass, t: Tensor, damping: Tensor, r
     trajectory = integrate(forward.stepper, forward.point(rows))
     forward.save(ctx, trajectory.clone())  # the user may change the output in place
     return trajectory
+
+
+def some(gradient: Tensor | None) -> Tensor:
+    """A gradient that there must be."""
+    if gradient is None:
+        raise RuntimeError("a step does not depend on the point where it starts; expected a method that does")
+    return gradient
 
 
 def refuse_double_backward(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from torch import nn
 
@@ -10,7 +11,7 @@ from hbnode import nets
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 
 
-def make_field(field: str | nn.Module | Callable[[int], nn.Module], n: int) -> nn.Module:
+def make_field(field: str | nn.Module | Callable[[int], nn.Module], n: int) -> Field:
     """A field on states of size n."""
     if isinstance(field, str):
         if field not in _FIELDS:
@@ -22,7 +23,7 @@ def make_field(field: str | nn.Module | Callable[[int], nn.Module], n: int) -> n
             f"field must be a name, a field, or a function hidden_size -> field, got {type(field).__name__} that gave "
             f"{type(made).__name__}. Fix: field=lambda n: hbnode.HBNODE(net(n))."
         )
-    return made
+    return cast(Field, made)  # or what has its methods
 
 
 _FIELDS: dict[str, Callable[[int], Field]] = {

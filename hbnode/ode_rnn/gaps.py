@@ -111,7 +111,7 @@ class Rescaled(nn.Module):
         """What its evaluations are counted for."""
         return self.field
 
-    def dynamics_parameters(self) -> list[nn.Parameter]:
+    def dynamics_parameters(self) -> list[Tensor]:
         """Those of the field."""
         return own_parameters(self.field)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from typing_extensions import override
 
 from hbnode._arguments import checked_settings, checked_state, resolved
-from hbnode._checks import as_count
+from hbnode._checks import ArrayLike, as_count, as_tensor
 from hbnode._state import parts
 from hbnode._tracing import untraced
+from hbnode.fields import Field
 from hbnode.nfe import NFE
 from hbnode.ode_rnn.defaults import make_cell, make_field
 from hbnode.ode_rnn.gaps import Gaps
@@ -111,7 +113,7 @@ class ODERNN(nn.Module):
         super().__init__()
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
-        self.field = make_field(field, self.hidden_size)
+        self.field: Field = make_field(field, self.hidden_size)
         self.augment = getattr(self.field, "augment", 0)
         if self.augment > self.hidden_size:
             raise ValueError(
@@ -168,13 +170,35 @@ class ODERNN(nn.Module):
         """Evaluations of the last call, all gaps together."""
         return sum(self.nfe_per_gap, NFE())
 
+    if TYPE_CHECKING:  # nn.Module's returns Any
+
+        @overload
+        def __call__(
+            self,
+            x: Tensor,
+            t: ArrayLike,
+            state: ODERNNState | None = None,
+            mask: Tensor | None = None,
+            lengths: Tensor | Sequence[int] | None = None,
+        ) -> tuple[Tensor, ODERNNState]: ...
+        @overload
+        def __call__(
+            self,
+            x: PackedSequence,
+            t: ArrayLike | PackedSequence,
+            state: ODERNNState | None = None,
+            mask: Tensor | PackedSequence | None = None,
+        ) -> tuple[PackedSequence, ODERNNState]: ...
+        @override
+        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor | PackedSequence, ODERNNState]: ...
+
     def forward(
         self,
         x: Tensor | PackedSequence,
-        t: Tensor | PackedSequence,
+        t: ArrayLike | PackedSequence,
         state: ODERNNState | None = None,
         mask: Tensor | PackedSequence | None = None,
-        lengths: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
     ) -> tuple[Tensor | PackedSequence, ODERNNState]:
         """The h after each sample, and the state at the end.
 
@@ -188,24 +212,23 @@ class ODERNN(nn.Module):
             lengths: length of each sequence, (batch,); what follows is padding.
         """
         if not isinstance(x, PackedSequence):
-            return self._output(self.filter(x, t, state, mask, lengths))
+            filtered = self.filter(x, cast(ArrayLike, t), state, cast("Tensor | None", mask), lengths)
+            return filtered.after.h, filtered.state
         if lengths is not None:
             raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
         padded, lengths = pad_packed_sequence(x, batch_first=True)
-        t, mask = (
-            pad_packed_sequence(z, batch_first=True)[0] if isinstance(z, PackedSequence) else z for z in (t, mask)
-        )
-        output, state = self._output(self.filter(padded, t, state, mask, lengths))
+        filtered = self.filter(padded, _padded(t), state, None if mask is None else _padded(mask), lengths)
         ordered = x.sorted_indices is None
-        return pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=ordered), state
+        output = pack_padded_sequence(filtered.after.h, lengths, batch_first=True, enforce_sorted=ordered)
+        return output, filtered.state
 
     def filter(
         self,
         x: Tensor,
-        t: Tensor,
+        t: ArrayLike,
         state: ODERNNState | None = None,
         mask: Tensor | None = None,
-        lengths: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
     ) -> Filtered:
         """The states before and after each sample, for the same arguments as :meth:`forward`.
 
@@ -231,12 +254,11 @@ class ODERNN(nn.Module):
             rows = jumped if seen is None else torch.where(seen[:, i, None], jumped, rows)
             after.append(rows)
         self.nfe_per_gap = gaps.nfe
-        trajectories = (
-            self._state(sequences.padded(torch.stack(path, 2)), sequences.padded_t) for path in (before, after)
-        )
-        return Filtered(*trajectories, self._state(rows, t[:, -1]))
+        paths = [sequences.padded(torch.stack(path, 2)) for path in (before, after)]
+        ends = [self._state(path, sequences.padded_t) for path in paths]
+        return Filtered(ends[0], ends[1], self._state(rows, t[:, -1]))
 
-    def forecast(self, state: ODERNNState, dt: Tensor | list[float]) -> tuple[Tensor, ODERNNState]:
+    def forecast(self, state: ODERNNState, dt: ArrayLike) -> tuple[Tensor, ODERNNState]:
         """The h at times after that of a state, of which nothing is observed.
 
         Arguments:
@@ -249,8 +271,7 @@ class ODERNN(nn.Module):
         check_kind(state)
         shape = state.h.shape[:-1]
         self._check_state(state, shape)
-        if not isinstance(dt, Tensor):
-            dt = torch.tensor(dt, dtype=torch.float64)
+        dt = as_tensor(dt, "dt")
         if dt.dim() == 0 or dt.shape[-1] == 0 or (dt.dim() > 1 and dt.shape[:-1] != shape):
             raise ValueError(
                 f"dt must be (K,) or (*batch, K) with batch {tuple(shape)}, got {tuple(dt.shape)}. Fix: [0.5, 1.0]."
@@ -361,6 +382,7 @@ class ODERNN(nn.Module):
     def _state(rows: Tensor, t: Tensor) -> ODERNNState:
         return ODERNNState(rows[0], rows[1] if len(rows) > 1 else None, t)
 
-    @staticmethod
-    def _output(filtered: Filtered) -> tuple[Tensor, ODERNNState]:
-        return filtered.after.h, filtered.state
+
+def _padded(z: Any) -> Any:
+    """What is given, padded if it is packed."""
+    return pad_packed_sequence(z, batch_first=True)[0] if isinstance(z, PackedSequence) else z

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from hbnode._checks import as_tensor, tensor_fix
+from hbnode._checks import ArrayLike, as_tensor, tensor_fix
 
 
 class Sequences:
@@ -18,7 +20,14 @@ class Sequences:
         seen: of which samples something was observed, (batch, T); None for all.
     """
 
-    def __init__(self, input_size: int, x: Tensor, t: Tensor, mask: Tensor | None, lengths: Tensor | None) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        x: Tensor,
+        t: ArrayLike,
+        mask: Tensor | None,
+        lengths: Tensor | Sequence[int] | None,
+    ) -> None:
         if isinstance(x, PackedSequence):
             raise TypeError("filter takes padded sequences, got a PackedSequence. Fix: pad_packed_sequence.")
         if not isinstance(x, Tensor):
@@ -69,7 +78,7 @@ class Sequences:
         return torch.nn.functional.pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     @staticmethod
-    def _times(t: Tensor, x: Tensor) -> Tensor:
+    def _times(t: ArrayLike, x: Tensor) -> Tensor:
         shape = x.shape[:2]
         _refuse_packed(t, "t")
         t = as_tensor(t, "t")
@@ -82,7 +91,7 @@ class Sequences:
         return t.to(x.device).expand(shape)
 
     @staticmethod
-    def _valid(lengths: Tensor, x: Tensor) -> tuple[Tensor, int]:
+    def _valid(lengths: Tensor | Sequence[int], x: Tensor) -> tuple[Tensor, int]:
         """Which samples are none of the padding, and the greatest length."""
         lengths = torch.as_tensor(lengths).cpu()
         batch, total = x.shape[:2]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hbnode import _torch_internals
-from hbnode.solvers.explicit_method import ExplicitMethod
 from hbnode.solvers.ode_term import ODETerm
-from hbnode.solvers.splitting import Splitting
-from hbnode.solvers.time_grid import Step, TimeGrid
+from hbnode.solvers.step_method import StepMethod
+from hbnode.solvers.time_grid import AnyStep, Step, TimeGrid
 
 TOGETHER = 64  # intervals whose coefficients are computed at once
 
@@ -26,11 +26,11 @@ class StepCoefficients:
         damping: γ, in float64 on the grid's device.
     """
 
-    def __init__(self, method: ExplicitMethod | Splitting, term: ODETerm, grid: TimeGrid, damping: Tensor) -> None:
+    def __init__(self, method: StepMethod, term: ODETerm, grid: TimeGrid, damping: Tensor) -> None:
         self.method, self.term, self.grid, self.damping = method, term, grid, damping
         self._of_size: dict[float, Tensor] = {}
         self._of_intervals: dict[int, tuple[Tensor, ...]] = {}
-        self._packed: dict[tuple[float, bool], tuple] = {}
+        self._packed: dict[tuple[float, bool], Any] = {}
         self.leaf: Tensor | None = None  # γ as a leaf, and
         self.graphs: dict[float, Tensor] = {}  # the coefficients of each size of step as functions of it
         self._no_times = term.template.new_zeros(len(method.nodes))
@@ -39,7 +39,7 @@ class StepCoefficients:
         """Keep the coefficients as functions of γ, so that a backward pass can differentiate them."""
         self.leaf = self.damping.detach().requires_grad_()
 
-    def matrix(self, step: Step, *, differentiable: bool = False) -> Tensor:
+    def matrix(self, step: AnyStep, *, differentiable: bool = False) -> Tensor:
         """The coefficients of a step, in the state's dtype; differentiable in the times if asked."""
         grid, template = self.grid, self.term.template
         if step.whole is not None:
@@ -69,7 +69,7 @@ class StepCoefficients:
             self._of_intervals[group] = self.method.matrix(self.damping, sizes).to(self.term.template).unbind(0)
         return self._of_intervals[group][interval % TOGETHER]
 
-    def pack(self, step: Step, matrix: Tensor, *, error: bool) -> tuple:
+    def pack(self, step: AnyStep, matrix: Tensor, *, error: bool) -> Any:
         """The coefficients in the form that the method uses."""
         size = None if matrix.requires_grad else self.grid.size(step)
         if size is None or _torch_internals.is_active():
@@ -79,18 +79,17 @@ class StepCoefficients:
             self._packed[key] = self.method.pack(matrix, error=error)
         return self._packed[key]
 
-    def times(self, step: Step, *, differentiable: bool = False) -> Tensor:
+    def times(self, step: AnyStep, *, differentiable: bool = False) -> Tensor:
         """Times of the stages of a step, (stages, ...); zeros if the field does not take the time."""
         if not self.term.wants_time:
             return self._no_times
         grid, nodes = self.grid, self.method.nodes
-        if grid.times is not None and not differentiable:
+        if isinstance(step, Step) and grid.times and not differentiable:
             return grid.stages(step, nodes)
         _, times = grid.affine(grid.t, step.interval, step.start, step.size, nodes, step.end)
         return grid.for_parts(times).to(self.term.template)
 
-    def blends(self, steps: Sequence[Step], damping: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+    def blends(self, steps: Sequence[AnyStep], damping: Tensor, t: Tensor) -> tuple[Tensor, ...]:
         """The coefficients of the outputs inside of each of these steps, differentiable in γ and ``t``."""
-        assert isinstance(self.method, ExplicitMethod)
         blend = self.method.blend(damping, *self.grid.inside(t, steps)).to(self.term.template)
         return blend.split([len(step.outputs) for step in steps])

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.fields import Field
-from hbnode.solvers.explicit_method import ExplicitMethod, StepResult
 from hbnode.solvers.ode_term import ODETerm
-from hbnode.solvers.splitting import Splitting
+from hbnode.solvers.step_method import StepMethod, StepResult
 
 LONGEST_GRID = 64  # evaluations of the field in one program
 
@@ -30,7 +29,7 @@ class CompilationWarning(UserWarning):
 class CompiledSteps:
     """The compiled steps of a method for a field."""
 
-    def __init__(self, term: ODETerm, method: ExplicitMethod | Splitting) -> None:
+    def __init__(self, term: ODETerm, method: StepMethod) -> None:
         self.method = method
         self.evaluation = _Evaluation(term)
         self.activation = term.activation
@@ -39,7 +38,7 @@ class CompiledSteps:
         self.programs: dict[tuple, Callable] = {}
 
     @staticmethod
-    def of(term: ODETerm, name: str, method: ExplicitMethod | Splitting) -> Programs | None:
+    def of(term: ODETerm, name: str, method: StepMethod) -> Programs | None:
         """The programs of a solve, from the field's own compiled steps; None if there can be none."""
         if not isinstance(term.inner, Field):
             raise ValueError(
@@ -92,13 +91,14 @@ class CompiledSteps:
                     point, coefficients, times.unbind(0), evaluate, error=False, activation=activation
                 ).point
 
+            vjp: Callable[..., Any] = torch.func.vjp
             if by_times:
-                return torch.func.vjp(step, point, matrix, times, parameters)[1](cotangent)
+                return vjp(step, point, matrix, times, parameters)[1](cotangent)
             if by_matrix:
-                _, back = torch.func.vjp(lambda a, b, c: step(a, b, times, c), point, matrix, parameters)
+                _, back = vjp(lambda a, b, c: step(a, b, times, c), point, matrix, parameters)
                 by_point, by_matrix_, by_parameter = back(cotangent)
                 return by_point, by_matrix_, None, by_parameter
-            _, back = torch.func.vjp(lambda a, c: step(a, matrix, times, c), point, parameters)
+            _, back = vjp(lambda a, c: step(a, matrix, times, c), point, parameters)
             by_point, by_parameter = back(cotangent)
             return by_point, None, None, by_parameter
 
@@ -158,7 +158,7 @@ class _Evaluation(nn.Module):
 
     def __init__(self, term: ODETerm) -> None:
         super().__init__()
-        self.field = term.inner
+        self.field: Any = term.inner
         self.second_order = term.second_order
         self.stacked = term.stacked
         self.autocast = None

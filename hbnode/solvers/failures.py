@@ -12,7 +12,7 @@ from hbnode import _torch_internals
 from hbnode.errors import NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.signal import refuse_queries_outside
 from hbnode.solvers.stepper import Stepper
-from hbnode.solvers.time_grid import Step
+from hbnode.solvers.time_grid import AnyStep, Step
 
 NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before a NonFiniteError
 
@@ -31,21 +31,23 @@ def failure(
 
 
 def failure_at(
-    stepper: Stepper, kind: type[SolverError], message: str, step: Step, sample: int | None = None
+    stepper: Stepper, kind: type[SolverError], message: str, step: AnyStep, sample: int | None = None
 ) -> SolverError:
     """:func:`failure` in a step."""
     now, end = time_of(stepper, step, sample=sample), time_of(stepper, step, 1.0, sample)
     return failure(stepper, kind, message, now, abs(end - now))
 
 
-def time_of(stepper: Stepper, step: Step, fraction: float = 0.0, sample: int | None = None) -> float:
+def time_of(stepper: Stepper, step: AnyStep, fraction: float = 0.0, sample: int | None = None) -> float:
     """The time at which a step starts, or a fraction of it later; of the first sample that moves, unless given."""
     if sample is None:
         sample = int((step.size > 0).nonzero()[0]) if isinstance(step.size, Tensor) else 0
     t = _torch_internals.plain(stepper.grid.t)
     t = t if t.dim() == 1 else t[sample]
-    interval, start, size = (x[sample] if isinstance(x, Tensor) else x for x in (step.interval, step.start, step.size))
-    return float(t[interval] + (start + fraction * size) * (t[interval + 1] - t[interval]))
+    place = (step.interval, step.start, step.size)
+    interval, start, size = (float(x[sample]) if isinstance(x, Tensor) else x for x in place)
+    begin, end = t[int(interval)], t[int(interval) + 1]
+    return float(begin + (start + fraction * size) * (end - begin))
 
 
 def start_time(stepper: Stepper, interval: int, sample: int | None = None) -> float:
@@ -64,7 +66,7 @@ def check_start(stepper: Stepper, of_rows: Sequence[float], interval: int = 0, s
     raise failure(stepper, NonFiniteError, _FIELD_NOT_FINITE, now)
 
 
-def underflow(stepper: Stepper, step: Step, size: float, sample: int | None = None) -> SolverError:
+def underflow(stepper: Stepper, step: AnyStep, size: float, sample: int | None = None) -> SolverError:
     """The error for a step that has become too small."""
     message = (
         "the step size underflowed: no step is small enough for the tolerance. "
@@ -73,7 +75,7 @@ def underflow(stepper: Stepper, step: Step, size: float, sample: int | None = No
     return failure(stepper, StepSizeUnderflowError, message, time_of(stepper, step, sample=sample), size)
 
 
-def non_finite(stepper: Stepper, point: Tensor, step: Step, sample: int | None = None) -> SolverError:
+def non_finite(stepper: Stepper, point: Tensor, step: AnyStep, sample: int | None = None) -> SolverError:
     """The error for a step that is not finite. It takes the step once more to find the first such evaluation."""
     found: list[float] = []
     batch_dim = stepper.samples()

@@ -10,7 +10,7 @@ from hbnode.errors import MaxNFEError, MaxStepsError
 from hbnode.solvers.failures import failure_at, time_of
 from hbnode.solvers.registry import STRONG
 from hbnode.solvers.stepper import Stepper
-from hbnode.solvers.time_grid import Step
+from hbnode.solvers.time_grid import AnyStep
 
 FIRST_LOOK = 100  # attempted steps; then at twice as many, and so on
 TOO_MANY = 5  # times max_steps: by less the steps may still grow, up to where they are unstable
@@ -26,7 +26,7 @@ class Limits:
         self.attempts = 0
         self.last_look: tuple[Tensor, Tensor] | None = None  # intervals and step sizes
 
-    def check_nfe(self, step: Step, count: int = 1) -> None:
+    def check_nfe(self, step: AnyStep, count: int = 1) -> None:
         """Before ``count`` steps: raise if they would exceed ``max_nfe``."""
         stepper = self.stepper
         nfe, most = stepper.tally.nfe, stepper.options.max_nfe
@@ -38,7 +38,7 @@ class Limits:
             )
             raise failure_at(stepper, MaxNFEError, message, step)
 
-    def count_attempt(self, step: Step) -> None:
+    def count_attempt(self, step: AnyStep) -> None:
         """Before each adaptive step: raise if the solve has run away."""
         self.check_nfe(step)
         self.attempts += 1
@@ -52,7 +52,7 @@ class Limits:
             )
             raise failure_at(stepper, MaxStepsError, message, step)
 
-    def _check_progress(self, step: Step) -> None:
+    def _check_progress(self, step: AnyStep) -> None:
         """Now and then: raise if the interval will not end within ``max_steps``."""
         stepper = self.stepper
         needed = self._steps_needed(step)
@@ -64,7 +64,7 @@ class Limits:
             )
             raise failure_at(stepper, MaxStepsError, message, step)
 
-    def _steps_needed(self, step: Step) -> float:
+    def _steps_needed(self, step: AnyStep) -> float:
         """For the rest of the interval, if the steps neither grow nor shrink; 0 between two looks."""
         looks, remainder = divmod(self.attempts, FIRST_LOOK)
         if remainder or looks == 0 or looks & (looks - 1):
@@ -87,7 +87,7 @@ class Limits:
             "or "
         )
 
-    def is_too_small(self, step: Step, size: float) -> bool:
+    def is_too_small(self, step: AnyStep, size: float) -> bool:
         """After a rejected step: whether a step of this size would not advance the time."""
         grid = self.stepper.grid
         now = grid.furthest if grid.has_batch else abs(time_of(self.stepper, step))

@@ -13,7 +13,7 @@ from hbnode.solvers.explicit_method import interpolate
 from hbnode.solvers.forcing import first_step
 from hbnode.solvers.limits import Limits
 from hbnode.solvers.per_sample import PerSample
-from hbnode.solvers.recorder import RecordedStep, StepRecorder
+from hbnode.solvers.recorder import RecordedProgram, StepRecorder
 from hbnode.solvers.step_method import StepResult
 from hbnode.solvers.step_planner import StepPlanner
 from hbnode.solvers.step_size_control import Controller, norms
@@ -85,7 +85,7 @@ class _FixedGrid:
         if points is None:
             return None
         if self.recorder is not None:
-            self.recorder.steps.append(RecordedStep(steps, points[:-1]))
+            self.recorder.steps.append(RecordedProgram(steps, points[:-1]))
         return points[-1]
 
     def _one_by_one(self, point: Tensor, steps: list[Step]) -> Tensor:
@@ -112,14 +112,10 @@ def _adaptive(
     outputs = _Outputs(stepper, point[: stepper.method.state_rows], differentiable)
     if not intervals:
         return outputs.all()
-    controller, limits, planner = (
-        Controller(stepper.method.error_order),
-        Limits(stepper),
-        StepPlanner(stepper, intervals),
-    )
+    controller, limits = Controller(stepper.method.error_order), Limits(stepper)
     size, longest, strictness = first_step(stepper, point, intervals.start)
+    planner = StepPlanner(stepper, intervals, size)
     not_finite = 0
-    planner.choose(size)
     while not planner.done:
         step = planner.step()
         limits.count_attempt(step)
@@ -128,7 +124,7 @@ def _adaptive(
         else:
             stepped = stepper.take(point, step, error=True, differentiable=differentiable)
         margin = stepper.method.inside if step.outputs else strictness
-        ratio = margin * stepper.ratio(stepped.error, point, stepped.point)
+        ratio = margin * stepper.ratio(stepped, point)
         stepper.report(step, accepted=ratio <= 1.0)
         if ratio <= 1.0:
             stepper.tally.add("accepted")
@@ -163,7 +159,7 @@ class _Outputs:
 
     def add(self, step: Step, stepped: StepResult) -> None:
         """Those of a step."""
-        if step.outputs:
+        if stepped.columns is not None:
             self.waiting.append((len(self.pieces), step, stepped.columns))
             self.pieces.append(stepped.columns)
         if step.reached is not None:

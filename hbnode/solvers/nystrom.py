@@ -107,12 +107,13 @@ class Nystrom(ExplicitMethod):
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`make_constants`, once for each device."""
         with torch.inference_mode(False), torch.no_grad():  # whatever the mode of the first solve
-            return tuple(x.clone() for x in self.make_constants(device))
+            polynomials, rates, units = self.make_constants(device)
+            return polynomials.clone(), rates.clone(), units.clone()
 
     def make_constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Polynomials, rates of the exponentials and units of all coefficients, each flat: (rows * columns,)."""
         rates, units = self._rates_and_units(self.at, self.of_m)
-        return tuple(x.to(device) for x in (self.polynomials.flatten(1), rates.flatten(), units.flatten()))
+        return self.polynomials.flatten(1).to(device), rates.flatten().to(device), units.flatten().to(device)
 
     def _rates_and_units(self, at: Tensor, of_m: Tensor) -> tuple[Tensor, Tensor]:
         """Of rows at fractions ``at`` of the step, (rows, columns)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class ODETerm:
 
     def __init__(self, field: Callable, y0: State, *, second_order: bool, strung: bool = False) -> None:
         self.field = field
-        self.inner = unwrapped(field)
+        self.inner: Any = unwrapped(field)  # any callable; a field of hbnode in a second-order solve
         self.second_order = second_order
         self.structure = y0 if isinstance(y0, Tensor) else tuple(y0)
         tensors = parts(y0)
@@ -71,7 +72,7 @@ class ODETerm:
             return parts(state)
         if self.strung:
             return (torch.cat([part.reshape(-1) for part in state]),)
-        return (torch.stack(state),) if self.stacked else (state,)
+        return (torch.stack(parts(state)),) if self.stacked else parts(state)
 
     def state(self, rows: Tensor) -> State:
         """The state of rows (state rows, ...); or of a trajectory, if the times come first: (T, state rows, ...)."""
@@ -115,11 +116,11 @@ class ODETerm:
             f = self.field(t, (x, torch.zeros_like(x)))[1] if self.calls_field else self.inner.force(t, x)
             return f if f.dtype == x.dtype else cast(f, x)
         if self.stacked:
-            return torch.stack(like(self._of_stacked(t, x), self.structure))
+            return torch.stack(parts(like(self._of_stacked(t, x), self.structure)))
         if self.strung:
             value = like(self.field(t, self.state(x.unsqueeze(0))), self.structure)
             return torch.cat([part.reshape(-1) for part in value])
-        return like(self.field(t, x), x)
+        return parts(like(self.field(t, x), x))[0]
 
     def _of_stacked(self, t: Tensor, x: Tensor) -> State:
         """The field's value; views from ``unbind`` may not be changed in place, which torch says in its own words."""
@@ -141,7 +142,7 @@ def _unstacked(x: Tensor, dim: int) -> tuple[Tensor, ...]:
     return tuple(x.select(dim, i) for i in range(x.shape[dim]))
 
 
-def unwrapped(field: Callable) -> Callable:
+def unwrapped(field: Callable) -> Any:
     """The field inside of what torch.compile puts around it."""
     while hasattr(field, "_orig_mod"):
         field = field._orig_mod

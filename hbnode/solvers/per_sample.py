@@ -15,9 +15,10 @@ from torch import Tensor
 from hbnode.solvers import failures, forcing
 from hbnode.solvers.limits import Limits, resolution
 from hbnode.solvers.recorder import RecordedStep, StepRecorder
+from hbnode.solvers.step_method import StepResult
 from hbnode.solvers.step_size_control import SampleController, first_size
 from hbnode.solvers.stepper import Stepper
-from hbnode.solvers.time_grid import Step
+from hbnode.solvers.time_grid import SampleStep
 
 
 class PerSample:
@@ -26,7 +27,7 @@ class PerSample:
     def __init__(self, stepper: Stepper, point: Tensor, intervals: range) -> None:
         self.stepper, self.point, self.first, self.last = stepper, point, intervals.start, intervals.stop
         self.rows = stepper.method.state_rows
-        self.batch_dim = stepper.samples()
+        self.batch_dim = stepper.grid.batch_dim
         batch = point.shape[self.batch_dim + 1]
         t = stepper.grid.t.detach()
         self.t = t if t.dim() == 2 else t.expand(batch, -1)  # (batch, T)
@@ -83,14 +84,14 @@ class PerSample:
             fraction = torch.where(done, 0.0, (self.stop - self.start) / self.left)
             if uneven:
                 fraction = torch.where(self.left > 1.0, forcing.UNEVEN * fraction, fraction)
-            step = Step(self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start), fraction)
-            step.whole = whole
+            interval, start = self.interval.clamp(max=self.last - 1), torch.where(done, 1.0, self.start)
+            step = SampleStep(interval, start, fraction, whole)
             limits.count_attempt(step)
             if recorder is None:
                 stepped = stepper.take(self.point, step, error=True, differentiable=differentiable)
             else:
                 stepped = recorder.take_again(self.point, step, error=True)
-            ratio = self.ratio(stepped.error, stepped.point)
+            ratio = self.ratio(stepped)
             if whole is not None and bool((ratio <= 1.0).all()):  # all that follows is to no purpose
                 stepper.tally.add("accepted")
                 stepper.report(step, accepted=True)
@@ -104,12 +105,13 @@ class PerSample:
             running = self.go_on(step, before, recorder)
         return self.outputs
 
-    def ratio(self, error: Tensor, after: Tensor) -> Tensor:
+    def ratio(self, stepped: StepResult) -> Tensor:
         """Norm of (error / tolerance) of each sample."""
+        assert stepped.error is not None
+        error, after = stepped.error, stepped.point
         stepper, n = self.stepper, self.rows
-        scale = (
-            torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs()).mul_(stepper.rtol).add_(stepper.atol)
-        )
+        largest = torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs())
+        scale = largest.mul_(stepper.rtol).add_(stepper.atol)
         pieces = stepper.term.error_parts((error.detach() / scale).double())
         norms = (stepper.norms(piece).square().mean(0).sqrt() for piece in pieces)
         ratio = self.strictness * reduce(torch.maximum, norms)
@@ -119,7 +121,7 @@ class PerSample:
         """(batch,) to broadcast with a point."""
         return marks.view(*[1] * (self.batch_dim + 1), -1, *[1] * (self.point.dim() - self.batch_dim - 2))
 
-    def write(self, step: Step) -> None:
+    def write(self, step: SampleStep) -> None:
         """Put the samples that have reached an output time into the outputs."""
         state = self.point[: self.rows].movedim(self.batch_dim + 1, 0)
         outputs = self.outputs.movedim(self.batch_dim + 2, 1)
@@ -129,7 +131,7 @@ class PerSample:
         written = outputs.index_put((index, self.index), new)
         self.outputs = written.movedim(1, self.batch_dim + 2)
 
-    def advance(self, step: Step, ratio: Tensor, done: Tensor) -> None:
+    def advance(self, step: SampleStep, ratio: Tensor, done: Tensor) -> None:
         """Choose the next steps."""
         taken = step.size * self.length()
         factor = self.controller.factor(ratio, step.accepted | done)
@@ -146,7 +148,7 @@ class PerSample:
         shorter = ~step.accepted & (self.stop == before)  # a rejected step must become shorter
         self.left = torch.maximum(left, torch.where(shorter, self.left + 1.0, 1.0))
 
-    def go_on(self, step: Step, before: Tensor, recorder: StepRecorder | None) -> bool:
+    def go_on(self, step: SampleStep, before: Tensor, recorder: StepRecorder | None) -> bool:
         """Count, record, and stop a solve that has run away; all that the host must know, in one transfer."""
         stepper = self.stepper
         now = torch.lerp(self.t[self.index, step.interval], self.t[self.index, step.interval + 1], step.start)

@@ -13,7 +13,7 @@ from hbnode._closures import closed_over_leaves, refuse_unknown
 from hbnode._recompute import random_state
 from hbnode.solvers.step_method import StepResult
 from hbnode.solvers.stepper import Stepper
-from hbnode.solvers.time_grid import Step
+from hbnode.solvers.time_grid import AnyStep, Step
 
 SHORT = 16  # evaluations of a solve whose graph is kept whole
 
@@ -66,15 +66,22 @@ class StepGraph:
     tensors: list[Tensor]
     output: Tensor
     columns: tuple[Tensor, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[AnyStep, ...] = ()
 
 
 class RecordedStep(NamedTuple):
-    """An accepted step, or all equal steps of a compiled program; with a graph if it need not be recomputed."""
+    """An accepted step and the point where it starts; with a graph if it need not be recomputed."""
 
-    step: Step | list[Step]
-    point: Tensor | list[Tensor]
+    step: AnyStep
+    point: Tensor
     graph: StepGraph | None = None
+
+
+class RecordedProgram(NamedTuple):
+    """The equal steps of a compiled program and the points where they start."""
+
+    steps: list[Step]
+    points: list[Tensor]
 
 
 class StepRecorder:
@@ -82,9 +89,9 @@ class StepRecorder:
 
     def __init__(self, stepper: Stepper, plan: BackwardPlan) -> None:
         self.stepper, self.plan = stepper, plan
-        self.steps: list[RecordedStep] = []
+        self.steps: list[RecordedStep | RecordedProgram] = []
 
-    def take(self, point: Tensor, step: Step, *, error: bool, following: int | None) -> StepResult:
+    def take(self, point: Tensor, step: AnyStep, *, error: bool, following: int | None) -> StepResult:
         """Take a step; ``following`` others are planned after it, None if that is not known."""
         graph = None
         if self._keeps_graph(step, following):
@@ -94,19 +101,20 @@ class StepRecorder:
         self.steps.append(RecordedStep(step, point, graph))
         return stepped
 
-    def take_again(self, point: Tensor, step: Step, *, error: bool) -> StepResult:
+    def take_again(self, point: Tensor, step: AnyStep, *, error: bool) -> StepResult:
         """Take a step that the backward pass will recompute; it is not recorded here."""
         before = random_state(point.device)
         stepped = self.stepper.take(point, step, error=error)
         step.random = _if_drawn(before, point.device)
         return stepped
 
-    def _take_with_graph(self, point: Tensor, step: Step, *, error: bool) -> tuple[StepResult, StepGraph]:
+    def _take_with_graph(self, point: Tensor, step: AnyStep, *, error: bool) -> tuple[StepResult, StepGraph]:
         """Take a step and keep its graph, as a continuation of that of the steps before if there is one."""
         stepper, plan = self.stepper, self.plan
         matrix = stepper.coefficients.matrix(step).detach().requires_grad_(plan.by_matrix)
         times = stepper.coefficients.times(step).detach().requires_grad_(plan.by_times and stepper.term.wants_time)
-        before = self.steps[-1].graph if self.steps else None
+        last = self.steps[-1] if self.steps else None
+        before = last.graph if isinstance(last, RecordedStep) else None
         if before is None or before.steps[-1].reached is not None:
             start = point.detach().requires_grad_()
             before = StepGraph([start], [], start)
@@ -122,7 +130,7 @@ class StepRecorder:
         columns_of_step = None if stepped.columns is None else stepped.columns.detach()
         return StepResult(stepped.point.detach(), error_of_step, columns_of_step), graph
 
-    def _keeps_graph(self, step: Step, following: int | None) -> bool:
+    def _keeps_graph(self, step: AnyStep, following: int | None) -> bool:
         """Whether to keep the graph of a step: of the last one, where the backward pass begins, and of a short solve.
 
         ``following`` is known if the solve does not step onto another output time before its end.

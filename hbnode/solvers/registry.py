@@ -15,6 +15,7 @@ from hbnode.solvers.ode_term import change_of_call, is_heavy_ball, unwrapped
 from hbnode.solvers.runge_kutta import RungeKutta
 from hbnode.solvers.settings import Options, Settings
 from hbnode.solvers.splitting import Splitting
+from hbnode.solvers.step_method import StepMethod
 from hbnode.solvers.tableaus import (
     BLANES_MOAN4_DRIFTS,
     BLANES_MOAN4_KICKS,
@@ -32,7 +33,7 @@ SPLITTING = {
     "blanes_moan4": Splitting(BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(TSIT5)}
-METHODS = NYSTROM | SPLITTING | RUNGE_KUTTA
+METHODS: dict[str, StepMethod] = {**NYSTROM, **SPLITTING, **RUNGE_KUTTA}
 STRONG = 1000.0  # γT from which tsit5 takes a half to a fifth of the evaluations of a Nystrom method
 GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
 _ADAPTIVE_OPTIONS = ("steps", "first_step", "max_step", "min_step", "max_nfe", "dense")
@@ -136,7 +137,8 @@ def check_field(method: str, field: Callable) -> None:
     """Refuse a field that a method cannot solve."""
     if method not in NYSTROM and method not in SPLITTING:
         return
-    kinds, what = (HBNODE,), "solves h'' + γh' = f(h, t), an HBNODE"
+    kinds: tuple[type, ...] = (HBNODE,)
+    what = "solves h'' + γh' = f(h, t), an HBNODE"
     fix = "Fix: method='tsit5', or method=None for the best there is."
     if method in SPLITTING:
         kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"

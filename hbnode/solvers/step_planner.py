@@ -23,6 +23,7 @@ class StepPlanner:
     Arguments:
         stepper: what takes the steps.
         intervals: those to solve.
+        size: of the first step, at most about.
 
     Attributes:
         interval: the interval in which the next step begins,
@@ -31,17 +32,18 @@ class StepPlanner:
         plan: of the steps in the interval, or in the whole span.
     """
 
-    def __init__(self, stepper: Stepper, intervals: range) -> None:
+    def __init__(self, stepper: Stepper, intervals: range, size: float) -> None:
         self.stepper, self.grid = stepper, stepper.grid
         self.interval, self.last = intervals.start, intervals.stop
         self.start, self.past = 0.0, False
         self.most_knots = stepper.most_knots
         self.uneven = stepper.sees_time  # the first step
-        self.plan: Plan | None = None
         self.whole: Plan | None = None
         if stepper.passes is not False and len(intervals) > 1:
             self.span = self.grid.elapsed[-1]
             self.whole = Plan(self.span, stepper.knots_inside(0, self.last), self.most_knots)
+        self.plan, self.is_new = self._of_interval(), True
+        self.choose(size)
 
     @property
     def done(self) -> bool:
@@ -64,15 +66,17 @@ class StepPlanner:
         """Choose the next steps, of at most about a size; see :meth:`Plan.choose`."""
         past = self._passes(size, shorter)
         if not past:
-            if self.past or self.plan is None:
-                length = self.grid.lengths[self.interval]
-                knots = self.stepper.knots_inside(self.interval, self.interval + 1)
-                self.plan = _from(Plan(length, knots, self.most_knots), self.start)
-                shorter = False
+            if self.past or self.is_new:
+                self.plan, self.is_new, shorter = self._of_interval(), False, False
             self.plan.choose(size, shorter=shorter, uneven=self.uneven)
-        else:
+        elif self.whole is not None:
             self.plan = self.whole
         self.past = past
+
+    def _of_interval(self) -> Plan:
+        """The steps in what is left of the interval."""
+        knots = self.stepper.knots_inside(self.interval, self.interval + 1)
+        return _from(Plan(self.grid.lengths[self.interval], knots, self.most_knots), self.start)
 
     def _passes(self, size: float, shorter: bool) -> bool:
         if self.whole is None or self.interval == self.last - 1:
@@ -111,7 +115,7 @@ class StepPlanner:
         self.plan.advance()
         if step.reached is not None:
             self.interval, self.start = step.reached, 0.0
-            self.plan = self.plan if self.past else None
+            self.is_new = not self.past
         else:
             self.interval, self.start = step.end or (self.interval, self.plan.start)
         if not self.done:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hbnode.solvers.explicit_method import ExplicitMethod
+from hbnode.solvers.step_method import StepMethod
+
+Number = TypeVar("Number", float, Tensor)
 
 SAFETY = 0.9
 SMALLEST, LARGEST = 0.1, 8.0  # factors by which a step may change
@@ -105,9 +108,7 @@ def norms(x: Tensor, samples: int | None) -> Tensor:
     return torch.linalg.vector_norm(x, dim=2) / math.sqrt(max(x.shape[2], 1))
 
 
-def first_size(
-    h: float | Tensor, f: float | Tensor, rtol: float, atol: float, method: ExplicitMethod
-) -> float | Tensor:
+def first_size(h: Number, f: Number, rtol: float, atol: float, method: StepMethod) -> Number:
     r"""Size of the first step, without an evaluation of its own.
 
     The ball is taken to oscillate about 0 with the frequency :math:`\omega = (\|f\| / \|h\|)^{1/2}`, a first-order

@@ -23,7 +23,7 @@ from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.registry import METHODS, NYSTROM, native_options
 from hbnode.solvers.settings import Settings
 from hbnode.solvers.step_size_control import most_knots, norms, rms
-from hbnode.solvers.time_grid import Step, TimeGrid
+from hbnode.solvers.time_grid import AnyStep, Step, TimeGrid
 
 Value = TypeVar("Value")
 
@@ -76,7 +76,7 @@ class Stepper:
         self.max_step, self.strongest = self.options.max_step, 0.0
         if self.name in NYSTROM and self.adaptive:
             self._limit_step(damping)
-        shared = self.adaptive and grid.elapsed is not None and settings.gradient != "reversible"
+        shared = self.adaptive and bool(grid.elapsed) and settings.gradient != "reversible"
         self.passes = self.options.dense if shared else False
 
     def _limit_step(self, damping: Tensor) -> None:
@@ -99,7 +99,7 @@ class Stepper:
 
     def samples(self) -> int | None:
         """The dimension of the batch in a row, if every sample has steps of its own."""
-        return self.grid.row_dims - self.grid.template.dim() if self.grid.per_sample else None
+        return self.grid.batch_dim if self.grid.per_sample else None
 
     def start(self, rows: Tensor, interval: int = 0) -> Tensor:
         """The point at the beginning of an interval."""
@@ -121,20 +121,20 @@ class Stepper:
 
     def knots_inside(self, first: int, last: int) -> list[float]:
         """The knots between two output times, as fractions of the time between them."""
-        if not self.knots or self.grid.times is None:
+        if not self.knots or not self.grid.times:
             return []
         begin, end = self.grid.times[first], self.grid.times[last]
         inside = self.knots[bisect_right(self.knots, min(begin, end)) : bisect_left(self.knots, max(begin, end))]
         return sorted((knot - begin) / (end - begin) for knot in inside)
 
-    def take(self, point: Tensor, step: Step, *, error: bool, differentiable: bool = False) -> StepResult:
+    def take(self, point: Tensor, step: AnyStep, *, error: bool, differentiable: bool = False) -> StepResult:
         """Take a step, counted."""
         matrix = self.coefficients.matrix(step, differentiable=differentiable)
         times = self.coefficients.times(step, differentiable=differentiable)
         self.tally.add("evaluation", self.method.evaluations)
         return self.step(point, step, matrix, times, error=error)
 
-    def step(self, point: Tensor, step: Step, matrix: Tensor, times: Tensor, *, error: bool) -> StepResult:
+    def step(self, point: Tensor, step: AnyStep, matrix: Tensor, times: Tensor, *, error: bool) -> StepResult:
         """A step with given coefficients, not counted; compiled if it can be."""
         if self.compiled is not None and not step.outputs:
             stepped = self.run_compiled("step", (error,), point, matrix, times)
@@ -142,7 +142,7 @@ class Stepper:
                 return stepped
         return self.step_eagerly(point, step, matrix, times, error=error)
 
-    def step_eagerly(self, point: Tensor, step: Step, matrix: Tensor, times: Tensor, *, error: bool) -> StepResult:
+    def step_eagerly(self, point: Tensor, step: AnyStep, matrix: Tensor, times: Tensor, *, error: bool) -> StepResult:
         """:meth:`step`, not compiled; with the columns to interpolate from, if outputs lie inside of the step."""
         coefficients = self.coefficients.pack(step, matrix, error=error)
         evaluate, activation = self.term.evaluate, self.term.activation
@@ -178,7 +178,7 @@ class Stepper:
             self.compiled = None
         return value
 
-    def report(self, step: Step, *, accepted: bool | Tensor) -> None:
+    def report(self, step: AnyStep, *, accepted: bool | Tensor) -> None:
         """Pass a step on to open :func:`hbnode.record_steps` contexts."""
         if is_recording():
             t = self.grid.t.detach()
@@ -192,11 +192,12 @@ class Stepper:
             norm = _torch_internals.plain(norm).reshape(-1, len(x)).pow(2).mean(0).sqrt()
         return norm
 
-    def ratio(self, error: Tensor, before: Tensor, after: Tensor) -> float:
+    def ratio(self, stepped: StepResult, before: Tensor) -> float:
         """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
+        assert stepped.error is not None
         n = self.method.state_rows
-        scale = torch.maximum(before[:n].detach().abs(), after[:n].detach().abs())
-        error = error.detach() / scale.mul_(self.rtol).add_(self.atol)
+        scale = torch.maximum(before[:n].detach().abs(), stepped.point[:n].detach().abs())
+        error = stepped.error.detach() / scale.mul_(self.rtol).add_(self.atol)
         error = error if self.counted is None else error[..., : self.counted]
         ratio = reduce(torch.maximum, map(rms, self.term.error_parts(error)))
         if _torch_internals.is_active():

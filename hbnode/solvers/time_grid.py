@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,33 +17,57 @@ _NAMES = ("interval", "start", "size")
 
 @dataclass
 class Step:
-    """A step of a solve, as far as it is needed to take it again.
+    """A step of the whole batch, as far as it is needed to take it again.
 
     Attributes:
-        interval: which interval between output times it lies in; with per-sample steps a tensor (batch,).
+        interval: which interval between output times it lies in.
         start: where it starts, as a fraction of the interval.
         size: its size, as a fraction of the interval.
-        reached: the output that it ends on, if any; per sample: a tensor (batch,) of marks.
-        accepted: which samples move; None for all.
+        reached: the output that it ends on, if any.
         end: of a step that passes output times: the interval in which it ends, and the fraction of it;
         length: its size in time,
         outputs: the outputs inside of it, and
         blend: the coefficients that interpolate them, (outputs, state rows, columns, ...).
         random: state of the random number generators before the step, if the field draws from them.
-        whole: the interval of which it is the whole, for all samples, where coefficients are made for all at once.
+        whole: the interval of which it is the whole, where coefficients are computed for many intervals at once.
     """
 
-    interval: int | Tensor
-    start: float | Tensor
-    size: float | Tensor
-    reached: int | Tensor | None = None
-    accepted: Tensor | None = None
+    interval: int
+    start: float
+    size: float
+    reached: int | None = None
     end: tuple[int, float] | None = None
     length: float | None = None
     outputs: range = range(0)
     blend: Tensor | None = None
     random: tuple[Tensor, ...] | None = None
     whole: int | None = None
+
+
+@dataclass
+class SampleStep:
+    """A step of its own for each sample; ``interval``, ``start`` and ``size`` are (batch,), the rest as in a Step.
+
+    Attributes:
+        accepted: which samples move.
+        reached: which samples end on an output time.
+    """
+
+    interval: Tensor
+    start: Tensor
+    size: Tensor
+    whole: int | None = None
+    random: tuple[Tensor, ...] | None = None
+    accepted: Tensor = field(init=False, repr=False)
+    reached: Tensor = field(init=False, repr=False)
+
+    outputs: ClassVar[range] = range(0)
+    end: ClassVar[None] = None
+    length: ClassVar[None] = None
+    blend: ClassVar[None] = None
+
+
+AnyStep = Step | SampleStep
 
 
 class TimeGrid:
@@ -61,8 +86,8 @@ class TimeGrid:
         self.per_sample = per_sample
         self.t = t.to(self.template.device if self.has_batch else "cpu", torch.float64)
         grid = _torch_internals.plain(t).to(torch.float64)
-        self.times = None if self.has_batch else grid.tolist()
-        self.elapsed = (grid - grid[0]).abs().tolist() if self.times and grid.dim() == 1 else None
+        self.times: list[float] = [] if self.has_batch else grid.tolist()
+        self.elapsed: list[float] = (grid - grid[0]).abs().tolist() if self.times else []
         self.furthest = float(grid.abs().max()) if grid.numel() else 0.0
         spans = grid.diff().abs()
         self.lengths = spans.reshape(-1, self.count).amax(0).tolist() if spans.numel() else [0.0] * self.count
@@ -87,9 +112,9 @@ class TimeGrid:
             return time.to(self.template)
         return self.for_parts(time.reshape(-1)).to(self.template)
 
-    def size(self, step: Step) -> float | None:
+    def size(self, step: AnyStep) -> float | None:
         """Size of a step, if it is one number for all samples."""
-        if self.times is None:
+        if not self.times or isinstance(step, SampleStep):
             return None
         if step.length is not None:
             return step.length if self.times[-1] > self.times[0] else -step.length
@@ -99,7 +124,7 @@ class TimeGrid:
         """Times of a step's stages, if they are numbers for all samples."""
         begin, end = self.times[step.interval : step.interval + 2]
         if step.end is None:
-            fractions = [min(step.start + c * step.size, 1.0) for c in nodes]
+            fractions: Sequence[float] = [min(step.start + c * step.size, 1.0) for c in nodes]
         else:
             begin, end = self._at(step.interval, step.start), self._at(*step.end)
             fractions = nodes
@@ -126,29 +151,35 @@ class TimeGrid:
         if self.shared:
             first, last = t[interval], t[interval + 1]
         elif self.per_sample:
+            assert isinstance(interval, Tensor)
             index = interval.reshape(-1, len(t))
             first, last = (t.T.gather(0, i).view(interval.shape) for i in (index, index + 1))
         else:
             first, last = t[:, interval].movedim(0, -1), t[:, interval + 1].movedim(0, -1)
-            if isinstance(start, Tensor):
+            if isinstance(start, Tensor) and isinstance(size, Tensor):
                 start, size = start.unsqueeze(-1), size.unsqueeze(-1)
         length = last - first
-        nodes = torch.tensor(nodes, dtype=torch.float64, device=t.device).view(-1, *[1] * length.dim())
+        c = torch.tensor(nodes, dtype=torch.float64, device=t.device).view(-1, *[1] * length.dim())
         if end is None:
-            fractions = (start + nodes * size).clamp(max=1.0)
+            fractions = (start + c * size).clamp(max=1.0)
             return size * length, first * (1.0 - fractions) + last * fractions
         begin = first * (1.0 - start) + last * start
-        interval, fraction = end
-        end = t[interval] * (1.0 - fraction) + t[interval + 1] * fraction
-        return end - begin, begin * (1.0 - nodes) + end * nodes
+        ahead, fraction = end
+        stop = t[ahead] * (1.0 - fraction) + t[ahead + 1] * fraction
+        return stop - begin, begin * (1.0 - c) + stop * c
 
-    def affine_of(self, t: Tensor, steps: Sequence[Step], nodes: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def affine_of(self, t: Tensor, steps: Sequence[AnyStep], nodes: Sequence[float]) -> tuple[Tensor, Tensor]:
         """:meth:`affine` for many steps, which all pass output times or none of which does."""
         interval, start, size = (_stacked([getattr(s, name) for s in steps], t) for name in _NAMES)
         if steps[0].end is None:
             return self.affine(t, interval.long(), start, size, nodes)
-        ahead, fraction = (_stacked(column, t) for column in zip(*(s.end for s in steps), strict=True))
+        ahead, fraction = (_stacked(column, t) for column in zip(*(s.end or () for s in steps), strict=True))
         return self.affine(t, interval.long(), start, size, nodes, (ahead.long(), fraction))
+
+    @property
+    def batch_dim(self) -> int:
+        """The dimension of the batch in a row."""
+        return self.row_dims - self.template.dim()
 
     @property
     def has_batch(self) -> bool:
@@ -163,7 +194,7 @@ class TimeGrid:
         """Times (...) or (..., batch), to broadcast with a part of the state."""
         return spread(x, self.template.dim(), self.template.dim()) if self.has_batch else x
 
-    def inside(self, t: Tensor, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
+    def inside(self, t: Tensor, steps: Sequence[AnyStep]) -> tuple[Tensor, Tensor]:
         """Of all outputs inside of steps: the sizes of their steps, and the fractions at which they lie in them."""
         sizes, (begins,) = self.affine_of(t, steps, (0.0,))
         counts = torch.tensor([len(step.outputs) for step in steps], device=t.device)
@@ -172,9 +203,9 @@ class TimeGrid:
         return sizes, (t[outputs] - begins) / sizes
 
 
-def _stacked(values: Sequence, t: Tensor) -> Tensor:
+def _stacked(values: Sequence[Any], t: Tensor) -> Tensor:
     if isinstance(values[0], Tensor):
-        return torch.stack(values).to(t.device)
+        return torch.stack(list(values)).to(t.device)
     return torch.tensor(values, dtype=torch.float64, device=t.device)
 
 
