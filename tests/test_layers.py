@@ -1,0 +1,119 @@
+"""The layers of CONTRIBUTING.md, from the imports: none points up, and there are no circles."""
+
+import ast
+import functools
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the top down. A module imports from its own layer and those below it; a folder stands for its modules.
+LAYERS = [
+    ["tasks", "tasks.__main__", "tasks.studies"],
+    ["tasks.plot"],
+    ["tasks.adding", "tasks.copying", "tasks.language_model", "tasks.pixel_mnist", "tasks.speech"],
+    ["tasks.image_classification", "tasks.plane_vibration", "tasks.point_cloud", "tasks.silverbox", "tasks.walker2d"],
+    ["tasks.data", "tasks.models"],
+    ["tasks.common"],
+    ["hbnode"],
+    ["hbnode.plot"],
+    ["hbnode.analysis"],
+    ["hbnode.blocks", "hbnode.ode_rnn", "hbnode._methods"],
+    ["hbnode.solve", "hbnode._integral"],
+    ["hbnode._arguments"],
+    ["hbnode._native_solve", "hbnode._torchdiffeq_solve", "hbnode._traced_solve"],
+    ["hbnode.gradients"],
+    ["hbnode.solvers.loops"],
+    ["hbnode.solvers.per_sample"],
+    ["hbnode.solvers.step_planner"],
+    ["hbnode.solvers.forcing", "hbnode.solvers.limits", "hbnode.solvers.recorder"],
+    ["hbnode.solvers.failures"],
+    ["hbnode.solvers.stepper"],
+    ["hbnode.solvers.coefficients", "hbnode.solvers.compiled_steps"],
+    ["hbnode.solvers.registry"],
+    ["hbnode.solvers.nystrom", "hbnode.solvers.runge_kutta", "hbnode.solvers.splitting"],
+    ["hbnode.solvers.explicit_method", "hbnode.solvers.step_size_control", "hbnode.solvers.time_grid"],
+    ["hbnode.solvers.ode_term", "hbnode.solvers.step_method", "hbnode.solvers.tableaus", "hbnode.solvers.settings"],
+    ["hbnode.solvers.names", "hbnode.solvers.torchdiffeq_options"],
+    ["hbnode.recurrent", "hbnode.solvers"],
+    ["hbnode._closures", "hbnode._recompute"],
+    ["hbnode.fields", "hbnode.nets", "hbnode.nfe", "hbnode.signal", "hbnode.errors"],
+    ["hbnode._constants", "hbnode._records", "hbnode._signature", "hbnode._state", "hbnode._suggestions"],
+    ["hbnode._tracing"],
+    ["hbnode._untraced"],
+    ["hbnode._checks", "hbnode._torch_internals"],
+]
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for folder in ("hbnode", "tasks") for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def imports(name):
+    """The modules of the project that a module imports, wherever in it, for annotations too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} & set(MODULES) or {node.module}
+    return {other for other in found if other in MODULES and other != name}
+
+
+@functools.cache
+def layer(name):
+    """The index of the layer that names a module, or the nearest folder that it is in."""
+    while name:
+        for index, members in enumerate(LAYERS):
+            if name in members:
+                return index
+        name = name.rpartition(".")[0]
+    raise AssertionError("a module has no layer")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_import_points_up(name):
+    for other in imports(name):
+        # names of the package itself, "import hbnode", are for those above it
+        assert layer(other) >= layer(name), f"{name} imports {other}, which is in a higher layer"
+
+
+def test_no_circles():
+    order = graphlib.TopologicalSorter({name: imports(name) for name in MODULES}).static_order()
+    assert set(order) == set(MODULES)
+
+
+def test_private_functions_of_torch_have_one_file():
+    for name, path in MODULES.items():
+        code = "\n".join(ast.unparse(node) for node in _statements(path))
+        assert name == "hbnode._torch_internals" or not re.search(r"\btorch\._[A-Za-z]|_current_level|_sequence_nr", code), (
+            name
+        )
+
+
+def _statements(path):
+    """The statements of a module, without docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+    return tree.body
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_files_and_functions_are_short(name):
+    source = MODULES[name].read_text(encoding="utf-8")
+    assert source.count("\n") <= 400
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            length = node.end_lineno - node.body[0].lineno + 1 - docstring.count("\n") - (1 if docstring else 0)
+            assert length <= 60, f"{node.name} has {length} lines"

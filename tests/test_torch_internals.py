@@ -1,0 +1,52 @@
+"""The private functions of torch that hbnode calls exist, and mean what they are used for."""
+
+import torch
+from torch import nn
+
+from hbnode import _torch_internals
+
+
+def test_transforms_are_noticed():
+    seen = []
+
+    def function(x):
+        seen.append((_torch_internals.is_active(), _torch_internals.plain(x).shape))
+        return x.sum()
+
+    x = torch.zeros(3, 2)
+    function(x)
+    torch.func.vmap(function, in_dims=1)(x)
+    torch.func.grad(function)(x)
+    assert seen == [(False, (3, 2)), (True, (2, 3)), (True, (3, 2))]
+
+
+def test_forward_mode_is_noticed():
+    assert not _torch_internals.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch_internals.in_forward_mode()
+
+
+def test_backward_passes_have_numbers():
+    seen = [_torch_internals.backward_pass()]
+    for _ in range(2):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda _: seen.append(_torch_internals.backward_pass()))
+        (2 * x).backward()
+    assert seen[0] == -1
+    assert seen[1] != seen[2]
+    assert -1 not in seen[1:]
+
+
+def test_later_nodes_have_larger_numbers():
+    x = torch.ones(1, requires_grad=True)
+    earlier, later = x + 1, x + 2
+    assert _torch_internals.sequence_number(earlier.grad_fn) < _torch_internals.sequence_number(later.grad_fn)
+
+
+def test_fused_layers_are_those_of_torch():
+    lstm = nn.LSTM(3, 4).double()
+    x, h, c = torch.randn(5, 2, 3).double(), torch.randn(1, 2, 4).double(), torch.randn(1, 2, 4).double()
+    expected, (h_end, c_end) = lstm(x, (h, c))
+    found = _torch_internals.fused_layer("lstm", x, (h, c), list(lstm.parameters()))
+    for mine, theirs in zip(found, (expected, h_end, c_end), strict=True):
+        torch.testing.assert_close(mine, theirs)
