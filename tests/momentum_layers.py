@@ -2,7 +2,9 @@
 
 from unittest import mock
 
+import pytest
 import torch
+from torch import nn
 
 from hbnode import recurrent
 from hbnode.recurrent import executor, rules
@@ -18,6 +20,15 @@ RULES = {
 }
 CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU", "dtriv": "DTRIV"}
 SPACES = ("gates", "hidden")
+STOCK = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
+PAIRS = [  # each rule and each cell, the scan and the filter
+    *(("rnn", "AdaptiveMomentum"), ("lstm", "Momentum"), ("lstm", "Adam"), ("gru", "NAG"), ("gru", "RMSProp")),
+    *(("dtriv", "SR"), ("dtriv", "")),
+]
+GRID = [(cell, rule) for cell in CELLS for rule in RULES] + [("dtriv", "")]
+every_rule = pytest.mark.parametrize("rule", RULES)
+some_layers = pytest.mark.parametrize(("cell", "rule"), PAIRS)
+every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
 
 
 def randomise(module):
@@ -37,6 +48,12 @@ def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", space="gat
     layer = getattr(recurrent, rule + CELLS[cell] + suffix)(*arguments, dtype=torch.float64, **options)
     randomise(layer)
     return layer, twin
+
+
+def plain(cell, *arguments, **options):
+    """A layer that is to be torch.nn's."""
+    name = "Momentum" + CELLS[cell]
+    return getattr(recurrent, name)(*arguments, momentum=0.0, step_size=1.0, **options).double()
 
 
 def make_input(time=7, batch=3, inputs=2):

@@ -6,28 +6,24 @@ import torch
 from hbnode import recurrent
 from tests.momentum_layers import (
     CELLS,
+    PAIRS,
     RULES,
     SPACES,
     assert_equal_to_twin,
     close,
+    every_layer,
+    every_rule,
     gradients,
     make_input,
     make_pair,
     make_state,
     present,
+    some_layers,
 )
 from tests.reference_recurrent import Twin
 
-every_rule = pytest.mark.parametrize("rule", RULES)
 every_cell = pytest.mark.parametrize("cell", CELLS)
 every_space = pytest.mark.parametrize("space", SPACES)
-PAIRS = [  # each rule and each cell, the scan and the filter
-    *(("rnn", "AdaptiveMomentum"), ("lstm", "Momentum"), ("lstm", "Adam"), ("gru", "NAG"), ("gru", "RMSProp")),
-    *(("dtriv", "SR"), ("dtriv", "")),
-]
-some_layers = pytest.mark.parametrize(("cell", "rule"), PAIRS)
-GRID = [(cell, rule) for cell in CELLS for rule in RULES] + [("dtriv", "")]
-every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
 
 
 # The twins themselves

@@ -1,0 +1,223 @@
+"""Number formats, derivatives and samples that are not finite, of the momentum recurrent layers."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import hbnode
+from hbnode import recurrent
+from hbnode.recurrent import autocast, executor
+from tests.momentum_layers import (
+    CELLS,
+    PAIRS,
+    close,
+    every_rule,
+    make_input,
+    make_pair,
+    make_state,
+    present,
+    some_layers,
+)
+
+# Number formats
+
+
+@some_layers
+def test_float32_is_close_to_float64(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(20 if cell == "dtriv" else 200)  # modReLU jumps at 0, and an orthogonal weight forgets nothing
+    expected, _ = layer(x)
+    output, state = copy.deepcopy(layer).float()(x.float())
+    assert output.dtype == state.h.dtype == torch.float32
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("cell", "rule"), PAIRS[:5])
+def test_bfloat16(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(20)
+    expected, _ = layer(x)
+    half = copy.deepcopy(layer).bfloat16()
+    output, state = half(x.bfloat16())
+    assert output.dtype == state.h.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in half.parameters())
+    assert (output.double() - expected).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["AdamLSTM", "RMSPropLSTM", "AdaptiveMomentumLSTM", "NAGLSTM"])
+def test_half_precision_keeps_its_memory_in_float32(name, dtype):
+    layer, cell = (getattr(hbnode, name + suffix)(2, 3, dtype=dtype) for suffix in ("", "Cell"))
+    cell.load_state_dict({key[:-3]: value for key, value in layer.state_dict().items()})
+    silent = torch.zeros(20, 2, 2, dtype=dtype)
+    output, state = layer(silent)
+    output, state = layer(silent, state)
+    if dtype == torch.bfloat16:  # a slope of 1e4 at silent inputs is too much for float16
+        output.float().sum().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+    stepped = None
+    for sample in (*silent, *silent):
+        h, stepped = cell(sample, stepped)
+    for found in (state, stepped):
+        assert all(z.dtype == torch.float32 for z in (found.v, found.m, found.g) if z is not None)
+    torch.testing.assert_close(output[-1], h, rtol=0, atol=0.05)
+
+
+@some_layers
+def test_autocast(cell, rule):
+    """torch's layer runs in half precision; momentum and scans keep the precision of the parameters."""
+    layer, _ = make_pair(cell, rule)
+    layer.float()
+    x = make_input(40).float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, state = layer(x[:20])
+        second, state = layer(x[20:], state)
+    output = torch.cat([first.float(), second.float()])
+    output.sum().backward()
+    assert (output - expected).abs().mean() < 0.02
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
+
+
+def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
+    """torch's layer runs in float32 there; in float16 no CPU of today has one."""
+    layer, _ = make_pair("lstm", "Momentum")
+    layer.float()
+    x = make_input().float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        layer(x)[0].float().sum().backward()
+    monkeypatch.setattr(autocast, "_runs_on_cpu", lambda stock, dtype: False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = layer(x)
+    assert torch.equal(output, expected)
+
+
+# Derivatives
+
+
+@some_layers
+def test_gradcheck(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(4, 2)
+    state, entries = make_state(layer, x)
+    names = [name for name in entries if name != "t"]
+
+    def call(x, *values):
+        start = dataclasses.replace(state, **dict(zip(names, values, strict=True)))
+        output, last = layer(x, start)
+        return output, *(value for name, value in present(last).items() if name != "t")
+
+    inputs = (x.requires_grad_(), *(entries[name] for name in names))
+    assert torch.autograd.gradcheck(call, inputs)
+
+
+@every_rule
+def test_gradcheck_of_parameters(rule):
+    layer, _ = make_pair("lstm", rule)
+    x = make_input(4, 2)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def call(*values):
+        output, last = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return output, last.h
+
+    assert torch.autograd.gradcheck(call, values)
+
+
+@some_layers
+def test_no_grad_inference_and_frozen_parameters(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input()
+    expected, _ = layer(x)
+    with torch.no_grad():
+        close(layer(x)[0], expected, 1e-14)
+    with torch.inference_mode():
+        close(layer(x)[0], expected, 1e-14)
+    layer.requires_grad_(False)
+    assert not layer(x)[0].requires_grad
+    x.requires_grad_()
+    found = torch.autograd.grad(layer(x)[0].sum(), x)[0]
+    layer.requires_grad_(True)
+    close(found, torch.autograd.grad(layer(x)[0].sum(), x)[0], 1e-13)
+
+
+@pytest.mark.parametrize("name", ["AdamLSTM", "MomentumDTRIV", "RMSPropGRU"])
+def test_training_after_inference_mode_and_no_second_derivative(name, monkeypatch):
+    monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
+    layer = getattr(hbnode, name)(2, 3)
+    x = make_input(40).float().requires_grad_()
+    with torch.inference_mode():
+        layer(x.detach())
+    output, state = layer(x)
+    second, _ = layer(x, state)
+    second.sum().backward()
+    output, _ = layer(x)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*Fix: "):
+        torch.autograd.grad(output.square().sum(), x, create_graph=True)
+
+
+def test_a_fresh_linear_rule_is_differentiated_as_torchs_layer_is():
+    layer = hbnode.MomentumRNN(2, 3).double()
+    x = make_input(12).requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert layer.weight_ih_l0.grad.abs().max() > 0
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@every_rule
+def test_what_is_not_finite_changes_nothing_before_its_time(rule, value):
+    for cell in CELLS:
+        for carried in (False, True):
+            layer, _ = make_pair(cell, rule, layers=2)
+            x = make_input(60)
+            state = make_state(layer, x)[0] if carried else None
+            expected, _ = layer(x, state)
+            x[50, 1, 0] = value
+            found, _ = layer(x, state)
+            close(found[:50], expected[:50], 1e-13)
+            close(found[:, ::2], expected[:, ::2], 1e-13)  # nor another sequence
+            with torch.no_grad():
+                close(layer(x, state)[0][:50], expected[:50], 1e-13)
+            if not carried and cell != "dtriv":
+                close(layer.to_stock()(x)[0][:50], expected[:50], 1e-12)
+
+
+@every_rule
+def test_what_is_not_finite_in_packed_sequences_and_backwards(rule):
+    layer, _ = make_pair("gru", rule, bidirectional=True)
+    x = make_input(60, 2)
+    lengths = torch.tensor([40, 60])
+    expected, _ = layer(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    x[30, 0] = math.nan
+    found, _ = layer(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    (found, _), (expected, _) = pad_packed_sequence(found), pad_packed_sequence(expected)
+    assert torch.equal(found[:30, 0, :3], expected[:30, 0, :3])
+    assert torch.equal(found[31:, 0, 3:], expected[31:, 0, 3:])
+    assert torch.equal(found[:, 1], expected[:, 1])
+    assert found[30:40, 0, :3].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["LSTM", "MomentumLSTM", "NAGLSTM", "SRLSTM"])
+def test_gradients_of_what_comes_before_an_infinite_sample(name):
+    """Finite as those of torch.nn.LSTM, but for the weights of the infinite input: 0 * inf."""
+    layer = (nn.LSTM if name == "LSTM" else getattr(recurrent, name))(2, 3).double()
+    x = make_input(60).requires_grad_()
+    leaves = [x, *(p for key, p in layer.named_parameters() if not key.startswith("weight_ih"))]
+    expected = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
+    with torch.no_grad():
+        x[50, 1, 0] = math.inf
+    found = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
+    for one, another in zip(found, expected, strict=True):
+        close(one, another, 1e-13)
