@@ -17,7 +17,7 @@ from hbnode._checks import as_count, conversion
 from hbnode._state import State, Times, apply, parts
 from hbnode._suggestions import nearest, nearest_method
 from hbnode.solvers import registry
-from hbnode.solvers.settings import Settings
+from hbnode.solvers.settings import ResolvedSettings, Settings
 
 logger = logging.getLogger("hbnode")
 
@@ -49,7 +49,7 @@ def checked_settings(settings: Settings) -> Settings:
         )
     for name in ("rtol", "atol"):
         value = getattr(settings, name)
-        if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+        if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
             raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
     settings = dataclasses.replace(settings, max_steps=as_count(settings.max_steps, "max_steps"))
     if not theirs:
@@ -62,7 +62,7 @@ def checked_settings(settings: Settings) -> Settings:
     return settings
 
 
-def resolved(settings: Settings, field: Callable, event: bool = False, span: float = 0.0) -> Settings:
+def resolved(settings: Settings, field: Callable, event: bool = False, span: float = 0.0) -> ResolvedSettings:
     """The settings with method and gradient filled in for a field and the length of a solve."""
     method = settings.method
     if method is None:
@@ -70,7 +70,7 @@ def resolved(settings: Settings, field: Callable, event: bool = False, span: flo
     gradient = settings.gradient
     if gradient is None:
         gradient = "direct" if method in _torchdiffeq_solve.METHODS else "checkpoint"
-    return dataclasses.replace(settings, method=method, gradient=gradient)
+    return ResolvedSettings(**(vars(settings) | {"method": method, "gradient": gradient}))
 
 
 def check_precision(settings: Settings, dtype: torch.dtype) -> None:
@@ -153,14 +153,14 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
         if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
             fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
             raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: {fix}.")
-        t = list(t)
-        if any(isinstance(time, Tensor) for time in t):  # keep the gradients of learned times
-            t = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in t]
-            if any(time.numel() != 1 for time in t):
+        given = list(t)
+        if any(isinstance(time, Tensor) for time in given):  # keep the gradients of learned times
+            times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
+            if any(time.numel() != 1 for time in times):
                 raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
-            t = torch.stack([time.reshape(()) for time in t])
+            t = torch.stack([time.reshape(()) for time in times])
         else:
-            t = torch.as_tensor(t, dtype=torch.float64)
+            t = torch.as_tensor(given, dtype=torch.float64)
     elif not t.is_floating_point():
         t = t.to(torch.float64)
     if t.dim() != 1 and not (rows and t.dim() == 2):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hbnode._recompute import solving
-from hbnode._state import State
+from hbnode._state import State, Times
 from hbnode._tracing import is_exporting
 from hbnode.nfe import NFE, is_counting
 from hbnode.solvers import registry
@@ -46,9 +46,10 @@ def is_possible(settings: Settings) -> bool:
     return settings.gradient in (None, "direct") and not is_counting()
 
 
-def solve(field: Callable, y0: State, t: Tensor | Sequence[float], settings: Settings, nfe: NFE) -> State:
+def solve(field: Callable, y0: State, t: Times, settings: Settings, nfe: NFE) -> State:
     """The state at the times, by one of METHODS with ``options={"steps": n}``; t is not checked if it is a tensor."""
-    name, steps = settings.method or registry.best_method(field, settings, 0.0), settings.options["steps"]
+    name = settings.method or registry.best_method(field, settings, 0.0)
+    steps = (settings.options or {})["steps"]
     registry.check_field(name, field)
     term = ODETerm(field, y0, second_order=name in registry.NYSTROM or name in registry.SPLITTING)
     t = _times(t, term)
@@ -122,18 +123,19 @@ def _moved(y: Tensor, size: Tensor, weights: Sequence[float], slopes: Sequence[T
     return y + size * sum(terms) if terms else y
 
 
-def _times(t: Tensor | Sequence[float], term: ODETerm) -> Tensor:
+def _times(t: Times, term: ODETerm) -> Tensor:
     """The times (T,) or (batch, T) in float64 on the device of the state."""
     device = term.template.device
     if isinstance(t, Tensor):
         return t.to(device, torch.float64)
-    if any(isinstance(time, Tensor) for time in t):
-        return torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device).reshape(()) for time in t])
-    t = [float(time) for time in t]
-    rising, falling = ([sign * t[i] < sign * t[i + 1] for i in range(len(t) - 1)] for sign in (1, -1))
+    given = list(t)
+    if any(isinstance(time, Tensor) for time in given):
+        return torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device).reshape(()) for time in given])
+    times = [float(time) for time in given]
+    rising, falling = ([sign * times[i] < sign * times[i + 1] for i in range(len(times) - 1)] for sign in (1, -1))
     if not (all(rising) or all(falling)):
-        raise ValueError(f"t must be strictly increasing or strictly decreasing, got {t}. Fix: sort the times.")
-    return torch.tensor(t, dtype=torch.float64, device=device)
+        raise ValueError(f"t must be strictly increasing or strictly decreasing, got {times}. Fix: sort the times.")
+    return torch.tensor(times, dtype=torch.float64, device=device)
 
 
 def _sizes(term: ODETerm, t: Tensor, steps: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hbnode._arguments import checked_settings, resolved
 from hbnode._checks import as_count
 from hbnode._integral import Integrand, WithIntegral, settings_of_integral
-from hbnode._state import State, Times, append_zeros
+from hbnode._state import State, Times, append_zeros, parts
 from hbnode._tracing import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
@@ -201,7 +201,7 @@ class ODEBlock(nn.Module):
         state = self.start(x)
         equation = WithIntegral(self.field, integrand, state)
         rows = self._solve(equation, equation.start(state), t, settings_of_integral(self.settings()))
-        states, q = equation.split(rows)
+        states, q = equation.split(*parts(rows))
         h = self.field.readout(states)
         return (h[-1], q[-1]) if t is None else (h, q)
 

@@ -61,8 +61,8 @@ def odeint(
 
 
 def odeint(
-    field: Callable[[Tensor, StateT], State],
-    y0: StateT,
+    field: Callable[[Tensor, Any], State],
+    y0: State,
     t: Times,
     *,
     method: Method | None = None,
@@ -72,10 +72,10 @@ def odeint(
     options: dict[str, Any] | None = None,
     adjoint_options: dict[str, Any] | None = None,
     step_control: StepControl = "batch",
-    event_fn: Callable[[Tensor, StateT], Tensor] | None = None,
+    event_fn: Callable[[Tensor, Any], Tensor] | None = None,
     max_steps: int = 10_000,
     compile: bool = False,
-) -> StateT | tuple[Tensor, StateT]:
+) -> State | tuple[Tensor, State]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
     An adaptive method accepts a step when the root mean square of (error / (atol + rtol * max \|y\|)), over all
@@ -161,64 +161,68 @@ def odeint(
         True
     """
     settings = Settings(method, rtol, atol, gradient, options, adjoint_options, step_control, max_steps, compile)
-    return solve(field, y0, t, checked_settings(settings), NFE(), event_fn)
+    settings = checked_settings(settings)
+    if event_fn is None:
+        return solve(field, y0, t, settings, NFE())
+    if is_tracing():
+        _refuse_tracing()
+    return _find_event(field, y0, t, settings, NFE(), event_fn)
 
 
-@overload
-def solve(field: Callable, y0: State, t: Times, settings: Settings, nfe: NFE) -> State: ...
-@overload
-def solve(
-    field: Callable, y0: State, t: Times, settings: Settings, nfe: NFE, event_fn: Callable | None
-) -> State | tuple[Tensor, State]: ...
-def solve(
-    field: Callable,
-    y0: State,
-    t: Times,
-    settings: Settings,
-    nfe: NFE,
-    event_fn: Callable | None = None,
-) -> State | tuple[Tensor, State]:
+def solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE) -> State:
     """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
     if is_tracing():
-        if event_fn is None and _traced_solve.is_possible(settings):
+        if _traced_solve.is_possible(settings):
             return _traced_solve.solve(field, checked_state(field, y0), t, settings, nfe)
-        if not torch.compiler.is_dynamo_compiling():
-            raise ValueError(ONLY_FIXED_GRIDS)
-    return _solve(field, y0, t, settings, nfe, event_fn)
+        _refuse_tracing()
+    return _solve(field, y0, t, settings, nfe)
+
+
+def _refuse_tracing() -> None:
+    """Raise where a solve would have to be part of a graph; torch.compile can call it from outside of its graphs."""
+    if not torch.compiler.is_dynamo_compiling():
+        raise ValueError(ONLY_FIXED_GRIDS)
 
 
 @untraced
-def _solve(
-    field: Callable,
+def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE) -> State:
+    """:func:`solve` without a graph of torch.compile."""
+    y0 = checked_state(field, y0)
+    check_call(field)
+    times = checked_times(t, parts(y0)[0].device, rows=settings.method not in _torchdiffeq_solve.METHODS)
+    final = resolved(settings, field, span=_span(times))
+    nfe.keeps_graph = final.gradient == "direct" and torch.is_grad_enabled()
+    check_precision(final, parts(y0)[0].dtype)
+    if final.method in _torchdiffeq_solve.METHODS:
+        with _torch_internals.refusing(f"method={final.method!r}", "a native method with gradient='direct'"):
+            return _torchdiffeq_solve.solve(field, y0, times, final, nfe)
+    _torchdiffeq_solve.warn_of_callbacks(field, final.method, _torchdiffeq_solve.CALLBACKS)
+    return _native_solve.solve(field, y0, times, final, nfe)
+
+
+@untraced
+def _find_event(
+    field: Callable[..., State],
     y0: State,
     t: Times,
     settings: Settings,
     nfe: NFE,
-    event_fn: Callable | None,
-) -> State | tuple[Tensor, State]:
-    """:func:`solve` without a graph of torch.compile."""
+    event_fn: Callable[..., Tensor],
+) -> tuple[Tensor, State]:
+    """The time of an event and the states at the start and there."""
     y0 = checked_state(field, y0)
     check_call(field)
-    t = checked_times(
-        t, parts(y0)[0].device, rows=settings.method not in _torchdiffeq_solve.METHODS and event_fn is None
-    )
-    settings = resolved(settings, field, event_fn is not None, _span(t))
-    nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
-    theirs = settings.method in _torchdiffeq_solve.METHODS
-    first = parts(y0)[0]
-    check_precision(settings, first.dtype)
-    if not theirs:
-        _torchdiffeq_solve.warn_of_callbacks(field, settings.method, _torchdiffeq_solve.CALLBACKS)
-    if event_fn is None and theirs:
-        with _torch_internals.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            return _torchdiffeq_solve.solve(field, y0, t, settings, nfe, None)
-    if event_fn is None:
-        return _native_solve.solve(field, y0, t, settings, nfe)
-    if not theirs:
-        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
-    if len(t) != 2:
-        raise ValueError(f"with event_fn, t must hold two times (start and direction), got {len(t)}. Fix: [t0, t1].")
-    return _torchdiffeq_solve.solve(field, y0, t, settings, nfe, event_fn)
+    times = checked_times(t, parts(y0)[0].device, rows=False)
+    final = resolved(settings, field, event=True)
+    nfe.keeps_graph = final.gradient == "direct" and torch.is_grad_enabled()
+    check_precision(final, parts(y0)[0].dtype)
+    if final.method not in _torchdiffeq_solve.METHODS:
+        raise ValueError(f"event_fn is for torchdiffeq's methods, got {final.method!r}. Fix: method='dopri5'.")
+    if len(times) != 2:
+        raise ValueError(
+            f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
+        )
+    return _torchdiffeq_solve.find_event(field, y0, times, final, nfe, event_fn)
 
 
 def _span(t: Tensor) -> float:

@@ -23,6 +23,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class ResolvedSettings(Settings):
+    """Settings whose method and gradient are filled in."""
+
+    method: str
+    gradient: str
+
+
+@dataclass(frozen=True)
 class Options:
     """What ``options=`` of a native method may hold."""
 
