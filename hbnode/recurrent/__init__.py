@@ -1,7 +1,7 @@
 """Recurrent layers and cells with momentum.
 
-The names of the papers, such as :class:`MomentumLSTM`, are here and in :mod:`hbnode`. :class:`RNN`, :class:`LSTM`,
-:class:`GRU` and :class:`DTRIV` take any rule of :mod:`hbnode.recurrent.rules`; likewise their cells.
+The names of the papers, such as :class:`MomentumLSTM`, are importable from here and from :mod:`hbnode`. :class:`RNN`,
+:class:`LSTM`, :class:`GRU` and :class:`DTRIV` take any rule of :mod:`hbnode.recurrent.rules`, as do their cells.
 """
 
 from hbnode.recurrent import rules

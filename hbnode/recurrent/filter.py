@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hbnode._tracing import is_exporting, is_tracing
 from hbnode.recurrent import autocast
 from hbnode.recurrent.symbolic import symbolic_filter
 
@@ -38,11 +39,11 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     """
     if not isinstance(mu, Tensor) and mu == 0:
         return s * x
-    if x.shape[0] != 1 and is_exported():
+    if x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting()):
         rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
         rates = rates.to(x.device).reshape(x.shape[0], -1)
         return symbolic_filter(s * x, rates, torch.zeros_like(x[0]) if v is None else v)
-    if x.shape[0] == 1 or (isinstance(mu, Tensor) and mu.dim() == 2) or is_traced():
+    if x.shape[0] == 1 or (isinstance(mu, Tensor) and mu.dim() == 2) or is_tracing():  # a loop suits a program
         return _loop(x, mu, s, v)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if isinstance(mu, Tensor):
@@ -56,16 +57,6 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
         return out
     powers = mu.cumprod(0) if isinstance(mu, Tensor) else float(mu) ** torch.arange(1, len(x) + 1, dtype=torch.float64)
     return torch.addcmul(out, powers.to(out).view(-1, 1, 1), v)
-
-
-def is_exported() -> bool:
-    """Whether torch records a program for sequences of any length."""
-    return torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", lambda: False)()  # the latter since 2.7
-
-
-def is_traced() -> bool:
-    """Whether torch records the calls as a program, which must not depend on values; a loop over time suits it."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _loop(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from hbnode._tracing import is_tracing
 from hbnode.recurrent.cell_steps import CellStep
-from hbnode.recurrent.filter import is_traced
 
 ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code
 
@@ -72,7 +72,7 @@ def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
 def check_weight_norm(module: nn.Module) -> None:
     """Refuse the NaN that weight_norm makes of rows of zeros; initially W_hh has such rows."""
     for name, made in getattr(module, "parametrizations", {}).items():
-        if type(made[0]).__name__ != "_WeightNorm" or is_traced():
+        if type(made[0]).__name__ != "_WeightNorm" or is_tracing():
             continue
         if getattr(module, name).isnan().any() and made.original0.isfinite().all() and made.original1.isfinite().all():
             raise ValueError(

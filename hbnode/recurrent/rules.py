@@ -21,7 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hbnode._torch_internals import is_active
-from hbnode.recurrent.filter import block_weights, is_traced, linear_filter
+from hbnode._tracing import is_tracing
+from hbnode.recurrent.filter import block_weights, linear_filter
 
 
 class Memory(NamedTuple):
@@ -271,12 +272,12 @@ _VALID = {
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a rule computes and carries its memory in, for inputs of a dtype."""
+    """The dtype in which a rule computes and keeps its memory, for inputs of a dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def once(what: str) -> None:
-    """Refuse to be differentiated twice, which torch's ``once_differentiable`` leaves out in silence."""
+    """Refuse to be differentiated twice; torch's ``once_differentiable`` drops the second derivative silently."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{what} cannot be differentiated twice, and create_graph=True asks for it. Fix: create_graph=False, or "
@@ -288,7 +289,7 @@ def _normalized(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
-    if g.shape[0] > 1 and g.device.type == "cpu" and not is_traced():
+    if g.shape[0] > 1 and g.device.type == "cpu" and not is_tracing():
         if not torch.is_grad_enabled() and not is_active():
             return _normalized_in_place(g, v, m, mu, s, beta, eps)
         if g[0].numel() >= MANY:

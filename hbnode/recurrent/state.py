@@ -30,13 +30,13 @@ class RecurrentState(Record):
 
     An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
     Any other state is read as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2], state[-1]],
-    -1)``. What would make a new hidden state of h alone, such as ``state * mask``, is refused, for it would leave the
-    momentum behind: see :meth:`map`, and ``dataclasses.replace(state, h=...)``.
+    -1)``. Operations that make a new hidden state from h alone, such as ``state * mask``, raise an error, because they
+    would lose the momentum: use :meth:`map` or ``dataclasses.replace(state, h=...)``.
 
     Attributes:
         h: hidden state (..., batch, hidden_size).
         c: cell state of an LSTM (..., batch, hidden_size).
-        v: momentum (..., batch, n), but of RMSProp.
+        v: momentum (..., batch, n), of all rules but RMSProp.
         m: running mean of squares of Adam and RMSProp (..., batch, n).
         g: the last W x + b, of adaptive momentum (..., batch, n).
         t: samples so far (batch,), int64, of NAG and scheduled restart.

@@ -1,7 +1,8 @@
-"""The filter of :mod:`hbnode.recurrent.filter` for programs that are exported, which do not know the length T.
+"""The filter of :mod:`hbnode.recurrent.filter` for exported programs, in which the length T is a symbol.
 
-A loop over time would fix it. Here every operation is one on whole tensors: blocks of samples are filtered by matrices,
-then, with blocks in the place of samples, what each block hands to the next, and so on for a fixed number of times.
+A loop over time would fix T. Here every operation acts on whole tensors. Matrices filter blocks of samples; then the
+values carried from block to block are filtered in the same way, with blocks in place of samples, and so on for a fixed
+number of levels.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The layers and cells under the names of the papers: each is a generic one with a rule, and takes its coefficients."""
+"""Layers and cells under the names of the papers: generic ones that take the coefficients of a rule in its place."""
