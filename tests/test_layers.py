@@ -94,9 +94,9 @@ def test_no_circles():
 def test_private_functions_of_torch_have_one_file():
     for name, path in MODULES.items():
         code = "\n".join(ast.unparse(node) for node in _statements(path))
-        assert name == "hbnode._torch_internals" or not re.search(r"\btorch\._[A-Za-z]|_current_level|_sequence_nr", code), (
-            name
-        )
+        assert name == "hbnode._torch_internals" or not re.search(
+            r"\btorch\._[A-Za-z]|_current_level|_sequence_nr", code
+        ), name
 
 
 def _statements(path):

@@ -17,7 +17,7 @@ from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, s
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.recorder import RecordedProgram, RecordedStep, StepGraph, StepRecorder
 from hbnode.solvers.stepper import no_autocast
-from hbnode.solvers.time_grid import SampleStep
+from hbnode.solvers.time_grid import SampleStep, along_batch
 
 
 class Checkpoint(torch.autograd.Function):
@@ -69,7 +69,7 @@ def _undo(accumulator: GradientAccumulator, recorded: RecordedStep, carried: Ten
     if isinstance(step, SampleStep):
         batch_dim = stepper.grid.batch_dim
         carried = torch.cat([carried[:n] + _at_reached(step, gradient, batch_dim), carried[n:]])
-        moved = _marks(step.accepted, carried, batch_dim)
+        moved = along_batch(step.accepted, carried, batch_dim)
         stayed, carried = torch.where(moved, 0.0, carried), torch.where(moved, carried, 0.0)
     elif step.reached is not None:
         carried = torch.cat([carried[:n] + gradient[step.reached], carried[n:]])
@@ -134,14 +134,9 @@ def _undo_start(accumulator: GradientAccumulator, forward: ForwardPass, rows: Te
     return carried[:n] if by_x is None else torch.cat([(carried[0] + by_x)[None], carried[1:n]])
 
 
-def _marks(marks: Tensor, point: Tensor, batch_dim: int) -> Tensor:
-    """Marks (batch,) to broadcast with a point (rows, ...), whose rows have the batch at a dimension."""
-    return marks.view(*[1] * (batch_dim + 1), -1, *[1] * (point.dim() - batch_dim - 2))
-
-
 def _at_reached(step: SampleStep, gradient: Tensor, batch_dim: int) -> Tensor:
     """The outputs' gradients of the samples that a step brings to an output time, 0 for the others."""
     index = (step.interval + 1).clamp(max=len(gradient) - 1)
     rows = gradient.movedim(batch_dim + 2, 1)[index, torch.arange(len(index), device=index.device)]
     rows = rows.movedim(0, batch_dim + 1)
-    return torch.where(_marks(step.reached, rows, batch_dim), rows, 0.0)
+    return torch.where(along_batch(step.reached, rows, batch_dim), rows, 0.0)

@@ -18,7 +18,7 @@ from hbnode.solvers.recorder import RecordedStep, StepRecorder
 from hbnode.solvers.step_method import StepResult
 from hbnode.solvers.step_size_control import SampleController, first_size
 from hbnode.solvers.stepper import Stepper
-from hbnode.solvers.time_grid import SampleStep
+from hbnode.solvers.time_grid import SampleStep, along_batch
 
 
 class PerSample:
@@ -99,7 +99,8 @@ class PerSample:
             whole, uneven = None, False
             step.accepted = (ratio <= 1.0) & ~done
             step.reached = step.accepted & (self.left <= 1.0) & (self.stop == 1.0)
-            before, self.point = self.point, torch.where(self.marks(step.accepted), stepped.point, self.point)
+            before, moves = self.point, along_batch(step.accepted, self.point, self.batch_dim)
+            self.point = torch.where(moves, stepped.point, self.point)
             self.write(step)
             self.advance(step, ratio, done)
             running = self.go_on(step, before, recorder)
@@ -107,19 +108,10 @@ class PerSample:
 
     def ratio(self, stepped: StepResult) -> Tensor:
         """Norm of (error / tolerance) of each sample."""
-        assert stepped.error is not None
-        error, after = stepped.error, stepped.point
-        stepper, n = self.stepper, self.rows
-        largest = torch.maximum(self.point[:n].detach().abs(), after[:n].detach().abs())
-        scale = largest.mul_(stepper.rtol).add_(stepper.atol)
-        pieces = stepper.term.error_parts((error.detach() / scale).double())
-        norms = (stepper.norms(piece).square().mean(0).sqrt() for piece in pieces)
+        pieces = self.stepper.scaled_error(stepped, self.point)
+        norms = (self.stepper.norms(piece.double()).square().mean(0).sqrt() for piece in pieces)
         ratio = self.strictness * reduce(torch.maximum, norms)
         return torch.where(torch.isfinite(ratio), ratio, math.inf)
-
-    def marks(self, marks: Tensor) -> Tensor:
-        """(batch,) to broadcast with a point."""
-        return marks.view(*[1] * (self.batch_dim + 1), -1, *[1] * (self.point.dim() - self.batch_dim - 2))
 
     def write(self, step: SampleStep) -> None:
         """Put the samples that have reached an output time into the outputs."""

@@ -24,6 +24,16 @@ SMALLEST, LARGEST = 0.1, 8.0  # factors by which a step may change
 PROPORTIONAL, INTEGRAL = 0.2, 1.0
 
 
+def after_acceptance(ratio: Number, previous: Number, exponent: float) -> Number:
+    """The PI controller: the factor for the step after one with this error ratio and the ratio before it."""
+    return SAFETY * ratio ** (-INTEGRAL * exponent) * previous ** (PROPORTIONAL * exponent)
+
+
+def after_rejection(ratio: Number, exponent: float) -> Number:
+    """The factor for the next attempt."""
+    return SAFETY * ratio**-exponent
+
+
 class Controller:
     r"""The step size, from the error ratios of the steps before.
 
@@ -39,8 +49,7 @@ class Controller:
 
     def accept(self, ratio: float) -> float:
         """The factor for the next step."""
-        ratio = max(ratio, 1e-10)
-        factor = SAFETY * ratio ** (-INTEGRAL * self.exponent) * self.previous ** (PROPORTIONAL * self.exponent)
+        factor = after_acceptance(max(ratio, 1e-10), self.previous, self.exponent)
         self.previous = max(ratio, 1e-4)
         largest = 1.0 if self.rejected else LARGEST
         self.rejected = False
@@ -51,7 +60,7 @@ class Controller:
         self.rejected = True
         if not math.isfinite(ratio):
             return SMALLEST
-        return min(max(SAFETY * ratio**-self.exponent, SMALLEST), SAFETY)
+        return min(max(after_rejection(ratio, self.exponent), SMALLEST), SAFETY)
 
 
 class SampleController:
@@ -65,9 +74,9 @@ class SampleController:
     def factor(self, ratio: Tensor, accepted: Tensor) -> Tensor:
         """The factors for the next steps of those that were accepted and those that were not."""
         bounded = ratio.clamp(min=1e-10)
-        up = SAFETY * bounded ** (-INTEGRAL * self.exponent) * self.previous ** (PROPORTIONAL * self.exponent)
+        up = after_acceptance(bounded, self.previous, self.exponent)
         up = torch.where(self.rejected, up.clamp(SMALLEST, 1.0), up.clamp(SMALLEST, LARGEST))
-        down = (SAFETY * bounded**-self.exponent).clamp(SMALLEST, SAFETY)
+        down = after_rejection(bounded, self.exponent).clamp(SMALLEST, SAFETY)
         down = torch.where(torch.isfinite(ratio), down, SMALLEST)
         self.previous = torch.where(accepted, ratio.clamp(min=1e-4), self.previous)
         self.rejected = ~accepted

@@ -192,14 +192,17 @@ class Stepper:
             norm = _torch_internals.plain(norm).reshape(-1, len(x)).pow(2).mean(0).sqrt()
         return norm
 
-    def ratio(self, stepped: StepResult, before: Tensor) -> float:
-        """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
+    def scaled_error(self, stepped: StepResult, before: Tensor) -> tuple[Tensor, ...]:
+        """Error / (atol + rtol |state|) of a step from the point ``before``, in pieces that have norms of their own."""
         assert stepped.error is not None
         n = self.method.state_rows
         scale = torch.maximum(before[:n].detach().abs(), stepped.point[:n].detach().abs())
         error = stepped.error.detach() / scale.mul_(self.rtol).add_(self.atol)
-        error = error if self.counted is None else error[..., : self.counted]
-        ratio = reduce(torch.maximum, map(rms, self.term.error_parts(error)))
+        return self.term.error_parts(error if self.counted is None else error[..., : self.counted])
+
+    def ratio(self, stepped: StepResult, before: Tensor) -> float:
+        """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
+        ratio = reduce(torch.maximum, map(rms, self.scaled_error(stepped, before)))
         if _torch_internals.is_active():
             ratio = _torch_internals.plain(ratio).pow(2).mean().sqrt()
         value = float(ratio)

@@ -214,6 +214,11 @@ def spread(x: Tensor, part_dims: int, dims: int) -> Tensor:
     return x.view(*x.shape[:-1], *[1] * (dims - part_dims), x.shape[-1], *[1] * (part_dims - 1))
 
 
+def along_batch(marks: Tensor, point: Tensor, batch_dim: int) -> Tensor:
+    """Marks (batch,), to broadcast with a point (rows, ...) whose rows have the batch at a dimension."""
+    return marks.view(*[1] * (batch_dim + 1), -1, *[1] * (point.dim() - batch_dim - 2))
+
+
 def align(sizes: Tensor, damping: Tensor) -> Tensor:
     """Step sizes (steps, ...) with the dimensions that a damping for each channel needs behind the first."""
     missing = damping.dim() - (sizes.dim() - 1)
