@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from hbnode._state import State, cast, describe, like, parts
 from hbnode.solvers.registry import NYSTROM, SPLITTING
 from hbnode.solvers.settings import Settings
 
-Integrand = Callable[[Tensor, State, State], Tensor]
+Integrand = Callable[[Tensor, Any, Any], Tensor]  # of t and the state and its derivative, tensors or tuples
 
 WITHOUT_GRAPH = (
     "integrand differentiates with torch.autograd, but is evaluated without a graph in the forward pass. "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +79,7 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
 
 def solved(block: ODEBlock, state: State, t: Tensor | Sequence[float], settings: Settings) -> State:
     """The states at the times, without an effect on the block's count."""
-    return cast(State, solve(block.field, state, t, settings, NFE()))
+    return solve(block.field, state, t, settings, NFE())
 
 
 def states(
