@@ -25,6 +25,7 @@ LAYERS = [
     ["hbnode.solve", "hbnode._integral"],
     ["hbnode._arguments"],
     ["hbnode._native_solve", "hbnode._torchdiffeq_solve", "hbnode._traced_solve"],
+    ["hbnode._torchdiffeq_field"],
     ["hbnode.gradients"],
     ["hbnode.solvers.loops"],
     ["hbnode.solvers.per_sample"],

@@ -23,6 +23,5 @@ def test_the_script_holds_the_readme():
 
 
 @pytest.mark.parametrize("habit", user_script.HABITS, ids=lambda habit: habit.__name__)
-@pytest.mark.filterwarnings("default")
 def test_habit(habit):
     habit()

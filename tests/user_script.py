@@ -231,8 +231,7 @@ def as_torch_nn() -> None:
         optimizer.step()
     evaluations: int = nfe.forward + nfe.backward
     assert evaluations == nfe.total == model.block.nfe.total and len(steps.t) == nfe.steps + nfe.rejected
-    damping, xi = model.block.field.damping, model.block.field
-    print(f"{float(damping):.3f}", xi, model.block.nfe)
+    print(f"damping {model.block.field.damping:.3f}", model.block.field, model.block.nfe)
     model.block.nfe = 0
     copy = Classifier("dopri5", gradient="adjoint")
     copy.load_state_dict(model.state_dict())
