@@ -91,7 +91,7 @@ class ODETerm:
 
     def error_parts(self, error: Tensor) -> tuple[Tensor, ...]:
         """The error of a step in pieces with norms of their own: an integral's is not averaged with the state's."""
-        return error.split((error.shape[-1] - self.apart, self.apart), dim=-1) if self.apart else (error,)
+        return error.split((error.shape[-1] - self.apart, self.apart), dim=-1)
 
     def evaluate(self, t: Tensor, x: Tensor) -> Tensor:
         """The force on h, or the derivative of a row; of the shape and dtype of ``x``, which must stay as it is."""

@@ -7,7 +7,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -198,11 +197,16 @@ class Stepper:
         n = self.method.state_rows
         scale = torch.maximum(before[:n].detach().abs(), stepped.point[:n].detach().abs())
         error = stepped.error.detach() / scale.mul_(self.rtol).add_(self.atol)
-        return self.term.error_parts(error if self.counted is None else error[..., : self.counted])
+        if self.term.apart:
+            return self.term.error_parts(error)
+        return (error if self.counted is None else error[..., : self.counted],)
 
     def ratio(self, stepped: StepResult, before: Tensor) -> float:
         """Norm of (error / tolerance): the root mean square over all elements. The one synchronisation of a step."""
-        ratio = reduce(torch.maximum, map(rms, self.scaled_error(stepped, before)))
+        error, *apart = self.scaled_error(stepped, before)
+        ratio = rms(error)
+        for other in apart:
+            ratio = torch.maximum(ratio, rms(other))
         if _torch_internals.is_active():
             ratio = _torch_internals.plain(ratio).pow(2).mean().sqrt()
         value = float(ratio)
