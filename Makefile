@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: demo test slow lint types docs bench clean
+.PHONY: demo test slow lint docs bench clean
 
 demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
@@ -16,17 +16,13 @@ test: lint docs
 slow: .venv/.complete
 	$(BIN)/python -m pytest -m slow
 
+# Style; types of the project; types of the README's code, as a strict user's type checkers see it.
 lint: .venv/.complete
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-# The project by its own configuration; the README's code as a user's type checker sees it.
-types: .venv/.complete
 	$(BIN)/mypy
-ifneq ($(wildcard tests/user_script.py),)
 	$(BIN)/mypy --strict --follow-imports=silent tests/user_script.py
 	$(BIN)/pyright --pythonpath $(BIN)/python tests/user_script.py
-endif
 
 docs: .venv/.complete
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
