@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._state import State, cast, describe, like, parts
+from hbnode._tracing import is_tracing
 from hbnode.solvers.registry import NYSTROM, SPLITTING
 from hbnode.solvers.settings import Settings
 
@@ -35,6 +37,7 @@ class WithIntegral(nn.Module):
 
     def __init__(self, field: nn.Module, integrand: Integrand, state: State) -> None:
         super().__init__()
+        _check_call(integrand)
         self.field, self.integrand = field, integrand
         self.single = isinstance(state, Tensor)
         if any(part.dim() == 0 or len(part) != len(parts(state)[0]) for part in parts(state)):
@@ -84,6 +87,23 @@ class WithIntegral(nn.Module):
                 "Fix: g.flatten(1).sum(1) adds up the rest."
             )
         return self.rows(derivative, cast(rate, rows))
+
+
+def _check_call(integrand: Integrand) -> None:
+    """Refuse a function that cannot be called ``(t, state, derivative)``, where its signature can be read."""
+    if is_tracing():
+        return
+    try:
+        signature = inspect.signature(integrand.forward if isinstance(integrand, nn.Module) else integrand)
+    except ValueError:
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"integrand takes {signature}; expected (t, state, derivative). "
+            "Fix: lambda t, h, dh: ..., with the derivative dh of the state, used or not."
+        ) from None
 
 
 def settings_of_integral(settings: Settings) -> Settings:

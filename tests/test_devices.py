@@ -145,6 +145,16 @@ def test_a_pair_of_states_of_unlike_shapes(device):
     assert all(end.is_cuda for end in ends)
 
 
+@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}, {"step_control": "sample"}], ids=str)
+def test_an_integral_along_the_path(device, solver):
+    block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), rtol=1e-3, atol=1e-3, **solver))
+    h, q = block.with_integral(device.move(torch.randn(2, 3)), lambda t, state, dh: dh[0].square().sum(1))
+    q.sum().backward()
+    assert h.is_cuda
+    assert q.is_cuda
+    assert all(part.is_cuda for part in block.trajectory(device.move(torch.randn(2, 3))))
+
+
 def test_nfe_vs_tolerance(device):
     block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(3, 3)))
     curve = hbnode.nfe_vs_tolerance(block, device.move(torch.randn(2, 3)), [1e-2], reference_tolerance=1e-6)

@@ -207,6 +207,27 @@ def test_an_integrand_of_another_shape_is_refused_with_what_helps():
         block.with_integral(torch.tensor(1.0), energy)
 
 
+@pytest.mark.parametrize("integrand", [lambda t, h: h.sum(1), nn.Identity(), 3.0], ids=str)
+def test_an_integrand_that_cannot_be_called_is_refused(integrand):
+    block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(1, 1)))
+    with pytest.raises(TypeError, match=r"expected \(t, state, derivative\). Fix: lambda t, h, dh|not a callable"):
+        block.with_integral(torch.ones(2, 1), integrand)
+
+
+@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}], ids=str)
+def test_under_autocast_and_without_gradients(solver):
+    block, x = hbnode.ODEBlock(hbnode.NODE(nn.Linear(3, 3)), rtol=1e-2, atol=1e-2, **solver), torch.randn(4, 3)
+    expected = block.with_integral(x, energy)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = block.with_integral(x, energy)
+        found[1].sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(block.with_integral(x, energy), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(block.with_integral(x, energy), expected)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
 def test_autograd_in_an_integrand_is_refused_with_what_helps():
     def divergence(t, h, derivative):
         return torch.autograd.grad(derivative.sum(), h, create_graph=True)[0].sum(1)
