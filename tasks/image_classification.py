@@ -181,7 +181,7 @@ class CrossEntropy:
     penalty: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """The loss, and beside it the accuracy and the penalties."""
+        """The loss, the accuracy and the penalties."""
         x, y = batch
         out = model(x)
         logits, penalties = out if isinstance(out, tuple) else (out, None)

@@ -39,7 +39,7 @@ from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 READ = {"mnist": read_mnist, "digits": read_digits}
 EDGE = {"mnist": 28, "digits": 8}  # pixels of an image's edge
-SIDE = {"mnist": 14, "digits": 8}  # where --side says nothing
+SIDE = {"mnist": 14, "digits": 8}  # the default of --side
 HELD_OUT = 6  # one in so many training images, from the end, is for validation
 CLASSES = 10
 EVAL_BATCH_SIZE = 250  # adam keeps a number for every sample, pixel and gate
@@ -202,14 +202,14 @@ class PixelClassifier(nn.Module):
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """The mean cross-entropy of a batch, and beside it the accuracy."""
+    """The mean cross-entropy of a batch, and the accuracy."""
     x, y = batch
     logits = model(x)
     return nn.functional.cross_entropy(logits, y), {"accuracy": (logits.argmax(1) == y).float().mean().item()}
 
 
 def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Optimizer:
-    """RMSprop, with a learning rate of its own for an orthogonal weight."""
+    """RMSprop, with a separate learning rate for an orthogonal weight."""
     if config.cell == "dtriv":
         return torch.optim.RMSprop(parameter_groups(model, config.lr, config.orthogonal_lr), lr=config.lr)
     return torch.optim.RMSprop(model.parameters(), lr=config.lr, alpha=0.9)

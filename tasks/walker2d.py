@@ -290,7 +290,7 @@ class Walker(Predictor):
 
 
 class Baseline(Predictor):
-    """A recurrent network that is told the gaps, in frames, called as a Walker is."""
+    """A recurrent network on frames and the gaps between them, called like a Walker."""
 
     def __init__(self, model: str, *, mean: Tensor | None = None, deviation: Tensor | None = None) -> None:
         net = make_baseline(model, CHANNELS, PARAMETERS, output_size=CHANNELS)

@@ -199,6 +199,11 @@ def test_penalties_of_a_linear_field(solver):
     torch.testing.assert_close(block(x)[:, 0], h)
 
 
+def test_penalties_are_of_a_state_of_one_tensor():
+    with pytest.raises(TypeError, match=r"one tensor, got 2 of them\. Fix: a NODE or an ANODE"):
+        hbnode.ODEBlock(Regularized(hbnode.HBNODE(torch.nn.Linear(1, 1))))(torch.ones(1, 1))
+
+
 def test_a_regularised_run(tmp_path):
     options = ["--model", "anode", "--regularize", "both", "--epochs", "1", "--out", str(tmp_path), *QUICK]
     image_classification.main(options)

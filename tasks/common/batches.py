@@ -1,4 +1,4 @@
-"""Training data in batches, a share for each process, and in the same order when a run is resumed."""
+"""Training data in batches, shared among processes; a resumed run repeats their order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Piece(typing.NamedTuple):
         batch: what the loss gets.
         samples: how many this process has in it, the weight of its means in those of the epoch.
         weight: factor of the loss in the backward pass.
-        rate: factor of the learning rate, beside that of the schedule.
+        rate: factor of the learning rate, multiplied with that of the schedule.
         length: by how much the position in the training data grows.
         place: what the piece is called in messages.
     """

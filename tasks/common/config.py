@@ -1,4 +1,4 @@
-"""Options of the tasks: a dataclass as command line."""
+"""Options of a task: a dataclass whose fields become the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def option(
     """A field of a task's configuration.
 
     Arguments:
-        default: its value if nothing else is said; the help does not show None.
+        default: its default value; the help does not show None.
         text: its help.
         choices: the values it can have; empty: any.
         may_change: whether a run may be resumed with another value.
@@ -126,11 +126,8 @@ class ODEConfig(TaskConfig):
         if self.solver == "native":
             return options
         norm = {"norm": "seminorm"} if self.adjoint_norm == "seminorm" else {}
-        return options | {
-            "method": self.method or "dopri5",
-            "gradient": self.gradient or "adjoint",
-            "adjoint_options": norm,
-        }
+        method, gradient = self.method or "dopri5", self.gradient or "adjoint"
+        return options | {"method": method, "gradient": gradient, "adjoint_options": norm}
 
     def check(self) -> None:
         """Refuse options that no run can have; a small solve with each model finds the rest."""

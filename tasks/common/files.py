@@ -1,4 +1,4 @@
-"""What tasks write: files that are there whole or not at all, verified when read, by one process in a folder."""
+"""Files of runs: written atomically, checked when read; one process writes to a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder: its files, what is refused, checkpoints and going on from them, the summary."""
+"""The folder of a run: its files, its checkpoint, how a run resumes from it, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ from tasks.common.workers import Workers
 class Run:
     """A run folder: ``config.json``, ``metrics.csv``, ``summary.json``, ``checkpoint.pt``.
 
-    Every file appears whole or not at all. A folder is refused that another process writes to, or that holds a run with
-    other options, what is left of one, or files of other origin that might be overwritten.
+    How a run resumes: the same command finds the folder, ``config.json`` must have the same options, and the trainer
+    continues from :meth:`load_checkpoint` in the middle of an epoch, with the numbers of an uninterrupted run.
+
+    Files are written atomically. The constructor refuses a folder that another process writes to, or that holds a run
+    with other options, parts of a run, or other files that might be overwritten.
     """
 
     def __init__(self, task: str, config: TaskConfig, label: str) -> None:

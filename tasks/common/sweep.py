@@ -1,4 +1,4 @@
-"""Several runs side by side, each in a process of its own."""
+"""Trains several models and seeds in parallel, a process for each run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ C = TypeVar("C", bound=TaskConfig)
 def sweep(config: C, train: Callable[[C], None]) -> None:
     """Train one model with one seed, or all that the options name.
 
-    Each is a run of its own, with its own folder; one that fails does not keep the others from finishing. Interrupted,
-    the runs that go on save themselves, and no further ones start.
+    Each run has its own folder. A run that fails does not stop the others. When interrupted, the current runs save
+    themselves and no further ones start.
 
     Arguments:
         config: options; ``model`` may be "all" or several, and ``seeds`` more than 1.

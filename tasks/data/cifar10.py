@@ -51,7 +51,7 @@ class _BatchUnpickler(pickle.Unpickler):
     """Reads dictionaries of strings, lists and arrays, and runs nothing else that a pickle might hold."""
 
     def find_class(self, module: str, name: str) -> object:
-        """What an array of numpy needs, whichever version wrote it."""
+        """The names that an array of NumPy needs, written by any version."""
         if (module.replace("._core", ".core"), name) in (
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy", "ndarray"),

@@ -39,7 +39,7 @@ def read_plane_vibration(source: str = "auto") -> tuple[Tensor, str]:
 
     Raises:
         FileNotFoundError: if "f16" is asked for and is not there.
-        ValueError: if the file is damaged, whichever is asked for but "generated".
+        ValueError: if the file is damaged and ``source`` is not "generated".
     """
     if source not in SOURCES:
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 CHANNELS = 17
 FILE = "rollout_{:03d}.npy"
-GENERATED = "generated.json"  # beside rollouts that are not the published ones
+GENERATED = "generated.json"  # marks rollouts that are not the published ones
 
 
 def read_walker2d() -> tuple[list[Tensor], str]:

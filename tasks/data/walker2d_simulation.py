@@ -105,7 +105,7 @@ def draw_walks(true: Tensor, walk: Tensor, seen: Tensor, numbers: Tensor, title:
 def generate(episodes: int, seed: int) -> None:
     """Make rollouts of a scripted gait in HBNODE_DATA, in the layout of the published ones, all or none.
 
-    No trained policy is at hand: the gait swings both legs like pendulums, with noise, and falls after a second or two.
+    There is no trained policy: the gait swings both legs like pendulums, with noise, and falls after a second or two.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
 """Recurrent networks for irregular series, to compare an ODE-RNN with, all called in the same way.
 
-``make_baseline("gru", input_size, parameters)`` makes one of about so many parameters. What the gaps between samples do
-is what tells them apart:
+``make_baseline("gru", input_size, parameters)`` makes one of about so many parameters. They
+differ in how they treat the gaps between samples:
 
 - "lstm", "gru": torch's, which read the gap as one more input.
 - "gru-d": a GRU whose hidden state decays over the gap.
@@ -24,16 +24,16 @@ from tasks.common.config import MODELS, TRIAL_FIELDS, ODEConfig
 from tasks.common.run import count_parameters
 
 BASELINES = ("lstm", "gru", "gru-d", "cfc")
-State = typing.Any  # a tensor or a pair of them, to be handed back as it came
+NetworkState = typing.Any  # a tensor or a pair of them, to be handed back as it came
 
 
 class Recurrent(nn.Module, abc.ABC):
-    """A recurrent network that is told the times between its samples.
+    """A recurrent network whose inputs are samples and the times between them.
 
     Arguments:
         input_size: features of a sample.
         hidden_size: features that it makes of each.
-        predicts_ahead: whether it is told the time until the stamp that is to be predicted too, as one more input.
+        predicts_ahead: whether the time until the stamp to predict is one more input.
     """
 
     def __init__(self, input_size: int, hidden_size: int, *, predicts_ahead: bool = False) -> None:
@@ -46,8 +46,8 @@ class Recurrent(nn.Module, abc.ABC):
         return self.input_size + self.predicts_ahead
 
     def forward(
-        self, x: Tensor, gap_before: Tensor, state: State | None = None, gap_after: Tensor | None = None
-    ) -> tuple[Tensor, State]:
+        self, x: Tensor, gap_before: Tensor, state: NetworkState | None = None, gap_after: Tensor | None = None
+    ) -> tuple[Tensor, NetworkState]:
         """Read samples, each with all before it.
 
         Arguments:
@@ -65,7 +65,7 @@ class Recurrent(nn.Module, abc.ABC):
         return self._read(x, gap_before[..., None], state)
 
     @abc.abstractmethod
-    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
         """``forward`` of checked samples (B, T, features) and gaps (B, T, 1)."""
 
     def _unroll(
@@ -102,7 +102,7 @@ class Gated(Recurrent):
         super().__init__(input_size, hidden_size, **options)
         self.net = kind(self.features + 1, hidden_size, batch_first=True)
 
-    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
         return self.net(torch.cat([x, gap], dim=-1), state)
 
 
@@ -119,7 +119,7 @@ class Decaying(Recurrent):
         self.decay = nn.Linear(1, hidden_size)
         self.cell = nn.GRUCell(self.features, hidden_size)
 
-    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
         decay = torch.exp(-self.decay(gap).relu())
         return self._unroll(lambda sample, factor, h: self.cell(sample, factor * h), x, decay, state)
 
@@ -142,7 +142,7 @@ class ClosedForm(Recurrent):
         # not its whole CfC: that takes one gap for the samples of a batch as one for each of the units
         self.cell = CfCCell(self.features, hidden_size, backbone_units=hidden_size)
 
-    def _read(self, x: Tensor, gap: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
         return self._unroll(lambda sample, elapsed, h: self.cell(sample, h, elapsed)[0], x, gap, state)
 
 

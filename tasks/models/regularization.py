@@ -11,7 +11,7 @@ PenalizedState = Tensor | tuple[Tensor, Tensor, Tensor]  # h, in training with t
 
 
 class Regularized(nn.Module):
-    r"""A first-order field that integrates, while training, two penalties beside its state.
+    r"""A first-order field that also integrates two penalties in training.
 
     The kinetic energy :math:`\int \|f\|^2 / d\,dt` and Hutchinson's estimate of the Jacobian's Frobenius norm,
     :math:`\int \|\varepsilon^\top \partial f / \partial h\|^2 / d\,dt` with one standard normal :math:`\varepsilon`

@@ -54,7 +54,7 @@ LINES = 5  # iterations that are drawn as lines
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class GradientNorms:
     """What was measured of one layer.
 
     Attributes:
@@ -106,7 +106,7 @@ def batches(data: Samples, size: int, seed: int) -> Iterator[Samples]:
             yield tuple(x[chosen] for x in data)
 
 
-def measure(config: PixelMnistConfig, data: Mapping[str, Samples], options: argparse.Namespace) -> Record:
+def measure(config: PixelMnistConfig, data: Mapping[str, Samples], options: argparse.Namespace) -> GradientNorms:
     """Train one layer for some iterations and take the norms before, at every ``every``-th, and after the last."""
     torch.manual_seed(config.seed)
     model = config.make_model()
@@ -122,7 +122,7 @@ def measure(config: PixelMnistConfig, data: Mapping[str, Samples], options: argp
         if iteration < options.iterations:
             loss = step(model, optimizer, next(steps), config, iteration + 1)
     share = share_of_rule(copy.deepcopy(model).double(), exact)
-    return Record(torch.tensor(iterations), torch.stack(norms), loss, share)
+    return GradientNorms(torch.tensor(iterations), torch.stack(norms), loss, share)
 
 
 def step(
@@ -148,7 +148,7 @@ def quantiles(norms: Tensor) -> Tensor:
     return torch.quantile(norms, torch.tensor(list(LEVELS.values()), dtype=norms.dtype), dim=1).transpose(0, 1)
 
 
-def sentence(record: Record) -> str:
+def sentence(record: GradientNorms) -> str:
     """How much of the gradient at T is left further back, before and after training, and what the rule adds."""
     length, said = record.norms.shape[2], []
     for name, index in (("untrained", 0), (f"after {record.iterations[-1]} iterations", -1)):
@@ -161,7 +161,7 @@ def sentence(record: Record) -> str:
     )
 
 
-def table(records: Mapping[str, Record]) -> list[dict[str, object]]:
+def table(records: Mapping[str, GradientNorms]) -> list[dict[str, object]]:
     """Rows of the quantiles of the norms by model, iteration and t."""
     return [
         {"model": model, "iteration": iteration, "t": t + 1}
@@ -172,7 +172,7 @@ def table(records: Mapping[str, Record]) -> list[dict[str, object]]:
     ]
 
 
-def draw_norms(records: Mapping[str, Record], cell: str, about: str, path: Path) -> None:
+def draw_norms(records: Mapping[str, GradientNorms], cell: str, about: str, path: Path) -> None:
     """Draw a column for each model: the median against t and iteration as a map, and some iterations as lines."""
     import matplotlib.pyplot as plt
 

@@ -169,7 +169,7 @@ def comparable(root: Path) -> list[plot.Group]:
 
 
 def attack(groups: Sequence[plot.Group], options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """Rows of robustness.csv: every run under every attack, the gradient's check beside it."""
+    """Rows of robustness.csv: every run under every attack, and the check of its gradient."""
     attacks: dict[str, Perturb] = {
         "noise": noise,
         "signs": signs,

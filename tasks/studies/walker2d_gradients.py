@@ -42,34 +42,34 @@ BACK = (10, 60)  # frames back from T of which the printed lines tell
 Key = tuple[str, str, str]  # cell, stage, model
 
 
-State = Tensor | tuple[Tensor, Tensor]
+StillState = Tensor | tuple[Tensor, Tensor]
 
 
-class Still(nn.Module):
+class StillField(nn.Module):
     """No ODE: a state that does not move between frames, so that an ODE-RNN is its cell alone."""
 
     def __init__(self, pair: bool) -> None:
         super().__init__()
         self.pair = pair
 
-    def initial_state(self, x: Tensor) -> State:
+    def initial_state(self, x: Tensor) -> StillState:
         """h, or h and a second part of zeros."""
         return (x, torch.zeros_like(x)) if self.pair else x
 
-    def forward(self, t: Tensor, state: State) -> State:
+    def forward(self, t: Tensor, state: StillState) -> StillState:
         """Zero."""
         if isinstance(state, Tensor):
             return torch.zeros_like(state)
         return torch.zeros_like(state[0]), torch.zeros_like(state[1])
 
-    def readout(self, state: State) -> Tensor:
+    def readout(self, state: StillState) -> Tensor:
         """The first part."""
         return state if isinstance(state, Tensor) else state[0]
 
 
 def make(model: str, residual: bool, tol: float) -> Walker:
     """One of the models, or a control, around the common cell."""
-    field = Still(CONTROLS[model]) if model in CONTROLS else make_field(model, N)
+    field = StillField(CONTROLS[model]) if model in CONTROLS else make_field(model, N)
     return Walker(field, N, HIDDEN, residual=residual, rtol=tol, atol=tol)
 
 
