@@ -17,7 +17,7 @@ from hbnode._recompute import ForwardContext, autocast_of
 from hbnode._state import State, all_finite, apply, is_equal, is_finite, like, parts
 from hbnode._torch_internals import backward_pass
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
-from hbnode.nfe import Tally
+from hbnode.nfe import Tally, is_recording
 from hbnode.signal import refuse_queries_outside
 from hbnode.solvers.torchdiffeq_options import ADAPTIVE
 
@@ -124,6 +124,12 @@ class WatchedField:
             self._check_step_size(t0, bool(stuck), what)
         self.recent.clear()
 
+    def report(self, t0: Tensor, dt: Tensor, *, accepted: bool) -> None:
+        """Pass a step on to open :func:`hbnode.record_steps` contexts, in the time of a field that is rescaled."""
+        if is_recording():
+            in_time = getattr(self.field, "in_time", None)
+            self.tally.report(*((t0, dt) if in_time is None else in_time(t0, dt)), accepted=accepted)
+
     def own_time(self, t0: Tensor) -> Tensor:
         """The time as the field sees it; where a solve goes down, the adjoint runs in one that goes up."""
         return -t0 if self.decreasing else t0
@@ -213,14 +219,14 @@ class FixedField(WatchedField):
     def callback_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.begin_step(t0, y0, dt)
         self.tally.add("accepted")
-        self.tally.report(t0, dt, accepted=True)
+        self.report(t0, dt, accepted=True)
         self.tell("callback_step", t0, y0, dt)
 
     def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         t0 = self.own_time(t0)
         self.begin_step(t0, y0, dt, "adjoint state")
         self.tally.add("accepted")
-        self.tally.report(t0, dt, accepted=True)
+        self.report(t0, dt, accepted=True)
         self.tell("callback_step_adjoint", t0, y0, dt)
 
 
@@ -231,12 +237,12 @@ class AdaptiveField(WatchedField):
 
     def callback_accept_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.tally.add("accepted")
-        self.tally.report(t0, dt, accepted=True)
+        self.report(t0, dt, accepted=True)
         self.tell("callback_accept_step", t0, y0, dt)
 
     def callback_reject_step(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         self.tally.add("rejected")
-        self.tally.report(t0, dt, accepted=False)
+        self.report(t0, dt, accepted=False)
         self.tell("callback_reject_step", t0, y0, dt)
 
     def callback_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
@@ -247,13 +253,13 @@ class AdaptiveField(WatchedField):
     def callback_accept_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         t0 = self.own_time(t0)
         self.tally.add("accepted")
-        self.tally.report(t0, dt, accepted=True)
+        self.report(t0, dt, accepted=True)
         self.tell("callback_accept_step_adjoint", t0, y0, dt)
 
     def callback_reject_step_adjoint(self, t0: Tensor, y0: State, dt: Tensor) -> None:
         t0 = self.own_time(t0)
         self.tally.add("rejected")
-        self.tally.report(t0, dt, accepted=False)
+        self.report(t0, dt, accepted=False)
         self.tell("callback_reject_step_adjoint", t0, y0, dt)
 
 

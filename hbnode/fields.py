@@ -197,18 +197,17 @@ class _Damped(KeepsConstants, Field):
     def __init__(
         self,
         func: Callable[..., Tensor],
-        *,
-        damping: float | Tensor | None = None,
-        learn_damping: bool = True,
-        max_damping: float = 1.0,
-        initial_momentum: Callable[[Tensor], Tensor] | None = None,
-        time_dependent: bool | None = None,
+        damping: float | Tensor | None,
+        learn_damping: bool,
+        max_damping: float,
+        initial_momentum: Callable[[Tensor], Tensor] | None,
+        time_dependent: bool | None,
     ) -> None:
         super().__init__(func, parts=1, time_dependent=time_dependent)
         if not 0 < max_damping < math.inf:
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
         self.max_damping = float(max_damping)
-        gamma = self.max_damping * _sigmoid(-3.0) if damping is None else damping
+        gamma = self.max_damping * (1.0 / (1.0 + math.exp(3.0))) if damping is None else damping
         gamma = torch.as_tensor(gamma, dtype=torch.float64, device="cpu").detach().clone()
         self.omega: nn.Parameter | None = None
         if learn_damping:
@@ -295,6 +294,18 @@ class HBNODE(_Damped):
         True
     """
 
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        damping: float | Tensor | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+    ) -> None:
+        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
+
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Equation (25)."""
         h, m = self._pair(state)
@@ -338,14 +349,7 @@ class GHBNODE(_Damped):
         initial_momentum: Callable[[Tensor], Tensor] | None = None,
         time_dependent: bool | None = None,
     ) -> None:
-        super().__init__(
-            func,
-            damping=damping,
-            learn_damping=learn_damping,
-            max_damping=max_damping,
-            initial_momentum=initial_momentum,
-            time_dependent=time_dependent,
-        )
+        super().__init__(func, damping, learn_damping, max_damping, initial_momentum, time_dependent)
         self.activation = activation
         self._xi = math.log(2.0) if xi is None else float(xi)
         self.chi: nn.Parameter | None = None
@@ -389,10 +393,6 @@ def _number(x: Tensor | float) -> str:
     if isinstance(x, Tensor) and x.dim():
         return f"{float(x.min()):.4g}..{float(x.max()):.4g} of shape {tuple(x.shape)}"
     return f"{float(x.detach() if isinstance(x, Tensor) else x):.4g}"
-
-
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + math.exp(-x))
 
 
 def _inverse_softplus(y: float) -> float:

@@ -40,6 +40,7 @@ class NFE:
     def __post_init__(self) -> None:
         self.keeps_graph = False  # whether the forward pass keeps its graph for the backward pass
         self.successor: NFE | None = None  # where a solve that has begun counts from now on
+        self.samples: list[int] | None = None  # which of a batch are solved, if not all of them
 
     @property
     def total(self) -> int:
@@ -143,7 +144,7 @@ class Tally:
             if self.identity in watched:
                 taken = torch.as_tensor(accepted, device=size.device).expand(size.shape).reshape(-1).tolist()
                 starts, sizes = (x.detach().double().reshape(-1).tolist() for x in (start, size))
-                samples = [None] if size.dim() == 0 else range(len(sizes))
+                samples = [None] if size.dim() == 0 else self.nfe.samples or range(len(sizes))
                 for row in zip(starts, map(abs, sizes), taken, samples, strict=True):
                     if row[1] > 0:  # a sample that has arrived waits for the others in steps of size 0
                         for name, value in zip(("t", "size", "accepted", "sample"), row, strict=True):

@@ -207,7 +207,10 @@ def test_an_integrand_of_another_shape_is_refused_with_what_helps():
         block.with_integral(torch.tensor(1.0), energy)
 
 
-@pytest.mark.parametrize("integrand", [lambda t, h: h.sum(1), nn.Identity(), 3.0], ids=["two arguments", "a module", "a number"])
+INTEGRANDS = {"two arguments": lambda t, h: h.sum(1), "a module": nn.Identity(), "a number": 3.0}
+
+
+@pytest.mark.parametrize("integrand", INTEGRANDS.values(), ids=INTEGRANDS)
 def test_an_integrand_that_cannot_be_called_is_refused(integrand):
     block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match=r"expected \(t, state, derivative\). Fix: lambda t, h, dh|not a callable"):

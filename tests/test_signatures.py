@@ -87,3 +87,23 @@ def test_an_unknown_name_suggests_the_nearest(given, fix):
     ):
         with pytest.raises(ValueError, match=rf"Fix: {re.escape(fix)}"):
             solve()
+
+
+@pytest.mark.parametrize("kind", [hbnode.NODE, hbnode.ANODE, hbnode.SONODE, hbnode.HBNODE, hbnode.GHBNODE])
+def test_a_misspelt_argument_names_the_field(kind):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}.__init__\(\) got an unexpected keyword argument 'gamma'"):
+        kind(torch.nn.Identity(), gamma=1)
+
+
+def test_names_of_fields_suggest_the_nearest():
+    with pytest.raises(ValueError, match="Fix: 'anode'"):
+        hbnode.ODERNN(1, 2, field="anod")
+    with pytest.raises(ValueError, match="Fix: 'node'"):
+        hbnode.ODERNN(1, 2, field="NODE")
+
+
+def test_a_forecast_for_one_number_is_refused():
+    rnn = hbnode.ODERNN(1, 2)
+    _, state = rnn(torch.zeros(1, 1, 1), torch.zeros(1, 1))
+    with pytest.raises(ValueError, match=r"dt must be \(K,\).*Fix: \[0.5, 1.0\]"):
+        rnn.forecast(state, 1.0)

@@ -115,3 +115,28 @@ def test_an_ode_rnn_records_the_gaps_of_each_sequence():
     for sample, span in enumerate((3.0, 0.75)):
         sizes = [s for s, of, a in zip(steps.size, steps.sample, steps.accepted, strict=True) if of == sample and a]
         assert sum(sizes) == pytest.approx(span, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", [None, "rk4", "dopri5"])
+def test_a_common_step_of_an_ode_rnn_has_the_samples_and_times_of_the_batch(method):
+    """Sequences that have ended take no part; the others keep their numbers and their own times."""
+    options = {"method": method, "options": {"steps": 2}} if method == "rk4" else {"method": method}
+    rnn = hbnode.ODERNN(2, 3, step_control="batch", rtol=0.1, atol=0.1, **options)
+    t = torch.tensor([[0.0], [100.0], [200.0]]) + 10 * torch.arange(3.0)
+    with hbnode.record_steps(rnn) as steps:
+        rnn(torch.randn(3, 3, 2), t, lengths=torch.tensor([1, 3, 2]))
+    assert set(steps.sample) == {1, 2}
+    for sample, start, length in ((1, 100.0, 20.0), (2, 200.0, 10.0)):
+        rows = [i for i, other in enumerate(steps.sample) if other == sample and steps.accepted[i]]
+        assert steps.t[rows[0]] == start
+        total = sum(steps.size[i] for i in rows)
+        assert total > length if method == "dopri5" else total == pytest.approx(length, rel=1e-5)  # it passes the end
+
+
+def test_steps_of_an_adjoint_between_samples_are_in_time():
+    rnn = hbnode.ODERNN(2, 3, method="dopri5", step_control="batch", gradient="adjoint", rtol=0.1, atol=0.1)
+    with hbnode.record_steps(rnn) as steps:
+        rnn(torch.randn(2, 2, 2), torch.tensor([[0.0, 10.0], [100.0, 101.0]]))[0].sum().backward()
+    back = [(t, sample) for t, sample, is_back in zip(steps.t, steps.sample, steps.backward, strict=True) if is_back]
+    assert (10.0, 0) in back
+    assert (101.0, 1) in back

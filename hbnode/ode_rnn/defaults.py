@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 from torch import nn
 
 from hbnode import nets
+from hbnode._suggestions import nearest
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 
+FieldName = Literal["node", "anode", "sonode", "hbnode", "ghbnode"]
+CellName = Literal["gru", "rnn"]
 
-def make_field(field: str | nn.Module | Callable[[int], nn.Module], n: int) -> Field:
+
+def make_field(field: FieldName | nn.Module | Callable[[int], nn.Module], n: int) -> Field:
     """A field on states of size n."""
     if isinstance(field, str):
         if field not in _FIELDS:
-            raise ValueError(f"field must be one of {tuple(_FIELDS)}, got {field!r}. Fix: 'hbnode', or give a field.")
+            near = nearest(field, tuple(_FIELDS)) or "hbnode"
+            raise ValueError(f"field must be one of {tuple(_FIELDS)}, got {field!r}. Fix: {near!r}, or give a field.")
         return _FIELDS[field](n)
     made = field if isinstance(field, nn.Module) else field(n) if callable(field) else None
     if not (isinstance(made, nn.Module) and hasattr(made, "initial_state") and hasattr(made, "readout")):
@@ -39,7 +44,7 @@ def _net(inputs: int, n: int) -> nn.Module:
     return nets.MLP(inputs, [n], n, activation=nn.Tanh)
 
 
-def make_cell(cell: str | nn.Module, input_size: int, state_size: int) -> nn.Module:
+def make_cell(cell: CellName | nn.Module, input_size: int, state_size: int) -> nn.Module:
     """A cell on states of a size."""
     kinds = {"gru": nn.GRUCell, "rnn": nn.RNNCell}
     if isinstance(cell, str) and cell in kinds:

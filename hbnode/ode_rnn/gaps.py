@@ -58,6 +58,7 @@ class Gaps:
             # whoever stays must not count in the error of the common step
             moving = (t.diff() != 0)[:, 0].nonzero()[:, 0]
             index = moving.to(rows.device)
+            self.nfe[-1].samples = moving.tolist()
             return rows.index_copy(1, index, self._solve(rows[:, index], t[moving]))
         if self.stepper is None:
             return self._solve(rows, t)
@@ -114,6 +115,10 @@ class Rescaled(nn.Module):
     def dynamics_parameters(self) -> list[Tensor]:
         """Those of the field."""
         return own_parameters(self.field)
+
+    def in_time(self, s: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """The start and length of a step of s, for each sample in its own time, (batch,)."""
+        return (self.begin + s * self.length).flatten(), (length * self.length).flatten()
 
     def forward(self, s: Tensor, state: State) -> State:
         """The derivative with respect to s."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,11 @@ from hbnode._state import parts
 from hbnode._tracing import untraced
 from hbnode.fields import Field
 from hbnode.nfe import NFE
-from hbnode.ode_rnn.defaults import make_cell, make_field
+from hbnode.ode_rnn.defaults import CellName, FieldName, make_cell, make_field
 from hbnode.ode_rnn.gaps import Gaps
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.ode_rnn.state import Filtered, ODERNNState, check_kind
+from hbnode.solvers.names import Gradient, Method, StepControl
 from hbnode.solvers.registry import METHODS
 from hbnode.solvers.settings import Settings
 
@@ -96,17 +98,17 @@ class ODERNN(nn.Module):
         input_size: int,
         hidden_size: int,
         *,
-        field: str | nn.Module | Callable[[int], nn.Module] = "hbnode",
-        cell: str | nn.Module = "gru",
+        field: FieldName | nn.Module | Callable[[int], nn.Module] = "hbnode",
+        cell: CellName | nn.Module = "gru",
         residual: bool = False,
-        initial_state: str | nn.Module = "learned",
-        method: str | None = None,
+        initial_state: Literal["learned", "zeros"] | nn.Module = "learned",
+        method: Method | None = None,
         rtol: float = 1e-5,
         atol: float = 1e-5,
-        gradient: str | None = None,
+        gradient: Gradient | None = None,
         options: dict[str, Any] | None = None,
         adjoint_options: dict[str, Any] | None = None,
-        step_control: str = "sample",
+        step_control: StepControl = "sample",
         max_steps: int = 10_000,
         compile: bool = False,
     ) -> None:
@@ -271,7 +273,7 @@ class ODERNN(nn.Module):
         check_kind(state)
         shape = state.h.shape[:-1]
         self._check_state(state, shape)
-        dt = as_tensor(dt, "dt")
+        dt = torch.tensor(dt, dtype=torch.float64) if isinstance(dt, numbers.Real) else as_tensor(dt, "dt")
         if dt.dim() == 0 or dt.shape[-1] == 0 or (dt.dim() > 1 and dt.shape[:-1] != shape):
             raise ValueError(
                 f"dt must be (K,) or (*batch, K) with batch {tuple(shape)}, got {tuple(dt.shape)}. Fix: [0.5, 1.0]."
