@@ -59,7 +59,8 @@ class WithIntegral(nn.Module):
 
     def rows(self, state: State, q: Tensor) -> Tensor:
         """The row [y, q] of each sample, (batch, size of y + 1)."""
-        return torch.cat([*(part.reshape(len(part), -1) for part in parts(state)), q.unsqueeze(1)], dim=1)
+        flat = (part.reshape(len(part), size) for part, size in zip(parts(state), self.sizes, strict=True))
+        return torch.cat([*flat, q.unsqueeze(1)], dim=1)
 
     def split(self, rows: Tensor) -> tuple[State, Tensor]:
         """The state and q of rows (..., batch, size of y + 1)."""

@@ -172,8 +172,10 @@ class ODEBlock(nn.Module):
         Arguments:
             x: input (batch, d, ...), the state at the start.
             integrand: g, called ``(t, state, derivative)`` with the state, h or (h, m), and its derivative, both as the
-                field has them. It returns (batch,). It runs without a graph of autograd in the forward pass; use
-                ``torch.func`` for derivatives in it.
+                field has them. It returns (batch,). t is a scalar. With ``step_control="sample"`` or times of each
+                sample its shape is (batch, 1, ...), or (1, 1, ...) at a time that all share, and broadcasts with h;
+                ``t.reshape(-1)`` always broadcasts with (batch,). g runs without a graph of autograd in the forward
+                pass; use ``torch.func`` for derivatives in it.
             t: times (T,), or (batch, T) for each sample. Default: None, the end of ``t_span``.
 
         Returns:

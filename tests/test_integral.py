@@ -152,6 +152,34 @@ def test_the_error_norms_of_the_state_and_the_integral_are_apart(solver):
     assert not q.any()
 
 
+@pytest.mark.parametrize("solver", [{"method": "tsit5"}, {"method": "dopri5"}, {"step_control": "sample"}], ids=str)
+def test_an_empty_batch_has_an_empty_integral(solver):
+    block, x = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **solver), torch.randn(0, 2, requires_grad=True)
+    h, q = block.with_integral(x, energy)
+    assert (h.shape, q.shape) == ((0, 2), (0,))
+    h, q = block.with_integral(x, energy, [0.0, 0.5, 1.0])
+    assert (h.shape, q.shape) == ((3, 0, 2), (3, 0))
+    (q.sum() + h.sum()).backward()
+    assert not block.field.func.weight.grad.any()
+
+
+@pytest.mark.parametrize("step_control", ["batch", "sample"])
+def test_the_time_that_an_integrand_gets_broadcasts_with_the_state(step_control):
+    shapes = set()
+
+    def squared_time(t, h, derivative):
+        shapes.add(t.shape)
+        return t.reshape(-1) ** 2 + 0 * h.flatten(1).sum(1)
+
+    block = hbnode.ODEBlock(hbnode.NODE(lambda h: -h), step_control=step_control, **TIGHT)
+    _, q = block.with_integral(make_x(3, 2, 2), squared_time)
+    torch.testing.assert_close(q, torch.full_like(q, 1 / 3), rtol=1e-8, atol=1e-8)
+    assert shapes == ({(1, 1, 1), (3, 1, 1)} if step_control == "sample" else {()})
+    _, q = block.with_integral(make_x(2, 2, 2), squared_time, torch.tensor([[0.0, 1.0], [0.0, 2.0]]).double())
+    torch.testing.assert_close(q[1], torch.tensor([1.0, 8.0]).double() / 3, rtol=1e-8, atol=1e-8)
+    assert (2, 1, 1) in shapes
+
+
 def test_counts_modules_and_masks():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 8), hbnode.nets.SolveDropout(0.5), nn.Tanh(), nn.Linear(8, 2)).double()
