@@ -179,6 +179,40 @@ def test_the_mean_over_time_of_a_field_that_takes_it():
     assert_same(found.eigenvalues[0], np.linalg.eigvals(block_matrix(16 * A, 0.5)))
 
 
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_spectrum_of_an_empty_batch_is_empty(name, tmp_path):
+    field, matrix = LINEAR[name]
+    for t in (None, 0.5):
+        found = hbnode.spectrum(hbnode.ODEBlock(field()), torch.zeros(0, 2, dtype=torch.float64), t)
+        assert found.eigenvalues.shape == (0, len(matrix))
+    assert "hbnode" not in name or found.pairs.shape == (0, 2, 2)
+    found.to_csv(tmp_path / "spectrum.csv")
+    assert len((tmp_path / "spectrum.csv").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_state_without_a_batch_is_refused_with_what_helps(name):
+    field, matrix = LINEAR[name]
+    block, x = hbnode.ODEBlock(field()), torch.ones(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"\(batch, d, ...\), got shape \(2,\). Fix: x.unsqueeze\(0\) for one sample"):
+        hbnode.spectrum(block, x)
+    assert_same(hbnode.spectrum(block, x.unsqueeze(0)).eigenvalues[0], np.linalg.eigvals(matrix))
+    each = hbnode.ODEBlock(hbnode.NODE(lambda h: -3 * h))
+    with pytest.raises(ValueError, match=r"x.unsqueeze\(1\) for one feature"):
+        hbnode.spectrum(each, x)
+    assert hbnode.spectrum(each, x.unsqueeze(1)).eigenvalues.real.tolist() == [[pytest.approx(-3)]] * 2
+
+
+@pytest.mark.parametrize("diagnose", [hbnode.spectrum, hbnode.adjoint_norms], ids=["spectrum", "adjoint_norms"])
+def test_counts_that_are_open_include_a_diagnosis(diagnose):
+    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2))
+    with hbnode.count_nfe(block) as nfe, hbnode.record_steps(block) as steps:
+        diagnose(block, torch.ones(1, 2))
+    assert nfe.forward > 0
+    assert len(steps) > 0
+    assert block.nfe.total == 0
+
+
 def test_gauss_legendre():
     nodes, weights = gauss_legendre(8)
     expected, theirs = np.polynomial.legendre.leggauss(8)

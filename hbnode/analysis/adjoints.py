@@ -69,7 +69,8 @@ def adjoint_norms(
     them: the gradient of the numbers computed, with the block's own method and tolerances. The adjoint of an HBNODE
     with respect to m is itself a heavy ball with the same damping, :math:`a'' - \gamma a' = a\, \partial f/\partial h`,
     solved backwards in time; the paper finds that gradients vanish more slowly than those of a NODE. The block is
-    solved in evaluation mode; its modes, gradients and counts stay as they are.
+    solved in evaluation mode; its modes, its gradients and ``block.nfe`` stay as they are. An open
+    :class:`hbnode.count_nfe` or :class:`hbnode.record_steps` includes the evaluations and steps made here.
 
     References:
         Propositions 1 to 3 and figure 8 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture

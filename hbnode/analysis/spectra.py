@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hbnode._state import State, parts
+from hbnode._state import State, describe, parts
 from hbnode.analysis import figures
 from hbnode.analysis.paths import check_block, evaluating, states, with_graphs
 from hbnode.analysis.results import Result
@@ -82,14 +82,15 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     and shows that its eigenvalues come in pairs that sum to -γ. So with a small γ half of them have a real part of at
     least -γ/2: that half of the gradient cannot vanish fast. All eigenvalues of a NODE's
     :math:`\partial f/\partial h` may lie far to the left. The block is used in evaluation mode, and its samples
-    must not act on one another.
+    must not act on one another. ``block.nfe`` stays as it is; an open :class:`hbnode.count_nfe` or
+    :class:`hbnode.record_steps` includes the evaluations and steps made here.
 
     References:
         Proposition 4 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022).
 
     Arguments:
         block: an :class:`hbnode.ODEBlock`.
-        x: input batch (batch, ...).
+        x: input batch (batch, d, ...).
         t: the time at which the Jacobian is taken, on the path that starts from x at the start of ``t_span``. None is
             the mean over ``t_span``, by Gauss's formula with 8 nodes.
 
@@ -98,6 +99,7 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
 
     Raises:
         TypeError: if ``block`` is no ODEBlock.
+        ValueError: if the state has no batch dimension or no features.
 
     Example:
         >>> import torch, hbnode
@@ -117,6 +119,11 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
         weights = torch.ones(1, dtype=torch.float64)
         times, path = states(block, x, [first, float(t) if t != first else last])
         chosen = range(1) if t == first else range(1, 2)
+    if path[0].dim() < 3:
+        raise ValueError(
+            f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
+            "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
+        )
     with evaluating(block):
         matrix = sum(
             weight * jacobian(block.field, times[i], tuple(part[i] for part in path))
@@ -150,21 +157,21 @@ def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
     with with_graphs():
         leaves = [part.detach().clone().requires_grad_() for part in state]
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
-        flat = torch.cat([part.reshape(len(part), -1) for part in parts(value)], dim=1)
+        flat = torch.cat([part.unsqueeze(-1).flatten(1) for part in parts(value)], dim=1)
         rows = []
         for of_all_samples in flat.sum(0):
             if of_all_samples.requires_grad:
                 found = torch.autograd.grad(of_all_samples, leaves, retain_graph=True, materialize_grads=True)
             else:  # a constant
                 found = tuple(torch.zeros_like(leaf) for leaf in leaves)
-            rows.append(torch.cat([g.reshape(len(g), -1) for g in found], dim=1))
+            rows.append(torch.cat([g.unsqueeze(-1).flatten(1) for g in found], dim=1))
     return torch.stack(rows, dim=1).to("cpu", torch.float64)
 
 
 def paired(eigenvalues: Tensor, damping: float) -> Tensor:
     """The eigenvalues (batch, n) in an order in which entries 2i and 2i + 1 sum to -γ, as nearly as they do."""
-    ordered = []
-    for row in eigenvalues:
+    ordered = torch.empty_like(eigenvalues)
+    for into, row in zip(ordered, eigenvalues, strict=True):
         left, pairs = list(range(len(row))), []
         distance = (row[:, None] + row[None, :] + damping).abs().fill_diagonal_(torch.inf)
         while left:
@@ -172,5 +179,5 @@ def paired(eigenvalues: Tensor, damping: float) -> Tensor:
             second = left[int(distance[first, left].argmin())]
             left.remove(second)
             pairs += [first, second]
-        ordered.append(row[pairs])
-    return torch.stack(ordered)
+        into[:] = row[pairs]
+    return ordered
