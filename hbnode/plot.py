@@ -18,6 +18,7 @@ from hbnode._state import State, parts
 from hbnode.analysis import figures
 from hbnode.analysis.figures import numbers
 from hbnode.analysis.paths import check_block, evaluating, states
+from hbnode.analysis.selection import Index, chosen
 from hbnode.analysis.spectra import Spectrum
 from hbnode.analysis.spectra import spectrum as find_spectrum
 from hbnode.analysis.tolerance import NFEToleranceCurve
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["phase_portrait", "spectrum", "steps", "tolerance_curve", "trajectories", "vector_field"]
 
 Array: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
-Index: TypeAlias = "int | slice | Sequence[int] | None"
-MOST_LINES = 1000
 MOST_LABELS = 10
 
 
@@ -55,7 +54,8 @@ def trajectories(
             pair (h, m).
         x: of a block, the input (batch, ...) that it starts from; of a trajectory, its times, as ``t``.
         t: times (T,). None is, of a block, 200 equally spaced ones of ``t_span``, or the grid that it solves on.
-        features: which features of h, flattened, to draw: an index, several, or a slice. None is all.
+        features: which features of h, flattened, to draw: an index, several, a slice, or a mask of booleans. None is
+            all.
         samples: which samples to draw, likewise.
         ax: axes to draw into; None makes a figure.
         kwargs: passed to ``Axes.plot``.
@@ -78,12 +78,12 @@ def trajectories(
         t = x if t is None else t
         times = numbers(range(len(h)) if t is None else t)
         _check_times(h, times)
-    h, numbered = _chosen(h, features, samples)
+    h, numbered = chosen(h, features, samples)
     ax = figures.axes(ax)
     for i, feature in enumerate(numbered):
         several = {"color": f"C{i}"} if len(numbered) > 1 else {}
         lines = ax.plot(times, h[:, :, i], **figures.style(several, kwargs))
-        if 1 < len(numbered) <= MOST_LABELS and "label" not in kwargs:
+        if lines and 1 < len(numbered) <= MOST_LABELS and "label" not in kwargs:
             lines[0].set_label(f"$h_{{{feature}}}$")
         for line in lines[1:]:
             line.set_label("_nolegend_")
@@ -311,30 +311,6 @@ def _check_times(h: Tensor, times: Tensor) -> None:
         )
 
 
-def _chosen(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
-    """The chosen part of a trajectory, (T, samples, features), and the numbers of its features."""
-    h = h.reshape(len(h), h.shape[1] if h.dim() > 1 else 1, -1)
-    numbered = _indices(features, h.shape[2], "features")
-    h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]
-    if h.shape[1] * h.shape[2] > MOST_LINES:
-        raise ValueError(
-            f"{h.shape[1]} samples of {h.shape[2]} features are more than {MOST_LINES} lines. "
-            "Fix: features=slice(4), samples=slice(8), for instance."
-        )
-    return h, numbered
-
-
-def _indices(chosen: Index, count: int, name: str) -> list[int]:
-    """Which of so many, as numbers from 0."""
-    everything = list(range(count))
-    try:
-        if chosen is None or isinstance(chosen, slice):
-            return everything[chosen or slice(None)]
-        return [everything[i] for i in ([chosen] if isinstance(chosen, int) else chosen)]
-    except IndexError:
-        raise IndexError(f"{name}={chosen!r} is not within the {count} {name} of h. Fix: 0 to {count - 1}.") from None
-
-
 def _planes(
     path: tuple[Array, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
@@ -342,11 +318,11 @@ def _planes(
     if len(path) > 2:
         raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
     if len(path) == 1:
-        h, numbered = _chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
+        h, numbered = chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
         if len(numbered) != 2:
             raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
         return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
-    (h, numbered), (m, _) = (_chosen(numbers(part), features, samples) for part in path)
+    (h, numbered), (m, _) = (chosen(numbers(part), features, samples) for part in path)
     names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
     are_few = 1 < len(numbered) <= MOST_LABELS
     labels = [f"$i = {i}$" if are_few else None for i in numbered]

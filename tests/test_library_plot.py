@@ -86,6 +86,40 @@ def test_trajectories_draw_the_numbers_that_they_are_given():
     assert (line.get_label(), line.get_color(), line.get_linewidth()) == ("mine", "red", 3)
 
 
+CHOICES = {
+    "list mask": [False, False, True, True],
+    "tensor mask": torch.tensor([False, False, True, True]),
+    "array mask": np.array([False, False, True, True]),
+    "list of numpy booleans": list(np.arange(4) > 1),
+    "tensor": torch.tensor([2, 3]),
+    "array": np.array([-2, 3]),
+    "slice": slice(2, None),
+}
+
+
+@pytest.mark.parametrize("chosen", CHOICES.values(), ids=CHOICES)
+def test_samples_and_features_by_masks_and_indices(chosen):
+    h = torch.arange(4.0).view(1, 4, 1).repeat(5, 1, 1)
+    assert [line[1][0] for line in data_of(hbnode.plot.trajectories(h, samples=chosen))] == [2, 3]
+    assert [line[1][0] for line in data_of(hbnode.plot.trajectories(h.mT, features=chosen))] == [2, 3]
+    assert hbnode.plot.phase_portrait(h.mT, features=chosen).get_xlabel() == "$h_{2}$"
+
+
+@pytest.mark.parametrize("index", [1, np.int64(1), torch.tensor(1)], ids=["int", "numpy", "tensor"])
+def test_a_feature_by_its_index(index):
+    ax = hbnode.plot.trajectories(torch.arange(4.0).repeat(5, 1, 1), features=index)
+    assert [line[1][0] for line in data_of(ax)] == [1]
+    assert ax.get_ylabel() == "$h_{1}(t)$"
+
+
+def test_an_empty_batch_is_an_empty_picture():
+    assert not hbnode.plot.trajectories(duffing(), torch.randn(0, 2)).get_lines()
+    assert not hbnode.plot.trajectories(torch.randn(5, 3, 2), samples=[False] * 3).get_lines()
+    assert not hbnode.plot.trajectories(torch.randn(5, 3, 2), samples=[], features=[]).get_lines()
+    assert not hbnode.plot.phase_portrait(duffing(), torch.randn(0, 2)).get_lines()
+    assert hbnode.plot.spectrum(duffing(), torch.randn(0, 2)).get_xlabel() == "real part (1/time)"
+
+
 def test_trajectories_of_a_block_are_its_own():
     x, t = torch.tensor([[1.0, 0.3], [0.5, -1.0]]), [0.0, 1.0, 2.5]
     block = duffing().double()
@@ -272,6 +306,10 @@ def test_what_cannot_be_drawn():
         hbnode.plot.trajectories(h, range(4))
     with pytest.raises(IndexError, match=r"features=2 is not within the 2 features of h. Fix: 0 to 1"):
         hbnode.plot.trajectories(h, features=2)
+    with pytest.raises(
+        IndexError, match=r"samples is a mask of shape \(2,\), but h has 3 samples. Fix: a mask"
+    ):
+        hbnode.plot.trajectories(h, samples=[True, False])
     with pytest.raises(ValueError, match=r"40 samples of 30 features are more than 1000 lines. Fix: features=slice"):
         hbnode.plot.trajectories(torch.randn(2, 40, 30))
     with pytest.raises(ValueError, match=r"features must be two of h, got \[1\]"):
