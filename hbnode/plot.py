@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hbnode._state import State, parts
 from hbnode.analysis import figures
 from hbnode.analysis.figures import numbers
-from hbnode.analysis.paths import check_block, evaluating, states
+from hbnode.analysis.paths import check_block, dtype_and_device, evaluating, states
 from hbnode.analysis.selection import Index, chosen
 from hbnode.analysis.spectra import Spectrum
 from hbnode.analysis.spectra import spectrum as find_spectrum
@@ -169,7 +169,8 @@ def vector_field(
         field: a field or a block, or a callable ``(t, state)``.
         t: the time at which the field is drawn.
         at: a state of one sample, h or (h, m), that the plane passes through, for a field of more dimensions. None is
-            zero: h and m of one feature each, or h of two.
+            zero: h and m of one feature each, or h of two. A tensor keeps its dtype; a list or an array takes that of
+            f's parameters.
         features: the two features of h, (i, j), that span the plane; for the second-order fields (h_i, m_i).
         xlim: range of the first axis. None is that of ``ax`` if something is drawn there, else (-2, 2).
         ylim: range of the second axis, likewise.
@@ -335,12 +336,12 @@ def _second(field: object) -> str:
 
 
 def _base(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
-    """A state of one sample, in the field's dtype and on its device."""
-    parameters = field.parameters() if isinstance(field, nn.Module) else ()
-    like = next((p for p in parameters if p.is_floating_point()), torch.empty(0))
+    """A state of one sample on the field's device: a tensor keeps its dtype, other numbers take that of f."""
+    dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
     given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
-    base = tuple(numbers(part).to(like) for part in given)
+    are_states = at is not None and all(isinstance(part, Tensor) and part.is_floating_point() for part in given)
+    base = tuple(part.detach().to(device) if are_states else numbers(part).to(device, dtype) for part in given)
     return (*base, torch.zeros_like(base[0])) if is_pair and len(base) == 1 else base
 
 
@@ -368,7 +369,8 @@ def _slopes(
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"the field cannot be called (t, state) with {len(base)} tensor(s) of {base[0].numel()} feature(s): "
-            f"{error}. Fix: at=torch.zeros(d), a state of the field; of a network, vector_field(hbnode.NODE(net))."
+            f"{error}. Fix: at=torch.zeros(d), a state of the field in its dtype; of a network, "
+            "vector_field(hbnode.NODE(net))."
         ) from error
     slopes = [numbers(part).reshape(across.numel(), -1) for part in parts(value)]
     return (slopes[0][:, i].reshape(across.shape), slopes[-1][:, j].reshape(across.shape)), (i, j), is_pair

@@ -221,6 +221,25 @@ def test_a_vector_field_in_a_plane_of_more_dimensions_and_at_a_time():
     assert not np.hypot(still.collections[0].U, still.collections[0].V).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("at", ["none", "list", "array", "tensor"])
+def test_a_vector_field_is_found_in_the_dtype_of_f_or_of_the_state(dtype, at):
+    """Of a block whose own parameters are float32 beside an f of another dtype, and of a function without any."""
+    seen = []
+
+    def field(t, h):
+        seen.append((t.dtype, h.dtype))
+        return h @ torch.eye(2, dtype=h.dtype)
+
+    block = hbnode.HeavyBallODEBlock(nn.Linear(1, 1).to(dtype))
+    given = {"none": None, "list": [0.0], "array": np.zeros(1), "tensor": torch.zeros(1, dtype=dtype)}[at]
+    hbnode.plot.vector_field(block, at=given, points=2)
+    hbnode.plot.trajectories(block, [[1.0]])
+    state = torch.zeros(2, dtype=dtype) if at == "tensor" else None if at == "none" else [0.0, 0.0]
+    hbnode.plot.vector_field(field, at=state, points=2)
+    assert seen == [(dtype, dtype) if at == "tensor" else (torch.float32, torch.float32)]
+
+
 def test_a_vector_field_keeps_to_what_is_drawn():
     ax = hbnode.plot.phase_portrait(spring(), torch.ones(1, 1))
     limits = ax.get_xlim(), ax.get_ylim()
@@ -306,9 +325,7 @@ def test_what_cannot_be_drawn():
         hbnode.plot.trajectories(h, range(4))
     with pytest.raises(IndexError, match=r"features=2 is not within the 2 features of h. Fix: 0 to 1"):
         hbnode.plot.trajectories(h, features=2)
-    with pytest.raises(
-        IndexError, match=r"samples is a mask of shape \(2,\), but h has 3 samples. Fix: a mask"
-    ):
+    with pytest.raises(IndexError, match=r"samples is a mask of shape \(2,\), but h has 3 samples. Fix: a mask"):
         hbnode.plot.trajectories(h, samples=[True, False])
     with pytest.raises(ValueError, match=r"40 samples of 30 features are more than 1000 lines. Fix: features=slice"):
         hbnode.plot.trajectories(torch.randn(2, 40, 30))

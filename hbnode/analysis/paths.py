@@ -53,8 +53,17 @@ def as_input(block: nn.Module, x: object) -> Tensor:
         raise TypeError(f"{type(block).__name__} was given without an input. Fix: pass x after the block.")
     if isinstance(x, Tensor):
         return x.detach()
-    like = next((p for p in block.parameters() if p.is_floating_point()), torch.empty(0))
-    return torch.as_tensor(x).to(like)
+    dtype, device = dtype_and_device(block.field)
+    return torch.as_tensor(x).to(device=device, dtype=dtype)
+
+
+def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
+    """Those of the parameters of a field's f, else of the field; without any, the default dtype and no device."""
+    for module in (getattr(field, "func", None), field):
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            if parameter.is_floating_point():
+                return parameter.dtype, parameter.device
+    return torch.get_default_dtype(), None
 
 
 def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = POINTS) -> tuple[Tensor, Settings]:
