@@ -3,7 +3,8 @@
 Needs matplotlib, ``pip install 'hbnode[plot]'``, which is imported when something is drawn. Every function draws into
 ``ax``, or into a new figure without it, passes further keyword arguments to the artists, and neither shows nor closes a
 figure. Data are tensors of any device, with or without a gradient, arrays or lists. A block is solved in evaluation
-mode and without gradients; its modes and counts stay as they are.
+mode and without gradients; its modes and ``block.nfe`` stay as they are. An open :class:`hbnode.count_nfe` or
+:class:`hbnode.record_steps` includes the evaluations and steps made here.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ def trajectories(
     for i, feature in enumerate(numbered):
         several = {"color": f"C{i}"} if len(numbered) > 1 else {}
         lines = ax.plot(times, h[:, :, i], **figures.style(several, kwargs))
-        if lines and 1 < len(numbered) <= MOST_LABELS and "label" not in kwargs:
-            lines[0].set_label(f"$h_{{{feature}}}$")
+        if lines and several:
+            name = f"$h_{{{feature}}}$" if len(numbered) <= MOST_LABELS else None
+            lines[0].set_label(_label(kwargs.get("label"), name, is_first=i == 0))
         for line in lines[1:]:
             line.set_label("_nolegend_")
     ax.set_xlabel("time $t$" if t is not None or isinstance(data, nn.Module) else "output")
@@ -140,9 +142,8 @@ def phase_portrait(
     for index, ((across, up), label) in enumerate(zip(pairs, labels, strict=True)):
         for sample in range(across.shape[1]):
             color = {"color": f"C{index}"} if len(pairs) > 1 else {}
-            defaults = {**color, "label": label if label and sample == 0 else "_nolegend_"}
-            given = kwargs if sample == 0 and index == 0 else {k: v for k, v in kwargs.items() if k != "label"}
-            (line,) = ax.plot(across[:, sample], up[:, sample], **figures.style(defaults, given))
+            shown = _label(kwargs.get("label"), label, is_first=index == 0) if sample == 0 else "_nolegend_"
+            (line,) = ax.plot(across[:, sample], up[:, sample], **figures.style(color, kwargs | {"label": shown}))
             ax.plot(*(x[:1, sample] for x in (across, up)), "o", color=line.get_color(), mfc="white", ms=5)
     ax.set(xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
     figures.legend(ax)
@@ -319,6 +320,12 @@ def _planes(
     if len(path) > 2:
         raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
     if len(path) == 1:
+        count = numbers(path[0]).shape[2:].numel()
+        if features is None and count < 2:
+            raise ValueError(
+                f"a phase portrait of h alone, as of a first-order field, needs two features, got {count}. "
+                "Fix: trajectories(block, x), trajectories(h, t), or (h, m) for the plane of h and m."
+            )
         h, numbered = chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
         if len(numbered) != 2:
             raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
@@ -328,6 +335,12 @@ def _planes(
     are_few = 1 < len(numbered) <= MOST_LABELS
     labels = [f"$i = {i}$" if are_few else None for i in numbered]
     return names, labels, [(h[:, :, i], m[:, :, i]) for i in range(len(numbered))]
+
+
+def _label(given: object, name: str | None, *, is_first: bool) -> str:
+    """The label of a colour: the caller's and the name of the feature, or the caller's once without names."""
+    both = [str(part) for part in (given if is_first or name else None, name) if part is not None]
+    return ", ".join(both) or "_nolegend_"
 
 
 def _second(field: object) -> str:

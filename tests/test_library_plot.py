@@ -112,6 +112,41 @@ def test_a_feature_by_its_index(index):
     assert ax.get_ylabel() == "$h_{1}(t)$"
 
 
+def texts(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_a_label_is_in_the_legend_once_for_each_colour():
+    h = torch.randn(5, 3, 2)
+    named = ["run, $h_{0}$", "run, $h_{1}$"]
+    assert texts(hbnode.plot.trajectories(h, label="run")) == named
+    assert texts(hbnode.plot.trajectories(h, features=1, label="run")) == ["run"]
+    assert texts(hbnode.plot.trajectories(h.repeat(1, 1, 6), label="run")) == ["run"]  # too many for names
+    assert hbnode.plot.trajectories(h.repeat(1, 1, 6)).get_legend() is None
+    assert texts(hbnode.plot.phase_portrait((h, h), label="run")) == ["run, $i = 0$", "run, $i = 1$"]
+    assert texts(hbnode.plot.phase_portrait((h, h), features=0, label="run")) == ["run"]
+    assert texts(hbnode.plot.phase_portrait(h, label="run")) == ["run"]
+    assert texts(hbnode.plot.phase_portrait((h, h))) == ["$i = 0$", "$i = 1$"]
+
+
+def test_a_phase_portrait_of_one_feature_needs_momentum():
+    block = hbnode.ODEBlock(hbnode.NODE(lambda h: -h))
+    with pytest.raises(ValueError, match=r"first-order field, needs two features, got 1. Fix: trajectories"):
+        hbnode.plot.phase_portrait(block, torch.ones(3, 1))
+    h, t = block(torch.ones(3, 1), [0.0, 1.0]), [0.0, 1.0]
+    assert len(hbnode.plot.trajectories(h, t).get_lines()) == 3
+    assert len(hbnode.plot.phase_portrait((h, -h)).get_lines()) == 6
+
+
+def test_an_open_count_includes_the_solves_of_a_figure():
+    block = duffing()
+    with hbnode.count_nfe(block) as nfe, hbnode.record_steps(block) as record:
+        hbnode.plot.trajectories(block, torch.ones(1, 2))
+    assert nfe.forward > 0
+    assert len(record) > 0
+    assert block.nfe.total == 0
+
+
 def test_an_empty_batch_is_an_empty_picture():
     assert not hbnode.plot.trajectories(duffing(), torch.randn(0, 2)).get_lines()
     assert not hbnode.plot.trajectories(torch.randn(5, 3, 2), samples=[False] * 3).get_lines()
