@@ -266,7 +266,7 @@ class Baseline(nn.Module):
         self.head = nn.Linear(self.rnn.hidden_size, CHANNELS)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As that of :class:`Forecaster`, but for the samples just seen, which it does not give back."""
+        """The forecast and the predictions at stamps 2 to 65, for the arguments of :class:`Forecaster`; then None."""
         gap = t.diff(dim=1)
         features, state = self.rnn(x, nn.functional.pad(gap[:, :-1], (1, 0)), gap_after=gap)
         following = self.head(features)
