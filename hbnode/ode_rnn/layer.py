@@ -128,18 +128,7 @@ class ODERNN(nn.Module):
         self.state_size = self.hidden_size * (2 if self.second_order else 1)
         self.cell = make_cell(cell, self.input_size, self.state_size)
         self.residual = bool(residual)
-        self.start: nn.Parameter | None = None
-        self.encoder: nn.Module | None = None
-        if isinstance(initial_state, nn.Module):
-            self.encoder = initial_state
-        elif initial_state == "learned":
-            makes = [getattr(self.field, name, None) for name in ("initial_momentum", "initial_velocity")]
-            size = self.hidden_size if any(net is not None for net in makes) else self.state_size - self.augment
-            self.start = nn.Parameter(torch.zeros(size))  # of h alone, if the field makes m out of it
-        elif initial_state != "zeros":
-            raise ValueError(
-                f"initial_state must be 'learned', 'zeros' or a module, got {initial_state!r}. Fix: 'learned'."
-            )
+        self._make_start(initial_state)
         self.settings = checked_settings(
             Settings(
                 method=method,
@@ -155,6 +144,21 @@ class ODERNN(nn.Module):
         )
         self._check_settings()
         self.nfe_per_gap: list[NFE] = []
+
+    def _make_start(self, initial_state: str | nn.Module) -> None:
+        """The parameter or the encoder that the state starts from; neither for zeros."""
+        self.start: nn.Parameter | None = None
+        self.encoder: nn.Module | None = None
+        if isinstance(initial_state, nn.Module):
+            self.encoder = initial_state
+        elif initial_state == "learned":
+            makes = [getattr(self.field, name, None) for name in ("initial_momentum", "initial_velocity")]
+            size = self.hidden_size if any(net is not None for net in makes) else self.state_size - self.augment
+            self.start = nn.Parameter(torch.zeros(size))  # of h alone, if the field makes m out of it
+        elif initial_state != "zeros":
+            raise ValueError(
+                f"initial_state must be 'learned', 'zeros' or a module, got {initial_state!r}. Fix: 'learned'."
+            )
 
     def _check_settings(self) -> None:
         """Refuse what no times of each sample's own can be solved with."""
