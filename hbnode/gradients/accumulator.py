@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hbnode._recompute import set_random_state
-from hbnode.gradients.forward_pass import ForwardPass, some
+from hbnode.gradients.forward_pass import ForwardPass, required
 from hbnode.solvers.explicit_method import interpolate
 from hbnode.solvers.recorder import StepGraph
 from hbnode.solvers.step_method import StepResult
@@ -73,7 +73,7 @@ class GradientAccumulator:
         """The gradient with respect to a step's columns, from that of its outputs; that of their blend is kept."""
         with torch.enable_grad():
             columns = columns.detach().requires_grad_()
-            blend = some(step.blend).detach().requires_grad_(self.plan.by_matrix)
+            blend = required(step.blend, "coefficients of its outputs").detach().requires_grad_(self.plan.by_matrix)
             inside = interpolate(columns, blend)
         wanted = [x for x in (columns, blend) if x.requires_grad]
         of_columns, *of_blend = torch.autograd.grad(inside, wanted, gradient[step.outputs.start : step.outputs.stop])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hbnode._recompute import set_random_state
 from hbnode.gradients.accumulator import GradientAccumulator
-from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, some
+from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, required
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.recorder import RecordedProgram, RecordedStep, StepGraph, StepRecorder
 from hbnode.solvers.stepper import no_autocast
@@ -89,7 +89,7 @@ def _undo(accumulator: GradientAccumulator, recorded: RecordedStep, carried: Ten
         cotangents = [carried]
         for s, columns in zip(inner, graph.columns, strict=True):
             cotangents.append(accumulator.interpolated(s, columns, gradient))
-        before = some(accumulator.pull_back(graph, cotangents)[0])
+        before = required(accumulator.pull_back(graph, cotangents)[0], "gradient of its first point")
     return before if stayed is None else before + stayed
 
 

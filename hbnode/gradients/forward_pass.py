@@ -57,11 +57,11 @@ def solve_and_save(ctx: Any, forward: ForwardPass, t: Tensor, damping: Tensor, r
     return trajectory
 
 
-def some(gradient: Tensor | None) -> Tensor:
-    """A gradient that there must be."""
-    if gradient is None:
-        raise RuntimeError("a step does not depend on the point where it starts; expected a method that does")
-    return gradient
+def required(x: Tensor | None, what: str) -> Tensor:
+    """A tensor that every step has, or an error that names what is missing."""
+    if x is None:
+        raise RuntimeError(f"a step has no {what}; this is an error in hbnode. Fix: gradient='direct', and report it.")
+    return x
 
 
 def refuse_double_backward(name: str) -> None:
