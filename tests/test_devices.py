@@ -187,11 +187,14 @@ def test_plots(device, model):
     plt = pytest.importorskip("matplotlib.pyplot")
     block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", options={"steps": 2}))
     x = device.move(make_input("vector", torch.float32)).requires_grad_()
-    hbnode.plot.trajectories(block(x, [0.0, 0.5, 1.0]), [0.0, 0.5, 1.0])
-    hbnode.plot.phase_portrait(block, x)
-    hbnode.plot.vector_field(block, at=parts(block.start(x))[0][0])
-    hbnode.plot.steps(block, x)
+    drawn = [
+        hbnode.plot.trajectories(block(x, [0.0, 0.5, 1.0]), [0.0, 0.5, 1.0]),
+        hbnode.plot.phase_portrait(block, x),
+        hbnode.plot.vector_field(block, at=parts(block.start(x))[0][0]),
+        hbnode.plot.steps(block, x),
+    ]
     plt.close("all")
+    assert all(ax.lines or ax.collections for ax in drawn)
 
 
 @every_model

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from hbnode._state import State, parts
 from hbnode.blocks import ODEBlock
 from hbnode.nfe import NFE
-from hbnode.solve import Settings, solve
+from hbnode.solve import solve
+from hbnode.solvers.settings import Settings
 
 POINTS = 200  # output times where none are given
 
