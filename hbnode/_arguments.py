@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from hbnode import _torchdiffeq_solve
 from hbnode._checks import as_count, conversion
 from hbnode._state import State, Times, apply, parts
 from hbnode._suggestions import nearest, nearest_method
-from hbnode.solvers import registry
+from hbnode.solvers import registry, torchdiffeq_options
 from hbnode.solvers.settings import ResolvedSettings, Settings
 
 logger = logging.getLogger("hbnode")
@@ -25,13 +24,13 @@ logger = logging.getLogger("hbnode")
 def checked_settings(settings: Settings) -> Settings:
     """The settings, refused where a value is out of its range or two of them do not go together."""
     method = settings.method
-    methods = (*registry.METHODS, *_torchdiffeq_solve.METHODS)
+    methods = (*registry.METHODS, *torchdiffeq_options.METHODS)
     if method is not None and method not in methods:
         raise ValueError(
             f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
         )
-    theirs = method in _torchdiffeq_solve.METHODS
-    gradients = _torchdiffeq_solve.GRADIENTS if theirs else registry.GRADIENTS
+    theirs = method in torchdiffeq_options.METHODS
+    gradients = torchdiffeq_options.GRADIENTS if theirs else registry.GRADIENTS
     gradient = ("direct" if theirs else "checkpoint") if settings.gradient is None else settings.gradient
     if gradient not in gradients:
         raise ValueError(
@@ -69,13 +68,13 @@ def resolved(settings: Settings, field: Callable, event: bool = False, span: flo
         method = "dopri5" if event else registry.best_method(field, settings, span)
     gradient = settings.gradient
     if gradient is None:
-        gradient = "direct" if method in _torchdiffeq_solve.METHODS else "checkpoint"
+        gradient = "direct" if method in torchdiffeq_options.METHODS else "checkpoint"
     return ResolvedSettings(**(vars(settings) | {"method": method, "gradient": gradient}))
 
 
 def check_precision(settings: Settings, dtype: torch.dtype) -> None:
     """Refuse a tolerance that is not within what the dtype can carry, if the method goes by it."""
-    if settings.method in _torchdiffeq_solve.FIXED or "steps" in (settings.options or {}):
+    if settings.method in torchdiffeq_options.FIXED or "steps" in (settings.options or {}):
         return
     rtol, eps = settings.rtol, torch.finfo(dtype).eps
     if rtol < eps / 100:

@@ -26,7 +26,7 @@ from hbnode.solvers.loops import integrate
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.recorder import BackwardPlan, StepGraph
 from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, check_field, constant_damping
-from hbnode.solvers.settings import Settings
+from hbnode.solvers.settings import ResolvedSettings
 from hbnode.solvers.stepper import Stepper, no_autocast
 from hbnode.solvers.time_grid import TimeGrid
 
@@ -37,7 +37,7 @@ _CHANGES_BUFFERS = (
 _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adjoint}
 
 
-def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -> State:
+def solve(field: Callable, y0: State, t: Tensor, settings: ResolvedSettings, nfe: NFE) -> State:
     """Solve with one of our own methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
     stepper, damping = prepare(field, y0, t, settings, nfe)
     _check_damping(stepper, field)
@@ -46,11 +46,10 @@ def solve(field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE) -
 
 
 def prepare(
-    field: Callable, y0: State, t: Tensor, settings: Settings, nfe: NFE, *, interrupted: bool = False
+    field: Callable, y0: State, t: Tensor, settings: ResolvedSettings, nfe: NFE, *, interrupted: bool = False
 ) -> tuple[Stepper, Tensor]:
     """All of a solve that does not depend on the numbers in its state: what takes its steps, and γ with its graph."""
     method = settings.method
-    assert method is not None
     check_field(method, field)
     term = ODETerm(field, y0, second_order=method not in RUNGE_KUTTA)
     per_sample = settings.step_control == "sample" and "steps" not in (settings.options or {})
@@ -138,7 +137,7 @@ def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor) -> Tensor:
         if by_t and gradient != "adjoint":
             stepper, outputs = _land_on_knots(stepper)
             forward.stepper = stepper
-        function = _FUNCTIONS[str(gradient)]
+        function = _FUNCTIONS[gradient]
         trajectory = function.apply(forward, stepper.grid.t, damping, rows, *forward.leaves)
     else:
         trajectory = integrate(stepper, forward.point(rows))
@@ -239,7 +238,7 @@ def _draws_masks(stepper: Stepper) -> bool:
     return masks
 
 
-def _check_batch(term: ODETerm, t: Tensor, per_sample: bool, settings: Settings) -> None:
+def _check_batch(term: ODETerm, t: Tensor, per_sample: bool, settings: ResolvedSettings) -> None:
     """Refuse times and steps for each sample where the state has no samples."""
     if not per_sample and t.dim() == 1:
         return

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hbnode._recompute import solving
 from hbnode._state import State, apply, parts
-from hbnode._torchdiffeq_field import CALLBACKS, AdaptiveField, FixedField, WatchedField, warn_of_callbacks
+from hbnode._torchdiffeq_field import AdaptiveField, FixedField, WatchedField
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.settings import ResolvedSettings
@@ -22,26 +22,11 @@ from hbnode.solvers.step_size_control import rms
 from hbnode.solvers.torchdiffeq_options import (
     ADAPTIVE,
     FIXED,
-    METHODS,
     SCIPY,
     adjoint_solver_options,
     check_event,
     solver_options,
 )
-
-__all__ = [
-    "ADAPTIVE",
-    "CALLBACKS",
-    "FIXED",
-    "GRADIENTS",
-    "METHODS",
-    "SCIPY",
-    "find_event",
-    "solve",
-    "warn_of_callbacks",
-]
-
-GRADIENTS = ("direct", "adjoint")
 
 
 def solve(

@@ -13,8 +13,10 @@ from hbnode._arguments import check_precision, checked_settings, checked_state, 
 from hbnode._checks import ONLY_FIXED_GRIDS
 from hbnode._signature import check_call
 from hbnode._state import State, Times, parts
+from hbnode._torchdiffeq_field import CALLBACKS, warn_of_callbacks
 from hbnode._tracing import is_tracing, untraced
 from hbnode.nfe import NFE
+from hbnode.solvers import torchdiffeq_options
 from hbnode.solvers.names import Gradient, Method, StepControl, TorchdiffeqMethod
 from hbnode.solvers.settings import Settings
 
@@ -189,14 +191,14 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
     """:func:`solve` without a graph of torch.compile."""
     y0 = checked_state(field, y0)
     check_call(field)
-    times = checked_times(t, parts(y0)[0].device, rows=settings.method not in _torchdiffeq_solve.METHODS)
+    times = checked_times(t, parts(y0)[0].device, rows=settings.method not in torchdiffeq_options.METHODS)
     final = resolved(settings, field, span=_span(times))
     nfe.keeps_graph = final.gradient == "direct" and torch.is_grad_enabled()
     check_precision(final, parts(y0)[0].dtype)
-    if final.method in _torchdiffeq_solve.METHODS:
+    if final.method in torchdiffeq_options.METHODS:
         with _torch_internals.refusing(f"method={final.method!r}", "a native method with gradient='direct'"):
             return _torchdiffeq_solve.solve(field, y0, times, final, nfe)
-    _torchdiffeq_solve.warn_of_callbacks(field, final.method, _torchdiffeq_solve.CALLBACKS)
+    warn_of_callbacks(field, final.method, CALLBACKS)
     return _native_solve.solve(field, y0, times, final, nfe)
 
 
@@ -216,7 +218,7 @@ def _find_event(
     final = resolved(settings, field, event=True)
     nfe.keeps_graph = final.gradient == "direct" and torch.is_grad_enabled()
     check_precision(final, parts(y0)[0].dtype)
-    if final.method not in _torchdiffeq_solve.METHODS:
+    if final.method not in torchdiffeq_options.METHODS:
         raise ValueError(f"event_fn is for torchdiffeq's methods, got {final.method!r}. Fix: method='dopri5'.")
     if len(times) != 2:
         raise ValueError(

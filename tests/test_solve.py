@@ -8,7 +8,8 @@ from torch import nn
 
 import hbnode
 from hbnode import _arguments
-from hbnode import _torchdiffeq_solve as backend
+from hbnode._torchdiffeq_field import CALLBACKS
+from hbnode.solvers import torchdiffeq_options as backend
 from tests.models import make_field, make_input
 
 
@@ -583,7 +584,7 @@ class Cloned(nn.Module):
 @pytest.mark.parametrize("method", ["dopri5", "rk4"])
 @pytest.mark.parametrize("end", [1.0, -1.0])
 def test_callbacks_of_the_field_are_called_as_torchdiffeq_calls_them(method, end):
-    names = {"dopri5": backend.CALLBACKS, "rk4": ("callback_step",)}[method]
+    names = {"dopri5": CALLBACKS, "rk4": ("callback_step",)}[method]
     names = [*names, *(f"{name}_adjoint" for name in names)]
     t = torch.tensor([0.0, end])
     told = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hbnode import _native_solve, _torch_internals, _torchdiffeq_solve
+from hbnode import _native_solve, _torch_internals
 from hbnode._arguments import check_precision, checked_times, resolved
 from hbnode._closures import own_parameters
 from hbnode._state import State, apply, parts
@@ -13,6 +13,7 @@ from hbnode.errors import SolverError
 from hbnode.fields import Field
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import solve
+from hbnode.solvers import torchdiffeq_options
 from hbnode.solvers.settings import Settings
 from hbnode.solvers.stepper import Stepper
 
@@ -43,7 +44,7 @@ class Gaps:
         resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
         self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()
         self.stepper: Stepper | None = None
-        native = self.settings.method not in _torchdiffeq_solve.METHODS
+        native = self.settings.method not in torchdiffeq_options.METHODS
         if native and self.settings.gradient == "direct" and not _torch_internals.is_active():
             self.stepper, _ = _native_solve.prepare(field, y0, self.t, self.settings, NFE(), interrupted=True)
 
@@ -77,7 +78,7 @@ class Gaps:
     def _solve(self, rows: Tensor, t: Tensor) -> Tensor:
         """From the first of two times to the second, by itself."""
         state: State = tuple(rows[i] for i in range(len(rows))) if self.is_pair else rows[0]
-        if self.settings.method not in _torchdiffeq_solve.METHODS:
+        if self.settings.method not in torchdiffeq_options.METHODS:
             return _last(solve(self.field, state, t, self.settings, self.nfe[-1]))
         rescaled = Rescaled(self.field, t, rows[0])
         try:

@@ -20,7 +20,7 @@ from hbnode.solvers.compiled_steps import Programs
 from hbnode.solvers.explicit_method import StepResult
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.registry import METHODS, NYSTROM, native_options
-from hbnode.solvers.settings import Settings
+from hbnode.solvers.settings import ResolvedSettings
 from hbnode.solvers.step_size_control import most_knots, norms, rms
 from hbnode.solvers.time_grid import AnyStep, Step, TimeGrid
 
@@ -54,14 +54,13 @@ class Stepper:
         self,
         term: ODETerm,
         grid: TimeGrid,
-        settings: Settings,
+        settings: ResolvedSettings,
         tally: Tally,
         damping: Tensor,
         *,
         interrupted: bool = False,
         counted: int | None = None,
     ) -> None:
-        assert settings.method is not None
         self.term, self.grid, self.settings, self.tally = term, grid, settings, tally
         self.name, self.method = settings.method, METHODS[settings.method]
         self.options = native_options(settings.options, settings.method)
