@@ -81,7 +81,8 @@ class KeepsConstants(nn.Module):
                 missing_keys.append(key)
             elif self.defaults.get(attribute) != getattr(self, attribute):
                 warnings.warn(
-                    f"the state_dict does not hold the constant {key!r}: it was saved by an earlier version. "
+                    f"the state_dict does not hold the constant {key!r}: it was saved by an earlier version, or by "
+                    "another module. "
                     f"{type(self).__name__} keeps its own, {_tensor(getattr(self, attribute)).tolist()}. "
                     "Fix: make sure that it is the one of the training, and save the state_dict again.",
                     stacklevel=2,

@@ -226,6 +226,18 @@ def test_compiled(kind):
     close(compiled(x, x, x)[0], module(x, x, x)[0])
 
 
+@pytest.mark.parametrize("kind", ["momentum", "heavy_ball"])
+def test_compiled_for_any_length(kind):
+    module = make(kind)
+    compiled = torch.compile(module, backend="aot_eager", dynamic=True)
+    for length in (11, 70):
+        x = torch.randn(2, length, E, dtype=torch.float64).requires_grad_()
+        out = compiled(x, x, x)[0]
+        wanted = module(x, x, x)[0]
+        close(out, wanted)
+        close(torch.autograd.grad(out.sin().sum(), x)[0], torch.autograd.grad(wanted.sin().sum(), x)[0])
+
+
 @every_kind
 def test_exported(kind):
     module, x = make(kind), inputs()
@@ -303,7 +315,7 @@ def test_states_of_others_are_refused():
         momentum.step(x, softmax.init_state(3))
     with pytest.raises(TypeError, match=r"state must be a KeyValueCache, got MomentumAttentionState"):
         softmax.step(x, momentum.init_state(3))
-    with pytest.raises(ValueError, match=r"of 2 sequences, the input of 3. Fix: init_state\(3\)"):
+    with pytest.raises(ValueError, match=r"of 2 sequences and 4 heads of 4, the input of 3 and 4 of 4. Fix: init_state\(3\)"):
         softmax.step(x, softmax.init_state(2))
 
 

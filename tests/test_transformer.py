@@ -396,6 +396,17 @@ def test_masks_of_numbers_and_wrong_masks():
         net(x, [[False] * 9] * 3)
 
 
+def test_one_module_does_not_serve_all_layers():
+    with pytest.raises(TypeError, match=r"got a MomentumAttention. Fix: attention=MomentumAttention"):
+        hbnode.MomentumTransformerLayer(E, H, F, attention=hbnode.MomentumAttention(E, H))
+    with pytest.raises(TypeError, match=r"got a MomentumConnection. Fix: connection=MomentumConnection"):
+        hbnode.MomentumTransformerLayer(E, H, F, connection=hbnode.transformer.MomentumConnection())
+    hbnode.MomentumTransformerLayer(E, H, F, attention=hbnode.MomentumAttention, dropout=0.0)
+    hbnode.MomentumTransformerLayer(E, H, F, connection=hbnode.transformer.MomentumConnection)
+    with pytest.raises(ValueError, match=r"has momentum=0.0, which.*Fix: attention='momentum'"):
+        hbnode.MomentumTransformerLayer(E, H, F, attention="linear", attention_options={"momentum": 0.5})
+
+
 def test_errors():
     with pytest.raises(TypeError, match=r"Fix: key_padding_mask=mask by name"):
         layers(1)[0](inputs(), torch.zeros(2, 7, dtype=torch.bool))
@@ -422,8 +433,11 @@ def test_errors():
         model(vocabulary=None)(tokens())
     with pytest.raises(ValueError, match=r"Fix: begin with a start token"):
         net.generate(tokens(0), 3)
-    with pytest.raises(ValueError, match=r"temperature must be >= 0"):
-        net.generate(tokens(), 3, temperature=-1)
+    for temperature in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"temperature must be a number >= 0"):
+            net.generate(tokens(), 3, temperature=temperature)
+    with pytest.raises(ValueError, match=r"top_k must be an integer >= 1, got 1.5"):
+        net.generate(tokens(), 3, top_k=1.5)
     with pytest.raises(ValueError, match=r"tokens must be whole numbers.*Fix: tokens\[None\]"):
         net.generate(tokens()[0], 3)
     with pytest.raises(ValueError, match=r"step takes one token of each sequence, \(batch,\)"):
@@ -432,6 +446,8 @@ def test_errors():
         net.step(tokens()[:, 0], net.init_state(2))
     with pytest.raises(ValueError, match=r"got tuple"):
         net.step(tokens()[:, 0], (None, None))
+    with pytest.raises(ValueError, match=r"the state is of 1 layers, the model has 3"):
+        net.step(tokens()[:, 0], model(num_layers=1).init_state(3))
     with pytest.raises(TypeError, match=r"Fix: x, depth_state = layer\(x, depth_state\)"):
         nn.Sequential(*layers(2))(inputs())
     with pytest.raises(ValueError, match=r"so it cannot take them one by one"):

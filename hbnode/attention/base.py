@@ -192,6 +192,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         Returns:
             The output (batch, embed_dim), and the state after the token.
         """
+        check_input(x, "x")
         if x.dim() != 2:
             raise ValueError(
                 f"step takes one token, (batch, {self.embed_dim}), got shape {tuple(x.shape)}. "

@@ -114,7 +114,8 @@ def momentum_attention(
             feature map φ is applied to them here, and no scale.
         k: keys (batch, heads, length, dim). With ``causal`` there are as many as queries.
         v: values (batch, heads, length, value_dim).
-        momentum: β, 0 <= β < 1: a number, or a tensor (), or (heads,) with one for each head, which may be learned.
+        momentum: β, 0 <= β < 1: a number, or a tensor (), or (heads,) with one for each head, which may be learned. The
+            values of tensors are not checked, since that would wait for the device.
         step_size: γ: likewise. Default: ``1.0``
         causal: whether the i-th query sees the first i keys, or all of them. The weight of a key depends on how many
             follow it. Those that are ignored do not count. Default: ``True``
@@ -206,7 +207,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, causa
 
 def _number(value: float, name: str, wanted: str, least: float, below: float = math.inf) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not least <= value < below:
-        raise ValueError(f"{name} must be a number, {wanted}, got {value!r}. Fix: the default, or one in that range.")
+        fix = f"torch.tensor({value!r})" if isinstance(value, (list, tuple)) else "a number in that range"
+        raise ValueError(f"{name} must be a number, {wanted}, got {value!r}. Fix: {fix}.")
     return float(value)
 
 
@@ -216,9 +218,10 @@ def _rate(value: float | Tensor, name: str, k: Tensor, below: float = math.inf) 
         return _number(value, name, f"0 <= {name}" + (f" < {below:g}" if below < math.inf else ""), 0.0, below)
     heads = k.shape[1]
     if value.shape not in ((), (heads,)) or not value.is_floating_point():
+        reshaped = f"{name}.expand({heads})" if value.numel() == 1 else f"one number for each of {heads} heads"
         raise ValueError(
             f"{name} must be a number, or a floating-point tensor () or ({heads},) with one for each head, got "
-            f"{value.dtype} {tuple(value.shape)}. Fix: {name}.reshape({heads})."
+            f"{value.dtype} {tuple(value.shape)}. Fix: {reshaped if value.is_floating_point() else f'{name}.float()'}."
         )
     return value
 

@@ -354,7 +354,10 @@ def _refuse_dropout(dropout: float) -> None:
 
 def _per_head(value: Numbers, name: str, heads: int) -> Tensor:
     """A float64 tensor () or (heads,)."""
-    numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().clone()
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number or {heads} numbers, got {value!r}. Fix: {name}=0.9.") from None
     if numbers.shape not in ((), (heads,)):
         raise ValueError(
             f"{name} must be a number or {heads} numbers, one per head, got shape {tuple(numbers.shape)}. "

@@ -235,7 +235,11 @@ def _checked(state: KeyValueCache, keys: Tensor) -> KeyValueCache:
     """The state, or an error if it is not that of such keys."""
     if not isinstance(state, KeyValueCache):
         raise TypeError(f"state must be a KeyValueCache, got {type(state).__name__}. Fix: init_state(batch_size).")
-    batch = len(state.keys)
-    if batch != len(keys):
-        raise ValueError(f"the state is of {batch} sequences, the input of {len(keys)}. Fix: init_state({len(keys)}).")
+    batch, heads, _, dim = state.keys.shape
+    wanted = keys.shape[0], keys.shape[1], keys.shape[3]
+    if (batch, heads, dim) != wanted:
+        raise ValueError(
+            "the state is of {} sequences and {} heads of {}, ".format(batch, heads, dim)
+            + "the input of {} and {} of {}. Fix: init_state({}).".format(*wanted, wanted[0])
+        )
     return state

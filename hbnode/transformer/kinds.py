@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from torch import nn
+
 from hbnode._suggestions import nearest
 from hbnode.attention.base import MultiheadBase
 from hbnode.attention.multihead import HeavyBallMemory, MomentumAttention
@@ -30,11 +32,19 @@ def make_attention(
     kind: AttentionName | MakeAttention, embed_dim: int, num_heads: int, options: Mapping[str, Any], **layout: Any
 ) -> MultiheadBase[Any]:
     """An attention module by its name, or from a function that takes what the modules' constructors take."""
+    if isinstance(kind, nn.Module):
+        raise TypeError(_one_for_each("attention", kind))
     if callable(kind):
         return kind(embed_dim, num_heads, **layout, **options)
     if kind not in ATTENTIONS:
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
     make, own = ATTENTIONS[kind]
+    fixed = own.keys() & options.keys()
+    if fixed:
+        raise ValueError(
+            f"attention={kind!r} has {', '.join(f'{x}={own[x]!r}' for x in sorted(fixed))}, which attention_options "
+            f"cannot change. Fix: attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}."
+        )
     if make is HeavyBallMemory and not layout.pop("causal"):
         raise ValueError(
             f"attention={kind!r} reads its input in order, so it cannot see later tokens or another sequence. "
@@ -47,6 +57,8 @@ def make_attention(
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
     """A connection by its name, with a momentum of its own or its class's default, or from a function."""
+    if isinstance(kind, nn.Module):
+        raise TypeError(_one_for_each("connection", kind))
     if callable(kind):
         return kind()
     if kind not in CONNECTIONS:
@@ -57,6 +69,11 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
         return CONNECTIONS[kind]()
     make: Callable[..., Connection] = CONNECTIONS[kind]
     return make(momentum=momentum)
+
+
+def _one_for_each(what: str, module: nn.Module) -> str:
+    name = type(module).__name__
+    return f"{what} must be a name or a function that makes one for each layer, got a {name}. Fix: {what}={name}."
 
 
 def _unknown(what: str, kind: object, names: tuple[str, ...]) -> str:

@@ -177,6 +177,11 @@ class MomentumTransformer(nn.Module):
                 f"state must be a TransformerState of {tokens.shape[0]} sequences, got {came}. "
                 f"Fix: init_state({tokens.shape[0]}), or the state that prefill or step returned."
             )
+        if len(state.layers) != len(self.layers):
+            raise ValueError(
+                f"the state is of {len(state.layers)} layers, the model has {len(self.layers)}. Fix: the state of this "
+                f"model, init_state({tokens.shape[0]})."
+            )
         x, position = self._embed(tokens, state.position, key_padding_mask)
         depth, after = None, []
         for layer, before in zip(self._layers(), state.layers, strict=True):
@@ -230,10 +235,9 @@ class MomentumTransformer(nn.Module):
             The prompt and the new tokens, (batch, length + steps).
         """
         self._check(prompt)
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(
-                f"temperature must be >= 0 and top_k >= 1, got {temperature} and {top_k}. Fix: leave them out."
-            )
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be a number >= 0, got {temperature!r}. Fix: leave it out.")
+        top_k = None if top_k is None else as_count(top_k, "top_k")
         if prompt.shape[1] == 0:
             raise ValueError("prompt must have at least one token, got length 0. Fix: begin with a start token.")
         if sample is None:
@@ -286,7 +290,7 @@ class MomentumTransformer(nn.Module):
         elif tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be whole numbers (batch, length), got {tokens.dtype} of shape {tuple(tokens.shape)}. "
-                "Fix: tokens[None] for one sequence, num_embeddings=None for vectors."
+                "Fix: tokens[None] for one sequence, tokens.long() for whole floats, num_embeddings=None for vectors."
             )
 
 

@@ -147,7 +147,7 @@ def heavy_ball_memory(
         k: keys (batch, heads, length, D).
         v: values (batch, heads, length, M).
         log_momentum: :math:`\log \mu \le 0`, as a tensor (batch, heads, length) or (heads,), or a number. ``-inf`` is
-            :math:`\mu = 0`. None is a memory without velocity, which costs less.
+            :math:`\mu = 0`. None is a memory without velocity, which costs less. Values of tensors are not checked.
         log_decay: :math:`\log \alpha \le 0`, likewise; None is :math:`\alpha = 1`. Default: ``None``
         step: :math:`s`, likewise; None is :math:`1 - \mu`, and 1 without momentum. Default: ``None``
         write: :math:`\eta`, likewise; None is 1. Default: ``None``
@@ -230,7 +230,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     if q.shape != k.shape or q.shape[:3] != v.shape[:3]:
         raise ValueError(
             "q and k must be (batch, heads, length, D) and v (batch, heads, length, M), got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}. Fix: a key and a value for each query."
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}. Fix: a key and a value for each query, "
+            "repeat_interleave where heads share keys."
         )
     return dtype
 
