@@ -315,7 +315,7 @@ def test_states_of_others_are_refused():
         momentum.step(x, softmax.init_state(3))
     with pytest.raises(TypeError, match=r"state must be a KeyValueCache, got MomentumAttentionState"):
         softmax.step(x, momentum.init_state(3))
-    with pytest.raises(ValueError, match=r"of 2 sequences and 4 heads of 4, the input of 3 and 4 of 4. Fix: init_state\(3\)"):
+    with pytest.raises(ValueError, match=r"of 3 sequences.*got 2, 4 and 4. Fix: init_state\(3\)"):
         softmax.step(x, softmax.init_state(2))
 
 

@@ -235,11 +235,10 @@ def _checked(state: KeyValueCache, keys: Tensor) -> KeyValueCache:
     """The state, or an error if it is not that of such keys."""
     if not isinstance(state, KeyValueCache):
         raise TypeError(f"state must be a KeyValueCache, got {type(state).__name__}. Fix: init_state(batch_size).")
-    batch, heads, _, dim = state.keys.shape
-    wanted = keys.shape[0], keys.shape[1], keys.shape[3]
-    if (batch, heads, dim) != wanted:
+    came, wanted = ((x.shape[0], x.shape[1], x.shape[3]) for x in (state.keys, keys))
+    if came != wanted:
         raise ValueError(
-            "the state is of {} sequences and {} heads of {}, ".format(batch, heads, dim)
-            + "the input of {} and {} of {}. Fix: init_state({}).".format(*wanted, wanted[0])
+            f"the state must be of {wanted[0]} sequences and {wanted[1]} heads of {wanted[2]} features, as the input, got "
+            f"{came[0]}, {came[1]} and {came[2]}. Fix: init_state({wanted[0]}) of this module."
         )
     return state
