@@ -238,7 +238,7 @@ def _checked(state: KeyValueCache, keys: Tensor) -> KeyValueCache:
     came, wanted = ((x.shape[0], x.shape[1], x.shape[3]) for x in (state.keys, keys))
     if came != wanted:
         raise ValueError(
-            f"the state must be of {wanted[0]} sequences and {wanted[1]} heads of {wanted[2]} features, as the input, got "
+            f"the state must be of {wanted[0]} sequences and {wanted[1]} heads of {wanted[2]}, as the input, got "
             f"{came[0]}, {came[1]} and {came[2]}. Fix: init_state({wanted[0]}) of this module."
         )
     return state
