@@ -70,7 +70,7 @@ class ContenderConfig(TaskConfig):
         return self.heads // 2 if self.equal == "state" and self.model in ONE_MATRIX else self.heads
 
     def state_size(self, length: int) -> int:
-        """How many numbers the contender carries to the next token of a sequence.
+        """How many numbers the contender carries to the next token of a sequence, without a velocity that stays 0.
 
         Arguments:
             length: tokens so far, on which only softmax attention depends.
