@@ -21,7 +21,7 @@ from tasks.models.recurrent import VARIANTS, title
 # Options that leave the numbers as they are.
 NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve", "timit")
 # Options that say which figure a run belongs to.
-EXPERIMENT = ("task", "preset", "dataset", "data", "protocol", "cell", "length", "side", "permuted")
+EXPERIMENT = ("task", "preset", "dataset", "data", "features", "protocol", "cell", "length", "side", "permuted")
 # What a task is judged by.
 METRIC = {
     "adding": "test_loss",

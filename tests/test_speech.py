@@ -239,8 +239,12 @@ def test_a_tone_and_silence():
 # Loss
 
 
+def batch_of(waves):
+    return speech.as_batch([speech_data.log_spectra(x) for x in waves])
+
+
 def test_the_loss_is_the_mean_over_valid_frames():
-    x, lengths, share = speech.as_batch(speech_data.tones((5, 1, 1))["train"])
+    x, lengths, share = batch_of(speech_data.tones((5, 1, 1))["train"])
     model = torch.nn.Linear(129, 129)
     errors = []
     for rows, length in zip(x, lengths.tolist(), strict=True):
@@ -268,7 +272,7 @@ def test_fewer_recordings_are_from_everywhere(size, chosen, monkeypatch):
 
 def test_yardsticks():
     waves = speech_data.tones((4, 1, 3))
-    train, test = speech.as_batch(waves["train"]), speech.as_batch(waves["test"])
+    train, test = batch_of(waves["train"]), batch_of(waves["test"])
     known = torch.cat([speech_data.log_spectra(x)[1:] for x in waves["train"]]).mean(0)
     spectra = [speech_data.log_spectra(x) for x in waves["test"]]
     found = speech.yardsticks(train, test)

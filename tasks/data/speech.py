@@ -203,8 +203,8 @@ def tones(counts: tuple[int, int, int] = (240, 40, 40)) -> Waves:
 # Spectra
 
 
-def log_spectra(samples: Tensor) -> Tensor:
-    """10 log10(1e-5 + |X|^2) of a short-time Fourier transform, in dB and as it is: no standardisation.
+def power_spectra(samples: Tensor) -> Tensor:
+    """|X|² of a short-time Fourier transform.
 
     A Hann window of 256 samples moves by 128; zeros fill the last hop, and 256 of them stand at either end.
 
@@ -212,9 +212,20 @@ def log_spectra(samples: Tensor) -> Tensor:
         samples: (N,).
 
     Returns:
-        (ceil(N / 128) + 3, 129), from -50 dB, silence, to about 40.
+        (ceil(N / 128) + 3, 129).
     """
     padded = torch.nn.functional.pad(samples, (WINDOW, -len(samples) % HOP + WINDOW))
     window = torch.hann_window(WINDOW, dtype=samples.dtype)
-    spectra = torch.stft(padded, WINDOW, HOP, window=window, center=False, return_complex=True).T
-    return 10 * torch.log10(1e-5 + spectra.abs().square())
+    return torch.stft(padded, WINDOW, HOP, window=window, center=False, return_complex=True).T.abs().square()
+
+
+def log_spectra(samples: Tensor) -> Tensor:
+    """10 log10(1e-5 + |X|^2), see :func:`power_spectra`, in dB and as it is: no standardisation.
+
+    Arguments:
+        samples: (N,).
+
+    Returns:
+        (ceil(N / 128) + 3, 129), from -50 dB, silence, to about 40.
+    """
+    return 10 * torch.log10(1e-5 + power_spectra(samples))
