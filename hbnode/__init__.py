@@ -1,6 +1,6 @@
 """Neural ODEs with momentum, on PyTorch."""
 
-from hbnode import nets, plot, recurrent, transformer
+from hbnode import nets, optim, plot, recurrent, transformer
 from hbnode._methods import MethodInfo, methods
 from hbnode.analysis import AdjointNorms, NFEToleranceCurve, Spectrum, adjoint_norms, nfe_vs_tolerance, spectrum
 from hbnode.attention import (
@@ -24,6 +24,7 @@ from hbnode.errors import (
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE, StepRecord, count_nfe, record_steps
 from hbnode.ode_rnn import ODERNN, Filtered, ODERNNState
+from hbnode.optim import HessianFree
 from hbnode.recurrent import (
     DTRIV,
     NAGDTRIV,
@@ -76,6 +77,7 @@ from hbnode.recurrent import (
     SRGRUCell,
     SRLSTMCell,
     SRRNNCell,
+    TanhRNN,
 )
 from hbnode.signal import Signal
 from hbnode.solve import odeint
@@ -168,6 +170,10 @@ __all__ = [
     "AdaptiveMomentumLSTMCell",
     "AdaptiveMomentumGRUCell",
     "AdaptiveMomentumDTRIVCell",
+    # Hessian-free optimization
+    "optim",
+    "HessianFree",
+    "TanhRNN",
     # attention and memory with momentum
     "momentum_attention",
     "MomentumAttentionState",

@@ -20,6 +20,8 @@ PUBLIC = [
     *(hbnode.MomentumTransformerDecoderLayer, hbnode.MomentumTransformerDecoderLayer.forward),
     *(hbnode.MomentumTransformer, hbnode.MomentumTransformer.forward, hbnode.MomentumTransformer.prefill),
     *(hbnode.MomentumTransformer.step, hbnode.MomentumTransformer.generate),
+    *(hbnode.HessianFree, hbnode.HessianFree.step, hbnode.HessianFree.product, hbnode.optim.tanh_hidden),
+    *(hbnode.TanhRNN, hbnode.TanhRNN.forward, hbnode.recurrent.sparse_),
 ]
 
 

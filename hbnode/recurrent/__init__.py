@@ -31,6 +31,7 @@ from hbnode.recurrent.named.scheduled_restart import SRDTRIV, SRGRU, SRLSTM, SRR
 from hbnode.recurrent.named.scheduled_restart_cells import SRDTRIVCell, SRGRUCell, SRLSTMCell, SRRNNCell
 from hbnode.recurrent.orthogonal import DTRIV, DTRIVCell, parameter_groups, rebase_every
 from hbnode.recurrent.state import RecurrentState
+from hbnode.recurrent.tanh import TanhRNN, sparse_
 
 __all__ = [
     "rules",
@@ -47,6 +48,9 @@ __all__ = [
     # orthogonal weights
     "parameter_groups",
     "rebase_every",
+    # a plain network for Hessian-free optimization
+    "TanhRNN",
+    "sparse_",
     # heavy-ball momentum
     "MomentumRNN",
     "MomentumRNNCell",

@@ -1,0 +1,78 @@
+"""Products with the damped Gauss-Newton matrix, by a cached double backward.
+
+J^T u is linear in u, so its graph, made once, gives J v as its derivative in u in the direction v: a pass through the
+graph of the backward pass. One pass more through the graph of the outputs gives J^T w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hbnode.optim.twice import differentiating_twice
+from hbnode.optim.vectors import flat, shaped
+
+Metric = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """The outputs of a model, and the metric of each.
+
+    Attributes:
+        outputs: tensors with a graph.
+        metrics: symmetric, positive semi-definite functions; those of structural damping are multiplied by lambda mu.
+        is_damping: of each output, whether it is damped structurally.
+        losses: of the cases, with a graph.
+    """
+
+    outputs: list[Tensor]
+    metrics: list[Metric]
+    is_damping: list[bool]
+    losses: Tensor
+
+
+class GaussNewton:
+    """Products v -> J^T H J v of flat vectors, for a fixed batch at fixed parameters.
+
+    Arguments:
+        parameters: what the outputs are differentiated in.
+        linearized: the outputs with their graph, which is kept.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], linearized: Linearized) -> None:
+        self.parameters, self.linearized = list(parameters), linearized
+        self.u = [torch.zeros_like(z, requires_grad=True) for z in linearized.outputs]
+        with torch.enable_grad(), differentiating_twice():
+            pulled = torch.autograd.grad(
+                linearized.outputs, self.parameters, self.u, create_graph=True, allow_unused=True
+            )
+        self.pulled = [(k, z) for k, z in enumerate(pulled) if z is not None and z.requires_grad]
+
+    def __call__(self, vector: Tensor, damping: float, structural: float) -> Tensor:
+        """The product with J^T H_L J + structural * (sum of J_t^T H_t J_t) + damping * I."""
+        pushed = self.push(vector)
+        weighted: list[Tensor] = []
+        for z, metric, is_damping in zip(pushed, self.linearized.metrics, self.linearized.is_damping, strict=True):
+            weighted.append(structural * metric(z) if is_damping else metric(z))
+        return self.pull(weighted).add_(vector, alpha=damping)
+
+    def push(self, vector: Tensor) -> list[Tensor]:
+        """J v for each output."""
+        parts = shaped(vector, self.parameters)
+        along = [parts[k] for k, _ in self.pulled]
+        with differentiating_twice():
+            found = torch.autograd.grad(
+                [z for _, z in self.pulled], self.u, along, retain_graph=True, allow_unused=True
+            )
+        return [torch.zeros_like(u) if z is None else z for z, u in zip(found, self.u, strict=True)]
+
+    def pull(self, weighted: Sequence[Tensor]) -> Tensor:
+        """J^T w of all outputs together, flat."""
+        found = torch.autograd.grad(
+            self.linearized.outputs, self.parameters, weighted, retain_graph=True, allow_unused=True
+        )
+        return flat(found, self.parameters)

@@ -1,0 +1,141 @@
+"""Losses and the curvature that matches them: the Gauss-Newton matrix needs H_L, the Hessian in the outputs alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+IGNORED = -100  # torch's own ignore_index
+
+
+class MatchingLoss(ABC):
+    """A loss that is convex in the outputs, as the sum of the losses of positions."""
+
+    @abstractmethod
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse targets that do not fit the outputs."""
+
+    @abstractmethod
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The losses, (cases, ...)."""
+
+    @abstractmethod
+    def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        """H_L at these outputs: a function from a tensor like the outputs to another."""
+
+    @abstractmethod
+    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
+        """What the shape of weights broadcasts to."""
+
+
+class SquaredError(MatchingLoss):
+    """Half the squared error; H_L = I."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """The shapes must be equal: broadcasting would hide a mistake."""
+        _same_shape(outputs, targets)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(z - y)^2 / 2."""
+        return (outputs - targets).square() / 2
+
+    def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        """The identity."""
+        return lambda z: z
+
+    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
+        """A weight for each number."""
+        return tuple(outputs.shape)
+
+
+class BinaryCrossEntropy(MatchingLoss):
+    """Cross-entropy of sigmoids, from logits; H_L = diag(p (1 - p))."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """The targets are probabilities."""
+        _same_shape(outputs, targets)
+        if targets.numel() and not bool(((targets >= 0) & (targets <= 1)).all()):
+            low, high = targets.min().item(), targets.max().item()
+            raise ValueError(
+                f"loss='bce' expects targets in [0, 1], got values from {low:g} to {high:g}. Fix: rescale them, or "
+                "loss='mse'."
+            )
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """log(1 + exp(z)) - y z."""
+        return binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
+
+    def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        """Multiplies by p (1 - p)."""
+        p = torch.sigmoid(outputs.detach())
+        factor = p * (1 - p)
+        return lambda z: factor * z
+
+    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
+        """A weight for each number."""
+        return tuple(outputs.shape)
+
+
+class CrossEntropy(MatchingLoss):
+    """Cross-entropy of a softmax over the last dimension, from logits; H_L = diag(p) - p p^T."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """The targets are whole numbers, one for each position."""
+        if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            raise ValueError(
+                f"loss='cross_entropy' expects class indices as targets, got {targets.dtype} of shape "
+                f"{tuple(targets.shape)}. Fix: targets.argmax(-1) if they are one-hot, targets.long() if they are "
+                "indices."
+            )
+        if outputs.dim() == 0 or targets.shape != outputs.shape[:-1]:
+            raise ValueError(
+                "loss='cross_entropy' expects outputs (cases, ..., classes) and targets (cases, ...), got outputs "
+                f"{tuple(outputs.shape)} and targets {tuple(targets.shape)}. Fix: outputs.movedim(1, -1) if the "
+                "classes come second, as torch.nn.CrossEntropyLoss has them."
+            )
+        valid = (targets == IGNORED) | ((targets >= 0) & (targets < outputs.shape[-1]))
+        if not bool(valid.all()):
+            raise ValueError(
+                f"targets must be in [0, {outputs.shape[-1]}), one of the classes of the outputs, or {IGNORED} to be "
+                f"ignored, got {int(targets[~valid][0])}. Fix: more outputs, or targets that start at 0."
+            )
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """-log p of the target; 0 where it is ignored."""
+        flat = cross_entropy(outputs.flatten(0, -2), targets.flatten().long(), ignore_index=IGNORED, reduction="none")
+        return flat.view(targets.shape)
+
+    def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        """Maps z to p z - p (p . z); 0 where the target is ignored."""
+        p = torch.softmax(outputs.detach(), -1)
+        kept = (targets != IGNORED).unsqueeze(-1)
+        counted = p * kept
+
+        def product(z: Tensor) -> Tensor:
+            scaled = counted * z
+            return scaled - p * scaled.sum(-1, keepdim=True)
+
+        return product
+
+    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
+        """A weight for each position."""
+        return tuple(outputs.shape[:-1])
+
+
+def _same_shape(outputs: Tensor, targets: Tensor) -> None:
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            f"the targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "
+            "Fix: outputs.squeeze(-1) or targets.unsqueeze(-1) where one of them has a dimension more."
+        )
+
+
+LOSSES: dict[str, MatchingLoss] = {
+    "mse": SquaredError(),
+    "bce": BinaryCrossEntropy(),
+    "cross_entropy": CrossEntropy(),
+}
