@@ -17,11 +17,15 @@ from tasks.models.baselines import BASELINES
 from tasks.models.contenders import TITLES as CONTENDERS
 from tasks.models.depth import DepthConfig
 from tasks.models.recurrent import VARIANTS, title
+from tasks.models.sequence_models import TITLES as SEQUENCE_MODELS
 
 # Options that leave the numbers as they are.
 NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve", "timit")
 # Options that say which figure a run belongs to.
-EXPERIMENT = ("task", "preset", "dataset", "data", "features", "protocol", "cell", "length", "side", "permuted")
+EXPERIMENT = (
+    *("task", "preset", "dataset", "data", "features", "protocol"),
+    *("cell", "problem", "length", "side", "permuted"),
+)
 # What a task is judged by.
 METRIC = {
     "adding": "test_loss",
@@ -30,6 +34,7 @@ METRIC = {
     "image_generation": "test_bits_per_dim",
     "language_model": "validation_perplexity",
     "lra": "validation_accuracy",
+    "pathological": "test_error",
     "pixel_mnist": "validation_accuracy",
     "plane_vibration": "validation_forecast_mse",
     "point_cloud": "train_loss",
@@ -54,6 +59,8 @@ def titles(config: Mapping[str, Any]) -> dict[str, str]:
         return {name: name.replace("_", " ") for name in DepthConfig.models}
     if "heads" in config:
         return CONTENDERS
+    if "problem" in config:
+        return SEQUENCE_MODELS
     return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC"}
 
 

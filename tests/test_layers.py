@@ -13,8 +13,15 @@ ROOT = Path(__file__).parents[1]
 # From the top down. A module imports from its own layer and those below it; a folder stands for its modules.
 LAYERS = [
     ["tasks", "tasks.__main__", "tasks.studies"],
-    ["tasks.plot"],
-    ["tasks.adding", "tasks.copying", "tasks.language_model", "tasks.pixel_mnist", "tasks.speech"],
+    ["tasks.plot", "tasks.pathological_table"],
+    [
+        "tasks.adding",
+        "tasks.copying",
+        "tasks.language_model",
+        "tasks.pathological",
+        "tasks.pixel_mnist",
+        "tasks.speech",
+    ],
     ["tasks.recall", "tasks.transformer_copy"],
     ["tasks.image_generation", "tasks.lra", "tasks.translation"],
     ["tasks.image_classification", "tasks.plane_vibration", "tasks.point_cloud", "tasks.silverbox", "tasks.walker2d"],

@@ -81,15 +81,20 @@ class Run:
                 f"{self.folder} holds a different run ({listed}). Fix: --out another-folder, or delete that one."
             )
 
-    def begin(self, epochs_done: float) -> None:
-        """Note that training starts or goes on; a finished run is left as it is."""
+    def begin(self, epochs_done: float, *, is_done: bool = False) -> None:
+        """Note that training starts or goes on; a finished run is left as it is.
+
+        Arguments:
+            epochs_done: how many are behind it.
+            is_done: whether nothing is left to do, though there may be fewer epochs than the options say.
+        """
         if epochs_done > self.config.epochs:
             raise SystemExit(
                 f"{self.folder} has {epochs_done:g} epochs behind it, more than --epochs {self.config.epochs}. "
                 "Fix: ask for more epochs, or --out another-folder."
             )
         summary = self.folder / "summary.json"
-        self.is_finished = epochs_done == self.config.epochs and summary.exists()
+        self.is_finished = (is_done or epochs_done == self.config.epochs) and summary.exists()
         if self.workers.rank == 0:
             if self.is_finished:
                 print(f"{self.folder} is finished already; delete it to run it anew")

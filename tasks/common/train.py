@@ -12,7 +12,7 @@ import signal
 import time
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
-from tasks.common.batches import FreshData, Samples, ShuffledBatches, TrainingData, share_of_batch
+from tasks.common.batches import FreshData, Piece, Samples, ShuffledBatches, TrainingData, share_of_batch
 from tasks.common.config import ODEConfig
 from tasks.common.files import damaged
+from tasks.common.optimizers import PROGRESS, Objective, hessian_free_step
 from tasks.common.run import Run
 
 Loss = Callable[[nn.Module, Samples], tuple[Tensor, dict[str, float]]]
@@ -112,7 +113,7 @@ class Trainer:
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
         self.parts: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.rates = [group.get("lr") for group in self.optimizer.param_groups]  # a Hessian-free one has none
         self.total = self.config.epochs * data.per_epoch
         self.position = 0  # units of the training data behind it
         self.totals: dict[str, float] = {}  # sums over the epoch so far
@@ -132,6 +133,7 @@ class Trainer:
         after_step: Callable[[int], object] | None = None,
         best: str = "",
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        stop: Callable[[Sequence[Mapping[str, float]]], bool] = lambda rows: False,
     ) -> dict[str, float]:
         """Train until the configured epochs are done; one row an epoch.
 
@@ -141,9 +143,12 @@ class Trainer:
             after_step: called with the position after each step.
             best: the column that picks the weights.
             weights: within it the model has the weights to validate and keep, which need not be those it trains.
+            stop: whether the rows so far are all there is to do.
         """
         run, per_epoch = self.run, self.data.per_epoch
-        run.begin(self.position / per_epoch)
+        if run.rows and stop(run.rows):
+            self.total = self.position
+        run.begin(self.position / per_epoch, is_done=self.position == self.total)
         with interruptible() as interrupted, flushed_denormals(), self.bar:
             while self.position < self.total:
                 is_last = self.step()
@@ -153,6 +158,8 @@ class Trainer:
                     with weights():
                         run.rows.append(self.row(validate()))
                         self.keep_best(best)
+                    if stop(run.rows):
+                        self.total = self.position
                     if self.workers.rank == 0 and len(run.rows) % every == 0:
                         figures = "  ".join(f"{name} {value:.4g}" for name, value in run.rows[-1].items())
                         tqdm.write(f"{self.config.label}, seed {self.config.seed}: {figures}")
@@ -173,39 +180,47 @@ class Trainer:
         where = f"epoch {epoch + 1}, {piece.place}"
         factor = piece.rate * _schedule(self.config.schedule, self.position, self.total)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+            if rate is not None:
+                group["lr"] = rate * factor
         begun = time.perf_counter()
-        self.optimizer.zero_grad()
         with hbnode.count_nfe(self.wrapped) as nfe:
             try:
-                value, means = self.loss(self.wrapped, piece.batch)
-                (value * piece.weight * self.loss_scale).backward()
+                value, means = self.update(piece)
             except hbnode.SolverError as error:
                 raise SystemExit(
                     f"{where}: {type(error).__name__}: {error}. "
                     f"Fix: a smaller --lr, --clip 1, or another --tol; what was done is in {self.run.folder}"
                 ) from error
-        if self.loss_scale != 1:
-            for p in self.model.parameters():
-                p.grad = p.grad if p.grad is None else p.grad / self.loss_scale
-        if self.config.clip > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         seconds = time.perf_counter() - begun
         means = {"loss": value.item(), **means}
-        require_finite(means, where, self.run)
+        require_finite({name: value for name, value in means.items() if name not in PROGRESS}, where, self.run)
         counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}
         _add(self.totals, _weighted(means, piece.samples) | counts)
         self.position += piece.length
-        shown = {"loss": f"{means['loss']:.4f}"}
+        shown = {"loss": f"{means['loss']:.4f}", **{name: f"{means[name]:.3g}" for name in PROGRESS if name in means}}
         if isinstance(self.config, ODEConfig):
             mean = (self.totals[name] / self.totals["batches"] for name in ("nfe_forward", "nfe_backward"))
             shown["nfe"] = "/".join(f"{x:.0f}" for x in mean)
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(piece.length)
         return self.position % self.data.per_epoch == 0
+
+    def update(self, piece: Piece) -> tuple[Tensor, dict[str, float]]:
+        """Change the weights by what a piece shows; its loss before that, and further means."""
+        if isinstance(self.optimizer, hbnode.HessianFree) and isinstance(self.loss, Objective):
+            return hessian_free_step(self.optimizer, self.model, piece.batch, self.loss)
+        self.optimizer.zero_grad()
+        value, means = self.loss(self.wrapped, piece.batch)
+        (value * piece.weight * self.loss_scale).backward()
+        if self.loss_scale != 1:
+            for p in self.model.parameters():
+                p.grad = p.grad if p.grad is None else p.grad / self.loss_scale
+        if self.config.clip > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        return value, means
 
     def row(self, test: dict[str, float]) -> dict[str, float]:
         """The epoch's row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
@@ -215,7 +230,7 @@ class Trainer:
         forward, backward = (totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward"))
         ratio = backward / forward if forward else 0.0  # a baseline has no ODE
         seconds = totals.pop("seconds") / self.workers.size
-        means = {f"train_{name}": value / samples for name, value in totals.items()}
+        means = {name if name in PROGRESS else f"train_{name}": value / samples for name, value in totals.items()}
         costs = {"nfe_forward": forward, "nfe_backward": backward, "nfe_ratio": ratio}
         conditions = {"batch_size": samples / self.data.per_epoch, "loss_scale": self.loss_scale}
         of_odes = {**costs, **conditions} if isinstance(self.config, ODEConfig) else {}

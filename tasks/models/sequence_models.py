@@ -1,0 +1,203 @@
+"""Recurrent networks for long sequences, all called in the same way.
+
+``make_model("gru", input_size, hidden, output_size)`` reads sequences of equal or different lengths:
+
+- "tanh": :class:`hbnode.TanhRNN`, with 15 connections a unit at first, in the readout too, and biases drawn as weights.
+- "lstm": torch's, with a bias of 1 at the forget gate.
+- "lstm_chrono": the same with chrono initialisation (Tallec and Ollivier, arXiv:1804.11188): biases log u at the forget
+  gate and -log u at the input gate, u uniform in [1, length - 1].
+- "gru": torch's.
+- "dtriv": an orthogonal weight, :class:`hbnode.DTRIV`.
+- "momentum_lstm", "nag_lstm", "sr_lstm", "adam_lstm", "rmsprop_lstm": the momentum LSTMs, with a bias of 1 at the
+  forget gate, half of it in each of two.
+- "ode_rnn": an ODE-RNN whose state follows a heavy ball from step to step, a step of leapfrog for each.
+
+Another layer is one line in :data:`LAYERS`, and one in :data:`TITLES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import hbnode
+from hbnode.optim import tanh_hidden
+from hbnode.recurrent import sparse_
+from tasks.models.recurrent import RuleOptions, make_layer
+
+# The rules' values in adding and copying, table 7 to 10 of Nguyen et al. (2020) for T = 2K.
+RULES = {
+    "momentum": RuleOptions(momentum=0.6, step_size=0.9),
+    "nag": RuleOptions(step_size=0.9),
+    "sr": RuleOptions(step_size=0.9, restart=100),
+    "adam": RuleOptions(momentum=0.6, step_size=2.0, beta=0.999),
+    "rmsprop": RuleOptions(step_size=2.0, beta=0.999),
+}
+MakeLayer = Callable[[int, int, int], nn.Module]  # of features, units and the length to be remembered
+
+
+class Regular(nn.Module):
+    """An ODE-RNN of samples at times 0, 1, 2, ...
+
+    Arguments:
+        rnn: a :class:`hbnode.ODERNN`.
+    """
+
+    def __init__(self, rnn: hbnode.ODERNN) -> None:
+        super().__init__()
+        self.rnn = rnn
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        """Return h after each sample (batch, T, hidden), and the state."""
+        output, state = self.rnn(x, torch.arange(x.shape[1], dtype=x.dtype, device=x.device))
+        return output, state
+
+
+class Stepped(nn.Module):
+    """A cell of :mod:`hbnode.recurrent`, step by step: it can be differentiated twice where the layer cannot.
+
+    Arguments:
+        cell: the cell.
+    """
+
+    def __init__(self, cell: hbnode.DTRIVCell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        """Return h after each sample (batch, T, hidden), and the state."""
+        state, output = None, []
+        with parametrize.cached():  # one exponential for all steps
+            for sample in x.unbind(1):
+                h, state = self.cell(sample, state)
+                output.append(h)
+        return torch.stack(output, dim=1), state
+
+
+def lstm(input_size: int, hidden: int, length: int) -> nn.LSTM:
+    """Torch's LSTM with a bias of 1 at the forget gate, and none elsewhere."""
+    layer = nn.LSTM(input_size, hidden, batch_first=True)
+    input_gate, forget_gate, *others = _biases(layer, hidden)
+    for bias in (input_gate, *others):
+        bias.zero_()
+    forget_gate.fill_(1.0)
+    return layer
+
+
+def lstm_chrono(input_size: int, hidden: int, length: int) -> nn.LSTM:
+    """Torch's LSTM whose units forget after 1 to ``length`` steps."""
+    layer = lstm(input_size, hidden, length)
+    input_gate, forget_gate, *_ = _biases(layer, hidden)
+    forget_gate.copy_(torch.empty(hidden).uniform_(1, max(length - 1, 1)).log())
+    input_gate.copy_(-forget_gate)
+    return layer
+
+
+def _biases(layer: nn.LSTM, hidden: int) -> list[Tensor]:
+    """The biases to set of each gate, input and forget gate first; torch's second ones come last."""
+    of_input, of_state = (p.detach() for name, p in layer.named_parameters() if name.startswith("bias"))
+    return [*of_input.split(hidden), of_state]
+
+
+def with_rule(name: str) -> MakeLayer:
+    """An LSTM with one of the momentum rules."""
+
+    def make(input_size: int, hidden: int, length: int) -> nn.Module:
+        return make_layer(name, "lstm", input_size, hidden, RULES[name], forget_bias=0.5, batch_first=True)
+
+    return make
+
+
+def ode_rnn(input_size: int, hidden: int, length: int) -> nn.Module:
+    """An ODE-RNN with a heavy ball, in one step from sample to sample."""
+    options = {"steps": 1}
+    return Regular(hbnode.ODERNN(input_size, hidden, method="leapfrog", options=options, step_control="batch"))
+
+
+LAYERS: dict[str, MakeLayer] = {
+    "tanh": lambda inputs, hidden, length: hbnode.TanhRNN(inputs, hidden, batch_first=True),
+    "lstm": lstm,
+    "lstm_chrono": lstm_chrono,
+    "gru": lambda inputs, hidden, length: nn.GRU(inputs, hidden, batch_first=True),
+    "dtriv": lambda inputs, hidden, length: hbnode.DTRIV(inputs, hidden, batch_first=True),
+    **{f"{name}_lstm": with_rule(name) for name in RULES},
+    "ode_rnn": ode_rnn,
+}
+# The same for Hessian-free optimization, which differentiates twice.
+TWICE: dict[str, MakeLayer] = LAYERS | {
+    "dtriv": lambda inputs, hidden, length: Stepped(hbnode.DTRIVCell(inputs, hidden))
+}
+TITLES = {
+    "tanh": "tanh RNN",
+    "lstm": "LSTM",
+    "lstm_chrono": "LSTM, chrono",
+    "gru": "GRU",
+    "dtriv": "DTRIV",
+    "momentum_lstm": "MomentumLSTM",
+    "nag_lstm": "NAGLSTM",
+    "sr_lstm": "SRLSTM",
+    "adam_lstm": "AdamLSTM",
+    "rmsprop_lstm": "RMSPropLSTM",
+    "ode_rnn": "ODE-RNN",
+}
+
+
+class SequenceModel(nn.Module):
+    """A recurrent layer and a linear readout of its h, of the last one or of each.
+
+    Arguments:
+        name: of the layer in :data:`LAYERS`, or :data:`TWICE`.
+        input_size: features of a step.
+        hidden: features of h.
+        output_size: features of an output.
+        length: for how many steps something is to be remembered, about.
+        reads_end: whether there is one output, of the last step.
+        twice: whether it must be possible to differentiate it twice.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        hidden: int,
+        output_size: int,
+        *,
+        length: int,
+        reads_end: bool,
+        twice: bool = False,
+    ) -> None:
+        super().__init__()
+        self.reads_end = reads_end
+        self.layer = (TWICE if twice else LAYERS)[name](input_size, hidden, length)
+        self.head = nn.Linear(hidden, output_size)
+        if isinstance(self.layer, hbnode.TanhRNN):
+            connections = self.layer.connections
+            sparse_(self.head.weight, connections)
+            nn.init.normal_(self.head.bias, std=connections**-0.5)
+
+    def forward(self, x: Tensor, last: Tensor) -> Tensor:
+        """Outputs (batch, output_size), or (batch, T, output_size).
+
+        Arguments:
+            x: sequences (batch, T, input_size), padded at their end.
+            last: index of the last step of each (batch,).
+        """
+        return self.read(self.layer(x)[0], last)
+
+    def read(self, h: Tensor, last: Tensor) -> Tensor:
+        """Outputs of all h (batch, T, hidden)."""
+        return self.head(h[torch.arange(len(h), device=h.device), last] if self.reads_end else h)
+
+    def with_hidden(self, x: Tensor, last: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Outputs, and what structural damping acts on with its metric, which is 0 on padding.
+
+        Of a tanh network these are its pre-activations, see :func:`hbnode.optim.tanh_hidden`, of all others h.
+        """
+        h = self.layer(x)[0]
+        counts = (torch.arange(h.shape[1], device=h.device) <= last[:, None]).to(h.dtype).unsqueeze(2)
+        if isinstance(self.layer, hbnode.TanhRNN):
+            counts = counts * tanh_hidden(h)[1]
+        return self.read(h, last), (h, counts)

@@ -1,0 +1,412 @@
+"""The task of the pathological problems, its models and optimizers, and the table of its runs."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from tasks import pathological, pathological_table, plot
+from tasks.common.config import parse
+from tasks.common.optimizers import OPTIMIZERS
+from tasks.data.pathological import PROBLEMS, Problem
+from tasks.models.sequence_models import LAYERS, TITLES, TWICE, SequenceModel
+from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
+from tests.small_runs import names_in, read_metrics
+
+TINY = "--device cpu --length 10 --hidden 6 --batch-size 12 --test-size 30 --max-cg 8".split()
+
+
+def options_of(*argv):
+    return parse(PathologicalConfig, pathological.PRESETS, "", ["--device", "cpu", *argv])
+
+
+def draw(problem, count=12, seed=0):
+    return problem.draw(count, torch.Generator().manual_seed(seed))
+
+
+# Options
+
+
+def test_what_is_not_given_comes_from_the_tables():
+    adam = options_of("--model", "gru").filled()
+    assert (adam.batch_size, adam.iterations, adam.curvature_size) == (100, 50, 0)
+    assert adam.lr == pathological.RATES["adam"].get("gru", pathological.RATES["adam"][""])
+    hf = options_of("--optimizer", "hf").filled()
+    assert (hf.iterations, hf.structural_damping, hf.max_cg) == (1, 1 / 30, 60)
+    assert 0 < hf.curvature_size <= hf.batch_size
+    given = options_of("--lr", "0.5", "--batch-size", "7", "--iterations", "3").filled()
+    assert (given.lr, given.batch_size, given.iterations) == (0.5, 7, 3)
+    assert options_of("--optimizer", "hf", "--batch-size", "40").filled().curvature_size == 40
+    assert options_of("--problem", "memorization_5", "--optimizer", "hf").filled().batch_size == 32
+    supplement = options_of("--preset", "supplement").filled()
+    assert (supplement.batch_size, supplement.curvature_size, supplement.max_cg) == (10_000, 1_000, 300)
+    assert (supplement.damping, supplement.structural_damping) == (0.1, 1 / 30)
+
+
+def test_rates_are_for_models_that_there_are():
+    for optimizer, rates in pathological.RATES.items():
+        assert optimizer in OPTIMIZERS
+        assert set(rates) <= {"", *LAYERS}
+    assert (
+        set(pathological.SETTINGS) == set(pathological.RATES) == set(pathological.OPTIMIZER_TITLES) == set(OPTIMIZERS)
+    )
+    assert set(TITLES) == set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--length", "9"], "length must be 10 or more, got 9"),
+        (["--model", "mlp"], "invalid choice: 'mlp'"),
+        (["--problem", "copying"], "invalid choice: 'copying'"),
+        (["--optimizer", "lbfgs"], "invalid choice: 'lbfgs'"),
+        (["--seconds", "0"], "--seconds must be positive, got 0"),
+        (["--damping", "0"], "--damping must be positive, got 0"),
+        (["--structural-damping", "-1"], "--structural-damping must not be negative, got -1.0"),
+    ],
+)
+def test_bad_options(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        options_of(*argv)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_soap_is_asked_for_by_name_where_it_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(SystemExit):
+        options_of("--optimizer", "soap")
+    assert "soap needs the package pytorch_optimizer" in capsys.readouterr().err
+    options_of("--optimizer", "hf")
+
+
+def test_hessian_free_is_for_one_process(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        options_of("--optimizer", "hf")
+    assert "--optimizer hf trains in one process" in capsys.readouterr().err
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_padding_changes_no_output_and_is_not_damped(name):
+    problem = Problem("addition", 10)
+    model = make_model(options_of("--model", name, "--hidden", "4"), problem).double()
+    x, _, last = draw(problem)
+    x = x.double()
+    longer = torch.cat([x, torch.randn(len(x), 3, 2, dtype=torch.float64)], dim=1)
+    whole, (h, metric) = model.with_hidden(x, last)
+    assert whole.shape == (12, 1)
+    torch.testing.assert_close(model(longer, last), whole, rtol=1e-10, atol=1e-10)
+    for one, end in enumerate(last.tolist()):
+        assert (metric[one, : end + 1] > 0).all()
+        assert not metric[one, end + 1 :].any()
+        alone = model(x[one : one + 1, : end + 1], last[one : one + 1])
+        torch.testing.assert_close(alone, whole[one : one + 1], rtol=1e-10, atol=1e-10)
+    assert h.shape == (12, x.shape[1], 4)
+
+
+def test_structural_damping_of_a_tanh_network_is_that_of_its_pre_activations():
+    """sum (dh)^2 / (1 - h^2) is sum (1 - h^2) (dt)^2, line 17 of Algorithm 1, and finite where h is 1."""
+    model = SequenceModel("tanh", 2, 4, 1, length=10, reads_end=True).double()
+    x, last = torch.randn(3, 5, 2, dtype=torch.float64), torch.tensor([4, 2, 4])
+    _, (h, metric) = model.with_hidden(x, last)
+    inside = torch.arange(5) <= last[:, None]
+    torch.testing.assert_close(metric[inside], 1 / (1 - h[inside].square()))
+    with torch.no_grad():
+        model.layer.weight_ih.fill_(1e6)
+    assert model.with_hidden(x.abs() + 1, last)[1][1].isfinite().all()
+
+
+def test_the_tanh_network_begins_with_fifteen_connections():
+    model = SequenceModel("tanh", 2, 100, 8, length=50, reads_end=True)
+    assert (model.layer.weight_hh != 0).sum(1).tolist() == [15] * 100
+    assert (model.head.weight != 0).sum(1).tolist() == [15] * 8
+    assert model.layer.weight_hh[model.layer.weight_hh != 0].std().item() == pytest.approx(15**-0.5, rel=0.05)
+
+
+def test_forget_gates():
+    plain = SequenceModel("lstm", 2, 5, 1, length=50, reads_end=True).layer
+    bias = plain.bias_ih_l0 + plain.bias_hh_l0
+    assert bias.tolist() == [0.0] * 5 + [1.0] * 5 + [0.0] * 10
+    chrono = SequenceModel("lstm_chrono", 2, 500, 1, length=50, reads_end=True).layer
+    bias = (chrono.bias_ih_l0 + chrono.bias_hh_l0).detach()
+    assert torch.equal(bias[:500], -bias[500:1000])
+    steps = bias[500:1000].exp()
+    assert float(steps.min()) >= 1
+    assert float(steps.max()) <= 49
+    assert steps.mean().item() == pytest.approx(25, abs=2)
+    assert not bias[1000:].any()
+    momentum = SequenceModel("momentum_lstm", 2, 5, 1, length=50, reads_end=True).layer
+    assert (momentum.bias_ih_l0 + momentum.bias_hh_l0)[5:10].tolist() == [1.0] * 5
+
+
+def test_an_orthogonal_layer_by_steps_is_the_layer():
+    layer, stepped = (table["dtriv"](2, 4, 10) for table in (LAYERS, TWICE))
+    theirs = {f"cell.{name.replace('_l0', '')}": value for name, value in layer.state_dict().items()}
+    stepped.load_state_dict(theirs)
+    x = torch.randn(3, 7, 2)
+    torch.testing.assert_close(stepped(x)[0], layer(x)[0])
+
+
+# Losses and optimizers
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_all_optimizers_minimise_the_same_loss(name):
+    """The objective's own value is what the Hessian-free optimizer reports."""
+    problem = Problem(name, 10)
+    config = options_of("--problem", name, "--model", "gru", "--hidden", "3", "--optimizer", "hf", "--max-cg", "2")
+    model, objective = make_model(config, problem), SequenceLoss(problem, 5)
+    batch = draw(problem, 7)
+    value, means = objective(model, batch)
+    assert 0 <= means["error"] <= 1
+    optimizer = make_optimizer(config, model, problem)
+    loss = optimizer.step(
+        lambda: objective.outputs(model, batch), lambda: objective.outputs(model, batch, with_hidden=True)
+    )
+    assert float(loss) == pytest.approx(value.item(), rel=1e-5)
+    assert objective(model, batch)[0] < value
+
+
+def test_the_loss_is_summed_over_steps_and_averaged_over_sequences():
+    problem = Problem("memorization_5", 10)
+    outputs = torch.zeros(4, 20, 3)
+    targets = problem.every()[1][:4]
+    value = SequenceLoss(problem, 0).value(outputs, targets)
+    assert value.item() == pytest.approx(20 * torch.tensor(3.0).log().item())
+    half = SequenceLoss(Problem("addition", 10), 0).value(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]]))
+    assert half.item() == pytest.approx((1 + 9) / 4)
+
+
+def test_an_orthogonal_weight_has_a_smaller_rate():
+    config = options_of("--model", "dtriv", "--hidden", "4", "--lr", "0.1").filled()
+    problem = Problem("addition", 10)
+    groups = make_optimizer(config, make_model(config, problem), problem).param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([0.1, 0.01])
+
+
+# Runs
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_model_is_trained(model, tmp_path):
+    options = [*TINY, "--model", model, "--iterations", "2", "--epochs", "1", "--out", str(tmp_path)]
+    pathological.main(options)
+    assert names_in(tmp_path) == {"config.json", "metrics.csv", "summary.json", "checkpoint.pt"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["iterations"], summary["sequences"], summary["solved"]) == (2, 24, False)
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_model_is_trained_hessian_free(model, tmp_path):
+    pathological.main([*TINY, "--model", model, "--optimizer", "hf", "--epochs", "1", "--out", str(tmp_path)])
+    assert float(read_metrics(tmp_path)[0]["reduction"]) > 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("problem", ["addition", "memorization_5"])
+def test_a_run_in_parts_has_the_numbers_of_a_whole_one(optimizer, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pathological, "draw_memorization", lambda *args: None)
+    if optimizer == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    options = [*TINY, "--problem", problem, "--model", "tanh", "--optimizer", optimizer]
+    options += [] if optimizer == "hf" else ["--iterations", "3"]
+    pathological.main([*options, "--epochs", "4", "--out", str(tmp_path / "whole")])
+    for epochs in ("1", "3", "4"):
+        pathological.main([*options, "--epochs", epochs, "--out", str(tmp_path / "parts")])
+    rows = read_metrics(tmp_path / "whole")
+    assert read_metrics(tmp_path / "parts") == rows
+    assert len(rows) == 4
+    progress = {"damping", "ratio", "cg_iterations", "step_length", "reduction"}
+    assert (progress <= rows[0].keys()) == (optimizer == "hf")
+    if optimizer == "hf":
+        assert "cg_iterations" in capsys.readouterr().out
+
+
+def test_memorization_is_drawn(tmp_path):
+    options = [*TINY, "--problem", "memorization_10", "--iterations", "1", "--epochs", "1", "--out", str(tmp_path)]
+    pathological.main(options)
+    assert (tmp_path / "memorization.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_ends_with_its_seconds_and_goes_on_with_more(tmp_path, capsys):
+    options = [*TINY, "--model", "gru", "--iterations", "2", "--lr", "1e-9", "--out", str(tmp_path)]
+    pathological.main([*options, "--seconds", "1e-6"])
+    first = json.loads((tmp_path / "summary.json").read_text())
+    assert len(read_metrics(tmp_path)) == 1
+    assert first["seconds"] >= 1e-6
+    capsys.readouterr()
+    pathological.main([*options, "--seconds", "1e-6"])
+    assert "is finished already" in capsys.readouterr().out
+    pathological.main([*options, "--seconds", str(1.5 * first["seconds"])])
+    second = json.loads((tmp_path / "summary.json").read_text())
+    assert second["seconds"] >= 1.5 * first["seconds"]
+    assert second["iterations"] == 2 * len(read_metrics(tmp_path)) >= 4
+
+
+def test_a_run_ends_when_it_succeeds(tmp_path):
+    """Two symbols in ten steps, which an orthogonal network learns at once."""
+    options = (
+        "--device cpu --problem temporal_order --length 10 --model dtriv --hidden 30 --seconds 60 --lr 1e-2".split()
+    )
+    pathological.main([*options, "--test-size", "1200", "--seconds", "60", "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    rows = read_metrics(tmp_path)
+    assert summary["solved"]
+    assert summary["seconds"] < 60
+    assert float(rows[-1]["test_error"]) < 0.01
+    assert rows[-1]["test_sequences"] == "1200"
+    assert all(float(row["test_error"]) >= 0.01 for row in rows[:-1])
+    pathological.main([*options, "--test-size", "1200", "--seconds", "90", "--out", str(tmp_path)])
+    assert read_metrics(tmp_path) == rows
+
+
+def test_few_wrong_of_the_first_sequences_are_no_success_yet(monkeypatch):
+    """All are tested where fewer than 2 % of the first thousand are wrong, and all count."""
+    problem = Problem("xor", 10)
+    data = draw(problem, 1500)
+    bad = torch.arange(1500) % 100 == 0  # 1 %
+
+    class Almost(torch.nn.Module):
+        def forward(self, x, last):
+            right = (data[1] * 2 - 1)[self.start : self.start + len(x), 0]
+            wrong = bad[self.start : self.start + len(x)]
+            self.start = (self.start + len(x)) % self.count
+            return torch.where(wrong, -right, right)[:, None]
+
+    class OneRun:
+        workers = type("Alone", (), {"rank": 0, "size": 1, "sum": staticmethod(lambda values: values)})
+        config, folder = options_of(), "folder"
+
+    model = Almost()
+    model.start, model.count = 0, 1000
+    evaluate = pathological.evaluate
+
+    def note(run, model, part, *rest):
+        model.start, model.count = 0, len(part[0])
+        return evaluate(run, model, part, *rest)
+
+    monkeypatch.setattr(pathological, "evaluate", note)
+    found = pathological.tested(OneRun, model, data, SequenceLoss(problem, 0))
+    assert found["test_error"] == pytest.approx(0.01)
+    assert found["test_sequences"] == 1500
+    assert not pathological.is_solved(found, 1500)
+    assert not pathological.is_solved({"test_error": 0.0, "test_sequences": 1000}, 1500)
+    bad[::50] = True  # 2 %
+    assert pathological.tested(OneRun, model, data, SequenceLoss(problem, 0))["test_sequences"] == 1000
+
+
+def test_plot_compares_optimizers_of_a_problem(tmp_path, capsys):
+    for optimizer in ("adam", "hf"):
+        options = [*TINY, "--model", "gru", "--iterations", "1", "--epochs", "2", "--optimizer", optimizer]
+        pathological.main([*options, "--out", str(tmp_path / optimizer)])
+    capsys.readouterr()
+    plot.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "pathological-default-addition-10" in out
+    assert "optimizer=adam" in out
+    assert "optimizer=hf" in out
+    assert (tmp_path / "pathological-default-addition-10.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# The table
+
+
+def make_up(root, pair, seed, *, solved, seconds, problem="addition", length=50, error=0.9):
+    """The files of a finished run."""
+    config = PathologicalConfig(problem=problem, length=length, seed=seed, **pathological_table.PAIRS[pair]).filled()
+    folder = root / pathological.folder_name(config)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"task": "pathological", **vars(config)}))
+    summary = {"task": "pathological", "parameters": 10501, "solved": solved, "seconds": seconds, "test_error": error}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    names = "epoch,train_loss,damping,ratio,test_error"
+    lines = [f"{epoch},{0.5**epoch},{0.1 / epoch},{0.3 * epoch},{0.9 / epoch}" for epoch in range(1, 6)]
+    (folder / "metrics.csv").write_text("\n".join([names, *lines, ""]))
+
+
+def test_the_table_of_made_up_runs(tmp_path, capsys):
+    for seed, seconds in enumerate((40.0, 60.0, 50.0)):
+        make_up(tmp_path, "tanh-hf", seed, solved=True, seconds=seconds, error=0.005)
+    make_up(tmp_path, "tanh-hf-undamped", 0, solved=False, seconds=301.0, error=0.84)
+    make_up(tmp_path, "gru-adam", 0, solved=True, seconds=20.0, error=0.005)
+    make_up(tmp_path, "gru-adam", 1, solved=True, seconds=303.0, error=0.005)  # too late
+    make_up(tmp_path, "gru-adam", 0, solved=True, seconds=70.4, length=100, problem="temporal_order")
+    pathological_table.main(["--report", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:5] == [
+        "|  | addition, T = 50 | temporal order, T = 100 |",
+        "|---|---|---|",
+        "| tanh RNN, HF | 3/3, 50 s |  |",
+        "| tanh RNN, HF, undamped | 0/1, 84 % wrong |  |",
+        "| GRU, Adam | 1/2, 20 s | 1/1, 70 s |",
+    ]
+    assert (tmp_path / "pathological.md").read_text().splitlines() == printed[:5]
+    rows = (tmp_path / "pathological.csv").read_text().splitlines()
+    assert rows[0] == "problem,length,pair,parameters,runs,solved,seconds,test_error"
+    assert rows[1] == "addition,50,tanh-hf,10501,3,3,50.0,0.005"
+    for name in ("pathological.png", "damping.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_table_without_both_kinds_of_damping_has_no_figure_of_it(tmp_path):
+    make_up(tmp_path, "tanh-hf", 0, solved=True, seconds=1.0)
+    pathological_table.main(["--report", "--out", str(tmp_path)])
+    assert not (tmp_path / "damping.png").exists()
+
+
+def test_a_table_of_nothing_says_so(tmp_path, caplog):
+    pathological_table.main(["--report", "--out", str(tmp_path)])
+    assert "no finished run of the pathological problems" in caplog.text
+    assert not (tmp_path / "pathological.md").exists()
+
+
+def test_the_table_makes_its_runs_and_skips_what_is_finished(tmp_path, monkeypatch, capsys):
+    options = "--pairs gru-adam --problems temporal_order --lengths 10 --seeds 1 --hidden 3 --test-size 20".split()
+    options += ["--out", str(tmp_path)]
+    pathological_table.main([*options, "--seconds", "0.01"])
+    assert "| GRU, Adam | " in capsys.readouterr().out
+    assert names_in(tmp_path) == {
+        "temporal_order-10-gru-adam-seed0",
+        *("pathological.md", "pathological.csv", "pathological.png"),
+    }
+    asked = []
+    monkeypatch.setattr(pathological_table, "train", asked.append)
+    pathological_table.main([*options, "--seconds", "0.01"])
+    assert asked == []
+    pathological_table.main([*options, "--seconds", "1000"])
+    assert [config.model for config in asked] == ["gru"]
+
+
+def test_the_table_has_eleven_pairs_in_the_order_of_their_need():
+    options = pathological_table.parse(["--seeds", "2", "--lengths", "50,100"])
+    made = list(pathological_table.configs(options))
+    assert len(made) == 11 * 3 * 2 * 2
+    assert len({config.out for config in made}) == len(made)
+    assert [(config.seed, config.length) for config in made[::33]] == [(0, 50), (0, 100), (1, 50), (1, 100)]
+    assert [pathological.pair_name(vars(config)) for config in made[:11]] == list(pathological_table.PAIRS)
+    undamped = made[1]
+    assert (undamped.structural_damping, undamped.damping) == (0, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pairs", "mlp-adam"], "'mlp-adam' is not one of tanh-hf"),
+        (["--problems", "adding"], "'adding' is not one of addition"),
+        (["--lengths", "5"], "length must be 10 or more, got 5"),
+        (["--lengths", "short"], "invalid literal"),
+        (["--seconds", "0"], "--seconds must be positive"),
+    ],
+)
+def test_bad_options_of_the_table(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        pathological_table.parse(argv)
+    assert message in capsys.readouterr().err
