@@ -101,6 +101,7 @@ def test_a_compiled_graph():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
 def test_compiled_code():
     q, k, v, _ = (None if x is None else x.detach().float().requires_grad_() for x in make(2, 4, 200, 16, 16))
     program = torch.compile(attend, fullgraph=True)
