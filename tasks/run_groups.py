@@ -29,6 +29,7 @@ EXPERIMENT = (
 # What a task is judged by.
 METRIC = {
     "adding": "test_loss",
+    "bouncing_balls": "test_kl",
     "copying": "test_loss",
     "image_classification": "test_accuracy",
     "image_generation": "test_bits_per_dim",
@@ -38,6 +39,7 @@ METRIC = {
     "pixel_mnist": "validation_accuracy",
     "plane_vibration": "validation_forecast_mse",
     "point_cloud": "train_loss",
+    "polyphonic_music": "validation_nll",
     "recall": "validation_accuracy",
     "silverbox": "validation_loss",
     "speech": "validation_mse",

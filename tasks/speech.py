@@ -28,27 +28,34 @@ The presets "timit-84", "timit-120" and "timit-158" have the LSTMs of tables 2 a
 LSTM's values. The orthogonal weight of a DTRIV is trained with a rate of its own and by Adam with beta1 = 0, which is
 the paper's RMSprop but for the first steps: it divides by an unbiased mean square. The default preset is for two cores.
 
+By --optimizer hf a batch has up to 600 recordings, of which 150 show the curvature, and the loss is half the squared
+error of a recording; lambda 50 at first and mu 0.1 are those of the supplement, whose sequences have 100 frames.
+
 The epoch with the least validation error gives the weights that are tested, once, in the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
+from tasks.common.batches import Samples, ShuffledBatches
 from tasks.common.config import option, parse
 from tasks.common.files import exit_on, write_figure
+from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import evaluate, fit
+from tasks.common.train import Trainer, evaluate
 from tasks.data.mfcc import FEATURES, mfcc
 from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
-from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
+from tasks.models.next_step import NextStep, NextStepConfig
+from tasks.models.recurrent import RuleOptions
 
 # tables 7 to 10
 TABLE = {
@@ -65,12 +72,16 @@ RMSPROP_ALPHA = 0.99  # torch's default, which the authors' DTRIVs are trained w
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeechConfig(RecurrentConfig):
+class SpeechConfig(NextStepConfig):
     """Options of speech."""
 
+    settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
+        "hf": {"batch_size": 600, "curvature_size": 150},
+        "": {"batch_size": 32},
+    }
+
     epochs: int = option(50, "passes over the training recordings", may_change=True)
-    batch_size: int = option(32, "recordings in a step")
-    lr: float = option(3e-3, "Adam's learning rate; the paper's 1e-4 is for 700 epochs of a larger set")
+    lr: float = option(3e-3, "learning rate, but of hf; the paper's 1e-4 is for 700 epochs of a larger set")
     hidden: int = option(84, "size of h")
     forget_bias: float = option(-4.0, "bias of an LSTM's forget gate at first, each of the two", is_signed=True)
     data: str = option("auto", "recordings; auto is the digits if they are there", SOURCES)
@@ -78,6 +89,8 @@ class SpeechConfig(RecurrentConfig):
     timit: str = option("", "folder of TIMIT; empty is HBNODE_DATA/timit", may_change=True)
     train_size: int = option(0, "training recordings; 0: all")
     orthogonal_lr: float = option(2e-4, "learning rate of a DTRIV's orthogonal weight")
+    damping: float = option(50.0, "hf: lambda at first")
+    structural_damping: float = option(0.1, "hf: mu, the factor of lambda on hidden states; 0: none")
     init: str = option("henaff", "how a DTRIV's orthogonal weight starts", ("cayley", "henaff"))
 
 
@@ -123,28 +136,15 @@ def read_batches(config: SpeechConfig) -> tuple[dict[str, Samples], str]:
 # Models
 
 
-class Predictor(nn.Module):
-    """A recurrent layer and a linear readout of its h.
-
-    Arguments:
-        config: the options.
-    """
-
-    def __init__(self, config: SpeechConfig) -> None:
-        super().__init__()
-        features = COUNT[config.features]
-        self.layer = config.make_layer(features, TABLE, batch_first=True, init=config.init)
-        self.readout = nn.Linear(config.hidden, features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Frames (batch, T, features) -> what follows each, (batch, T, features)."""
-        return self.readout(self.layer(x)[0])
+def make_model(config: SpeechConfig) -> NextStep:
+    """The model that the options describe."""
+    return NextStep(config, COUNT[config.features], TABLE, init=config.init)
 
 
 def make_optimizer(config: SpeechConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Adam; see above for the orthogonal weight of a DTRIV."""
-    if config.cell != "dtriv":
-        return torch.optim.Adam(model.parameters(), lr=config.lr)
+    """The optimizer; see above for what Adam does to the orthogonal weight of a DTRIV."""
+    if config.cell != "dtriv" or config.optimizer != "adam":
+        return config.make_optimizer(model.parameters(), "mse")
     others, orthogonal = hbnode.recurrent.parameter_groups(model, config.lr, config.orthogonal_lr)
     return torch.optim.Adam([others, orthogonal | {"betas": (0.0, RMSPROP_ALPHA)}])
 
@@ -164,6 +164,32 @@ def frame_loss(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, floa
     return errors.sum() / (lengths.sum() * x.shape[2]), {"mse": (errors * share).mean().item()}
 
 
+class FrameError(Objective):
+    """The mean squared error of a batch's frames; of a Hessian-free optimizer half its sum over a recording."""
+
+    loss = "mse"
+
+    def __init__(self, curvature_size: int = 0) -> None:
+        self.curvature_size = curvature_size
+
+    def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+        """See :func:`frame_loss`."""
+        return frame_loss(model, batch)
+
+    def outputs(
+        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+        """Predictions, the frames, and what structural damping acts on; padding is predicted without an error."""
+        x, lengths, _ = batch
+        x = x[:, : int(lengths.max()) + 1]
+        before, after = x[:, :-1], x[:, 1:]
+        valid = (torch.arange(after.shape[1], device=x.device) < lengths[:, None])[..., None]
+        if not with_hidden:
+            return model(before).where(valid, after), after
+        predicted, (hidden, weight) = cast(NextStep, model).with_hidden(before)
+        return predicted.where(valid, after), after, (hidden, weight * valid)
+
+
 def yardsticks(train: Samples, test: Samples) -> dict[str, float]:
     """Mean squared errors of the test set without a model."""
     x, lengths, _ = train
@@ -180,30 +206,32 @@ def train(config: SpeechConfig) -> None:
     """Train one model with one seed, and test the best epoch's weights once."""
     with exit_on(FileNotFoundError, ValueError):
         batches, source = read_batches(config)
-    config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
+    # a run is of one source, and is not resumed with another
+    config = dataclasses.replace(config.filled(), data=source)
     features = "" if config.features == "spectra" else f"-{config.features}"
-    run = Run("speech", config, f"{config.preset}-{source}{features}-{config.cell}-{config.model}-seed{config.seed}")
-    model = Predictor(config)
+    run = Run("speech", config, f"{config.preset}-{source}{features}-{config.name}")
+    model = make_model(config)
     simple = yardsticks(batches["train"], batches["test"])
     sizes = "/".join(str(len(x)) for x, _, _ in batches.values())
     errors_without = ", ".join(f"{name} {value:.4g}" for name, value in simple.items())
-    run.announce(model, config.model, f"data: {source}, {sizes} recordings; {errors_without}")
-
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(config, model)
-
-    parts = batches["train"], batches["validation"]
-    results = fit(run, model, *parts, frame_loss, held_out="validation", optimizer=optimizer, best="validation_mse")
+    run.announce(model, config.title, f"data: {source}, {sizes} recordings; {errors_without}")
+    objective = FrameError(config.curvature_size)
+    trainer = Trainer(
+        run, model, ShuffledBatches(run, batches["train"]), objective, functools.partial(make_optimizer, config)
+    )
+    validation, test = (tuple(x.to(run.workers.device) for x in batches[name]) for name in ("validation", "test"))
+    results = trainer.fit(
+        lambda: evaluate(run, model, validation, objective, "validation"), best="validation_mse", stop=config.is_over
+    )
     if not run.is_finished:
-        test = tuple(x.to(run.workers.device) for x in batches["test"])
-        results |= evaluate(run, model, test, frame_loss, "test")
+        results |= evaluate(run, model, test, objective, "test")
         if run.workers.rank == 0:
-            print(f"{config.model}: test MSE {results['test_mse']:.4g}, epoch {results['best_epoch']}")
-            draw_prediction(model, test, f"{title(config.model, config.cell)}, {source}", run)
+            print(f"{config.title}: test MSE {results['test_mse']:.4g}, epoch {results['best_epoch']}")
+            draw_prediction(model, test, f"{config.title}, {source}", run)
     run.finish(model, source=source, rule=dataclasses.asdict(config.rule_options(TABLE)), **simple, **results)
 
 
-def draw_prediction(model: Predictor, test: Samples, name: str, run: Run) -> None:
+def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run) -> None:
     """Draw the longest recording of the test set and its prediction, in ``prediction.png``."""
     import matplotlib.pyplot as plt
 

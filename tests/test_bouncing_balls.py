@@ -1,5 +1,6 @@
 """Bouncing balls: the simulator's physics, the pictures, the loss, free running, training and resuming."""
 
+import json
 import math
 
 import numpy as np
@@ -9,8 +10,11 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
+from tasks import bouncing_balls
+from tasks.common.config import parse
 from tasks.data import bouncing_balls as balls
 from tasks.data.bouncing_balls import BALLS, RADIUS, SIDE, SPEED, State
+from tests.small_runs import names_in, read_metrics
 
 # The simulator
 
@@ -149,3 +153,163 @@ def test_videos_are_pictures_of_trajectories():
     assert torch.equal(balls.videos(4, 6, torch.Generator().manual_seed(1)), balls.render(moments))
     assert balls.videos(0, 6, torch.Generator()).shape == (0, 6, SIDE * SIDE)
     assert balls.videos(2, 1, torch.Generator()).shape == (2, 1, SIDE * SIDE)
+
+
+# The loss
+
+
+def test_the_divergence_is_the_supplements_formula():
+    q = torch.rand(2, 3, 5, dtype=torch.float64)
+    q[0, 0] = torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0])
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    expected = []
+    for n in range(2):
+        total = 0.0
+        for y, x in zip(q[n].flatten().tolist(), logits[n].flatten().tolist(), strict=True):
+            p = 1 / (1 + math.exp(-x))
+            total += (y * math.log(y / p) if y > 0 else 0) + ((1 - y) * math.log((1 - y) / (1 - p)) if y < 1 else 0)
+        expected.append(total)
+    torch.testing.assert_close(bouncing_balls.divergence(logits, q), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(bouncing_balls.divergence(q.logit(eps=1e-12), q), torch.zeros(2).double())
+
+
+def test_the_loss_is_of_the_frames_after_the_first():
+    videos = balls.videos(4, 12, torch.Generator().manual_seed(0))
+    model = torch.nn.Linear(324, 324)
+    loss, means = bouncing_balls.Divergence()(model, (videos,))
+    before, after = videos[:, :-1], videos[:, 1:]
+    p = model(before).sigmoid()
+    crossed = torch.nn.functional.binary_cross_entropy(p, after, reduction="sum") / 4
+    entropy = torch.nn.functional.binary_cross_entropy(after, after, reduction="sum") / 4
+    torch.testing.assert_close(loss, crossed)
+    assert means["kl"] == pytest.approx((crossed - entropy).item(), rel=1e-4)
+    assert means["squared_error"] == pytest.approx(((p - after) ** 2).sum().item() / (4 * 11), rel=1e-5)
+
+
+def test_yardsticks():
+    test = balls.videos(50, 12, torch.Generator().manual_seed(0))
+    found = bouncing_balls.yardsticks(test)
+    true = test[:, 1:].double().flatten(0, 1)
+    assert found["mean_squared_error"] == pytest.approx(true.var(0, correction=0).sum().item(), rel=1e-4)
+    mean = true.mean(0).expand_as(true)
+    crossed = torch.nn.functional.binary_cross_entropy(mean, true, reduction="sum")
+    entropy = torch.nn.functional.binary_cross_entropy(true, true, reduction="sum")
+    assert found["mean_kl"] == pytest.approx((crossed - entropy).item() / 50, rel=1e-3)
+    moved = (test[:, 1:] - test[:, :-1]).double().square().sum((0, 1, 2)).item() / (50 * 11)
+    assert found["repeat_squared_error"] == pytest.approx(moved, rel=1e-5)
+
+
+# Free running
+
+
+class Fading(torch.nn.Module):
+    """Predicts half of what it saw last, and remembers how much it was shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.lengths = []
+
+    def forward(self, x):
+        self.lengths.append(x.shape[1])
+        return (x / 2).logit(eps=1e-12)
+
+
+def test_free_running_sees_the_first_frames_only():
+    video = torch.rand(6, 4, dtype=torch.float64)
+    model = Fading()
+    found = bouncing_balls.free_running(model, video, given=3)
+    torch.testing.assert_close(found[:3], video[:3] / 2)
+    torch.testing.assert_close(found[3:], torch.stack([video[2] / 4, video[2] / 8]))
+    assert model.lengths == [3, 4, 5, 5]
+
+
+def test_free_running_and_prediction_agree_as_long_as_frames_are_given():
+    config = bouncing_balls.BouncingBallsConfig(model="plain", hidden=5)
+    model = bouncing_balls.NextStep(config, 324, bouncing_balls.TABLE)
+    video = balls.videos(1, 14, torch.Generator().manual_seed(0))[0]
+    with torch.no_grad():
+        predicted = model(video[None, :-1])[0].sigmoid()
+    found = bouncing_balls.free_running(model, video)
+    torch.testing.assert_close(found[: bouncing_balls.GIVEN], predicted[: bouncing_balls.GIVEN])
+    assert not torch.equal(found[-1], predicted[-1])
+
+
+# Runs
+
+QUICK = "--device cpu --hidden 5 --batch-size 4 --iterations 2 --test-size 5 --length 12".split()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--model", "momentum"], ["--model", "plain", "--cell", "rnn", "--optimizer", "hf", "--max-cg", "5"]],
+    ids=["adam", "hf"],
+)
+def test_a_run_resumes_to_the_same_numbers_and_writes_its_files(options, tmp_path, capsys, monkeypatch):
+    options = [*QUICK, *options]
+    bouncing_balls.main([*options, "--epochs", "2", "--out", str(tmp_path / "whole")])
+    assert "mean_kl" in capsys.readouterr().out
+    monkeypatch.setattr(bouncing_balls, "write_picture", lambda *args: None)
+    for epochs in ("1", "2"):
+        bouncing_balls.main([*options, "--epochs", epochs, "--out", str(tmp_path / "parts")])
+    rows = read_metrics(tmp_path / "whole")
+    assert read_metrics(tmp_path / "parts") == rows
+    assert "train_loss" in rows[0]
+    names = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt", "frames.png"}
+    assert names_in(tmp_path / "whole") == names
+    summary = json.loads((tmp_path / "parts" / "summary.json").read_text())
+    assert summary["test_kl"] == float(rows[-1]["test_kl"])
+    assert summary["videos"] == 16
+
+
+def test_every_epoch_has_new_videos_and_all_runs_the_same_test(tmp_path, monkeypatch):
+    made = []
+    whole = bouncing_balls.videos
+
+    def note(count, frames, generator):
+        made.append(whole(count, frames, generator))
+        return made[-1]
+
+    monkeypatch.setattr(bouncing_balls, "videos", note)
+    monkeypatch.setattr(bouncing_balls, "write_picture", lambda *args: None)
+    for seed in ("0", "1"):
+        options = [*QUICK, "--model", "plain", "--seed", seed, "--epochs", "2", "--out", str(tmp_path / seed)]
+        bouncing_balls.main(options)
+    assert [len(x) for x in made] == [5, 8, 8, 5, 8, 8]
+    assert torch.equal(made[0], made[3])
+    assert len({x[0].sum().item() for x in made}) == 5
+
+
+def test_a_run_ends_when_its_seconds_are_spent(tmp_path, monkeypatch):
+    monkeypatch.setattr(bouncing_balls, "write_picture", lambda *args: None)
+    options = [*QUICK, "--model", "plain", "--epochs", "50", "--out", str(tmp_path)]
+    bouncing_balls.main([*options, "--seconds", "1e-6"])
+    assert len(read_metrics(tmp_path)) == 1
+    before = (tmp_path / "summary.json").read_bytes()
+    bouncing_balls.main([*options, "--seconds", "1e-6"])
+    assert (tmp_path / "summary.json").read_bytes() == before  # finished already
+    bouncing_balls.main([*options, "--epochs", "3"])
+    assert len(read_metrics(tmp_path)) == 3
+
+
+def test_a_pixels_motion_is_learned(tmp_path, monkeypatch):
+    """Well below what the mean frame has."""
+    monkeypatch.setattr(bouncing_balls, "write_picture", lambda *args: None)
+    options = "--device cpu --cell gru --model plain --hidden 40 --batch-size 25 --iterations 25 --epochs 2 --lr 1e-2"
+    bouncing_balls.main([*options.split(), "--test-size", "50", "--length", "12", "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["test_kl"] < 0.85 * summary["mean_kl"]
+
+
+def test_settings_are_those_of_the_optimizer():
+    def filled(*argv):
+        argv = ["--device", "cpu", *argv]
+        return parse(bouncing_balls.BouncingBallsConfig, bouncing_balls.PRESETS, "", argv).filled()
+
+    assert (filled().batch_size, filled().iterations, filled().curvature_size) == (50, 100, 0)
+    hf = filled("--optimizer", "hf", "--batch-size", "300")
+    assert (hf.batch_size, hf.iterations, hf.curvature_size) == (300, 1, 250)
+    paper = filled("--preset", "supplement")
+    assert (paper.batch_size, paper.curvature_size, paper.damping, paper.structural_damping) == (40_000, 4_000, 1, 1)
+    assert paper.batch_size * paper.epochs * paper.iterations == 100_000_000
+    with pytest.raises(SystemExit):
+        filled("--length", "10")

@@ -126,7 +126,7 @@ def test_speech_is_trained_on_them(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = "--device cpu --data generated --hidden 5 --batch-size 4 --features mfcc --model plain --epochs 1"
     speech.main(options.split())
-    folder = tmp_path / "runs" / "speech" / "default-generated-mfcc-lstm-plain-seed0"
+    folder = tmp_path / "runs" / "speech" / "default-generated-mfcc-lstm-plain-adam-seed0"
     summary = json.loads((folder / "summary.json").read_text())
     assert 0.3 < summary["test_mse"] < 3  # the mean frame has about 1
     assert "prediction.png" in names_in(folder)

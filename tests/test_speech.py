@@ -261,6 +261,26 @@ def test_the_loss_is_the_mean_over_valid_frames():
     assert speech.frame_loss(model, (x, lengths, share))[0].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_what_a_hessian_free_optimizer_minimises_is_half_the_error_of_a_recording():
+    batch = batch_of(speech_data.tones((4, 1, 1))["train"])
+    model = make(model="plain", cell="rnn").double()
+    batch = batch[0].double(), *batch[1:]
+    objective = speech.FrameError()
+    predicted, frames = objective.outputs(model, batch)
+    total = objective.value(predicted, frames)
+    loss, _ = objective(model, batch)
+    assert total.item() == pytest.approx(loss.item() * batch[1].sum().item() * 129 / 2 / 4)
+    again, _, (hidden, weight) = objective.outputs(model, batch, with_hidden=True)
+    assert torch.equal(again, predicted)
+    padding = torch.arange(hidden.shape[1]) >= batch[1][:, None]
+    assert weight[padding].eq(0).all()
+    assert weight[~padding].ge(1).all()
+    gradients = torch.autograd.grad(total, list(model.parameters()))
+    batch[0][0, batch[1][0] + 1 :] = 9.0  # padding of another kind
+    others = torch.autograd.grad(objective.value(*objective.outputs(model, batch)), list(model.parameters()))
+    torch.testing.assert_close(gradients, others)
+
+
 @pytest.mark.parametrize(("size", "chosen"), [(0, range(12)), (4, [0, 3, 6, 9]), (5, [0, 2, 4, 7, 9]), (99, range(12))])
 def test_fewer_recordings_are_from_everywhere(size, chosen, monkeypatch):
     waves = speech_data.tones((12, 1, 1))
@@ -297,21 +317,21 @@ def test_yardsticks():
 )
 def test_the_papers_sizes(preset, count):
     config = speech.SpeechConfig(preset=preset, model="momentum", **speech.PRESETS[preset])
-    model = speech.Predictor(config)
+    model = speech.make_model(config)
     assert sum(p.numel() for p in model.parameters()) == count
     assert config.rule_options(speech.TABLE) == RuleOptions(momentum=0.3, step_size=0.1)
 
 
 def test_the_papers_tables():
     for preset in speech.PRESETS:
-        config = speech.SpeechConfig(preset=preset, **speech.PRESETS[preset])
+        config = speech.SpeechConfig(preset=preset, **speech.PRESETS[preset]).filled()
         wanted = (128, 1e-3, 2e-4, 1.0) if config.cell == "dtriv" else (32, 1e-4, 2e-4, 0.0)
         assert (config.batch_size, config.lr, config.orthogonal_lr, config.clip) == wanted
         assert (config.epochs, config.init, config.forget_bias, config.data) == (700, "henaff", -4, "timit")
 
 
 def make(**options):
-    return speech.Predictor(speech.SpeechConfig(hidden=6, **options))
+    return speech.make_model(speech.SpeechConfig(hidden=6, **options))
 
 
 @pytest.mark.parametrize("options", [{"model": "momentum"}, {"model": "sr"}, {"model": "adam", "cell": "dtriv"}])
@@ -334,7 +354,7 @@ def test_the_forget_gates_biases():
 
 def test_an_orthogonal_weight_has_a_rate_of_its_own():
     config = speech.SpeechConfig(model="momentum", cell="dtriv", hidden=6, lr=1e-3, orthogonal_lr=2e-4)
-    model = speech.Predictor(config)
+    model = speech.make_model(config)
     others, orthogonal = speech.make_optimizer(config, model).param_groups
     assert (others["lr"], orthogonal["lr"]) == (1e-3, 2e-4)
     assert (others["betas"], orthogonal["betas"]) == ((0.9, 0.999), (0.0, 0.99))
@@ -370,7 +390,15 @@ def few(monkeypatch):
     monkeypatch.setattr(speech_data, "tones", lambda: whole((6, 3, 3)))
 
 
-@pytest.mark.parametrize("options", [["--model", "momentum"], ["--model", "sr", "--cell", "dtriv", "--clip", "1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model", "momentum"],
+        ["--model", "sr", "--cell", "dtriv", "--clip", "1"],
+        ["--model", "plain", "--cell", "gru", "--optimizer", "hf", "--max-cg", "4"],
+    ],
+    ids=["adam", "dtriv", "hf"],
+)
 def test_a_run_resumes_to_the_same_numbers_and_writes_its_files(options, few, tmp_path, capsys, monkeypatch):
     options = [*options, *QUICK]
     speech.main([*options, "--epochs", "2", "--out", str(tmp_path / "whole")])
@@ -400,7 +428,7 @@ def test_the_best_epochs_weights_are_tested(few, tmp_path, monkeypatch):
     summary = json.loads((folder / "summary.json").read_text())
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
     config = speech.SpeechConfig(hidden=5, model="plain", data="generated")
-    model = speech.Predictor(config)
+    model = speech.make_model(config)
     model.load_state_dict(checkpoint["best"]["model"])
     with torch.no_grad():
         batches, _ = speech.read_batches(config)

@@ -1,0 +1,219 @@
+"""Bouncing balls: the next frame of a video of three balls in a box, from those before it.
+
+Section 3.1 of the supplement of Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free
+Optimization (2011): videos of 30 frames of 18 x 18 pixels, real numbers in [0, 1]. A recurrent layer with a linear
+readout predicts frame t + 1 after frame t, so 29 frames of a video are predicted. The loss of a video is the sum over
+these frames and their pixels q of the Kullback-Leibler divergence from the prediction p, q log(q / p) + (1 - q)
+log((1 - q) / (1 - p)). What is trained on is the cross-entropy, which differs from it by the entropy of q, a constant.
+Reported are the divergence a video, "kl", and the squared error a frame, the sum over its pixels, "squared_error".
+
+The supplement does not give the balls' size and speed: here radius 0.12 and root mean square speed 0.05 a frame in a
+box of side 1, without gravity, see tasks/data/bouncing_balls.py. Its figures are of other videos. Yardsticks: the mean
+frame, and the last frame repeated; the divergence of the latter, whose pixels are 0 and 1 too, is infinite.
+
+Every video is new: an epoch is --iterations batches. By --optimizer hf a batch has 1,000 videos, of which 250 show the
+curvature, else 50. The supplement's 40,000 and 4,000, its damping (lambda 1 at first, mu 1), and 10^8 videos in all are
+the preset "supplement". The test videos are the same for all runs. A rule's values are those of MNIST in table 7 of the
+MomentumRNN paper, not tuned. In the end a video is drawn beside its predictions: from the true frames, and running
+free, from the first 10 frames and then its own predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from tasks.common.batches import FreshData, Samples, ShuffledBatches, epoch_generator
+from tasks.common.config import option, parse
+from tasks.common.files import write_figure
+from tasks.common.optimizers import Objective
+from tasks.common.run import Run
+from tasks.common.sweep import sweep
+from tasks.common.train import Trainer, evaluate
+from tasks.data.bouncing_balls import SIDE, videos
+from tasks.models.next_step import NextStep, NextStepConfig
+from tasks.models.recurrent import RuleOptions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+PIXELS = SIDE * SIDE
+TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}
+TEST_SEED = 2**62  # which no training data has
+EVAL_BATCH_SIZE = 250
+GIVEN = 10  # frames that free running begins with
+SHOWN = 12  # frames of the picture
+GAP = 2  # pixels between two of them
+
+
+@dataclasses.dataclass(frozen=True)
+class BouncingBallsConfig(NextStepConfig):
+    """Options of bouncing balls; an epoch is some fresh batches."""
+
+    settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
+        "hf": {"batch_size": 1000, "curvature_size": 250, "iterations": 1},
+        "": {"batch_size": 50, "iterations": 100},
+    }
+    positive: ClassVar[tuple[str, ...]] = (*NextStepConfig.positive, "test_size")
+
+    epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
+    iterations: int = option(0, "batches in an epoch; 0: 1 of hf, 100 of others")
+    lr: float = option(2e-3, "learning rate, but of hf")
+    hidden: int = option(100, "size of h")
+    length: int = option(30, "frames of a video")
+    test_size: int = option(1000, "test videos")
+    damping: float = option(1.0, "hf: lambda at first")
+    structural_damping: float = option(1.0, "hf: mu, the factor of lambda on hidden states; 0: none")
+
+    def __post_init__(self) -> None:
+        if self.length <= GIVEN:
+            raise ValueError(f"--length must be {GIVEN + 1} or more, got {self.length}")
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    "supplement": {"batch_size": 40_000, "curvature_size": 4_000, "optimizer": "hf", "epochs": 2_500}
+}
+
+
+# Loss
+
+
+class Divergence(Objective):
+    """The cross-entropy of a batch's frames after the first, a video; its divergence and squared error."""
+
+    loss = "bce"
+
+    def __init__(self, curvature_size: int = 0) -> None:
+        self.curvature_size = curvature_size
+
+    def outputs(
+        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+        """Logits of the frames after the first, these frames, and what structural damping acts on."""
+        (x,) = batch
+        if not with_hidden:
+            return model(x[:, :-1]), x[:, 1:]
+        logits, hidden = cast(NextStep, model).with_hidden(x[:, :-1])
+        return logits, x[:, 1:], hidden
+
+    def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """The divergence a video, and the squared error a frame."""
+        return {
+            "kl": divergence(outputs, targets).mean().item(),
+            "squared_error": (outputs.sigmoid() - targets).square().sum(2).mean().item(),
+        }
+
+
+def divergence(logits: Tensor, targets: Tensor) -> Tensor:
+    """The Kullback-Leibler divergence of each video, (batch,), from logits (batch, frames, pixels) of pixels."""
+    entropy = -torch.xlogy(targets, targets) - torch.xlogy(1 - targets, 1 - targets)
+    crossed = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return (crossed - entropy).sum((1, 2))
+
+
+def yardsticks(test: Tensor) -> dict[str, float]:
+    """What can be said of the test videos (N, frames, pixels) without a model."""
+    true = test[:, 1:]
+    mean = true.mean((0, 1)).expand_as(true)
+    return {
+        "mean_kl": divergence(mean.logit(eps=1e-6), true).mean().item(),
+        "mean_squared_error": (mean - true).square().sum(2).mean().item(),
+        "repeat_squared_error": (test[:, :-1] - true).square().sum(2).mean().item(),
+    }
+
+
+# The picture
+
+
+@torch.no_grad()
+def free_running(model: nn.Module, video: Tensor, given: int = GIVEN) -> Tensor:
+    """The frames after the first, each predicted from the frames before it: of the first ones the true, then its own.
+
+    Arguments:
+        model: of logits.
+        video: true frames (frames, pixels).
+        given: how many of them the model sees.
+    """
+    seen = video[None, :given]
+    while seen.shape[1] < len(video):
+        seen = torch.cat([seen, model(seen)[:, -1:].sigmoid()], dim=1)
+    return model(seen[:, :-1])[0].sigmoid()
+
+
+@torch.no_grad()
+def draw_video(model: nn.Module, video: Tensor, figure: Figure | SubFigure) -> None:
+    """Draw some frames of a video (frames, pixels), true, predicted and running free, in three rows."""
+    from matplotlib.patches import Rectangle
+
+    model.eval()
+    predicted = model(video[None, :-1])[0].sigmoid()
+    rows = {"true": video[1:], "predicted from\ntrue frames": predicted, "running free": free_running(model, video)}
+    chosen = torch.linspace(0, len(video) - 2, min(SHOWN, len(video) - 1)).round().long()
+    centres = [(SIDE + GAP) * column + SIDE / 2 - 0.5 for column in range(len(chosen))]
+    for ax, (name, frames) in zip(figure.subplots(len(rows), 1), rows.items(), strict=True):
+        pictures = frames[chosen.to(frames.device)].reshape(-1, SIDE, SIDE).cpu()
+        strip = nn.functional.pad(pictures, (0, GAP), value=torch.nan).permute(1, 0, 2).flatten(1)[:, :-GAP]
+        ax.imshow(strip.numpy(), cmap="gray_r", vmin=0, vmax=1, interpolation="none")
+        ax.set(yticks=[], xticks=centres, xticklabels=[f"{index + 2}" for index in chosen.tolist()])
+        ax.tick_params(length=0, labelsize="small")
+        ax.spines[:].set_visible(False)
+        ax.set_ylabel(name, rotation=0, ha="right", va="center")
+        for centre, index in zip(centres, chosen.tolist(), strict=True):
+            made_itself = name == "running free" and index + 1 > GIVEN  # of its inputs
+            corner = (centre - SIDE / 2, -0.5)
+            ax.add_patch(Rectangle(corner, SIDE, SIDE, fill=False, edgecolor="C3" if made_itself else "0.7", lw=0.8))
+
+
+def write_picture(model: nn.Module, video: Tensor, name: str, run: Run) -> None:
+    """Write ``frames.png``."""
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(figsize=(11, 3.4), layout="constrained")
+    draw_video(model, video, figure)
+    figure.suptitle(f"{name}: frames of a test video; red: the model saw predictions of its own", fontsize="medium")
+    write_figure(figure, run.folder / "frames.png")
+
+
+# The run
+
+
+def train(config: BouncingBallsConfig) -> None:
+    """Train one model with one seed."""
+    config = config.filled()
+    run = Run("bouncing_balls", config, f"{config.preset}-{config.name}")
+    model = NextStep(config, PIXELS, TABLE)
+    test = videos(config.test_size, config.length, torch.Generator().manual_seed(TEST_SEED))
+    simple = yardsticks(test)
+    run.announce(model, config.title, ", ".join(f"{name} {value:.4g}" for name, value in simple.items()))
+    samples = config.iterations * config.batch_size
+
+    def make(epoch: int) -> Samples:
+        return (videos(samples, config.length, epoch_generator(config.seed, epoch)),)
+
+    objective = Divergence(config.curvature_size)
+    trainer = Trainer(
+        run,
+        model,
+        ShuffledBatches(run, FreshData(samples, make)),
+        objective,
+        lambda model: config.make_optimizer(model.parameters(), objective.loss),
+    )
+    held_out = (test.to(run.workers.device),)
+    trainer.fit(lambda: evaluate(run, model, held_out, objective, "test", EVAL_BATCH_SIZE), stop=config.is_over)
+    if run.workers.rank == 0 and not run.is_finished:
+        write_picture(model, held_out[0][0], config.title, run)
+    videos_seen = len(run.rows) * samples
+    run.finish(model, **simple, videos=videos_seen, rule=dataclasses.asdict(config.rule_options(TABLE)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(BouncingBallsConfig, PRESETS, __doc__, argv), train)
+
+
+if __name__ == "__main__":
+    main()
