@@ -173,6 +173,30 @@ def readme_attention_with_momentum() -> None:
     output, state = model.step(tokens[:, 0], state)
 
 
+def readme_hessian_free_optimization() -> None:
+    import torch
+    from torch import Tensor, nn
+
+    import hbnode
+
+    x = 0.3 * torch.randn(200, 40, 1)  # noise, and before it a sign that is to be remembered for 40 steps
+    y = torch.randint(2, (200,))
+    x[:, 0, 0] = 2.0 * y - 1
+
+    rnn, readout = hbnode.TanhRNN(1, 20, batch_first=True), nn.Linear(20, 2)
+    parameters = [*rnn.parameters(), *readout.parameters()]
+    optimizer = hbnode.HessianFree(parameters, loss="cross_entropy", structural_damping=1 / 30, max_cg=50)
+
+    def evaluate() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Outputs, targets, and the hidden states that are damped."""
+        h, _ = rnn(x)
+        return readout(h[:, -1]), y, hbnode.optim.tanh_hidden(h)
+
+    for _ in range(10):
+        loss = optimizer.step(evaluate)
+        print(optimizer.progress)
+
+
 def readme_solvers_and_gradients() -> None:
     import torch
 
@@ -336,7 +360,22 @@ def attention() -> None:
     assert model.generate(tokens, 3, top_k=5, generator=torch.Generator().manual_seed(0)).shape == (2, 10)
 
 
-HABITS = (as_torchdiffeq, as_torch_nn, blocks, choices, sequences, attention)
+def hessian_free() -> None:
+    x, y = torch.randn(50, 4), torch.randint(3, (50,))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = hbnode.HessianFree(model.named_parameters(), loss="cross_entropy", damping=1.0)
+    losses = [optimizer.step(lambda: (model(x), y), lambda: (model(x[:20]), y[:20])).item() for _ in range(5)]
+    assert losses[-1] < losses[0] and optimizer.progress is not None and optimizer.progress.cg_iterations > 0
+    resumed = hbnode.HessianFree(model.named_parameters(), loss="cross_entropy", damping=1.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    lstm = nn.LSTM(4, 5, batch_first=True)
+    head = nn.Linear(5, 3)
+    both = hbnode.HessianFree([*lstm.parameters(), *head.parameters()], loss="cross_entropy", max_cg=10)
+    before = both.step(lambda: (head(lstm(x[:, None].expand(50, 6, 4))[0][:, -1]), y))
+    assert before.isfinite()
+
+
+HABITS = (as_torchdiffeq, as_torch_nn, blocks, choices, sequences, attention, hessian_free)
 
 if __name__ == "__main__":
     for habit in HABITS:

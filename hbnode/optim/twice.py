@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -23,7 +24,7 @@ def plain_paths(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if hasattr(torch.compiler, "set_stance"):
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(ROperator())
         yield
