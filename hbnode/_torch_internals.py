@@ -6,6 +6,7 @@ and they are torch's fused recurrent layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,11 @@ def sequence_number(node: Node | None) -> int:
 def is_script_method(function: object) -> bool:
     """Whether a function is a method that TorchScript has compiled."""
     return isinstance(function, torch._C.ScriptMethod)
+
+
+def may_have_compiled() -> bool:
+    """Whether anything can have been compiled: the compiler, slow to import, has been imported."""
+    return "torch._dynamo" in sys.modules
 
 
 def torch_schema(function: Any) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hbnode._torch_internals import may_have_compiled
 from hbnode.optim.recurrence import ROperator
 
 
@@ -24,7 +24,7 @@ def plain_paths(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # else nothing is compiled
+        if may_have_compiled() and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(ROperator())
         yield
