@@ -13,7 +13,7 @@ Padding counts nowhere. The epoch with the least validation nll gives the weight
 
 Yardsticks: each note with its frequency in training, and with that after a step in which it sounds or not, counted with
 one half more of each. Figures of other authors are printed beside; see :data:`PUBLISHED`. By --optimizer hf a batch has
-up to 500 parts, of which 100 show the curvature, else 16. lambda 100 at first and mu 0.1 are those of the supplement of
+up to 500 parts, of which 50 show the curvature, else 16. lambda 100 at first and mu 0.1 are those of the supplement of
 Martens and Sutskever (2011) for its MIDI sequences of 200 steps of 128 notes, which are others. A rule's values are
 those of MNIST in table 7 of the MomentumRNN paper, not tuned.
 """
@@ -35,7 +35,7 @@ from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
 from tasks.data.polyphonic import NAMES, NOTES, read_polyphonic
-from tasks.models.next_step import NextStep, NextStepConfig
+from tasks.models.next_step import CLOCKS, NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
 
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}
@@ -57,7 +57,7 @@ class PolyphonicConfig(NextStepConfig):
     """Options of polyphonic music."""
 
     settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
-        "hf": {"batch_size": 500, "curvature_size": 100},
+        "hf": {"batch_size": 500, "curvature_size": 50},
         "": {"batch_size": 16},
     }
 
@@ -183,6 +183,7 @@ def train(config: PolyphonicConfig) -> None:
         ShuffledBatches(run, parts),
         objective,
         lambda model: config.make_optimizer(model.parameters(), objective.loss),
+        clock=CLOCKS[config.clock],
     )
     results = trainer.fit(
         lambda: evaluate(run, model, validation, objective, "validation", EVAL_BATCH_SIZE),
@@ -209,11 +210,11 @@ def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run, steps:
     figure, axes = plt.subplots(2, 1, figsize=(9, 5.5), sharex=True, sharey=True, layout="constrained")
     panels = {"played": after[0, :steps].cpu(), "probability, from the steps before": probabilities}
     for ax, (label, roll) in zip(axes, panels.items(), strict=True):
-        box = (0.5, len(roll) + 0.5, 20.5, 20.5 + NOTES)
+        box = (0.5, len(roll) + 0.5, 0.5, NOTES + 0.5)
         pixels = roll.T.numpy()
         image = ax.imshow(pixels, "Greys", origin="lower", aspect="auto", extent=box, vmin=0, vmax=1)
         ax.set_title(label, fontsize="medium")
-        ax.set_ylabel("MIDI note")
+        ax.set_ylabel("note of 88")
     axes[-1].set_xlabel("step")
     figure.colorbar(image, ax=axes)
     figure.suptitle(name)

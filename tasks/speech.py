@@ -54,7 +54,7 @@ from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
 from tasks.data.mfcc import FEATURES, mfcc
 from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
-from tasks.models.next_step import NextStep, NextStepConfig
+from tasks.models.next_step import CLOCKS, NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
 
 # tables 7 to 10
@@ -217,7 +217,12 @@ def train(config: SpeechConfig) -> None:
     run.announce(model, config.title, f"data: {source}, {sizes} recordings; {errors_without}")
     objective = FrameError(config.curvature_size)
     trainer = Trainer(
-        run, model, ShuffledBatches(run, batches["train"]), objective, functools.partial(make_optimizer, config)
+        run,
+        model,
+        ShuffledBatches(run, batches["train"]),
+        objective,
+        functools.partial(make_optimizer, config),
+        clock=CLOCKS[config.clock],
     )
     validation, test = (tuple(x.to(run.workers.device) for x in batches[name]) for name in ("validation", "test"))
     results = trainer.fit(

@@ -97,6 +97,7 @@ class Trainer:
             the place of the one that is differentiated.
         optimizer: makes the optimizer of the model; Adam if not given.
         parts: what else a checkpoint holds, by name.
+        clock: what the seconds of steps are measured with.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Trainer:
         loss: Loss,
         optimizer: MakeOptimizer | None = None,
         parts: Mapping[str, Stateful] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.clock = clock
         self.run, self.config, self.workers, self.data, self.loss = run, run.config, run.workers, data, loss
         self.loss_scale = self.config.loss_scale if isinstance(self.config, ODEConfig) else 1.0
         self.model = model.to(self.workers.device)
@@ -182,7 +185,7 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if rate is not None:
                 group["lr"] = rate * factor
-        begun = time.perf_counter()
+        begun = self.clock()
         with hbnode.count_nfe(self.wrapped) as nfe:
             try:
                 value, means = self.update(piece)
@@ -193,7 +196,7 @@ class Trainer:
                 ) from error
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
-        seconds = time.perf_counter() - begun
+        seconds = self.clock() - begun
         means = {"loss": value.item(), **means}
         require_finite({name: value for name, value in means.items() if name not in PROGRESS}, where, self.run)
         counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}

