@@ -1,9 +1,9 @@
 """Who needs Hessian-free optimization: eleven models with an optimizer each, on problems of long memory.
 
 The runs are those of ``tasks.pathological``, on addition, temporal order and the memorization of five bits, at T = 50,
-100 and 200, within an equal budget of seconds. What is finished is skipped, and a run that was stopped goes on where it
-was, so that the command can be ended and given again at any time. In the end, or with --report at any time, it prints
-the table of all finished runs under the folder, and writes:
+100 and 200, within an equal budget of seconds of one core. What is finished is skipped, and a run that was stopped goes
+on where it was, so that the command can be ended and given again at any time. In the end, or with --report at any time,
+it prints the table of all finished runs under the folder, and writes:
 
 - ``pathological.md`` and ``pathological.csv``: how many runs succeeded, and the median of their seconds; where none
   did, the median share of test sequences that were wrong in the end.
@@ -63,7 +63,9 @@ def configs(options: argparse.Namespace) -> Iterator[PathologicalConfig]:
     seeds = range(options.seed, options.seed + options.seeds)
     for seed, length, problem, pair in itertools.product(seeds, options.lengths, options.problems, options.pairs):
         shared = {name: getattr(options, name) for name in ("seconds", "hidden", "test_size", "jobs")}
-        config = PathologicalConfig(problem=problem, length=length, seed=seed, device="cpu", **shared, **PAIRS[pair])
+        config = PathologicalConfig(
+            problem=problem, length=length, seed=seed, device="cpu", clock="cpu", **shared, **PAIRS[pair]
+        )
         yield dataclasses.replace(config, out=str(options.out / folder_name(config)))
 
 

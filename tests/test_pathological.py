@@ -251,6 +251,14 @@ def test_a_run_ends_with_its_seconds_and_goes_on_with_more(tmp_path, capsys):
     assert second["iterations"] == 2 * len(read_metrics(tmp_path)) >= 4
 
 
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_seconds_are_those_of_the_clock_that_is_asked_for(clock, tmp_path, monkeypatch):
+    ticks = iter(range(0, 10**6, 7))
+    monkeypatch.setitem(pathological.CLOCKS, clock, lambda: float(next(ticks)))
+    pathological.main([*TINY, "--iterations", "3", "--clock", clock, "--seconds", "42", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == 42  # of two tests, three steps before each
+
+
 def test_a_run_ends_when_it_succeeds(tmp_path):
     """Two symbols in ten steps, which an orthogonal network learns at once."""
     options = (
