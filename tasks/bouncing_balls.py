@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from tasks.common.batches import FreshData, Samples, ShuffledBatches, epoch_generator
 from tasks.common.config import option, parse
 from tasks.common.files import write_figure
-from tasks.common.optimizers import Objective
+from tasks.common.optimizers import CLOCKS, Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
 from tasks.data.bouncing_balls import SIDE, videos
-from tasks.models.next_step import CLOCKS, NextStep, NextStepConfig
+from tasks.models.next_step import NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ and, under SGD, tanh and GRU. Gradients are clipped to 1, but not those of Hessi
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -34,7 +33,8 @@ import hbnode
 from tasks.common.batches import FreshData, Samples, ShuffledBatches, StepBatches, epoch_generator
 from tasks.common.config import option, parse
 from tasks.common.files import write_figure
-from tasks.common.optimizers import Objective, OptimizerConfig
+from tasks.common.optimizers import CLOCKS, Objective, OptimizerConfig
+from tasks.common.optimizers import TITLES as OPTIMIZER_TITLES
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
@@ -61,8 +61,6 @@ RATES: dict[str, dict[str, float]] = {
     "soap": {"": 3e-3, "gru": 1e-2},
     "hf": {"": 1.0},  # which has none
 }
-OPTIMIZER_TITLES = {"adam": "Adam", "sgd": "SGD", "soap": "SOAP", "hf": "HF"}
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 ORTHOGONAL = 0.1  # the rate of DTRIV's orthogonal weight, in that of its other weights
 
 
@@ -80,7 +78,6 @@ class PathologicalConfig(OptimizerConfig):
     length: int = option(50, "T, about the steps of a sequence")
     model: str = option("tanh", "one of {models}, several with commas between, or all")
     seconds: float = option(300.0, "seconds of training after which a run ends without success", may_change=True)
-    clock: str = option("wall", "what seconds are: of the wall's clock, or of the processor's", tuple(CLOCKS))
     epochs: int = option(1_000_000, "the most tests of a run, one after every --iterations steps", may_change=True)
     iterations: int = option(0, "steps between two tests; 0: 1 of hf, 50 of others")
     batch_size: int = option(0, "sequences in a step; 0: those of SETTINGS, or all 32 of memorization_5")

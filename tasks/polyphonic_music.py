@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from tasks.common.batches import Samples, ShuffledBatches
 from tasks.common.config import option, parse
 from tasks.common.files import exit_on, write_figure
-from tasks.common.optimizers import Objective
+from tasks.common.optimizers import CLOCKS, Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
 from tasks.data.polyphonic import NAMES, NOTES, read_polyphonic
-from tasks.models.next_step import CLOCKS, NextStep, NextStepConfig
+from tasks.models.next_step import NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
 
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}

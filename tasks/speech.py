@@ -48,13 +48,13 @@ import hbnode
 from tasks.common.batches import Samples, ShuffledBatches
 from tasks.common.config import option, parse
 from tasks.common.files import exit_on, write_figure
-from tasks.common.optimizers import Objective
+from tasks.common.optimizers import CLOCKS, Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
 from tasks.data.mfcc import FEATURES, mfcc
 from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
-from tasks.models.next_step import CLOCKS, NextStep, NextStepConfig
+from tasks.models.next_step import NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
 
 # tables 7 to 10

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
+import time
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +25,9 @@ import hbnode
 from tasks.common.batches import Samples
 from tasks.common.config import TaskConfig, option
 
-OPTIMIZERS = ("adam", "sgd", "soap", "hf")
+TITLES = {"adam": "Adam", "sgd": "SGD with momentum", "soap": "SOAP", "hf": "HF"}
+OPTIMIZERS = tuple(TITLES)
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SGD_MOMENTUM = 0.9
 LossName = Literal["mse", "bce", "cross_entropy"]
 
@@ -40,6 +43,7 @@ class OptimizerConfig(TaskConfig):
     damping: float = option(0.1, "hf: lambda at first")
     min_damping: float = option(1e-3, "hf: the least lambda, which keeps structural damping on a plateau")
     structural_damping: float = option(1 / 30, "hf: mu, the factor of lambda on hidden states; 0: none")
+    clock: str = option("wall", "what seconds are: of the wall's clock, or of the processor's", tuple(CLOCKS))
     max_cg: int = option(300, "hf: steps of conjugate gradients in an iteration")
 
     def make_optimizer(

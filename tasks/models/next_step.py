@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -12,11 +11,9 @@ from torch import Tensor, nn
 
 from hbnode.optim import tanh_hidden
 from tasks.common.config import option
-from tasks.common.optimizers import OptimizerConfig
+from tasks.common.optimizers import TITLES, OptimizerConfig
 from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
-TITLES = {"adam": "Adam", "sgd": "SGD with momentum", "soap": "SOAP", "hf": "HF"}
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 C = TypeVar("C", bound="NextStepConfig")
 
 
@@ -34,8 +31,6 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
     batch_size: int = option(0, "sequences in a step; 0: by the optimizer, see above")
     max_cg: int = option(60, "hf: steps of conjugate gradients in an iteration")
     seconds: float = option(0.0, "seconds of training after which a run ends with its epoch; 0: none", may_change=True)
-
-    clock: str = option("wall", "what seconds are: of the wall's clock, or of the processor's", tuple(CLOCKS))
 
     def filled(self: C) -> C:
         """The options with the optimizer's settings in place of 0."""
