@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from hbnode import _second_derivatives
 from hbnode._checks import as_count, conversion
 from hbnode._state import State, Times, apply, parts
 from hbnode._suggestions import nearest, nearest_method
@@ -66,7 +67,7 @@ def resolved(settings: Settings, field: Callable, event: bool = False, span: flo
     method = settings.method
     if method is None:
         method = "dopri5" if event else registry.best_method(field, settings, span)
-    gradient = settings.gradient
+    gradient = "direct" if _second_derivatives.are_wanted() else settings.gradient
     if gradient is None:
         gradient = "direct" if method in torchdiffeq_options.METHODS else "checkpoint"
     return ResolvedSettings(**(vars(settings) | {"method": method, "gradient": gradient}))

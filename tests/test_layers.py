@@ -55,7 +55,7 @@ LAYERS = [
     ["hbnode._constants", "hbnode._records", "hbnode._signature", "hbnode._state", "hbnode._suggestions"],
     ["hbnode._tracing"],
     ["hbnode._untraced"],
-    ["hbnode._checks", "hbnode._torch_internals"],
+    ["hbnode._checks", "hbnode._second_derivatives", "hbnode._torch_internals"],
 ]
 
 

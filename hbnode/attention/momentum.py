@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from hbnode import _second_derivatives
 from hbnode._checks import as_count, check_input
 from hbnode._torch_internals import in_forward_mode, is_active
 from hbnode._tracing import is_tracing
@@ -175,7 +176,8 @@ def _run(
         return attend_to_all(q, k, v, rates, state, ignored, options["eps"])
     if is_tracing():  # with dynamic shapes a program views heads as if they were contiguous
         q, k, v = (x.contiguous() for x in (q, k, v))
-    form = attend if is_tracing() or is_active() or in_forward_mode() else attend_in_order
+    needs_plain = is_tracing() or is_active() or in_forward_mode() or _second_derivatives.are_wanted()
+    form = attend if needs_plain else attend_in_order
     return form(q, k, v, rates, state, ignored, **options)
 
 

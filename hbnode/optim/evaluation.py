@@ -92,7 +92,7 @@ class Evaluation:
 
     def linearized(self, batch: Batch, damps: bool) -> Linearized:
         """The outputs and their metrics, with what is damped structurally if it is."""
-        self._check_graph(batch, damps)
+        self.check_graph(batch, damps)
         scale = 1 / batch.cases
         hessian, weight = self.loss.hessian(batch.outputs, batch.targets), batch.weight
         if (
@@ -110,7 +110,7 @@ class Evaluation:
             losses = self._each(batch).movedim(self.case_dim, 0).reshape(batch.cases, -1).sum(1)
         return Linearized(outputs, metrics, [False] + [True] * (len(outputs) - 1), losses)
 
-    def _check_graph(self, batch: Batch, damps: bool) -> None:
+    def check_graph(self, batch: Batch, damps: bool) -> None:
         """Refuse outputs and hidden states that do not depend on the parameters."""
         if damps and not batch.hidden:
             raise ValueError(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hbnode.optim.twice import differentiating_twice
+from hbnode.optim.twice import check_checkpoints, differentiating_twice, refuse
 from hbnode.optim.vectors import flat, shaped
 
+PRECISION = 0.01  # of J^T and J being transposes, which rounding to float32 stays well below
 Metric = Callable[[Tensor], Tensor]
 
 
@@ -51,6 +52,21 @@ class GaussNewton:
                 linearized.outputs, self.parameters, self.u, create_graph=True, allow_unused=True
             )
         self.pulled = [(k, z) for k, z in enumerate(pulled) if z is not None and z.requires_grad]
+        if any(z is None for z in pulled):
+            check_checkpoints(linearized.outputs)
+
+    def check(self) -> None:
+        """Refuse a model some of whose gradients are numbers, not functions: J and J^T would not fit together.
+
+        With w random and v = J^T w, the squared norm of v is the product of w and J v.
+        """
+        generator = torch.Generator().manual_seed(0)
+        w = [torch.randn(z.shape, generator=generator).to(z) for z in self.u]
+        v = self.pull(w)
+        squared = float(torch.dot(v, v))
+        found = sum(float((a * b).sum()) for a, b in zip(w, self.push(v), strict=True))
+        if not abs(found - squared) <= PRECISION * squared:
+            refuse()
 
     def __call__(self, vector: Tensor, damping: float, structural: float) -> Tensor:
         """The product with J^T H_L J + structural * (sum of J_t^T H_t J_t) + damping * I."""

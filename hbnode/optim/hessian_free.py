@@ -313,6 +313,7 @@ class HessianFree(Optimizer):
         with torch.enable_grad(), plain_paths(step.theta.device) if shared else nullcontext():
             batch = first.batch()
             mean = first.mean(batch)
+        first.check_graph(batch, shared and step.structural > 0)
         loss = float(mean)
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -323,6 +324,8 @@ class HessianFree(Optimizer):
         check_gradient(parts, self._names())
         if shared:
             step.linearize(batch)
+        if self.progress is None:
+            step.ready().check()
         return loss, flat(parts, step.parameters)
 
     def _solve(self, step: _Step, gradient: Tensor, loss: float, loss_at: Callable[[Tensor], float]) -> _Found:

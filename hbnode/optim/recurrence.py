@@ -1,133 +1,112 @@
-"""The R-operator of torch's recurrent layers: J v and J^T w as loops over time with all else in large products.
+"""The R-operator of torch's recurrent layers, in the place of the layers while the curvature is evaluated.
 
-While the curvature of a batch is evaluated, :class:`ROperator` puts these loops in the place of torch's layers. They
-give J^T w as any backward pass does, and J v as the derivative of J^T u in u (Algorithm 1 of the supplement to Martens
-and Sutskever 2011, lines 1 to 6 forwards and 13 to 24 backwards). Nothing else of the second derivative is there.
+J^T w is their backward pass, and J v the derivative of J^T u in u. Both are loops of one matrix product a step; see
+:mod:`hbnode.optim.linear_cells`. No other second derivative is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
-from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
+
+from hbnode.optim.linear_cells import CELLS, LinearCell, Weights
+
+WITHOUT_PACKING = 9  # arguments of a layer; for a PackedSequence there are as many, of other types
 
 
 class ROperator(TorchFunctionMode):
-    """A mode in which tanh layers of torch run in a form that has fast products."""
+    """A mode in which torch's recurrent layers run in a form that has fast products."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace a layer, and leave all else alone."""
-        if getattr(func, "__name__", None) == "rnn_tanh" and len(args) == 9 and not isinstance(args[3], (list, tuple)):
-            return _layers(*args)
+        """Replace a layer of a padded batch, and leave all else alone."""
+        name = getattr(func, "__name__", None)
+        if name in CELLS and len(args) == WITHOUT_PACKING and isinstance(args[3], bool):
+            h = args[1][0] if name == "lstm" else args[1]
+            per_layer = 4 if args[3] else 2
+            if len(args[2]) == len(h) * per_layer and not kwargs:  # else an LSTM with proj_size
+                return _layers(CELLS[name], *args)
         return func(*args, **(kwargs or {}))
 
 
 def _layers(
+    kind: type[LinearCell],
     x: Tensor,
-    start: Tensor,
-    weights: list[Tensor],
+    start: Tensor | Sequence[Tensor],
+    weights: Sequence[Tensor],
     has_biases: bool,
     layers: int,
     dropout: float,
     training: bool,
     bidirectional: bool,
     batch_first: bool,
-) -> tuple[Tensor, Tensor]:
-    """``torch._VF.rnn_tanh`` on padded batches."""
+) -> tuple[Tensor, ...]:
+    """What ``torch._VF`` does under these names."""
     out = x.transpose(0, 1) if batch_first else x
+    h, c = (start, None) if isinstance(start, Tensor) else start
     of_each = 4 if has_biases else 2
-    places = iter(zip(start, *(weights[k::of_each] for k in range(of_each)), strict=True))
-    last = []
-    for layer in range(layers):
-        if layer > 0 and dropout:
-            out = drop(out, dropout, training)
-        sides = []
-        for backwards in (False, True) if bidirectional else (False,):
-            h0, w, u, *biases = next(places)
-            b = biases[0] + biases[1] if biases else None
-            h = _Tanh.apply(out.flip(0) if backwards else out, h0, w, u, b)
-            last.append(h[-1])
-            sides.append(h.flip(0) if backwards else h)
-        out = torch.cat(sides, -1) if len(sides) > 1 else sides[0]
-    return out.transpose(0, 1) if batch_first else out, torch.stack(last)
+    last: list[Tensor] = []
+    last_c: list[Tensor] = []
+    directions = 2 if bidirectional else 1
+    with torch.autocast(x.device.type, enabled=False):
+        for layer in range(layers):
+            if layer > 0 and dropout:
+                out = drop(out, dropout, training)
+            sides = []
+            for k in range(directions * layer, directions * (layer + 1)):
+                own = weights[of_each * k : of_each * (k + 1)]
+                nothing = [None] * (4 - of_each)  # in place of biases
+                given = out.flip(0) if k % directions else out
+                found, end = _Recurrence.apply(
+                    kind, given.to(own[0].dtype), h[k], None if c is None else c[k], *own, *nothing
+                )
+                last.append(found[-1])
+                last_c.append(end)
+                sides.append(found.flip(0) if k % directions else found)
+            out = torch.cat(sides, -1) if len(sides) > 1 else sides[0]
+    out = out.transpose(0, 1) if batch_first else out
+    return (out, torch.stack(last)) if c is None else (out, torch.stack(last), torch.stack(last_c))
 
 
-class _Tanh(torch.autograd.Function):
-    """h_i = tanh(W x_i + b + U h_{i-1}), of which the backward pass can be differentiated in its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, h0: Tensor, w: Tensor, u: Tensor, b: Tensor | None) -> Tensor:
-        t = linear(x, w, b)
-        states, u_t = t.new_empty(len(t) + 1, *h0.shape), u.T
-        states[0] = h0
-        for before, t_i, after in zip(states.unbind(), t.unbind(), states[1:].unbind(), strict=False):
-            torch.addmm(t_i, before, u_t, out=after)
-            after.tanh_()
-        ctx.save_for_backward(x, w, u)
-        ctx.states, ctx.slope = states, 1 - states[1:].square()
-        ctx.set_materialize_grads(False)
-        return states[1:].clone()
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dh is None:
-            return (None,) * 5
-        x, w, u = ctx.saved_tensors
-        return _Transpose.apply(dh, x.detach(), w.detach(), u.detach(), ctx.states, ctx.slope, ctx.needs_input_grad)
-
-
-class _Transpose(torch.autograd.Function):
-    """Algorithm 1, lines 13 to 24, without those of the outputs. Its own backward pass is lines 1 to 6."""
+class _Recurrence(torch.autograd.Function):
+    """A layer in one direction. Its backward pass can be differentiated in its arguments alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, dh: Tensor, x: Tensor, w: Tensor, u: Tensor, states: Tensor, slope: Tensor, needs: tuple[bool, ...]
-    ) -> tuple[Tensor | None, ...]:
-        dt = torch.empty_like(slope)
-        later = dh[-1]
-        for dh_i, slope_i, dt_i, k in zip(
-            reversed(dh.unbind()), reversed(slope.unbind()), reversed(dt.unbind()), range(len(dh)), strict=True
-        ):
-            later = dh_i if k == 0 else torch.addmm(dh_i, later, u)
-            torch.mul(later, slope_i, out=dt_i)
-            later = dt_i
-        ctx.save_for_backward(x, w, u)
-        ctx.states, ctx.slope = states, slope
+        ctx: Any, kind: type[LinearCell], x: Tensor, h: Tensor, c: Tensor | None, *weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        cell = ctx.cell = kind(x, h, c, Weights(*weights))
         ctx.set_materialize_grads(False)
-        rows = dt.flatten(0, 1)
-        return (
-            dt @ w if needs[0] else None,
-            dt[0] @ u if needs[1] else None,
-            rows.T @ x.reshape(-1, x.shape[-1]) if needs[2] else None,
-            rows.T @ states[:-1].reshape(-1, u.shape[1]) if needs[3] else None,
-            rows.sum(0) if needs[4] else None,
-        )
+        return cell.h[1:].clone(), cell.last
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor | None, dc: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *_Transpose.apply(ctx.cell, ctx.needs_input_grad[1:], dh, dc))
+
+
+class _Transpose(torch.autograd.Function):
+    """J^T of a layer; its own backward pass is J."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cell: LinearCell, needs: tuple[bool, ...], dh: Tensor | None, dc: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.cell, ctx.has_dc = cell, dc is not None
+        ctx.set_materialize_grads(False)
+        de, first, rest = cell.pull(torch.zeros_like(cell.h[1:]) if dh is None else dh, dc)
+        found = cell.weight_gradients(de, rest) if any(needs[3:]) else (None,) * 4
+        values = (cell.input_gradient(de, rest) if needs[0] else None, first, rest, *found)
+        return tuple(z if needed else None for z, needed in zip(values, needs, strict=True))
 
     @staticmethod
     def backward(
-        ctx: Any, rx: Tensor | None, rh0: Tensor | None, rw: Tensor | None, ru: Tensor | None, rb: Tensor | None
+        ctx: Any, rx: Tensor | None, rh: Tensor | None, rc: Tensor | None, *vector: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, w, u = ctx.saved_tensors
-        rt = linear(ctx.states[:-1], ru) if ru is not None else torch.zeros_like(ctx.slope)
-        if rw is not None:
-            rt += linear(x, rw)
-        if rx is not None:
-            rt += linear(rx, w)
-        if rb is not None:
-            rt += rb
-        if rh0 is not None:
-            rt[0] += rh0 @ u.T
-        rh, u_t = torch.empty_like(rt), u.T
-        before: Tensor | None = None
-        for rt_i, slope_i, rh_i in zip(rt.unbind(), ctx.slope.unbind(), rh.unbind(), strict=True):
-            if before is not None:
-                rt_i.addmm_(before, u_t)
-            before = torch.mul(rt_i, slope_i, out=rh_i)
-        return rh, None, None, None, None, None, None
+        pushed, end = ctx.cell.push(Weights(*vector), rx, rh, rc)
+        return None, None, pushed, end if ctx.has_dc else None

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NoReturn
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hbnode import _second_derivatives
 from hbnode._torch_internals import may_have_compiled
 from hbnode.optim.recurrence import ROperator
+
+_REFUSED = "the model cannot be differentiated twice, which Gauss-Newton products need"
+_CHECKPOINT = "Fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+_CUSTOM = "Fix: write the backward pass of custom autograd functions in operations that autograd knows."
 
 
 @contextmanager
@@ -20,6 +28,7 @@ def plain_paths(device: torch.device) -> Iterator[None]:
     too.
     """
     with ExitStack() as stack:
+        stack.enter_context(_second_derivatives.wanted())
         stack.enter_context(_without_onednn())
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -47,17 +56,26 @@ def differentiating_twice() -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise RuntimeError(
-            f"the model cannot be differentiated twice, which Gauss-Newton products need: {text} {_fix(text)}"
-        ) from error
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RuntimeError(f"{_REFUSED} ({text}) {_CHECKPOINT if 'Checkpointing' in text else _CUSTOM}") from error
 
 
-def _fix(text: str) -> str:
-    if "Checkpointing is not compatible" in text:
-        return "Fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-    if "Fix:" in text:
-        return ""
-    return "Fix: leave out custom autograd functions, or write their backward pass in differentiable operations."
+def refuse() -> NoReturn:
+    """Refuse a model whose backward pass has no graph of its own."""
+    raise RuntimeError(f"{_REFUSED}: a part of its backward pass has no graph. {_CUSTOM}")
+
+
+def check_checkpoints(outputs: Sequence[Tensor]) -> None:
+    """Refuse reentrant checkpoints, which hide parameters: they look as if the outputs did not depend on them."""
+    ahead = [z.grad_fn for z in outputs]
+    seen: set[Node] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError(f"{_REFUSED}: it has reentrant checkpoints, which hide parameters. {_CHECKPOINT}")
+        seen.add(node)
+        ahead += [after for after, _ in node.next_functions]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hbnode import _second_derivatives
 from hbnode._torch_internals import is_active
 from hbnode._tracing import is_tracing
 from hbnode.recurrent.filter import block_weights, linear_filter
@@ -292,7 +293,7 @@ def _normalized(
     if g.shape[0] > 1 and g.device.type == "cpu" and not is_tracing():
         if not torch.is_grad_enabled() and not is_active():
             return _normalized_in_place(g, v, m, mu, s, beta, eps)
-        if g[0].numel() >= MANY:
+        if g[0].numel() >= MANY and not _second_derivatives.are_wanted():
             return _Normalized.apply(g, v, m, mu, s, beta, eps)
     numerator = s * g if v is None else linear_filter(g, mu, s, v)
     squares = linear_filter(g * g, beta, 1 - beta, m)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from hbnode import _second_derivatives
 from hbnode.recurrent.cell_steps import CellOutput, CellStep, Gradients
 from hbnode.recurrent.rules import LinearRule, Memory, Rule, once
 
@@ -57,11 +58,28 @@ class Scan:
         Returns:
             h (T, batch, n), the last h and c, and the memory after the last sample.
         """
+        if _second_derivatives.are_wanted():
+            return self._plain(x, weights, recurrent, start, memory)
         h, c, v, m, g = _Scan.apply(
             self, torch.is_grad_enabled(), memory.t, x, *weights, *recurrent, start.h, start.c, *memory[:3]
         )
         t = None if memory.t is None else memory.t + len(x)
         return h, CellOutput(h[-1], c), Memory(v, m, g, t)
+
+    def _plain(
+        self,
+        x: Tensor,
+        weights: tuple[Tensor | None, Tensor | None],
+        recurrent: tuple[Tensor, Tensor | None],
+        start: CellOutput,
+        memory: Memory,
+    ) -> tuple[Tensor, CellOutput, Memory]:
+        """The same by operations that autograd knows."""
+        (u, bias), t = recurrent, memory.t
+        d, memory = self.filter(x, *weights, memory)
+        after = self.step.run(*self.step.prepare(d, bias), u.T, bias, start)
+        last = CellOutput(after.h[-1], None if after.c is None else after.c[-1])
+        return after.h, last, memory._replace(t=None if t is None else t + len(x))
 
     def filter(self, x: Tensor, w: Tensor | None, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
         """The filtered input of a block."""

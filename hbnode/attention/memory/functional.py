@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from hbnode import _second_derivatives
 from hbnode._checks import as_count, check_input
 from hbnode._torch_internals import in_forward_mode, is_active
 from hbnode._tracing import is_tracing
@@ -200,7 +201,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates, delta: Delta, s: Tensor, p: Tensor | None, size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The outputs, and S and P after the last step, in the way that suits the length and what runs around it."""
-    needs_plain = is_tracing() or is_active() or in_forward_mode()
+    needs_plain = is_tracing() or is_active() or in_forward_mode() or _second_derivatives.are_wanted()
     if q.shape[2] > 1 and not needs_plain and q.numel() and v.numel():
         return fast_chunkwise(q, k, v, gates, delta, s, p, size)
     dtype = torch.promote_types(q.dtype, v.dtype)
