@@ -23,14 +23,22 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
 
     # Of each optimizer, the values of options that are 0; those of "" are every other's.
     settings: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    positive: ClassVar[tuple[str, ...]] = (
-        *(name for name in RecurrentConfig.positive if name != "batch_size"),
-        *("damping", "max_cg"),
+    positive: ClassVar[tuple[str, ...]] = tuple(
+        name for name in (*RecurrentConfig.positive, *OptimizerConfig.positive) if name != "batch_size"
     )
 
     batch_size: int = option(0, "sequences in a step; 0: by the optimizer, see above")
     max_cg: int = option(60, "hf: steps of conjugate gradients in an iteration")
     seconds: float = option(0.0, "seconds of training after which a run ends with its epoch; 0: none", may_change=True)
+
+    def check(self) -> None:
+        """Refuse what no run can have, and a layer without second derivatives where they are needed."""
+        super().check()
+        if self.cell == "dtriv" and self.optimizer == "hf":
+            raise ValueError(
+                "--optimizer hf needs second derivatives, which the scan over time of --cell dtriv does not have. "
+                "Fix: another --cell, or another --optimizer."
+            )
 
     def filled(self: C) -> C:
         """The options with the optimizer's settings in place of 0."""
