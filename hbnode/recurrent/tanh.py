@@ -34,7 +34,8 @@ class TanhRNN(nn.Module):
         input_size: number of features of x.
         hidden_size: number of features of h.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        connections: how many initial weights of each unit are not zero, in W_hx and in W_hh each. Default: ``15``.
+        connections: how many initial weights are not zero: of each unit in W_hh, of each input in W_hx. Default:
+            ``15``.
         input_std: standard deviation of the initial weights of W_hx that are not zero. Default: ``1.0``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
@@ -98,8 +99,12 @@ class TanhRNN(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw sparse weights by :func:`sparse_`, and the biases from the distribution of the weights of W_hh."""
-        sparse_(self.weight_ih, self.connections, self.input_std)
+        """Draw sparse weights by :func:`sparse_`, and the biases from the distribution of the weights of W_hh.
+
+        Each unit has ``connections`` weights in W_hh, and each input has as many in W_hx: so few units see the inputs
+        that the others keep what they hold.
+        """
+        sparse_(self.weight_ih.T, self.connections, self.input_std)
         sparse_(self.weight_hh, self.connections)
         for bias in (self.bias, self.bias_init):
             bias.normal_(std=self.connections**-0.5)
