@@ -124,9 +124,10 @@ def test_structural_damping_of_a_tanh_network_is_that_of_its_pre_activations():
     assert model.with_hidden(x.abs() + 1, last)[1][1].isfinite().all()
 
 
-def test_the_tanh_network_begins_with_fifteen_connections():
+def test_the_tanh_network_begins_with_fifteen_connections_of_each_unit_and_input():
     model = SequenceModel("tanh", 2, 100, 8, length=50, reads_end=True)
     assert (model.layer.weight_hh != 0).sum(1).tolist() == [15] * 100
+    assert (model.layer.weight_ih != 0).sum(0).tolist() == [15] * 2
     assert (model.head.weight != 0).sum(1).tolist() == [15] * 8
     assert model.layer.weight_hh[model.layer.weight_hh != 0].std().item() == pytest.approx(15**-0.5, rel=0.05)
 

@@ -3,6 +3,9 @@
 ``make_model("gru", input_size, hidden, output_size)`` reads sequences of equal or different lengths:
 
 - "tanh": :class:`hbnode.TanhRNN`, with 15 connections a unit at first, in the readout too, and biases drawn as weights.
+  An input is a unit, too: it is connected to 15 units of h. (If each unit of h read 15 inputs, or all where there are
+  fewer, as the layer by itself has it, all would be driven into saturation and forget sooner: temporal order at T = 50
+  was not solved in 40 iterations, and in 18 with these.)
 - "lstm": torch's, with a bias of 1 at the forget gate.
 - "lstm_chrono": the same with chrono initialisation (Tallec and Ollivier, arXiv:1804.11188): biases log u at the forget
   gate and -log u at the input gate, u uniform in [1, length - 1].
@@ -175,6 +178,8 @@ class SequenceModel(nn.Module):
         self.head = nn.Linear(hidden, output_size)
         if isinstance(self.layer, hbnode.TanhRNN):
             connections = self.layer.connections
+            with torch.no_grad():
+                sparse_(self.layer.weight_ih.T, connections, self.layer.input_std)
             sparse_(self.head.weight, connections)
             nn.init.normal_(self.head.bias, std=connections**-0.5)
 
