@@ -138,8 +138,7 @@ class SequenceLoss(Objective):
 def make_model(config: PathologicalConfig, problem: Problem) -> SequenceModel:
     """The model that the options describe."""
     sizes = problem.input_size, config.hidden, problem.output_size
-    length, reads_end, twice = problem.length, problem.reads_end, config.optimizer == "hf"
-    return SequenceModel(config.model, *sizes, length=length, reads_end=reads_end, twice=twice)
+    return SequenceModel(config.model, *sizes, length=problem.length, reads_end=problem.reads_end)
 
 
 def make_data(run: Run, config: PathologicalConfig, problem: Problem) -> ShuffledBatches | StepBatches:

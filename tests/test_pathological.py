@@ -13,7 +13,7 @@ from tasks import pathological, pathological_table, plot
 from tasks.common.config import parse
 from tasks.common.optimizers import OPTIMIZERS
 from tasks.data.pathological import PROBLEMS, Problem
-from tasks.models.sequence_models import LAYERS, TITLES, TWICE, SequenceModel
+from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
 from tests.small_runs import names_in, read_metrics
 
@@ -146,14 +146,6 @@ def test_forget_gates():
     assert not bias[1000:].any()
     momentum = SequenceModel("momentum_lstm", 2, 5, 1, length=50, reads_end=True).layer
     assert (momentum.bias_ih_l0 + momentum.bias_hh_l0)[5:10].tolist() == [1.0] * 5
-
-
-def test_an_orthogonal_layer_by_steps_is_the_layer():
-    layer, stepped = (table["dtriv"](2, 4, 10) for table in (LAYERS, TWICE))
-    theirs = {f"cell.{name.replace('_l0', '')}": value for name, value in layer.state_dict().items()}
-    stepped.load_state_dict(theirs)
-    x = torch.randn(3, 7, 2)
-    torch.testing.assert_close(stepped(x)[0], layer(x)[0])
 
 
 # Losses and optimizers

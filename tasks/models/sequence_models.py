@@ -3,9 +3,6 @@
 ``make_model("gru", input_size, hidden, output_size)`` reads sequences of equal or different lengths:
 
 - "tanh": :class:`hbnode.TanhRNN`, with 15 connections a unit at first, in the readout too, and biases drawn as weights.
-  An input is a unit, too: it is connected to 15 units of h. (If each unit of h read 15 inputs, or all where there are
-  fewer, as the layer by itself has it, all would be driven into saturation and forget sooner: temporal order at T = 50
-  was not solved in 40 iterations, and in 18 with these.)
 - "lstm": torch's, with a bias of 1 at the forget gate.
 - "lstm_chrono": the same with chrono initialisation (Tallec and Ollivier, arXiv:1804.11188): biases log u at the forget
   gate and -log u at the input gate, u uniform in [1, length - 1].
@@ -24,7 +21,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 import hbnode
 from hbnode.optim import tanh_hidden
@@ -57,27 +53,6 @@ class Regular(nn.Module):
         """Return h after each sample (batch, T, hidden), and the state."""
         output, state = self.rnn(x, torch.arange(x.shape[1], dtype=x.dtype, device=x.device))
         return output, state
-
-
-class Stepped(nn.Module):
-    """A cell of :mod:`hbnode.recurrent`, step by step: it can be differentiated twice where the layer cannot.
-
-    Arguments:
-        cell: the cell.
-    """
-
-    def __init__(self, cell: hbnode.DTRIVCell) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x: Tensor) -> tuple[Tensor, object]:
-        """Return h after each sample (batch, T, hidden), and the state."""
-        state, output = None, []
-        with parametrize.cached():  # one exponential for all steps
-            for sample in x.unbind(1):
-                h, state = self.cell(sample, state)
-                output.append(h)
-        return torch.stack(output, dim=1), state
 
 
 def lstm(input_size: int, hidden: int, length: int) -> nn.LSTM:
@@ -129,10 +104,6 @@ LAYERS: dict[str, MakeLayer] = {
     **{f"{name}_lstm": with_rule(name) for name in RULES},
     "ode_rnn": ode_rnn,
 }
-# The same for Hessian-free optimization, which differentiates twice.
-TWICE: dict[str, MakeLayer] = LAYERS | {
-    "dtriv": lambda inputs, hidden, length: Stepped(hbnode.DTRIVCell(inputs, hidden))
-}
 TITLES = {
     "tanh": "tanh RNN",
     "lstm": "LSTM",
@@ -152,13 +123,12 @@ class SequenceModel(nn.Module):
     """A recurrent layer and a linear readout of its h, of the last one or of each.
 
     Arguments:
-        name: of the layer in :data:`LAYERS`, or :data:`TWICE`.
+        name: of the layer in :data:`LAYERS`.
         input_size: features of a step.
         hidden: features of h.
         output_size: features of an output.
         length: for how many steps something is to be remembered, about.
         reads_end: whether there is one output, of the last step.
-        twice: whether it must be possible to differentiate it twice.
     """
 
     def __init__(
@@ -170,16 +140,13 @@ class SequenceModel(nn.Module):
         *,
         length: int,
         reads_end: bool,
-        twice: bool = False,
     ) -> None:
         super().__init__()
         self.reads_end = reads_end
-        self.layer = (TWICE if twice else LAYERS)[name](input_size, hidden, length)
+        self.layer = LAYERS[name](input_size, hidden, length)
         self.head = nn.Linear(hidden, output_size)
         if isinstance(self.layer, hbnode.TanhRNN):
             connections = self.layer.connections
-            with torch.no_grad():
-                sparse_(self.layer.weight_ih.T, connections, self.layer.input_std)
             sparse_(self.head.weight, connections)
             nn.init.normal_(self.head.bias, std=connections**-0.5)
 
