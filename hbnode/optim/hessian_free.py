@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -72,6 +73,12 @@ class _Step:
             batch = self.evaluation.batch()
         return self.linearize(batch)
 
+    def loss_at(self, vector: Tensor, evaluation: Evaluation | None = None) -> float:
+        """The loss at theta plus a vector, on the curvature batch unless told; infinite if it is not a number."""
+        with assigned(self.parameters, self.theta + vector):
+            loss = (evaluation or self.evaluation).value()
+        return loss if math.isfinite(loss) else math.inf
+
     def product(self, vector: Tensor) -> Tensor:
         """The product with the damped matrix."""
         return self.ready()(vector, self.damping, self.structural)
@@ -109,7 +116,8 @@ class HessianFree(Optimizer):
 
     Conjugate gradients start from 0.95 times the last direction. They stop after iteration i if (phi_i - phi_{i-k}) /
     phi_i < 5e-4 k, k = max(10, i / 10), where phi is the quadratic model. Of the iterates ceil(1.3^j), the step goes
-    back from the last while the loss becomes smaller. It then searches the line for a sufficient decrease. If no step
+    back from the last while the loss of the curvature batch becomes smaller. It then searches the line for a sufficient
+    decrease of the loss of the gradient batch. If no step
     helps, conjugate gradients begin again from zero. The damping follows Levenberg and Marquardt: with rho the change
     of the loss over that of the model, lambda is multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4.
 
@@ -236,16 +244,12 @@ class HessianFree(Optimizer):
         step = _Step(second, parameters, theta, damping, damping * options["structural_damping"])
         loss, gradient = self._gradient(first, step)
 
-        def loss_at(vector: Tensor) -> float:
-            with assigned(parameters, theta + vector):
-                return first.value()
-
-        found = self._solve(step, gradient, loss, loss_at)
+        found = self._solve(step, first, gradient, loss)
         model, outcome, length, new_loss = found.trial.model, found.outcome, 0.0, loss
         if -model <= torch.finfo(theta.dtype).eps * abs(loss):
             outcome = "stationary"
         else:
-            length, new_loss = line_search(found.trial, loss, gradient, loss_at)
+            length, new_loss = line_search(found.trial, loss, gradient, partial(step.loss_at, evaluation=first))
             outcome = outcome if length else "rejected"
         if length:
             assign(parameters, theta + length * found.trial.direction)
@@ -328,7 +332,7 @@ class HessianFree(Optimizer):
             step.ready().check()
         return loss, flat(parts, step.parameters)
 
-    def _solve(self, step: _Step, gradient: Tensor, loss: float, loss_at: Callable[[Tensor], float]) -> _Found:
+    def _solve(self, step: _Step, first: Evaluation, gradient: Tensor, loss: float) -> _Found:
         """Conjugate gradients from the last direction and, if this finds nothing, from zero."""
         options, start = self.param_groups[0], self._start(step.parameters)
         scale = None
@@ -340,7 +344,9 @@ class HessianFree(Optimizer):
             solution = conjugate_gradients(
                 step.product, -gradient, start, limit=options["max_cg"], preconditioner=scale
             )
-            trial, iterations = backtrack(solution, loss_at), iterations + solution.iterations
+            trial, iterations = backtrack(solution, step.loss_at), iterations + solution.iterations
+            if first is not step.evaluation:
+                trial = replace(trial, loss=step.loss_at(trial.direction, first))
             if trial.loss < loss or start is None:
                 return _Found(trial, solution.iterates[-1], iterations, solution.stop, outcome)
             start, outcome = None, "restarted"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ def backtrack(solution: Solution, loss_at: Callable[[Tensor], float]) -> Trial:
     """Go back over the iterates, from the last, while the loss becomes smaller (Martens 2010, section 4.6)."""
     best: Trial | None = None
     for direction, model in zip(reversed(solution.iterates), reversed(solution.values), strict=True):
-        loss = finite(loss_at(direction))
+        loss = loss_at(direction)
         if best is not None and not loss < best.loss:
             break
         best = Trial(direction, model, loss)
@@ -62,10 +61,5 @@ def line_search(
         if loss <= start + SLOPE * alpha * slope:
             return alpha, loss
         alpha *= SHRINK
-        loss = finite(loss_at(alpha * trial.direction))
+        loss = loss_at(alpha * trial.direction)
     return 0.0, start
-
-
-def finite(loss: float) -> float:
-    """The loss, or infinity if it is not a number: such a step is worse than any other."""
-    return loss if math.isfinite(loss) else math.inf
