@@ -37,7 +37,7 @@ from tasks.common.optimizers import CLOCKS, Objective, OptimizerConfig
 from tasks.common.optimizers import TITLES as OPTIMIZER_TITLES
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.train import Diverged, Trainer, evaluate
 from tasks.data.pathological import MEMORIZED, PROBLEMS, Problem
 from tasks.data.pathological import TITLES as PROBLEM_TITLES
 from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
@@ -193,15 +193,21 @@ def train(config: PathologicalConfig) -> None:
     def is_over(rows: Sequence[Mapping[str, float]]) -> bool:
         return is_solved(rows[-1], len(drawn[0])) or sum(row["seconds"] for row in rows) >= config.seconds
 
-    trainer.fit(
-        lambda: tested(run, model, held_out, objective), every=1 if config.optimizer == "hf" else 10, stop=is_over
-    )
+    every, diverged = 1 if config.optimizer == "hf" else 10, False
+    try:
+        trainer.fit(lambda: tested(run, model, held_out, objective), every=every, stop=is_over)
+    except Diverged as error:
+        if not run.rows:
+            raise
+        print(error)
+        diverged = True
     steps = len(run.rows) * config.iterations
     if run.workers.rank == 0 and not run.is_finished and config.problem in MEMORIZED:
         draw_memorization(model, problem, drawn, run)
     run.finish(
         model,
         solved=is_solved(run.rows[-1], len(drawn[0])),
+        diverged=diverged,
         seconds=sum(row["seconds"] for row in run.rows),
         iterations=steps,
         sequences=steps * config.batch_size,

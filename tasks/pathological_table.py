@@ -70,10 +70,10 @@ def configs(options: argparse.Namespace) -> Iterator[PathologicalConfig]:
 
 
 def is_done(config: PathologicalConfig) -> bool:
-    """Whether a run has succeeded, or spent its seconds."""
+    """Whether a run has succeeded, diverged, or spent its seconds."""
     path = Path(config.out) / "summary.json"
-    summary = read_json(path) if path.exists() else {"solved": False, "seconds": 0.0}
-    return bool(summary["solved"]) or float(summary["seconds"]) >= config.seconds
+    summary = read_json(path) if path.exists() else {"solved": False, "diverged": False, "seconds": 0.0}
+    return bool(summary["solved"] or summary["diverged"]) or float(summary["seconds"]) >= config.seconds
 
 
 # Tables

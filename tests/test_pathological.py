@@ -252,6 +252,17 @@ def test_seconds_are_those_of_the_clock_that_is_asked_for(clock, tmp_path, monke
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == 42  # of two tests, three steps before each
 
 
+def test_a_run_that_diverges_is_a_failure_with_a_summary(tmp_path, capsys):
+    options = "--device cpu --length 10 --hidden 6 --optimizer sgd --clip 0 --iterations 1 --test-size 20".split()
+    pathological.main([*options, "--lr", "1e12", "--out", str(tmp_path / "later")])
+    assert "Fix: a smaller --lr" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "later" / "summary.json").read_text())
+    assert (summary["solved"], summary["diverged"]) == (False, True)
+    assert pathological_table.is_done(options_of("--out", str(tmp_path / "later")))
+    with pytest.raises(SystemExit, match=r"is (inf|nan)\. Fix: a smaller --lr"):
+        pathological.main([*options, "--lr", "1e35", "--out", str(tmp_path / "at once")])
+
+
 def test_a_run_ends_when_it_succeeds(tmp_path):
     """Two symbols in ten steps, which an orthogonal network learns at once."""
     options = (

@@ -32,6 +32,10 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
 
 
+class Diverged(SystemExit):
+    """The end of a run whose numbers are not finite, with a sentence that names one."""
+
+
 def fit(
     run: Run,
     model: nn.Module,
@@ -194,6 +198,8 @@ class Trainer:
                     f"{where}: {type(error).__name__}: {error}. "
                     f"Fix: a smaller --lr, --clip 1, or another --tol; what was done is in {self.run.folder}"
                 ) from error
+            except FloatingPointError as error:  # of a Hessian-free optimizer
+                raise Diverged(f"{where}: {error} What was done is in {self.run.folder}") from error
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         seconds = self.clock() - begun
@@ -322,7 +328,7 @@ def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
     """End with a sentence that names what is not finite, and where."""
     for name, value in means.items():
         if not math.isfinite(value):
-            raise SystemExit(
+            raise Diverged(
                 f"{where}: {name} is {value}. Fix: a smaller --lr, or --clip 1, with another --out; what was done is "
                 f"in {run.folder}"
             )
