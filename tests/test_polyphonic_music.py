@@ -185,12 +185,6 @@ def test_published_figures_are_of_sets_and_cells_that_there_are():
             polyphonic_music.PolyphonicConfig(cell=cell_name, model="plain").check()
 
 
-def test_a_layer_without_second_derivatives_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        polyphonic_music.main([*QUICK, "--cell", "dtriv", "--model", "plain", "--optimizer", "hf"])
-    assert "--optimizer hf needs second derivatives" in capsys.readouterr().err
-
-
 def test_every_optimizer_has_a_title():
     assert tuple(TITLES) == OPTIMIZERS
 

@@ -31,15 +31,6 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
     max_cg: int = option(60, "hf: steps of conjugate gradients in an iteration")
     seconds: float = option(0.0, "seconds of training after which a run ends with its epoch; 0: none", may_change=True)
 
-    def check(self) -> None:
-        """Refuse what no run can have, and a layer without second derivatives where they are needed."""
-        super().check()
-        if self.cell == "dtriv" and self.optimizer == "hf":
-            raise ValueError(
-                "--optimizer hf needs second derivatives, which the scan over time of --cell dtriv does not have. "
-                "Fix: another --cell, or another --optimizer."
-            )
-
     def filled(self: C) -> C:
         """The options with the optimizer's settings in place of 0."""
         settings = self.settings.get(self.optimizer, self.settings[""])
