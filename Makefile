@@ -38,6 +38,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.ode_rnn
 	$(BIN)/python -m benchmarks.recurrent
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.hessian_free
 
 clean:
 	rm -rf docs/_build runs/demo

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, dense, recurrent
+from benchmarks import attention, dense, hessian_free, recurrent
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -129,3 +129,20 @@ def test_the_attentions_are_causal_and_of_one_shape():
         torch.testing.assert_close(contender.attend(*(x[:, :, :9] for x in contender.inputs)), whole[:, :, :9])
         contender.train()
         assert all(x.grad is not None for x in contender.inputs[:3])
+
+
+def test_products(tmp_path, capsys):
+    out = tmp_path / "hessian_free.json"
+    hessian_free.main(["--quick", "--repeats", "1", "--out", str(out)])
+    rows = json.loads(out.read_text())["products"]
+    assert {row["cell"] for row in rows} == set(hessian_free.CELLS)
+    assert all(row["ratio"] == 1.0 for row in rows if row["product"] == "gradient")
+    assert "curvlinops" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cell", hessian_free.CELLS)
+def test_the_products_are_one(cell):
+    ways = hessian_free.products(cell, hessian_free.TINY)
+    expected = ways["HessianFree"]()
+    for name in ("double backward", "curvlinops"):
+        torch.testing.assert_close(ways[name](), expected, rtol=1e-4, atol=1e-5)
