@@ -15,7 +15,9 @@ over the steps and averaged over the sequences. Batch size, learning rate and st
 :data:`SETTINGS` and :data:`RATES` unless they are given. The rates of Adam and SOAP are the best of 1e-3, 3e-3 and 1e-2
 (of tanh, LSTM and GRU under Adam 3e-4 too), those of SGD of 0.01 and 0.1, on addition and the memorization of five bits
 at T = 20: what is solved in 20 seconds, then how soon, then the share that is wrong; one seed, the models of the table
-and, under SGD, tanh and GRU. Gradients are clipped to 1, but not those of Hessian-free optimization.
+and, under SGD, tanh and GRU. Gradients are clipped to 1, but not those of Hessian-free optimization. Its lambda begins
+at 0.01: from the supplement's 0.1 it leaves the first plateau later. For the random permutation the supplement begins
+at 0.1 T, as the loss is that much larger.
 
     python -m tasks.pathological --problem addition --length 50 --model tanh --optimizer hf --seconds 300 --seeds 3
 """
@@ -85,6 +87,7 @@ class PathologicalConfig(OptimizerConfig):
     lr: float = option(0.0, "learning rate; 0: that of RATES for the optimizer and the model")
     clip: float = option(1.0, "largest norm of the gradient, but of hf; 0 does not clip")
     hidden: int = option(100, "size of h")
+    damping: float = option(0.01, "hf: lambda at first")
     max_cg: int = option(60, "hf: steps of conjugate gradients in an iteration")
     test_size: int = option(10_000, "test sequences; memorization_5 has its 32")
 
@@ -109,7 +112,7 @@ class PathologicalConfig(OptimizerConfig):
 
 # The supplement's own settings of Hessian-free optimization.
 PRESETS: dict[str, dict[str, object]] = {
-    "supplement": {"optimizer": "hf", "batch_size": 10_000, "curvature_size": 1_000, "max_cg": 300}
+    "supplement": {"optimizer": "hf", "batch_size": 10_000, "curvature_size": 1_000, "max_cg": 300, "damping": 0.1}
 }
 
 

@@ -405,7 +405,7 @@ def test_the_table_has_eleven_pairs_in_the_order_of_their_need():
     assert [(config.seed, config.length) for config in made[::33]] == [(0, 50), (0, 100), (1, 50), (1, 100)]
     assert [pathological.pair_name(vars(config)) for config in made[:11]] == list(pathological_table.PAIRS)
     undamped = made[1]
-    assert (undamped.structural_damping, undamped.damping) == (0, 0.3)
+    assert (undamped.structural_damping, undamped.damping) == (0, 0.03)
 
 
 @pytest.mark.parametrize(
