@@ -311,3 +311,26 @@ def test_recurrent_layers_and_cells(device, rule, cell):
     h, state = one(x[0])
     h, _ = one(x[1], state)
     assert h.is_cuda
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("cell", ["TanhRNN", "RNN", "GRU", "LSTM"])
+def test_hessian_free_waits_once_for_each_iteration(device, cell):
+    make = hbnode.TanhRNN if cell == "TanhRNN" else getattr(nn, cell)
+    layer, readout = device.move(make(3, 5)), device.move(nn.Linear(5, 2))
+    x, y = device.move(torch.randn(7, 2, 3)), device.move(torch.randint(2, (7, 2)))
+    parameters = [*layer.parameters(), *readout.parameters()]
+    options = {"structural_damping": 0.1, "preconditioner_samples": 2, "case_dim": 1}
+    optimizer = hbnode.HessianFree(parameters, loss="cross_entropy", **options)
+
+    def evaluate():
+        h, _ = layer(x)
+        return readout(h), y, hbnode.optim.tanh_hidden(h)
+
+    assert optimizer.step(evaluate).item() > 0
+    before = device.synchronisations
+    optimizer.step(evaluate)
+    assert device.synchronisations - before <= optimizer.progress.cg_iterations + 60
+    assert all(parameter.is_cuda for parameter in parameters)

@@ -55,7 +55,7 @@ def conjugate_gradients(
     d, r, value = torch.zeros_like(b), b, 0.0
     if start is not None:
         residual = b - product(start)
-        value = _value(start, residual, b)
+        value = float(_value(start, residual, b))
         if value < 0:
             d, r = start, residual
         else:
@@ -63,27 +63,31 @@ def conjugate_gradients(
     z = r if preconditioner is None else r / preconditioner
     p, rz = z, torch.dot(r, z)
     values, kept, kept_values, power = [value], [], [], 0
-    smallest = torch.finfo(b.dtype).eps ** 2 * torch.dot(b, b if preconditioner is None else b / preconditioner)
+    scale = torch.dot(b, b if preconditioner is None else b / preconditioner)
+    left, smallest = torch.stack([rz, torch.finfo(b.dtype).eps ** 2 * scale]).tolist()
     stop: Stop = "limit"
     iteration = 0
     while iteration < limit:
-        if not rz > smallest:
+        if not left > smallest:
             stop = "solved"
             break
         ap = product(p)
-        curvature = torch.dot(p, ap)
-        if not bool(torch.isfinite(curvature)):
+        along = torch.dot(p, ap)
+        step = rz / along
+        d_next, r = d + step * p, r - step * ap
+        z = r if preconditioner is None else r / preconditioner
+        before, rz = rz, torch.dot(r, z)
+        curvature, next_value, left = torch.stack([along, _value(d_next, r, b), rz]).tolist()  # the host waits once
+        if not math.isfinite(curvature):
             raise FloatingPointError(
-                f"the curvature d^T A d is {curvature.item()} in iteration {iteration + 1} of conjugate gradients. "
+                f"the curvature d^T A d is {curvature} in iteration {iteration + 1} of conjugate gradients. "
                 "Fix: start from smaller weights, look for infinite derivatives in the model, or use float64."
             )
         if not curvature > 0:
             stop = "negative curvature"
             break
-        step = rz / curvature
-        d, r = d + step * p, r - step * ap
+        d, value = d_next, next_value
         iteration += 1
-        value = _value(d, r, b)
         values.append(value)
         k = max(10, iteration // 10)
         if iteration > k and value < 0 and (value - values[iteration - k]) / value < k * tolerance:
@@ -94,8 +98,6 @@ def conjugate_gradients(
             kept_values.append(value)
             while iteration >= math.ceil(1.3**power):
                 power += 1
-        z = r if preconditioner is None else r / preconditioner
-        before, rz = rz, torch.dot(r, z)
         p = z + (rz / before) * p
     if not kept or kept[-1] is not d:
         kept.append(d)
@@ -103,6 +105,6 @@ def conjugate_gradients(
     return Solution(kept, kept_values, iteration, stop)
 
 
-def _value(d: Tensor, residual: Tensor, b: Tensor) -> float:
+def _value(d: Tensor, residual: Tensor, b: Tensor) -> Tensor:
     """Phi of d, from its residual b - A d."""
-    return -0.5 * float(torch.dot(d, residual + b))
+    return -0.5 * torch.dot(d, residual + b)

@@ -122,8 +122,8 @@ class HessianFree(Optimizer):
     of the loss over that of the model, lambda is multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4.
 
     The closures draw no new data: a step evaluates each of them several times, with the same random numbers. Layers
-    take forms that can be differentiated twice while the curvature is evaluated. ``torch.nn.RNN`` with tanh and
-    :class:`hbnode.TanhRNN` then have products written for them.
+    take forms that can be differentiated twice while the curvature is evaluated. ``torch.nn.RNN``, ``GRU`` and ``LSTM``
+    and :class:`hbnode.TanhRNN` then have products written for them, but not on a PackedSequence.
 
     All parameter groups have the same options. Frozen parameters stay as they are. ``state_dict`` has the damping and
     the last direction, so that a resumed run goes on exactly.

@@ -15,6 +15,7 @@ from torch.nn.functional import dropout as drop
 from torch.overrides import TorchFunctionMode
 
 from hbnode.optim.linear_cells import CELLS, LinearCell, Weights
+from hbnode.recurrent import autocast
 
 WITHOUT_PACKING = 9  # arguments of a layer; for a PackedSequence there are as many, of other types
 
@@ -54,7 +55,7 @@ def _layers(
     last: list[Tensor] = []
     last_c: list[Tensor] = []
     directions = 2 if bidirectional else 1
-    with torch.autocast(x.device.type, enabled=False):
+    with autocast.switched(x, on=False):
         for layer in range(layers):
             if layer > 0 and dropout:
                 out = drop(out, dropout, training)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, check_input
 from hbnode._torch_internals import fused_layer
+from hbnode.recurrent import autocast
 from hbnode.recurrent.arguments import check_switch
 from hbnode.recurrent.batch import SequenceBatch
 
@@ -126,7 +127,20 @@ class TanhRNN(nn.Module):
             ValueError: x or h0 has another shape than expected.
         """
         batch = SequenceBatch.of(x, self.input_size, self.batch_first)
-        inputs, weight, shape = batch.x, self.weight_ih, (1, batch.x.shape[1], self.hidden_size)
+        inputs, weight = batch.x, self.weight_ih
+        if autocast.is_on(inputs):
+            inputs = inputs.to(weight.dtype)
+        elif inputs.dtype != weight.dtype:
+            raise ValueError(
+                f"x must be {weight.dtype} as the parameters are, got {inputs.dtype}. Fix: x.to({weight.dtype})."
+            )
+        with autocast.switched(inputs, on=False):
+            out, last = self._run(batch, inputs, h0)
+        return batch.output(out), batch.unsort(last, axis=1)
+
+    def _run(self, batch: SequenceBatch, inputs: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+        """All h (T, batch, hidden_size), and the last in the order of the batch."""
+        weight, shape = self.weight_ih, (1, inputs.shape[1], self.hidden_size)
         if h0 is None:  # b_init is the weight of an input that is 1 at the start and 0 later
             start = inputs.new_zeros(*inputs.shape[:2], 1)
             start[0] = 1
@@ -134,18 +148,19 @@ class TanhRNN(nn.Module):
             before = inputs.new_zeros(shape)
         else:
             wanted = (1, self.hidden_size) if batch.is_single else shape
+            check_input(h0, "h0")
             if tuple(h0.shape) != wanted:
                 raise ValueError(
                     f"h0 must be {wanted}, got {tuple(h0.shape)}. Fix: the h that the call before returned."
                 )
-            before = batch.sort(h0, axis=1)
+            before = batch.sort(h0.to(weight.dtype), axis=1)
         weights = [weight, self.weight_hh, self.bias, torch.zeros_like(self.bias)]
         if batch.sizes is None:
             out, last = fused_layer("rnn_tanh", inputs, before, weights)
         else:
             out, last = fused_layer("rnn_tanh", batch.select(inputs), before, weights, batch.sizes)
             out = batch.pad(out)
-        return batch.output(out), batch.unsort(last, axis=1)
+        return out, last
 
     def extra_repr(self) -> str:
         """Sizes, and whether the batch comes first."""

@@ -1,0 +1,329 @@
+"""The Hessian-free optimizer as it is used: which models it takes, what it refuses and how, what it reports."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hbnode
+from hbnode.optim import tanh_hidden
+from hbnode.optim.conjugate_gradients import Solution
+from hbnode.optim.search import Trial, backtrack, line_search
+
+X, Y = torch.randn(2, 4, 5, 3, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    """A layer that returns states, and a readout."""
+
+    def __init__(self, layer, width=4):
+        super().__init__()
+        self.layer, self.readout = layer, nn.Linear(width, 3)
+
+    def forward(self, x):
+        out = self.layer(x)
+        return self.readout(out[0] if isinstance(out, tuple) else out)
+
+
+class Packed(Net):
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 3, 1]), batch_first=True)
+        return self.readout(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+
+class Timed(Net):
+    def forward(self, x):
+        return self.readout(self.layer(x, torch.arange(5.0).expand(len(x), 5))[0])
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        return self.readout(checkpoint(self.layer, x, use_reentrant=False))
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return Net(nn.Sequential(nn.Linear(3, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
+
+
+MODELS = {
+    **{
+        f"{cell} {name}": lambda cell=cell, options=options: Net(
+            getattr(nn, cell)(3, 4, batch_first=True, **options), 8 if "bidirectional" in options else 4
+        )
+        for cell in ("RNN", "GRU", "LSTM")
+        for name, options in {
+            "plain": {},
+            "deep": {"num_layers": 2, "dropout": 0.3, "bidirectional": True},
+            "without bias": {"bias": False},
+        }.items()
+    },
+    **{
+        f"{cell} packed": lambda cell=cell: Packed(getattr(nn, cell)(3, 4, batch_first=True))
+        for cell in ("RNN", "GRU", "LSTM")
+    },
+    "RNN relu": lambda: Net(nn.RNN(3, 4, nonlinearity="relu", batch_first=True)),
+    "TanhRNN packed": lambda: Packed(hbnode.TanhRNN(3, 4, batch_first=True)),
+    **{
+        name: lambda name=name: Net(getattr(hbnode, name)(3, 4, batch_first=True))
+        for name in ("DTRIV", "MomentumDTRIV", "MomentumGRU", "AdamLSTM", "RMSPropRNN", "AdaptiveMomentumLSTM")
+    },
+    **{
+        f"{name} wide": lambda name=name: Net(getattr(hbnode, name)(3, 600, batch_first=True), 600)
+        for name in ("AdamLSTM", "AdaptiveMomentumGRU")
+    },
+    "ODERNN": lambda: Timed(hbnode.ODERNN(3, 4, field="hbnode")),
+    "ODEBlock": lambda: Net(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), options={"steps": 4}, method="nystrom4"), 3),
+    "adjoint": lambda: Net(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), 3),
+    "encoder": encoder,
+    "checkpoint": lambda: Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh())),
+    "compiled": lambda: Net(torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), backend="aot_eager")),
+    "batch norm": lambda: Net(
+        nn.Sequential(nn.Linear(3, 4), nn.Flatten(1), nn.BatchNorm1d(20), nn.Unflatten(1, (5, 4)))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """The first step checks that J and J^T are transposes."""
+    model = MODELS[name]()
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse", max_cg=3)
+    losses = [float(optimizer.step(lambda: (model(X), Y))) for _ in range(3)]
+    assert optimizer.progress.new_loss < losses[0]
+    v = torch.randn(2, sum(parameter.numel() for parameter in model.parameters()))
+    a, b = (torch.dot(one, optimizer.product(other)) for one, other in (v, v.flip(0)))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["momentum", "heavy_ball", "softmax"])
+def test_transformers(attention):
+    model = hbnode.MomentumTransformer(5, 8, 2, 1, 16, attention=attention)
+    tokens = torch.randint(5, (3, 6))
+    optimizer = hbnode.HessianFree(model.parameters(), loss="cross_entropy", max_cg=3)
+    losses = [float(optimizer.step(lambda: (model(tokens), tokens))) for _ in range(3)]
+    assert losses[-1] < losses[0]
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = x.tanh()
+        return ctx.y.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * (1 - ctx.y**2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda net, x: net.readout(Once.apply(net.layer(x))), "has no graph. Fix: write the backward pass"),
+        (
+            lambda net, x: net.readout(checkpoint(net.layer, x.clone().requires_grad_(), use_reentrant=True)),
+            r"reentrant checkpoints.*use_reentrant=False",
+        ),
+    ],
+    ids=["once", "reentrant"],
+)
+def test_a_model_that_cannot_be_differentiated_twice_is_refused(wrong, message):
+    model = Net(nn.Linear(3, 4))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    with pytest.raises(RuntimeError, match=rf"cannot be differentiated twice.*{message}"):
+        optimizer.step(lambda: (wrong(model, X), Y))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def classes(outputs):
+    return torch.zeros(outputs.shape[:-1], dtype=torch.long)
+
+
+REFUSED = {
+    "a loss": ("mse", lambda z: (z - Y).square().mean(), TypeError, r"must return .* got Tensor. Fix: .*no backward"),
+    "nothing": ("mse", lambda z: None, TypeError, "got NoneType"),
+    "a state": ("mse", lambda z: ((z, None), Y), TypeError, "got tuple. Fix: output, state = model"),
+    "shape": ("mse", lambda z: (z, Y[..., 0]), ValueError, "must have the shape of the outputs"),
+    "no graph": ("mse", lambda z: (z.detach(), Y, z), ValueError, "no graph to the parameters. Fix"),
+    "empty": ("mse", lambda z: (z[:0], Y[:0]), ValueError, "have no cases"),
+    "whole numbers": ("mse", lambda z: (z.long(), Y), TypeError, "must be real numbers"),
+    "no hidden": ("mse", lambda z: (z, Y), ValueError, r"needs hidden states.*tanh_hidden"),
+    "hidden": ("mse", lambda z: (z, Y, "h"), TypeError, "hidden must be a tensor, a pair"),
+    "hidden without graph": ("mse", lambda z: (z, Y, X), ValueError, "the hidden of forward"),
+    "negative": ("mse", lambda z: (z, Y, (z, -torch.ones(3))), ValueError, "weight of hidden must be numbers >= 0"),
+    "weight": ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
+    "classes": ("cross_entropy", lambda z: (z.mT, classes(z), z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
+    "one-hot": ("cross_entropy", lambda z: (z, Y, z), ValueError, r"Fix: targets.argmax\(-1\)"),
+    "range": ("cross_entropy", lambda z: (z, classes(z) + 3, z), ValueError, r"must be in \[0, 3\).*got 3"),
+    "probability": ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
+    "nan": ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
+    "gradient": ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
+    "draws": ("mse", lambda z: (z, Y + next(COUNT), z), ValueError, r"other targets.*x, y = next\(batches\)"),
+}
+COUNT = iter(range(100))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_closure_must_not_return(name):
+    loss, wrong, error, message = REFUSED[name]
+    model = nn.Linear(3, 3)
+    optimizer = hbnode.HessianFree(model.named_parameters(), loss=loss, structural_damping=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=f"(?s){message}"):
+        optimizer.step(lambda: wrong(model(X)))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss": "crossentropy"}, ValueError, "Fix: loss='cross_entropy'"),
+        ({"damping": -1.0}, ValueError, "damping must be a number >= 0"),
+        ({"damping": 1e-4}, ValueError, "at least min_damping=0.001"),
+        ({"max_cg": 0}, ValueError, "max_cg must be an integer >= 1"),
+        ({"params": [torch.zeros(2).half()]}, ValueError, r"float32 or float64.*model.float\(\)"),
+        ({"params": [torch.zeros(2), torch.zeros(2).double()]}, ValueError, "one dtype and one device"),
+        ({"params": [{"params": [torch.zeros(2)], "damping": 1.0}]}, ValueError, r"options of its own, \['damping'\]"),
+    ],
+    ids=["loss", "negative", "floor", "none", "half", "mixed", "group"],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=message):
+        hbnode.HessianFree(**({"params": [torch.zeros(2)], "loss": "mse"} | options))
+
+
+def test_frozen_and_unused_parameters_stay():
+    model = Net(nn.GRU(3, 4, batch_first=True))
+    model.layer.weight_hh_l0.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(2))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    optimizer.step(lambda: (model(X), Y))
+    same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    assert same == {"layer.weight_hh_l0", "unused"}
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters are frozen"):
+        optimizer.step(lambda: (model(X), Y))
+
+
+def test_a_step_that_helps_nowhere_is_rejected():
+    """And lambda grows, though the loss is not a number there."""
+    model = nn.Linear(3, 3)
+    start = model.weight.detach().clone()
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+
+    def evaluate():
+        return model(X) + (0.0 if torch.equal(model.weight, start) else math.nan), Y
+
+    optimizer.step(evaluate)
+    progress = optimizer.progress
+    assert (progress.outcome, progress.step_length, progress.reduction) == ("rejected", 0.0, 0.0)
+    assert progress.ratio == -math.inf
+    assert torch.equal(model.weight, start)
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(0.15)
+    assert "rejected" in str(progress)
+
+
+def test_a_stationary_point():
+    model = nn.Linear(3, 3)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    optimizer.step(lambda: (model(X), model(X).detach()))
+    assert optimizer.progress.outcome == "stationary"
+    assert optimizer.param_groups[0]["damping"] == 0.1
+
+
+def test_ignored_positions_and_weights_of_zero_have_no_say():
+    model, again = nn.Linear(3, 4), nn.Linear(3, 4)
+    again.load_state_dict(model.state_dict())
+    y = torch.randint(4, (4, 5))
+    ignored = y.clone()
+    ignored[:, 2:] = -100
+    weight = torch.ones(4, 5)
+    weight[:, 2:] = 0
+    one = hbnode.HessianFree(model.parameters(), loss="cross_entropy")
+    other = hbnode.HessianFree(again.parameters(), loss="cross_entropy")
+    for _ in range(2):
+        one.step(lambda: (model(X), ignored))
+        other.step(lambda: (again(X), y, None, weight))
+    torch.testing.assert_close(model.weight, again.weight)
+    other.step(lambda: (again(X), y, None, torch.zeros(4, 5)))
+    assert other.progress.outcome == "stationary"
+
+
+def test_dropout_draws_one_mask_a_step():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse", damping=1.0)
+    drawn = []
+
+    def evaluate():
+        drawn.append(torch.rand(()).item())
+        return model(X), Y
+
+    for _ in range(2):
+        optimizer.step(evaluate)
+        assert len(drawn) > 2
+        assert len(set(drawn)) == 1
+        assert optimizer.progress.reduction > 0
+        drawn.clear()
+
+
+def test_the_preconditioner_is_the_mean_square_of_the_cases_gradients():
+    from hbnode.optim.preconditioner import preconditioner
+
+    model = nn.Linear(3, 3, dtype=torch.float64)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse", preconditioner_samples=3)
+    x, y = X.double(), Y.double()
+    optimizer.step(lambda: (model(x), y))
+    assert optimizer.progress.reduction > 0
+    with torch.enable_grad():
+        found = preconditioner(optimizer._last.ready(), 4000, 0.1)
+    squares = []
+    for case, target in zip(x, y, strict=True):
+        loss = (model(case) - target).square().sum() / 2
+        squares.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]) ** 2)
+    torch.testing.assert_close(found, (torch.stack(squares).mean(0) + 0.1) ** 0.75, rtol=0.1, atol=0)
+
+
+def test_backtracking_and_the_line_search():
+    directions = [torch.tensor([float(k)]) for k in range(1, 5)]
+    solution = Solution(directions, [-1.0, -2.0, -3.0, -4.0], 4, "limit")
+    trial = backtrack(solution, lambda d: abs(float(d) - 2))
+    assert (float(trial.direction), trial.model, trial.loss) == (2.0, -2.0, 0.0)
+    length, loss = line_search(Trial(torch.tensor([4.0]), -1.0, 9.0), 1.0, torch.tensor([-2.0]), lambda d: (d - 1) ** 2)
+    assert length == pytest.approx(0.8**4)
+    assert loss == pytest.approx((4 * 0.8**4 - 1) ** 2)
+    assert line_search(Trial(torch.tensor([1.0]), -1.0, 9.0), 1.0, torch.tensor([2.0]), float) == (0.0, 1.0)
+
+
+def test_copies_and_files(tmp_path):
+    model = nn.Linear(3, 3)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    with pytest.raises(RuntimeError, match="there was none"):
+        optimizer.product(torch.ones(12))
+    optimizer.step(lambda: (model(X), Y))
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"]
+        assert copied.progress is None
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(loaded["state"][0]["direction"], optimizer.state[model.weight]["direction"])
+    with pytest.raises(ValueError, match=r"must be \(12,\)"):
+        optimizer.product(torch.ones(11))
+
+
+def test_states_that_saturate_are_damped_without_nan():
+    h, weight = tanh_hidden(torch.tensor([0.0, 0.5, 1.0, -1.0], requires_grad=True))
+    assert h.requires_grad
+    assert weight.isfinite().all()
+    torch.testing.assert_close(weight[:2], torch.tensor([1.0, 4 / 3]))
