@@ -123,9 +123,9 @@ class Contender:
         """Products through torch's own layers, without structural damping."""
         with without_onednn():
             outputs = self.net(self.x)
-        linearized = Linearized([outputs], [lambda z: z / self.x.shape[1]], [False], outputs)
+        linearized = Linearized([outputs], [lambda z: z / self.x.shape[1]], lambda: outputs)
         matrix = GaussNewton(list(self.net.parameters()), linearized)
-        return lambda: matrix(self.vector, DAMPING, 0.0)
+        return lambda: matrix(self.vector, DAMPING)
 
     def curvlinops(self) -> Callable[[], Tensor]:
         """Products of curvlinops' operator, scaled from means over all numbers to means over cases of halves."""

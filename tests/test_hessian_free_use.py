@@ -129,7 +129,7 @@ class Once(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda net, x: net.readout(Once.apply(net.layer(x))), "has no graph. Fix: write the backward pass"),
+        (lambda net, x: net.readout(Once.apply(net.layer(x))), "has no graph. Fix: another operation"),
         (
             lambda net, x: net.readout(checkpoint(net.layer, x.clone().requires_grad_(), use_reentrant=True)),
             r"reentrant checkpoints.*use_reentrant=False",

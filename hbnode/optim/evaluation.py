@@ -90,25 +90,25 @@ class Evaluation:
         each = self.loss.each(batch.outputs, batch.targets)
         return each if batch.weight is None else each * batch.weight
 
-    def linearized(self, batch: Batch, damps: bool) -> Linearized:
-        """The outputs and their metrics, with what is damped structurally if it is."""
+    def linearized(self, batch: Batch, structural: float) -> Linearized:
+        """The outputs and their metrics; if lambda mu is not 0, with the hidden states and theirs."""
+        damps = structural > 0
         self.check_graph(batch, damps)
         scale = 1 / batch.cases
         hessian, weight = self.loss.hessian(batch.outputs, batch.targets), batch.weight
-        if (
-            weight is not None
-            and weight.dim() < batch.outputs.dim()
-            and self.loss.weight_shape(batch.outputs) != batch.outputs.shape
-        ):
+        if weight is not None and self.loss.weight_shape(batch.outputs) != batch.outputs.shape:
             weight = weight.unsqueeze(-1)
         factor = scale if weight is None else scale * weight
         outputs, metrics = [batch.outputs], [lambda z: hessian(z) * factor]
         for hidden, metric in batch.hidden if damps else ():
             outputs.append(hidden)
-            metrics.append(_scaled(scale if metric is None else scale * metric))
-        with torch.enable_grad():
-            losses = self._each(batch).movedim(self.case_dim, 0).reshape(batch.cases, -1).sum(1)
-        return Linearized(outputs, metrics, [False] + [True] * (len(outputs) - 1), losses)
+            metrics.append(_scaled(structural * scale if metric is None else structural * scale * metric))
+        return Linearized(outputs, metrics, lambda: self._of_cases(batch))
+
+    @torch.enable_grad()
+    def _of_cases(self, batch: Batch) -> Tensor:
+        """The loss of each case."""
+        return self._each(batch).movedim(self.case_dim, 0).reshape(batch.cases, -1).sum(1)
 
     def check_graph(self, batch: Batch, damps: bool) -> None:
         """Refuse outputs and hidden states that do not depend on the parameters."""

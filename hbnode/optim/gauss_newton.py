@@ -26,14 +26,12 @@ class Linearized:
     Attributes:
         outputs: tensors with a graph.
         metrics: symmetric, positive semi-definite functions; those of structural damping are multiplied by lambda mu.
-        is_damping: of each output, whether it is damped structurally.
-        losses: of the cases, with a graph.
+        losses: makes those of the cases, with a graph.
     """
 
     outputs: list[Tensor]
     metrics: list[Metric]
-    is_damping: list[bool]
-    losses: Tensor
+    losses: Callable[[], Tensor]
 
 
 class GaussNewton:
@@ -68,12 +66,9 @@ class GaussNewton:
         if not abs(found - squared) <= PRECISION * squared:
             refuse()
 
-    def __call__(self, vector: Tensor, damping: float, structural: float) -> Tensor:
-        """The product with J^T H_L J + structural * (sum of J_t^T H_t J_t) + damping * I."""
-        pushed = self.push(vector)
-        weighted: list[Tensor] = []
-        for z, metric, is_damping in zip(pushed, self.linearized.metrics, self.linearized.is_damping, strict=True):
-            weighted.append(structural * metric(z) if is_damping else metric(z))
+    def __call__(self, vector: Tensor, damping: float) -> Tensor:
+        """The product with J^T H J + damping * I."""
+        weighted = [metric(z) for metric, z in zip(self.linearized.metrics, self.push(vector), strict=True)]
         return self.pull(weighted).add_(vector, alpha=damping)
 
     def push(self, vector: Tensor) -> list[Tensor]:

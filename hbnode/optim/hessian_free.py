@@ -59,7 +59,7 @@ class _Step:
 
     def linearize(self, batch: Batch) -> GaussNewton:
         """Make the matrix of a batch that has a graph."""
-        linearized = self.evaluation.linearized(batch, self.structural > 0)
+        linearized = self.evaluation.linearized(batch, self.structural)
         self.matrix = GaussNewton(self.parameters, linearized)
         self.versions = tuple(parameter._version for parameter in self.parameters)
         return self.matrix
@@ -81,7 +81,7 @@ class _Step:
 
     def product(self, vector: Tensor) -> Tensor:
         """The product with the damped matrix."""
-        return self.ready()(vector, self.damping, self.structural)
+        return self.ready()(vector, self.damping)
 
 
 @dataclass

@@ -18,11 +18,11 @@ def preconditioner(matrix: GaussNewton, samples: int, damping: float) -> Tensor:
     every step, so that runs repeat.
 
     Arguments:
-        matrix: has the losses of the cases.
+        matrix: knows the losses of the cases.
         samples: how many sums are drawn.
         damping: lambda.
     """
-    losses = matrix.linearized.losses
+    losses = matrix.linearized.losses()
     generator = torch.Generator().manual_seed(0)
     squares = torch.zeros_like(flat(matrix.parameters, matrix.parameters))
     for _ in range(samples):

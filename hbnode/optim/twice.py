@@ -17,7 +17,10 @@ from hbnode.optim.recurrence import ROperator
 
 _REFUSED = "the model cannot be differentiated twice, which Gauss-Newton products need"
 _CHECKPOINT = "Fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-_CUSTOM = "Fix: write the backward pass of custom autograd functions in operations that autograd knows."
+_CUSTOM = (
+    "Fix: another operation in its place; of a custom autograd function, a backward pass in operations that autograd "
+    "knows."
+)
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def differentiating_twice() -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.cuda.OutOfMemoryError):
             raise
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RuntimeError(f"{_REFUSED} ({text}) {_CHECKPOINT if 'Checkpointing' in text else _CUSTOM}") from error
