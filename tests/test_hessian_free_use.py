@@ -190,7 +190,7 @@ def test_what_a_closure_must_not_return(name):
     [
         ({"loss": "crossentropy"}, ValueError, "Fix: loss='cross_entropy'"),
         ({"damping": -1.0}, ValueError, "damping must be a number >= 0"),
-        ({"damping": 1e-4}, ValueError, "at least min_damping=0.001"),
+        ({"damping": 1e-4}, ValueError, "at least min_damping=0.0002"),
         ({"max_cg": 0}, ValueError, "max_cg must be an integer >= 1"),
         ({"params": [torch.zeros(2).half()]}, ValueError, r"float32 or float64.*model.float\(\)"),
         ({"params": [torch.zeros(2), torch.zeros(2).double()]}, ValueError, "one dtype and one device"),

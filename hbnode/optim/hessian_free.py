@@ -140,7 +140,7 @@ class HessianFree(Optimizer):
         structural_damping: mu; the closures then return hidden states. Default: ``0.0``.
         max_cg: the most iterations of conjugate gradients in a step. Default: ``300``.
         min_damping: the least lambda. Where the loss hardly changes, the rule above would reduce lambda, and with it
-            the structural damping, without end. Default: ``0.001``.
+            the structural damping, without end. Default: ``0.0002``.
         preconditioner_samples: if not 0, conjugate gradients are preconditioned by (mean of g_n^2 + lambda)^0.75, g_n
             the gradient of case n. The mean is estimated from this many sums of g_n with random signs, at the cost of a
             backward pass each. Default: ``0``.
@@ -170,7 +170,7 @@ class HessianFree(Optimizer):
         damping: float = 0.1,
         structural_damping: float = 0.0,
         max_cg: int = 300,
-        min_damping: float = 0.001,
+        min_damping: float = 0.0002,
         preconditioner_samples: int = 0,
         case_dim: int = 0,
     ) -> None:
