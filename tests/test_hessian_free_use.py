@@ -235,6 +235,20 @@ def test_a_step_that_helps_nowhere_is_rejected():
     assert "rejected" in str(progress)
 
 
+def test_a_graph_from_before_the_step_is_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    loss = model(X).sum()
+    optimizer.step(lambda: (model(X), Y))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    v = torch.ones(31)
+    expected = optimizer.product(v)
+    with torch.no_grad():
+        model[1].weight.add_(1.0)
+    torch.testing.assert_close(optimizer.product(v), expected)
+
+
 def test_a_stationary_point():
     model = nn.Linear(3, 3)
     optimizer = hbnode.HessianFree(model.parameters(), loss="mse")

@@ -24,7 +24,7 @@ from hbnode.optim.preconditioner import preconditioner
 from hbnode.optim.progress import Outcome, Progress, Stop
 from hbnode.optim.search import Trial, backtrack, line_search
 from hbnode.optim.twice import plain_paths
-from hbnode.optim.vectors import assign, assigned, check_gradient, check_parameters, flat, shaped
+from hbnode.optim.vectors import assigned, check_gradient, check_parameters, flat, shaped
 
 WARM_START = 0.95
 RAISE, LOWER = 1.5, 2 / 3  # factors of lambda where rho < 1/4 and where rho > 3/4
@@ -78,6 +78,11 @@ class _Step:
         with assigned(self.parameters, self.theta + vector):
             loss = (evaluation or self.evaluation).value()
         return loss if math.isfinite(loss) else math.inf
+
+    def take(self, vector: Tensor) -> None:
+        """Move from theta for good; autograd refuses graphs that were made before."""
+        for parameter, part in zip(self.parameters, shaped(self.theta + vector, self.parameters), strict=True):
+            parameter.copy_(part)
 
     def product(self, vector: Tensor) -> Tensor:
         """The product with the damped matrix."""
@@ -252,7 +257,7 @@ class HessianFree(Optimizer):
             length, new_loss = line_search(found.trial, loss, gradient, partial(step.loss_at, evaluation=first))
             outcome = outcome if length else "rejected"
         if length:
-            assign(parameters, theta + length * found.trial.direction)
+            step.take(length * found.trial.direction)
         for parameter, part in zip(parameters, shaped(found.last, parameters), strict=True):
             self.state[parameter]["direction"] = part.clone()
         ratio = math.nan if outcome == "stationary" else (found.trial.loss - loss) / model
