@@ -41,7 +41,7 @@ class OptimizerConfig(TaskConfig):
     optimizer: str = option("adam", "adam, sgd with momentum 0.9, soap of pytorch_optimizer, or hf", OPTIMIZERS)
     curvature_size: int = option(0, "hf: samples of a batch that show the curvature; 0: all")
     damping: float = option(0.1, "hf: lambda at first")
-    min_damping: float = option(1e-3, "hf: the least lambda, which keeps structural damping on a plateau")
+    min_damping: float = option(2e-4, "hf: the least lambda, which keeps structural damping on a plateau")
     structural_damping: float = option(1 / 30, "hf: mu, the factor of lambda on hidden states; 0: none")
     clock: str = option("wall", "what seconds are: of the wall's clock, or of the processor's", tuple(CLOCKS))
     max_cg: int = option(300, "hf: steps of conjugate gradients in an iteration")
