@@ -22,6 +22,7 @@ from hbnode.errors import (
     StepSizeUnderflowError,
 )
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
+from hbnode.flows import HeavyBallFlow
 from hbnode.nfe import NFE, StepRecord, count_nfe, record_steps
 from hbnode.ode_rnn import ODERNN, Filtered, ODERNNState
 from hbnode.optim import HessianFree
@@ -112,6 +113,8 @@ __all__ = [
     # blocks
     "ODEBlock",
     "HeavyBallODEBlock",
+    # flows
+    "HeavyBallFlow",
     # sequences
     "ODERNN",
     "ODERNNState",

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,16 @@ def resolved(settings: Settings, field: Callable, event: bool = False, span: flo
     if gradient is None:
         gradient = "direct" if method in torchdiffeq_options.METHODS else "checkpoint"
     return ResolvedSettings(**(vars(settings) | {"method": method, "gradient": gradient}))
+
+
+def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
+    """Two different times, of a block or a flow."""
+    if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
+        raise TypeError(f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: learned times go to block(x, t).")
+    span = tuple(float(t) for t in t_span)
+    if len(span) != 2 or span[0] == span[1] or not all(map(math.isfinite, span)):
+        raise ValueError(f"t_span must be two different times (t0, T), got {span}. Fix: (0.0, 1.0).")
+    return span
 
 
 def check_precision(settings: Settings, dtype: torch.dtype) -> None:

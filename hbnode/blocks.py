@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hbnode._arguments import checked_settings, resolved
+from hbnode._arguments import checked_settings, checked_span, resolved
 from hbnode._checks import as_count
 from hbnode._integral import Integrand, WithIntegral, settings_of_integral
 from hbnode._state import State, Times, append_zeros, parts
@@ -96,7 +95,7 @@ class ODEBlock(nn.Module):
         if augment and initial_state is not None:
             raise ValueError("augment and initial_state were both given. Fix: let initial_state do the augmenting.")
         self.field = cast(Field, field)  # or another module with its methods
-        self.t_span = _checked_span(t_span)
+        self.t_span = checked_span(t_span)
         self.method = method
         self.rtol = rtol
         self.atol = atol
@@ -239,15 +238,6 @@ class ODEBlock(nn.Module):
 
 def _traced_shapes() -> AbstractContextManager[None]:
     return checking_shapes() if torch.jit.is_tracing() else nullcontext()
-
-
-def _checked_span(t_span: Sequence[float]) -> tuple[float, float]:
-    if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
-        raise TypeError(f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: learned times go to block(x, t).")
-    span = tuple(float(t) for t in t_span)
-    if len(span) != 2 or span[0] == span[1] or not all(map(math.isfinite, span)):
-        raise ValueError(f"t_span must be two different times (t0, T), got {span}. Fix: (0.0, 1.0).")
-    return span
 
 
 class HeavyBallODEBlock(ODEBlock):

@@ -32,7 +32,7 @@ LAYERS = [
     ["hbnode"],
     ["hbnode.plot"],
     ["hbnode.analysis"],
-    ["hbnode.blocks", "hbnode.ode_rnn", "hbnode.optim", "hbnode._methods", "hbnode.transformer"],
+    ["hbnode.blocks", "hbnode.flows", "hbnode.ode_rnn", "hbnode.optim", "hbnode._methods", "hbnode.transformer"],
     ["hbnode.solve", "hbnode._integral"],
     ["hbnode._arguments", "hbnode._native_solve", "hbnode._torchdiffeq_solve", "hbnode._traced_solve"],
     ["hbnode._torchdiffeq_field"],

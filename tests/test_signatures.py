@@ -21,6 +21,9 @@ PUBLIC = [
     *(hbnode.MomentumTransformer, hbnode.MomentumTransformer.forward, hbnode.MomentumTransformer.prefill),
     *(hbnode.MomentumTransformer.step, hbnode.MomentumTransformer.generate),
     *(hbnode.HessianFree, hbnode.HessianFree.step, hbnode.HessianFree.product, hbnode.optim.tanh_hidden),
+    *(hbnode.HeavyBallFlow, hbnode.HeavyBallFlow.push, hbnode.HeavyBallFlow.pull, hbnode.HeavyBallFlow.log_prob),
+    *(hbnode.HeavyBallFlow.posterior, hbnode.HeavyBallFlow.elbo, hbnode.HeavyBallFlow.log_prob_bound),
+    *(hbnode.HeavyBallFlow.sample, hbnode.HeavyBallFlow.rsample, hbnode.HeavyBallFlow.rsample_and_log_prob),
     *(hbnode.TanhRNN, hbnode.TanhRNN.forward, hbnode.recurrent.sparse_),
 ]
 
