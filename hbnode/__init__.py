@@ -80,6 +80,7 @@ from hbnode.recurrent import (
     SRRNNCell,
     TanhRNN,
 )
+from hbnode.sde import BrownianIncrements, HeavyBallSDE, sdeint
 from hbnode.signal import Signal
 from hbnode.solve import odeint
 from hbnode.solvers.names import Gradient, Method, StepControl
@@ -110,6 +111,10 @@ __all__ = [
     "MaxStepsError",
     "MaxNFEError",
     "ReversalError",
+    # noise
+    "HeavyBallSDE",
+    "sdeint",
+    "BrownianIncrements",
     # blocks
     "ODEBlock",
     "HeavyBallODEBlock",

@@ -1,0 +1,77 @@
+"""The steps of a solve: each interval between output times is divided into equal ones, none longer than ``dt``."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class StepGrid:
+    """Steps that end on every output time.
+
+    Arguments:
+        t: output times, (T,), increasing, in float64 on the host.
+        dt: the longest step.
+
+    Attributes:
+        t: the output times.
+        sizes: the size of the steps of each interval.
+        intervals: the interval of each step.
+        starts: where each step starts, in units of time.
+    """
+
+    def __init__(self, t: Tensor, dt: float) -> None:
+        self.t: list[float] = t.tolist()
+        self.sizes: list[float] = []
+        self.intervals: list[int] = []
+        self.starts: list[float] = []
+        for i, (start, end) in enumerate(zip(self.t[:-1], self.t[1:], strict=True)):
+            count = max(1, math.ceil((end - start) / dt * (1 - 1e-9)))  # not one more for rounding
+            size = (end - start) / count
+            self.sizes.append(size)
+            self.intervals += [i] * count
+            self.starts += [start + k * size for k in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.intervals)
+
+    @cached_property
+    def outputs(self) -> list[int | None]:
+        """The output that each step ends on, if any."""
+        following = [*self.intervals[1:], len(self.sizes)]
+        return [i + 1 if i != after else None for i, after in zip(self.intervals, following, strict=True)]
+
+    def step_sizes(self) -> Tensor:
+        """The size of each step, (steps,), in float64."""
+        return torch.tensor(self.sizes, dtype=torch.float64)[self.intervals]
+
+    def times(self, nodes: tuple[float, ...], like: Tensor) -> list[tuple[Tensor, ...]]:
+        """The times at fractions of each step, as scalars of the dtype and on the device of ``like``."""
+        starts = torch.tensor(self.starts, dtype=torch.float64).unsqueeze(-1)
+        fractions = torch.tensor(nodes, dtype=torch.float64)
+        times = starts + fractions * self.step_sizes().unsqueeze(-1)
+        return [row.unbind(0) for row in times.to(like.device, like.dtype).unbind(0)]
+
+
+def checked_step(dt: object) -> float:
+    """A positive step size."""
+    if isinstance(dt, Tensor) and dt.numel() == 1:
+        dt = dt.item()
+    if not isinstance(dt, numbers.Real) or not 0 < float(dt) < math.inf:
+        raise ValueError(f"dt must be a positive number, got {dt!r}. Fix: dt=0.05, for instance.")
+    return float(dt)
+
+
+def increasing_times(t: Tensor) -> Tensor:
+    """Checked times, refused where they decrease or have a gradient."""
+    if t.requires_grad:
+        raise ValueError("t requires a gradient, which sdeint does not compute. Fix: t.detach().")
+    if len(t) > 1 and bool(t[1] < t[0]):
+        raise ValueError(
+            f"t must increase, because an SDE has no solution backwards in time, got {t.tolist()}. Fix: t.flip(0)."
+        )
+    return t.to(torch.float64)
