@@ -1,4 +1,4 @@
-"""Plain twins of the SDE methods: loops written from the equations, in float64, with Cholesky factors of covariances."""
+"""Plain twins of the SDE methods: loops from the equations, in float64, with Cholesky factors of covariances."""
 
 import torch
 

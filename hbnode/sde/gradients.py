@@ -95,7 +95,7 @@ class Checkpoint(torch.autograd.Function):
         run, (coefficients, *kept) = forward.run, ctx.saved_tensors[: ctx.own]
         rows = 2 + run.method.carries
         needed = ctx.needs_input_grad[1]
-        by_coefficients = torch.zeros_like(coefficients, dtype=torch.float64) if needed else None
+        by_coefficients = torch.zeros_like(coefficients) if needed else None
         leaves: Gradients = [None] * len(forward.leaves)
         carried: Gradients = [torch.zeros_like(by_h[0]), torch.zeros_like(by_m[0]), None][:rows]
         with forward.context(), no_autocast(by_h.device.type):
@@ -119,8 +119,7 @@ class Checkpoint(torch.autograd.Function):
                     by_coefficients[interval] += by_own
             _undo_start(forward, kept, carried, leaves)
         _add(carried, [by_h[0], by_m[0]])
-        by_all = None if by_coefficients is None else by_coefficients.to(coefficients.dtype)
-        return None, by_all, carried[0], carried[1], *leaves
+        return None, by_coefficients, carried[0], carried[1], *leaves
 
 
 def _undo_start(forward: ForwardPass, kept: Sequence[Tensor], carried: Gradients, leaves: Gradients) -> None:
@@ -156,8 +155,7 @@ class Reversible(torch.autograd.Function):
         undoing = _Undoing(forward, coefficients, outputs, (by_h, by_m), ctx.needs_input_grad[1])
         with forward.context(), no_autocast(by_h.device.type):
             undoing.run_back()
-        by_own = None if undoing.by_coefficients is None else undoing.by_coefficients.to(coefficients.dtype)
-        return None, by_own, undoing.by_h, undoing.by_m, *undoing.leaves
+        return None, undoing.by_coefficients, undoing.by_h, undoing.by_m, *undoing.leaves
 
 
 class _Undoing:
@@ -178,7 +176,7 @@ class _Undoing:
         self.method = SPLITTINGS[self.solve.name]
         self.outputs, self.gradients = outputs, gradients
         self.packed = [one.unbind(0) for one in coefficients.unbind(0)]
-        self.by_coefficients = torch.zeros_like(coefficients, dtype=torch.float64) if needed else None
+        self.by_coefficients = torch.zeros_like(coefficients) if needed else None
         self.leaves: Gradients = [None] * len(forward.leaves)
         (self.h, self.m), (self.by_h, self.by_m) = (x[-1] for x in outputs), (x[-1] for x in gradients)
         self.errors: list[Tensor] = []

@@ -42,7 +42,7 @@ class StepGrid:
     @cached_property
     def outputs(self) -> list[int | None]:
         """The output that each step ends on, if any."""
-        following = [*self.intervals[1:], len(self.sizes)]
+        following = [*self.intervals[1:], len(self.sizes)][: len(self)]
         return [i + 1 if i != after else None for i, after in zip(self.intervals, following, strict=True)]
 
     def step_sizes(self) -> Tensor:

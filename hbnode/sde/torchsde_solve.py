@@ -69,7 +69,7 @@ def solve(
 
     h, m = state
     rows = h.shape[0] if h.dim() else 1
-    y0 = torch.cat([x.reshape(rows, -1) for x in (h, m)], 1)
+    y0 = torch.cat([x.reshape(rows, h.numel() // max(rows, 1)) for x in (h, m)], 1)
     if not h.numel() or len(t) == 1:
         return tuple(x.unsqueeze(0).repeat(len(t), *[1] * x.dim()) for x in state)  # type: ignore[return-value]  # two
     flat = _Flat(sde, h.shape, method, tally)
