@@ -39,6 +39,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.recurrent
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.hessian_free
+	$(BIN)/python -m benchmarks.sde
 
 clean:
 	rm -rf docs/_build runs/demo

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, dense, hessian_free, recurrent
+from benchmarks import attention, dense, hessian_free, recurrent, sde
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -146,3 +146,18 @@ def test_the_products_are_one(cell):
     expected = ways["HessianFree"]()
     for name in ("double backward", "curvlinops"):
         torch.testing.assert_close(ways[name](), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_heavy_ball_sde(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sde, "times", lambda repeats, steps: [])
+    monkeypatch.setattr(sde, "gradients", lambda: [])
+    out = tmp_path / "sde.json"
+    sde.main(["--quick", "--out", str(out)])
+    report = json.loads(out.read_text())
+    found = {(row["method"], row["steps"]): row for row in report["strong error"]}
+    assert found["ubu", 32]["evaluations"] == 32
+    assert found["torchsde srk", 32]["evaluations"] == 97
+    assert found["torchsde srk, diagonal", 32]["evaluations"] == 321
+    assert found["nystrom4", 32]["rms"] < found["ubu", 32]["rms"] < found["torchsde srk", 32]["rms"]
+    assert out.with_suffix(".png").exists()
+    assert "evaluations to 1e-3" in capsys.readouterr().out

@@ -127,6 +127,20 @@ def readme_an_ode_rnn_on_irregular_series() -> None:
     print(f"squared error one sample ahead {loss:.3f} of {x.var():.3f}; forecasts {tuple(head(ahead).shape)}")
 
 
+def readme_noise() -> None:
+    import torch
+
+    import hbnode
+
+    net = hbnode.nets.MLP(2, [32], 2)
+    sde = hbnode.HeavyBallSDE(net, damping=0.5, temperature=0.1, learn_temperature=True)
+    state = sde.initial_state(torch.randn(256, 2))  # (h, m), at rest
+    h, m = hbnode.sdeint(sde, state, [0.0, 0.5, 1.0], dt=0.05, gradient="reversible")  # (3, 256, 2) each
+    loss = (h[-1].square().sum(1) - 1).square().mean()  # end near a circle
+    loss.backward()
+    print(f"loss {loss:.3f}, damping {sde.damping:.3f}, temperature {sde.temperature:.3f}")
+
+
 def readme_recurrent_layers_with_momentum() -> None:
     import torch
     from torch import nn
