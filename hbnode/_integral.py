@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hbnode._state import State, cast, describe, like, parts
 from hbnode._tracing import is_tracing
-from hbnode.solvers.registry import NYSTROM, SPLITTING
+from hbnode.solvers.registry import SECOND_ORDER
 from hbnode.solvers.settings import Settings
 
 Integrand = Callable[[Tensor, Any, Any], Tensor]  # of t and the state and its derivative, tensors or tuples
@@ -110,7 +110,7 @@ def _check_call(integrand: Integrand) -> None:
 def settings_of_integral(settings: Settings) -> Settings:
     """The settings of a block as they are for its integral, refused where they are for h'' + γh' = f alone."""
     method, gradient = settings.method, settings.gradient
-    if method in NYSTROM or method in SPLITTING or gradient == "reversible":
+    if method in SECOND_ORDER or gradient == "reversible":
         raise ValueError(
             f"an integral along the path needs a method for any field, got method={method!r} with "
             f"gradient={gradient!r}. Fix: block.method, block.gradient = 'tsit5', 'checkpoint'."

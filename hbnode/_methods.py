@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from hbnode.solvers.names import Gradient, Method, NativeMethod, TorchdiffeqMethod
-from hbnode.solvers.registry import METHODS, NYSTROM, SPLITTING
+from hbnode.solvers.registry import METHODS, SECOND_ORDER, SPLITTING
 from hbnode.solvers.torchdiffeq_options import FIXED, SCIPY
 
 
@@ -52,6 +52,7 @@ _ORDERS: dict[Method, int] = {
     "nystrom4": 4,
     "nystrom6": 6,
     "nystrom8": 8,
+    "exponential": 4,
     "leapfrog": 2,
     "blanes_moan4": 4,
     "tsit5": 5,
@@ -98,10 +99,10 @@ def methods() -> Methods:
 def _native(name: NativeMethod) -> MethodInfo:
     gradients: tuple[Gradient, ...] = ("checkpoint", "direct", "adjoint")
     field, needs = "any", ""
-    if name in NYSTROM:
-        field = "HBNODE"
-    elif name in SPLITTING:
+    if name in SPLITTING:
         field, needs, gradients = "HBNODE, GHBNODE", _GRID, ("checkpoint", "direct", "reversible", "adjoint")
+    elif name in SECOND_ORDER:
+        field = "HBNODE"
     steps: Literal["adaptive", "fixed"] = "fixed" if name in SPLITTING else "adaptive"
     return MethodInfo(name, _ORDERS[name], METHODS[name].evaluations, steps, field, gradients, needs, "hbnode")
 

@@ -14,6 +14,7 @@ from hbnode._closures import closed_over_leaves, own_parameters
 from hbnode._recompute import ForwardContext, random_state, restore_random_state, solving
 from hbnode._state import State, parts
 from hbnode.errors import MaxStepsError, NonFiniteError
+from hbnode.fields import HBNODE
 from hbnode.gradients.adjoint import Adjoint
 from hbnode.gradients.checkpoint import Checkpoint
 from hbnode.gradients.forward_pass import ForwardPass
@@ -23,9 +24,9 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solvers.compiled_steps import CompilationWarning, CompiledSteps
 from hbnode.solvers.failures import failure, start_time
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.ode_term import ODETerm
+from hbnode.solvers.ode_term import ODETerm, is_heavy_ball
 from hbnode.solvers.recorder import BackwardPlan, StepGraph
-from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, check_field, constant_damping
+from hbnode.solvers.registry import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, check_field, constant_damping
 from hbnode.solvers.settings import ResolvedSettings
 from hbnode.solvers.stepper import Stepper, no_autocast
 from hbnode.solvers.time_grid import TimeGrid
@@ -70,16 +71,17 @@ def _check_damping(stepper: Stepper, field: Callable) -> None:
     damping, reach = (stepper.strongest, 1.0) if nystrom else (constant_damping(field), 4.0)
     span = sum(stepper.grid.lengths)
     needed = damping * span / reach
-    if not stepper.adaptive or needed < stepper.max_steps:
+    if not stepper.adaptive or stepper.name in EXPONENTIAL or needed < stepper.max_steps:
         return
-    of_tsit5 = math.ceil(damping * span / 3)
-    advice = ["method='tsit5'"] if nystrom else []
-    if of_tsit5 > stepper.max_steps:
-        advice.append(f"max_steps={of_tsit5}")
+    if is_heavy_ball(field, HBNODE):
+        advice = "method='exponential', which solves the damping exactly"
+    else:
+        advice = (
+            f"max_steps={math.ceil(damping * span / 3)}, a grid of method='leapfrog', which solves the damping exactly"
+        )
     message = (
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
-        f"max_steps={stepper.max_steps}. Fix: {' with '.join(advice)}, a grid of method='leapfrog', which solves the "
-        "damping exactly, or a shorter time"
+        f"max_steps={stepper.max_steps}. Fix: {advice}, or a shorter time"
     )
     raise failure(stepper, MaxStepsError, message, start_time(stepper, 0), reach / damping)
 

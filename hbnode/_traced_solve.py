@@ -51,7 +51,7 @@ def solve(field: Callable, y0: State, t: Times, settings: Settings, nfe: NFE) ->
     name = settings.method or registry.best_method(field, settings, 0.0)
     steps = (settings.options or {})["steps"]
     registry.check_field(name, field)
-    term = ODETerm(field, y0, second_order=name in registry.NYSTROM or name in registry.SPLITTING)
+    term = ODETerm(field, y0, second_order=name in registry.SECOND_ORDER)
     t = _times(t, term)
     nfe.keeps_graph = torch.is_grad_enabled()
     with solving(field), no_autocast(term.template.device.type):

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from hbnode.solvers.forcing import UNEVEN
-from hbnode.solvers.registry import METHODS, NYSTROM, RUNGE_KUTTA
+from hbnode.solvers.registry import EXPONENTIAL, METHODS, NYSTROM, RUNGE_KUTTA
 from tests.models import make_field, make_input
 from tests.problems import Driven, damped_oscillator, driven_exact
 
-ADAPTIVE = (*NYSTROM, *RUNGE_KUTTA)
+ADAPTIVE = (*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA)
 every_method = pytest.mark.parametrize("method", ADAPTIVE)
 TOLERANCES = (1e-2, 1e-4, 1e-6, 1e-9)
 
@@ -70,7 +70,13 @@ def test_errors_stay_within_the_tolerance(method, problem):
 
 @pytest.mark.parametrize(
     ("method", "size", "orders"),
-    [("nystrom4", 0.1, (4, 4)), ("nystrom6", 0.4, (6, 5)), ("nystrom8", 0.4, (7, 6)), ("tsit5", 0.4, (4, 4))],
+    [
+        ("nystrom4", 0.1, (4, 4)),
+        ("nystrom6", 0.4, (6, 5)),
+        ("nystrom8", 0.4, (7, 6)),
+        ("exponential", 0.2, (4, 4)),
+        ("tsit5", 0.4, (4, 4)),
+    ],
 )
 @pytest.mark.parametrize("t", [(0.0, 2.0), (2.0, 0.5)], ids=["up", "down"])
 def test_order_of_convergence(method, size, orders, t):

@@ -8,12 +8,12 @@ from torch import nn
 import hbnode
 from hbnode import recurrent
 from hbnode._state import parts
-from hbnode.solvers.registry import NYSTROM, RUNGE_KUTTA, SPLITTING
+from hbnode.solvers.registry import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import SHAPES, every_model, make_field, make_input
 from tests.momentum_layers import CELLS, RULES
 from tests.pretend_device import pretended_device
 
-ADAPTIVE = [*NYSTROM, *RUNGE_KUTTA]
+ADAPTIVE = [*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA]
 A_SOLVE = 3  # synchronisations beside those of its steps: damping, first step, gradient of the damping
 A_LOOK = 1  # for forces to come, where the first guess rests on nothing
 

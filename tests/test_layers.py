@@ -51,7 +51,7 @@ LAYERS = [
     ["hbnode.solvers.stepper"],
     ["hbnode.solvers.coefficients", "hbnode.solvers.compiled_steps"],
     ["hbnode.solvers.registry"],
-    ["hbnode.solvers.nystrom", "hbnode.solvers.runge_kutta", "hbnode.solvers.splitting"],
+    ["hbnode.solvers.exponential", "hbnode.solvers.nystrom", "hbnode.solvers.runge_kutta", "hbnode.solvers.splitting"],
     ["hbnode.solvers.explicit_method", "hbnode.solvers.step_size_control", "hbnode.solvers.time_grid"],
     ["hbnode.solvers.ode_term", "hbnode.solvers.step_method", "hbnode.solvers.tableaus", "hbnode.solvers.settings"],
     ["hbnode.solvers.names", "hbnode.solvers.torchdiffeq_options"],

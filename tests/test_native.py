@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solvers.registry import METHODS, NYSTROM, SPLITTING
+from hbnode.solvers.registry import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
 from tests.models import every_model, make_field, make_input
 from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
 
-ORDERS = {"nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "tsit5": 5, "leapfrog": 2, "blanes_moan4": 4}
+ORDERS = {"nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "exponential": 4, "tsit5": 5, "leapfrog": 2, "blanes_moan4": 4}
 STEPS = {"nystrom4": (16, 32), "nystrom6": (8, 16), "nystrom8": (4, 8), "tsit5": (16, 32)}
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -66,7 +66,7 @@ def test_order_of_the_splittings_for_ghbnode(method):
     assert math.log2(found[0] / found[1]) == pytest.approx(ORDERS[method], abs=0.3)
 
 
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5"])
 def test_tighter_tolerances_reach_smaller_errors(method):
     previous = math.inf
     for tolerance in (1e-3, 1e-5, 1e-7, 1e-9):
@@ -76,7 +76,7 @@ def test_tighter_tolerances_reach_smaller_errors(method):
         previous = error
 
 
-@pytest.mark.parametrize("method", [*NYSTROM, "tsit5"])
+@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, "tsit5"])
 def test_two_bodies(method):
     """Eccentricities 0.1 to 0.9 over a period and a half, each sample with steps of its own and in one batch."""
     e = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
@@ -90,20 +90,24 @@ def test_two_bodies(method):
         np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e5 * tolerance)
 
 
-@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
+@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 4.0])
 def test_damping_without_a_force(method, gamma):
-    """H' = m, m' = -gamma m: splittings damp exactly in one step of any size, Nystrom methods to their order."""
+    """H' = m, m' = -gamma m: splittings damp exactly in one step of any size, Nystrom methods to their order.
+
+    Exponential methods solve it exactly.
+    """
     field = hbnode.HBNODE(lambda h: 0.0 * h, damping=gamma, learn_damping=False)
-    options = {"steps": 1 if method in SPLITTING else 20}
+    options = {"steps": 20 if method in NYSTROM else 1}
     h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, options=options)
     decay = math.exp(-1.5 * gamma)
-    assert m[-1].item() == pytest.approx(2 * decay, rel=1e-14 if method in SPLITTING else 1e-3)
-    if method in NYSTROM:
-        assert h[-1].item() == pytest.approx(1 + 2 * (1.5 if gamma == 0 else (1 - decay) / gamma), rel=1e-4)
+    assert m[-1].item() == pytest.approx(2 * decay, rel=1e-3 if method in NYSTROM else 1e-14)
+    if method not in SPLITTING:
+        way = 2 * (1.5 if gamma == 0 else (1 - decay) / gamma)
+        assert h[-1].item() == pytest.approx(1 + way, rel=1e-4 if method in NYSTROM else 1e-14)
 
 
-@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
+@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING])
 @pytest.mark.parametrize("learn", [True, False])
 def test_a_damping_for_each_channel(method, learn):
     """The same as one solve for each channel, in values and in the gradient for every gamma."""
@@ -289,7 +293,7 @@ def test_short_solves_are_not_replayed():
 
 
 @pytest.mark.parametrize("control", ["batch", "sample"])
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5"])
 def test_nan_in_f_is_named_with_its_time(method, control):
     field = hbnode.HBNODE(lambda t, h: torch.where(t > 0.5, torch.nan, -h), learn_damping=False)
     state = (torch.ones(2, 1), torch.zeros(2, 1))
@@ -451,6 +455,8 @@ def test_states_of_every_structure():
         (500.0, "nystrom8", "sample"),
         (500.0, "nystrom4", "sample"),
         (1000.0, "nystrom8", "batch"),
+        (200.0, "exponential", "batch"),
+        (1000.0, "exponential", "sample"),
     ],
 )
 def test_strong_damping_does_not_hide_errors(gamma, method, control):
@@ -558,35 +564,49 @@ def strongly_damped(gamma, **solver):
 ONE = torch.ones(1, 1, dtype=torch.float64)
 
 
-def test_a_constant_damping_that_is_strong_gets_tsit5():
-    block, exact = strongly_damped(400.0, t_span=(0.0, 3.0))
-    assert "method='tsit5'" in repr(block)
+def test_a_constant_damping_that_is_strong_gets_the_exponential_method():
+    block, exact = strongly_damped(20.0, t_span=(0.0, 3.0))
+    assert "method='exponential'" in repr(block)
     assert block(ONE).item() == pytest.approx(exact, abs=1e-5)
-    assert 1 + 6 * (block.nfe.steps + block.nfe.rejected) == block.nfe.forward  # a step of tsit5
-    weaker, _ = strongly_damped(300.0, t_span=(0.0, 3.0))
+    assert 1 + 4 * (block.nfe.steps + block.nfe.rejected) == block.nfe.forward  # a step of "exponential"
+    weaker, _ = strongly_damped(16.0, t_span=(0.0, 3.0))
     assert "method='nystrom8'" in repr(weaker)
+    grid, _ = strongly_damped(20.0, t_span=(0.0, 3.0), options={"steps": 4})
+    assert "method='nystrom8'" in repr(grid)
     field = hbnode.HBNODE(lambda h: -h, damping=[3.0, 400.0], learn_damping=False)
-    assert "method='tsit5'" in repr(hbnode.ODEBlock(field, t_span=(0.0, -3.0)))
+    assert "method='exponential'" in repr(hbnode.ODEBlock(field, t_span=(0.0, -3.0)))
+    field = hbnode.HBNODE(lambda h: -h, damping=200.0, max_damping=300.0)
+    assert "method='nystrom8'" in repr(hbnode.ODEBlock(field))
 
 
-def test_a_damping_that_takes_too_many_steps_is_named_at_once():
-    block, exact = strongly_damped(1e3, t_span=(0.0, 10.0), method="nystrom8")
-    message = r"the damping of 1000 over a time of 10 takes about 10000 steps.*Fix: method='tsit5', a grid of"
+@pytest.mark.parametrize("method", ["nystrom8", "nystrom4", "tsit5"])
+def test_a_damping_that_takes_too_many_steps_is_named_at_once(method):
+    block, exact = strongly_damped(1e4, t_span=(0.0, 10.0), method=method)
+    message = (
+        r"the damping of 10000 over a time of 10 takes about .*Fix: method='exponential', which solves the damping"
+    )
     with pytest.raises(hbnode.MaxStepsError, match=message) as error:
         block(ONE)
     assert error.value.nfe == 0
-    for method, fix in (("nystrom4", "method='tsit5' with max_steps=33334"), (None, "max_steps=33334")):
-        with pytest.raises(hbnode.MaxStepsError, match=f"damping of 10000 over a time of 10 .*Fix: {fix}, a grid of"):
-            strongly_damped(1e4, t_span=(0.0, 10.0), method=method)[0](ONE)
-    block.method, block.options = "leapfrog", {"steps": 40}  # the fix: the damping is solved exactly
-    assert block(ONE).item() == pytest.approx(exact, abs=3e-4)
+    block.method = "exponential"
+    assert block(ONE).item() == pytest.approx(exact, abs=1e-5)
+    assert block.nfe.forward < 50
+
+
+def test_too_many_steps_for_the_damping_of_a_ghbnode_are_named_at_once():
+    field = hbnode.GHBNODE(lambda h: -h, damping=1e4, learn_damping=False, xi=0.0, learn_xi=False)
+    block = hbnode.ODEBlock(field, t_span=(0.0, 10.0))
+    with pytest.raises(hbnode.MaxStepsError, match="Fix: max_steps=33334, a grid of method='leapfrog'"):
+        block(ONE)
+    block.method, block.options = "leapfrog", {"steps": 40}  # the fix
+    assert block(ONE).item() == pytest.approx(math.exp(-1e-3), abs=1e-4)
 
 
 def test_too_many_steps_that_the_damping_keeps_short_are_named():
     block, _ = strongly_damped(1001.0, method="nystrom4", max_steps=1002)
-    with pytest.raises(hbnode.MaxStepsError, match="Fix: method='tsit5', because the damping of 1001 keeps"):
+    with pytest.raises(hbnode.MaxStepsError, match="Fix: method='exponential', because the damping of 1001 keeps"):
         block(ONE)
-    block.method = "tsit5"
+    block.method = "exponential"
     block(ONE)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hbnode
 from hbnode.nets import SolveDropout
 from hbnode.solvers import compiled_steps
-from hbnode.solvers.registry import METHODS, NYSTROM, SPLITTING
+from hbnode.solvers.registry import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
 from tests.models import MODELS, Watched, every_model, make_field, make_input
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -37,7 +37,7 @@ def gradients(field, x, t, **settings):
 
 def methods_of(model):
     if model == "hbnode":
-        return [*NYSTROM, *SPLITTING, "tsit5"]
+        return [*NYSTROM, *EXPONENTIAL, *SPLITTING, "tsit5"]
     return ["tsit5", *SPLITTING] if model == "ghbnode" else ["tsit5"]
 
 
@@ -105,7 +105,7 @@ def test_gradcheck(model, gradient):
 
 
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
-@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING])
+@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING])
 def test_gradcheck_of_the_damping_and_of_a_parameter(method, gradient):
     if gradient == "reversible" and method not in SPLITTING:
         pytest.skip("refused")
@@ -120,7 +120,7 @@ def test_gradcheck_of_the_damping_and_of_a_parameter(method, gradient):
     assert torch.autograd.gradcheck(end, (rate, field.omega), nondet_tol=1e-12)  # a second pass replays
 
 
-@pytest.mark.parametrize("method", [*NYSTROM, *SPLITTING, "tsit5"])
+@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING, "tsit5"])
 def test_second_derivatives_of_direct(method):
     rate = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     omega = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)

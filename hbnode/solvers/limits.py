@@ -83,8 +83,8 @@ class Limits:
         if stepper.strongest <= max(1.0, STRONG / sum(stepper.grid.lengths)):  # with less, the span is long
             return ""
         return (
-            f"method='tsit5', because the damping of {stepper.strongest:g} keeps the steps of {stepper.name!r} short, "
-            "or "
+            f"method='exponential', because the damping of {stepper.strongest:g} keeps the steps of {stepper.name!r} "
+            "short, or "
         )
 
     def is_too_small(self, step: AnyStep, size: float) -> bool:

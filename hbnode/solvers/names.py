@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-NativeMethod = Literal["nystrom4", "nystrom6", "nystrom8", "leapfrog", "blanes_moan4", "tsit5"]
+NativeMethod = Literal["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5"]
 TorchdiffeqMethod = Literal[
     "dopri5",
     "dopri8",

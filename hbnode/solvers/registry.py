@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hbnode._checks import as_count
 from hbnode.fields import GHBNODE, HBNODE
+from hbnode.solvers import tableaus
+from hbnode.solvers.exponential import Exponential
 from hbnode.solvers.nystrom import Nystrom
 from hbnode.solvers.ode_term import change_of_call, is_heavy_ball, unwrapped
 from hbnode.solvers.runge_kutta import RungeKutta
@@ -28,13 +30,15 @@ from hbnode.solvers.tableaus import (
 )
 
 NYSTROM = {"nystrom4": Nystrom(RKN4), "nystrom6": Nystrom(RKN6), "nystrom8": Nystrom(RKN8)}
+EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
 SPLITTING = {
     "leapfrog": Splitting(STRANG_DRIFTS, STRANG_KICKS),
     "blanes_moan4": Splitting(BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(TSIT5)}
-METHODS: dict[str, StepMethod] = {**NYSTROM, **SPLITTING, **RUNGE_KUTTA}
-STRONG = 1000.0  # γT from which tsit5 takes a half to a fifth of the evaluations of a Nystrom method
+SECOND_ORDER: dict[str, StepMethod] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # they take h and m apart
+METHODS: dict[str, StepMethod] = {**SECOND_ORDER, **RUNGE_KUTTA}
+STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods short
 GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
 _ADAPTIVE_OPTIONS = ("steps", "first_step", "max_step", "min_step", "max_nfe", "dense")
 _SPLITTING_OPTIONS = ("steps", "max_nfe")
@@ -95,14 +99,14 @@ def best_method(field: Callable, settings: Settings, span: float) -> str:
     """What ``method=None`` means: Nystrom for HBNODE, its order by the tolerance, and ``"tsit5"`` for all others.
 
     The order is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks. A
-    constant damping that is strong over the time ``span`` limits the steps; those of ``"tsit5"`` are longer then.
+    constant damping that is strong over the time ``span`` limits the steps of all but ``"exponential"``.
     """
     if settings.gradient == "reversible":
         return "blanes_moan4"
     if not is_heavy_ball(field, HBNODE):
         return "tsit5"
     if "steps" not in (settings.options or {}) and constant_damping(field) * span > STRONG:
-        return "tsit5"
+        return "exponential"
     return "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
 
 
@@ -135,7 +139,7 @@ def check(settings: Settings) -> None:
 
 def check_field(method: str, field: Callable) -> None:
     """Refuse a field that a method cannot solve."""
-    if method not in NYSTROM and method not in SPLITTING:
+    if method not in SECOND_ORDER:
         return
     kinds: tuple[type, ...] = (HBNODE,)
     what = "solves h'' + γh' = f(h, t), an HBNODE"

@@ -62,6 +62,27 @@ class RungeKuttaTableau:
     dense: tuple[Row, ...]
 
 
+@dataclass(frozen=True)
+class ExponentialTableau:
+    r"""A pair for :math:`h'' + \gamma h' = f(h, t)` that solves the damping exactly, of four stages.
+
+    The value of f at the new state is the first of the next step.
+
+    Attributes:
+        order: order of the solution that is carried on, whatever the damping is.
+        error_order: order of the embedded solution.
+        c: nodes of the stages, from 0 to 1.
+        corrections: κ of the stages after the first, a weight for each stage between the first and itself.
+        left_out: the value that the polynomial of the embedded solution does not take.
+    """
+
+    order: int
+    error_order: int
+    c: Row
+    corrections: tuple[Row, ...]
+    left_out: int
+
+
 def _minus(x: Row, y: Row) -> Row:
     return tuple(a - b for a, b in zip(x, y, strict=True))
 
@@ -247,3 +268,17 @@ BLANES_MOAN4_DRIFTS = (_A1, _A2, _A3, 1 - 2 * (_A1 + _A2 + _A3), _A3, _A2, _A1)
 BLANES_MOAN4_KICKS = (_B1, _B2, 0.5 - _B1 - _B2, 0.5 - _B1 - _B2, _B2, _B1)
 STRANG_DRIFTS = (0.5, 0.5)
 STRANG_KICKS = (1.0,)
+
+# Our own, between two limits. Without damping it is the method of order 5 of Nystrom, Ueber die numerische Integration
+# von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925), in Hairer, Norsett and Wanner, Solving ODEs I, II.14.
+# Where the damping is strong it is the method of order 4 with the same nodes of Kutta, Beitrag zur naeherungsweisen
+# Integration totaler Differentialgleichungen, Z. Math. Phys. 46 (1901) 435-453. Both have the weights
+# w = (14, 125, 162, 35)/336 in m, and stages whose defects d cancel: w_2 (1 - c_2) d_2 + w_3 (1 - c_3) d_3 = 0 and
+# w_2 d_2 + w_3 d_3 + w_4 d_4 = 0.
+EXPONENTIAL = ExponentialTableau(
+    order=4,
+    error_order=3,
+    c=(0, 1 / 5, 2 / 3, 1),
+    corrections=((), (50 / 27,), (25 / 7, 162 / 35)),
+    left_out=1,
+)
