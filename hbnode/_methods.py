@@ -52,7 +52,7 @@ _ORDERS: dict[Method, int] = {
     "nystrom4": 4,
     "nystrom6": 6,
     "nystrom8": 8,
-    "exponential": 4,
+    "exponential": 5,
     "leapfrog": 2,
     "blanes_moan4": 4,
     "tsit5": 5,

@@ -69,7 +69,8 @@ class ExponentialTableau:
     The value of f at the new state is the first of the next step.
 
     Attributes:
-        order: order of the solution that is carried on, whatever the damping is.
+        order: order of the solution that is carried on, for steps below 1/γ.
+        strong_order: its order where γ tends to infinity.
         error_order: order of the embedded solution.
         c: nodes of the stages, from 0 to 1.
         corrections: κ of the stages after the first, a weight for each stage between the first and itself.
@@ -77,6 +78,7 @@ class ExponentialTableau:
     """
 
     order: int
+    strong_order: int
     error_order: int
     c: Row
     corrections: tuple[Row, ...]
@@ -276,7 +278,8 @@ STRANG_KICKS = (1.0,)
 # w = (14, 125, 162, 35)/336 in m, and stages whose defects d cancel: w_2 (1 - c_2) d_2 + w_3 (1 - c_3) d_3 = 0 and
 # w_2 d_2 + w_3 d_3 + w_4 d_4 = 0.
 EXPONENTIAL = ExponentialTableau(
-    order=4,
+    order=5,
+    strong_order=4,
     error_order=3,
     c=(0, 1 / 5, 2 / 3, 1),
     corrections=((), (50 / 27,), (25 / 7, 162 / 35)),
