@@ -31,6 +31,7 @@ docs: .venv/.complete
 bench: .venv/.complete
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.solvers
+	$(BIN)/python -m benchmarks.strong_damping
 	$(BIN)/python -m benchmarks.gradients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.dense

@@ -101,9 +101,10 @@ def odeint(
             each step ends at a constant fraction of its output interval. (torchdiffeq's adaptive methods with
             ``"direct"`` differentiate their interpolation instead, which is much less exact than their values.)
         method: name of the solver; :func:`hbnode.methods` lists them with their orders. Default: None, which picks a
-            native method: for an HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``; for all others
-            ``"tsit5"``, and for an HBNODE whose constant damping exceeds 1000 over the length of the solve, or that has
-            hooks or a ``forward`` or ``__call__`` of its own.
+            native method: for an HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``, or ``"exponential"`` if
+            its damping is constant and exceeds 50 over the length of the solve; for all others ``"tsit5"``, also for an
+            HBNODE that has hooks or a ``forward`` or ``__call__`` of its own. On a grid (``steps`` in the options) the
+            damping is not looked at.
         rtol: relative tolerance of adaptive methods. Default: 1e-5.
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
         gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for

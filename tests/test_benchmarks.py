@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, dense, hessian_free, recurrent, sde
+from benchmarks import attention, dense, hessian_free, recurrent, sde, strong_damping
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -161,3 +161,15 @@ def test_the_heavy_ball_sde(tmp_path, monkeypatch, capsys):
     assert found["nystrom4", 32]["rms"] < found["ubu", 32]["rms"] < found["torchsde srk", 32]["rms"]
     assert out.with_suffix(".png").exists()
     assert "evaluations to 1e-3" in capsys.readouterr().out
+
+
+def test_strong_damping(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(strong_damping, "TOLERANCES", (1e-2, 1e-4))
+    monkeypatch.setattr(strong_damping, "STARTS", strong_damping.STARTS[:1])
+    monkeypatch.setattr(strong_damping, "MAX_STEPS", 50)
+    out = tmp_path / "strong_damping.json"
+    strong_damping.main(["--quick", "--out", str(out)])
+    row = json.loads(out.read_text())["rows"][1]
+    assert 20 < row["evaluations"]["exponential"] < 200
+    assert row["evaluations"]["nystrom8"] is None
+    assert "n/a" in capsys.readouterr().out
