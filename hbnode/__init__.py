@@ -3,6 +3,7 @@
 from hbnode import nets, optim, plot, recurrent, transformer
 from hbnode._methods import MethodInfo, methods
 from hbnode.analysis import AdjointNorms, NFEToleranceCurve, Spectrum, adjoint_norms, nfe_vs_tolerance, spectrum
+from hbnode.annealing import HeavyBallAnnealing, LogZ
 from hbnode.attention import (
     HeavyBallMemory,
     HeavyBallMemoryState,
@@ -120,6 +121,9 @@ __all__ = [
     "HeavyBallODEBlock",
     # flows
     "HeavyBallFlow",
+    # sampling
+    "HeavyBallAnnealing",
+    "LogZ",
     # sequences
     "ODERNN",
     "ODERNNState",

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torchdiffeq
 from torch import nn
+from torch.distributions import Independent, Normal
 
 import hbnode
 from hbnode import recurrent
@@ -334,3 +335,18 @@ def test_hessian_free_waits_once_for_each_iteration(device, cell):
     optimizer.step(evaluate)
     assert device.synchronisations - before <= optimizer.progress.cg_iterations + 60
     assert all(parameter.is_cuda for parameter in parameters)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_annealing_waits_for_its_bound_alone(device, checkpoint):
+    zeros = device.move(torch.zeros(2))
+    prior = Independent(Normal(zeros, zeros + 1, validate_args=False), 1, validate_args=False)
+    annealing = hbnode.HeavyBallAnnealing(
+        lambda x: -x.pow(4).sum(-1), prior, 5, force=nn.Linear(2, 2), checkpoint=checkpoint
+    )
+    device.move(annealing)
+    before = device.synchronisations
+    annealing.bound(3).backward()
+    assert device.synchronisations - before <= 2  # are the weights finite, is the bound
+    assert all(p.grad.is_cuda for p in annealing.parameters())
+    assert all(part.is_cuda for part in (*annealing.sample(3), *annealing.log_z(3)))

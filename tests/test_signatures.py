@@ -26,6 +26,8 @@ PUBLIC = [
     *(hbnode.HeavyBallFlow.sample, hbnode.HeavyBallFlow.rsample, hbnode.HeavyBallFlow.rsample_and_log_prob),
     *(hbnode.TanhRNN, hbnode.TanhRNN.forward, hbnode.recurrent.sparse_),
     *(hbnode.sdeint, hbnode.HeavyBallSDE, hbnode.BrownianIncrements, hbnode.BrownianIncrements.draw),
+    *(hbnode.HeavyBallAnnealing, hbnode.HeavyBallAnnealing.sample, hbnode.HeavyBallAnnealing.rsample),
+    *(hbnode.HeavyBallAnnealing.bound, hbnode.HeavyBallAnnealing.log_z),
 ]
 
 
