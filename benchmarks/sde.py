@@ -78,25 +78,10 @@ class PathMotion(torchsde.BaseBrownian):
     def __repr__(self) -> str:
         return f"PathMotion({len(self.w)} steps)"
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the increments."""
-        return self.w.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the increments."""
-        return self.w.device
-
-    @property
-    def shape(self) -> torch.Size:
-        """(batch, channels)."""
-        return self.w.shape[1:]
-
-    @property
-    def levy_area_approximation(self) -> str:
-        """What it can be asked for."""
-        return "space-time"
+    dtype = property(lambda self: self.w.dtype)
+    device = property(lambda self: self.w.device)
+    shape = property(lambda self: self.w.shape[1:])
+    levy_area_approximation = "space-time"
 
 
 def integrals(noise: BrownianIncrements) -> tuple[Tensor, Tensor, Tensor, Tensor]:
