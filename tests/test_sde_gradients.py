@@ -103,13 +103,19 @@ def test_channels_of_their_own(method, gradient):
 
 @pytest.mark.parametrize("method", ["ubu", "baoab"])
 @pytest.mark.parametrize("steps", [50, 400])
-def test_reversible_in_float32(method, steps):
+@pytest.mark.parametrize("span", [2.0, 4.0])
+def test_reversible_in_float32(method, steps, span):
+    """Against the direct gradient, which itself is up to 6e-6 off that of float64."""
     sde, state = make_sde(torch.float32, max_damping=2.0, damping=1.0), make_state(torch.float32)
-    options = {"t": [0.0, 4.0], "method": method, "dt": 4 / steps, "seed": 3}
-    _, expected = gradients(sde, state, **options)
-    _, ours = gradients(sde, state, gradient="reversible", **options)
-    tolerance = 1e-6 if method == "ubu" else 2e-6  # the direct one is 6e-6 and 2e-6 off that of float64
-    assert (flat(ours) - flat(expected)).norm() <= tolerance * flat(expected).norm()
+    errors = []
+    for seed in range(6 if steps == 50 else 3):
+        options = {"t": [0.0, span], "method": method, "dt": span / steps, "seed": seed}
+        _, expected = gradients(sde, state, **options)
+        _, ours = gradients(sde, state, gradient="reversible", **options)
+        errors.append(((flat(ours) - flat(expected)).norm() / flat(expected).norm()).item())
+    worst = 1e-6 if span == 2.0 else 2.5e-6
+    assert max(errors) <= worst
+    assert sum(errors) / len(errors) <= (1e-6 if method == "ubu" else 1.5e-6)
 
 
 def kept(gradient, steps, method="ubu"):
