@@ -218,6 +218,7 @@ def test_composed_variables_are_independent_and_normal():
         ({"t": [0.0, 0.0]}, ValueError, "Fix: sort the times"),
         ({"t": torch.tensor([0.0, 1.0], requires_grad=True)}, ValueError, "Fix: t.detach()"),
         ({"t": 1.0}, TypeError, "Fix: [0.0, 1.0]"),
+        ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: solve at all times of all samples"),
         ({"seed": -1}, ValueError, "seed must be an integer >= 0"),
         ({"noise": torch.zeros(3)}, TypeError, "Fix: hbnode.BrownianIncrements.draw(...)"),
         ({"y0": torch.zeros(4, 3)}, TypeError, "Fix: field.initial_state(x) makes it"),

@@ -9,6 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hbnode._arguments import checked_times
+from hbnode._state import Times
+
 
 class StepGrid:
     """Steps that end on every output time.
@@ -66,8 +69,14 @@ def checked_step(dt: object) -> float:
     return float(dt)
 
 
-def increasing_times(t: Tensor) -> Tensor:
-    """Checked times, refused where they decrease or have a gradient."""
+def checked_output_times(t: Times, device: torch.device) -> Tensor:
+    """Finite, increasing times without a gradient, (T,), in float64 on the host."""
+    t = checked_times(t, device, rows=True)
+    if t.dim() == 2:
+        raise ValueError(
+            f"t must be one-dimensional, the times of the whole batch, got shape {tuple(t.shape)}. "
+            "Fix: solve at all times of all samples, torch.unique(t), and select each sample's own."
+        )
     if t.requires_grad:
         raise ValueError("t requires a gradient, which sdeint does not compute. Fix: t.detach().")
     if len(t) > 1 and bool(t[1] < t[0]):

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hbnode._arguments import checked_times
 from hbnode._checks import as_count, check_input
 from hbnode._state import Times
 from hbnode._suggestions import nearest
 from hbnode.sde.free_flight import free_flight
-from hbnode.sde.grid import StepGrid, checked_step, increasing_times
+from hbnode.sde.grid import StepGrid, checked_output_times, checked_step
 from hbnode.sde.methods import NATIVE
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ class BrownianIncrements:
         """
         checked_method(method)
         check_input(h, "h")
-        grid = StepGrid(increasing_times(checked_times(t, h.device, rows=True)), checked_step(dt))
+        grid = StepGrid(checked_output_times(t, h.device), checked_step(dt))
         count = NATIVE[method].normals
         seeded = SeededNoise(checked_seed(seed), (count, *h.shape), h)
         normals = [seeded(step) for step in range(len(grid))]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _torch_internals
-from hbnode._arguments import checked_state, checked_times
+from hbnode._arguments import checked_state
 from hbnode._closures import closed_over_leaves
 from hbnode._recompute import ForwardContext, random_state, solving
 from hbnode._state import Times, parts
@@ -19,7 +19,7 @@ from hbnode.nfe import NFE, Tally
 from hbnode.sde import torchsde_solve
 from hbnode.sde.field import HeavyBallSDE
 from hbnode.sde.gradients import Checkpoint, Reversible, check_growth
-from hbnode.sde.grid import StepGrid, checked_step, increasing_times
+from hbnode.sde.grid import StepGrid, checked_output_times, checked_step
 from hbnode.sde.methods import NATIVE, SPLITTINGS
 from hbnode.sde.names import NativeSDEMethod, SDEMethodName, TorchsdeMethod
 from hbnode.sde.noise import BrownianIncrements, SeededNoise, checked_seed
@@ -157,7 +157,7 @@ def _solve(
     state: Any = checked_state(sde, y0)
     state = unwrapped(sde)._pair(state)
     term = ODETerm(sde, state, second_order=True)
-    times = increasing_times(checked_times(t, state[0].device, rows=False).cpu())
+    times = checked_output_times(t, state[0].device)
     nfe = NFE()
     nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
     tally = Tally(sde, nfe)
