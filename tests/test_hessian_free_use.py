@@ -161,7 +161,7 @@ REFUSED = {
     "no hidden": ("mse", lambda z: (z, Y), ValueError, r"needs hidden states.*tanh_hidden"),
     "hidden": ("mse", lambda z: (z, Y, "h"), TypeError, "hidden must be a tensor, a pair"),
     "hidden without graph": ("mse", lambda z: (z, Y, X), ValueError, "the hidden of forward"),
-    "negative": ("mse", lambda z: (z, Y, (z, -torch.ones(3))), ValueError, "weight of hidden must be numbers >= 0"),
+    "negative": ("mse", lambda z: (z, Y, (z, -torch.ones(3))), ValueError, "must be finite numbers >= 0"),
     "weight": ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
     "classes": ("cross_entropy", lambda z: (z.mT, classes(z), z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
     "one-hot": ("cross_entropy", lambda z: (z, Y, z), ValueError, r"Fix: targets.argmax\(-1\)"),
@@ -254,7 +254,7 @@ def test_a_stationary_point():
     optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
     optimizer.step(lambda: (model(X), model(X).detach()))
     assert optimizer.progress.outcome == "stationary"
-    assert optimizer.param_groups[0]["damping"] == 0.1
+    assert optimizer.param_groups[0]["damping"] < 0.1  # which alone could be what leaves nothing to gain
 
 
 def test_ignored_positions_and_weights_of_zero_have_no_say():
@@ -341,3 +341,103 @@ def test_states_that_saturate_are_damped_without_nan():
     assert h.requires_grad
     assert weight.isfinite().all()
     torch.testing.assert_close(weight[:2], torch.tensor([1.0, 4 / 3]))
+
+
+def test_an_lstm_read_out_at_its_cell_state():
+    model = nn.LSTM(2, 3, batch_first=True).double()
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    x = torch.randn(5, 4, 2, dtype=torch.float64)
+    loss = optimizer.step(lambda: (model(x)[1][1][-1], torch.zeros(5, 3, dtype=torch.float64)))
+    assert loss.dtype == torch.float64
+    assert optimizer.progress.reduction > 0
+
+
+def test_states_of_others_are_refused():
+    model = nn.Linear(3, 5, bias=False)
+    x = torch.randn(9, 3)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    optimizer.step(lambda: (model(x), x @ torch.ones(3, 5)))
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"of another optimizer"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    with pytest.raises(ValueError, match=r"Fix: HessianFree\(..., loss='mse'\)"):
+        hbnode.HessianFree(model.parameters(), loss="bce").load_state_dict(state)
+    with pytest.raises(ValueError, match=r"direction of shape \(5, 3\) for a parameter of shape \(3, 5\)"):
+        hbnode.HessianFree(nn.Linear(5, 3, bias=False).parameters(), loss="mse").load_state_dict(state)
+    state["param_groups"][0]["damping"] = float("nan")
+    with pytest.raises(ValueError, match=r"damping of the state_dict is nan"):
+        optimizer.load_state_dict(state)
+
+
+class _Once(torch.autograd.Function):
+    """The sine, whose backward pass has no graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.detach() * ctx.saved_tensors[0].detach().cos()
+
+
+def test_a_small_part_without_second_derivative_is_refused():
+    a, b, x = nn.Linear(3, 2), nn.Linear(3, 2), torch.randn(9, 3)
+    optimizer = hbnode.HessianFree([*a.parameters(), *b.parameters()], loss="mse")
+    with pytest.raises(RuntimeError, match=r"a part of its backward pass has no graph"):
+        optimizer.step(lambda: (20 * a(x) + _Once.apply(b(x)), torch.zeros(9, 2)))
+
+
+def test_what_overflows_is_named():
+    model, x = nn.Linear(3, 1), torch.full((5, 3), 1e10)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    with pytest.raises(FloatingPointError, match=r"overflows"):
+        optimizer.step(lambda: (model(x), torch.zeros(5, 1)))
+
+
+def test_a_huge_damping_comes_down():
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3), torch.randn(20, 2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse", damping=1e7)
+    for _ in range(40):
+        optimizer.step(lambda: (model(x), y))
+    assert optimizer.progress.outcome == "accepted"
+    assert optimizer.progress.damping < 100
+
+
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+def test_a_curvature_batch_that_is_not_finite(where):
+    x, y, model = torch.randn(9, 3), torch.randn(9, 2), nn.Linear(3, 2)
+    bad = {"inputs": x.clone(), "targets": y.clone()}
+    bad[where][4] = float("nan")
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
+        optimizer.step(lambda: (model(x), y), lambda: (model(bad["inputs"]), bad["targets"]))
+
+
+def test_a_weight_of_zero_leaves_nan_out():
+    x, y, model = torch.randn(9, 3), torch.randn(9, 2), nn.Linear(3, 2)
+    y[4] = float("nan")
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    optimizer.step(lambda: (model(x), y, None, (~y.isnan()).float()))
+    assert optimizer.progress.new_loss < optimizer.progress.loss
+
+
+def test_cases_are_not_classes():
+    model, x, y = nn.Linear(3, 2), torch.randn(9, 3), torch.randint(2, (9,))
+    optimizer = hbnode.HessianFree(model.parameters(), loss="cross_entropy", case_dim=1)
+    with pytest.raises(ValueError, match=r"case_dim=1 must be a dimension of the outputs that counts cases"):
+        optimizer.step(lambda: (model(x), y))
+    with pytest.raises(TypeError, match=r"case_dim must be a whole number"):
+        hbnode.HessianFree(model.parameters(), loss="mse", case_dim="x")
+
+
+def test_hidden_states_that_are_no_tanh():
+    with pytest.raises(ValueError, match=r"h must be in \[-1, 1\], values of tanh, got up to 1.5"):
+        hbnode.optim.tanh_hidden(torch.tensor([1.5]))
+    model, x, y = nn.Linear(3, 2), torch.randn(9, 3), torch.randn(9, 2)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse", structural_damping=0.1)
+    with pytest.raises(ValueError, match=r"weight of hidden must broadcast to \(9, 2\)"):
+        optimizer.step(lambda: (model(x), y, (model(x), torch.ones(4, 9, 2))))

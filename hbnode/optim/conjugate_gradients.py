@@ -65,6 +65,10 @@ def conjugate_gradients(
     values, kept, kept_values, power = [value], [], [], 0
     scale = torch.dot(b, b if preconditioner is None else b / preconditioner)
     left, smallest = torch.stack([rz, torch.finfo(b.dtype).eps ** 2 * scale]).tolist()
+    if not math.isfinite(left + smallest):
+        raise FloatingPointError(
+            "the square of the gradient overflows. Fix: smaller initial weights, inputs of the size of 1, or float64."
+        )
     stop: Stop = "limit"
     iteration = 0
     while iteration < limit:

@@ -94,6 +94,12 @@ class Evaluation:
         """The outputs and their metrics; if lambda mu is not 0, with the hidden states and theirs."""
         damps = structural > 0
         self.check_graph(batch, damps)
+        for name, z in (("outputs", batch.outputs), ("targets", batch.targets)):
+            if not bool(z.isfinite().all()):
+                raise FloatingPointError(
+                    f"the {name} of {self.name}() are not finite. Fix: look for such values in the inputs, targets and "
+                    "parameters; smaller initial weights."
+                )
         scale = 1 / batch.cases
         hessian, weight = self.loss.hessian(batch.outputs, batch.targets), batch.weight
         if weight is not None and self.loss.weight_shape(batch.outputs) != batch.outputs.shape:
@@ -139,19 +145,23 @@ class Evaluation:
         if not outputs.is_floating_point():
             raise TypeError(f"the outputs of {self.name}() must be real numbers, got {outputs.dtype}. Fix: .float().")
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        self.loss.check(outputs, targets)
-        if not -outputs.dim() <= self.case_dim < outputs.dim():
+        positions = self.loss.weight_shape(outputs)
+        if not -outputs.dim() <= self.case_dim < outputs.dim() or self.case_dim % outputs.dim() >= len(positions):
             raise ValueError(
-                f"case_dim={self.case_dim} must be a dimension of the outputs, which are {tuple(outputs.shape)}. "
-                "Fix: case_dim=0, and a first dimension for the cases."
+                f"case_dim={self.case_dim} must be a dimension of the outputs that counts cases, and the outputs are "
+                f"{tuple(outputs.shape)}. Fix: case_dim=0, and a first dimension for the cases: outputs[None] of one."
             )
+        weighed = self._weight(weight, outputs)
+        if weighed is not None and targets.is_floating_point() and targets.shape == outputs.shape:
+            targets = targets.where(weighed != 0, 0.0)  # 0 * NaN is NaN
+        self.loss.check(outputs, targets)
         cases = outputs.shape[self.case_dim]
         if cases == 0:
             raise ValueError(
                 f"the outputs of {self.name}() have no cases: they are {tuple(outputs.shape)}. Fix: leave empty "
                 "batches out."
             )
-        return Batch(outputs, targets, self._hidden(hidden), self._weight(weight, outputs), cases)
+        return Batch(outputs, targets, self._hidden(hidden), weighed, cases)
 
     def _weight(self, weight: object, outputs: Tensor) -> Tensor | None:
         if weight is None:
@@ -159,11 +169,7 @@ class Evaluation:
         shape = self.loss.weight_shape(outputs)
         if not isinstance(weight, Tensor):
             raise TypeError(f"the weight must be a tensor, got {type(weight).__name__}. Fix: torch.tensor(weight).")
-        try:
-            fits = torch.broadcast_shapes(weight.shape, shape) == shape
-        except RuntimeError:
-            fits = False
-        if not fits:
+        if not _broadcasts(weight, shape):
             raise ValueError(
                 f"the weight must broadcast to {shape}, got {tuple(weight.shape)}. Fix: mask.unsqueeze(-1) if it lacks "
                 "the features."
@@ -187,6 +193,11 @@ class Evaluation:
             if metric is not None:
                 metric = metric.detach()
                 _check_not_negative(metric, "the weight of hidden")
+                if not _broadcasts(metric, tuple(z.shape)):
+                    raise ValueError(
+                        f"the weight of hidden must broadcast to {tuple(z.shape)}, got {tuple(metric.shape)}. "
+                        "Fix: weight.unsqueeze(-1) if it lacks the features."
+                    )
             found.append((z, metric))
         return found
 
@@ -204,13 +215,28 @@ def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The pair (h, 1 / (1 - h^2)), without graph in its second part.
 
+    Raises:
+        ValueError: some |h| is above 1, so that h is no tanh.
+
     Example:
         >>> h, weight = tanh_hidden(torch.tensor([0.0, 0.5]))
         >>> weight
         tensor([1.0000, 1.3333])
     """
     kept = h.detach()
+    if bool((kept.abs() > 1).any()):
+        raise ValueError(
+            f"h must be in [-1, 1], values of tanh, got up to {kept.abs().max().item():g}. Fix: return h itself as "
+            "hidden where units are no tanh."
+        )
     return h, ((1 + kept) * (1 - kept)).clamp(min=torch.finfo(h.dtype).eps).reciprocal()
+
+
+def _broadcasts(weight: Tensor, shape: tuple[int, ...]) -> bool:
+    try:
+        return torch.broadcast_shapes(weight.shape, shape) == shape
+    except RuntimeError:
+        return False
 
 
 def _scaled(factor: Tensor | float) -> Callable[[Tensor], Tensor]:
@@ -218,5 +244,8 @@ def _scaled(factor: Tensor | float) -> Callable[[Tensor], Tensor]:
 
 
 def _check_not_negative(weight: Tensor, name: str) -> None:
-    if not bool((weight >= 0).all()):
-        raise ValueError(f"{name} must be numbers >= 0, got {weight.min().item():g}. Fix: weight.clamp(min=0).")
+    if weight.numel() and not bool(((weight >= 0) & weight.isfinite()).all()):
+        low, high = weight.min().item(), weight.max().item()
+        raise ValueError(
+            f"{name} must be finite numbers >= 0, got {low:g} to {high:g}. Fix: weight.clamp(min=0, max=...)."
+        )

@@ -6,6 +6,7 @@ graph of the backward pass. One pass more through the graph of the outputs gives
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,14 @@ class GaussNewton:
         w = [torch.randn(z.shape, generator=generator).to(z) for z in self.u]
         v = self.pull(w)
         squared = float(torch.dot(v, v))
+        if not math.isfinite(squared):
+            raise FloatingPointError(
+                "the Gauss-Newton matrix overflows, or a derivative of the model is not finite. Fix: look for values "
+                "that are not finite in the inputs of the curvature batch; smaller initial weights; float64."
+            )
+        followed = {k for k, _ in self.pulled}
+        if any(k not in followed and bool(part.any()) for k, part in enumerate(shaped(v, self.parameters))):
+            refuse()
         found = sum(float((a * b).sum()) for a, b in zip(w, self.push(v), strict=True))
         if not abs(found - squared) <= PRECISION * squared:
             refuse()

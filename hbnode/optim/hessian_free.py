@@ -22,6 +22,7 @@ from hbnode.optim.gauss_newton import GaussNewton
 from hbnode.optim.losses import LOSSES
 from hbnode.optim.preconditioner import preconditioner
 from hbnode.optim.progress import Outcome, Progress, Stop
+from hbnode.optim.resume import check_state
 from hbnode.optim.search import Trial, backtrack, line_search
 from hbnode.optim.twice import plain_paths
 from hbnode.optim.vectors import assigned, check_gradient, check_parameters, flat, shaped
@@ -179,7 +180,9 @@ class HessianFree(Optimizer):
         preconditioner_samples: int = 0,
         case_dim: int = 0,
     ) -> None:
-        if loss not in LOSSES:
+        if not isinstance(case_dim, int) or isinstance(case_dim, bool):
+            raise TypeError(f"case_dim must be a whole number, got {case_dim!r}. Fix: case_dim=0.")
+        if not isinstance(loss, str) or loss not in LOSSES:
             near = nearest(loss, list(LOSSES)) or "mse"
             raise ValueError(f"loss must be one of {tuple(LOSSES)}, got {loss!r}. Fix: loss={near!r}.")
         numbers = {"damping": damping, "structural_damping": structural_damping, "min_damping": min_damping}
@@ -214,6 +217,19 @@ class HessianFree(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._last, self.progress = None, None
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` gave.
+
+        Arguments:
+            state_dict: of a HessianFree for the same loss and for parameters of the same shapes.
+
+        Raises:
+            ValueError: the state is that of another optimizer, loss or model.
+        """
+        check_state(state_dict, self.param_groups[0], [p for group in self.param_groups for p in group["params"]])
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     @override
@@ -265,7 +281,7 @@ class HessianFree(Optimizer):
         for group in self.param_groups:
             group["damping"] = self._next_damping(self.progress)
         step.matrix, self._last = None, step  # without the graph
-        return torch.tensor(loss)
+        return torch.tensor(loss, dtype=theta.dtype)
 
     @torch.no_grad()
     def product(self, vector: Tensor) -> Tensor:
@@ -363,7 +379,9 @@ class HessianFree(Optimizer):
 
     def _next_damping(self, progress: Progress) -> float:
         """Levenberg and Marquardt's rule."""
-        factor = 1.0
-        if progress.outcome != "stationary":
-            factor = LOWER if progress.ratio > 0.75 else 1.0 if progress.ratio >= 0.25 else RAISE
+        factor = RAISE
+        if progress.outcome == "stationary" or progress.ratio > 0.75:  # a large lambda alone may leave nothing to gain
+            factor = LOWER
+        elif progress.ratio >= 0.25:
+            factor = 1.0
         return max(factor * progress.damping, self.param_groups[0]["min_damping"])

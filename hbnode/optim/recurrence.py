@@ -98,7 +98,7 @@ class _Transpose(torch.autograd.Function):
     def forward(
         ctx: Any, cell: LinearCell, needs: tuple[bool, ...], dh: Tensor | None, dc: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.cell, ctx.has_dc = cell, dc is not None
+        ctx.cell, ctx.has_dh, ctx.has_dc = cell, dh is not None, dc is not None
         ctx.set_materialize_grads(False)
         de, first, rest = cell.pull(torch.zeros_like(cell.h[1:]) if dh is None else dh, dc)
         found = cell.weight_gradients(de, rest) if any(needs[3:]) else (None,) * 4
@@ -110,4 +110,4 @@ class _Transpose(torch.autograd.Function):
         ctx: Any, rx: Tensor | None, rh: Tensor | None, rc: Tensor | None, *vector: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         pushed, end = ctx.cell.push(Weights(*vector), rx, rh, rc)
-        return None, None, pushed, end if ctx.has_dc else None
+        return None, None, pushed if ctx.has_dh else None, end if ctx.has_dc else None
