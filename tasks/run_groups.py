@@ -15,6 +15,7 @@ from tasks.common.config import MODELS
 from tasks.common.files import read_json
 from tasks.models.baselines import BASELINES
 from tasks.models.contenders import TITLES as CONTENDERS
+from tasks.models.densities import TITLES as DENSITIES
 from tasks.models.depth import DepthConfig
 from tasks.models.recurrent import VARIANTS, title
 from tasks.models.sequence_models import TITLES as SEQUENCE_MODELS
@@ -31,6 +32,7 @@ METRIC = {
     "adding": "test_loss",
     "bouncing_balls": "test_kl",
     "copying": "test_loss",
+    "density": "test_loss",
     "image_classification": "test_accuracy",
     "image_generation": "test_bits_per_dim",
     "language_model": "validation_perplexity",
@@ -48,7 +50,7 @@ METRIC = {
     "walker2d": "validation_loss",
 }
 # What others are compared with: drawn with a broken line.
-PLAIN = (*BASELINES, "plain", "gain", "steady", "forget", "softmax", "linear", "linear_gain", "residual")
+PLAIN = (*BASELINES, "cnf", "plain", "gain", "steady", "forget", "softmax", "linear", "linear_gain", "residual")
 MACHINE = ("device", "threads", "runs_at_a_time")  # entries of a summary that its seconds depend on
 logger = logging.getLogger("tasks.plot")
 
@@ -61,6 +63,8 @@ def titles(config: Mapping[str, Any]) -> dict[str, str]:
         return {name: name.replace("_", " ") for name in DepthConfig.models}
     if "heads" in config:
         return CONTENDERS
+    if "eval_samples" in config:
+        return DENSITIES
     if "problem" in config:
         return SEQUENCE_MODELS
     return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC"}

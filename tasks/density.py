@@ -1,0 +1,178 @@
+"""Densities in the plane by a heavy-ball flow, beside a continuous normalizing flow with the exact trace.
+
+Section 3.5 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), leaves
+normalizing flows by HBNODEs open. On phase space they have an exact density without a trace (hbnode.HeavyBallFlow), but
+data have no momentum, so that their likelihood is a bound. The rival (Chen et al., arXiv:1806.07366) is a NODE whose
+log-density is integrated along its path, with as many parameters. It has the better likelihood; a step of the
+heavy-ball flow costs less.
+
+Every batch is new; the test set is the same for all runs. The test loss is a negative log-likelihood in nats: exact
+for the rival, for heavy-ball flows an upper bound from --eval-samples momenta for each point, in the summary from
+--final-samples. With --dataset ring there are no data, but a known energy: the loss is the reverse Kullback-Leibler
+divergence, for heavy-ball flows that of h and m together, which is no smaller. density.png shows the density on a
+grid, by importance sampling over the momenta, beside samples of the model and data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from tasks.common.batches import FreshData, Samples, epoch_generator
+from tasks.common.config import TaskConfig, option, parse
+from tasks.common.files import write_figure
+from tasks.common.run import Run, count_parameters
+from tasks.common.sweep import sweep
+from tasks.common.train import fit
+from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
+from tasks.models.densities import CNF, TITLES, Density, Flow
+
+TEST_SEED = 2**62  # which no training data has
+PICTURE = 100  # points of a side of the density's picture
+ROWS = 50_000  # points that are moved at once to estimate a density
+
+
+@dataclasses.dataclass(frozen=True)
+class DensityConfig(TaskConfig):
+    """Options of density estimation; an epoch is some fresh batches."""
+
+    models: ClassVar[tuple[str, ...]] = tuple(TITLES)
+    positive: ClassVar[tuple[str, ...]] = (
+        *TaskConfig.positive,
+        *("iterations", "test_size", "hidden", "steps", "span", "tol", "eval_samples", "final_samples"),
+    )
+
+    epochs: int = option(10, "epochs, each of --iterations batches", may_change=True)
+    iterations: int = option(200, "batches in an epoch")
+    batch_size: int = option(256, "points in a step")
+    lr: float = option(2e-3, "Adam's learning rate")
+    schedule: str = option("cosine", "learning rate: constant, falling to 0 as a cosine", ("constant", "cosine"))
+    clip: float = option(10.0, "largest norm of the gradient; 0 does not clip")
+    dataset: str = option("pinwheel", "what is to be learned; ring is an energy", (*DATASETS, "ring"))
+    hidden: int = option(64, "units of the two hidden layers of f; a CNF has more, for equal parameters")
+    steps: int = option(16, "leapfrog steps of a heavy-ball flow")
+    span: float = option(2.0, "length of time of a heavy-ball flow; that of a CNF is 1")
+    tol: float = option(1e-3, "rtol = atol of a CNF's solver, tsit5")
+    test_size: int = option(2000, "test points")
+    eval_samples: int = option(20, "momenta for each test point after each epoch")
+    final_samples: int = option(200, "momenta for each test point in the summary")
+
+
+class Objective(nn.Module):
+    """A model under the name that the wrappers of several processes call: its loss on a batch."""
+
+    def __init__(self, model: Flow | CNF, energy: bool, eval_samples: int) -> None:
+        super().__init__()
+        self.model, self.energy, self.eval_samples = model, energy, eval_samples
+        self.log_z = log_normalizer(ring) if energy else 0.0
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Negative log-likelihood of x, or the reverse divergence of as many samples."""
+        if self.energy:
+            drawn, log_prob = self.model.draw(len(x))
+            return (log_prob + ring(drawn)).mean() + self.log_z
+        return -self.model.log_prob(x, 1 if self.training else self.eval_samples).mean()
+
+
+def loss_of(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+    """The loss of a batch."""
+    return model(batch[0]), {}
+
+
+def make_flow(config: DensityConfig, generalized: bool = False) -> Flow:
+    """A heavy-ball flow of the options."""
+    return Flow(config.hidden, t_span=(0.0, config.span), generalized=generalized, steps=config.steps)
+
+
+def make_model(config: DensityConfig) -> Flow | CNF:
+    """The model; a CNF as wide as gives it the parameters of a heavy-ball flow."""
+    if config.model != "cnf":
+        return make_flow(config, config.model == "generalized")
+    with torch.random.fork_rng(devices=[]):
+        wanted = count_parameters(make_flow(config))
+    width = round((math.sqrt(41 + 4 * wanted) - 7) / 2)  # w² + 7w + 2 parameters
+    return CNF(width, config.tol)
+
+
+@torch.no_grad()
+def log_density(model: Density, x: Tensor, samples: int) -> Tensor:
+    """The log-density of many points, some at a time."""
+    return torch.cat([model.log_prob(part, samples) for part in x.split(max(1, ROWS // samples))])
+
+
+@torch.no_grad()
+def effective_sample_size(model: Density, n: int) -> dict[str, float]:
+    """What importance sampling of the ring by n samples gives: the share of effective samples, and log Z."""
+    x, log_prob = model.draw(n)
+    weight = -ring(x) - log_prob
+    share = (2 * weight.logsumexp(0) - (2 * weight).logsumexp(0)).exp() / n
+    return {"effective_share": share.item(), "log_z": weight.logsumexp(0).item() - math.log(n)}
+
+
+def draw_density(model: Density, truth: Tensor | None, path: Path, title: str, samples: int) -> None:
+    """Draw the density on a grid, samples of the model, and the data or the density of the energy."""
+    import matplotlib.pyplot as plt
+
+    device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+    density = log_density(model, grid(PICTURE).to(device), samples).exp().cpu()
+    with torch.no_grad():
+        drawn = model.draw(4000)[0].cpu()
+    figure, axes = plt.subplots(1, 3, figsize=(10.5, 4.3), layout="constrained")
+    image: dict[str, Any] = {"extent": (-EXTENT, EXTENT) * 2, "origin": "lower", "cmap": "viridis"}
+    axes[0].imshow(density.view(PICTURE, PICTURE).numpy(), **image)
+    axes[1].scatter(*drawn.T.numpy(), s=1, linewidths=0, color="C0")
+    if truth is None:
+        axes[2].imshow((-ring(grid(PICTURE))).exp().view(PICTURE, PICTURE).numpy(), **image)
+    else:
+        axes[2].scatter(*truth.cpu().T.numpy(), s=1, linewidths=0, color="C3")
+    names = ("density of the model", "samples of the model", "density wanted" if truth is None else "data")
+    for ax, name in zip(axes, names, strict=True):
+        ax.set(title=name, xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), aspect="equal", xlabel="x1", ylabel="x2")
+    figure.suptitle(title)
+    write_figure(figure, path)
+
+
+def train(config: DensityConfig) -> None:
+    """Train one model with one seed and draw its density."""
+    run = Run("density", config, f"{config.preset}-{config.dataset}-{config.model}-seed{config.seed}")
+    energy = config.dataset == "ring"
+    objective = Objective(make_model(config), energy, config.eval_samples)
+    model, size = objective.model, config.iterations * config.batch_size
+    run.announce(objective, TITLES[config.model], "exact likelihood" if config.model == "cnf" else "bound")
+
+    def points(count: int, generator: torch.Generator) -> Samples:
+        return (torch.zeros(count, 2) if energy else DATASETS[config.dataset](count, generator),)
+
+    fresh = FreshData(size, lambda epoch: points(size, epoch_generator(config.seed, epoch)))
+    test = points(config.test_size, torch.Generator().manual_seed(TEST_SEED))
+    fit(run, objective, fresh, test, loss_of)
+    extra: dict[str, object] = {"milliseconds_per_step": 1e3 * run.rows[-1]["seconds"] / config.iterations}
+    if run.workers.rank == 0 and not run.is_finished:
+        x = test[0].to(run.workers.device)
+        if energy:
+            extra |= {**effective_sample_size(model, 20_000), "true_log_z": objective.log_z}
+            value, name = run.rows[-1]["test_loss"], "reverse divergence"
+        else:
+            value, name = -log_density(model, x, config.final_samples).mean().item(), "negative log-likelihood"
+            extra |= {"test_nll": value, "is_bound": config.model != "cnf"}
+        bound = "" if config.model == "cnf" else " at most"
+        title = f"{TITLES[config.model]}: {name}{bound} {value:.3f} nats"
+        draw_density(model, None if energy else x, run.folder / "density.png", title, 50)
+    run.finish(objective, **extra)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(DensityConfig, {}, __doc__, argv), train)
+
+
+if __name__ == "__main__":
+    main()
