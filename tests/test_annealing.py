@@ -181,10 +181,12 @@ def test_the_gap_of_the_bound_shrinks_with_the_steps():
 # Training
 
 
-def test_gradients_are_those_of_finite_differences():
-    annealing = unequal(5, damping=torch.tensor([0.5, 1.5]))
+@pytest.mark.parametrize("damping", [torch.tensor([0.5, 1.5]), math.inf], ids=["underdamped", "overdamped"])
+def test_gradients_are_those_of_finite_differences(damping):
+    annealing = unequal(5, damping=damping)
     names = [name for name, p in annealing.named_parameters() if p.requires_grad]
-    assert {"log_step_size", "log_damping", "log_increments"} < set(names)
+    assert {"log_step_size", "log_increments"} < set(names)
+    assert ("log_damping" in names) == (damping is not math.inf)
     state = [annealing.get_parameter(name).detach().clone().requires_grad_() for name in names]
 
     def bound(*values):

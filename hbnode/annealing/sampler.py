@@ -273,7 +273,9 @@ class HeavyBallAnnealing(nn.Module):
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The ends of the paths that start at x, and their log weights."""
         schedule, step_size = self.schedule.to(x.dtype), self.step_size.to(x.dtype)
-        decay = self.damping.to(x.dtype) * step_size
+        gamma = self.damping.to(x.dtype)
+        # infinity times the gradient of the exponential, 0, would be NaN
+        decay = torch.where(gamma.isinf(), math.inf, torch.where(gamma.isinf(), 1, gamma) * step_size)
         coefficients = step_size, (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
         force, log_q = self._force(x, 0, schedule)
         count = torch.zeros(len(x), dtype=torch.long, device=x.device)
