@@ -65,10 +65,7 @@ def conjugate_gradients(
     values, kept, kept_values, power = [value], [], [], 0
     scale = torch.dot(b, b if preconditioner is None else b / preconditioner)
     left, smallest = torch.stack([rz, torch.finfo(b.dtype).eps ** 2 * scale]).tolist()
-    if not math.isfinite(left + smallest):
-        raise FloatingPointError(
-            "the square of the gradient overflows. Fix: smaller initial weights, inputs of the size of 1, or float64."
-        )
+    _check_finite(left + smallest, "the square of the gradient")
     stop: Stop = "limit"
     iteration = 0
     while iteration < limit:
@@ -82,11 +79,7 @@ def conjugate_gradients(
         z = r if preconditioner is None else r / preconditioner
         before, rz = rz, torch.dot(r, z)
         curvature, next_value, left = torch.stack([along, _value(d_next, r, b), rz]).tolist()  # the host waits once
-        if not math.isfinite(curvature):
-            raise FloatingPointError(
-                f"the curvature d^T A d is {curvature} in iteration {iteration + 1} of conjugate gradients. "
-                "Fix: start from smaller weights, look for infinite derivatives in the model, or use float64."
-            )
+        _check_finite(curvature, f"in iteration {iteration + 1} of conjugate gradients, the curvature d^T A d")
         if not curvature > 0:
             stop = "negative curvature"
             break
@@ -107,6 +100,14 @@ def conjugate_gradients(
         kept.append(d)
         kept_values.append(value)
     return Solution(kept, kept_values, iteration, stop)
+
+
+def _check_finite(number: float, name: str) -> None:
+    if not math.isfinite(number):
+        raise FloatingPointError(
+            f"{name} is {number}. Fix: start from smaller weights, inputs of the size of 1, look for infinite "
+            "derivatives in the model, or use float64."
+        )
 
 
 def _value(d: Tensor, residual: Tensor, b: Tensor) -> Tensor:

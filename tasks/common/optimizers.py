@@ -78,6 +78,11 @@ class OptimizerConfig(TaskConfig):
         super().check()
         if self.optimizer == "hf" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("--optimizer hf trains in one process. Fix: no torchrun.")
+        if self.optimizer == "hf" and self.damping < self.min_damping:
+            raise ValueError(
+                f"--damping must be at least --min-damping={self.min_damping:g}, got {self.damping:g}. Fix: a smaller "
+                "--min-damping."
+            )
         if self.optimizer == "soap":
             _soap([nn.Parameter(torch.zeros(1))], 1.0)
 
@@ -150,10 +155,10 @@ def hessian_free_step(
         objective: the loss.
     """
     with_hidden = any(group["structural_damping"] > 0 for group in optimizer.param_groups)
-    part = tuple(x[: objective.curvature_size] for x in batch) if objective.curvature_size else batch
+    part = tuple(x[: objective.curvature_size] for x in batch)
     loss = optimizer.step(
         lambda: objective.outputs(model, batch, with_hidden=with_hidden),
-        lambda: objective.outputs(model, part, with_hidden=with_hidden),
+        (lambda: objective.outputs(model, part, with_hidden=with_hidden)) if 0 < len(part[0]) < len(batch[0]) else None,
     )
     return loss, {name: float(getattr(optimizer.progress, name)) for name in PROGRESS}
 
