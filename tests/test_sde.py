@@ -238,6 +238,18 @@ def test_wrong_calls_say_what_to_do(options, error, fix):
         hbnode.sdeint(sde, y0, t, **call)
 
 
+def test_strong_damping():
+    """UBU and BAOAB keep the law of m whatever γ is; the third refuses steps that are too long for it."""
+    zero = torch.zeros(20_000, 1)
+    for damping in (1e3, 1e6):
+        sde = hbnode.HeavyBallSDE(lambda h: -h, damping=damping, temperature=0.5, learn_damping=False)
+        for method in ("ubu", "baoab"):
+            _, m = hbnode.sdeint(sde, (zero, zero), [0.0, 1.0], method=method, dt=0.1, seed=0)
+            assert abs(m[-1].var() - 0.5) < 0.02
+        with pytest.raises(ValueError, match=r"needs steps of at most 2/γ.*Fix: dt=0\.\d+|Fix: dt=2e-06"):
+            hbnode.sdeint(sde, (zero, zero), [0.0, 1.0], method="nystrom4", dt=0.1)
+
+
 def test_values_that_are_not_finite():
     sde, state = hbnode.HeavyBallSDE(lambda h: 1e3 * h**3), make_state()
     for method in (*METHODS, "euler"):

@@ -183,6 +183,23 @@ def test_growth_is_refused(dtype, most):
     gradients(sde, make_state(dtype), t=t, **options)
 
 
+@pytest.mark.parametrize("method", ["ubu", "baoab"])
+def test_a_way_back_to_zero(method):
+    """From rest at 0, where a relative error says nothing; and with f that pushes away from there."""
+    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=1.0, max_damping=2.0, temperature=0.5, learn_temperature=True)
+    zero = torch.zeros(500, 1)
+    found = []
+    for gradient in ("direct", "reversible"):
+        h, m = hbnode.sdeint(sde, (zero, zero), [0.0, 1.0, 3.0], method=method, dt=0.1, gradient=gradient, seed=0)
+        found.append(flat(torch.autograd.grad(loss(h, m), [*sde.parameters()])))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    frozen = hbnode.HeavyBallSDE(nn.Tanh(), damping=0.5, temperature=0.0)  # stays at 0
+    h, m = hbnode.sdeint(frozen, (zero, zero), [0.0, 1.0], method=method, dt=0.1, gradient="reversible")
+    assert frozen.omega.grad is None
+    (h.sum() + m.sum()).backward()
+    assert frozen.omega.grad == 0
+
+
 def test_a_way_back_that_misses_is_refused():
     sde = hbnode.HeavyBallSDE(lambda h: 30 * torch.sin(8 * h), damping=0.5, temperature=0.1)
     h, m = hbnode.sdeint(sde, make_state(torch.float32), [0.0, 6.0], dt=0.1, gradient="reversible", seed=0)

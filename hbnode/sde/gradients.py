@@ -66,6 +66,11 @@ def _save(ctx: Any, forward: ForwardPass, *tensors: Tensor) -> None:
     ctx.save_for_backward(*tensors, *({id(leaf): leaf for leaf in forward.leaves} | others).values())
 
 
+def _size(state: Sequence[Tensor]) -> Tensor:
+    """The root mean square of h and m together."""
+    return torch.stack([x.square().sum() for x in state]).sum().div(max(state[0].numel(), 1)).sqrt()
+
+
 def _add(total: Gradients, more: Gradients) -> None:
     """Add gradients to those so far; None is nothing."""
     for i, gradient in enumerate(more):
@@ -179,6 +184,7 @@ class _Undoing:
         self.by_coefficients = torch.zeros_like(coefficients) if needed else None
         self.leaves: Gradients = [None] * len(forward.leaves)
         (self.h, self.m), (self.by_h, self.by_m) = (x[-1] for x in outputs), (x[-1] for x in gradients)
+        self.size = _size((self.h, self.m))  # of the state where the interval ends
         self.errors: list[Tensor] = []
 
     def run_back(self) -> None:
@@ -207,9 +213,10 @@ class _Undoing:
     def _land(self, output: int) -> None:
         """Go on from an output that was stored, and add its gradient."""
         stored = [x[output] for x in self.outputs]
-        distance = torch.stack([(x - y).norm() for x, y in zip((self.h, self.m), stored, strict=True)]).norm()
-        size = torch.stack([x.norm() for x in stored]).norm()
-        self.errors.append(distance / (size + 1e-3 * math.sqrt(max(self.h.numel(), 1))))
+        size = _size(stored)
+        distance = _size((self.h - stored[0], self.m - stored[1]))
+        self.errors.append(distance / torch.maximum(size, self.size).clamp(min=1e-12))  # a solve may start from 0
+        self.size = size
         self.h, self.m = stored
         self.by_h, self.by_m = self.by_h + self.gradients[0][output], self.by_m + self.gradients[1][output]
 

@@ -6,6 +6,7 @@ gradient with respect to them is exact.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -29,11 +30,13 @@ class SDEMethod(ABC):
         normals: standard normal variables in one step, for each element of h.
         nodes: where a step evaluates f, as fractions of the step.
         carries: whether the value of f at the end of a step is used by the next.
+        reach: the largest γH for which the law of a step is near that of the equation.
     """
 
     normals: ClassVar[int]
     nodes: tuple[float, ...]
     carries: ClassVar[bool]
+    reach: ClassVar[float] = math.inf
 
     @abstractmethod
     def coefficients(self, damping: Tensor, scale: Tensor, size: Tensor) -> Tensor:
@@ -157,6 +160,7 @@ class ShiftedNystrom(SDEMethod):
     """
 
     normals, carries = 3, True
+    reach = 2.0  # for a spring, the stationary variance of h is 0.2 % off at 1, 10 % at 2 and 83 % at 4
 
     def __init__(self) -> None:
         self.steps = METHODS["nystrom4"]

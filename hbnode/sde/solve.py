@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import torch
@@ -50,7 +51,7 @@ def sdeint(
     - ``"baoab"``: strong order 1, weak order 2, one evaluation a step. Of the three it has the stationary law that is
       closest to that of the equation.
     - ``"nystrom4"``: the shifted ODE method with the steps of ``odeint``'s ``"nystrom4"``. Strong order 3, three
-      evaluations a step.
+      evaluations a step. It needs γ dt of at most 2.
 
     Their steps end on the output times: each interval between two output times is divided into the least number of
     equal steps that are no longer than ``dt``. torchsde's methods take steps of ``dt`` from the first time on and
@@ -192,6 +193,7 @@ def _coefficients(run: Run) -> tuple[Tensor, Tensor]:
     """The damping on the host, and the coefficients of all intervals where the state is."""
     template = run.term.template
     damping = run.term.damping.to("cpu", torch.float64)
+    _check_reach(run, damping)
     eta = run.term.inner.solver_temperature()
     eta = eta.to("cpu", torch.float64) if isinstance(eta, Tensor) else torch.tensor(eta, dtype=torch.float64)
     if eta.dim():
@@ -209,6 +211,18 @@ def _coefficients(run: Run) -> tuple[Tensor, Tensor]:
     sizes = torch.tensor(run.grid.sizes, dtype=torch.float64)
     sizes = sizes.reshape(-1, *[1] * product.dim())
     return damping, run.method.coefficients(damping, scale, sizes).to(template.device, template.dtype)
+
+
+def _check_reach(run: Run, damping: Tensor) -> None:
+    """Refuse steps that are too long for the damping, where the method does not solve it exactly."""
+    reach, longest = run.method.reach, max(run.grid.sizes, default=0.0)
+    if reach < math.inf and damping.numel():
+        strongest = float(_torch_internals.plain(damping).max())
+        if strongest * longest > reach:
+            raise ValueError(
+                f"method={run.name!r} needs steps of at most {reach:g}/γ, got a damping of {strongest:g} and steps of "
+                f"{longest:g}. Fix: dt={reach / strongest:.2g}, or method='ubu', which solves the damping exactly."
+            )
 
 
 def _with_function(
