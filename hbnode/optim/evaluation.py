@@ -216,7 +216,7 @@ def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
         The pair (h, 1 / (1 - h^2)), without graph in its second part.
 
     Raises:
-        ValueError: some |h| is above 1, so that h is no tanh.
+        ValueError: h has values beyond -1 and 1, so it is no tanh.
 
     Example:
         >>> h, weight = tanh_hidden(torch.tensor([0.0, 0.5]))
