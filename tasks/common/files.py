@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import logging
 import os
 import typing
@@ -92,8 +93,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON object, whole or not at all."""
-    write_whole(path, json.dumps(content, indent=2).encode())
+    """Write a JSON object, whole or not at all; numbers of it that are not finite, which JSON lacks, are null."""
+    known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in content.items()}
+    write_whole(path, json.dumps(known, indent=2).encode())
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
