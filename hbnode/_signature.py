@@ -14,15 +14,15 @@ from hbnode._torch_internals import is_script_method, torch_schema
 _TIMES = {"t", "time"}
 
 
-def takes_time(func: Callable[..., Any], parts: int) -> bool:
-    """Whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``."""
+def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
+    """Whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``; messages call the second part so."""
     if not callable(func):
         raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
     inner = _unwrap(func)
     declared = getattr(inner, "time_dependent", None)
     if isinstance(declared, bool):
         return declared
-    names = "h" if parts == 1 else "h, v"
+    names = "h" if parts == 1 else f"h, {second}"
     fix = "Fix: say which with time_dependent=True or time_dependent=False."
     try:
         signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)

@@ -366,8 +366,20 @@ def test_the_backward_pass_of_a_reversible_flow_stores_the_ends_alone():
         ({"t_span": (0.0, 0.0)}, ValueError, "two different times"),
         ({"func": "net"}, TypeError, "func must be callable"),
         ({"condition_dim": -1}, ValueError, "condition_dim must be an integer >= 0"),
+        ({"condition_dim": 1}, TypeError, r"func takes \(input.*expected \(h, condition\) or \(t, h, condition\)"),
     ],
-    ids=["dim", "steps", "method", "gradient", "xi", "damping", "t_span", "func", "condition_dim"],
+    ids=[
+        "dim",
+        "steps",
+        "method",
+        "gradient",
+        "xi",
+        "damping",
+        "t_span",
+        "func",
+        "condition_dim",
+        "no condition in func",
+    ],
 )
 def test_wrong_arguments_are_refused(given, error, message):
     with pytest.raises(error, match=message):
@@ -383,6 +395,7 @@ def test_wrong_inputs_are_refused():
         (lambda: flow.log_prob_bound(h.tolist(), 2), TypeError, "h must be a tensor, got list"),
         (lambda: flow.log_prob(h, m[:1]), ValueError, "m must be as h.*Fix"),
         (lambda: flow.log_prob(h.float(), m.float()), TypeError, "h is torch.float32, the flow is torch.float64"),
+        (lambda: flow.elbo(h.long()), TypeError, r"h is torch.int64.*Fix: h.to\(torch.float64\)\.$"),
         (lambda: flow.log_prob_bound(h, 0), ValueError, "samples must be an integer >= 1"),
         (lambda: flow.sample(-1), ValueError, "n must be an integer >= 0"),
         (lambda: flow.elbo(h, h), ValueError, "the flow has condition_dim=0 and got a condition"),

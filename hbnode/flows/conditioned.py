@@ -67,7 +67,7 @@ class _OfPosition(nn.Module):
 def _with_time(func: Callable[..., Tensor], condition_dim: int, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a field, with whether f takes the time in front of h and a condition."""
     if options["time_dependent"] is None:
-        options["time_dependent"] = takes_time(func, 2 if condition_dim else 1)
+        options["time_dependent"] = takes_time(func, 2 if condition_dim else 1, "condition")
     return options
 
 

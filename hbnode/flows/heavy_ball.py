@@ -325,7 +325,7 @@ class HeavyBallFlow(nn.Module):
         if h.dtype != self.anchor.dtype:
             raise TypeError(
                 f"h is {h.dtype}, the flow is {self.anchor.dtype}; expected one dtype. "
-                f"Fix: h.to({self.anchor.dtype}), or flow.to({h.dtype})."
+                f"Fix: h.to({self.anchor.dtype}){f', or flow.to({h.dtype})' if h.is_floating_point() else ''}."
             )
         if (condition is None) != (self.condition_dim == 0):
             wanted = f"condition_dim={self.condition_dim}"
