@@ -52,7 +52,7 @@ class DensityConfig(TaskConfig):
     epochs: int = option(10, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(200, "batches in an epoch")
     batch_size: int = option(256, "points in a step")
-    lr: float = option(2e-3, "Adam's learning rate")
+    lr: float = option(5e-3, "Adam's learning rate")
     schedule: str = option("cosine", "learning rate: constant, falling to 0 as a cosine", ("constant", "cosine"))
     clip: float = option(10.0, "largest norm of the gradient; 0 does not clip")
     dataset: str = option("pinwheel", "what is to be learned; ring is an energy", (*DATASETS, "ring"))
