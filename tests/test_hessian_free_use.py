@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -441,3 +442,59 @@ def test_hidden_states_that_are_no_tanh():
     optimizer = hbnode.HessianFree(model.parameters(), loss="mse", structural_damping=0.1)
     with pytest.raises(ValueError, match=r"weight of hidden must broadcast to \(9, 2\)"):
         optimizer.step(lambda: (model(x), y, (model(x), torch.ones(4, 9, 2))))
+
+
+def test_closures_that_differentiate():
+    torch.manual_seed(0)
+    x = torch.randn(20, 2, dtype=torch.float64).requires_grad_()
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+
+    def evaluate():
+        (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return force, -x.detach()
+
+    for _ in range(5):
+        optimizer.step(evaluate)
+    assert optimizer.progress.new_loss < 0.1
+
+
+@pytest.mark.parametrize("make", [nn.GRU, nn.LSTM, nn.RNN, hbnode.TanhRNN])
+def test_derivatives_of_recurrent_layers_in_a_closure_are_refused(make):
+    x, model = torch.randn(4, 5, 2).requires_grad_(), make(2, 3, batch_first=True)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+
+    def evaluate():
+        (slope,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+        return slope, torch.zeros_like(slope)
+
+    with pytest.raises(RuntimeError, match=r"differentiates through torch's recurrent layer"):
+        optimizer.step(evaluate)
+
+
+def test_autocast_around_a_step_rounds_nothing():
+    x, y = torch.randn(20, 4), torch.randn(20, 3)
+    steps = []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        model = nn.GRU(4, 3, batch_first=True)
+        optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            steps.append(optimizer.step(lambda: (model(x[:, None])[0][:, -1], y)).item())  # noqa: B023
+        steps.append(optimizer.progress.new_loss)
+    assert steps[:2] == steps[2:]
+
+
+def test_steps_in_threads_leave_onednn_on():
+    x, y = torch.randn(200, 4), torch.randn(200, 3)
+    models = [nn.Linear(4, 3) for _ in range(4)]
+
+    def train(model):
+        optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+        for _ in range(5):
+            optimizer.step(lambda: (model(x), y))
+
+    was = torch.backends.mkldnn.enabled
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(train, models))
+    assert torch.backends.mkldnn.enabled == was

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hbnode._recompute import random_state, set_random_state
+from hbnode._tracing import is_tracing
 from hbnode.optim.gauss_newton import Linearized
 from hbnode.optim.losses import MatchingLoss
 
@@ -57,6 +58,7 @@ class Evaluation:
         self.closure, self.name, self.loss, self.case_dim, self.device = closure, name, loss, case_dim, device
         self.random_state: tuple[Tensor, ...] | None = None
         self.targets: Tensor | None = None
+        self.differentiates = False  # whether the closure itself takes derivatives
 
     def batch(self) -> Batch:
         """Call the closure."""
@@ -78,8 +80,14 @@ class Evaluation:
 
     def value(self) -> float:
         """The loss at the present parameters; it may not be finite."""
-        with torch.no_grad():
-            return float(self.mean(self.batch()))
+        with torch.set_grad_enabled(self.differentiates):
+            try:
+                return float(self.mean(self.batch()).detach())
+            except RuntimeError as error:
+                if self.differentiates or "does not require grad" not in str(error):
+                    raise
+        self.differentiates = True
+        return self.value()
 
     def mean(self, batch: Batch) -> Tensor:
         """The loss: the sum over positions and features, averaged over cases, added up in float64."""
@@ -224,7 +232,7 @@ def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
         tensor([1.0000, 1.3333])
     """
     kept = h.detach()
-    if bool((kept.abs() > 1).any()):
+    if not is_tracing() and bool((kept.abs() > 1).any()):
         raise ValueError(
             f"h must be in [-1, 1], values of tanh, got up to {kept.abs().max().item():g}. Fix: return h itself as "
             "hidden where units are no tanh."

@@ -26,6 +26,7 @@ from hbnode.optim.resume import check_state
 from hbnode.optim.search import Trial, backtrack, line_search
 from hbnode.optim.twice import plain_paths
 from hbnode.optim.vectors import assigned, check_gradient, check_parameters, flat, shaped
+from hbnode.recurrent import autocast
 
 WARM_START = 0.95
 RAISE, LOWER = 1.5, 2 / 3  # factors of lambda where rho < 1/4 and where rho > 3/4
@@ -126,6 +127,8 @@ class HessianFree(Optimizer):
     decrease of the loss of the gradient batch. If no step
     helps, conjugate gradients begin again from zero. The damping follows Levenberg and Marquardt: with rho the change
     of the loss over that of the model, lambda is multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4.
+
+    Autocast around a step has no effect; within a closure it has.
 
     The closures draw no new data: a step evaluates each of them several times, with the same random numbers. Layers
     take forms that can be differentiated twice while the curvature is evaluated. ``torch.nn.RNN``, ``GRU`` and ``LSTM``
@@ -257,6 +260,10 @@ class HessianFree(Optimizer):
             TypeError: a closure returns something else.
             ValueError: shapes or values do not fit, or a closure draws a new batch in each call.
         """
+        with autocast.switched(self._parameters()[0], on=False):  # it would round the products
+            return self._step(forward, curvature)
+
+    def _step(self, forward: Closure, curvature: Closure | None) -> Tensor:
         options, parameters = self.param_groups[0], self._parameters()
         self._last = None
         first = self._evaluation(forward, "forward")
@@ -310,7 +317,7 @@ class HessianFree(Optimizer):
                 f"the vector must be {tuple(theta.shape)} of {theta.dtype}, got {got}. "
                 "Fix: torch.nn.utils.parameters_to_vector(vectors)."
             )
-        with assigned(self._last.parameters, theta):
+        with assigned(self._last.parameters, theta), autocast.switched(theta, on=False):
             return self._last.product(vector)
 
     def _parameters(self) -> list[Tensor]:

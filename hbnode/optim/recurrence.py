@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from hbnode.optim.linear_cells import CELLS, LinearCell, Weights
 from hbnode.recurrent import autocast
@@ -21,7 +22,24 @@ WITHOUT_PACKING = 9  # arguments of a layer; for a PackedSequence there are as m
 
 
 class ROperator(TorchFunctionMode):
-    """A mode in which torch's recurrent layers run in a form that has fast products."""
+    """A mode in which torch's recurrent layers run in a form that has fast products.
+
+    Attributes:
+        is_on: whether the model is being evaluated.
+    """
+
+    is_on = False
+
+    @override
+    def __enter__(self) -> ROperator:
+        self.is_on = True
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        self.is_on = False
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -32,11 +50,12 @@ class ROperator(TorchFunctionMode):
             h = args[1][0] if name == "lstm" else args[1]
             per_layer = 4 if args[3] else 2
             if len(args[2]) == len(h) * per_layer and not kwargs:  # else an LSTM with proj_size
-                return _layers(CELLS[name], *args)
+                return _layers(self, CELLS[name], *args)
         return func(*args, **(kwargs or {}))
 
 
 def _layers(
+    mode: ROperator,
     kind: type[LinearCell],
     x: Tensor,
     start: Tensor | Sequence[Tensor],
@@ -65,7 +84,7 @@ def _layers(
                 nothing = [None] * (4 - of_each)  # in place of biases
                 given = out.flip(0) if k % directions else out
                 found, end = _Recurrence.apply(
-                    kind, given.to(own[0].dtype), h[k], None if c is None else c[k], *own, *nothing
+                    mode, kind, given.to(own[0].dtype), h[k], None if c is None else c[k], *own, *nothing
                 )
                 last.append(found[-1])
                 last_c.append(end)
@@ -80,15 +99,27 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: type[LinearCell], x: Tensor, h: Tensor, c: Tensor | None, *weights: Tensor | None
+        ctx: Any,
+        mode: ROperator,
+        kind: type[LinearCell],
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        *weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.mode = mode
         cell = ctx.cell = kind(x, h, c, Weights(*weights))
         ctx.set_materialize_grads(False)
         return cell.h[1:].clone(), cell.last
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor | None, dc: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *_Transpose.apply(ctx.cell, ctx.needs_input_grad[1:], dh, dc))
+        if ctx.mode.is_on and torch.is_grad_enabled():  # a gradient that the outputs depend on
+            raise RuntimeError(
+                "the closure differentiates through torch's recurrent layer, whose products are those of a first "
+                "derivative. Fix: a loop of torch.nn.LSTMCell, GRUCell or RNNCell in its place."
+            )
+        return (None, None, *_Transpose.apply(ctx.cell, ctx.needs_input_grad[2:], dh, dc))
 
 
 class _Transpose(torch.autograd.Function):

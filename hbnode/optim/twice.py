@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def plain_paths(device: torch.device) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_second_derivatives.wanted())
-        stack.enter_context(_without_onednn())
+        stack.enter_context(_without_onednn)
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -42,15 +43,28 @@ def plain_paths(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """``torch.backends.mkldnn.flags`` without its warning about TF32."""
-    was = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property, which torch does not type
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = was
+class _WithoutOneDNN:
+    """``torch.backends.mkldnn.flags`` without its warning about TF32, for steps of several threads at a time."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside = threading.Lock(), 0
+        self.was: Any = True
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.was = torch.backends.mkldnn.enabled
+                torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property, which torch does not type
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                torch.backends.mkldnn.enabled = self.was
+
+
+_without_onednn = _WithoutOneDNN()
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import csv
 import hashlib
 import io
 import json
-import math
 import logging
+import math
 import os
 import typing
 import weakref
