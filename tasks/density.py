@@ -9,8 +9,9 @@ heavy-ball flow costs less.
 Every batch is new; the test set is the same for all runs. The test loss is a negative log-likelihood in nats: exact
 for the rival, for heavy-ball flows an upper bound from --eval-samples momenta for each point, in the summary from
 --final-samples. With --dataset ring there are no data, but a known energy: the loss is the reverse Kullback-Leibler
-divergence, for heavy-ball flows that of h and m together, which is no smaller. density.png shows the density on a
-grid, by importance sampling over the momenta, beside samples of the model and data.
+divergence, for heavy-ball flows that of h and m together, which is no smaller. It can settle on one of the two
+crescents, with a divergence of about log 2. density.png shows the density on a grid, by importance sampling over the
+momenta, beside samples of the model and data.
 """
 
 from __future__ import annotations

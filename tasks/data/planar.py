@@ -51,7 +51,7 @@ DATASETS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 
 
 def ring(x: Tensor) -> Tensor:
-    """The first energy of table 1 of Rezende and Mohamed, arXiv:1505.05770, a ring with two thick parts: (..., 2)."""
+    """The first energy of table 1 of Rezende and Mohamed, arXiv:1505.05770, two crescents of a ring: (..., 2)."""
     radius = ((x.norm(dim=-1) - 2) / 0.4).square() / 2
     sides = torch.stack([x[..., 0] - 2, x[..., 0] + 2]) / 0.6
     return radius - (-sides.square() / 2).logsumexp(0)
