@@ -26,7 +26,7 @@ LAYERS = [
     ["tasks.density", "tasks.recall", "tasks.transformer_copy"],
     ["tasks.image_generation", "tasks.lra", "tasks.translation"],
     ["tasks.image_classification", "tasks.plane_vibration", "tasks.point_cloud", "tasks.silverbox", "tasks.walker2d"],
-    ["tasks.recall_table", "tasks.run_groups"],
+    ["tasks.annealing", "tasks.recall_table", "tasks.run_groups"],
     ["tasks.data", "tasks.models"],
     ["tasks.common"],
     ["hbnode"],

@@ -1,0 +1,354 @@
+"""Annealing: normalising constants of known densities by heavy-ball and by overdamped Langevin dynamics.
+
+Paths lead from a standard normal prior to a target in 16, 64 or 256 evaluations of the gradient of its log density. The
+mean of their log weights is a lower bound of log Z. The heavy ball is ``hbnode.HeavyBallAnnealing``; with infinite
+damping it is annealed overdamped (unadjusted) Langevin dynamics, its rival. Both are tuned alike: the best bound over
+a grid of step sizes, for the heavy ball times dampings, on a seed of its own. Then both are trained alike from there:
+step size of each dimension, damping, schedule and a small force network, by Adam on the bound. Those parameters are
+kept that have the best bound on another seed. Results are of a third seed.
+
+Targets: the funnel in 10 dimensions of Neal, Slice sampling, Annals of Statistics 31 (2003), section 8, with log Z = 0;
+many-well in 50 dimensions, 25 of the double wells of Midgley et al., Flow Annealed Importance Sampling Bootstrap,
+arXiv:2208.01893, with log Z from one-dimensional quadrature; and Bayesian logistic regression on the breast cancer data
+of scikit-learn, standardised, with an intercept and weights of prior N(0, 1). Its log Z is not known. In
+its place is the estimate of least standard error among all that are in the table.
+
+What is finished is skipped, so that the command can be ended and given again. It prints the table and writes
+``annealing.md``, ``annealing.csv`` and ``annealing.png``.
+
+    python -m tasks.annealing --evaluations 16,64 --out runs/annealing
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal
+
+import hbnode
+from tasks.common.figures import legend_beside, line_style
+from tasks.common.files import read_json, write_figure, write_json, write_table, write_whole
+from tasks.common.run import environment
+
+logger = logging.getLogger("tasks.annealing")
+STEP_SIZES = tuple(0.01 * 2 ** (index / 2) for index in range(14))  # 0.01 to 0.9
+DAMPINGS = {"heavy ball": (0.25, 0.5, 1.0, 2.0, 4.0), "overdamped": (math.inf,)}
+TUNING, CHOOSING, TESTING = 1, 2, 3  # seeds, to which --seed adds thousands
+KEPT = ("seed", "paths", "iterations", "batch_size", "lr", "train_up_to")  # options that change the numbers
+TITLES = {"funnel": "funnel, d = 10", "many_well": "many-well, d = 50", "cancer": "logistic regression, d = 31"}
+
+
+class Target(NamedTuple):
+    """A log density up to a constant, its dimension, and its log Z where that is known."""
+
+    log_prob: Callable[[Tensor], Tensor]
+    dim: int
+    log_z: float | None
+
+
+# The targets
+
+
+def funnel() -> Target:
+    """x_0 ~ N(0, 9), and nine x_i ~ N(0, exp(x_0))."""
+
+    def log_prob(x: Tensor) -> Tensor:
+        v, rest = x[:, 0], x[:, 1:]
+        of_rest = -0.5 * (rest.square().sum(1) * (-v).exp() + rest.shape[1] * (v + math.log(2 * math.pi)))
+        return of_rest - 0.5 * (v.square() / 9 + math.log(2 * math.pi * 9))
+
+    return Target(log_prob, 10, 0.0)
+
+
+def many_well() -> Target:
+    """25 pairs with log density -a⁴ + 6a² + a/2 - b²/2."""
+
+    def well(a: Tensor) -> Tensor:
+        square = a.square()
+        return -square.square() + 6 * square + a / 2
+
+    def log_prob(x: Tensor) -> Tensor:
+        return (well(x[:, ::2]) - x[:, 1::2].square() / 2).sum(1)
+
+    grid = torch.linspace(-6, 6, 100_001, dtype=torch.float64)
+    of_pair = torch.trapezoid(well(grid).exp(), grid).log().item() + 0.5 * math.log(2 * math.pi)
+    return Target(log_prob, 50, 25 * of_pair)
+
+
+def cancer() -> Target:
+    """Bayesian logistic regression on 569 tumours with 30 features."""
+    from sklearn.datasets import load_breast_cancer
+
+    features, labels = load_breast_cancer(return_X_y=True)
+    x = torch.tensor(features)
+    x = (x - x.mean(0)) / x.std(0, correction=0)
+    x = torch.cat([torch.ones(len(x), 1), x], 1).float()
+    signed = x * (2 * torch.tensor(labels) - 1).float()[:, None]
+
+    def log_prob(w: Tensor) -> Tensor:
+        likelihood = nn.functional.logsigmoid(w @ signed.T).sum(1)
+        return likelihood - 0.5 * (w.square().sum(1) + w.shape[1] * math.log(2 * math.pi))
+
+    return Target(log_prob, x.shape[1], None)
+
+
+TARGETS: dict[str, Callable[[], Target]] = {"funnel": funnel, "many_well": many_well, "cancer": cancer}
+
+
+# Tuning and training
+
+
+class Force(nn.Module):
+    """A small network for each coordinate, and one of all of them: zero before they are trained."""
+
+    def __init__(self, dim: int, hidden: int = 8, joint: int = 32) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.linspace(-2, 2, hidden).repeat(dim, 1))
+        self.shift = nn.Parameter(torch.randn(dim, hidden))
+        self.drift = nn.Parameter(torch.randn(dim, hidden))
+        self.weight = nn.Parameter(torch.zeros(dim, hidden))
+        self.net = hbnode.nets.MLP(dim, [joint], dim, activation=nn.Tanh, time_dependent=True)
+        for parameter in self.net.layers[-1].parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        """The force (n, d) at x (n, d)."""
+        of_each = (x[..., None] * self.slope + self.shift + t * self.drift).tanh()
+        return (of_each * self.weight).sum(-1) + self.net(t, x)
+
+
+def annealing(target: Target, evaluations: int, step_size: float, damping: float) -> hbnode.HeavyBallAnnealing:
+    """Untrained paths from a standard normal prior."""
+    prior = Independent(Normal(torch.zeros(target.dim), torch.ones(target.dim), validate_args=False), 1)
+    return hbnode.HeavyBallAnnealing(
+        target.log_prob, prior, evaluations, step_size=torch.full((target.dim,), step_size), damping=damping
+    )
+
+
+def bound(model: hbnode.HeavyBallAnnealing, paths: int, seed: int) -> float:
+    """The bound without a graph; minus infinity if a path is not finite."""
+    try:
+        with torch.no_grad():
+            return model.bound(paths, seed=seed).item()
+    except hbnode.NonFiniteError:
+        return -math.inf
+
+
+def tuned(target: Target, sampler: str, evaluations: int, options: argparse.Namespace) -> hbnode.HeavyBallAnnealing:
+    """The best of the grid."""
+    seed = 1000 * options.seed + TUNING
+    grid = itertools.product(STEP_SIZES, DAMPINGS[sampler])
+    models = [annealing(target, evaluations, step_size, damping) for step_size, damping in grid]
+    bounds = [bound(model, options.paths // 8, seed) for model in models]
+    best = max(range(len(models)), key=bounds.__getitem__)
+    if bounds[best] == -math.inf:
+        raise SystemExit(f"{sampler} with {evaluations} evaluations: no step size of the grid has finite paths")
+    return models[best]
+
+
+def train(model: hbnode.HeavyBallAnnealing, options: argparse.Namespace) -> hbnode.HeavyBallAnnealing:
+    """The same with a force, trained on the bound; what has the best bound on a seed of its own is kept."""
+    seed = 1000 * options.seed + CHOOSING
+    torch.manual_seed(seed)
+    model = hbnode.HeavyBallAnnealing(
+        model.log_prob,
+        model.prior,
+        model.steps,
+        step_size=model.step_size.detach(),
+        damping=model.damping.item(),
+        force=Force(model.dim),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    best, kept = bound(model, options.paths // 8, seed), copy.deepcopy(model.state_dict())
+    for iteration in range(1, options.iterations + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * (1 + math.cos(math.pi * (iteration - 1) / options.iterations)) / 2
+        optimizer.zero_grad()
+        try:
+            (-model.bound(options.batch_size)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0, error_if_nonfinite=True)
+        except RuntimeError as error:  # paths or gradients that are not finite
+            logger.info("iteration %d: %s", iteration, error)
+            model.load_state_dict(kept)
+            continue
+        optimizer.step()
+        if iteration % 10 == 0 and (now := bound(model, options.paths // 8, seed)) > best:
+            best, kept = now, copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
+    return model
+
+
+def result(model: hbnode.HeavyBallAnnealing, options: argparse.Namespace) -> dict[str, float | None]:
+    """Bound, estimate of log Z and their errors, on a seed that nothing was chosen by."""
+    seed = 1000 * options.seed + TESTING
+    _, log_weight = model.sample(options.paths, seed=seed)
+    estimate, error = model.log_z(options.paths, seed=seed)
+    return {
+        "bound": log_weight.mean().item(),
+        "bound_error": log_weight.std().item() / math.sqrt(options.paths),
+        "log_z_estimate": estimate.item(),
+        "log_z_error": error.item(),
+        "step_size": model.step_size.mean().item(),
+        "damping": model.damping.item() if model.damping.isfinite() else None,
+    }
+
+
+def measure(name: str, sampler: str, evaluations: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one sampler with one number of evaluations, untrained and trained; those on disk if there are."""
+    path = options.out / f"{name}-{sampler.replace(' ', '-')}-{evaluations}.json"
+    wanted = {key: getattr(options, key) for key in KEPT}
+    if path.exists():
+        found = read_json(path)
+        if found["options"] != wanted:
+            raise SystemExit(f"{path} has other options: {found['options']}. Fix: --out another-folder, or delete it.")
+        rows: list[dict[str, Any]] = found["rows"]
+        return rows
+    start = time.process_time()
+    target = TARGETS[name]()
+    about = {"target": name, "sampler": sampler, "evaluations": evaluations}
+    model = tuned(target, sampler, evaluations, options)
+    rows = [{**about, "trained": False, **result(model, options), "seconds": time.process_time() - start}]
+    if options.iterations and evaluations <= options.train_up_to:
+        model = train(model, options)
+        rows.append({**about, "trained": True, **result(model, options), "seconds": time.process_time() - start})
+    write_json(path, {"options": wanted, "rows": rows, **environment(torch.device("cpu"))})
+    for row in rows:
+        print(f"{TITLES[name]}, {sampler}, {evaluations}, {trained(row)}: bound {row['bound']:.2f}", flush=True)
+    return rows
+
+
+def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The log Z of a target and its standard error: exact, or the estimate that has the least error."""
+    exact = TARGETS[name]().log_z
+    if exact is not None:
+        return exact, 0.0
+    best = min(rows, key=lambda row: row["log_z_error"])
+    return best["log_z_estimate"], best["log_z_error"]
+
+
+# The table and the figure
+
+
+def trained(row: Mapping[str, Any]) -> str:
+    """Whether a row is of a trained sampler, in words."""
+    return "trained" if row["trained"] else "untrained"
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table: bound minus log Z, and the error of the estimate of log Z."""
+    lines = [
+        "| target | sampler | | evaluations | step size | damping | bound − log Z | estimate − log Z | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        damping = "∞" if row["damping"] is None else f"{row['damping']:.3g}"
+        numbers = (
+            f"{row['step_size']:.3g} | {damping} | {row['gap']:.2f} ± {row['bound_error']:.2f} | "
+            f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f} | {row['seconds']:.0f}"
+        )
+        of_row = f"| {TITLES[row['target']]} | {row['sampler']} | {trained(row)} | {row['evaluations']} | "
+        lines.append(of_row + numbers + " |")
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The gap of the bound, log Z minus it, against evaluations, a panel for each target."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
+
+    names = list(dict.fromkeys(row["target"] for row in rows))
+    figure, axes = plt.subplots(1, len(names), figsize=(2 + 3.6 * len(names), 3.6), squeeze=False, layout="constrained")
+    kinds = list(itertools.product(DAMPINGS, (False, True)))
+    for ax, name in zip(axes[0], names, strict=True):
+        for index, (sampler, is_trained) in enumerate(kinds):
+            of_it = [
+                row for row in rows if (row["target"], row["sampler"], row["trained"]) == (name, sampler, is_trained)
+            ]
+            x, y = [row["evaluations"] for row in of_it], [-row["gap"] for row in of_it]
+            label = f"{sampler}, {'trained' if is_trained else 'untrained'}"
+            color, line = f"C{list(DAMPINGS).index(sampler)}", "-" if is_trained else "--"
+            ax.errorbar(
+                x,
+                y,
+                [row["bound_error"] for row in of_it],
+                color=color,
+                ls=line,
+                label=label,
+                **line_style(index, len(kinds), len(x)),
+            )
+        ticks = sorted({row["evaluations"] for row in rows})
+        ax.set(xscale="log", yscale="log", title=TITLES[name], xlabel="evaluations of the gradient")
+        ax.set_xticks(ticks, [str(tick) for tick in ticks])
+        ax.minorticks_off()
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+    axes[0][0].set_ylabel("log Z − bound")
+    legend_beside(figure)
+    write_figure(figure, path)
+
+
+# The command
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="all", help=f"{', '.join(TARGETS)}, with commas between, or all [all]")
+    parser.add_argument("--evaluations", default="16,64,256", help="several with commas between [16,64,256]")
+    parser.add_argument("--iterations", type=int, default=200, help="of training; 0 trains nothing [200]")
+    parser.add_argument("--train-up-to", type=int, default=64, help="evaluations beyond which nothing is trained [64]")
+    parser.add_argument("--batch-size", type=int, default=64, help="paths in an iteration [64]")
+    parser.add_argument("--lr", type=float, default=0.02, help="Adam's learning rate [0.02]")
+    parser.add_argument(
+        "--paths", type=int, default=2000, help="paths of a result; an eighth of it to choose by [2000]"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    parser.add_argument("--out", type=Path, default=Path("runs/annealing"), help="[runs/annealing]")
+    options = parser.parse_args(argv)
+    options.targets = list(TARGETS) if options.targets == "all" else options.targets.split(",")
+    unknown = [name for name in options.targets if name not in TARGETS]
+    if unknown:
+        parser.error(f"argument --targets: {unknown[0]!r} is not one of {', '.join(TARGETS)}")
+    try:
+        options.evaluations = sorted({int(count) for count in options.evaluations.split(",")})
+    except ValueError:
+        parser.error("--evaluations must be whole numbers with commas between")
+    if min(*options.evaluations, options.batch_size) < 1 or options.paths < 16:
+        parser.error("--evaluations and --batch-size must be positive, and --paths 16 or more")
+    if options.iterations < 0 or options.seed < 0 or options.lr <= 0:
+        parser.error("--iterations and --seed must not be negative, and --lr must be positive")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what is not measured yet; print and write the table, and draw it."""
+    options = parse(argv)
+    rows: list[dict[str, Any]] = []
+    for name in options.targets:
+        pairs = itertools.product(options.evaluations, DAMPINGS)
+        measured = [row for count, sampler in pairs for row in measure(name, sampler, count, options)]
+        log_z, error = reference(name, measured)
+        print(f"{TITLES[name]}: log Z = {log_z:.3f}" + (f" ± {error:.3f}, estimated" if error else ""))
+        for row in measured:
+            gaps = {"gap": row["bound"] - log_z, "estimate_gap": row["log_z_estimate"] - log_z}
+            rows.append({**row, "log_z": log_z, "log_z_reference_error": error, **gaps})
+    text = markdown(rows)
+    print(text)
+    write_whole(options.out / "annealing.md", (text + "\n").encode())
+    write_table(options.out / "annealing.csv", rows)
+    draw(rows, options.out / "annealing.png")
+    print("written: " + ", ".join(str(options.out / f"annealing.{end}") for end in ("md", "csv", "png")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The task of annealing: exact normalising constants, a small run, and that it goes on where it was."""
+
+import argparse
+import math
+
+import pytest
+import torch
+
+from tasks import annealing
+
+SMALL = "--targets funnel,cancer --evaluations 2,4 --iterations 2 --paths 16 --train-up-to 2".split()
+
+
+def test_log_z_of_the_many_well_is_that_of_its_pairs():
+    target = annealing.many_well()
+    a, b = torch.linspace(-5, 5, 801, dtype=torch.float64), torch.linspace(-9, 9, 201, dtype=torch.float64)
+    x = torch.zeros(len(a) * len(b), 50, dtype=torch.float64)
+    x[:, :2] = torch.cartesian_prod(a, b)
+    density = target.log_prob(x).exp().view(len(a), len(b))
+    of_pair = torch.trapezoid(torch.trapezoid(density, b), a).log().item()
+    assert target.log_z == pytest.approx(25 * of_pair, rel=1e-9)
+
+
+def test_the_funnel_is_normalised():
+    target = annealing.funnel()
+    torch.manual_seed(0)
+    v = 3 * torch.randn(5, dtype=torch.float64)
+    x = torch.cat([v[:, None], torch.randn(5, 9, dtype=torch.float64) * (v / 2).exp()[:, None]], 1)
+    first = torch.distributions.Normal(0, 3).log_prob(v)
+    rest = torch.distributions.Normal(0, (v / 2).exp()[:, None]).log_prob(x[:, 1:]).sum(1)
+    torch.testing.assert_close(target.log_prob(x), first + rest)
+
+
+def test_logistic_regression_is_likelihood_times_prior():
+    target = annealing.cancer()
+    assert target.dim == 31
+    at_zero = target.log_prob(torch.zeros(1, 31)).item()
+    assert at_zero == pytest.approx(569 * math.log(0.5) - 15.5 * math.log(2 * math.pi), rel=1e-5)
+
+
+@pytest.mark.parametrize("sampler", annealing.DAMPINGS)
+def test_training_raises_the_bound(sampler):
+    options = argparse.Namespace(seed=0, paths=800, iterations=80, batch_size=64, lr=0.02)
+    model = annealing.tuned(annealing.many_well(), sampler, 4, options)
+    trained = annealing.train(model, options)
+    before, after = (annealing.bound(one, 400, 17) for one in (model, trained))
+    assert after > before + 1
+
+
+def test_a_run_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
+    arguments = [*SMALL, "--out", str(tmp_path)]
+    annealing.main(arguments)
+    table = (tmp_path / "annealing.md").read_text()
+    assert table.count("\n") == 2 + 2 * 2 * (2 + 1)
+    assert (tmp_path / "annealing.png").exists()
+    assert "logistic regression, d = 31: log Z = " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"has other options.*Fix: --out another-folder"):
+        annealing.main([*arguments, "--seed", "1"])
+    monkeypatch.setattr(annealing, "tuned", None)
+    annealing.main(arguments)
+    assert (tmp_path / "annealing.md").read_text() == table
+
+
+@pytest.mark.parametrize("wrong", [["--targets", "funel"], ["--evaluations", "x"], ["--paths", "3"], ["--lr", "0"]])
+def test_wrong_options_are_refused(wrong, tmp_path):
+    with pytest.raises(SystemExit) as exit_:
+        annealing.main([*wrong, "--out", str(tmp_path / "run")])
+    assert exit_.value.code == 2
+    assert not (tmp_path / "run").exists()
