@@ -485,7 +485,9 @@ def test_autocast_around_a_step_rounds_nothing():
     assert steps[:2] == steps[2:]
 
 
-def test_steps_in_threads_leave_onednn_on():
+def test_steps_in_threads_leave_settings_as_they_were():
+    import torch._dynamo  # so that its stance is set too
+
     x, y = torch.randn(200, 4), torch.randn(200, 3)
     models = [nn.Linear(4, 3) for _ in range(4)]
 
@@ -498,3 +500,11 @@ def test_steps_in_threads_leave_onednn_on():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(train, models))
     assert torch.backends.mkldnn.enabled == was
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(models[0], backend=backend)(x)
+    assert graphs

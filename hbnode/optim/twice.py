@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hbnode import _second_derivatives
 from hbnode._torch_internals import may_have_compiled
 from hbnode.optim.recurrence import ROperator
 
+_TURNS = threading.RLock()
 _REFUSED = "the model cannot be differentiated twice, which Gauss-Newton products need"
 _CHECKPOINT = "Fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 _CUSTOM = (
@@ -29,11 +30,11 @@ def plain_paths(device: torch.device) -> Iterator[None]:
     """Let layers take forms that have second derivatives, and recurrent layers an R-operator.
 
     Recurrent layers of oneDNN and cuDNN and fused attention have first derivatives alone; the graphs of torch.compile
-    too.
+    too. These are settings of the process, so threads take turns.
     """
-    with ExitStack() as stack:
+    with _TURNS, ExitStack() as stack:
         stack.enter_context(_second_derivatives.wanted())
-        stack.enter_context(_without_onednn)
+        stack.enter_context(_without_onednn())
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -43,28 +44,15 @@ def plain_paths(device: torch.device) -> Iterator[None]:
         yield
 
 
-class _WithoutOneDNN:
-    """``torch.backends.mkldnn.flags`` without its warning about TF32, for steps of several threads at a time."""
-
-    def __init__(self) -> None:
-        self.lock, self.inside = threading.Lock(), 0
-        self.was: Any = True
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.inside == 0:
-                self.was = torch.backends.mkldnn.enabled
-                torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property, which torch does not type
-            self.inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if self.inside == 0:
-                torch.backends.mkldnn.enabled = self.was
-
-
-_without_onednn = _WithoutOneDNN()
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """``torch.backends.mkldnn.flags`` without its warning about TF32."""
+    was = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property, which torch does not type
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = was
 
 
 @contextmanager

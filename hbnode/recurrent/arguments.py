@@ -28,8 +28,8 @@ def check_switch(value: bool, name: str) -> bool:
     """Return True or False, or raise an error: a number at this position was meant for another argument."""
     if not isinstance(value, bool):
         raise TypeError(
-            f"{name} must be True or False, got {value!r}. Fix: pass what torch.nn's layer lacks by name; by "
-            "position the arguments are torch.nn's."
+            f"{name} must be True or False, got {value!r}. Fix: pass what torch.nn's layer lacks, such as "
+            "momentum=, by name; by position the arguments are torch.nn's."
         )
     return value
 
