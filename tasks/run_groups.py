@@ -17,6 +17,7 @@ from tasks.models.baselines import BASELINES
 from tasks.models.contenders import TITLES as CONTENDERS
 from tasks.models.densities import TITLES as DENSITIES
 from tasks.models.depth import DepthConfig
+from tasks.models.latent_sdes import TITLES as LATENT_SDES
 from tasks.models.recurrent import VARIANTS, title
 from tasks.models.sequence_models import TITLES as SEQUENCE_MODELS
 
@@ -36,6 +37,7 @@ METRIC = {
     "image_classification": "test_accuracy",
     "image_generation": "test_bits_per_dim",
     "language_model": "validation_perplexity",
+    "latent_sde": "test_loss",
     "lra": "validation_accuracy",
     "pathological": "test_error",
     "pixel_mnist": "validation_accuracy",
@@ -50,7 +52,7 @@ METRIC = {
     "walker2d": "validation_loss",
 }
 # What others are compared with: drawn with a broken line.
-PLAIN = (*BASELINES, "cnf", "plain", "gain", "steady", "forget", "softmax", "linear", "linear_gain", "residual")
+PLAIN = (*BASELINES, "cnf", "sde", "plain", "gain", "steady", "forget", "softmax", "linear", "linear_gain", "residual")
 MACHINE = ("device", "threads", "runs_at_a_time")  # entries of a summary that its seconds depend on
 logger = logging.getLogger("tasks.plot")
 
@@ -63,6 +65,8 @@ def titles(config: Mapping[str, Any]) -> dict[str, str]:
         return {name: name.replace("_", " ") for name in DepthConfig.models}
     if "heads" in config:
         return CONTENDERS
+    if config["task"] == "latent_sde":
+        return LATENT_SDES
     if "eval_samples" in config:
         return DENSITIES
     if "problem" in config:

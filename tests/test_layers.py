@@ -23,7 +23,7 @@ LAYERS = [
         "tasks.speech",
     ],
     ["tasks.bouncing_balls", "tasks.polyphonic_music"],
-    ["tasks.density", "tasks.recall", "tasks.transformer_copy"],
+    ["tasks.density", "tasks.latent_sde", "tasks.recall", "tasks.transformer_copy"],
     ["tasks.image_generation", "tasks.lra", "tasks.translation"],
     ["tasks.image_classification", "tasks.plane_vibration", "tasks.point_cloud", "tasks.silverbox", "tasks.walker2d"],
     ["tasks.annealing", "tasks.recall_table", "tasks.run_groups"],

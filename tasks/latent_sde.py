@@ -1,0 +1,236 @@
+"""Latent SDEs of irregular series: a heavy ball in a heat bath, beside a first-order SDE by torchsde.
+
+Training by the evidence lower bound (ELBO) after Li et al., arXiv:2001.01328: the Gaussian log-likelihood of the
+samples, less the divergence of the initial state and that of the paths, the integral of |u|² / 2, where u is the
+posterior's control in units of the noise. A GRU reads the samples backwards. After the last sample there is no control,
+so that the posterior's path is a forecast by the prior.
+
+--dataset lorenz: 50 rows of the stochastic Lorenz equations in a unit of their time, standardised, with noise of 0.01;
+a tenth of the first 40 is held out, the last 10 are forecast; the unit of time of the models is 10 rows.
+
+--dataset vibration: the segments of tasks.plane_vibration with its split "honest". What was removed there is held out,
+the 8 rows after 64 samples are forecast; the unit of time is 16 rows.
+
+Test figures are from --paths paths a series, in the summary from --eval-samples: log-likelihood a number, squared error
+of the mean, and coverage of the 90 % band, noise of the samples included. bands.png is drawn after every epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tasks.common.batches import Samples, ShuffledBatches
+from tasks.common.config import TaskConfig, option, parse
+from tasks.common.figures import legend_beside
+from tasks.common.files import exit_on, write_figure
+from tasks.common.run import Run, count_parameters
+from tasks.common.sweep import sweep
+from tasks.common.train import Trainer, evaluate
+from tasks.data import f16
+from tasks.data.lorenz import stochastic_lorenz
+from tasks.models.latent_sdes import TITLES, FirstOrder, HeavyBall, LatentSDE
+from tasks.plane_vibration import HORIZON, WINDOW, Splits
+
+SPACING = {"lorenz": 0.1, "vibration": 1 / 16}  # time between two rows, in units in which series turn in about 1 to 6
+ROWS, LORENZ_WINDOW, NOISE = 50, 40, 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentSDEConfig(TaskConfig):
+    """Options of latent SDEs."""
+
+    models: ClassVar[tuple[str, ...]] = tuple(TITLES)
+    positive: ClassVar[tuple[str, ...]] = (
+        *TaskConfig.positive,
+        *("size", "hidden", "context", "damping", "steps", "train_size", "test_size", "eval_samples", "paths"),
+    )
+
+    clip: float = option(10.0, "largest norm of the gradient; 0 does not clip")
+    dataset: str = option("lorenz", "what the series are of", tuple(SPACING))
+    data: str = option("auto", "of vibration, as for tasks.plane_vibration", f16.SOURCES)
+    size: int = option(4, "size of h, and of the state of a first-order SDE")
+    hidden: int = option(64, "units of the drift's and the control's hidden layers; the rival has more, to be equal")
+    context: int = option(32, "units of the encoder")
+    damping: float = option(1.0, "γ of the heavy ball at first, in 1/time; it stays below ten times this")
+    steps: int = option(1, "steps of the solver between two rows")
+    train_size: int = option(1024, "series of training, or all segments if these are fewer")
+    test_size: int = option(256, "series of the test")
+    paths: int = option(32, "paths a series in the test after every epoch")
+    eval_samples: int = option(100, "paths a series in the picture and in the summary")
+
+
+# Data
+
+
+def lorenz(count: int, seed: int, like: Tensor | None = None) -> tuple[Samples, Tensor]:
+    """Rows and the masks of those seen, held out and forecast; and mean and deviation that standardise them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = stochastic_lorenz(count, ROWS, 1 / (ROWS - 1), generator)
+    moments = torch.stack([x.mean((0, 1)), x.std((0, 1))]) if like is None else like
+    x = (x - moments[0]) / moments[1] + NOISE * torch.randn(x.shape, generator=generator)
+    held = (torch.rand(count, ROWS, generator=generator) < 0.1).float()
+    window = (torch.arange(ROWS) < LORENZ_WINDOW).float()
+    return (x.float(), (1 - held) * window, held * window, (1 - window).expand(count, -1)), moments
+
+
+def vibration(splits: Splits, name: str, length: int, count: int) -> Samples:
+    """Segments as rows and three masks, spread over all that there are."""
+    stamps = splits.rows[name]
+    stamps = stamps[torch.linspace(0, len(stamps) - 1, min(count, len(stamps))).long()]
+    first, last = stamps[:, :1], stamps[:, -1:]
+    rows = first + torch.arange(length)
+    seen = torch.zeros(len(stamps), length).scatter_(1, stamps[:, :WINDOW] - first, 1.0)
+    held = (rows < last).float() * (1 - seen)
+    ahead = ((rows >= last) & (rows < last + HORIZON)).float()
+    x = splits.record[rows.clamp(max=len(splits.record) - 1)]
+    return x * (seen + held + ahead).unsqueeze(-1), seen, held, ahead
+
+
+def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
+    """Training and test data, and where they come from."""
+    if config.dataset == "lorenz":
+        train, moments = lorenz(config.train_size, 0)
+        return train, lorenz(config.test_size, 1, moments)[0], "generated"
+    with exit_on(FileNotFoundError, ValueError):
+        record, source = f16.read_plane_vibration(config.data)
+    splits = Splits.of(record, "honest", 1)
+    length = max(int((rows[:, -1] - rows[:, 0]).max()) for rows in splits.rows.values()) + HORIZON
+    train = vibration(splits, "train", length, config.train_size)
+    return train, vibration(splits, "test", length, config.test_size), source
+
+
+# Model and loss
+
+
+def make_model(config: LatentSDEConfig, channels: int) -> LatentSDE:
+    """The model; the rival as wide as brings it to the parameters of a heavy ball."""
+    options = {"context": config.context, "spacing": SPACING[config.dataset], "steps": config.steps}
+
+    def heavy_ball() -> LatentSDE:
+        return HeavyBall(channels, config.size, config.damping, hidden=config.hidden, **options)
+
+    if config.model == "hbsde":
+        return heavy_ball()
+    with torch.random.fork_rng(devices=[]):
+        wanted = count_parameters(heavy_ball())
+        sizes = {
+            width: count_parameters(FirstOrder(channels, config.size, hidden=width, **options))
+            for width in range(max(1, config.hidden - 2), config.hidden + 20)
+        }
+    width = min(sizes, key=lambda width: abs(sizes[width] - wanted))
+    return FirstOrder(channels, config.size, hidden=width, **options)
+
+
+def loss_of(model: torch.nn.Module, batch: Samples, paths: int) -> tuple[Tensor, dict[str, float]]:
+    """Minus the ELBO for each number seen, and its parts; of the test also figures from several paths."""
+    x, seen, *_ = batch
+    drawn = model(x, seen)
+    log_prob = torch.distributions.Normal(drawn.mean, drawn.scale).log_prob(x).sum(-1)
+    count = seen.sum() * x.shape[-1]
+    fit, kl_path, kl_start = (part.sum() / count for part in (log_prob * seen, drawn.kl_path, drawn.kl_start))
+    loss = kl_path + kl_start - fit
+    means = {"elbo": -loss.item(), "kl_path": kl_path.item(), "kl_start": kl_start.item(), "nfe": drawn.evaluations}
+    if not model.training:
+        means |= held_out_figures(model, batch, paths)
+    return loss, means
+
+
+@torch.no_grad()
+def many_paths(model: torch.nn.Module, x: Tensor, seen: Tensor, paths: int) -> tuple[Tensor, Tensor]:
+    """Paths as the decoder has them, (paths, batch, rows, channels), and the deviation of samples around them."""
+    drawn = [model(x, seen) for _ in range(paths)]
+    return torch.stack([each.mean for each in drawn]), drawn[0].scale
+
+
+def held_out_figures(model: torch.nn.Module, batch: Samples, paths: int) -> dict[str, float]:
+    """Of rows held out and of forecasts: log-likelihood a number, squared error, coverage of the 90 % band."""
+    x, seen, *masks = batch
+    mean, scale = many_paths(model, x, seen, paths)
+    normal = torch.distributions.Normal(mean, scale)
+    below = normal.cdf(x).mean(0)
+    values = {
+        "log_likelihood": normal.log_prob(x).logsumexp(0) - math.log(paths),
+        "mse": (mean.mean(0) - x).square(),
+        "coverage": ((below > 0.05) & (below < 0.95)).float(),
+    }
+    return {
+        f"{name}_{figure}": (value.mean(-1) * mask).sum().item() / max(mask.sum().item(), 1.0)
+        for name, mask in zip(("held", "forecast"), masks, strict=True)
+        for figure, value in values.items()
+    }
+
+
+def draw_bands(model: LatentSDE, batch: Samples, config: LatentSDEConfig, path: Path) -> None:
+    """Draw median and 90 % band of three series, with the rows that were seen, held out and forecast."""
+    import matplotlib.pyplot as plt
+
+    x, seen, held, ahead = (part[:3] for part in batch)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn, scale = many_paths(model, x, seen, config.eval_samples)
+        drawn = drawn + scale * torch.randn_like(drawn)
+    low, median, high = torch.quantile(drawn, torch.tensor([0.05, 0.5, 0.95], device=x.device), dim=0).cpu()
+    t, x, channels = torch.arange(x.shape[1]) * SPACING[config.dataset], x.cpu(), (-3, -2, -1)
+    figure, axes = plt.subplots(3, 3, figsize=(14, 7), sharex=True, squeeze=False, layout="constrained")
+    for series, column in zip(range(len(x)), axes.T, strict=False):
+        inside = (seen + held + ahead)[series].cpu() > 0
+        masks = ((seen, "samples", "o", "0.3"), (held, "held out", "D", "C2"), (ahead, "to forecast", "x", "C3"))
+        for ax, channel in zip(column, channels, strict=True):
+            band = (part[series, inside, channel] for part in (low, high))
+            ax.fill_between(t[inside], *band, color="C0", alpha=0.3, lw=0, label="90 %")
+            ax.plot(t[inside], median[series, inside, channel], color="C0", lw=1, label="median")
+            for mask, label, marker, color in masks:
+                shown = mask[series].cpu() > 0
+                ax.plot(t[shown], x[series, shown, channel], marker, color=color, ms=3, label=label)
+            ax.axvline(float(t[seen[series].cpu().nonzero().max()]), color="0.6", lw=0.8, ls=":")
+        column[-1].set_xlabel("time")
+    for ax, channel in zip(axes[:, 0], channels, strict=True):
+        ax.set_ylabel(f"channel {x.shape[-1] + channel + 1}")
+    legend_beside(figure)
+    figure.suptitle(f"{TITLES[config.model]}, {config.dataset}: test series, standardised")
+    write_figure(figure, path)
+
+
+def train(config: LatentSDEConfig) -> None:
+    """Train one model with one seed, drawing bands after every epoch."""
+    data, test, source = load(config)
+    if config.dataset == "vibration":
+        config = dataclasses.replace(config, data=source)
+    run = Run("latent_sde", config, f"{config.preset}-{config.dataset}-{config.model}-seed{config.seed}")
+    model = make_model(config, data[0].shape[-1])
+    run.announce(model, TITLES[config.model], f"{source} data, {len(data[0])}/{len(test[0])} series")
+    test = tuple(part.to(run.workers.device) for part in test)
+    trainer = Trainer(run, model, ShuffledBatches(run, data), functools.partial(loss_of, paths=config.paths))
+    if trainer.position == 0:
+        run.begin(0)
+        trainer.save()  # a folder that has a picture and no checkpoint could not go on
+
+    def validate() -> dict[str, float]:
+        if run.workers.rank == 0:
+            draw_bands(model, test, config, run.folder / "bands.png")
+        with torch.random.fork_rng():
+            torch.manual_seed(1)  # the same paths after every epoch
+            return evaluate(run, model, test, functools.partial(loss_of, paths=config.paths), "test")
+
+    trainer.fit(validate)
+    final: dict[str, float] = {}
+    if not run.is_finished:
+        final = evaluate(run, model, test, functools.partial(loss_of, paths=config.eval_samples), "final")
+    run.finish(model, source=source, **final)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(LatentSDEConfig, {}, __doc__, argv), train)
+
+
+if __name__ == "__main__":
+    main()
