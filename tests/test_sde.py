@@ -425,3 +425,11 @@ def test_hooks_are_not_missed():
     sde.register_forward_hook(lambda module, args, value: value)
     with pytest.raises(ValueError, match=r"has hooks or a forward of its own.*Fix: put them into func"):
         hbnode.sdeint(sde, make_state(), [0.0, 1.0], dt=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounded_times_cost_no_further_steps(dtype):
+    sde, state = make_sde(), make_state(dtype=torch.float32)
+    with hbnode.record_steps(sde) as steps:
+        hbnode.sdeint(sde, state, torch.linspace(0, 5, 51, dtype=dtype), dt=0.1)
+    assert len(steps.size) == 50

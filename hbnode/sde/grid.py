@@ -32,8 +32,10 @@ class StepGrid:
         self.sizes: list[float] = []
         self.intervals: list[int] = []
         self.starts: list[float] = []
+        precision = torch.finfo(torch.float32 if bool((t == t.float()).all()) else t.dtype).eps  # of what the user had
         for i, (start, end) in enumerate(zip(self.t[:-1], self.t[1:], strict=True)):
-            count = max(1, math.ceil((end - start) / dt * (1 - 1e-9)))  # not one more for rounding
+            rounded = precision * max(abs(start), abs(end))  # not one more step for that
+            count = max(1, math.ceil((end - start - rounded) / dt * (1 - 1e-9)))
             size = (end - start) / count
             self.sizes.append(size)
             self.intervals += [i] * count
