@@ -126,11 +126,13 @@ class HessianFree(Optimizer):
     back from the last while the loss of the curvature batch becomes smaller. It then searches the line for a sufficient
     decrease of the loss of the gradient batch. If no step
     helps, conjugate gradients begin again from zero. The damping follows Levenberg and Marquardt: with rho the change
-    of the loss over that of the model, lambda is multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4.
+    of the loss over that of the model, lambda is multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4, or where
+    the model predicts a reduction below the precision of the loss.
 
     Autocast around a step has no effect; within a closure it has.
 
-    The closures draw no new data: a step evaluates each of them several times, with the same random numbers. Layers
+    The closures draw no new data: a step evaluates each of them several times, with the same
+    random numbers of torch's default generators. Layers
     take forms that can be differentiated twice while the curvature is evaluated. ``torch.nn.RNN``, ``GRU`` and ``LSTM``
     and :class:`hbnode.TanhRNN` then have products written for them, but not on a PackedSequence.
 
