@@ -110,8 +110,8 @@ class PathologicalConfig(OptimizerConfig):
         )
 
 
-# The supplement's own settings of Hessian-free optimization. It has two more first values of lambda, for which there is --damping:
-# 0.3 without structural damping, and 0.1 T for the random permutation.
+# The supplement's own settings of Hessian-free optimization. It has two more first values of lambda, for which there is
+# --damping: 0.3 without structural damping, and 0.1 T for the random permutation.
 PRESETS: dict[str, dict[str, object]] = {
     "supplement": {"optimizer": "hf", "batch_size": 10_000, "curvature_size": 1_000, "max_cg": 300, "damping": 0.1}
 }
