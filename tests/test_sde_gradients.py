@@ -105,7 +105,7 @@ def test_channels_of_their_own(method, gradient):
 @pytest.mark.parametrize("steps", [50, 400])
 @pytest.mark.parametrize("span", [2.0, 4.0])
 def test_reversible_in_float32(method, steps, span):
-    """Against the direct gradient, which itself is up to 6e-6 off that of float64."""
+    """Against the direct gradient: undoing the steps multiplies rounding errors by exp(γT), here with γ = 1."""
     sde, state = make_sde(torch.float32, max_damping=2.0, damping=1.0), make_state(torch.float32)
     errors = []
     for seed in range(6 if steps == 50 else 3):
@@ -113,9 +113,7 @@ def test_reversible_in_float32(method, steps, span):
         _, expected = gradients(sde, state, **options)
         _, ours = gradients(sde, state, gradient="reversible", **options)
         errors.append(((flat(ours) - flat(expected)).norm() / flat(expected).norm()).item())
-    worst = 1e-6 if span == 2.0 else 2.5e-6
-    assert max(errors) <= worst
-    assert sum(errors) / len(errors) <= (1e-6 if method == "ubu" else 1.5e-6)
+    assert max(errors) <= torch.finfo(torch.float32).eps * math.exp(span)
 
 
 def kept(gradient, steps, method="ubu"):
