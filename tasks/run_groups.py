@@ -65,7 +65,7 @@ def titles(config: Mapping[str, Any]) -> dict[str, str]:
         return {name: name.replace("_", " ") for name in DepthConfig.models}
     if "heads" in config:
         return CONTENDERS
-    if config["task"] == "latent_sde":
+    if config.get("task") == "latent_sde":
         return LATENT_SDES
     if "eval_samples" in config:
         return DENSITIES
