@@ -130,7 +130,10 @@ class Once(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda net, x: net.readout(Once.apply(net.layer(x))), "has no graph. Fix: another operation"),
+        (
+            lambda net, x: net.readout(Once.apply(net.layer(x))),
+            "has no graph, that of OnceBackward. Fix: another operation",
+        ),
         (
             lambda net, x: net.readout(checkpoint(net.layer, x.clone().requires_grad_(), use_reentrant=True)),
             r"reentrant checkpoints.*use_reentrant=False",
@@ -253,9 +256,37 @@ def test_a_graph_from_before_the_step_is_refused():
 def test_a_stationary_point():
     model = nn.Linear(3, 3)
     optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
-    optimizer.step(lambda: (model(X), model(X).detach()))
+    y = model(X).detach()
+    optimizer.step(lambda: (model(X), y))
     assert optimizer.progress.outcome == "stationary"
-    assert optimizer.param_groups[0]["damping"] < 0.1  # which alone could be what leaves nothing to gain
+    assert optimizer.param_groups[0]["damping"] == 0.1  # which is not what leaves nothing to gain
+
+
+@pytest.mark.parametrize("hidden", [0, 30])
+def test_an_exact_fit_leaves_the_damping_alone(hidden):
+    """All that float32 has to say is rounding then; new targets are fitted as soon as by a fresh optimizer."""
+
+    def make():
+        return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1)) if hidden else nn.Linear(3, 1)
+
+    def steps_to_fit(model, optimizer, y):
+        for step in range(50):
+            if step and optimizer.progress.new_loss < 1e-3:
+                return step
+            optimizer.step(lambda: (model(x), y))
+        return 50
+
+    x = torch.randn(10, 3)
+    y = x.sum(1, keepdim=True)
+    model, fresh = make(), make()
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    for _ in range(60):
+        optimizer.step(lambda: (model(x), y))
+    assert (optimizer.progress.outcome, math.isnan(optimizer.progress.ratio)) == ("stationary", True)
+    assert optimizer.progress.loss < 1e-12
+    assert optimizer.progress.damping < 0.1
+    wanted = steps_to_fit(fresh, hbnode.HessianFree(fresh.parameters(), loss="mse"), -y)
+    assert steps_to_fit(model, optimizer, -y) <= wanted + 2
 
 
 def test_ignored_positions_and_weights_of_zero_have_no_say():
@@ -386,8 +417,23 @@ class _Once(torch.autograd.Function):
 def test_a_small_part_without_second_derivative_is_refused():
     a, b, x = nn.Linear(3, 2), nn.Linear(3, 2), torch.randn(9, 3)
     optimizer = hbnode.HessianFree([*a.parameters(), *b.parameters()], loss="mse")
-    with pytest.raises(RuntimeError, match=r"a part of its backward pass has no graph"):
+    with pytest.raises(RuntimeError, match=r"a part of its backward pass has no graph, that of _OnceBackward"):
         optimizer.step(lambda: (20 * a(x) + _Once.apply(b(x)), torch.zeros(9, 2)))
+
+
+def test_a_small_part_without_second_derivative_beside_another_path_is_refused():
+    a, b, x = nn.Linear(3, 2), nn.Linear(2, 2), torch.randn(9, 3)
+    optimizer = hbnode.HessianFree([*a.parameters(), *b.parameters()], loss="mse")
+    with pytest.raises(RuntimeError, match=r"that of _OnceBackward"):
+        optimizer.step(lambda: (torch.cat([1000 * b(a(x)), _Once.apply(a(x))], 1), torch.zeros(9, 4)))
+
+
+def test_a_hook_that_detaches_a_gradient_is_refused():
+    model, x = nn.Linear(3, 2), torch.randn(9, 3)
+    model.weight.register_hook(lambda gradient: gradient.detach().clamp(-1, 1))
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    with pytest.raises(RuntimeError, match=r"that of a hook of a parameter"):
+        optimizer.step(lambda: (model(x), torch.zeros(9, 2)))
 
 
 def test_what_overflows_is_named():
@@ -483,6 +529,29 @@ def test_autocast_around_a_step_rounds_nothing():
             steps.append(optimizer.step(lambda: (model(x[:, None])[0][:, -1], y)).item())  # noqa: B023
         steps.append(optimizer.progress.new_loss)
     assert steps[:2] == steps[2:]
+
+
+def test_autocast_in_a_closure_is_refused():
+    model, x, y = nn.GRU(4, 3, batch_first=True), torch.randn(20, 5, 4), torch.randn(20, 5, 3)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+
+    def evaluate():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)[0].float(), y
+
+    with pytest.raises(RuntimeError, match=r"under autocast to torch.bfloat16.*Fix: leave torch.autocast out"):
+        optimizer.step(evaluate)
+
+
+def test_a_product_after_parameters_were_frozen():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    optimizer.step(lambda: (model(X), Y))
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"2 of them are frozen since. Fix: requires_grad_\(True\)"):
+        optimizer.product(torch.ones(31))
+    optimizer.step(lambda: (model(X), Y))
+    assert optimizer.product(torch.ones(15)).shape == (15,)
 
 
 def test_steps_in_threads_leave_settings_as_they_were():

@@ -17,8 +17,8 @@ from typing_extensions import override
 from hbnode._checks import as_count
 from hbnode._suggestions import nearest
 from hbnode.optim.conjugate_gradients import conjugate_gradients
-from hbnode.optim.evaluation import Batch, Evaluation
-from hbnode.optim.gauss_newton import GaussNewton
+from hbnode.optim.evaluation import Evaluation
+from hbnode.optim.local_model import LocalModel
 from hbnode.optim.losses import LOSSES
 from hbnode.optim.preconditioner import preconditioner
 from hbnode.optim.progress import Outcome, Progress, Stop
@@ -29,66 +29,13 @@ from hbnode.optim.vectors import assigned, check_gradient, check_parameters, fla
 from hbnode.recurrent import autocast
 
 WARM_START = 0.95
-RAISE, LOWER = 1.5, 2 / 3  # factors of lambda where rho < 1/4 and where rho > 3/4
+LOW, HIGH = 0.25, 0.75  # the ratio rho of a bad step and of a good one
+RAISE, LOWER = 1.5, 2 / 3  # factors of lambda after them
 
 Hidden: TypeAlias = Tensor | tuple[Tensor, Tensor] | list[Tensor | tuple[Tensor, Tensor]] | None
 Closure: TypeAlias = Callable[
     [], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Hidden] | tuple[Tensor, Tensor, Hidden, Tensor]
 ]
-
-
-@dataclass
-class _Step:
-    """The curvature of a step: on which batch, at which parameters, damped how.
-
-    Attributes:
-        evaluation: the closure of the curvature batch.
-        parameters: what is optimized.
-        theta: their values before the step.
-        damping: lambda.
-        structural: lambda mu.
-        matrix: made when it is first needed.
-        versions: of the parameters when it was made.
-    """
-
-    evaluation: Evaluation
-    parameters: list[Tensor]
-    theta: Tensor
-    damping: float
-    structural: float
-    matrix: GaussNewton | None = None
-    versions: tuple[int, ...] = ()
-
-    def linearize(self, batch: Batch) -> GaussNewton:
-        """Make the matrix of a batch that has a graph."""
-        linearized = self.evaluation.linearized(batch, self.structural)
-        self.matrix = GaussNewton(self.parameters, linearized)
-        self.versions = tuple(parameter._version for parameter in self.parameters)
-        return self.matrix
-
-    def ready(self) -> GaussNewton:
-        """The matrix; the parameters must have the values that they had before the step."""
-        versions = tuple(parameter._version for parameter in self.parameters)
-        if self.matrix is not None and versions == self.versions:
-            return self.matrix
-        with torch.enable_grad(), plain_paths(self.theta.device):
-            batch = self.evaluation.batch()
-        return self.linearize(batch)
-
-    def loss_at(self, vector: Tensor, evaluation: Evaluation | None = None) -> float:
-        """The loss at theta plus a vector, on the curvature batch unless told; infinite if it is not a number."""
-        with assigned(self.parameters, self.theta + vector):
-            loss = (evaluation or self.evaluation).value()
-        return loss if math.isfinite(loss) else math.inf
-
-    def take(self, vector: Tensor) -> None:
-        """Move from theta for good; autograd refuses graphs that were made before."""
-        for parameter, part in zip(self.parameters, shaped(self.theta + vector, self.parameters), strict=True):
-            parameter.copy_(part)
-
-    def product(self, vector: Tensor) -> Tensor:
-        """The product with the damped matrix."""
-        return self.ready()(vector, self.damping)
 
 
 @dataclass
@@ -124,12 +71,14 @@ class HessianFree(Optimizer):
     Conjugate gradients start from 0.95 times the last direction. They stop after iteration i if (phi_i - phi_{i-k}) /
     phi_i < 5e-4 k, k = max(10, i / 10), where phi is the quadratic model. Of the iterates ceil(1.3^j), the step goes
     back from the last while the loss of the curvature batch becomes smaller. It then searches the line for a sufficient
-    decrease of the loss of the gradient batch. If no step
-    helps, conjugate gradients begin again from zero. The damping follows Levenberg and Marquardt: with rho the change
-    of the loss over that of the model, lambda is multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4, or where
-    the model predicts a reduction below the precision of the loss.
+    decrease of the loss of the gradient batch. If no step helps, conjugate gradients begin again from zero.
 
-    Autocast around a step has no effect; within a closure it has.
+    The damping follows Levenberg and Marquardt: with rho the change of the loss over that of the model, lambda is
+    multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4. Where both changes are no larger than what the last
+    digits of the parameters change in the loss, rho is rounding and lambda stays, unless the model without damping
+    predicts more; then lambda falls.
+
+    Autocast around a step has no effect; within a closure it is refused.
 
     The closures draw no new data: a step evaluates each of them several times, with the same
     random numbers of torch's default generators. Layers
@@ -202,7 +151,7 @@ class HessianFree(Optimizer):
             "max_cg": as_count(max_cg, "max_cg"),
             "preconditioner_samples": as_count(preconditioner_samples, "preconditioner_samples", 0),
         }
-        self._last: _Step | None = None
+        self._last: LocalModel | None = None
         self.progress: Progress | None = None
         super().__init__(params, {"loss": loss, "case_dim": case_dim, **numbers, **options})
 
@@ -258,7 +207,7 @@ class HessianFree(Optimizer):
         Raises:
             FloatingPointError: the loss before the step, its gradient or the curvature is not finite. The parameters
                 are as before.
-            RuntimeError: the model cannot be differentiated twice.
+            RuntimeError: the model cannot be differentiated twice, or a closure runs under autocast.
             TypeError: a closure returns something else.
             ValueError: shapes or values do not fit, or a closure draws a new batch in each call.
         """
@@ -271,24 +220,31 @@ class HessianFree(Optimizer):
         first = self._evaluation(forward, "forward")
         second = first if curvature is None else self._evaluation(curvature, "curvature")
         theta, damping = flat([parameter.data for parameter in parameters], parameters), options["damping"]
-        step = _Step(second, parameters, theta, damping, damping * options["structural_damping"])
+        structural, checks = damping * options["structural_damping"], self.progress is None
+        step = LocalModel(second, parameters, theta, damping, structural, checks)
         loss, gradient = self._gradient(first, step)
 
         found = self._solve(step, first, gradient, loss)
-        model, outcome, length, new_loss = found.trial.model, found.outcome, 0.0, loss
-        if -model <= torch.finfo(theta.dtype).eps * abs(loss):
-            outcome = "stationary"
-        else:
-            length, new_loss = line_search(found.trial, loss, gradient, partial(step.loss_at, evaluation=first))
-            outcome = outcome if length else "rejected"
+        trial, outcome, length, new_loss = found.trial, found.outcome, 0.0, loss
+        may_be_seen = -trial.model > torch.finfo(theta.dtype).eps * abs(loss)
+        if may_be_seen:
+            length, new_loss = line_search(trial, loss, gradient, partial(step.loss_at, evaluation=first))
+        ratio = (trial.loss - loss) / trial.model if may_be_seen else math.nan
+        factor = _factor(ratio)
+        if not ratio >= LOW:
+            precision = step.precision(loss, first)
+            if not may_be_seen or max(-trial.model, abs(trial.loss - loss)) <= precision:  # the ratio is noise
+                ratio = math.nan
+                factor = LOWER if step.undamped_reduction(gradient, trial.direction) > precision else 1.0
+        if not length:
+            outcome = "stationary" if math.isnan(ratio) else "rejected"
         if length:
-            step.take(length * found.trial.direction)
+            step.take(length * trial.direction)
         for parameter, part in zip(parameters, shaped(found.last, parameters), strict=True):
             self.state[parameter]["direction"] = part.clone()
-        ratio = math.nan if outcome == "stationary" else (found.trial.loss - loss) / model
         self.progress = Progress(loss, new_loss, damping, ratio, found.iterations, found.stop, length, outcome)
         for group in self.param_groups:
-            group["damping"] = self._next_damping(self.progress)
+            group["damping"] = max(factor * damping, options["min_damping"])
         step.matrix, self._last = None, step  # without the graph
         return torch.tensor(loss, dtype=theta.dtype)
 
@@ -307,7 +263,7 @@ class HessianFree(Optimizer):
             A v, of the same length.
 
         Raises:
-            RuntimeError: there was no step yet.
+            RuntimeError: there was no step yet, or parameters were frozen since.
             ValueError: the vector has another shape than expected.
         """
         if self._last is None:
@@ -318,6 +274,12 @@ class HessianFree(Optimizer):
             raise ValueError(
                 f"the vector must be {tuple(theta.shape)} of {theta.dtype}, got {got}. "
                 "Fix: torch.nn.utils.parameters_to_vector(vectors)."
+            )
+        frozen = sum(not parameter.requires_grad for parameter in self._last.parameters)
+        if frozen:
+            raise RuntimeError(
+                f"product() belongs to the parameters of the last step, and {frozen} of them are frozen since. Fix: "
+                "requires_grad_(True) for these, or another step()."
             )
         with assigned(self._last.parameters, theta), autocast.switched(theta, on=False):
             return self._last.product(vector)
@@ -341,7 +303,7 @@ class HessianFree(Optimizer):
         options = self.param_groups[0]
         return Evaluation(closure, name, LOSSES[options["loss"]], options["case_dim"], self._parameters()[0].device)
 
-    def _gradient(self, first: Evaluation, step: _Step) -> tuple[float, Tensor]:
+    def _gradient(self, first: Evaluation, step: LocalModel) -> tuple[float, Tensor]:
         """The loss and its gradient; if the curvature has the same batch, it keeps the graph."""
         shared = first is step.evaluation
         with torch.enable_grad(), plain_paths(step.theta.device) if shared else nullcontext():
@@ -358,11 +320,11 @@ class HessianFree(Optimizer):
         check_gradient(parts, self._names())
         if shared:
             step.linearize(batch)
-        if self.progress is None:
-            step.ready().check()
+        elif self.progress is None:
+            step.ready()
         return loss, flat(parts, step.parameters)
 
-    def _solve(self, step: _Step, first: Evaluation, gradient: Tensor, loss: float) -> _Found:
+    def _solve(self, step: LocalModel, first: Evaluation, gradient: Tensor, loss: float) -> _Found:
         """Conjugate gradients from the last direction and, if this finds nothing, from zero."""
         options, start = self.param_groups[0], self._start(step.parameters)
         scale = None
@@ -386,11 +348,9 @@ class HessianFree(Optimizer):
         parts = [self.state[parameter].get("direction") for parameter in parameters]
         return None if all(part is None for part in parts) else WARM_START * flat(parts, parameters)
 
-    def _next_damping(self, progress: Progress) -> float:
-        """Levenberg and Marquardt's rule."""
-        factor = RAISE
-        if progress.outcome == "stationary" or progress.ratio > 0.75:  # a large lambda alone may leave nothing to gain
-            factor = LOWER
-        elif progress.ratio >= 0.25:
-            factor = 1.0
-        return max(factor * progress.damping, self.param_groups[0]["min_damping"])
+
+def _factor(ratio: float) -> float:
+    """What Levenberg and Marquardt's rule multiplies lambda by."""
+    if ratio > HIGH:
+        return LOWER
+    return 1.0 if ratio >= LOW else RAISE

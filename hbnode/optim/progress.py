@@ -18,13 +18,15 @@ class Progress:
         new_loss: the loss after the step, on the gradient batch.
         damping: lambda of the step.
         ratio: rho, the change of the loss by the whole step d over the change that the quadratic model predicted. It is
-            negative if the loss grew, minus infinity if the loss was not finite there, and NaN in a stationary point.
+            negative if the loss grew, minus infinity if the loss was not finite there, and NaN if both changes are
+            below the precision of the loss.
         cg_iterations: iterations of conjugate gradients, those before a restart included.
         cg_stop: why the last of them ended: "progress" (Martens' rule), "limit", "solved" (no residual is left) or
             "negative curvature" (d^T A d <= 0, which only rounding can cause).
         step_length: alpha of the line search. It is 0 if the parameters were left as they were.
         outcome: "accepted"; "restarted", accepted after conjugate gradients began again from zero; "rejected", no step
-            reduced the loss; or "stationary", the reduction that the model predicts is below the precision of the loss.
+            reduced the loss; or "stationary", none did, and the changes of the loss are below its precision, predicted
+            ones and true ones.
     """
 
     loss: float

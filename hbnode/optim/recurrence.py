@@ -22,13 +22,20 @@ WITHOUT_PACKING = 9  # arguments of a layer; for a PackedSequence there are as m
 
 
 class ROperator(TorchFunctionMode):
-    """A mode in which torch's recurrent layers run in a form that has fast products.
+    """A mode in which torch's recurrent layers run in a form that has fast products, and autocast is refused.
+
+    Arguments:
+        kind: of the device.
 
     Attributes:
         is_on: whether the model is being evaluated.
     """
 
     is_on = False
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     @override
     def __enter__(self) -> ROperator:
@@ -45,6 +52,11 @@ class ROperator(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace a layer of a padded batch, and leave all else alone."""
+        if torch.amp.is_autocast_available(self.kind) and torch.is_autocast_enabled(self.kind):
+            raise RuntimeError(
+                f"the closure runs under autocast to {torch.get_autocast_dtype(self.kind)}, whose rounding is larger "
+                "than what a step changes in the loss: it would be rejected. Fix: leave torch.autocast out."
+            )
         name = getattr(func, "__name__", None)
         if name in CELLS and len(args) == WITHOUT_PACKING and isinstance(args[3], bool):
             h = args[1][0] if name == "lstm" else args[1]

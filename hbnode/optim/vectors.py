@@ -42,8 +42,8 @@ def check_parameters(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"the parameters must be float32 or float64, got {parameter.dtype}. Fix: model.float(), and "
-                "torch.autocast in the closures for lower precision."
+                f"the parameters must be float32 or float64, got {parameter.dtype}: a step weighs small changes of the "
+                "loss. Fix: model.float()."
             )
         first = parameters[0]
         if parameter.dtype != first.dtype or parameter.device != first.device:
