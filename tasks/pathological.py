@@ -16,8 +16,8 @@ over the steps and averaged over the sequences. Batch size, learning rate and st
 (of tanh, LSTM and GRU under Adam 3e-4 too), those of SGD of 0.01 and 0.1, on addition and the memorization of five bits
 at T = 20: what is solved in 20 seconds, then how soon, then the share that is wrong; one seed, the models of the table
 and, under SGD, tanh and GRU. Gradients are clipped to 1, but not those of Hessian-free optimization. Its lambda begins
-at 0.01: from the supplement's 0.1 it leaves the first plateau later. For the random permutation the supplement begins
-at 0.1 T, as the loss is that much larger.
+at 0.01: from the supplement's 0.1 it leaves the first plateau later. As in the supplement it begins at T times as much
+for the random permutation, whose loss is that much larger, and else at three times as much without structural damping.
 
     python -m tasks.pathological --problem addition --length 50 --model tanh --optimizer hf --seconds 300 --seeds 3
 """
@@ -72,8 +72,8 @@ class PathologicalConfig(OptimizerConfig):
 
     models: ClassVar[tuple[str, ...]] = tuple(LAYERS)
     positive: ClassVar[tuple[str, ...]] = (
-        *("seeds", "epochs", "damping", "max_cg"),
-        *("seconds", "hidden", "test_size"),
+        *("seeds", "epochs", "lr", "damping", "max_cg"),
+        *("batch_size", "iterations", "seconds", "hidden", "test_size"),
     )
 
     problem: str = option("addition", "the problem", PROBLEMS)
@@ -87,14 +87,16 @@ class PathologicalConfig(OptimizerConfig):
     lr: float = option(0.0, "learning rate; 0: that of RATES for the optimizer and the model")
     clip: float = option(1.0, "largest norm of the gradient, but of hf; 0 does not clip")
     hidden: int = option(100, "size of h")
-    damping: float = option(0.01, "hf: lambda at first")
+    damping: float = option(0.0, "hf: lambda at first; 0: that of the problem, see above")
     max_cg: int = option(60, "hf: steps of conjugate gradients in an iteration")
     test_size: int = option(10_000, "test sequences; memorization_5 has its 32")
 
     def check(self) -> None:
         """Refuse what no run can have."""
-        super().check()
         Problem(self.problem, self.length)
+        OptimizerConfig.check(self.filled())
+        if self.schedule == "cosine" and self.epochs == PathologicalConfig.epochs:
+            raise ValueError("--schedule cosine falls to 0 within --epochs. Fix: say how many these are at most.")
 
     def filled(self) -> PathologicalConfig:
         """The options with the settings and the rate of this optimizer and model in place of 0."""
@@ -107,13 +109,20 @@ class PathologicalConfig(OptimizerConfig):
             iterations=self.iterations or settings["iterations"],
             curvature_size=min(self.curvature_size or settings.get("curvature_size", 0), size),
             lr=self.lr or rates.get(self.model, rates[""]),
+            damping=self.damping or self.first_damping(),
         )
 
+    def first_damping(self) -> float:
+        """Lambda at first; see the top of the file."""
+        usual = 0.1 if self.preset == "supplement" else 0.01
+        if self.problem == "permutation":
+            return usual * self.length
+        return usual if self.structural_damping else 3 * usual
 
-# The supplement's own settings of Hessian-free optimization. It has two more first values of lambda, for which there is
-# --damping: 0.3 without structural damping, and 0.1 T for the random permutation.
+
+# The supplement's own settings of Hessian-free optimization, with lambda from 0.1, see first_damping.
 PRESETS: dict[str, dict[str, object]] = {
-    "supplement": {"optimizer": "hf", "batch_size": 10_000, "curvature_size": 1_000, "max_cg": 300, "damping": 0.1}
+    "supplement": {"optimizer": "hf", "batch_size": 10_000, "curvature_size": 1_000, "max_cg": 300}
 }
 
 

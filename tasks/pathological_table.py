@@ -6,12 +6,13 @@ on where it was, so that the command can be ended and given again at any time. I
 it prints the table of all finished runs under the folder, and writes:
 
 - ``pathological.md`` and ``pathological.csv``: how many runs succeeded, and the median of their seconds; where none
-  did, the median share of test sequences that were wrong in the end.
+  did, the median share of test sequences that were wrong in the end. Runs with options of their own have lines of
+  their own, which name these.
 - ``pathological.png``: the seconds of every run that succeeded.
 - ``damping.png``: Hessian-free runs of the tanh RNN with structural damping and without, over iterations.
 
-Without structural damping lambda begins at three times what it begins at with it, as in the supplement. A run that
-succeeded in its last iteration, but after more than its budget, counts as a failure.
+A run that succeeded in its last iteration, but after more than its budget, counts as a failure. One that ended without
+success before the budget of the table is left out.
 
     python -m tasks.pathological_table --lengths 50,100 --seeds 3 --jobs 1 --out runs/pathological_table
 """
@@ -45,7 +46,7 @@ DAMPED, UNDAMPED = "tanh-hf", "tanh-hf-undamped"
 CURVES = {"train_loss": "loss", "test_error": "share wrong", "damping": "λ", "ratio": "ρ"}
 PAIRS: dict[str, dict[str, Any]] = {
     DAMPED: {"model": "tanh", "optimizer": "hf"},
-    UNDAMPED: {"model": "tanh", "optimizer": "hf", "structural_damping": 0.0, "damping": 0.03},
+    UNDAMPED: {"model": "tanh", "optimizer": "hf", "structural_damping": 0.0},
     "tanh-adam": {"model": "tanh", "optimizer": "adam"},
     "lstm-adam": {"model": "lstm", "optimizer": "adam"},
     "lstm_chrono-adam": {"model": "lstm_chrono", "optimizer": "adam"},
@@ -56,52 +57,101 @@ PAIRS: dict[str, dict[str, Any]] = {
     "tanh-soap": {"model": "tanh", "optimizer": "soap"},
     "gru-soap": {"model": "gru", "optimizer": "soap"},
 }
-Runs = dict[tuple[str, int, str], list[dict[str, Any]]]  # summaries of finished ones by problem, T and pair
+Runs = dict[tuple[str, int, str], list[dict[str, Any]]]  # summaries of finished ones by problem, T and line
 
 
 def configs(options: argparse.Namespace) -> Iterator[PathologicalConfig]:
     """The runs, in the order in which they are made: of a seed the short problems first."""
     seeds = range(options.seed, options.seed + options.seeds)
     for seed, length, problem, pair in itertools.product(seeds, options.lengths, options.problems, options.pairs):
-        shared = {name: getattr(options, name) for name in ("seconds", "hidden", "test_size", "jobs")}
-        config = PathologicalConfig(
-            problem=problem, length=length, seed=seed, device="cpu", clock="cpu", **shared, **PAIRS[pair]
+        config = usual(
+            options, problem=problem, length=length, seed=seed, device="cpu", jobs=options.jobs, **PAIRS[pair]
         )
         yield dataclasses.replace(config, out=str(options.out / folder_name(config)))
+
+
+def usual(options: argparse.Namespace, **own: Any) -> PathologicalConfig:
+    """The options of a run as those of the table have them."""
+    shared = {name: getattr(options, name) for name in ("seconds", "hidden", "test_size")}
+    return PathologicalConfig(clock="cpu", **shared, **own)
 
 
 def is_done(config: PathologicalConfig) -> bool:
     """Whether a run has succeeded, diverged, or spent its seconds."""
     path = Path(config.out) / "summary.json"
-    summary = read_json(path) if path.exists() else {"solved": False, "diverged": False, "seconds": 0.0}
-    return bool(summary["solved"] or summary["diverged"]) or float(summary["seconds"]) >= config.seconds
+    return path.exists() and has_ended(read_json(path), config.seconds)
+
+
+def has_ended(summary: Mapping[str, Any], budget: float) -> bool:
+    """Whether more seconds, up to those of the budget, would change nothing."""
+    return bool(summary["solved"] or summary["diverged"]) or float(summary["seconds"]) >= budget
 
 
 # Tables
 
 
-def read_runs(root: Path) -> Runs:
-    """The finished runs under a folder, in the table's order; pairs that it does not name come last."""
+def read_runs(options: argparse.Namespace) -> Runs:
+    """The finished runs under the table's folder, in its order; pairs that it does not name come last.
+
+    Raises:
+        SystemExit: two runs have the same options and the same seed.
+    """
     runs: Runs = {}
-    for path in sorted(root.rglob("summary.json")):
+    for path in sorted(options.out.rglob("summary.json")):
         summary = read_json(path)
         if summary["task"] != "pathological":
             continue
+        if not has_ended(summary, options.seconds):
+            logger.warning(
+                "left out: %s ended without success after %.0f seconds of %g",
+                path.parent,
+                summary["seconds"],
+                options.seconds,
+            )
+            continue
         config = read_json(path.parent / "config.json")
-        key = config["problem"], config["length"], pair_name(config)
-        about = {"seed": config["seed"], "budget": config["seconds"], "folder": path.parent}
-        runs.setdefault(key, []).append({**summary, **about})
+        found = runs.setdefault((config["problem"], config["length"], line_name(config, options)), [])
+        for run in found:
+            if run["seed"] == config["seed"]:
+                raise SystemExit(
+                    f"{run['folder']} and {path.parent} are runs of the same options and seed. Fix: move one of them "
+                    "out of --out."
+                )
+        found.append({**summary, "seed": config["seed"], "folder": path.parent})
     problems = list(PROBLEM_TITLES)
-    order = sorted(runs, key=lambda key: (problems.index(key[0]), key[1], place_of_pair(key[2])))
+    order = sorted(runs, key=lambda key: (problems.index(key[0]), key[1], place_of_line(key[2])))
     return {key: runs[key] for key in order}
 
 
+def line_name(config: Mapping[str, Any], options: argparse.Namespace) -> str:
+    """The pair of a run, and where its options are not those of the table, these: "gru-adam lr=0.1 hidden=50"."""
+    pair = pair_name(config)
+    own = PAIRS.get(pair, {name: config[name] for name in ("model", "optimizer", "structural_damping")})
+    wanted = vars(usual(options, problem=config["problem"], length=config["length"], **own).filled())
+    others = [
+        f"{field.name}={config[field.name]}"
+        for field in dataclasses.fields(PathologicalConfig)
+        if field.name in config.keys() - {"seed", "preset"}
+        and not field.metadata["may_change"]
+        and config[field.name] != wanted[field.name]
+    ]
+    return " ".join([pair, *others])
+
+
+def line_title(line: str) -> str:
+    """What it is called in the table and the figure."""
+    pair, *others = line.split(" ")
+    return ", ".join([pair_title(pair), *others])
+
+
 def rows(runs: Runs, budget: float) -> list[dict[str, Any]]:
-    """A row for each problem, T and pair."""
+    """A row for each problem, T and line."""
     table = []
-    for (problem, length, pair), found in runs.items():
+    for (problem, length, line), found in runs.items():
+        pair, _, others = line.partition(" ")
         seconds = [run["seconds"] for run in found if succeeded(run, budget)]
-        about = {"problem": problem, "length": length, "pair": pair, "parameters": found[0]["parameters"]}
+        about = {"problem": problem, "length": length, "pair": pair, "options": others}
+        about["parameters"] = found[0]["parameters"]
         counts = {"runs": len(found), "solved": len(seconds)}
         median = float(np.median(seconds)) if seconds else ""
         error = float(np.median([run["test_error"] for run in found]))
@@ -117,13 +167,18 @@ def succeeded(run: Mapping[str, Any], budget: float) -> bool:
 def markdown(table: Sequence[Mapping[str, Any]]) -> str:
     """The table as Markdown: a line for each pair, a column for each problem and T."""
     columns = list(dict.fromkeys((row["problem"], row["length"]) for row in table))
-    cells = {(row["problem"], row["length"], row["pair"]): cell(row) for row in table}
+    cells = {(row["problem"], row["length"], line_of(row)): cell(row) for row in table}
     names = [f"{PROBLEM_TITLES[problem]}, T = {length}" for problem, length in columns]
     lines = ["| " + " | ".join(["", *names]) + " |", "|---" * (len(columns) + 1) + "|"]
-    for pair in dict.fromkeys(row["pair"] for row in sorted(table, key=lambda row: place_of_pair(row["pair"]))):
-        of_it = [cells.get((problem, length, pair), "") for problem, length in columns]
-        lines.append("| " + " | ".join([pair_title(pair), *of_it]) + " |")
+    for line in sorted(set(map(line_of, table)), key=place_of_line):
+        of_it = [cells.get((problem, length, line), "") for problem, length in columns]
+        lines.append("| " + " | ".join([line_title(line), *of_it]) + " |")
     return "\n".join(lines)
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """The line of a row, as :func:`line_name` has it."""
+    return f"{row['pair']} {row['options']}".strip()
 
 
 def cell(row: Mapping[str, Any]) -> str:
@@ -132,9 +187,10 @@ def cell(row: Mapping[str, Any]) -> str:
     return f"{of_all}, {row['seconds']:.0f} s" if row["solved"] else f"{of_all}, {100 * row['test_error']:.0f} % wrong"
 
 
-def place_of_pair(pair: str) -> tuple[int, str]:
+def place_of_line(line: str) -> tuple[int, str]:
     """Its place in tables and figures."""
-    return (list(PAIRS).index(pair) if pair in PAIRS else len(PAIRS)), pair
+    pair = line.partition(" ")[0]
+    return (list(PAIRS).index(pair) if pair in PAIRS else len(PAIRS)), line
 
 
 # Figures
@@ -146,29 +202,29 @@ def draw(runs: Runs, budget: float, path: Path) -> None:
 
     problems = list(dict.fromkeys(problem for problem, _, _ in runs))
     lengths = sorted({length for _, length, _ in runs})
-    pairs = sorted({pair for *_, pair in runs}, key=place_of_pair)
-    size = 2.5 + 3 * len(lengths), 1 + (0.25 * len(pairs) + 0.5) * len(problems)
+    lines = sorted({line for *_, line in runs}, key=place_of_line)
+    size = 2.5 + 3 * len(lengths), 1 + (0.25 * len(lines) + 0.5) * len(problems)
     figure, axes = plt.subplots(
         len(problems), len(lengths), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
     for (row, problem), (column, length) in itertools.product(enumerate(problems), enumerate(lengths)):
         ax = axes[row][column]
-        for place, pair in enumerate(pairs):
-            draw_pair(ax, runs.get((problem, length, pair), []), place, budget)
+        for place, line in enumerate(lines):
+            draw_line(ax, runs.get((problem, length, line), []), place, budget)
         ax.set_title(f"{PROBLEM_TITLES[problem]}, T = {length}", fontsize="medium")
         ax.axvline(budget, color="0.6", lw=1)
         ax.grid(axis="y", color="0.92")
         ax.set_axisbelow(True)
-    axes[0][0].set(xscale="log", xlim=(None, 2.6 * budget), ylim=(len(pairs) - 0.5, -0.5))
+    axes[0][0].set(xscale="log", xlim=(None, 2.6 * budget), ylim=(len(lines) - 0.5, -0.5))
     for ax in axes[:, 0]:
-        ax.set_yticks(range(len(pairs)), [pair_title(pair) for pair in pairs], fontsize="small")
+        ax.set_yticks(range(len(lines)), [line_title(line) for line in lines], fontsize="small")
     said = f"seconds of training until fewer than 1 % are wrong; right of the line: how many runs in {budget:g} s"
     figure.supxlabel(said, fontsize="medium")
     write_figure(figure, path)
 
 
-def draw_pair(ax: Axes, found: Sequence[Mapping[str, Any]], place: int, budget: float) -> None:
-    """A point for each run of a pair, and how many of all succeeded."""
+def draw_line(ax: Axes, found: Sequence[Mapping[str, Any]], place: int, budget: float) -> None:
+    """A point for each run of a line, and how many of all succeeded."""
     solved = [run["seconds"] for run in found if succeeded(run, budget)]
     color = f"C{place % 10}"
     ax.plot(solved, [place] * len(solved), "o", color=color, ms=6, alpha=0.8)
@@ -213,9 +269,10 @@ def draw_damping(runs: Runs, path: Path) -> bool:
 # The command
 
 
-def report(root: Path, budget: float) -> None:
-    """Print the table of the finished runs under a folder, and write it and its figures there."""
-    runs = read_runs(root)
+def report(options: argparse.Namespace) -> None:
+    """Print the table of the finished runs under its folder, and write it and its figures there."""
+    root, budget = options.out, options.seconds
+    runs = read_runs(options)
     if not runs:
         logger.warning("no finished run of the pathological problems under %s", root)
         return
@@ -250,7 +307,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         options.pairs = chosen(options.pairs, PAIRS, PAIRS)
         options.problems = chosen(options.problems, PROBLEM_TITLES, PROBLEMS)
-        options.lengths = [int(length) for length in options.lengths.split(",")]
+        options.lengths = list(dict.fromkeys(int(length) for length in options.lengths.split(",")))
+        if options.seeds < 1:
+            raise ValueError(f"--seeds must be positive, got {options.seeds}")
         for config in configs(options):
             config.check()
     except (ValueError, ImportError) as error:
@@ -260,7 +319,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen(names: str, known: Collection[str], every: Iterable[str]) -> list[str]:
     """Those that an option names."""
-    found = list(every) if names == "all" else names.split(",")
+    found = list(every) if names == "all" else list(dict.fromkeys(names.split(",")))
     for name in found:
         if name not in known:
             raise ValueError(f"{name!r} is not one of {', '.join(known)}")
@@ -272,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     waiting = [] if options.report else [config for config in configs(options) if not is_done(config)]
     failed = run_side_by_side(waiting, train)
-    report(options.out, options.seconds)
+    report(options)
     if failed:
         raise SystemExit("\n".join([*failed, f"{len(failed)} runs failed"]))
 

@@ -45,6 +45,12 @@ def test_what_is_not_given_comes_from_the_tables():
     supplement = options_of("--preset", "supplement").filled()
     assert (supplement.batch_size, supplement.curvature_size, supplement.max_cg) == (10_000, 1_000, 300)
     assert (supplement.damping, supplement.structural_damping) == (0.1, 1 / 30)
+    starts = {
+        options_of("--preset", preset, "--optimizer", "hf", "--length", "60", *options).filled().damping
+        for preset in ("default", "supplement")
+        for options in (["--structural-damping", "0"], ["--problem", "permutation"], ["--damping", "7"])
+    }
+    assert sorted(starts) == pytest.approx([0.03, 0.3, 0.6, 6, 7])
 
 
 def test_rates_are_for_models_that_there_are():
@@ -65,7 +71,9 @@ def test_rates_are_for_models_that_there_are():
         (["--problem", "copying"], "invalid choice: 'copying'"),
         (["--optimizer", "lbfgs"], "invalid choice: 'lbfgs'"),
         (["--seconds", "0"], "--seconds must be positive, got 0"),
-        (["--damping", "0"], "--damping must be positive, got 0"),
+        (["--max-cg", "0"], "--max-cg must be positive, got 0"),
+        (["--optimizer", "hf", "--schedule", "step"], "--schedule step changes a learning rate, and hf has none"),
+        (["--schedule", "cosine"], "--schedule cosine falls to 0 within --epochs"),
         (["--structural-damping", "-1"], "--structural-damping must not be negative, got -1.0"),
     ],
 )
@@ -155,7 +163,9 @@ def test_forget_gates():
 def test_all_optimizers_minimise_the_same_loss(name):
     """The objective's own value is what the Hessian-free optimizer reports."""
     problem = Problem(name, 10)
-    config = options_of("--problem", name, "--model", "gru", "--hidden", "3", "--optimizer", "hf", "--max-cg", "2")
+    config = options_of(
+        "--problem", name, "--model", "gru", "--hidden", "3", "--optimizer", "hf", "--max-cg", "2"
+    ).filled()
     model, objective = make_model(config, problem), SequenceLoss(problem, 5)
     batch = draw(problem, 7)
     value, means = objective(model, batch)

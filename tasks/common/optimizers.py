@@ -78,6 +78,11 @@ class OptimizerConfig(TaskConfig):
         super().check()
         if self.optimizer == "hf" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("--optimizer hf trains in one process. Fix: no torchrun.")
+        if self.optimizer == "hf" and self.schedule != "constant":
+            raise ValueError(
+                f"--schedule {self.schedule} changes a learning rate, and hf has none. Fix: leave it out, or another "
+                "--optimizer."
+            )
         if self.optimizer == "hf" and self.damping < self.min_damping:
             raise ValueError(
                 f"--damping must be at least --min-damping={self.min_damping:g}, got {self.damping:g}. Fix: a smaller "
