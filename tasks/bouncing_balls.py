@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import FreshData, Samples, ShuffledBatches, epoch_generator
+from tasks.common.batches import FreshData, Samples, epoch_generator
 from tasks.common.config import option, parse
 from tasks.common.files import write_figure
-from tasks.common.optimizers import CLOCKS, Objective
+from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.train import evaluate
 from tasks.data.bouncing_balls import SIDE, videos
 from tasks.models.next_step import NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
@@ -86,9 +86,6 @@ class Divergence(Objective):
     """The cross-entropy of a batch's frames after the first, a video; its divergence and squared error."""
 
     loss = "bce"
-
-    def __init__(self, curvature_size: int = 0) -> None:
-        self.curvature_size = curvature_size
 
     def outputs(
         self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
@@ -195,14 +192,7 @@ def train(config: BouncingBallsConfig) -> None:
         return (videos(samples, config.length, epoch_generator(config.seed, epoch)),)
 
     objective = Divergence(config.curvature_size)
-    trainer = Trainer(
-        run,
-        model,
-        ShuffledBatches(run, FreshData(samples, make)),
-        objective,
-        lambda model: config.make_optimizer(model.parameters(), objective.loss),
-        clock=CLOCKS[config.clock],
-    )
+    trainer = config.make_trainer(run, model, FreshData(samples, make), objective)
     held_out = (test.to(run.workers.device),)
     trainer.fit(lambda: evaluate(run, model, held_out, objective, "test", EVAL_BATCH_SIZE), stop=config.is_over)
     if run.workers.rank == 0 and not run.is_finished:

@@ -130,7 +130,8 @@ class SequenceLoss(Objective):
     """The loss of a problem, and the share of the sequences that are answered wrongly."""
 
     def __init__(self, problem: Problem, curvature_size: int) -> None:
-        self.problem, self.loss, self.curvature_size = problem, problem.loss, curvature_size
+        super().__init__(curvature_size)
+        self.problem, self.loss = problem, problem.loss
 
     def outputs(
         self, model: nn.Module, batch: Samples, *, with_hidden: bool = False

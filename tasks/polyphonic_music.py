@@ -27,15 +27,15 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import Samples, ShuffledBatches
+from tasks.common.batches import Samples
 from tasks.common.config import option, parse
 from tasks.common.files import exit_on, write_figure
-from tasks.common.optimizers import CLOCKS, Objective
+from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.train import evaluate
 from tasks.data.polyphonic import NAMES, NOTES, read_polyphonic
-from tasks.models.next_step import NextStep, NextStepConfig
+from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import RuleOptions
 
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}
@@ -81,29 +81,11 @@ def parts_of(pieces: Sequence[Tensor], length: int) -> list[Tensor]:
     return [piece[begin : begin + length + 1] for piece in pieces for begin in range(0, len(piece) - 1, length)]
 
 
-def as_batch(pieces: Sequence[Tensor]) -> Samples:
-    """Pieces as tensors of equal length.
-
-    Returns:
-        Rolls (N, longest, 88) uint8, zero after the last step; how many steps are predicted, (N,): all but the first;
-        and N divided by all these steps, (N,), so that a mean over the pieces of its product with sums is a mean over
-        steps.
-    """
-    lengths = torch.tensor([len(piece) - 1 for piece in pieces])
-    share = torch.full((len(pieces),), len(pieces) / lengths.sum().item())
-    return nn.utils.rnn.pad_sequence(list(pieces), batch_first=True), lengths, share
-
-
 def trimmed(batch: Samples) -> tuple[Tensor, Tensor]:
     """What precedes and what is predicted, (N, T, 88) floats, T no longer than needed."""
     rolls, lengths, _ = batch
     rolls = rolls[:, : int(lengths.max()) + 1].float()
     return rolls[:, :-1], rolls[:, 1:]
-
-
-def is_predicted(lengths: Tensor, steps: int) -> Tensor:
-    """Whether each step counts, (N, T)."""
-    return torch.arange(steps, device=lengths.device) < lengths[:, None]
 
 
 # Loss
@@ -113,9 +95,6 @@ class NextNotes(Objective):
     """The negative log-likelihood of a batch, a part of a piece; its mean over the steps of the set."""
 
     loss = "bce"
-
-    def __init__(self, curvature_size: int = 0) -> None:
-        self.curvature_size = curvature_size
 
     def outputs(
         self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
@@ -177,14 +156,7 @@ def train(config: PolyphonicConfig) -> None:
     beside = f"; Chung et al. (2014), {config.cell.upper()}: {published}" if published else ""
     run.announce(model, config.title, f"data: {source}, {sizes} pieces, {len(parts[0])} parts; {about}{beside}")
     objective = NextNotes(config.curvature_size)
-    trainer = Trainer(
-        run,
-        model,
-        ShuffledBatches(run, parts),
-        objective,
-        lambda model: config.make_optimizer(model.parameters(), objective.loss),
-        clock=CLOCKS[config.clock],
-    )
+    trainer = config.make_trainer(run, model, parts, objective)
     results = trainer.fit(
         lambda: evaluate(run, model, validation, objective, "validation", EVAL_BATCH_SIZE),
         best="validation_nll",

@@ -45,16 +45,16 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples, ShuffledBatches
+from tasks.common.batches import Samples
 from tasks.common.config import option, parse
 from tasks.common.files import exit_on, write_figure
-from tasks.common.optimizers import CLOCKS, Objective
+from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.train import evaluate
 from tasks.data.mfcc import FEATURES, mfcc
 from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
-from tasks.models.next_step import NextStep, NextStepConfig
+from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import RuleOptions
 
 # tables 7 to 10
@@ -104,21 +104,6 @@ PRESETS = {f"timit-{hidden}": {**_TIMIT, "hidden": hidden, "lr": 1e-4} for hidde
 # Data
 
 
-def as_batch(recordings: Sequence[Tensor]) -> Samples:
-    """Recordings as tensors of equal length.
-
-    Arguments:
-        recordings: the frames of each, (frames, features).
-
-    Returns:
-        Frames (N, longest, features), zero after the last one; how many are predicted, (N,): all but the first; and
-        for each the share of the set that such a frame is, times N, so that a mean over the recordings is the set's.
-    """
-    lengths = torch.tensor([len(x) - 1 for x in recordings])
-    share = torch.full((len(recordings),), len(recordings) / (lengths.sum().item() * recordings[0].shape[1]))
-    return nn.utils.rnn.pad_sequence(list(recordings), batch_first=True), lengths, share
-
-
 def read_batches(config: SpeechConfig) -> tuple[dict[str, Samples], str]:
     """Training, validation and test, and where they come from."""
     waves, source = read_speech(config.data, config.timit)
@@ -152,8 +137,7 @@ def make_optimizer(config: SpeechConfig, model: nn.Module) -> torch.optim.Optimi
 def squared_error(predicted: Tensor, x: Tensor, lengths: Tensor) -> Tensor:
     """The sum over each recording, (N,), of the squared errors of the frames after the first."""
     error = (predicted[:, :-1] - x[:, 1:]).square().sum(-1)
-    steps = torch.arange(error.shape[1], device=x.device)
-    return error.masked_fill(steps >= lengths[:, None], 0.0).sum(1)
+    return error.masked_fill(~is_predicted(lengths, error.shape[1]), 0.0).sum(1)
 
 
 def frame_loss(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
@@ -161,16 +145,13 @@ def frame_loss(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, floa
     x, lengths, share = batch
     x = x[:, : int(lengths.max()) + 1]
     errors = squared_error(model(x), x, lengths)
-    return errors.sum() / (lengths.sum() * x.shape[2]), {"mse": (errors * share).mean().item()}
+    return errors.sum() / (lengths.sum() * x.shape[2]), {"mse": (errors * share).mean().item() / x.shape[2]}
 
 
 class FrameError(Objective):
     """The mean squared error of a batch's frames; of a Hessian-free optimizer half its sum over a recording."""
 
     loss = "mse"
-
-    def __init__(self, curvature_size: int = 0) -> None:
-        self.curvature_size = curvature_size
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
         """See :func:`frame_loss`."""
@@ -183,7 +164,7 @@ class FrameError(Objective):
         x, lengths, _ = batch
         x = x[:, : int(lengths.max()) + 1]
         before, after = x[:, :-1], x[:, 1:]
-        valid = (torch.arange(after.shape[1], device=x.device) < lengths[:, None])[..., None]
+        valid = is_predicted(lengths, after.shape[1])[..., None]
         if not with_hidden:
             return model(before).where(valid, after), after
         predicted, (hidden, weight) = cast(NextStep, model).with_hidden(before)
@@ -196,7 +177,8 @@ def yardsticks(train: Samples, test: Samples) -> dict[str, float]:
     frames = torch.cat([rows[1 : length + 1] for rows, length in zip(x, lengths.tolist(), strict=True)])
     x, lengths, share = test
     guesses = {"repeat": x, "mean": frames.mean(0).expand_as(x)}
-    return {f"{name}_mse": (squared_error(y, x, lengths) * share).mean().item() for name, y in guesses.items()}
+    errors = {name: squared_error(y, x, lengths) / x.shape[2] for name, y in guesses.items()}
+    return {f"{name}_mse": (error * share).mean().item() for name, error in errors.items()}
 
 
 # The run
@@ -216,14 +198,8 @@ def train(config: SpeechConfig) -> None:
     errors_without = ", ".join(f"{name} {value:.4g}" for name, value in simple.items())
     run.announce(model, config.title, f"data: {source}, {sizes} recordings; {errors_without}")
     objective = FrameError(config.curvature_size)
-    trainer = Trainer(
-        run,
-        model,
-        ShuffledBatches(run, batches["train"]),
-        objective,
-        functools.partial(make_optimizer, config),
-        clock=CLOCKS[config.clock],
-    )
+    make = functools.partial(make_optimizer, config)
+    trainer = config.make_trainer(run, model, batches["train"], objective, make)
     validation, test = (tuple(x.to(run.workers.device) for x in batches[name]) for name in ("validation", "test"))
     results = trainer.fit(
         lambda: evaluate(run, model, validation, objective, "validation"), best="validation_mse", stop=config.is_over

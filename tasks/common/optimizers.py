@@ -114,7 +114,9 @@ class Objective(abc.ABC):
     """
 
     loss: LossName
-    curvature_size: int = 0
+
+    def __init__(self, curvature_size: int = 0) -> None:
+        self.curvature_size = curvature_size
 
     @abc.abstractmethod
     def outputs(

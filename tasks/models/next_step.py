@@ -1,4 +1,4 @@
-"""What the tasks of recurrent layers share that predict the next step of a sequence: options, model, budget."""
+"""What the tasks of recurrent layers share that predict the next step of a sequence: options, data, model, training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.optim import tanh_hidden
+from tasks.common.batches import FreshData, Samples, ShuffledBatches
 from tasks.common.config import option
-from tasks.common.optimizers import TITLES, OptimizerConfig
+from tasks.common.optimizers import CLOCKS, TITLES, Objective, OptimizerConfig
+from tasks.common.run import Run
+from tasks.common.train import MakeOptimizer, Trainer
 from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 C = TypeVar("C", bound="NextStepConfig")
@@ -37,6 +40,26 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
         values: dict[str, Any] = {name: getattr(self, name) or value for name, value in settings.items()}
         return dataclasses.replace(self, **values)
 
+    def make_trainer(
+        self,
+        run: Run,
+        model: nn.Module,
+        train: Samples | FreshData,
+        objective: Objective,
+        optimizer: MakeOptimizer | None = None,
+    ) -> Trainer:
+        """What trains a model on shuffled batches.
+
+        Arguments:
+            run: where to write.
+            model: trained in place.
+            train: the training data, or how to make those of an epoch.
+            objective: the loss.
+            optimizer: makes the optimizer of the model; :meth:`make_optimizer` if not given.
+        """
+        make = optimizer or (lambda model: self.make_optimizer(model.parameters(), objective.loss))
+        return Trainer(run, model, ShuffledBatches(run, train), objective, make, clock=CLOCKS[self.clock])
+
     def is_over(self, rows: Sequence[Mapping[str, float]]) -> bool:
         """Whether the seconds of training in these rows of the metrics are spent."""
         return 0 < self.seconds <= sum(row["seconds"] for row in rows)
@@ -50,6 +73,26 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
     def title(self) -> str:
         """Layer and optimizer, for people."""
         return f"{title(self.model, self.cell)}, {TITLES[self.optimizer]}"
+
+
+def as_batch(series: Sequence[Tensor]) -> Samples:
+    """Series as tensors of equal length.
+
+    Arguments:
+        series: the steps of each, (steps, features).
+
+    Returns:
+        Steps (N, longest, features), zero after the last one; how many are predicted, (N,): all but the first; and N
+        divided by all these steps, (N,), so that a mean over the series of its product with sums is a mean over steps.
+    """
+    lengths = torch.tensor([len(x) - 1 for x in series])
+    share = torch.full((len(series),), len(series) / lengths.sum().item())
+    return nn.utils.rnn.pad_sequence(list(series), batch_first=True), lengths, share
+
+
+def is_predicted(lengths: Tensor, steps: int) -> Tensor:
+    """Whether each of so many steps after the first counts, (N, steps), from how many are predicted."""
+    return torch.arange(steps, device=lengths.device) < lengths[:, None]
 
 
 class NextStep(nn.Module):
