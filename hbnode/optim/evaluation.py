@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from hbnode._tracing import is_tracing
 from hbnode.optim.gauss_newton import Linearized
 from hbnode.optim.losses import MatchingLoss
 
+REPEATS = 1e-3  # of two losses at the same parameters, which differ by rounding at most
 _RETURNS = "(outputs, targets), (outputs, targets, hidden) or (outputs, targets, hidden, weight)"
 
 
@@ -70,7 +72,7 @@ class Evaluation:
                 found = self._checked(self.closure())
         if self.targets is None:
             self.targets = found.targets
-        elif self.targets.shape != found.targets.shape or not torch.equal(self.targets, found.targets):
+        elif not _equal(self.targets, found.targets):
             raise ValueError(
                 f"{self.name}() returned other targets than when it was first called in this step, which evaluates one "
                 f"batch several times. Fix: draw the batch before the step, x, y = next(batches), and then "
@@ -88,6 +90,16 @@ class Evaluation:
                     raise
         self.differentiates = True
         return self.value()
+
+    def check_repeats(self) -> None:
+        """Refuse a closure that is another function in each call."""
+        one, other = self.value(), self.value()
+        if math.isfinite(one) and not abs(one - other) <= REPEATS * abs(one):
+            raise ValueError(
+                f"{self.name}() gives the loss {one:g} and then {other:g}, with the same parameters. Fix: draw noise, "
+                "and carry states from batch to batch, outside of it; torch's default generators are set back, others "
+                "are not."
+            )
 
     def mean(self, batch: Batch) -> Tensor:
         """The loss: the sum over positions and features, averaged over cases, added up in float64."""
@@ -131,11 +143,17 @@ class Evaluation:
                 f"structural_damping > 0 needs hidden states, and {self.name}() returned none. Fix: return outputs, "
                 "targets, hbnode.optim.tanh_hidden(h) with the states h of a tanh RNN, or structural_damping=0.0."
             )
+        if batch.targets.requires_grad:
+            fix = "targets.detach(); those of the model itself are made before the step"
+            raise ValueError(
+                f"the targets of {self.name}() have a graph. Fix: "
+                f"{fix if batch.outputs.requires_grad else 'outputs first, then targets'}."
+            )
         for name, z in (("outputs", batch.outputs), *(("hidden", z) for z, _ in batch.hidden if damps)):
             if not z.requires_grad:
                 raise ValueError(
                     f"the {name} of {self.name}() have no graph to the parameters. Fix: leave out torch.no_grad(), "
-                    ".detach() and .data."
+                    "torch.inference_mode(), .detach() and .data."
                 )
 
     def _checked(self, returned: object) -> Batch:
@@ -199,7 +217,11 @@ class Evaluation:
                     f"{type(entry).__name__}. Fix: hbnode.optim.tanh_hidden(h) for the outputs h of a tanh RNN."
                 )
             if metric is not None:
-                metric = metric.detach()
+                if metric.requires_grad:
+                    raise ValueError(
+                        "the second of a pair of hidden is a weight, and has a graph. Fix: a list [h, c] of two "
+                        "states, or weight.detach()."
+                    )
                 _check_not_negative(metric, "the weight of hidden")
                 if not _broadcasts(metric, tuple(z.shape)):
                     raise ValueError(
@@ -238,6 +260,13 @@ def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
             "hidden where units are no tanh."
         )
     return h, ((1 + kept) * (1 - kept)).clamp(min=torch.finfo(h.dtype).eps).reciprocal()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether these have the same shape and values, NaN among them."""
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _broadcasts(weight: Tensor, shape: tuple[int, ...]) -> bool:

@@ -15,11 +15,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import override
 
 from hbnode._checks import as_count
-from hbnode._suggestions import nearest
 from hbnode.optim.conjugate_gradients import conjugate_gradients
 from hbnode.optim.evaluation import Evaluation
 from hbnode.optim.local_model import LocalModel
-from hbnode.optim.losses import LOSSES
+from hbnode.optim.losses import LOSSES, check_loss
 from hbnode.optim.preconditioner import preconditioner
 from hbnode.optim.progress import Outcome, Progress, Stop
 from hbnode.optim.resume import check_state
@@ -136,12 +135,10 @@ class HessianFree(Optimizer):
     ) -> None:
         if not isinstance(case_dim, int) or isinstance(case_dim, bool):
             raise TypeError(f"case_dim must be a whole number, got {case_dim!r}. Fix: case_dim=0.")
-        if not isinstance(loss, str) or loss not in LOSSES:
-            near = nearest(loss, list(LOSSES)) or "mse"
-            raise ValueError(f"loss must be one of {tuple(LOSSES)}, got {loss!r}. Fix: loss={near!r}.")
+        check_loss(loss)
         numbers = {"damping": damping, "structural_damping": structural_damping, "min_damping": min_damping}
         for name, number in numbers.items():
-            if not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+            if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be a number >= 0, got {number!r}. Fix: leave it out.")
         if damping < min_damping:
             raise ValueError(
@@ -187,7 +184,9 @@ class HessianFree(Optimizer):
 
     @torch.no_grad()
     @override
-    def step(self, forward: Closure, curvature: Closure | None = None) -> Tensor:  # type: ignore[override]  # not a loss
+    def step(  # type: ignore[override]  # its closure returns no loss
+        self, forward: Closure | None = None, curvature: Closure | None = None
+    ) -> Tensor:
         """Take a step.
 
         Each closure returns ``(outputs, targets)``, ``(outputs, targets, hidden)`` or ``(outputs, targets, hidden,
@@ -197,7 +196,8 @@ class HessianFree(Optimizer):
         broadcasts to the outputs, for cross-entropy to the targets; 0 leaves a position out.
 
         Arguments:
-            forward: evaluates the model on the batch of the gradient and of the line search.
+            forward: evaluates the model on the batch of the gradient and of the line search. Default: ``None``, which
+                is refused: gradients of an earlier ``backward()`` are not used.
             curvature: evaluates it on the batch of the curvature, of a tenth of the size for example. Default:
                 ``None``, the batch of the gradient.
 
@@ -208,9 +208,14 @@ class HessianFree(Optimizer):
             FloatingPointError: the loss before the step, its gradient or the curvature is not finite. The parameters
                 are as before.
             RuntimeError: the model cannot be differentiated twice, or a closure runs under autocast.
-            TypeError: a closure returns something else.
-            ValueError: shapes or values do not fit, or a closure draws a new batch in each call.
+            TypeError: there is no closure, or it returns something else.
+            ValueError: shapes or values do not fit, or a closure is another function in each call.
         """
+        if forward is None:
+            raise TypeError(
+                "step() needs a function that returns outputs and targets, from which it computes the loss and its "
+                "derivatives; those of an earlier backward() are not used. Fix: optimizer.step(lambda: (model(x), y))."
+            )
         with autocast.switched(self._parameters()[0], on=False):  # it would round the products
             return self._step(forward, curvature)
 
@@ -222,6 +227,8 @@ class HessianFree(Optimizer):
         theta, damping = flat([parameter.data for parameter in parameters], parameters), options["damping"]
         structural, checks = damping * options["structural_damping"], self.progress is None
         step = LocalModel(second, parameters, theta, damping, structural, checks)
+        for evaluation in (first, second) if checks else ():
+            evaluation.check_repeats()
         loss, gradient = self._gradient(first, step)
 
         found = self._solve(step, first, gradient, loss)
@@ -289,6 +296,7 @@ class HessianFree(Optimizer):
         found = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
         if not found:
             raise ValueError("all parameters are frozen. Fix: parameter.requires_grad_(True) for some of them.")
+        check_parameters(found)
         return found
 
     def _names(self) -> list[str]:
@@ -346,7 +354,10 @@ class HessianFree(Optimizer):
     def _start(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Where conjugate gradients begin."""
         parts = [self.state[parameter].get("direction") for parameter in parameters]
-        return None if all(part is None for part in parts) else WARM_START * flat(parts, parameters)
+        if all(part is None for part in parts):
+            return None
+        moved = [None if part is None else part.to(z) for part, z in zip(parts, parameters, strict=True)]
+        return WARM_START * flat(moved, parameters)
 
 
 def _factor(ratio: float) -> float:

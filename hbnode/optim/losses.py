@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
+from hbnode._suggestions import nearest
+
 IGNORED = -100  # torch's own ignore_index
 
 
@@ -91,6 +93,11 @@ class CrossEntropy(MatchingLoss):
                 f"{tuple(targets.shape)}. Fix: targets.argmax(-1) if they are one-hot, targets.long() if they are "
                 "indices."
             )
+        if targets.shape[:-1] == outputs.shape[:-1] and targets.shape[-1:] == (1,):
+            raise ValueError(
+                f"loss='cross_entropy' expects targets of shape {tuple(outputs.shape[:-1])}, got "
+                f"{tuple(targets.shape)}. Fix: targets.squeeze(-1)."
+            )
         if outputs.dim() == 0 or targets.shape != outputs.shape[:-1]:
             raise ValueError(
                 "loss='cross_entropy' expects outputs (cases, ..., classes) and targets (cases, ...), got outputs "
@@ -139,3 +146,20 @@ LOSSES: dict[str, MatchingLoss] = {
     "bce": BinaryCrossEntropy(),
     "cross_entropy": CrossEntropy(),
 }
+# What torch calls them, as a class and as a function, without "loss".
+_ALIASES = {
+    "mse": ("mse", "squared_error"),
+    "bce": ("bcewithlogits", "binary_cross_entropy_with_logits", "binary_cross_entropy"),
+    "cross_entropy": ("crossentropy", "cross_entropy", "nll", "ce"),
+}
+
+
+def check_loss(loss: object) -> None:
+    """Refuse what is not the name of a loss, and say which it may be."""
+    if isinstance(loss, str) and loss in LOSSES:
+        return
+    text = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    bare = text.lower().removesuffix("loss").rstrip("_")
+    near = next((name for name, others in _ALIASES.items() if bare in others), None) or nearest(bare, list(LOSSES))
+    fix = f"loss={near!r}" if near else "one of these; they have the matrices H_L that a step needs"
+    raise ValueError(f"loss must be the name of one, of {tuple(LOSSES)}, got {loss!r}. Fix: {fix}.")

@@ -17,6 +17,11 @@ def check_state(state_dict: Mapping[str, Any], own: Mapping[str, Any], parameter
         own: options of the optimizer.
         parameters: of the optimizer, in order.
     """
+    if not isinstance(state_dict, Mapping) or not {"param_groups", "state"} <= state_dict.keys():
+        raise ValueError(
+            "the state_dict is no state of an optimizer: it has no 'param_groups' and 'state'. Fix: the one that "
+            "HessianFree.state_dict() gave."
+        )
     for group in state_dict["param_groups"]:
         missing = sorted(own.keys() - group.keys() - {"param_names"})
         if missing:

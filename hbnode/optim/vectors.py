@@ -39,7 +39,14 @@ def assigned(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
 
 def check_parameters(parameters: Sequence[Tensor]) -> None:
     """Refuse what cannot be one vector of float32 or float64."""
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise ValueError("a parameter is given twice. Fix: list(dict.fromkeys(parameters)), where weights are tied.")
     for parameter in parameters:
+        if parameter.is_complex():
+            raise ValueError(
+                f"the parameters must be real, got {parameter.dtype}. Fix: parameters of their real and imaginary "
+                "parts, and torch.view_as_complex in the model."
+            )
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"the parameters must be float32 or float64, got {parameter.dtype}: a step weighs small changes of the "
