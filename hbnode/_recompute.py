@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hbnode.fields import Field
 from hbnode.nets import SolveDropout
 from hbnode.signal import checking_later
 
@@ -42,7 +43,7 @@ class ForwardContext:
     """The conditions of a forward pass, to be restored in its backward pass.
 
     Those are the parameters and buffers that the field's modules had, be it those that ``functional_call`` lent them,
-    their modes, and the masks of :class:`~hbnode.nets.SolveDropout`.
+    their modes, the masks of :class:`~hbnode.nets.SolveDropout`, and f itself.
 
     Arguments:
         field: as it is now; its masks are remembered by :meth:`remember_masks`, when the solve has drawn them.
@@ -51,6 +52,7 @@ class ForwardContext:
     def __init__(self, field: Callable) -> None:
         modules = list(field.modules()) if isinstance(field, nn.Module) else []
         self.modes = [(module, module.training) for module in modules]
+        self.functions = [(module, module.func) for module in modules if isinstance(module, Field)]
         self.tensors: list[tuple[dict[str, Any], str, Tensor]] = [
             (kept, name, tensor)
             for module in modules
@@ -83,12 +85,13 @@ class ForwardContext:
         modes = [(module, module.training) for module, _ in self.modes]
         masks = [(module, module.mask, module.solving) for module, _, _ in self.masks]
         tensors = [(kept, name, kept.get(name)) for kept, name, _ in self.tensors]
+        functions = [(module, module.func) for module, _ in self.functions]
         try:
-            _restore(self.modes, self.masks, self.tensors)
+            _restore(self.modes, self.masks, self.tensors, self.functions)
             with checking_later():
                 yield
         finally:
-            _restore(modes, masks, tensors)
+            _restore(modes, masks, tensors, functions)
 
 
 def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,6 +105,7 @@ def _restore(
     modes: list[tuple[nn.Module, bool]],
     masks: list[tuple[SolveDropout, Tensor | None, bool]],
     tensors: Sequence[tuple[dict[str, Any], str, Tensor | None]],
+    functions: Sequence[tuple[Field, Callable[..., Tensor]]],
 ) -> None:
     for module, mode in modes:
         if module.training != mode:
@@ -111,6 +115,11 @@ def _restore(
     for kept, name, tensor in tensors:
         if kept.get(name) is not tensor:
             kept[name] = tensor
+    for field, func in functions:
+        if field.func is not func:
+            if isinstance(field.func, nn.Module) != isinstance(func, nn.Module):
+                del field.func  # which torch keeps in another place
+            field.func = func
 
 
 def autocast_of(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

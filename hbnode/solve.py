@@ -117,6 +117,7 @@ def odeint(
               and torch.func.
             - ``"reversible"`` undoes the steps of the splitting methods, and stores the outputs only.
             - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
+              A damping γ makes errors grow by e^{γT} on the way back. Native methods refuse what misses its start.
         options: options of the method. Default: None. Native methods know ``{"steps": n}``, n equal steps in each
             output interval, whatever the tolerances; ``{"dense": True}`` or ``False``, steps that always or never pass
             output times (not with ``step_control="sample"`` or t of shape (batch, T), where they never do);

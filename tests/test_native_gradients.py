@@ -718,3 +718,48 @@ def test_compiled_by_inductor(model, settings):
     expected, _ = gradients(field, x, t, **settings)
     found, _ = gradients(field, x, t, compile=True, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["exponential", "nystrom8", "tsit5"])
+def test_an_adjoint_that_misses_its_start_is_refused(method):
+    """Where the damping shrinks the state by e^20: the gradient would be a hundred times too large."""
+    field = hbnode.HBNODE(hbnode.nets.MLP(3, [8], 3), damping=20.0, max_damping=50.0).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    solver = {"method": method, "rtol": 1e-4, "atol": 1e-4}
+    with pytest.raises(hbnode.ReversalError, match=r"grows on the way back.*Fix: gradient='checkpoint'"):
+        gradients(field, x, float64(0.0, 1.0), gradient="adjoint", **solver)
+    t = torch.linspace(0, 1, 6, dtype=torch.float64)  # starts anew from every output
+    exact, _ = gradients(field, x, t, gradient="checkpoint", **solver)
+    found, _ = gradients(field, x, t, gradient="adjoint", **solver)
+    assert (found - exact).norm() / exact.norm() < 1e-2
+
+
+@pytest.mark.parametrize("method", [*SPLITTING])
+def test_a_way_back_to_zero(method):
+    """From rest at 0, where an error relative to the start says nothing."""
+    field, zero = hbnode.HBNODE(nn.Linear(2, 2)), torch.zeros(3, 2)
+    found = []
+    for gradient in ("direct", "reversible"):
+        h, m = hbnode.odeint(
+            field, (zero, zero), [0.0, 0.5, 1.0], method=method, gradient=gradient, options={"steps": 8}
+        )
+        grads = torch.autograd.grad(h.sum() + m.square().sum(), [*field.parameters()])
+        found.append(torch.cat([g.reshape(-1) for g in grads]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint"])
+def test_func_may_be_replaced_before_the_backward_pass(gradient):
+    nets = nn.Linear(2, 2), nn.Linear(2, 2)
+    solver = {"method": "leapfrog", "options": {"steps": 50}}
+    for func, other in (nets, (lambda h: nets[0](h), nets[1]), (nets[0], lambda h: nets[1](h))):
+        found = []
+        for way in ("direct", gradient):
+            field = hbnode.HBNODE(func)
+            h, _ = hbnode.odeint(field, field.initial_state(torch.ones(3, 2)), [0.0, 1.0], gradient=way, **solver)
+            if isinstance(func, nn.Module) != isinstance(other, nn.Module):
+                del field.func
+            field.func = other
+            found.append(torch.autograd.grad(h[-1].sum(), nets[0].weight)[0])
+            assert field.func is other
+        torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)

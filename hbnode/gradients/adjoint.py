@@ -2,6 +2,7 @@
 
 With a = ∂L/∂y, a' = -a ∂F/∂y and dL/dθ = ∫ a ∂F/∂θ dt, where y' = F(t, y) is the whole first-order equation; for an
 HBNODE that is the heavy-ball adjoint of arXiv:2110.04840. y is solved backwards along with it, from each output anew.
+What a damping γ shrinks on the way there, its error too, grows by e^{γT} on the way back.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from torch import Tensor
 
 from hbnode._closures import closed_over_leaves, refuse_unknown
 from hbnode._state import State, parts
+from hbnode.errors import ReversalError
 from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, solve_and_save
+from hbnode.gradients.reversible import missed
+from hbnode.solvers.failures import failure, start_time
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.stepper import Stepper, no_autocast
 from hbnode.solvers.time_grid import TimeGrid
+
+MOST_MISSED = 0.1  # how far from where it began the state, solved backwards, may end: the gradient is off by about that
 
 
 class Adjoint(torch.autograd.Function):
@@ -42,7 +48,10 @@ class Adjoint(torch.autograd.Function):
                 if ctx.needs_input_grad[1]:
                     t_gradient[k] = field.slope(t[k], trajectory[k], gradient[k])
                 adjoint = adjoint + gradient[k]
-                adjoint, quadratures = field.interval(t[k - 1 : k + 1].flip(0), trajectory[k], adjoint, quadratures)
+                reached, adjoint, quadratures = field.interval(
+                    t[k - 1 : k + 1].flip(0), trajectory[k], adjoint, quadratures
+                )
+                _check_return(forward.stepper, reached, trajectory, k - 1)
             if ctx.needs_input_grad[1]:
                 t_gradient[0] = -field.slope(t[0], trajectory[0], adjoint)
         return None, t_gradient, None, adjoint + gradient[0], *quadratures
@@ -82,8 +91,8 @@ class _Backward:
 
     def interval(
         self, t: Tensor, rows: Tensor, adjoint: Tensor, quadratures: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The adjoint and the integrals at the other end of an interval."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The state, the adjoint and the integrals at the other end of an interval."""
         state: State = (rows, adjoint, *quadratures)
         term = ODETerm(self, state, second_order=False, strung=True)
         grid = TimeGrid(t, term, per_sample=False)
@@ -94,7 +103,22 @@ class _Backward:
         with torch.no_grad():
             ends = integrate(stepper, stepper.start(torch.stack(term.rows(state))))
         end = parts(term.state(ends))
-        return end[1][-1], [part[-1] for part in end[2:]]
+        return end[0][-1], end[1][-1], [part[-1] for part in end[2:]]
+
+
+def _check_return(stepper: Stepper, reached: Tensor, trajectory: Tensor, interval: int) -> None:
+    """Whether the state, solved backwards, came near its start."""
+    error, size = missed(stepper, reached, trajectory, interval)
+    if not bool(error <= MOST_MISSED * size):
+        raise failure(
+            stepper,
+            ReversalError,
+            f"the adjoint solves the state backwards, and it ends {float(error / size):.2g} (relative) away from where "
+            "it began, because what is damped on the way there grows on the way back; the gradient would be as far "
+            f"off. Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times closer "
+            "together, or a smaller rtol and atol",
+            start_time(stepper, interval),
+        )
 
 
 def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:

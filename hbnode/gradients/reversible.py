@@ -40,7 +40,7 @@ class Reversible(torch.autograd.Function):
                 point, carried = trajectory[interval + 1], carried + gradient[interval + 1]
                 for i in reversed(range(steps)):
                     point, carried = _reverse(accumulator, Step(interval, i / steps, 1 / steps), point, carried)
-                _check_return(stepper, point, trajectory[interval], interval)
+                _check_return(stepper, point, trajectory, interval)
         damping, t = accumulator.finish()
         return None, t, damping, carried + gradient[0], *accumulator.gradients
 
@@ -89,10 +89,9 @@ def _reverse(accumulator: GradientAccumulator, step: Step, point: Tensor, carrie
     return torch.stack([h.detach(), m.detach()]), cotangent
 
 
-def _check_return(stepper: Stepper, reached: Tensor, expected: Tensor, interval: int) -> None:
-    """Whether the steps of an interval were undone: relative to the state, within REVERSAL_TOLERANCE."""
-    error = torch.linalg.vector_norm(reached - expected)
-    size = torch.linalg.vector_norm(expected) + stepper.atol
+def _check_return(stepper: Stepper, reached: Tensor, trajectory: Tensor, interval: int) -> None:
+    """Whether the steps of an interval were undone within REVERSAL_TOLERANCE."""
+    error, size = missed(stepper, reached, trajectory, interval)
     if not bool(error <= REVERSAL_TOLERANCE * size):
         raise failure(
             stepper,
@@ -101,3 +100,13 @@ def _check_return(stepper: Stepper, reached: Tensor, expected: Tensor, interval:
             "grew too much. Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping",
             start_time(stepper, interval),
         )
+
+
+def missed(stepper: Stepper, reached: Tensor, trajectory: Tensor, interval: int) -> tuple[Tensor, Tensor]:
+    """By how much a way back through an interval missed its start, and the state's size at the larger of its ends.
+
+    A solve may start from 0, where an error relative to the start would say nothing.
+    """
+    start, end = trajectory[interval], trajectory[interval + 1]
+    size = torch.maximum(torch.linalg.vector_norm(start), torch.linalg.vector_norm(end)) + stepper.atol
+    return torch.linalg.vector_norm(reached - start), size
