@@ -183,7 +183,10 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
     on_host = t.cpu()
     values = on_host.detach()
     if not bool(torch.isfinite(values).all()):
-        raise ValueError(f"t must be finite, got {values.tolist()}. Fix: drop the infinite times and the NaNs.")
+        where = torch.nonzero(~torch.isfinite(values))[0].tolist()
+        raise ValueError(
+            f"t must be finite, but t{where} is {float(values[tuple(where)])}. Fix: drop infinite times and NaNs."
+        )
     _check_order(values)
     return on_host if rows else t.to(device)
 

@@ -42,6 +42,22 @@ def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
     return count
 
 
+def as_seed(value: SupportsIndex) -> int:
+    """A whole number of at most 64 bits, which is what torch's generators take."""
+    seed = as_count(value, "seed", least=0)
+    if seed >= 2**64:
+        raise ValueError(f"seed must be below 2**64, got {seed}. Fix: seed={seed % 2**64}.")
+    return seed
+
+
+def as_numbers(value: object, name: str, fix: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A number or several as a tensor of its own on the CPU."""
+    try:
+        return torch.as_tensor(value, dtype=dtype, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number or a tensor, got {value!r}. Fix: {fix}.") from None
+
+
 def check_input(x: object, name: str) -> None:
     """Refuse what is no tensor, with the call that makes it one."""
     if not isinstance(x, Tensor):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import as_count, check_input
+from hbnode._checks import as_count, as_numbers, check_input
 from hbnode._constants import KeepsConstants
 from hbnode._signature import check_order, takes_time
 from hbnode._state import State, append_zeros, describe, paired
@@ -208,7 +208,7 @@ class _Damped(KeepsConstants, Field):
             raise ValueError(f"max_damping must be a positive number, got {max_damping}. Fix: use the paper's 1.0.")
         self.max_damping = float(max_damping)
         gamma = self.max_damping * (1.0 / (1.0 + math.exp(3.0))) if damping is None else damping
-        gamma = torch.as_tensor(gamma, dtype=torch.float64, device="cpu").detach().clone()
+        gamma = as_numbers(gamma, "damping", "damping=0.1, or None for the default")
         self.omega: nn.Parameter | None = None
         if learn_damping:
             if not bool(((gamma > 0) & (gamma < self.max_damping)).all()):

@@ -214,12 +214,15 @@ def test_composed_variables_are_independent_and_normal():
         ({"method": "srk", "gradient": "checkpoint"}, ValueError, "expected one of ('direct', 'adjoint')"),
         ({"dt": 0.0}, ValueError, "dt must be a positive number"),
         ({"dt": None}, ValueError, "dt must be a positive number"),
-        ({"t": [1.0, 0.0]}, ValueError, "t must increase"),
+        ({"dt": 1e-12}, ValueError, "Fix: dt=2e-07 or longer"),
+        ({"dt": 1e-12, "method": "euler"}, ValueError, "Fix: dt=2e-07 or longer"),
+        ({"t": [1.0, 0.0]}, ValueError, "t[0]=1 is followed by t[1]=0. Fix: sort the times"),
         ({"t": [0.0, 0.0]}, ValueError, "Fix: sort the times"),
         ({"t": torch.tensor([0.0, 1.0], requires_grad=True)}, ValueError, "Fix: t.detach()"),
         ({"t": 1.0}, TypeError, "Fix: [0.0, 1.0]"),
         ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: solve at all times of all samples"),
         ({"seed": -1}, ValueError, "seed must be an integer >= 0"),
+        ({"seed": 2**64 + 1}, ValueError, "seed must be below 2**64, got 18446744073709551617. Fix: seed=1"),
         ({"noise": torch.zeros(3)}, TypeError, "Fix: hbnode.BrownianIncrements.draw(...)"),
         ({"y0": torch.zeros(4, 3)}, TypeError, "Fix: field.initial_state(x) makes it"),
         ({"y0": [torch.zeros(4, 3)] * 2}, TypeError, "Fix: tuple(y0)"),
@@ -227,6 +230,9 @@ def test_composed_variables_are_independent_and_normal():
         ({"y0": (torch.zeros(4, 3).double(),) * 2}, TypeError, "expected one dtype"),
         ({"sde": hbnode.HBNODE(nn.Tanh())}, TypeError, "Fix: hbnode.HeavyBallSDE(func)"),
         ({"sde": make_sde(temperature=torch.ones(2))}, ValueError, "does not broadcast to that of h"),
+        ({"sde": make_sde(temperature=torch.ones(2)), "method": "srk"}, ValueError, "does not broadcast to that of h"),
+        ({"sde": hbnode.HeavyBallSDE(lambda h: h.neg_())}, ValueError, "let func work on h.clone()"),
+        ({"sde": hbnode.HeavyBallSDE(lambda h: h.neg_()), "method": "srk"}, ValueError, "let func work on h.clone()"),
         ({"sde": hbnode.HeavyBallSDE(nn.Linear(3, 2))}, ValueError, "expected a tensor of the shape of h"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else None,
@@ -406,6 +412,11 @@ def test_images_with_torchsde():
     assert h.shape == m.shape == (2, 3, 2, 4, 4)
     empty, _ = hbnode.sdeint(sde, make_state(0, 2, 4, 4), [0.0, 0.5], dt=0.1, method="euler", seed=0)
     assert empty.shape == (2, 0, 2, 4, 4)
+    empty.sum().backward()
+    assert all((p.grad == 0).all() for p in sde.parameters())
+    with torch.inference_mode():
+        inside, _ = hbnode.sdeint(sde, make_state(3, 2, 4, 4), [0.0, 0.5], dt=0.1, method="euler", seed=0)
+    torch.testing.assert_close(inside.clone(), h.detach())
 
 
 def test_a_seed_with_torchsde():
@@ -425,6 +436,28 @@ def test_hooks_are_not_missed():
     sde.register_forward_hook(lambda module, args, value: value)
     with pytest.raises(ValueError, match=r"has hooks or a forward of its own.*Fix: put them into func"):
         hbnode.sdeint(sde, make_state(), [0.0, 1.0], dt=0.1)
+
+
+def test_wrong_constants_say_what_to_do():
+    for name in ("temperature", "damping"):
+        with pytest.raises(TypeError, match=rf"{name} must be a number or a tensor, got 'hot'.*Fix: {name}="):
+            hbnode.HeavyBallSDE(nn.Tanh(), **{name: "hot"})
+    with pytest.raises(TypeError, match="temperature must be a number or a tensor, got None"):
+        hbnode.HeavyBallSDE(nn.Tanh(), temperature=None)
+    with pytest.raises(TypeError, match=r"got Tanh. Fix: hbnode.HeavyBallSDE\(func\)"):
+        hbnode.BrownianIncrements.draw(nn.Tanh(), torch.zeros(1), [0.0, 1.0], dt=0.1)
+
+
+@pytest.mark.parametrize("start", [0.0, 1e6, 1e7, 1.7e9])
+@pytest.mark.parametrize("method", ["ubu", "euler"])
+def test_large_times(start, method):
+    """Whole numbers of float32, of which only the fraction of a second is rounded."""
+    sde, state = make_sde(), make_state()
+    with hbnode.count_nfe(sde) as nfe:
+        h, _ = hbnode.sdeint(sde, state, [start, start + 128], dt=1.0, method=method, seed=0)
+        near, _ = hbnode.sdeint(sde, state, [0.0, 128.0], dt=1.0, method=method, seed=0)
+    assert nfe.forward == 2 * (128 + (method == "euler"))
+    torch.testing.assert_close(h, near)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -356,3 +356,22 @@ def test_copies_give_the_same_gradients():
     one, two = (gradients(x, state, t=T, dt=0.1, seed=0, gradient="reversible")[1] for x in (sde, other))
     assert torch.equal(flat(one), flat(two))
     assert math.isfinite(flat(one).sum())
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "reversible"])
+def test_func_may_be_replaced_before_the_backward_pass(gradient):
+    net, found = nn.Linear(2, 2), []
+    for way in ("direct", gradient):
+        sde = hbnode.HeavyBallSDE(net, damping=0.5)
+        state = sde.initial_state(torch.ones(3, 2))
+        h, _ = hbnode.sdeint(sde, state, [0.0, 0.5, 1.0], dt=0.1, gradient=way, seed=0)
+        sde.func = nn.Linear(2, 2)
+        found.append(torch.autograd.grad(h[-1].sum(), net.weight)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_cannot_be_undone(dtype):
+    sde = make_sde(dtype, damping=0.0, learn_damping=False)
+    with pytest.raises(hbnode.ReversalError, match=r"carries 0\.00.*Fix: gradient='checkpoint', or a state"):
+        hbnode.sdeint(sde, make_state(dtype), [0.0, 0.1], dt=0.1, gradient="reversible")

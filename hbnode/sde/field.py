@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hbnode._checks import as_numbers
 from hbnode.fields import HBNODE
 
 
@@ -83,7 +84,7 @@ class HeavyBallSDE(HBNODE):
         if sde_type not in ("ito", "stratonovich"):
             raise ValueError(f"sde_type must be 'ito' or 'stratonovich', got {sde_type!r}. Fix: leave it out.")
         self.sde_type = sde_type
-        eta = torch.as_tensor(temperature, dtype=torch.float64, device="cpu").detach().clone()
+        eta = as_numbers(temperature, "temperature", "temperature=1.0, the default")
         if not bool(((eta >= 0) & torch.isfinite(eta)).all()):
             raise ValueError(
                 f"temperature must be a number >= 0, got {eta.tolist()}. Fix: pass temperature=0.0 for no noise."

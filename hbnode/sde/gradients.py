@@ -26,6 +26,13 @@ def check_growth(run: Run, damping: Tensor, dtype: torch.dtype) -> None:
     longest = max((end - start for start, end in zip(run.grid.t[:-1], run.grid.t[1:], strict=True)), default=0.0)
     strongest = float(damping.detach().max()) if damping.numel() else 0.0
     reach = math.log(REVERSAL_TOLERANCE / torch.finfo(dtype).eps)
+    if reach < 0:
+        raise run.failure(
+            ReversalError,
+            f"{dtype} carries {torch.finfo(dtype).eps:.1g}, and steps are to be undone to {REVERSAL_TOLERANCE:g} of "
+            "the state. Fix: gradient='checkpoint', or a state and an SDE of float32",
+            run.grid.t[0],
+        )
     if strongest * longest > reach:
         raise run.failure(
             ReversalError,

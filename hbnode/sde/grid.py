@@ -12,9 +12,14 @@ from torch import Tensor
 from hbnode._arguments import checked_times
 from hbnode._state import Times
 
+ROUNDING = 1e-2  # of dt, by which a step may be longer for times that are rounded
+MOST_STEPS = 10_000_000
+
 
 class StepGrid:
     """Steps that end on every output time.
+
+    Times of float32 are rounded: an interval that is longer than some steps by that alone has no step more.
 
     Arguments:
         t: output times, (T,), increasing, in float64 on the host.
@@ -32,9 +37,10 @@ class StepGrid:
         self.sizes: list[float] = []
         self.intervals: list[int] = []
         self.starts: list[float] = []
+        check_number(self.t[-1] - self.t[0], dt)
         precision = torch.finfo(torch.float32 if bool((t == t.float()).all()) else t.dtype).eps  # of what the user had
         for i, (start, end) in enumerate(zip(self.t[:-1], self.t[1:], strict=True)):
-            rounded = precision * max(abs(start), abs(end))  # not one more step for that
+            rounded = min(precision * max(abs(start), abs(end)), ROUNDING * dt)
             count = max(1, math.ceil((end - start - rounded) / dt * (1 - 1e-9)))
             size = (end - start) / count
             self.sizes.append(size)
@@ -62,6 +68,15 @@ class StepGrid:
         return [row.unbind(0) for row in times.to(like.device, like.dtype).unbind(0)]
 
 
+def check_number(span: float, dt: float) -> None:
+    """Refuse more steps than anybody waits for."""
+    if span / dt > MOST_STEPS:
+        raise ValueError(
+            f"dt={dt:g} makes {span / dt:.2g} steps of a span of {span:g}; expected at most {MOST_STEPS:,}. "
+            f"Fix: dt={2 * span / MOST_STEPS:.1g} or longer, or several solves, each from the end of the one before."
+        )
+
+
 def checked_step(dt: object) -> float:
     """A positive step size."""
     if isinstance(dt, Tensor) and dt.numel() == 1:
@@ -83,6 +98,7 @@ def checked_output_times(t: Times, device: torch.device) -> Tensor:
         raise ValueError("t requires a gradient, which sdeint does not compute. Fix: t.detach().")
     if len(t) > 1 and bool(t[1] < t[0]):
         raise ValueError(
-            f"t must increase, because an SDE has no solution backwards in time, got {t.tolist()}. Fix: t.flip(0)."
+            "t must increase, because an SDE has no solution backwards in time, but "
+            f"t[0]={float(t[0]):g} is followed by t[1]={float(t[1]):g}. Fix: sort the times; y0 is at the first."
         )
     return t.to(torch.float64)

@@ -6,20 +6,18 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_count, check_input
+from hbnode._checks import as_seed, check_input
 from hbnode._state import Times
 from hbnode._suggestions import nearest
+from hbnode.sde.field import HeavyBallSDE
 from hbnode.sde.free_flight import free_flight
 from hbnode.sde.grid import StepGrid, checked_output_times, checked_step
 from hbnode.sde.methods import NATIVE
-
-if TYPE_CHECKING:
-    from hbnode.sde.field import HeavyBallSDE
+from hbnode.solvers.ode_term import unwrapped
 
 _MASK = 0xFFFFFFFF
 
@@ -145,6 +143,7 @@ class BrownianIncrements:
         Returns:
             The increments.
         """
+        check_sde(sde)
         checked_method(method)
         check_input(h, "h")
         grid = StepGrid(checked_output_times(t, h.device), checked_step(dt))
@@ -221,6 +220,12 @@ class BrownianIncrements:
         return self.normals.__getitem__
 
 
+def check_sde(sde: object) -> None:
+    """Refuse what is no heavy-ball SDE."""
+    if not isinstance(unwrapped(sde), HeavyBallSDE):  # type: ignore[arg-type]  # any object
+        raise TypeError(f"sde must be a HeavyBallSDE, got {type(sde).__name__}. Fix: hbnode.HeavyBallSDE(func).")
+
+
 def checked_method(method: object) -> None:
     """Refuse what is no native method."""
     if method not in NATIVE:
@@ -230,7 +235,7 @@ def checked_method(method: object) -> None:
 
 def checked_seed(seed: object) -> int:
     """A whole number of at most 64 bits, drawn where there is none."""
-    return drawn_seed() if seed is None else as_count(seed, "seed", least=0)  # type: ignore[arg-type]  # it checks
+    return drawn_seed() if seed is None else as_seed(seed)  # type: ignore[arg-type]  # it checks
 
 
 def _along(values: Tensor, normals: Tensor) -> Tensor:

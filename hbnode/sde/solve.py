@@ -23,7 +23,7 @@ from hbnode.sde.gradients import Checkpoint, Reversible, check_growth
 from hbnode.sde.grid import StepGrid, checked_output_times, checked_step
 from hbnode.sde.methods import NATIVE, SPLITTINGS
 from hbnode.sde.names import NativeSDEMethod, SDEMethodName, TorchsdeMethod
-from hbnode.sde.noise import BrownianIncrements, SeededNoise, checked_seed
+from hbnode.sde.noise import BrownianIncrements, SeededNoise, check_sde, checked_seed
 from hbnode.sde.run import ForwardPass, Run
 from hbnode.solvers.names import Gradient
 from hbnode.solvers.ode_term import ODETerm, is_heavy_ball, unwrapped
@@ -77,7 +77,7 @@ def sdeint(
         t: output times, (T,), strictly increasing, in the units of time of γ. The first is the time of ``y0``.
         method: ``"ubu"``, ``"baoab"``, ``"nystrom4"``, or one of torchsde's, ``"euler"``, ``"milstein"``, ``"srk"``,
             ``"midpoint"``, ``"heun"``, ``"euler_heun"``, ``"log_ode"``, ``"reversible_heun"``. Default: ``"ubu"``.
-        dt: the longest step, in units of time.
+        dt: the longest step, in units of time. A step may be 1 % longer where the times are rounded.
         gradient: ``"direct"``, ``"checkpoint"`` or ``"reversible"`` (not for ``"nystrom4"``); with torchsde's methods
             ``"direct"`` or ``"adjoint"``, which is ``torchsde.sdeint_adjoint``. Default: ``"direct"``.
         seed: a whole number that determines the noise; None draws one from torch's generator. Default: None.
@@ -112,8 +112,7 @@ def _check_names(
     sde: object, method: object, gradient: object, noise: BrownianIncrements | None, seed: int | None
 ) -> None:
     """Refuse a method and a gradient that are not known or do not go together."""
-    if not isinstance(unwrapped(sde), HeavyBallSDE):  # type: ignore[arg-type]  # any object
-        raise TypeError(f"sde must be a HeavyBallSDE, got {type(sde).__name__}. Fix: hbnode.HeavyBallSDE(func).")
+    check_sde(sde)
     methods = (*get_args(NativeSDEMethod), *get_args(TorchsdeMethod))
     if method not in methods:
         near = nearest(method, methods) or "ubu"
@@ -158,6 +157,7 @@ def _solve(
     state: Any = checked_state(sde, y0)
     state = unwrapped(sde)._pair(state)
     term = ODETerm(sde, state, second_order=True)
+    temperature = _temperature(term)
     times = checked_output_times(t, state[0].device)
     nfe = NFE()
     nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
@@ -179,7 +179,7 @@ def _solve(
         if gradient != "direct" and noise.normals.requires_grad:
             raise ValueError("noise.normals requires a gradient. Fix: gradient='direct', or detach it.")
     run = Run(method, native, term, grid, normals, grid.times(native.nodes, h), tally)
-    damping, coefficients = _coefficients(run)
+    damping, coefficients = _coefficients(run, temperature)
     with solving(sde), no_autocast(h.device.type):
         if gradient == "direct" or not torch.is_grad_enabled():
             trajectory = run.integrate(coefficients, h, m)
@@ -189,23 +189,25 @@ def _solve(
     return trajectory
 
 
-def _coefficients(run: Run) -> tuple[Tensor, Tensor]:
+def _temperature(term: ODETerm) -> Tensor:
+    """The temperature, with the dimensions of h or without any."""
+    eta, shape = term.inner.solver_temperature(), term.template.shape
+    if not isinstance(eta, Tensor):
+        return torch.tensor(eta, dtype=torch.float64)
+    if eta.dim() > len(shape) or any(a not in (1, b) for a, b in zip(eta.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(
+            f"the temperature has shape {tuple(eta.shape)}, which does not broadcast to that of h, {tuple(shape)}. "
+            "Fix: (d,) for one η a feature, (d, 1, 1) for one a channel."
+        )
+    return eta.reshape(*[1] * (len(shape) - eta.dim()), *eta.shape)
+
+
+def _coefficients(run: Run, temperature: Tensor) -> tuple[Tensor, Tensor]:
     """The damping on the host, and the coefficients of all intervals where the state is."""
     template = run.term.template
     damping = run.term.damping.to("cpu", torch.float64)
     _check_reach(run, damping)
-    eta = run.term.inner.solver_temperature()
-    eta = eta.to("cpu", torch.float64) if isinstance(eta, Tensor) else torch.tensor(eta, dtype=torch.float64)
-    if eta.dim():
-        if eta.dim() > template.dim() or any(
-            a not in (1, b) for a, b in zip(eta.shape[::-1], template.shape[::-1], strict=False)
-        ):
-            raise ValueError(
-                f"the temperature has shape {tuple(eta.shape)}, which does not broadcast to that of h, "
-                f"{tuple(template.shape)}. Fix: (d,) for one η a feature, (d, 1, 1) for one a channel."
-            )
-        eta = eta.reshape(*[1] * (template.dim() - eta.dim()), *eta.shape)
-    product = 2 * damping * eta
+    product = 2 * damping * temperature.to("cpu", torch.float64)
     # at 0 the slope of the root is infinite, and 0 times it is NaN
     scale = torch.where(product > 0, torch.where(product > 0, product, torch.ones_like(product)).sqrt(), 0.0)
     sizes = torch.tensor(run.grid.sizes, dtype=torch.float64)

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hbnode._checks import CHANGES_INPUT
 from hbnode._recompute import solving
 from hbnode._state import cast
 from hbnode.errors import NonFiniteError
 from hbnode.nfe import Tally
 from hbnode.sde.field import HeavyBallSDE
+from hbnode.sde.grid import check_number
 from hbnode.signal import refuse_queries_outside
 
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
@@ -19,26 +21,29 @@ LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # what a method needs o
 
 
 class _Flat(nn.Module):
-    """The SDE as torchsde calls it, on (batch, 2d), with its evaluations counted."""
+    """The SDE as torchsde calls it, on (batch, 2d) and in the time since the first, with its evaluations counted."""
 
     noise_type = "additive"
 
-    def __init__(self, sde: HeavyBallSDE, shape: torch.Size, method: str, tally: Tally) -> None:
+    def __init__(self, sde: HeavyBallSDE, shape: torch.Size, start: float, method: str, tally: Tally) -> None:
         super().__init__()
-        self.sde, self.shape, self.tally = sde, shape, tally
+        self.sde, self.shape, self.start, self.tally = sde, shape, start, tally
         self.sde_type = "stratonovich" if method in STRATONOVICH else "ito"
 
     def parts(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The state (h, m) of a row each."""
-        h, m = y.reshape(len(y), 2, -1).unbind(1)
-        return h.reshape(self.shape), m.reshape(self.shape)
+        half = y.shape[1] // 2
+        return y[:, :half].reshape(self.shape), y[:, half:].reshape(self.shape)
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
         """The drift."""
         self.tally.add("evaluation")
         h, m = self.parts(y)
-        drift = self.sde(t, (h, m))
-        return cast(torch.stack([x.reshape(len(y), -1) for x in drift], 1).reshape(y.shape), y)
+        version = None if h.is_inference() else h._version
+        drift = self.sde((t + self.start).to(y.dtype), (h, m))
+        if version is not None and h._version != version:
+            raise ValueError(CHANGES_INPUT)
+        return cast(torch.cat([x.reshape(len(y), y.shape[1] // 2) for x in drift], 1), y)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
         """The diffusion as a matrix (batch, 2d, d), of which the first half is 0."""
@@ -50,7 +55,7 @@ class _Flat(nn.Module):
         return torch.cat([torch.zeros_like(v), self._scale(y) * v], 1)
 
     def _scale(self, y: Tensor) -> Tensor:
-        return self.sde.noise_scale(self.parts(y)[1]).reshape(len(y), -1)
+        return self.sde.noise_scale(self.parts(y)[1]).reshape(len(y), y.shape[1] // 2)
 
 
 def solve(
@@ -69,10 +74,14 @@ def solve(
     h, m = state
     rows = h.shape[0] if h.dim() else 1
     y0 = torch.cat([x.reshape(rows, h.numel() // max(rows, 1)) for x in (h, m)], 1)
+    flat = _Flat(sde, h.shape, float(t[0]), method, tally)
+    check_number(float(t[-1] - t[0]), dt)
+    # t + dt must differ from t, which in float32 it does not far from 0
+    times = (t - t[0]).to(y0.device, torch.promote_types(y0.dtype, torch.float32))
+    if not h.numel() and len(t) > 1:  # no solve, but a graph as of one
+        y0 = y0 + 0 * (flat.f(times[0], y0) + flat.g_prod(times[0], y0, y0[:, : y0.shape[1] // 2]))
     if not h.numel() or len(t) == 1:
-        return tuple(x.unsqueeze(0).repeat(len(t), *[1] * x.dim()) for x in state)  # type: ignore[return-value]  # two
-    flat = _Flat(sde, h.shape, method, tally)
-    times = t.to(y0.device, y0.dtype)
+        return _trajectory(y0.unsqueeze(0).repeat(len(t), 1, 1), h.shape)
     motion = torchsde.BrownianInterval(
         t0=times[0],
         t1=times[-1],
@@ -95,5 +104,11 @@ def solve(
             step_size=dt,
             nfe=tally.nfe.total,
         )
-    trajectory = solution.reshape(len(t), rows, 2, -1)
-    return trajectory[:, :, 0].reshape(len(t), *h.shape), trajectory[:, :, 1].reshape(len(t), *h.shape)
+    return _trajectory(solution, h.shape)
+
+
+def _trajectory(solution: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """The trajectories of h and m from those of rows, (T, rows, 2d)."""
+    half = solution.shape[2] // 2
+    h, m = solution[:, :, :half], solution[:, :, half:]
+    return h.reshape(len(solution), *shape), m.reshape(len(solution), *shape)
