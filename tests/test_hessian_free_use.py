@@ -341,6 +341,15 @@ def test_the_preconditioner_is_the_mean_square_of_the_cases_gradients():
     torch.testing.assert_close(found, (torch.stack(squares).mean(0) + 0.1) ** 0.75, rtol=0.1, atol=0)
 
 
+def test_the_preconditioner_of_a_parameter_that_is_not_used():
+    model, unused = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+    options = {"damping": 0.0, "min_damping": 0.0, "preconditioner_samples": 3}
+    optimizer = hbnode.HessianFree([*model.parameters(), unused], loss="mse", **options)
+    optimizer.step(lambda: (model(X), Y))
+    assert optimizer.progress.reduction > 0
+    assert torch.equal(unused, torch.ones(2))
+
+
 def test_backtracking_and_the_line_search():
     directions = [torch.tensor([float(k)]) for k in range(1, 5)]
     solution = Solution(directions, [-1.0, -2.0, -3.0, -4.0], 4, "limit")

@@ -29,4 +29,5 @@ def preconditioner(matrix: GaussNewton, samples: int, damping: float) -> Tensor:
         signs = 2 * torch.randint(2, losses.shape, generator=generator) - 1
         parts = torch.autograd.grad(losses, matrix.parameters, signs.to(losses), retain_graph=True, allow_unused=True)
         squares = squares + flat(parts, matrix.parameters).square()
-    return (squares / (samples * len(losses)) + damping).pow(EXPONENT)
+    found = (squares / (samples * len(losses)) + damping).pow(EXPONENT)
+    return found.clamp(min=torch.finfo(found.dtype).eps * found.max())  # of parameters that are not used it may be 0

@@ -193,7 +193,7 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
     count = as_count(connections, "connections")
     if weight.dim() != 2:
         raise ValueError(f"weight must be (units, inputs), got {tuple(weight.shape)}. Fix: weight.flatten(1).")
-    if std is not None and not 0 <= std < math.inf:
+    if std is not None and not (isinstance(std, (int, float)) and 0 <= std < math.inf):
         raise ValueError(f"std must be a number >= 0, got {std!r}. Fix: std=1.0.")
     drawn = torch.randn_like(weight) * (count**-0.5 if std is None else std)
     order = torch.rand_like(weight, dtype=torch.float32).argsort(1)
