@@ -218,7 +218,7 @@ def draw(runs: Runs, budget: float, path: Path) -> None:
     axes[0][0].set(xscale="log", xlim=(None, 2.6 * budget), ylim=(len(lines) - 0.5, -0.5))
     for ax in axes[:, 0]:
         ax.set_yticks(range(len(lines)), [line_title(line) for line in lines], fontsize="small")
-    said = f"seconds of training until fewer than 1 % are wrong; right of the line: how many runs in {budget:g} s"
+    said = f"seconds of training until fewer than 1 % are wrong\nright of the line: how many runs in {budget:g} s"
     figure.supxlabel(said, fontsize="medium")
     write_figure(figure, path)
 

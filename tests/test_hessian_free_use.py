@@ -437,11 +437,30 @@ def test_a_small_part_without_second_derivative_beside_another_path_is_refused()
         optimizer.step(lambda: (torch.cat([1000 * b(a(x)), _Once.apply(a(x))], 1), torch.zeros(9, 4)))
 
 
+class _Doubled(torch.autograd.Function):
+    """The identity, whose backward pass has another derivative than it should."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + grad.sign() * (grad.abs() - grad.abs().detach())
+
+
+def test_a_wrong_second_derivative_is_refused():
+    model, x = nn.Linear(3, 2), torch.randn(9, 3)
+    optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
+    with pytest.raises(RuntimeError, match=r"the derivative of its backward pass is wrong"):
+        optimizer.step(lambda: (_Doubled.apply(model(x)), torch.zeros(9, 2)))
+
+
 def test_a_hook_that_detaches_a_gradient_is_refused():
     model, x = nn.Linear(3, 2), torch.randn(9, 3)
     model.weight.register_hook(lambda gradient: gradient.detach().clamp(-1, 1))
     optimizer = hbnode.HessianFree(model.parameters(), loss="mse")
-    with pytest.raises(RuntimeError, match=r"that of a hook of a parameter"):
+    with pytest.raises(RuntimeError, match=r"a hook of a parameter takes the graph"):
         optimizer.step(lambda: (model(x), torch.zeros(9, 2)))
 
 

@@ -76,10 +76,10 @@ class GaussNewton:
             )
         followed = {k for k, _ in self.pulled}
         if any(k not in followed and bool(part.any()) for k, part in enumerate(shaped(v, self.parameters))):
-            refuse("a hook of a parameter")
+            refuse("a hook of a parameter takes the graph from its gradient")
         found = sum(float((a * b).sum()) for a, b in zip(w, self.push(v), strict=True))
         if not abs(found - squared) <= PRECISION * squared:
-            refuse("its double backward")
+            refuse("the derivative of its backward pass is wrong")
 
     def __call__(self, vector: Tensor, damping: float) -> Tensor:
         """The product with J^T H J + damping * I."""

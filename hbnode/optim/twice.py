@@ -68,9 +68,9 @@ def differentiating_twice() -> Iterator[None]:
         raise RuntimeError(f"{_REFUSED} ({text}) {_CHECKPOINT if 'Checkpointing' in text else _CUSTOM}") from error
 
 
-def refuse(name: str) -> NoReturn:
+def refuse(why: str) -> NoReturn:
     """Refuse a model whose backward pass has no graph of its own, or not the right one."""
-    raise RuntimeError(f"{_REFUSED}: a part of its backward pass has no graph, that of {name}. {_CUSTOM}")
+    raise RuntimeError(f"{_REFUSED}: {why}. {_CUSTOM}")
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def refusing_ends(outputs: Sequence[Tensor]) -> Iterator[None]:
             stack.callback(node.register_hook(partial(look_at, node.name())).remove)
         yield
     if ends:
-        refuse(ends[0])
+        refuse(f"a part of its backward pass has no graph, that of {ends[0]}")
 
 
 def _is_end(z: Tensor) -> bool:
