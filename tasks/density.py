@@ -11,16 +11,17 @@ for the rival, for heavy-ball flows an upper bound from --eval-samples momenta f
 --final-samples. With --dataset ring there are no data, but a known energy: the loss is the reverse Kullback-Leibler
 divergence, for heavy-ball flows that of h and m together, which is no smaller. It can settle on one of the two
 crescents, with a divergence of about log 2. density.png shows the density on a grid, by importance sampling over the
-momenta, beside samples of the model and data.
+momenta, beside samples of the model and data; tasks.plot draws these of several models below one another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,15 @@ from typing_extensions import override
 
 from tasks.common.batches import FreshData, Samples, epoch_generator
 from tasks.common.config import TaskConfig, option, parse
-from tasks.common.files import write_figure
+from tasks.common.files import write_figure, write_whole
 from tasks.common.run import Run, count_parameters
 from tasks.common.sweep import sweep
 from tasks.common.train import fit
 from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
 from tasks.models.densities import CNF, TITLES, Density, Flow
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
 
 TEST_SEED = 2**62  # which no training data has
 PICTURE = 100  # points of a side of the density's picture
@@ -118,27 +122,44 @@ def effective_sample_size(model: Density, n: int) -> dict[str, float]:
     return {"effective_share": share.item(), "log_z": weight.logsumexp(0).item() - math.log(n)}
 
 
-def draw_density(model: Density, truth: Tensor | None, path: Path, title: str, samples: int) -> None:
-    """Draw the density on a grid, samples of the model, and the data or the density of the energy."""
+def picture_of(model: Density, wanted: Tensor, samples: int) -> dict[str, Tensor]:
+    """What is drawn: the density on a grid, samples, and what is wanted: points, or a density on that grid."""
+    density = log_density(model, grid(PICTURE).to(wanted.device), samples).exp()
+    with torch.no_grad():
+        drawn = model.draw(4000)[0]
+    return {"density": density.view(PICTURE, PICTURE).cpu(), "samples": drawn.cpu(), "wanted": wanted.cpu()}
+
+
+def draw_densities(figure: Figure | SubFigure, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Draw a row for each model: its density, its samples, and the data or the density of the energy."""
+    axes = figure.subplots(len(rows), 3, squeeze=False)
+    image: dict[str, Any] = {"extent": (-EXTENT, EXTENT) * 2, "origin": "lower", "cmap": "viridis"}
+    for line, (name, parts) in zip(axes, rows.items(), strict=True):
+        for ax, part, color in zip(line, ("density", "samples", "wanted"), ("", "C0", "C3"), strict=True):
+            if parts[part].shape == (PICTURE, PICTURE):
+                ax.imshow(parts[part].numpy(), **image)
+            else:
+                ax.scatter(*parts[part].T.numpy(), s=1, linewidths=0, color=color)
+            ticks = (-4, 0, 4)
+            ax.set(xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), aspect="equal", xticks=ticks, yticks=ticks)
+        line[0].set_ylabel(name)
+    wanted = next(iter(rows.values()))["wanted"]
+    is_energy = wanted.shape == (PICTURE, PICTURE)
+    for ax, name in zip(axes[0], ("density", "samples", "density wanted" if is_energy else "data"), strict=True):
+        ax.set_title(name, fontsize="medium")
+
+
+def write_picture(picture: dict[str, Tensor], name: str, title: str, folder: Path) -> None:
+    """Write ``density.pt``, which tasks.plot draws beside those of other models, and ``density.png``."""
     import matplotlib.pyplot as plt
 
-    device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
-    density = log_density(model, grid(PICTURE).to(device), samples).exp().cpu()
-    with torch.no_grad():
-        drawn = model.draw(4000)[0].cpu()
-    figure, axes = plt.subplots(1, 3, figsize=(10.5, 4.3), layout="constrained")
-    image: dict[str, Any] = {"extent": (-EXTENT, EXTENT) * 2, "origin": "lower", "cmap": "viridis"}
-    axes[0].imshow(density.view(PICTURE, PICTURE).numpy(), **image)
-    axes[1].scatter(*drawn.T.numpy(), s=1, linewidths=0, color="C0")
-    if truth is None:
-        axes[2].imshow((-ring(grid(PICTURE))).exp().view(PICTURE, PICTURE).numpy(), **image)
-    else:
-        axes[2].scatter(*truth.cpu().T.numpy(), s=1, linewidths=0, color="C3")
-    names = ("density of the model", "samples of the model", "density wanted" if truth is None else "data")
-    for ax, name in zip(axes, names, strict=True):
-        ax.set(title=name, xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), aspect="equal", xlabel="x1", ylabel="x2")
-    figure.suptitle(title)
-    write_figure(figure, path)
+    buffer = io.BytesIO()
+    torch.save(picture, buffer)
+    write_whole(folder / "density.pt", buffer.getvalue())
+    figure = plt.figure(figsize=(7.5, 3), layout="constrained")
+    draw_densities(figure, {name: picture})
+    figure.suptitle(title, fontsize="medium")
+    write_figure(figure, folder / "density.png")
 
 
 def train(config: DensityConfig) -> None:
@@ -166,7 +187,8 @@ def train(config: DensityConfig) -> None:
             extra |= {"test_nll": value, "is_bound": config.model != "cnf"}
         bound = "" if config.model == "cnf" else " at most"
         title = f"{TITLES[config.model]}: {name}{bound} {value:.3f} nats"
-        draw_density(model, None if energy else x, run.folder / "density.png", title, 50)
+        wanted = (-ring(grid(PICTURE)) - objective.log_z).exp().view(PICTURE, PICTURE) if energy else x
+        write_picture(picture_of(model, wanted, 100), TITLES[config.model], title, run.folder)
     run.finish(objective, **extra)
 
 

@@ -7,7 +7,8 @@ measured it. Runs that differ in their seed only are drawn as one line, the medi
 to the largest, or, of ten seeds and more, from the 10 % to the 90 % quantile. Baselines have no evaluations: a dash in
 the table, and no line. Of recurrent layers with momentum there is a figure for each cell and length, without
 evaluations; broken lines are layers without a rule, dotted ones what takes no memory or no reading. Of transformers,
-broken lines are softmax and linear attention; below the curves of image generation are the images drawn last.
+broken lines are softmax and linear attention; below the curves of image generation are the images drawn last. Densities
+in the plane have a figure of their own, of each model's first seed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from matplotlib.ticker import MaxNLocator
 from hbnode.analysis.figures import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure
+from tasks.density import draw_densities
 from tasks.image_classification import CURVE_IMAGES
 from tasks.image_generation import ImageGenerationConfig, draw_rows
 from tasks.run_groups import Group, collect, tell_apart
@@ -211,6 +213,19 @@ def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
     return figure
 
 
+def draw_planar_densities(groups: Sequence[Group]) -> Figure:
+    """A row for each model: its density in the plane, its samples, and what is wanted."""
+    rows = {
+        f"{group.label}\ntest loss {group.mean('test_loss'):.2f}": torch.load(
+            group.folders[0] / "density.pt", weights_only=True
+        )
+        for group in groups
+    }
+    figure = plt.figure(figsize=(6.5, 2.1 * len(rows) + 0.2), layout="constrained")
+    draw_densities(figure, rows)
+    return figure
+
+
 def _line(ax: Axes, group: Group, x: np.ndarray, values: np.ndarray, style: Mapping[str, Any]) -> None:
     """The median over the seeds and its band, which is a bar where there is one epoch."""
     low, median, high = _spread(values)
@@ -268,6 +283,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if measured:
             path = path.with_stem(f"{path.stem}-tolerance")
             write_figure(draw_tolerances(measured, name), path)
+            print(f"figure: {path}")
+        pictured = [group for group in groups if (group.folders[0] / "density.pt").exists()]
+        if pictured:
+            path = path.with_stem(f"{path.stem}-density")
+            write_figure(draw_planar_densities(pictured), path)
             print(f"figure: {path}")
         print()
 

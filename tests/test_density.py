@@ -84,7 +84,7 @@ def test_a_run_leaves_its_figures_and_resumes(model, tmp_path):
         folder = tmp_path / dataset
         argv = ["--model", model, "--dataset", dataset, "--out", str(folder), *TINY]
         density.main(argv)
-        assert {"config.json", "metrics.csv", "summary.json", "density.png"} <= names_in(folder)
+        assert {"config.json", "metrics.csv", "summary.json", "density.png", "density.pt"} <= names_in(folder)
         summary = json.loads((folder / "summary.json").read_text())
         assert math.isfinite(summary["log_z" if dataset == "ring" else "test_nll"])
     density.main([*argv, "--epochs", "2"])
@@ -98,3 +98,4 @@ def test_the_table_of_runs(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "heavy-ball flow" in shown
     assert "CNF, exact trace" in shown
+    assert {"plot.png", "plot-density.png"} <= names_in(tmp_path)
