@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 
 import hbnode
+from hbnode.analysis.figures import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import read_json, write_figure, write_json, write_table, write_whole
 from tasks.common.run import environment
@@ -264,7 +265,6 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The gap of the bound, log Z minus it, against evaluations, a panel for each target."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
 
     names = list(dict.fromkeys(row["target"] for row in rows))
     figure, axes = plt.subplots(1, len(names), figsize=(2 + 3.6 * len(names), 3.6), squeeze=False, layout="constrained")
@@ -290,8 +290,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ax.set(xscale="log", yscale="log", title=TITLES[name], xlabel="evaluations of the gradient")
         ax.set_xticks(ticks, [str(tick) for tick in ticks])
         ax.minorticks_off()
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
+        ticks_of_short_axis(ax.yaxis)
     axes[0][0].set_ylabel("log Z − bound")
     legend_beside(figure)
     write_figure(figure, path)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -126,7 +127,7 @@ def picture_of(model: Density, wanted: Tensor, samples: int) -> dict[str, Tensor
     """What is drawn: the density on a grid, samples, and what is wanted: points, or a density on that grid."""
     density = log_density(model, grid(PICTURE).to(wanted.device), samples).exp()
     with torch.no_grad():
-        drawn = model.draw(4000)[0]
+        drawn = model.draw(2000)[0]
     return {"density": density.view(PICTURE, PICTURE).cpu(), "samples": drawn.cpu(), "wanted": wanted.cpu()}
 
 
@@ -142,7 +143,7 @@ def draw_densities(figure: Figure | SubFigure, rows: Mapping[str, Mapping[str, T
                 ax.scatter(*parts[part].T.numpy(), s=1, linewidths=0, color=color)
             ticks = (-4, 0, 4)
             ax.set(xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), aspect="equal", xticks=ticks, yticks=ticks)
-        line[0].set_ylabel(name)
+        line[0].set_ylabel("\n".join(textwrap.wrap(name, 24)), fontsize="small")
     wanted = next(iter(rows.values()))["wanted"]
     is_energy = wanted.shape == (PICTURE, PICTURE)
     for ax, name in zip(axes[0], ("density", "samples", "density wanted" if is_energy else "data"), strict=True):

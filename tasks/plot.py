@@ -215,13 +215,14 @@ def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
 
 def draw_planar_densities(groups: Sequence[Group]) -> Figure:
     """A row for each model: its density in the plane, its samples, and what is wanted."""
-    rows = {
-        f"{group.label}\ntest loss {group.mean('test_loss'):.2f}": torch.load(
-            group.folders[0] / "density.pt", weights_only=True
-        )
-        for group in groups
-    }
-    figure = plt.figure(figsize=(6.5, 2.1 * len(rows) + 0.2), layout="constrained")
+    rows = {}
+    for group in groups:
+        summary = group.summaries[0]
+        value, bound = summary.get("test_nll", summary["test_loss"]), "≤" if summary.get("is_bound") else "="
+        name = "NLL" if "test_nll" in summary else "divergence"
+        picture = torch.load(group.folders[0] / "density.pt", weights_only=True)
+        rows[f"{group.label}\n{name} {bound} {value:.2f} nats"] = picture
+    figure = plt.figure(figsize=(5.6, 1.85 * len(rows) + 0.2), layout="constrained")
     draw_densities(figure, rows)
     return figure
 

@@ -19,7 +19,7 @@ from tests.small_runs import names_in, read_metrics
 
 TINY = (
     "--device cpu --epochs 1 --train-size 8 --test-size 4 --batch-size 4 --hidden 4 --context 4 --paths 2 "
-    "--eval-samples 3"
+    "--eval-samples 3 --schedule constant"
 ).split()
 
 

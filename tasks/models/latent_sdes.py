@@ -76,8 +76,8 @@ class LatentSDE(nn.Module, abc.ABC):
         self.decoder = nn.Linear(size, channels)
         self.log_noise = nn.Parameter(torch.full((channels,), -1.0))
         with torch.no_grad():
-            for p in self.control.layers[-1].parameters():
-                p.mul_(0.1)
+            for p in (*self.control.layers[-1].parameters(), self.decoder.weight):
+                p.mul_(0.1)  # little control, and paths whose noise is small beside the data
 
     @abc.abstractmethod
     def solve(self, start: Tensor, t: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -168,9 +168,9 @@ class FirstOrder(LatentSDE):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def diffusion(self, z: Tensor) -> Tensor:
-        """The diffusion of each feature, between 0 and 1."""
+        """The diffusion of each feature, between a hundredth, because torchsde divides by it, and 1."""
         units = nn.functional.softplus(z.unsqueeze(-1) * self.inner[0] + self.inner[1])
-        return torch.sigmoid((units * self.outer).sum(-1) + self.bias)
+        return 0.01 + 0.99 * torch.sigmoid((units * self.outer).sum(-1) + self.bias)
 
     @override
     def solve(self, start: Tensor, t: Tensor, context: Context) -> tuple[Tensor, Tensor]:
