@@ -91,7 +91,7 @@ def as_tensor(value: object, name: str) -> Tensor:
         return torch.tensor(array) if hasattr(array, "__array__") else torch.tensor(list(array), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = getattr(array, "dtype", None)
-        is_date = getattr(kind, "kind", None) == "M"
         got = type(value).__name__ if kind is None else f"{type(value).__name__} of {kind}"
-        fix = "(t - t[0]) / numpy.timedelta64(1, 'D'), or another typical gap" if is_date else "one number a sample"
-        raise TypeError(f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: {fix}.") from error
+        raise TypeError(
+            f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: one number a sample."
+        ) from error

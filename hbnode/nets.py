@@ -1,13 +1,18 @@
-"""Small networks to put inside a field."""
+"""Small networks to put inside a field, and what goes before or around a model."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
+
+from hbnode._checks import as_count, check_input
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class MLP(nn.Module):
@@ -155,3 +160,129 @@ class SolveDropout(nn.Module):
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
         return f"p={self.p:g}"
+
+
+class Standardize(nn.Module):
+    r"""Features with mean 0 and standard deviation 1 over the training data: :math:`(x - \mu) / \sigma`.
+
+    :math:`\mu` and :math:`\sigma` are buffers: they are saved with the model and move with it. NaN is a missing value;
+    it does not count, and stays NaN. A feature that is constant, or was never observed, is only shifted.
+
+    Arguments:
+        num_features: size of the last dimension.
+
+    Shape:
+        - (..., num_features) -> (..., num_features).
+
+    Example:
+        >>> import torch, hbnode
+        >>> x = torch.tensor([[1.0, 10.0], [3.0, torch.nan], [5.0, 30.0]])
+        >>> scale = hbnode.nets.Standardize(2).fit(x)
+        >>> scale.mean, scale(x)[0, 1], scale.inverse(scale(x))[0, 1]
+        (tensor([ 3., 20.]), tensor(-1.), tensor(10.))
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = as_count(num_features, "num_features")
+        self.register_buffer("mean", torch.zeros(self.num_features))
+        self.register_buffer("std", torch.ones(self.num_features))
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> Self:
+        """Take mean and standard deviation, that of the population, of training data.
+
+        Arguments:
+            x: data (..., num_features).
+            mask: which values count, (...) or (..., num_features) of bool; NaN never does. Default: ``None``.
+            lengths: of series x (batch, T, num_features), the length of each, (batch,). Default: ``None``.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            ValueError: if x has another shape, or holds infinite values that count.
+        """
+        self._check(x)
+        counts = ~torch.isnan(x)
+        if mask is not None:
+            counts = counts & (mask if mask.dim() == x.dim() else mask.unsqueeze(-1)).to(x.device)
+        if lengths is not None:
+            ends = torch.as_tensor(lengths, device=x.device)
+            counts = counts & (torch.arange(x.shape[1], device=x.device) < ends.unsqueeze(1)).unsqueeze(-1)
+        values = torch.where(counts, x.double(), 0.0).flatten(0, -2)
+        if not bool(torch.isfinite(values).all()):
+            feature = int((~torch.isfinite(values)).nonzero()[0, 1])
+            raise ValueError(f"x is infinite in feature {feature}. Fix: make it NaN, which is a missing value.")
+        total = counts.flatten(0, -2).sum(0).clamp(min=1)
+        mean = values.sum(0) / total
+        spread = torch.where(counts.flatten(0, -2), values - mean, 0.0).square().sum(0) / total
+        self.mean.copy_(mean)
+        self.std.copy_(torch.where(spread > 0, spread.sqrt(), 1.0))
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardised x."""
+        self._check(x)
+        return (x - self.mean) / self.std
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """What standardises to x."""
+        self._check(x)
+        return x * self.std + self.mean
+
+    def _check(self, x: Tensor) -> None:
+        check_input(x, "x")
+        if x.dim() < 2 or x.shape[-1] != self.num_features:
+            raise ValueError(
+                f"x must be (..., {self.num_features}) with at least two dimensions, got {tuple(x.shape)}. "
+                f"Fix: Standardize({x.shape[-1] if x.dim() > 1 else 1})."
+            )
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"{self.num_features}"
+
+
+def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
+    """The model whose number of trained parameters is nearest to a number, of those that a function makes by size.
+
+    Models of one hidden size differ in parameters: the state of an HBNODE is (h, m), so that the GRU cell of an ODE-RNN
+    is twice as wide as with a NODE. Compare models of equal parameters.
+
+    Arguments:
+        make: size -> model, whose parameters increase with the size.
+        parameters: how many it shall have.
+
+    Raises:
+        ValueError: if the smallest model has more already.
+
+    Example:
+        >>> import hbnode
+        >>> ball = hbnode.nets.match_parameters(lambda n: hbnode.ODERNN(8, n), 10_000)
+        >>> node = hbnode.nets.match_parameters(lambda n: hbnode.ODERNN(8, n, field="node"), 10_000)
+        >>> ball.hidden_size, node.hidden_size
+        (25, 42)
+    """
+
+    def count(size: int) -> int:
+        with torch.device("meta"):  # no memory, and no random numbers drawn
+            return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
+
+    parameters = as_count(parameters, "parameters")
+    if count(1) > parameters:
+        raise ValueError(
+            f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. Fix: a larger number."
+        )
+    low, high = 1, 2
+    while count(high) < parameters:
+        if high > parameters:
+            raise ValueError("the number of parameters does not increase with the size. Fix: use the size in make.")
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) <= parameters else (low, middle)
+    return make(min((low, high), key=lambda size: abs(count(size) - parameters)))

@@ -311,6 +311,8 @@ def train(config: PlaneVibrationConfig) -> None:
     splits = Splits.of(record, config.protocol, config.removed)
     run = Run("plane_vibration", config, f"{config.preset}-{config.protocol}-{config.model}-seed{config.seed}")
     model = make_model(config)
+    if isinstance(model, Forecaster) and config.time_unit == 0:
+        model.rnn.fit_time_unit(splits.batches["train"][1])
     yardsticks = splits.yardsticks()
     sizes = "/".join(str(len(rows)) for rows in splits.rows.values())
     errors_without = ", ".join(f"{name} {value:.4g}" for name, value in yardsticks.items())

@@ -362,6 +362,8 @@ def train(config: WalkerConfig) -> None:
         splits = Splits.of(config)
         torch.manual_seed(config.seed)
         model = make_model(config, splits.mean, splits.deviation)
+        if isinstance(model, Walker) and config.time_unit == 0:
+            model.rnn.fit_time_unit(splits.train[1])
     label = f"{config.preset}-{config.model}-seed{config.seed}" + f"-{config.windows}windows" * (config.windows > 0)
     run = Run("walker2d", config, label)
     run.announce(model, config.model, f"{len(splits.train[0])} training windows, {splits.source}")

@@ -172,7 +172,7 @@ def test_wrong_input_is_named(name):
         model(x[..., :3], gap)
     with pytest.raises(ValueError, match=r"gap_before must be of shape \(3, 7\), one gap a sample, got \(3, 6\)"):
         model(x, gap[:, 1:])
-    with pytest.raises(ValueError, match=r"with one hidden unit has \d+ parameters already; got parameters=5"):
+    with pytest.raises(ValueError, match=r"size 1 has \d+ parameters, more than parameters=5"):
         make_baseline(name, INPUTS, 5)
 
 

@@ -64,6 +64,7 @@ LAYERS = [
     ["hbnode._constants", "hbnode._records", "hbnode._signature", "hbnode._state", "hbnode._suggestions"],
     ["hbnode._tracing"],
     ["hbnode._untraced"],
+    ["hbnode._times"],
     ["hbnode._checks", "hbnode._second_derivatives", "hbnode._torch_internals"],
 ]
 

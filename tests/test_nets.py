@@ -1,4 +1,9 @@
+import copy
+
+import numpy
+import pytest
 import torch
+from torch import nn
 
 import hbnode
 
@@ -26,3 +31,57 @@ def test_conv_net_appends_the_time_as_a_channel_before_every_convolution():
     # without the time: plain convolutions
     net = hbnode.nets.ConvNet(2, 5, 3, time_dependent=False)
     torch.testing.assert_close(net(h), net.conv3(net.conv2(net.conv1(h).relu()).relu()))
+
+
+def test_standardize_ignores_what_is_missing():
+    x = 5 + 3 * torch.randn(6, 8, 3, dtype=torch.float64)
+    x[..., 1] = 2.0
+    x[:, :, 2] = torch.nan
+    x[0, :4, 0] = torch.nan
+    lengths = torch.tensor([8, 5, 1, 8, 3, 2])
+    mask = torch.rand(6, 8, 3) < 0.7
+    scale = hbnode.nets.Standardize(3).double().fit(x, mask, lengths)
+    kept = [value for b in range(6) for i in range(lengths[b]) if mask[b, i, 0] and not (value := x[b, i, 0]).isnan()]
+    values = torch.stack(kept).numpy()
+    torch.testing.assert_close(scale.mean, torch.tensor([numpy.mean(values), 2.0, 0.0]).double())
+    torch.testing.assert_close(scale.std, torch.tensor([numpy.std(values), 1.0, 1.0]).double())
+    assert scale(x)[0, :4, 0].isnan().all()
+    torch.testing.assert_close(scale.inverse(scale(x)), x, equal_nan=True)
+    fresh = hbnode.nets.Standardize(3).double()
+    fresh.load_state_dict(scale.state_dict())
+    assert copy.deepcopy(fresh)(x).nan_to_num().equal(scale(x).nan_to_num())
+    by_row = hbnode.nets.Standardize(3).double().fit(x, mask.any(-1))
+    torch.testing.assert_close(by_row.mean[0], x[..., 0][mask.any(-1) & ~x[..., 0].isnan()].mean())
+
+
+def test_standardize_of_values_far_from_zero():
+    x = 1e6 + torch.randn(1000, 1)
+    torch.testing.assert_close(hbnode.nets.Standardize(1).fit(x).std, x.double().std(0, correction=0).float())
+
+
+def test_what_standardize_refuses():
+    with pytest.raises(ValueError, match=r"x must be \(..., 2\).*Fix: Standardize\(3\)"):
+        hbnode.nets.Standardize(2)(torch.ones(4, 3))
+    with pytest.raises(ValueError, match=r"infinite in feature 1\. Fix: make it NaN"):
+        hbnode.nets.Standardize(2).fit(torch.tensor([[0.0, torch.inf]]))
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        hbnode.nets.Standardize(2).fit([[1.0, 2.0]])
+
+
+@pytest.mark.parametrize("field", ["node", "hbnode", "ghbnode"])
+def test_models_of_equal_parameters(field):
+    before = torch.get_rng_state()
+    rnn = hbnode.nets.match_parameters(lambda n: hbnode.ODERNN(8, n, field=field), 5000)
+    sizes = [
+        sum(p.numel() for p in hbnode.ODERNN(8, rnn.hidden_size + k, field=field).parameters()) for k in (-1, 0, 1)
+    ]
+    assert min(sizes, key=lambda size: abs(size - 5000)) == sizes[1]
+    torch.set_rng_state(before)
+    assert hbnode.ODERNN(8, rnn.hidden_size, field=field).cell.weight_hh.equal(rnn.cell.weight_hh)
+
+
+def test_models_that_cannot_be_matched():
+    with pytest.raises(ValueError, match="size 1 has 101 parameters"):
+        hbnode.nets.match_parameters(lambda n: nn.Linear(100, n), 50)
+    with pytest.raises(ValueError, match="does not increase with the size"):
+        hbnode.nets.match_parameters(lambda n: nn.Linear(3, 3), 50)

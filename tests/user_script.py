@@ -113,7 +113,7 @@ def readme_an_ode_rnn_on_irregular_series() -> None:
     x = torch.sin(2 * t + 6.3 * torch.rand(64, 1)).unsqueeze(-1)
     mask = torch.rand(64, 16) < 0.9  # True: observed; lengths= for series of unlike length
 
-    rnn = hbnode.ODERNN(1, 32, field="hbnode", rtol=1e-3, atol=1e-3)
+    rnn = hbnode.ODERNN(1, 32, field="hbnode", rtol=1e-3, atol=1e-3)  # .fit_time_unit(t) where gaps are long, or dates
     head = nn.Linear(32, 1)
     optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=0.02)
     for _ in range(30):

@@ -44,11 +44,15 @@ def _net(inputs: int, n: int) -> nn.Module:
     return nets.MLP(inputs, [n], n, activation=nn.Tanh)
 
 
-def make_cell(cell: CellName | nn.Module, input_size: int, state_size: int) -> nn.Module:
+def make_cell(cell: CellName | nn.Module | Callable[[int, int], nn.Module], input_size: int, size: int) -> nn.Module:
     """A cell on states of a size."""
     kinds = {"gru": nn.GRUCell, "rnn": nn.RNNCell}
     if isinstance(cell, str) and cell in kinds:
-        return kinds[cell](input_size, state_size)
-    if not isinstance(cell, nn.Module):
-        raise ValueError(f"cell must be one of {tuple(kinds)} or a module cell(x, s), got {cell!r}. Fix: 'gru'.")
-    return cell
+        return kinds[cell](input_size, size)
+    made = cell(input_size, size) if callable(cell) and not isinstance(cell, nn.Module) else cell
+    if not isinstance(made, nn.Module):
+        raise ValueError(
+            f"cell must be one of {tuple(kinds)}, a module cell(x, s), or a function (input_size, state_size) -> "
+            f"module, got {cell!r}. Fix: 'gru'."
+        )
+    return made

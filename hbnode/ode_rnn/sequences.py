@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from hbnode._checks import ArrayLike, as_tensor, tensor_fix
+from hbnode._times import as_times
 
 
 class Sequences:
@@ -17,6 +18,7 @@ class Sequences:
     Attributes:
         x: samples (batch, T, input_size), zero where nothing was observed; T is the greatest length.
         t: times (batch, T), on padding that of the last sample.
+        observed: which values were observed, (batch, T, 1) or (batch, T, input_size); None for all.
         seen: of which samples something was observed, (batch, T); None for all.
     """
 
@@ -56,6 +58,7 @@ class Sequences:
             t = torch.where(valid, t, last)
         self.valid, self.t = valid, t
         self.x = x if observed is None else torch.where(observed, x, 0.0)
+        self.observed = observed
         self.seen = None if observed is None else observed.any(-1)
         self._check_values()
 
@@ -63,6 +66,26 @@ class Sequences:
     def window(self) -> Tensor:
         """Samples as many as were given, zero on padding."""
         return torch.nn.functional.pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
+
+    def at_samples(self, x: Tensor) -> Tensor:
+        """Values (batch, T, n) as long as x was given, zero where nothing was observed."""
+        x = x if self.seen is None else torch.where(self.seen.unsqueeze(-1), x, 0.0)
+        return torch.nn.functional.pad(x, (0, 0, 0, self.total - x.shape[1]))
+
+    def backwards(self) -> tuple[Tensor, Tensor]:
+        """Where each sample is when every series is turned within its own length, (batch, T), and times since the end.
+
+        Padding stays where it is, at the time of the sample before it.
+        """
+        places = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
+        if self.valid is None:
+            order = places.flip(1)
+        else:
+            order = torch.where(self.valid, self.valid.sum(1, keepdim=True) - 1 - places, places)
+        since = self.t[:, -1:] - self.t.gather(1, order)  # on padding the last of t is that of the last sample
+        if self.valid is not None:
+            since = torch.where(self.valid, since, (self.t[:, -1:] - self.t[:, :1]).expand_as(since))
+        return order, since
 
     @property
     def padded_t(self) -> Tensor:
@@ -81,7 +104,7 @@ class Sequences:
     def _times(t: ArrayLike, x: Tensor) -> Tensor:
         shape = x.shape[:2]
         _refuse_packed(t, "t")
-        t = as_tensor(t, "t")
+        t = as_times(t, "t")
         if t.shape not in (shape, shape[1:]):
             raise ValueError(
                 f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.config import MODELS, TRIAL_FIELDS, ODEConfig
-from tasks.common.run import count_parameters
+from tasks.common.config import MODELS, TRIAL_FIELDS, ODEConfig, option
 
 BASELINES = ("lstm", "gru", "gru-d", "cfc")
 NetworkState = typing.Any  # a tensor or a pair of them, to be handed back as it came
@@ -166,19 +165,13 @@ def make_baseline(
     def make(hidden_size: int) -> Recurrent:
         return _kind(name)(input_size, hidden_size, predicts_ahead=predicts_ahead)
 
-    def count(hidden_size: int) -> int:
-        with torch.device("meta"):  # no memory, and no random numbers drawn
-            return count_parameters(make(hidden_size)) + output_size * (hidden_size + 1)
+    def with_head(hidden_size: int) -> nn.ModuleList:
+        head = [nn.Linear(hidden_size, output_size)] if output_size else []
+        return nn.ModuleList([make(hidden_size), *head])
 
-    if count(1) > parameters:
-        raise ValueError(f"{name} with one hidden unit has {count(1)} parameters already; got parameters={parameters}")
-    low, high = 1, 2
-    while count(high) < parameters:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if count(middle) <= parameters else (low, middle)
-    return make(min((low, high), key=lambda size: abs(count(size) - parameters)))
+    with torch.device("meta"):  # no random numbers drawn
+        matched = hbnode.nets.match_parameters(with_head, parameters)[0]
+    return make(typing.cast(Recurrent, matched).hidden_size)
 
 
 def _kind(name: str) -> Callable[..., Recurrent]:
@@ -200,9 +193,12 @@ class IrregularSeriesConfig(ODEConfig):
 
     models: ClassVar[tuple[str, ...]] = (*MODELS, *BASELINES)
 
+    time_unit: float = option(1.0, "unit of time of an ODE-RNN, in that of the data; 0 fits it, ten median gaps")
+
     def rnn_options(self) -> dict[str, typing.Any]:
         """The arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
-        return self.ode_options() | {"step_control": "sample" if self.solver == "native" else "batch"}
+        control = "sample" if self.solver == "native" else "batch"
+        return self.ode_options() | {"step_control": control, "time_unit": self.time_unit or 1.0}
 
     def try_out(self, model: str) -> None:
         """Solve a small ODE-RNN with these options, or make a baseline: what it needs must be installed."""
