@@ -1,6 +1,6 @@
 """Neural ODEs with momentum, on PyTorch."""
 
-from hbnode import nets, optim, plot, recurrent, transformer
+from hbnode import data, nets, optim, plot, recurrent, transformer
 from hbnode._methods import MethodInfo, methods
 from hbnode.analysis import AdjointNorms, NFEToleranceCurve, Spectrum, adjoint_norms, nfe_vs_tolerance, spectrum
 from hbnode.annealing import HeavyBallAnnealing, LogZ
@@ -128,6 +128,7 @@ __all__ = [
     "ODERNN",
     "ODERNNState",
     "Filtered",
+    "data",
     # recurrent layers with momentum
     "recurrent",
     "RecurrentState",

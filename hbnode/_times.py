@@ -21,6 +21,12 @@ def as_times(value: object, name: str) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
+    seconds = as_seconds(value)
+    return as_tensor(value, name) if seconds is None else seconds
+
+
+def as_seconds(value: object) -> Tensor | None:
+    """The seconds of dates and durations, as of :func:`as_times`; None of anything else."""
     array: Any = value
     if hasattr(array, "to_numpy"):
         has_zone = getattr(array.dtype, "tz", None) is not None if hasattr(array, "dtype") else False
@@ -32,7 +38,7 @@ def as_times(value: object, name: str) -> Tensor:
         array = array.tolist()
     if isinstance(array, (list, tuple)) and _is_of_dates(array):
         return torch.tensor(_seconds_of_list(array), dtype=torch.float64)
-    return as_tensor(value, name)
+    return None
 
 
 def as_duration(value: object, name: str) -> float:

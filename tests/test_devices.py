@@ -284,6 +284,26 @@ def test_an_ode_rnn_waits_once_for_each_step(device, field, step_control):
     assert device.synchronisations <= taken + 2 * A_SOLVE + starts
 
 
+def test_an_ode_rnn_with_all_its_options(device):
+    options = {"missing": "decay", "mask_features": True, "elapsed_features": True, "static_size": 2}
+    rnn = device.move(hbnode.ODERNN(3, 8, num_layers=2, dropout=0.5, time_unit=5.0, **options))
+    x, t = device.move(torch.randn(4, 6, 3)), device.move(torch.rand(4, 6).cumsum(1))
+    rnn.fit_time_unit(t)
+    scale = device.move(hbnode.nets.Standardize(3)).fit(x)
+    mask, static = device.move(torch.rand(4, 6, 3) > 0.5), device.move(torch.randn(4, 2))
+    output, state = rnn(scale(x), t, mask=mask, lengths=torch.tensor([6, 5, 3, 1]), static=static)
+    output.square().sum().backward()
+    taken = attempts(rnn.nfe)
+    ahead, _ = rnn.forecast(state, [0.1, 0.5])
+    taken += attempts(rnn.nfe)
+    assert ahead.is_cuda
+    assert rnn.inputs.rate.grad.is_cuda
+    assert device.synchronisations <= taken + 4 * A_SOLVE + 3  # two fits, and static features that are checked
+    both = device.move(hbnode.ODERNN(3, 8, bidirectional=True, options={"step_size": 0.5}))
+    output, _ = both(x, t, mask=mask, lengths=torch.tensor([6, 5, 3, 1]))
+    assert output.is_cuda
+
+
 def test_an_ode_rnn_of_a_packed_batch_with_torchdiffeqs_method(device):
     rnn = device.move(hbnode.ODERNN(3, 4, method="rk4", options={"steps": 2}, step_control="batch"))
     packed = [

@@ -59,6 +59,7 @@ LAYERS = [
     ["hbnode.solvers.ode_term", "hbnode.solvers.step_method", "hbnode.solvers.tableaus", "hbnode.solvers.settings"],
     ["hbnode.solvers.names", "hbnode.solvers.torchdiffeq_options"],
     ["hbnode.attention", "hbnode.recurrent", "hbnode.solvers"],
+    ["hbnode.data"],
     ["hbnode._closures", "hbnode._recompute"],
     ["hbnode.fields", "hbnode.nets", "hbnode.nfe", "hbnode.signal", "hbnode.errors"],
     ["hbnode._constants", "hbnode._records", "hbnode._signature", "hbnode._state", "hbnode._suggestions"],

@@ -7,15 +7,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONTINUED = {"irregular"}  # pages whose snippets belong together
+
+
+def snippets(page):
+    codes = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return ["\n".join(codes)] if page.stem in CONTINUED else codes
+
+
 SNIPPETS = [
-    pytest.param(code, id=f"{page.stem}-{index}")
-    for page in PAGES
-    for index, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+    pytest.param(code, id=f"{page.stem}-{index}") for page in PAGES for index, code in enumerate(snippets(page))
 ]
 
 
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_snippet(code, tmp_path, monkeypatch):
+    pytest.importorskip("pandas")
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)

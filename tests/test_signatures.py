@@ -25,6 +25,7 @@ PUBLIC = [
     *(hbnode.HeavyBallFlow.posterior, hbnode.HeavyBallFlow.elbo, hbnode.HeavyBallFlow.log_prob_bound),
     *(hbnode.HeavyBallFlow.sample, hbnode.HeavyBallFlow.rsample, hbnode.HeavyBallFlow.rsample_and_log_prob),
     *(hbnode.ODERNN, hbnode.ODERNN.forward, hbnode.ODERNN.fit_time_unit, hbnode.nets.Standardize.fit),
+    *(hbnode.data.from_long, hbnode.data.bucketed_batches, hbnode.data.Dataset),
     *(hbnode.TanhRNN, hbnode.TanhRNN.forward, hbnode.recurrent.sparse_),
     *(hbnode.sdeint, hbnode.HeavyBallSDE, hbnode.BrownianIncrements, hbnode.BrownianIncrements.draw),
     *(hbnode.HeavyBallAnnealing, hbnode.HeavyBallAnnealing.sample, hbnode.HeavyBallAnnealing.rsample),

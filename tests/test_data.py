@@ -1,0 +1,233 @@
+"""hbnode.data: tables to padded series, and batches of them."""
+
+import math
+import pickle
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hbnode
+from hbnode import data
+
+
+def make_table(rows=200, seed=0):
+    """A shuffled table with holes, duplicates and static columns, as a dictionary of columns."""
+    generator = numpy.random.default_rng(seed)
+    ids = generator.integers(0, 9, rows)
+    table = {
+        "id": numpy.array([f"p{i}" for i in ids], dtype=object),
+        "time": generator.integers(0, 12, rows) / 4,
+        "a": generator.normal(size=rows),
+        "b": generator.normal(size=rows),
+        "age": 20.0 + ids,
+        "sex": ids % 2,
+    }
+    table["a"][generator.random(rows) < 0.4] = numpy.nan
+    table["b"][generator.random(rows) < 0.7] = numpy.nan
+    return table
+
+
+def plain(table, values, rule):
+    """The series, row by row, as {id: {time: {feature: value}}}."""
+    series = {}
+    for row in range(len(table["id"])):
+        stamps = series.setdefault(table["id"][row], {})
+        cells = stamps.setdefault(float(table["time"][row]), {name: [] for name in values})
+        for name in values:
+            if not math.isnan(table[name][row]):
+                cells[name].append(float(table[name][row]))
+    pick = {"mean": lambda x: sum(x) / len(x), "first": lambda x: x[0], "last": lambda x: x[-1]}[rule]
+    return {
+        one: {t: {name: pick(x) if x else math.nan for name, x in cells.items()} for t, cells in sorted(stamps.items())}
+        for one, stamps in series.items()
+    }
+
+
+@pytest.mark.parametrize("rule", ["mean", "first", "last"])
+def test_against_a_plain_twin(rule):
+    table = make_table()
+    series = data.from_long(table, id="id", time="time", values=["a", "b"], duplicates=rule, dtype=torch.float64)
+    expected = plain(table, ["a", "b"], rule)
+    assert series.ids == list(expected)
+    assert series.lengths.tolist() == [len(stamps) for stamps in expected.values()]
+    assert series.x.shape == (9, max(series.lengths), 2)
+    for b, stamps in enumerate(expected.values()):
+        length = len(stamps)
+        assert series.t[b, :length].tolist() == list(stamps)
+        rows = torch.tensor([[cells["a"], cells["b"]] for cells in stamps.values()]).double()
+        torch.testing.assert_close(series.x[b, :length], rows, equal_nan=True, check_dtype=False, rtol=1e-6, atol=1e-7)
+        assert series.mask[b, :length].equal(~rows.isnan())
+        assert not series.mask[b, length:].any()
+        assert series.x[b, length:].isnan().all()
+        assert (series.t[b, length:] == series.t[b, length - 1]).all()
+
+
+def test_a_row_for_each_measurement():
+    wide = make_table()
+    long = {name: [] for name in ("id", "time", "what", "value")}
+    for row in range(len(wide["id"])):
+        for what in "ab":
+            if not math.isnan(wide[what][row]):
+                for name, entry in zip(long, (wide["id"][row], wide["time"][row], what, wide[what][row]), strict=True):
+                    long[name].append(entry)
+    series = data.from_long(long, id="id", time="time", values="value", variable="what")
+    expected = plain(wide, ["a", "b"], "mean")
+    assert series.features == ["a", "b"]
+    for b, one in enumerate(series.ids):
+        stamps = {t: cells for t, cells in expected[one].items() if not all(map(math.isnan, cells.values()))}
+        assert series.t[b, : series.lengths[b]].tolist() == list(stamps)
+        rows = torch.tensor([[cells["a"], cells["b"]] for cells in stamps.values()])
+        torch.testing.assert_close(series.x[b, : len(rows)], rows, equal_nan=True)
+    turned = data.from_long(long, id="id", time="time", values="value", variable="what", features=["b", "c", "a"])
+    assert turned.features == ["b", "c", "a"]
+    assert turned.x[..., [2, 0]].nan_to_num().equal(series.x.nan_to_num())
+    assert not turned.mask[..., 1].any()
+
+
+class Column:
+    """A column as polars has it: an array is all it gives."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return self.values
+
+
+class Table(dict):
+    """A table as polars has it: ``columns`` are names, columns have ``to_numpy``."""
+
+    @property
+    def columns(self):
+        return list(self)
+
+
+def test_tables_of_pandas_and_polars_and_dictionaries_agree():
+    pandas = pytest.importorskip("pandas")
+    table = make_table()
+    options = {"id": "id", "time": "time", "values": ["a", "b"], "static": ["age", "sex"]}
+    expected = data.from_long(table, **options)
+    frame = pandas.DataFrame(table)
+    nullable = frame.convert_dtypes()
+    tables = [frame, frame.set_index(frame.index[::-1]), nullable, Table({k: Column(v) for k, v in table.items()})]
+    try:
+        import polars
+
+        tables.append(polars.DataFrame(frame.to_dict("list")))
+    except ImportError:
+        pass
+    for one in tables:
+        series = data.from_long(one, **options)
+        assert series.ids == expected.ids
+        for name in ("t", "mask", "lengths", "static"):
+            assert getattr(series, name).equal(getattr(expected, name)), name
+        torch.testing.assert_close(series.x, expected.x, equal_nan=True)
+    assert expected.static.tolist() == [[20.0 + int(one[1:]), int(one[1:]) % 2] for one in expected.ids]
+    codes = frame.assign(id=frame["id"].astype("category"))
+    assert data.from_long(codes, **options).ids == expected.ids
+
+
+def test_dates_in_a_unit():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"id": [1, 1], "time": pandas.to_datetime(["2020-01-02 00:00", "2020-01-01 18:00"]), "a": [1.0, 2]}
+    )
+    options = {"id": "id", "time": "time", "values": "a"}
+    seconds = data.from_long(frame, **options).t
+    assert seconds.diff().item() == 6 * 3600
+    for unit, length in (("h", 3600), ("D", 86400), (pandas.Timedelta("30min"), 1800)):
+        assert data.from_long(frame, **options, unit=unit).t.equal(seconds / length)
+    with pytest.raises(ValueError, match="unit must be one of"):
+        data.from_long(frame, **options, unit="hour")
+    with pytest.raises(ValueError, match="unit='h' is for dates, and column 'time' holds numbers"):
+        data.from_long(make_table(), **options, unit="h")
+
+
+def good():
+    return {"id": [1, 1, 2], "t": [0.0, 1.0, 0.0], "a": [1.0, None, 3.0], "s": [1.0, 1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "kind", "message"),
+    [
+        ({}, {"values": "b"}, KeyError, "no column 'b'"),
+        ({"id": [1, None, 2]}, {}, ValueError, "'id' has missing entries"),
+        ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, "'t' is missing or infinite in row 1"),
+        ({"a": ["x", "y", "z"]}, {}, TypeError, "'a' must hold numbers.*get_dummies"),
+        ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
+        ({"s": [1.0, 2.0, 2.0]}, {"static": "s"}, ValueError, "static column 's' changes within series 1"),
+        ({"t": [0.0, 0.0, 0.0], "a": [1.0, 2.0, 3.0]}, {"duplicates": "error"}, ValueError, "1 values of a feature"),
+        ({}, {"duplicates": "median"}, ValueError, "duplicates must be one of"),
+        ({}, {"values": ["a", "s"], "variable": "id"}, ValueError, "values must be one column"),
+        ({}, {"features": ["a"]}, ValueError, "features is for tables with variable="),
+        ({"id": [], "t": [], "a": []}, {}, ValueError, "the table has no rows"),
+    ],
+)
+def test_tables_that_are_refused(change, options, kind, message):
+    with pytest.raises(kind, match=message):
+        data.from_long({**good(), **change}, **{"id": "id", "time": "t", "values": "a", **options})
+
+
+def test_series_select_move_and_run():
+    series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static=["age"])
+    short = int(series.lengths.argmin())
+    one = series.select([short])
+    assert one.x.shape[1] == one.lengths.item() == series.lengths.min()
+    assert one.ids == [series.ids[short]]
+    assert type(one.ids[0]) is str
+    assert repr(series) == f"Series(9 series, up to {max(series.lengths)} samples, 2 features ['a', 'b'], 1 static)"
+    assert series.select(series.lengths > 100).x.shape == (0, 0, 2)
+    assert series.select(slice(2, None, 3)).ids == series.ids[2::3]
+    moved = pickle.loads(pickle.dumps(series.to(torch.float64)))
+    kinds = [part.dtype for part in (moved.x, moved.t, moved.mask, moved.lengths, moved.static)]
+    assert kinds == [torch.float64, torch.float64, torch.bool, torch.int64, torch.float64]
+    rnn = hbnode.ODERNN(2, 4, missing="decay", static_size=1, rtol=1e-3, atol=1e-3)
+    rnn.fit_time_unit(series.t, series.mask, series.lengths)
+    output, _ = rnn(**series.inputs())
+    alone, _ = rnn(**one.inputs())
+    torch.testing.assert_close(output[short, : one.lengths], alone[0], rtol=1e-4, atol=1e-5)
+
+
+def test_batches_for_a_data_loader():
+    series = data.from_long(make_table(), id="id", time="time", values=["a", "b"], static="age")
+    labels = torch.arange(9)
+    sampler = data.bucketed_batches(series.lengths, 4)
+    loader = DataLoader(data.Dataset(series, labels), batch_sampler=sampler, collate_fn=data.collate)
+    assert len(loader) == 3
+    seen = []
+    for batch, y in loader:
+        expected = series.select(y)
+        assert batch.ids == expected.ids
+        for name in ("x", "t", "mask", "lengths", "static"):
+            torch.testing.assert_close(getattr(batch, name), getattr(expected, name), equal_nan=True)
+        seen += y.tolist()
+    assert sorted(seen) == list(range(9))
+    (batch,) = DataLoader(data.Dataset(series), batch_size=9, collate_fn=data.collate)
+    assert batch.ids == series.ids
+    with pytest.raises(ValueError, match="targets must be one for each of 9 series, got 8"):
+        data.Dataset(series, labels[:8])
+    with pytest.raises(IndexError):
+        data.Dataset(series)[9]
+    with pytest.raises(ValueError, match="no items"):
+        data.collate([])
+
+
+def test_batches_of_like_length():
+    lengths = torch.randint(1, 1000, (640,))
+    sampler = data.bucketed_batches(lengths, 16, generator=torch.Generator().manual_seed(0))
+    first, second = list(sampler), list(sampler)
+    assert len(first) == len(sampler) == 40
+    assert sorted(i for batch in first for i in batch) == list(range(640))
+    assert first != second
+    padded = sum(len(batch) * int(lengths[batch].max()) for batch in first)
+    assert padded < 1.05 * lengths.sum()
+    again = list(data.bucketed_batches(lengths, 16, generator=torch.Generator().manual_seed(0)))
+    assert again == first
+    in_order = list(data.bucketed_batches(lengths[:21], 5, shuffle=False, drop_last=True))
+    assert [len(batch) for batch in in_order] == [5] * 4
+    assert [int(lengths[i]) for batch in in_order for i in batch] == sorted(lengths[:21].tolist())[:20]
+    assert [len(batch) for batch in data.bucketed_batches(lengths[:21], 5, drop_last=True)] == [5] * 4
+    with pytest.raises(ValueError, match="lengths must be whole numbers"):
+        data.bucketed_batches(lengths.float(), 16)
