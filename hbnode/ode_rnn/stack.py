@@ -139,7 +139,7 @@ class Stack(Core):
         states, layers = _from_below(state), self._layers()[::-1]
         self.counts, end = [], None
         for one, core in zip(states, layers[: len(states)][::-1], strict=True):
-            asked = t if one is state else t[:, [0, -1]]
+            asked = t if one is state else torch.stack([t[:, 0], t[:, -1]], 1)
             with timing.in_user_units(self.time_unit):
                 h, rows, nfe = core.flow(joined(one).flatten(0, -2), asked, self.solver)
             self._count(nfe)
