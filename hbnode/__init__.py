@@ -1,7 +1,7 @@
 """Neural ODEs with momentum, on PyTorch."""
 
 from hbnode import data, nets, optim, plot, recurrent, transformer
-from hbnode._methods import MethodInfo, methods
+from hbnode._methods import MethodInfo, SDEMethodInfo, methods, sde_methods
 from hbnode.analysis import AdjointNorms, NFEToleranceCurve, Spectrum, adjoint_norms, nfe_vs_tolerance, spectrum
 from hbnode.annealing import HeavyBallAnnealing, LogZ
 from hbnode.attention import (
@@ -115,6 +115,8 @@ __all__ = [
     # noise
     "HeavyBallSDE",
     "sdeint",
+    "sde_methods",
+    "SDEMethodInfo",
     "BrownianIncrements",
     # blocks
     "ODEBlock",

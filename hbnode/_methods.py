@@ -1,9 +1,11 @@
-"""The list of all methods that :func:`hbnode.odeint` knows."""
+"""The lists of all methods that :func:`hbnode.odeint` and :func:`hbnode.sdeint` know."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
+from hbnode.sde.methods import SPLITTINGS
+from hbnode.sde.names import NativeSDEMethod, SDEMethodName, TorchsdeMethod
 from hbnode.solvers.names import Gradient, Method, NativeMethod, TorchdiffeqMethod
 from hbnode.solvers.registry import METHODS, SECOND_ORDER, SPLITTING
 from hbnode.solvers.torchdiffeq_options import FIXED, SCIPY
@@ -33,18 +35,39 @@ class MethodInfo(NamedTuple):
     library: Literal["hbnode", "torchdiffeq"]
 
 
-class Methods(tuple[MethodInfo, ...]):
+class SDEMethodInfo(NamedTuple):
+    """One method of :func:`hbnode.sdeint`.
+
+    Attributes:
+        name: what ``method=`` takes.
+        order: strong, of convergence to the path of the equation for the same noise.
+        evaluations: of f in one step, after the first one.
+        gradients: what ``gradient=`` may be.
+        library: whose solver it is.
+    """
+
+    name: SDEMethodName
+    order: float
+    evaluations: int
+    gradients: tuple[Gradient, ...]
+    library: Literal["hbnode", "torchsde"]
+
+
+Info = TypeVar("Info", MethodInfo, SDEMethodInfo)
+
+
+class Methods(tuple[Info, ...]):
     """Methods, printed as a table; ``pandas.DataFrame(hbnode.methods())`` makes a frame of them."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        rows = [MethodInfo._fields, *([_shown(value) for value in method] for method in self)]
+        rows = [self[0]._fields, *([_shown(value) for value in method] for method in self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _shown(value: str | int | tuple[str, ...] | None) -> str:
+def _shown(value: str | float | tuple[str, ...] | None) -> str:
     return "varies" if value is None else ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -80,10 +103,47 @@ _EVALUATIONS: dict[Method, int] = {  # of torchdiffeq's methods in one step
     "rk4": 4,
 }
 _GRID = "options={'steps': n}"
+_OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
+    "ubu": (2, 1),
+    "baoab": (1, 1),
+    "nystrom4": (3, 3),
+    "euler": (1, 1),
+    "milstein": (1, 1),
+    "srk": (1.5, 3),
+    "midpoint": (1, 2),
+    "heun": (1, 2),
+    "euler_heun": (1, 1),
+    "log_ode": (1, 2),
+    "reversible_heun": (1, 1),
+}
 
 
-def methods() -> Methods:
-    """All methods, with their order, evaluations a step and what they need.
+def sde_methods() -> Methods[SDEMethodInfo]:
+    """All methods of :func:`hbnode.sdeint`, with their strong order and evaluations a step.
+
+    The orders are those for additive noise, which that of :class:`hbnode.HeavyBallSDE` is.
+
+    Returns:
+        A tuple of :class:`SDEMethodInfo`, which prints as a table and which ``pandas.DataFrame`` takes as it is.
+
+    Example:
+        >>> import hbnode
+        >>> [method.name for method in hbnode.sde_methods() if method.order >= 2]
+        ['ubu', 'nystrom4']
+    """
+    rows: list[SDEMethodInfo] = []
+    for name in get_args(NativeSDEMethod):
+        gradients: tuple[Gradient, ...] = ("direct", "checkpoint", *(("reversible",) if name in SPLITTINGS else ()))
+        rows.append(SDEMethodInfo(name, *_OF_SDES[name], gradients, "hbnode"))
+    for name in get_args(TorchsdeMethod):
+        rows.append(SDEMethodInfo(name, *_OF_SDES[name], ("direct", "adjoint"), "torchsde"))
+    return Methods(rows)
+
+
+def methods() -> Methods[MethodInfo]:
+    """All methods of :func:`hbnode.odeint`, with their order, evaluations a step and what they need.
+
+    Those of :func:`hbnode.sdeint` are :func:`sde_methods`.
 
     Returns:
         A tuple of :class:`MethodInfo`, which prints as a table and which ``pandas.DataFrame`` takes as it is.

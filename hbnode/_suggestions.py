@@ -36,6 +36,9 @@ _SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
 }
 
 
+_OF_SDEINT = ("ubu", "baoab", "srk", "milstein", "euler_heun", "log_ode", "reversible_heun")
+
+
 def nearest(name: object, names: Sequence[str]) -> str | None:
     """The one of ``names`` that was most likely meant, None if none is near."""
     plain = "".join(filter(str.isalnum, str(name).lower()))
@@ -46,6 +49,8 @@ def nearest(name: object, names: Sequence[str]) -> str | None:
 
 def nearest_method(name: object, methods: Sequence[str]) -> str:
     """What to write in place of an unknown method."""
+    if name in _OF_SDEINT:
+        return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
     solver = _SCIPY.get(str(name).lower())
     if solver is not None:
         return f"method='scipy_solver' with options={{'solver': {solver!r}}} and gradient='adjoint'"

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import hbnode
+from hbnode.sde.torchsde_solve import LEVY_AREAS, STRATONOVICH
 from tests.problems import damped_oscillator
 
 METHODS = hbnode.methods()
@@ -75,3 +77,74 @@ def test_it_prints_as_a_table_and_makes_a_frame():
     frame = pytest.importorskip("pandas").DataFrame(METHODS)
     assert list(frame.columns) == list(hbnode.MethodInfo._fields)
     assert frame.set_index("name").loc["rk4", "evaluations"] == 4
+
+
+# sdeint's
+
+
+SDE_METHODS = hbnode.sde_methods()
+
+
+@pytest.mark.parametrize("method", SDE_METHODS, ids=lambda method: method.name)
+def test_evaluations_and_gradients_of_sdes(method):
+    sde = hbnode.HeavyBallSDE(nn.Linear(1, 1))
+    state = sde.initial_state(torch.ones(2, 1))
+    counts = []
+    for steps in (4, 8):
+        with hbnode.count_nfe(sde) as nfe:
+            hbnode.sdeint(sde, state, [0.0, 1.0], dt=1 / steps, method=method.name)
+        counts.append(nfe.forward)
+    assert (counts[1] - counts[0]) / 4 == method.evaluations
+    for gradient in ("direct", "checkpoint", "reversible", "adjoint"):
+        solve = lambda gradient=gradient: hbnode.sdeint(
+            sde, state, [0.0, 1.0], dt=0.5, method=method.name, gradient=gradient
+        )
+        if gradient in method.gradients:
+            solve()[0].sum().backward()
+        else:
+            with pytest.raises(ValueError, match="Fix: "):
+                solve()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [m for m in SDE_METHODS if m.library == "torchsde"], ids=lambda method: method.name)
+def test_strong_orders_of_torchsde(method):
+    """At least what the table says; srk has order 2 on this equation. Those of native methods: test_sde_orders."""
+    import torchsde
+
+    sde_type = "stratonovich" if method.name in STRATONOVICH else "ito"
+    sde = hbnode.HeavyBallSDE(lambda h: h - h**3, damping=1.0, temperature=0.5, learn_damping=False, sde_type=sde_type)
+    torch.manual_seed(0)
+    y, n = torch.randn(200, 2, dtype=torch.float64), 256
+    motion = torchsde.BrownianInterval(
+        0.0,
+        2.0,
+        size=(200, 1),
+        dtype=torch.float64,
+        entropy=3,
+        dt=2 / n,
+        levy_area_approximation=LEVY_AREAS.get(method.name, "none"),
+    )
+    t = torch.tensor([0.0, 2.0], dtype=torch.float64)
+    fine, half, coarse = (
+        torchsde.sdeint(sde, y, t, bm=motion, method=method.name, dt=2 / k)[-1] for k in (n, n // 4, n // 8)
+    )
+    error, larger = ((x - fine).square().mean().sqrt() for x in (half, coarse))
+    assert method.order - 0.3 < math.log2(larger / error) < method.order + 1
+
+
+def test_methods_of_sdes_print_as_a_table_and_make_a_frame():
+    lines = str(SDE_METHODS).splitlines()
+    assert lines[0].split() == list(hbnode.SDEMethodInfo._fields)
+    assert lines[1].split() == "ubu 2 1 direct, checkpoint, reversible hbnode".split()
+    frame = pytest.importorskip("pandas").DataFrame(SDE_METHODS)
+    assert frame.set_index("name").loc["srk", "order"] == 1.5
+
+
+def test_a_name_of_the_other_solver_is_pointed_to():
+    field = hbnode.HeavyBallSDE(nn.Linear(1, 1))
+    state = field.initial_state(torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"Fix: hbnode.sdeint\(sde, y0, t, method='ubu', dt=...\)"):
+        hbnode.odeint(field, state, [0.0, 1.0], method="ubu")
+    with pytest.raises(ValueError, match=r"Fix: method='nystrom4', or hbnode.odeint, which leaves the noise out"):
+        hbnode.sdeint(field, state, [0.0, 1.0], method="nystrom8", dt=0.1)

@@ -25,7 +25,7 @@ from hbnode.sde.methods import NATIVE, SPLITTINGS
 from hbnode.sde.names import NativeSDEMethod, SDEMethodName, TorchsdeMethod
 from hbnode.sde.noise import BrownianIncrements, SeededNoise, check_sde, checked_seed
 from hbnode.sde.run import ForwardPass, Run
-from hbnode.solvers.names import Gradient
+from hbnode.solvers.names import Gradient, Method
 from hbnode.solvers.ode_term import ODETerm, is_heavy_ball, unwrapped
 from hbnode.solvers.stepper import no_autocast
 
@@ -115,8 +115,9 @@ def _check_names(
     check_sde(sde)
     methods = (*get_args(NativeSDEMethod), *get_args(TorchsdeMethod))
     if method not in methods:
-        near = nearest(method, methods) or "ubu"
-        raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: method={near!r}.")
+        near = f"method={nearest(method, methods) or 'ubu'!r}"
+        fix = f"{near}, or hbnode.odeint, which leaves the noise out" if method in get_args(Method) else near
+        raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
     gradients = ("direct", "adjoint")
     if method in NATIVE:
         gradients = ("direct", "checkpoint", *(("reversible",) if method in SPLITTINGS else ()))
