@@ -76,7 +76,9 @@ def resolved(settings: Settings, field: Callable, event: bool = False, span: flo
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
     """Two different times, of a block or a flow."""
     if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
-        raise TypeError(f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: learned times go to block(x, t).")
+        raise TypeError(
+            f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: (0.0, 1.0); learned times go to block(x, t)."
+        )
     span = tuple(float(t) for t in t_span)
     if len(span) != 2 or span[0] == span[1] or not all(map(math.isfinite, span)):
         raise ValueError(f"t_span must be two different times (t0, T), got {span}. Fix: (0.0, 1.0).")

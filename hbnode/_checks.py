@@ -50,10 +50,12 @@ def as_seed(value: SupportsIndex) -> int:
     return seed
 
 
-def as_numbers(value: object, name: str, fix: str, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A number or several as a tensor of its own on the CPU."""
+def as_numbers(
+    value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
+) -> Tensor:
+    """A number or several as a tensor of its own, on the CPU, or for None where they are."""
     try:
-        return torch.as_tensor(value, dtype=dtype, device="cpu").detach().clone()
+        return torch.as_tensor(value, dtype=dtype, device=device).detach().clone()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a number or a tensor, got {value!r}. Fix: {fix}.") from None
 

@@ -33,6 +33,8 @@ def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
     required = required_arguments(signature)
     if variadic or len(required) not in (parts, parts + 1):
+        if not variadic and 0 < len(required) < parts:
+            fix = f"Fix: let it take {names} as well."
         raise TypeError(
             f"func takes {signature}, from which it cannot be told whether it wants the time; "
             f"expected ({names}) or (t, {names}). {fix}"

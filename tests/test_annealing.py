@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributions import (
     Bernoulli,
     Categorical,
+    Exponential,
     Independent,
     MixtureSameFamily,
     MultivariateNormal,
@@ -373,6 +374,24 @@ def test_wrong_arguments_are_refused(arguments, message):
         HeavyBallAnnealing(gaussian, standard_normal(), **{"steps": 3, **arguments})
 
 
+def test_what_is_no_number_is_refused():
+    for name in ("step_size", "damping", "schedule"):
+        with pytest.raises(TypeError, match=rf"{name} must be a number or a tensor, got 'auto'. Fix: "):
+            HeavyBallAnnealing(gaussian, standard_normal(), 3, **{name: "auto"})
+    with pytest.raises(ValueError, match=r"seed must be below 2\*\*64.*Fix: seed=0"):
+        HeavyBallAnnealing(gaussian, standard_normal(), 3).sample(4, seed=2**64)
+
+
+def test_transforms_of_functions_are_refused():
+    annealing = HeavyBallAnnealing(gaussian, standard_normal(), 3)
+    parameters = dict(annealing.named_parameters())
+    with pytest.raises(ValueError, match=r"torch.func.*Fix: rsample\(n\) or bound\(n\) outside"):
+        torch.func.grad(lambda p: torch.func.functional_call(annealing, p, (4,)))(parameters)
+    lent = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    torch.func.functional_call(annealing, lent, (4,)).backward()
+    assert all(p.grad is not None for p in lent.values())
+
+
 def test_objects_in_place_of_functions_are_refused():
     with pytest.raises(TypeError, match=r"got MultivariateNormal. Fix: pass target.log_prob"):
         HeavyBallAnnealing(MultivariateNormal(MEAN, COVARIANCE), standard_normal(), 3)
@@ -402,6 +421,14 @@ def _array(x):
     return gaussian(x).detach().numpy()
 
 
+def _constant(x):
+    return torch.zeros(len(x))
+
+
+def _of_a_part(x):
+    return Exponential(torch.ones(2), validate_args=True).log_prob(x - 100).sum(-1)  # torch.compile turns it off
+
+
 @pytest.mark.parametrize(
     ("log_prob", "message"),
     [
@@ -409,6 +436,8 @@ def _array(x):
         (_unsummed, r"got \(4, 2\). Fix: log_prob\(x\).sum\(-1\)"),
         (_mean, r"got \(\). Fix: sum over the last dimension alone"),
         (_detached, r"does not depend on x for autograd. Fix: no .detach\(\)"),
+        (_constant, r"if it is constant, add 0 \* x.sum\(-1\)"),
+        (_of_a_part, r"on a part of R\^d.*Fix: unbounded coordinates"),
         (_array, r"must return a tensor, got ndarray. Fix: write it in torch"),
     ],
 )

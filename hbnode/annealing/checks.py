@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, constraints
 
+from hbnode._checks import as_numbers
+
 _NORMAL = "torch.distributions.Independent(torch.distributions.Normal(torch.zeros(d), torch.ones(d)), 1)"
 
 
@@ -48,7 +50,7 @@ def check_functions(log_prob: object, force: object) -> None:
 
 def log_of(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
     """The logarithm of a positive number, or of one for each dimension."""
-    given = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach()
+    given = as_numbers(value, name, f"{name}={usual}", torch.get_default_dtype(), device=None)
     if given.shape not in (torch.Size([]), torch.Size([dim])):
         raise ValueError(
             f"{name} must be a number or a tensor ({dim},), got shape {tuple(given.shape)}. Fix: {name}={usual}."
@@ -62,8 +64,8 @@ def log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_lea
     """The logarithms of the increments of a schedule, up to a constant."""
     if schedule is None:
         return torch.zeros(steps)
-    given = torch.as_tensor(schedule, dtype=torch.float64).detach()
     fix = f"Fix: torch.linspace(0, 1, {steps + 1}), or leave it out."
+    given = as_numbers(schedule, "schedule", f"torch.linspace(0, 1, {steps + 1})", device=None)
     if given.shape != (steps + 1,):
         raise ValueError(f"schedule must be ({steps + 1},), steps + 1, got shape {tuple(given.shape)}. {fix}")
     increments = given.diff()
@@ -85,7 +87,15 @@ def check_device(x: Tensor, device: torch.device) -> None:
 
 def checked_log_prob(log_prob: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The log density (n,) at x (n, d)."""
-    value = log_prob(x)
+    try:
+        value = log_prob(x)
+    except ValueError as error:
+        if "within the support" not in str(error):  # torch's words
+            raise
+        raise ValueError(
+            "log_prob is of a distribution on a part of R^d, which paths leave. Fix: unbounded coordinates, with the "
+            "log-determinant of their transform in log_prob; or -inf outside of the support."
+        ) from error
     if not isinstance(value, Tensor):
         raise TypeError(f"log_prob must return a tensor, got {type(value).__name__}. Fix: write it in torch.")
     if value.shape != x.shape[:1]:
@@ -97,7 +107,7 @@ def checked_log_prob(log_prob: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not value.requires_grad:
         raise ValueError(
             "log_prob returns a tensor that does not depend on x for autograd. Fix: no .detach(), torch.no_grad() or "
-            "numpy in log_prob."
+            "numpy in log_prob; if it is constant, add 0 * x.sum(-1)."
         )
     return value
 

@@ -14,7 +14,8 @@ from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import override
 
-from hbnode._checks import as_count
+from hbnode import _torch_internals
+from hbnode._checks import as_count, as_seed
 from hbnode._signature import takes_time
 from hbnode.annealing.checks import (
     check_device,
@@ -261,6 +262,12 @@ class HeavyBallAnnealing(nn.Module):
 
     def _draw(self, n: int, seed: int | None) -> tuple[Tensor, Tensor]:
         n = as_count(n, "n", least=0)
+        if _torch_internals.is_active() or _torch_internals.in_forward_mode():
+            raise ValueError(
+                "annealing takes gradients of log_prob by autograd, which does not work in the transforms of "
+                "torch.func (grad, vmap, jvp, ...) and in forward mode. Fix: rsample(n) or bound(n) outside of them, "
+                "and .backward()."
+            )
         is_differentiated = torch.is_grad_enabled()
         # the force is a gradient, which inference mode cannot take
         device = self.log_step_size.device
@@ -376,7 +383,7 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    number = as_count(seed, "seed", least=0)
+    number = as_seed(seed)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(number)
         yield
