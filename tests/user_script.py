@@ -141,6 +141,30 @@ def readme_noise() -> None:
     print(f"loss {loss:.3f}, damping {sde.damping:.3f}, temperature {sde.temperature:.3f}")
 
 
+def readme_known_densities() -> None:
+    import math
+
+    import torch
+    from torch.distributions import Independent, Normal
+
+    import hbnode
+
+    def log_prob(x: torch.Tensor) -> torch.Tensor:  # of a banana, up to a constant
+        a, b = x.unbind(-1)
+        return -0.5 * (a.square() / 4 + (b - a.square() / 4).square())
+
+    prior = Independent(Normal(torch.zeros(2), torch.ones(2)), 1)
+    annealing = hbnode.HeavyBallAnnealing(log_prob, prior, steps=32, step_size=0.3)
+    optimizer = torch.optim.Adam(annealing.parameters(), lr=0.05)
+    for _ in range(50):
+        optimizer.zero_grad()
+        (-annealing.bound(128)).backward()
+        optimizer.step()
+    x, log_weight = annealing.sample(2000)  # (2000, 2), and the logarithms of their weights
+    estimate, error = annealing.log_z(2000)
+    print(f"log Z {estimate:.3f} ± {error:.3f}, exactly {math.log(4 * math.pi):.3f}")
+
+
 def readme_recurrent_layers_with_momentum() -> None:
     import torch
     from torch import nn
