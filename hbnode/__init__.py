@@ -27,6 +27,16 @@ from hbnode.flows import HeavyBallFlow
 from hbnode.nfe import NFE, StepRecord, count_nfe, record_steps
 from hbnode.ode_rnn import ODERNN, Filtered, ODERNNState
 from hbnode.optim import HessianFree
+from hbnode.oscillators import (
+    OscillatorCell,
+    Oscillators,
+    OscillatorStack,
+    OscillatorStackState,
+    OscillatorState,
+    OscillatorStep,
+    oscillator_ranges,
+    oscillator_step,
+)
 from hbnode.recurrent import (
     DTRIV,
     NAGDTRIV,
@@ -131,6 +141,15 @@ __all__ = [
     "ODERNNState",
     "Filtered",
     "data",
+    # oscillators
+    "Oscillators",
+    "OscillatorCell",
+    "OscillatorStack",
+    "OscillatorState",
+    "OscillatorStackState",
+    "oscillator_step",
+    "OscillatorStep",
+    "oscillator_ranges",
     # recurrent layers with momentum
     "recurrent",
     "RecurrentState",

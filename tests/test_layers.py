@@ -32,6 +32,7 @@ LAYERS = [
     ["hbnode"],
     ["hbnode.plot"],
     ["hbnode.analysis"],
+    ["hbnode.oscillators"],
     ["hbnode.blocks", "hbnode.flows", "hbnode.ode_rnn", "hbnode.optim", "hbnode._methods", "hbnode.transformer"],
     ["hbnode.solve", "hbnode._integral", "hbnode.sde"],
     ["hbnode.sde.solve"],

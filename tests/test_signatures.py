@@ -30,6 +30,9 @@ PUBLIC = [
     *(hbnode.sdeint, hbnode.HeavyBallSDE, hbnode.BrownianIncrements, hbnode.BrownianIncrements.draw),
     *(hbnode.HeavyBallAnnealing, hbnode.HeavyBallAnnealing.sample, hbnode.HeavyBallAnnealing.rsample),
     *(hbnode.HeavyBallAnnealing.bound, hbnode.HeavyBallAnnealing.log_z),
+    *(hbnode.Oscillators, hbnode.Oscillators.forward, hbnode.Oscillators.forecast, hbnode.oscillator_step),
+    *(hbnode.OscillatorCell, hbnode.OscillatorCell.forward, hbnode.oscillator_ranges),
+    *(hbnode.OscillatorStack, hbnode.OscillatorStack.forward),
 ]
 
 

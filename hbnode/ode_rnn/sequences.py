@@ -18,6 +18,7 @@ class Sequences:
     Attributes:
         x: samples (batch, T, input_size), zero where nothing was observed; T is the greatest length.
         t: times (batch, T), on padding that of the last sample.
+        raw_t: times (batch, T), on padding as given.
         observed: which values were observed, (batch, T, 1) or (batch, T, input_size); None for all.
         seen: of which samples something was observed, (batch, T); None for all.
     """
@@ -29,6 +30,8 @@ class Sequences:
         t: ArrayLike,
         mask: Tensor | None,
         lengths: Tensor | Sequence[int] | None,
+        *,
+        checks_values: bool = True,
     ) -> None:
         if isinstance(x, PackedSequence):
             raise TypeError("filter takes padded sequences, got a PackedSequence. Fix: pad_packed_sequence.")
@@ -46,7 +49,7 @@ class Sequences:
             raise TypeError(f"x must be floating point, got {x.dtype}. Fix: x.float().")
         self.total = x.shape[1]
         t = self._times(t, x)
-        valid = observed = None
+        raw_t, valid, observed = t, None, None
         if lengths is not None:
             valid, longest = self._valid(lengths, x)
         if mask is not None:
@@ -55,12 +58,13 @@ class Sequences:
             x, t, valid = x[:, :longest], t[:, :longest], valid[:, :longest]
             observed = valid.unsqueeze(-1) if observed is None else observed[:, :longest] & valid.unsqueeze(-1)
             last = t.gather(1, valid.sum(1, keepdim=True) - 1)
-            t = torch.where(valid, t, last)
-        self.valid, self.t = valid, t
+            raw_t, t = t, torch.where(valid, t, last)
+        self.valid, self.t, self.raw_t = valid, t, raw_t
         self.x = x if observed is None else torch.where(observed, x, 0.0)
         self.observed = observed
         self.seen = None if observed is None else observed.any(-1)
-        self._check_values()
+        if checks_values:
+            self._check_values()
 
     @property
     def window(self) -> Tensor:
