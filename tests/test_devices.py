@@ -370,3 +370,25 @@ def test_annealing_waits_for_its_bound_alone(device, checkpoint):
     assert device.synchronisations - before <= 2  # are the weights finite, is the bound
     assert all(p.grad.is_cuda for p in annealing.parameters())
     assert all(part.is_cuda for part in (*annealing.sample(3), *annealing.log_z(3)))
+
+
+@pytest.mark.parametrize("input", ["impulse", "hold"])
+@pytest.mark.parametrize("discretization", ["exact", "imex"])
+def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, discretization, input):
+    layer = device.move(hbnode.Oscillators(3, 4, discretization=discretization, input=input))
+    x, t = device.move(torch.randn(2, 20, 3)), device.move(torch.rand(2, 20).cumsum(1))
+    for times, lengths in ((None, None), (t, None), (t, [20, 5])):
+        before = device.synchronisations
+        y, state = layer(x, times, lengths=lengths)
+        y.sum().backward()
+        waited = device.synchronisations - before
+        assert y.is_cuda
+        assert state.v.is_cuda
+        assert layer.log_damping.grad.is_cuda
+        assert waited <= 1 + (times is not None) * (1 + 4 * (discretization == "exact"))
+    ahead, _ = layer.forecast(state, device.move(torch.tensor([0.5])))
+    assert ahead.is_cuda
+    cell = device.move(hbnode.OscillatorCell(3, 4, discretization=discretization, input=input))
+    assert cell(x[:, 0], cell(x[:, 1])[1], 0.5)[0].is_cuda
+    stack = device.move(hbnode.OscillatorStack(3, 4, head="next"))
+    assert stack(x, t, lengths=[20, 5])[0].is_cuda

@@ -59,7 +59,7 @@ def compare(found, twin, leaves, tolerance):
 @variants
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("times", ["none", "even", "shared", "own"])
-@pytest.mark.parametrize("length", [1, 9, 75])
+@pytest.mark.parametrize("length", [1, 53])
 def test_scan_against_the_loop(narrow, discretization, input, mixed, times, length):
     layer = make(discretization=discretization, input=input, mixed=mixed)
     x = torch.randn(2, length, 3, dtype=torch.float64).requires_grad_()
@@ -82,6 +82,7 @@ def test_scan_against_the_loop(narrow, discretization, input, mixed, times, leng
     compare((y, after.v, after.x), layer_loop(layer, x, gaps, *start, held=held), leaves, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("input", ["impulse", "hold"])
 @pytest.mark.parametrize("is_even", [True, False])
 def test_long_series_against_the_loop(input, is_even):
@@ -99,7 +100,9 @@ def test_long_series_against_the_loop(input, is_even):
     assert (low - y).norm() <= 1e-5 * y.norm()
     weights = torch.randn_like(y)
     right = gradients([y], [weights], list(layer.parameters()))
-    for one, other in zip(gradients([single(x.float(), t)[0]], [weights.float()], list(single.parameters())), right):
+    for one, other in zip(
+        gradients([single(x.float(), t)[0]], [weights.float()], list(single.parameters())), right, strict=True
+    ):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
@@ -112,7 +115,7 @@ def test_against_a_dense_solve():
     for i in range(6):
         if i:
             field = hbnode.NODE(lambda h: torch.stack([-gamma * h[0] - kappa * h[1], h[0]]))
-            state = hbnode.odeint(field, state, t[i - 1 : i + 1], method="dopri8", rtol=1e-12, atol=1e-12)[-1]
+            state = hbnode.odeint(field, state, t[i - 1 : i + 1], method="dopri8", rtol=1e-13, atol=1e-14)[-1]
         state = torch.stack([state[0] + (x[0, i] @ layer.weight_in.T), state[1]])
         both = torch.cat([state[0], kappa.sqrt() * state[1]])
         outputs.append(both @ layer.weight_out.T + x[0, i] @ layer.weight_skip.T)
@@ -170,7 +173,8 @@ def test_a_mask_of_samples_and_of_nothing():
     torch.testing.assert_close(layer(x, t, mask=mask)[0], layer(x, t, mask=wide)[0])
     nothing = torch.zeros(2, 20, dtype=torch.bool)
     y, state = layer(torch.full_like(x, torch.nan), t, mask=nothing)
-    assert not y.any() and not state.v.any()
+    assert not y.any()
+    assert not state.v.any()
 
 
 def test_gradients_of_times(narrow):
@@ -195,8 +199,8 @@ def test_forecast(discretization, input):
     y, after = layer(torch.zeros(2, 2, 3, dtype=torch.float64), times, state, nothing)
     torch.testing.assert_close(ahead[:, 1:], y, rtol=0, atol=1e-12)
     torch.testing.assert_close((last.v, last.x, last.t), (after.v, after.x, after.t), rtol=0, atol=1e-12)
-    own, _ = layer.forecast(state, torch.tensor([[0.4], [1.0]]))
-    torch.testing.assert_close(own[1, 0], ahead[1, 2], rtol=0, atol=1e-12)
+    own, _ = layer.forecast(state, torch.tensor([[0.1, 0.4], [0.4, 1.0]], dtype=torch.float64))
+    torch.testing.assert_close(own[1], ahead[1, 1:], rtol=0, atol=1e-12)
 
 
 def test_both_directions():
@@ -272,7 +276,8 @@ def test_half_precision(dtype):
     layer, x = make(dtype=torch.float32), torch.randn(2, 300, 3)
     exact, state = layer(x.to(dtype).float())
     y, low = layer(x.to(dtype))
-    assert y.dtype == dtype and low.v.dtype == torch.float32
+    assert y.dtype == dtype
+    assert low.v.dtype == torch.float32
     torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(low.v, state.v)
     x = x.to(dtype).requires_grad_()
@@ -292,7 +297,7 @@ def test_frozen_parameters_and_inputs():
         parameter.requires_grad_()
         y, _ = layer(x, torch.rand(40).double().cumsum(0))
         y.sum().backward()
-        assert parameter.grad is not None and parameter.grad.any(), name
+        assert parameter.grad.any(), name
     layer.requires_grad_(False)
     x.requires_grad_()
     layer(x)[0].sum().backward()
@@ -353,8 +358,10 @@ def test_torch_compile_has_one_graph(input):
 def test_initial_oscillators_are_in_their_ranges():
     layer = hbnode.Oscillators(1, 1, 500, frequency=(0.1, 2.0), decay=(0.01, 0.3))
     damped = (layer.stiffness - (layer.damping / 2).square()).sqrt() / (2 * math.pi)
-    assert 0.099 < damped.min() < 0.11 and 1.8 < damped.max() < 2.01
-    assert 0.0099 < layer.damping.min() / 2 < 0.011 and 0.28 < layer.damping.max() / 2 < 0.301
+    assert 0.099 < damped.min() < 0.11
+    assert 1.8 < damped.max() < 2.01
+    assert 0.0099 < layer.damping.min() / 2 < 0.011
+    assert 0.28 < layer.damping.max() / 2 < 0.301
     assert (layer.frequency >= damped).all()
     white, t = torch.randn(20, 2000, 1), torch.arange(2000) * 0.125
     for input in ("impulse", "hold"):

@@ -55,7 +55,8 @@ def test_a_step_of_sums_is_the_product_of_steps():
 
 def test_numbers_and_tensors():
     step = hbnode.oscillator_step(0.5, 2.0, 0.3)
-    assert step.vv.dtype == torch.float64 and step.vv.shape == ()
+    assert step.vv.dtype == torch.float64
+    assert step.vv.shape == ()
     assert hbnode.oscillator_step(torch.rand(3), 2, 0.3).vx.dtype == torch.float32
     assert hbnode.oscillator_step(torch.rand(3, 1), torch.rand(4), 0.3).xx.shape == (3, 4)
     no_time = hbnode.oscillator_step(torch.rand(3), torch.rand(3), 0.0)

@@ -188,7 +188,8 @@ class OscillatorStack(nn.Module):
             mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. Others may be NaN, and are
                 encoded as zeros where the sample has others that are observed. Default: ``None``
             lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
-            t_next: for ``head="next"``, the time of the sample after the last, (batch,). None repeats the last gap.
+            t_next: for ``head="next"``, the time of the sample after the last, (batch,). None repeats the last gap, or is
+                one unit of time after a single sample.
                 Default: ``None``
         """
         counted = torch.arange(x.shape[1] if isinstance(x, Tensor) and x.dim() == 3 else 0, dtype=torch.float64)
@@ -221,7 +222,7 @@ class OscillatorStack(nn.Module):
         elif gaps.shape[1]:
             ends = torch.full_like(t[:, :1], t.shape[1], dtype=torch.int64)
             ends = ends if sequences.valid is None else sequences.valid.sum(1, keepdim=True)
-            last = gaps.gather(1, (ends - 2).clamp(min=0))
+            last = torch.where(ends > 1, gaps.gather(1, (ends - 2).clamp(min=0)), 1.0)
         else:
             last = torch.ones_like(t)
         gaps = torch.cat([gaps, last], 1)
