@@ -127,6 +127,25 @@ def readme_an_ode_rnn_on_irregular_series() -> None:
     print(f"squared error one sample ahead {loss:.3f} of {x.var():.3f}; forecasts {tuple(head(ahead).shape)}")
 
 
+def readme_oscillators_on_long_series() -> None:
+    import torch
+
+    import hbnode
+
+    t = torch.rand(8, 2000).cumsum(1)  # irregular; leave t out for regular samples
+    x = torch.sin(2 * t + 6.3 * torch.rand(8, 1)).unsqueeze(-1)
+
+    model = hbnode.OscillatorStack(1, 16, num_layers=2, output_size=1, head="next", **hbnode.oscillator_ranges(t))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(5):
+        optimizer.zero_grad()
+        y, state = model(x, t)
+        loss = (y[:, :-1] - x[:, 1:]).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(f"squared error one sample ahead {loss:.3f} of {x.var():.3f}")
+
+
 def readme_noise() -> None:
     import torch
 
@@ -362,6 +381,11 @@ def sequences() -> None:
     more, state = rnn(x, t + 9, state)
     ahead, state = rnn.forecast(state, [0.5])
     assert output.shape == more.shape == (3, 5, 4) and ahead.shape == (3, 1, 4)
+    oscillators = hbnode.Oscillators(2, 4, num_oscillators=6, bidirectional=False)
+    y, swinging = oscillators(x, t, lengths=torch.tensor([5, 3, 2]))
+    y, swinging = oscillators(x, t + 9, swinging)
+    swung, _ = oscillators.forecast(swinging.detach(), [0.5])
+    assert y.shape == (3, 5, 4) and swung.shape == (3, 1, 4)
     lstm = hbnode.MomentumLSTM(2, 4, num_layers=2, batch_first=True, dropout=0.1)
     output, (h, c) = lstm(x)
     output, carry = lstm(x)

@@ -1,0 +1,188 @@
+"""Training steps of oscillators beside LSTM, GRU, a loop and ODE-RNNs: ``python -m benchmarks.oscillators``.
+
+Forward and backward passes of one layer, without the optimizer's part: 8 series of 64 features and a layer with 64
+outputs, for the oscillators from 128 of them, which have about as many parameters as the LSTM. "even" are samples that
+are counted, "shared" irregular times that are the same for all series, "own" times of each series' own. The loop takes
+one step after another through autograd, over times of each series' own. ODE-RNNs, at tolerance 1e-3, are compared with
+oscillators that have as many parameters.
+
+Times are medians of processor time on one thread, of steps that take turns in one process; ratios are medians of the
+ratios of each round. "kept" is what autograd keeps for the backward pass. Writes JSON with the machine in it, and draws
+a figure with ``--figure``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import hbnode
+from benchmarks.gradients import interleaved
+from tasks.common.files import write_json
+from tasks.common.run import environment
+
+BATCH, FEATURES, HIDDEN, OSCILLATORS = 8, 64, 64, 128
+LOOP_MOST = 1024  # samples that the loop is asked for
+
+
+def processor_seconds(function: Callable[[], None]) -> float:
+    """Of one call."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def step(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
+    """A forward and a backward pass."""
+
+    def run() -> None:
+        module.zero_grad()
+        module(*inputs)[0].square().mean().backward()
+
+    return run
+
+
+class Loop(nn.Module):
+    """The oscillators of a layer, one sample after another."""
+
+    def __init__(self, layer: hbnode.Oscillators) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor]:
+        """The outputs alone."""
+        layer, u = self.layer, x @ self.layer.weight_in.T
+        gamma, kappa = layer.damping, layer.stiffness
+        every = hbnode.oscillator_step(gamma, kappa, t.diff(dim=1, prepend=t[:, :1]).unsqueeze(-1))
+        v = q = torch.zeros_like(u[:, 0])
+        states = []
+        for i in range(x.shape[1]):
+            vv, vx, xv, xx = (entry[:, i] for entry in every)
+            v, q = vv * v + vx * q + u[:, i], xv * v + xx * q
+            states.append(torch.cat([v, kappa.sqrt() * q], -1))
+        return (torch.stack(states, 1) @ layer.weight_out.T + x @ layer.weight_skip.T,)
+
+
+def kept(function: Callable[[], None]) -> float:
+    """MiB that autograd keeps for the backward pass; parameters and inputs count too, each tensor once."""
+    found: dict[tuple[int, int], int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.data_ptr(), tensor.numel()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(found.values()) / 2**20
+
+
+def compare(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in each round."""
+    times = interleaved(list(steps.values()), rounds, warm=1, clock=processor_seconds)
+    return dict(zip(steps, times, strict=True))
+
+
+def ratio(times: list[float], base: list[float]) -> float:
+    """The median of the ratios of each round."""
+    return statistics.median(a / b for a, b in zip(times, base, strict=True))
+
+
+def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
+    """A row for each layer and length."""
+    rows: list[dict[str, object]] = []
+    layer = hbnode.Oscillators(FEATURES, HIDDEN, OSCILLATORS)
+    held = hbnode.Oscillators(FEATURES, HIDDEN, OSCILLATORS, input="hold")
+    lstm, gru = (kind(FEATURES, HIDDEN, batch_first=True) for kind in (nn.LSTM, nn.GRU))
+    for length in lengths:
+        x = torch.randn(BATCH, length, FEATURES)
+        t = (0.5 + torch.rand(BATCH, length)).cumsum(1)
+        steps = {
+            "nn.LSTM": step(lstm, x),
+            "nn.GRU": step(gru, x),
+            "oscillators, even": step(layer, x),
+            "oscillators, shared": step(layer, x, t[0]),
+            "oscillators, own": step(layer, x, t),
+            "oscillators, own, held": step(held, x, t),
+        }
+        if length <= LOOP_MOST:
+            steps["loop"] = step(Loop(layer), x, t)
+        times = compare(steps, rounds)
+        for name, mine in times.items():
+            row: dict[str, object] = {"layer": name, "length": length, "ms": 1e3 * statistics.median(mine)}
+            row |= {"of_lstm": ratio(mine, times["nn.LSTM"]), "of_gru": ratio(mine, times["nn.GRU"])}
+            row["of_loop"] = ratio(mine, times["loop"]) if "loop" in times else None
+            row["kept_MiB"] = kept(steps[name])
+            rows.append(row)
+            print(show(row), flush=True)
+    return rows
+
+
+def ode_rnns(lengths: list[int], rounds: int) -> list[dict[str, object]]:
+    """Rows of an ODE-RNN beside oscillators with as many parameters."""
+    rows: list[dict[str, object]] = []
+    features, batch = 8, 16
+    rnn = hbnode.ODERNN(features, 32, rtol=1e-3, atol=1e-3)
+    wanted = sum(p.numel() for p in rnn.parameters())
+    size = round((wanted - 32 * features) / (2 + features + 2 * 32))
+    layer = hbnode.Oscillators(features, 32, size)
+    for length in lengths:
+        x, t = torch.randn(batch, length, features), (0.5 + torch.rand(batch, length)).cumsum(1)
+        times = compare({"ODERNN": step(rnn, x, t), "oscillators": step(layer, x, t)}, rounds)
+        for name, mine in times.items():
+            row: dict[str, object] = {"layer": name, "length": length, "ms": 1e3 * statistics.median(mine)}
+            row["of_ode_rnn"] = ratio(mine, times["ODERNN"])
+            row["parameters"] = sum(p.numel() for p in (rnn if name == "ODERNN" else layer).parameters())
+            rows.append(row)
+            print(show(row), flush=True)
+    return rows
+
+
+def show(row: dict[str, object]) -> str:
+    """A line of a table."""
+    cells = (f"{name} {value:.3g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
+    return "  ".join(cells)
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    """Milliseconds against the length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(str(row["layer"]) for row in rows))
+    for name in names:
+        points = [(row["length"], row["ms"]) for row in rows if row["layer"] == name]
+        axes.loglog(*zip(*points, strict=True), marker="o", label=name, base=2)
+    axes.set(xlabel="samples", ylabel="forward and backward, ms", yscale="log")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Time, print a row per layer and length, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="[1024 4096 16384]")
+    parser.add_argument("--ode-rnn", type=int, nargs="*", default=[64, 512], help="lengths beside ODE-RNNs [64 512]")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds [3]")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/oscillators.json"))
+    parser.add_argument("--figure", type=Path, default=None, help="where to draw the figure [nowhere]")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = {"layers": layers(options.lengths, options.rounds), "ode_rnns": ode_rnns(options.ode_rnn, options.rounds)}
+    write_json(options.out, {**found, **environment(torch.device("cpu"))})
+    print(f"written: {options.out}")
+    if options.figure is not None:
+        draw(found["layers"], options.figure)
+
+
+if __name__ == "__main__":
+    main()
