@@ -329,17 +329,10 @@ def _filled(x: Tensor, observed: Tensor) -> Tensor:
 
 def _turned(sequences: Sequences) -> tuple[Sequences, Tensor]:
     """The same series from their ends to their beginnings, each in its own length, and the order (batch, T)."""
-    turned, (batch, length) = copy.copy(sequences), sequences.x.shape[:2]
-    steps = torch.arange(length, device=sequences.x.device)
-    if sequences.valid is None:
-        order = (length - 1 - steps).expand(batch, -1)
-    else:
-        order = torch.where(sequences.valid, sequences.valid.sum(1, keepdim=True) - 1 - steps, steps)
+    turned = copy.copy(sequences)
+    order, since = sequences.backwards()
     turned.x = _ordered(sequences.x, order)
-    turned.t = sequences.t[:, -1:] - sequences.t.gather(1, order)
-    if sequences.valid is not None:
-        turned.t = torch.where(sequences.valid, turned.t, turned.t.gather(1, sequences.valid.sum(1, keepdim=True) - 1))
-    turned.raw_t = turned.t
+    turned.t = turned.raw_t = since
     turned.observed = None if sequences.observed is None else _ordered(sequences.observed, order)
     return turned, order
 

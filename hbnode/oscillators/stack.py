@@ -188,8 +188,8 @@ class OscillatorStack(nn.Module):
             mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. Others may be NaN, and are
                 encoded as zeros where the sample has others that are observed. Default: ``None``
             lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
-            t_next: for ``head="next"``, the time of the sample after the last, (batch,). None repeats the last gap, or is
-                one unit of time after a single sample. Default: ``None``
+            t_next: for ``head="next"``, the time of the sample after the last, (batch,). None repeats the last gap, or
+                is one unit of time after a single sample. Default: ``None``
         """
         counted = torch.arange(x.shape[1] if isinstance(x, Tensor) and x.dim() == 3 else 0, dtype=torch.float64)
         checks = not torch.compiler.is_dynamo_compiling()
