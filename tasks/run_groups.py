@@ -14,6 +14,8 @@ import pandas as pd
 from tasks.common.config import MODELS
 from tasks.common.files import read_json
 from tasks.models.baselines import BASELINES
+from tasks.models.classifiers import SHALLOW
+from tasks.models.classifiers import TITLES as CLASSIFIERS
 from tasks.models.contenders import TITLES as CONTENDERS
 from tasks.models.densities import TITLES as DENSITIES
 from tasks.models.depth import DepthConfig
@@ -32,6 +34,7 @@ EXPERIMENT = (
 METRIC = {
     "adding": "test_loss",
     "bouncing_balls": "test_kl",
+    "classification": "validation_accuracy",
     "copying": "test_loss",
     "density": "test_loss",
     "image_classification": "test_accuracy",
@@ -52,7 +55,22 @@ METRIC = {
     "walker2d": "validation_loss",
 }
 # What others are compared with: drawn with a broken line.
-PLAIN = (*BASELINES, "cnf", "sde", "plain", "gain", "steady", "forget", "softmax", "linear", "linear_gain", "residual")
+PLAIN = (
+    *BASELINES,
+    *SHALLOW,
+    "ncde",
+    "momentum_lstm",
+    "cnf",
+    "sde",
+    "plain",
+    "gain",
+    "steady",
+    "forget",
+    "softmax",
+    "linear",
+    "linear_gain",
+    "residual",
+)
 MACHINE = ("device", "threads", "runs_at_a_time")  # entries of a summary that its seconds depend on
 logger = logging.getLogger("tasks.plot")
 
@@ -67,6 +85,8 @@ def titles(config: Mapping[str, Any]) -> dict[str, str]:
         return CONTENDERS
     if config.get("task") == "latent_sde":
         return LATENT_SDES
+    if config.get("task") == "classification":
+        return CLASSIFIERS
     if "eval_samples" in config:
         return DENSITIES
     if "problem" in config:

@@ -163,7 +163,7 @@ def make_baseline(
     """
 
     def make(hidden_size: int) -> Recurrent:
-        return _kind(name)(input_size, hidden_size, predicts_ahead=predicts_ahead)
+        return kind_of(name)(input_size, hidden_size, predicts_ahead=predicts_ahead)
 
     def with_head(hidden_size: int) -> nn.ModuleList:
         head = [nn.Linear(hidden_size, output_size)] if output_size else []
@@ -174,7 +174,7 @@ def make_baseline(
     return make(typing.cast(Recurrent, matched).hidden_size)
 
 
-def _kind(name: str) -> Callable[..., Recurrent]:
+def kind_of(name: str) -> Callable[..., Recurrent]:
     """The class of a baseline, with what is particular to it filled in."""
     kinds: dict[str, Callable[..., Recurrent]] = {
         "lstm": lambda *sizes, **options: Gated(nn.LSTM, *sizes, **options),

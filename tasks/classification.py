@@ -1,0 +1,210 @@
+"""Classification of irregular series: five ODE-RNNs beside GRU, GRU-D, CfC, a neural CDE, MomentumLSTM and boosting.
+
+--dataset clinic is made up: patients with six features of which most values are missing, static features, and one in
+five who gets worse, told by growing swings, a rise, how often was measured, and the age. The others are sets of the UEA
+and UCR archive that packages ship (tasks/data/labelled_series.py says how to get the files). --table and --labels take
+any set in long form: a CSV file with columns id, time, variable, value, or id, time and the features; and one with id,
+label and static features.
+
+One protocol for all: a split by the seed, 60/20/20, stratified, of all series of a set, so that figures are not those
+of the archive's own split; --drop of the values dropped at random; at most --samples stamps of each series, drawn at
+random; about --parameters parameters in each network; the weights of the best validation epoch. Boosting and logistic
+regression choose from four settings by validation. Seconds are those of training steps, of them all. The unit of time
+is fitted, unless --time-unit gives one.
+
+predictions.csv has the test probabilities; tasks.studies.classification_table makes a table of finished runs, with
+bootstrap intervals of the differences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hbnode.data import Series
+from hbnode.ode_rnn.timing import fitted_unit
+from tasks.common.batches import Samples
+from tasks.common.config import SCHEDULES, TRIAL_FIELDS, option, parse
+from tasks.common.files import exit_on, write_table
+from tasks.common.run import Run
+from tasks.common.sweep import sweep
+from tasks.common.train import fit
+from tasks.data.labelled_series import DATASETS, read_labelled_series, thinned
+from tasks.models.baselines import BASELINES, IrregularSeriesConfig
+from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, make_classifier, summaries
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationConfig(IrregularSeriesConfig):
+    """Options of classification."""
+
+    models: ClassVar[tuple[str, ...]] = CLASSIFIERS
+    positive: ClassVar[tuple[str, ...]] = (*IrregularSeriesConfig.positive, "parameters")
+
+    epochs: int = option(30, "passes over the training series", may_change=True)
+    batch_size: int = option(64, "series in a step")
+    lr: float = option(5e-3, "Adam's learning rate")
+    schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    time_unit: float = option(0.0, "unit of time, in that of the data; 0 fits it, ten median gaps")
+    dataset: str = option("clinic", "the set, unless --table gives one", DATASETS)
+    table: str = option("", "CSV file of series in long form, see above")
+    labels: str = option("", "CSV file of their labels, see above")
+    drop: float = option(0.0, "share of the values that is dropped at random")
+    samples: int = option(100, "stamps of a series that are kept at most, at random; 0 keeps all")
+    parameters: int = option(5000, "parameters of a network, about")
+
+    def check(self) -> None:
+        """Refuse options that no run can have."""
+        super().check()
+        if self.drop >= 1:
+            raise ValueError(f"--drop must be below 1, got {self.drop}")
+        if bool(self.table) != bool(self.labels):
+            raise ValueError("--table and --labels go together")
+
+    def try_out(self, model: str) -> None:
+        """Solve a small ODE-RNN with these options, or see that what a baseline needs is installed."""
+        if model in TRIAL_FIELDS or model in BASELINES:
+            super().try_out(model)
+
+
+PRESETS: dict[str, dict[str, object]] = {}
+
+
+def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
+    """Training, validation and test data: x, t, mask, lengths, static features and class; and the classes' names."""
+    series, labels, names = read_labelled_series(config.dataset, config.table, config.labels)
+    series = thinned(series, config.drop, config.samples, config.seed)
+    parts = split(labels, config.seed)
+    return {
+        name: as_samples(series.select(index), labels[index], series.x.shape[1]) for name, index in parts.items()
+    }, names
+
+
+def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
+    """Places of 60, 20 and 20 % of the series of each class."""
+    generator = torch.Generator().manual_seed(seed)
+    parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
+    for label in labels.unique():
+        places = (labels == label).nonzero()[:, 0]
+        places = places[torch.randperm(len(places), generator=generator)]
+        if len(places) < 3:
+            raise ValueError(f"class {int(label)} has {len(places)} series; expected 3 or more. Fix: leave it out.")
+        held = max(1, round(0.2 * len(places)))
+        cut = places.split([len(places) - 2 * held, held, held])
+        for name, part in zip(parts, cut, strict=True):
+            parts[name].append(part)
+    return {name: torch.cat(part) for name, part in parts.items()}
+
+
+def as_samples(series: Series, labels: Tensor, total: int) -> Samples:
+    """Tensors of equal length, padded alike in all parts."""
+    static = series.x.new_zeros(len(series), 0) if series.static is None else series.static
+    missing = (0, 0, 0, total - series.x.shape[1])
+    x = nn.functional.pad(series.x, missing, value=torch.nan)
+    mask = nn.functional.pad(series.mask, missing, value=False)
+    t = torch.cat([series.t, series.t[:, -1:].expand(-1, missing[-1])], 1)
+    return x, t, mask, series.lengths, static, labels
+
+
+def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+    """Mean negative log-likelihood, and the accuracy."""
+    *inputs, labels = batch
+    longest = int(inputs[3].max())
+    x, t, mask = (part[:, :longest] for part in inputs[:3])
+    logits = model(x, t, mask, *inputs[3:])
+    return nn.functional.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean().item()}
+
+
+def probabilities(model: nn.Module, data: Samples) -> np.ndarray:
+    """Of each class, (series, classes)."""
+    model.eval()
+    with torch.no_grad():
+        parts = [
+            model(*batch).double().softmax(1) for batch in zip(*(part.split(512) for part in data[:-1]), strict=True)
+        ]
+    return torch.cat(parts).cpu().numpy()
+
+
+def judged(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Accuracy, mean negative log-likelihood, and AUROC of two classes."""
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    classes = range(predicted.shape[1])
+    found = {
+        "test_accuracy": float((predicted.argmax(1) == labels).mean()),
+        "test_loss": float(log_loss(labels, predicted, labels=list(classes))),
+    }
+    return found | ({"test_auroc": float(roc_auc_score(labels, predicted[:, 1]))} if len(classes) == 2 else {})
+
+
+def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Samples]) -> np.ndarray:
+    """Fit boosting or logistic regression; its test probabilities. One row of metrics, after which all is done."""
+    run.begin(config.epochs if run.load_checkpoint() else 0)
+    parts = {name: (summaries(*part[:-1]), part[-1].numpy()) for name, part in data.items()}
+    begun = time.perf_counter()
+    model = fit_shallow(config.model, parts["train"], parts["validation"], config.seed)
+    seconds = time.perf_counter() - begun
+    predicted = {name: model.predict_proba(x) for name, (x, _) in parts.items()}
+    means: dict[str, float] = {}
+    for name in ("train", "validation"):
+        found = judged(predicted[name], parts[name][1])
+        means |= {key.replace("test", name): value for key, value in found.items()}
+    run.rows = [{"epoch": config.epochs, **means, "nfe_forward": 0.0, "nfe_backward": 0.0, "seconds": seconds}]
+    run.save_checkpoint(rows=run.rows)
+    run.write_metrics()
+    result: np.ndarray = predicted["test"]
+    return result
+
+
+def train(config: ClassificationConfig) -> None:
+    """Train one model with one seed."""
+    with exit_on(FileNotFoundError, ValueError, TypeError, KeyError):
+        data, names = load(config)
+    source = config.table or config.dataset
+    label = f"{config.preset}-{config.dataset}-drop{config.drop:g}-{config.model}-seed{config.seed}"
+    run = Run("classification", config, label)
+    x, t, mask, lengths, static, _ = data["train"]
+    missing = 1 - float(mask.sum()) / (float(lengths.sum()) * x.shape[2])
+    sizes = "/".join(str(len(part[0])) for part in data.values())
+    about = f"{source}: {sizes} series, {x.shape[2]} features, {missing:.0%} missing, {len(names)} classes"
+    extra: dict[str, Any] = {}
+    model: nn.Module = nn.Module()
+    if config.model in SHALLOW:
+        run.announce(model, TITLES[config.model], about)
+        predicted = train_shallow(run, config, data)
+    else:
+        unit = config.time_unit or fitted_unit(t, mask, lengths)
+        model = make_classifier(
+            config.model, (x, t, mask, lengths, static), len(names), unit, config.parameters, config.rnn_options()
+        )
+        run.announce(model, TITLES[config.model], about, f"unit of time {unit:.4g}")
+        extra = fit(
+            run, model, data["train"], data["validation"], cross_entropy, held_out="validation", best="validation_loss"
+        ) | {"time_unit": unit}
+        test = tuple(part.to(run.workers.device) for part in data["test"])
+        predicted = probabilities(model, test)
+    labels = data["test"][-1].numpy()
+    if not run.is_finished and run.workers.rank == 0:
+        rows = [
+            {"label": int(y), **{f"p{k}": float(p) for k, p in enumerate(row)}}
+            for y, row in zip(labels, predicted, strict=True)
+        ]
+        write_table(run.folder / "predictions.csv", rows)
+    seconds = sum(row["seconds"] for row in run.rows)
+    run.finish(model, **judged(predicted, labels), **extra, training_seconds=seconds, data=source)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the command line says."""
+    sweep(parse(ClassificationConfig, PRESETS, __doc__, argv), train)
+
+
+if __name__ == "__main__":
+    main()

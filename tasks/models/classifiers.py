@@ -1,0 +1,253 @@
+"""Classifiers of irregular series, all called in the same way: ``model(x, t, mask, lengths, static)`` -> logits.
+
+All networks standardise the values, and see the mask, the time since each feature was observed, and the static
+features: they differ in what carries their state from sample to sample.
+
+- "node", "anode", "sonode", "hbnode", "ghbnode": ODE-RNNs, missing values held and decaying.
+- "gru", "momentum_lstm", "cfc": missing values are zero; the gap is one more input, of "cfc" the time constant's.
+- "gru-d": missing values held and decaying, and so does the hidden state (Che et al., arXiv:1606.01865).
+- "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926), with X linear
+  between the samples: time, values held, and how often each has been observed. It takes one step of rk4 a gap.
+- "boosting", "logistic": gradient boosting and logistic regression on each feature's count, first, last, mean, least
+  and greatest value, deviation and slope, and the static features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import hbnode
+from hbnode.ode_rnn.inputs import Inputs
+from hbnode.ode_rnn.sequences import Sequences
+from tasks.common.batches import Samples
+from tasks.common.config import MODELS
+from tasks.models.baselines import BASELINES, kind_of
+
+SHALLOW = ("boosting", "logistic")
+TITLES = {
+    **{name: name.upper() for name in (*MODELS, *BASELINES)},
+    "cfc": "CfC",
+    "momentum_lstm": "MomentumLSTM",
+    "ncde": "neural CDE",
+    "boosting": "boosting",
+    "logistic": "logistic regression",
+}
+CLASSIFIERS = tuple(name for name in TITLES if name != "lstm")
+
+
+class Reader(nn.Module):
+    """What turns a checked batch into features (batch, hidden_size).
+
+    Arguments:
+        features: of a sample.
+        static: of a series.
+        unit: of time; the gaps of a network that takes them as inputs are in tenths of it, about 1.
+        missing: see :class:`hbnode.ODERNN`.
+    """
+
+    def __init__(self, features: int, static: int, unit: float, missing: Any) -> None:
+        super().__init__()
+        self.inputs = Inputs(features, missing, True, True, static)
+        self.unit = unit
+
+    def fed(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What a network is fed (batch, T, n), and the gap before each sample (batch, T)."""
+        sequences = Sequences(x.shape[2], x, t, mask, lengths)
+        gaps = sequences.t.diff(dim=1, prepend=sequences.t[:, :1]) / (0.1 * self.unit)
+        return self.inputs(sequences, static, None, self.unit)[0], gaps.to(x.dtype)
+
+
+class ODEReader(nn.Module):
+    """The h of an ODE-RNN after the last sample."""
+
+    def __init__(
+        self, name: str, features: int, static: int, unit: float, size: int, options: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        shown: dict[str, Any] = {"missing": "decay", "mask_features": True, "elapsed_features": True}
+        given = {**options, "static_size": static, "time_unit": unit}
+        field: Any = name
+        self.rnn = hbnode.ODERNN(features, size, field=field, **shown, **given)
+
+    def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
+        """(batch, size)."""
+        return self.rnn(x, t, mask=mask, lengths=lengths, static=static)[1].h
+
+
+class RecurrentReader(Reader):
+    """The output of a recurrent network after the last sample."""
+
+    def __init__(self, name: str, features: int, static: int, unit: float, size: int) -> None:
+        super().__init__(features, static, unit, "decay" if name == "gru-d" else "zero")
+        self.takes_gaps = name != "momentum_lstm"
+        count = self.inputs.size
+        if self.takes_gaps:
+            self.net: nn.Module = kind_of(name)(count, size)
+        else:
+            self.net = hbnode.MomentumLSTM(count + 1, size, batch_first=True)
+
+    def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
+        """(batch, size)."""
+        fed, gaps = self.fed(x, t, mask, lengths, static)
+        output = self.net(fed, gaps)[0] if self.takes_gaps else self.net(torch.cat([fed, gaps.unsqueeze(-1)], -1))[0]
+        return output[torch.arange(len(output), device=output.device), lengths.to(output.device) - 1]
+
+
+class Controlled(nn.Module):
+    """f(z) dX, (batch, size), for the change dX of the path over a unit of time."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size * channels), nn.Tanh())
+        self.change = torch.zeros(())
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The derivative of z."""
+        return (self.net(z).unflatten(1, (z.shape[1], -1)) @ self.change.unsqueeze(-1))[..., 0]
+
+
+class CDEReader(Reader):
+    """The state of a neural controlled differential equation at the last sample."""
+
+    def __init__(self, features: int, static: int, unit: float, size: int) -> None:
+        super().__init__(features, 0, unit, "hold")
+        channels = 1 + 2 * features
+        self.start = nn.Linear(channels + static, size)
+        self.control = Controlled(channels, size)
+        self.field = hbnode.NODE(self.control)
+
+    def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
+        """(batch, size)."""
+        fed, gaps = self.fed(x, t, mask, lengths, None)
+        held, seen = fed.split([x.shape[2], fed.shape[2] - x.shape[2]], -1)
+        often = seen[..., : x.shape[2]].cumsum(1)
+        path = torch.cat([gaps.cumsum(1).unsqueeze(-1), held, often], -1) / 10  # stays of about unit size
+        valid = torch.arange(path.shape[1], device=path.device) < lengths.to(path.device).unsqueeze(1)
+        changes = torch.where(valid[:, 1:, None], path.diff(dim=1), 0.0)  # at the end of a series it stands still
+        first = path[:, 0] if static is None else torch.cat([path[:, 0], static], -1)
+        z = self.start(first)
+        for change in changes.unbind(1):
+            self.control.change = change
+            z = hbnode.odeint(self.field, z, [0.0, 1.0], method="rk4", options={"steps": 1})[-1]
+        self.control.change = torch.zeros(())  # which keeps no graph
+        return z
+
+
+class Classifier(nn.Module):
+    """A reader of standardised series, and a linear head.
+
+    Arguments:
+        reader: of features and static features.
+        size: features that it returns.
+        scale: of the values.
+        scale_static: of the static features, None if there are none.
+        classes: how many.
+    """
+
+    def __init__(
+        self,
+        reader: nn.Module,
+        size: int,
+        scale: hbnode.nets.Standardize,
+        scale_static: hbnode.nets.Standardize | None,
+        classes: int,
+    ) -> None:
+        super().__init__()
+        self.reader, self.scale, self.scale_static = reader, scale, scale_static
+        self.head = nn.Linear(size, classes)
+
+    def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> Tensor:
+        """Logits (batch, classes)."""
+        fixed = None if self.scale_static is None else self.scale_static(static).nan_to_num()
+        return self.head(self.reader(self.scale(x), t, mask, lengths, fixed))
+
+
+def make_classifier(
+    name: str, train: Samples, classes: int, unit: float, parameters: int, options: Mapping[str, Any]
+) -> Classifier:
+    """A network of about so many parameters.
+
+    Arguments:
+        name: one of :data:`CLASSIFIERS` that is no shallow one.
+        train: x, t, mask, lengths and static features of the training data.
+        classes: how many.
+        unit: of time.
+        parameters: about how many the network shall have.
+        options: of an ODE-RNN's solver.
+    """
+    x, _, mask, _, static = train
+    features, fixed = x.shape[2], static.shape[1]
+
+    def reader(size: int) -> nn.Module:
+        if name in MODELS:
+            return ODEReader(name, features, fixed, unit, size, options)
+        if name == "ncde":
+            return CDEReader(features, fixed, unit, size)
+        return RecurrentReader(name, features, fixed, unit, size)
+
+    def make(size: int) -> Classifier:
+        scales = hbnode.nets.Standardize(features), hbnode.nets.Standardize(fixed) if fixed else None
+        return Classifier(reader(size), size, *scales, classes)
+
+    model = hbnode.nets.match_parameters(make, parameters)
+    model.scale.fit(x, mask)
+    if model.scale_static is not None:
+        model.scale_static.fit(static)
+    return model
+
+
+def summaries(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> np.ndarray:
+    """Statistics of each series, (batch, 8 features + static); NaN where a feature was never observed."""
+    value, time = x.double(), t.double().unsqueeze(-1).expand(x.shape)
+    count = mask.sum(1).double()
+    zero = torch.where(mask, value, 0.0)
+    mean = zero.sum(1) / count
+    spread = torch.where(mask, value - mean.unsqueeze(1), 0.0)
+    at = torch.where(mask, time, 0.0).sum(1) / count
+    lag = torch.where(mask, time - at.unsqueeze(1), 0.0)
+    slope = (lag * spread).sum(1) / lag.square().sum(1)
+    slope = torch.where(count > 1, slope, math.nan)
+    least, most = torch.where(mask, value, math.inf).amin(1), torch.where(mask, value, -math.inf).amax(1)
+    places = torch.arange(x.shape[1]).unsqueeze(-1)
+    begin = torch.where(mask, places, x.shape[1] - 1).amin(1, keepdim=True)
+    end = torch.where(mask, places, 0).amax(1, keepdim=True)
+    first, last = (value.gather(1, index)[:, 0] for index in (begin, end))
+    columns = [count, first, last, mean, least, most, (spread.square().sum(1) / count).sqrt(), slope]
+    never = count == 0
+    columns = [count, *(torch.where(never, math.nan, column) for column in columns[1:])]
+    return torch.cat([*columns, static.double()], 1).numpy()
+
+
+def fit_shallow(
+    name: str, train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray], seed: int
+) -> Any:
+    """Boosting or logistic regression, of a few settings the one with the least validation loss."""
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.impute import SimpleImputer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import log_loss
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    def boosting(leaves: int, rate: float) -> Any:
+        return HistGradientBoostingClassifier(
+            max_leaf_nodes=leaves, learning_rate=rate, max_iter=100, random_state=seed
+        )
+
+    def logistic(c: float) -> Any:
+        regression = LogisticRegression(C=c, max_iter=2000)
+        return make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler(), regression)
+
+    if name == "boosting":
+        models = [boosting(leaves, rate) for leaves in (4, 15) for rate in (0.03, 0.1)]
+    else:
+        models = [logistic(c) for c in (0.003, 0.03, 0.3, 3.0)]
+    for model in models:
+        model.fit(*train)
+    return min(models, key=lambda one: log_loss(validation[1], one.predict_proba(validation[0]), labels=one.classes_))

@@ -1,0 +1,100 @@
+"""Tables of finished runs of tasks.classification, with bootstrap intervals of the differences.
+
+    python -m tasks.studies.classification_table runs/classification
+
+A table for each set: means over seeds of accuracy, AUROC of two classes, negative log-likelihood, seconds of training
+and parameters. Models are in the order of AUROC, or of accuracy. The last column is the difference to the first row,
+with an interval of 95 %: in each of --resamples resamples the test series of each seed are drawn again, the same for
+both models, and the differences are averaged over the seeds. It does not know how far other splits would be apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tasks.run_groups import Group, collect
+
+Predicted = dict[int, tuple[np.ndarray, np.ndarray]]  # for each seed, labels and the probabilities of the classes
+
+
+def predictions(group: Group) -> Predicted:
+    """The test predictions of a group's runs."""
+    found = {}
+    for seed, folder in zip(group.seeds, group.folders, strict=True):
+        table = pd.read_csv(folder / "predictions.csv")
+        found[int(str(seed))] = table["label"].to_numpy(), table.drop(columns="label").to_numpy()
+    return found
+
+
+def score(labels: np.ndarray, predicted: np.ndarray) -> float:
+    """AUROC of two classes, by ranks, ties shared; accuracy of more. NaN if a class has no series."""
+    if predicted.shape[1] != 2:
+        return float((predicted.argmax(1) == labels).mean())
+    ranks = pd.Series(predicted[:, 1]).rank().to_numpy()
+    positive = int(labels.sum())
+    pairs = positive * (len(labels) - positive)
+    return float((ranks[labels == 1].sum() - positive * (positive + 1) / 2) / pairs) if pairs else float("nan")
+
+
+def difference(one: Predicted, other: Predicted, resamples: int, seed: int = 0) -> tuple[float, float, float]:
+    """Mean difference of the scores over the seeds that both have, and the ends of its interval of 95 %."""
+    random = np.random.default_rng(seed)
+    shared = sorted(one.keys() & other.keys())
+    found = np.zeros(resamples + 1)
+    for key in shared:
+        (labels, mine), (_, theirs) = one[key], other[key]
+        for i in range(resamples + 1):
+            index = random.integers(len(labels), size=len(labels)) if i else np.arange(len(labels))
+            found[i] += (score(labels[index], mine[index]) - score(labels[index], theirs[index])) / len(shared)
+    low, high = np.nanquantile(found[1:], [0.025, 0.975])
+    return float(found[0]), float(low), float(high)
+
+
+def table(groups: Sequence[Group], resamples: int) -> str:
+    """The table of one set, in Markdown."""
+    two = "test_auroc" in groups[0].summaries[0]
+    by = "test_auroc" if two else "test_accuracy"
+    groups = sorted(groups, key=lambda group: -group.mean(by))
+    best = predictions(groups[0])
+    names = ["model", "accuracy", *(["AUROC"] if two else []), "loss", "seconds", "parameters", "to the first"]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for group in groups:
+        means = [f"{group.mean('test_accuracy'):.3f}", *([f"{group.mean(by):.3f}"] if two else [])]
+        far = "–"
+        if group is not groups[0]:
+            far = "{:+.3f} ({:+.3f} to {:+.3f})".format(*difference(predictions(group), best, resamples))
+        size = group.mean("parameters")
+        cells = [
+            *(group.label, *means, f"{group.mean('test_loss'):.3f}", f"{group.mean('training_seconds'):.0f}"),
+            *(f"{size:,.0f}" if size else "", far),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables of all sets under a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where finished runs are")
+    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap [1000]")
+    options = parser.parse_args(argv)
+    groups = [group for group in collect(options.folder) if group.config["task"] == "classification"]
+    if not groups:
+        raise SystemExit(f"{options.folder} has no finished runs of tasks.classification. Fix: run it first.")
+    sets: dict[tuple[object, ...], list[Group]] = {}
+    for group in groups:
+        key = tuple(group.config[name] for name in ("table", "dataset", "drop", "samples"))
+        sets.setdefault(key, []).append(group)
+    for (path, dataset, drop, samples), members in sets.items():
+        seeds = ", ".join(sorted({str(seed) for group in members for seed in group.seeds}))
+        print(f"\n{path or dataset}, {drop:.0%} dropped, up to {samples or 'all'} stamps, seeds {seeds}\n")
+        print(table(members, options.resamples))
+
+
+if __name__ == "__main__":
+    main()
