@@ -398,6 +398,21 @@ def test_torchsdes_gradients(method, gradient):
         assert x.grad.abs().sum() > 0
 
 
+def test_torchsdes_adjoint_under_strong_damping():
+    """Where its gradient is far off it is refused; short of that it is not, nor without a gradient."""
+    sde, state = make_sde(damping=10.0, max_damping=20.0), make_state()
+    options = {"method": "euler", "gradient": "adjoint", "dt": 0.01, "seed": 0}
+    with pytest.raises(hbnode.ReversalError, match=r"grow by e\^10 .*Fix: method='ubu' with gradient='checkpoint'"):
+        hbnode.sdeint(sde, state, [0.0, 1.0], **options)
+    with torch.no_grad():
+        hbnode.sdeint(sde, state, [0.0, 1.0], **options)
+    found = []
+    for gradient in ("direct", "adjoint"):
+        h, _ = hbnode.sdeint(sde, state, torch.linspace(0, 1, 11), **options | {"gradient": gradient})
+        found.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(h[-1].square().sum(), [*sde.parameters()])]))
+    assert (found[1] - found[0]).norm() / found[0].norm() < 0.2
+
+
 def test_torchsdes_adjoint_by_itself():
     sde = make_sde(sde_type="stratonovich", learn_temperature=True)
     y = torch.cat(make_state(), -1).requires_grad_()

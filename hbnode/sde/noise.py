@@ -97,7 +97,7 @@ class BrownianIncrements:
         sizes: the size of each step, (steps,), in units of time.
         normals: independent standard normal variables, (steps, n, batch, ...), with n = 4 for ``"ubu"``, 1 for
             ``"baoab"`` and 3 for ``"nystrom4"``, followed by the shape of h.
-        damping: γ, with which ``"ubu"`` and ``"baoab"`` compose.
+        damping: γ, with which ``"ubu"`` and ``"baoab"`` compose. An SDE with another γ sees another path then.
 
     Example:
         >>> import torch, hbnode

@@ -90,7 +90,8 @@ def sdeint(
         ValueError: an argument is out of its range, or f returns another shape.
         TypeError: an argument has the wrong type or dtype.
         NonFiniteError: the state or f became infinite or NaN.
-        ReversalError: rounding errors grow too much to undo the steps of ``"reversible"``.
+        ReversalError: rounding errors grow too much to undo the steps of ``"reversible"``, or the errors of the steps
+            too much for torchsde's ``"adjoint"``.
 
     Example:
         >>> import torch, hbnode
@@ -164,6 +165,8 @@ def _solve(
     nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
     tally = Tally(sde, nfe)
     if method not in NATIVE:
+        if gradient == "adjoint" and torch.is_grad_enabled():
+            torchsde_solve.check_adjoint(term.damping, times, dt, method)
         number = checked_seed(seed)
         return torchsde_solve.solve(unwrapped(sde), state, times, dt, method, gradient, number, tally)
     if not is_heavy_ball(sde, HeavyBallSDE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 from hbnode._checks import CHANGES_INPUT
 from hbnode._recompute import solving
 from hbnode._state import cast
-from hbnode.errors import NonFiniteError
+from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.nfe import Tally
 from hbnode.sde.field import HeavyBallSDE
 from hbnode.sde.grid import check_number
 from hbnode.signal import refuse_queries_outside
 
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
+MOST_GROWTH = 10.0  # of γ dt e^{γT}, with which the gradient of torchsde's adjoint is of no use: about its own size off
 LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # what a method needs of the Brownian motion
 
 
@@ -56,6 +58,25 @@ class _Flat(nn.Module):
 
     def _scale(self, y: Tensor) -> Tensor:
         return self.sde.noise_scale(self.parts(y)[1]).reshape(len(y), y.shape[1] // 2)
+
+
+def check_adjoint(damping: Tensor, t: Tensor, dt: float, method: str) -> None:
+    """Refuse an adjoint that solves backwards what the damping has shrunk; errors of the steps grow by e^{γT}."""
+    if method == "reversible_heun" or not damping.numel():  # whose steps are undone
+        return
+    strongest = float(damping.detach().max())
+    longest = float(t.diff().max()) if len(t) > 1 else 0.0
+    if strongest * dt > 0 and math.log(strongest * dt) + strongest * longest > math.log(MOST_GROWTH):
+        raise ReversalError(
+            f"torchsde's adjoint solves the state backwards, where the damping of {strongest:g} makes the errors of "
+            f"steps of {dt:g} grow by e^{strongest * longest:.3g} between two output times, and the gradient is of no "
+            "use. "
+            "Fix: method='ubu' with gradient='checkpoint', which is exact, gradient='direct', or output times closer "
+            "together",
+            t=float(t[0]),
+            step_size=dt,
+            nfe=0,
+        )
 
 
 def solve(
