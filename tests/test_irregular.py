@@ -235,7 +235,7 @@ def test_a_grid_follows_the_gaps(method, gradient):
                     field,
                     state,
                     GAPS[b, i - 1 : i + 1],
-                    method=method or rnn.solver.settings.method,
+                    method=method or rnn.settings.method,
                     options={"steps": steps[b][i - 1]},
                     gradient="direct",
                 )

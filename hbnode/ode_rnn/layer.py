@@ -295,12 +295,12 @@ class ODERNN(Stack):
 
     @override
     def extra_repr(self) -> str:
-        settings = resolved(self.solver.settings, self.field)
+        settings = resolved(self.settings, self.field)
         start = "encoded" if self.encoder is not None else "zeros" if self.start is None else "learned"
         layers = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
         both = ", bidirectional=True" if self.bidirectional else ""
         dropout = f", dropout={self.dropout:g}" if self.dropout else ""
-        grid = "" if self.solver.step_size is None else f", step_size={self.solver.step_size:g}"
+        grid = "" if self.step_size is None else f", step_size={self.step_size:g}"
         return (
             f"{self.input_size}, {self.hidden_size}, residual={self.residual}, initial_state={start}, "
             f"time_unit={self.time_unit:g}{layers}{both}{dropout}, method={settings.method!r}, rtol={settings.rtol:g}, "

@@ -14,7 +14,7 @@ from hbnode._times import as_duration
 from hbnode._tracing import untraced
 from hbnode.nfe import NFE
 from hbnode.ode_rnn import checks, timing
-from hbnode.ode_rnn.core import Core, Read
+from hbnode.ode_rnn.core import Core, Read, Solver
 from hbnode.ode_rnn.inputs import Inputs
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.ode_rnn.state import Filtered, ODERNNState, joined
@@ -65,9 +65,15 @@ class Stack(Core):
         self.above = nn.ModuleList(make(layer) for layer in range(1, num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
         self.time_unit = time_unit
-        self.solver = checks.checked_solver(settings, self.field)
+        solver = checks.checked_solver(settings, self.field)
+        self.settings, self.step_size = solver.settings, solver.step_size
         self.counts: list[list[NFE]] = []
         self.has_warned = False
+
+    @property
+    def solver(self) -> Solver:
+        """How gaps are solved."""
+        return Solver(self.settings, self.step_size)
 
     @property
     def time_unit(self) -> float:
@@ -164,7 +170,7 @@ class Stack(Core):
 
     def _warn(self, times: Tensor) -> None:
         """Once, if the unit of time is far too short."""
-        settings = self.solver.settings
+        settings = self.settings
         is_adaptive = "steps" not in (settings.options or {})
         if not self.has_warned and is_adaptive and settings.rtol > timing.TIGHT:
             networks = self.num_layers * (1 + self.bidirectional)
