@@ -15,6 +15,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from tasks import plane_vibration
+from tasks.common.files import read_checkpoint
 from tasks.common.run import count_parameters
 from tasks.data import f16
 from tests.models import MODELS
@@ -413,6 +414,14 @@ def test_the_papers_preset_runs_with_torchdiffeq(few, tmp_path, monkeypatch):
     assert summary["periods_earlier_forecast_mse"] < summary["persistence_forecast_mse"]
     config = json.loads((folder / "config.json").read_text())
     assert (config["protocol"], config["solver"], config["adjoint_norm"]) == ("paper", "torchdiffeq", "full")
+
+
+def test_the_unit_of_time_is_fitted_on_request(few, tmp_path, monkeypatch):
+    monkeypatch.setattr(plane_vibration, "draw_forecasts", lambda *args: None)
+    options = [*QUICK, "--model", "hbnode", "--epochs", "1", "--time-unit", "0"]
+    plane_vibration.main([*options, "--out", str(tmp_path)])
+    checkpoint = read_checkpoint(tmp_path / "checkpoint.pt", "plane_vibration", "hbnode")
+    assert float(checkpoint["model"]["rnn.time_unit"]) == 10.0  # rows
 
 
 def test_a_run_is_not_resumed_with_other_data(few, made_up, tmp_path, monkeypatch):

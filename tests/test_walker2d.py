@@ -20,6 +20,7 @@ pytest.importorskip("matplotlib")
 import hbnode
 from tasks import walker2d
 from tasks.common.config import parse
+from tasks.common.files import read_checkpoint
 from tasks.common.run import count_parameters
 from tasks.data import walker2d_simulation
 from tasks.data.walker2d import read_walker2d
@@ -336,6 +337,14 @@ def test_other_models_train(options, data, short, tmp_path, monkeypatch):
     assert summary["test_mse"] > 0
     assert (summary["nfe_forward"] > 0) == ("gru" not in options)
     assert (summary["nfe_backward"] > 0) == ("paper" in options)
+
+
+def test_the_unit_of_time_is_fitted_on_request(data, short, tmp_path, monkeypatch):
+    monkeypatch.setattr(walker2d, "draw_walks", lambda *args: None)
+    argv = "--model hbnode --windows 8 --epochs 1 --ahead 3 --device cpu --time-unit 0".split()
+    walker2d.main([*argv, "--out", str(tmp_path)])
+    checkpoint = read_checkpoint(tmp_path / "checkpoint.pt", "walker2d", "hbnode")
+    assert float(checkpoint["model"]["rnn.time_unit"]) == pytest.approx(10 * walker2d.FRAME, rel=1e-4)
 
 
 def test_bad_options(capsys):
