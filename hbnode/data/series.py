@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hbnode._records import Record, record
+
+
+class Inputs(TypedDict):
+    """What :meth:`Series.inputs` returns."""
+
+    x: Tensor
+    t: Tensor
+    mask: Tensor
+    lengths: Tensor
+    static: Tensor | None
 
 
 @record
@@ -49,10 +59,9 @@ class Series(Record):
         static = "" if self.static is None else f", {self.static.shape[1]} static"
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
-    def inputs(self) -> dict[str, Tensor]:
-        """The arguments of an :class:`hbnode.ODERNN`: x, t, mask, lengths, and static if there is any."""
-        names = ("x", "t", "mask", "lengths", "static")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    def inputs(self) -> Inputs:
+        """The arguments of an :class:`hbnode.ODERNN`: x, t, mask, lengths and static, which may be None."""
+        return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Series:
         """Some of the series, padded no more than they need.
