@@ -31,6 +31,7 @@ PUBLIC = [
     *(hbnode.HeavyBallAnnealing, hbnode.HeavyBallAnnealing.sample, hbnode.HeavyBallAnnealing.rsample),
     *(hbnode.HeavyBallAnnealing.bound, hbnode.HeavyBallAnnealing.log_z),
     *(hbnode.Oscillators, hbnode.Oscillators.forward, hbnode.Oscillators.forecast, hbnode.oscillator_step),
+    *(hbnode.Oscillators.filter, hbnode.Oscillators.log_likelihood),
     *(hbnode.OscillatorCell, hbnode.OscillatorCell.forward, hbnode.oscillator_ranges),
     *(hbnode.OscillatorStack, hbnode.OscillatorStack.forward),
 ]

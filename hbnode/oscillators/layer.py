@@ -14,13 +14,14 @@ from typing_extensions import override
 from hbnode._checks import ArrayLike, as_tensor
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.coefficients import entries_of
+from hbnode.oscillators.kalman import Gaussian, KalmanBank, OscillatorBelief
 from hbnode.oscillators.plain import ScanInput
-from hbnode.oscillators.rates import DECAY, FREQUENCY, OscillatorBank, Range
+from hbnode.oscillators.rates import DECAY, FREQUENCY, Range
 from hbnode.oscillators.scan import scan
 from hbnode.oscillators.state import OscillatorState
 
 
-class Oscillators(OscillatorBank):
+class Oscillators(KalmanBank):
     r"""A layer of damped oscillators that samples of a series drive, at regular or irregular times.
 
     Each of P oscillators follows x'' + γ x' + κ x = u(t), exactly, over any gap between samples. With the state (v, x),
@@ -33,6 +34,12 @@ class Oscillators(OscillatorBank):
     With ``input="hold"`` a sample is a force B x_i until the next sample, and y_i sees it through D alone. The layer is
     linear in its input. A scan runs over all samples at once, in time and memory linear in their number; times that are
     equally spaced, and ``t=None``, cost less.
+
+    With ``noise=True`` the layer is also a probabilistic model: dv = (-γv - κx) dt + s dW, from its stationary
+    distribution, whose v and √κ x have the variance σ² = s²/(2γ), and samples are C [v; √κ x] + ε with independent ε ~
+    N(0, r²). Its Kalman filter is exact for any gaps, because the noise over a gap has the covariance P - ΦPΦᵀ with the
+    stationary P. Observations couple the oscillators, so that the filter keeps a covariance of 2P x 2P for each
+    series and takes one step after another: time in proportion to T (2P)² input_size. B and D have no part in it.
 
     γ > 0 and κ > 0 are learned for each oscillator as their logarithms, so that every layer is stable.
 
@@ -50,6 +57,8 @@ class Oscillators(OscillatorBank):
         bidirectional: whether a second layer with parameters of its own reads the series backwards in time; its outputs
             stand beside those of the first. Such a layer reads whole series: it takes no state and makes no forecast.
             Default: ``False``
+        noise: whether :meth:`log_likelihood` and :meth:`filter` read samples as outputs of noisy oscillators;
+            hidden_size must then be input_size. Default: ``False``
         frequency: range of initial frequencies, in cycles per unit of ``t``, drawn log-uniformly.
             :func:`hbnode.oscillator_ranges` reads it off the times. Default: ``(0.001, 0.25)``
         decay: range of initial decay rates a = γ/2, in 1 / unit of ``t``, likewise, up to 1.5 ω; a free oscillation
@@ -84,6 +93,7 @@ class Oscillators(OscillatorBank):
         discretization: Literal["exact", "imex"] = "exact",
         input: Literal["impulse", "hold"] = "impulse",
         bidirectional: bool = False,
+        noise: bool = False,
         frequency: Range = FREQUENCY,
         decay: Range = DECAY,
         device: torch.device | str | None = None,
@@ -91,6 +101,7 @@ class Oscillators(OscillatorBank):
     ) -> None:
         options = (discretization, input, frequency, decay, device, dtype)
         super().__init__(input_size, hidden_size, num_oscillators, *options)
+        self._add_noise(noise)
         self.bidirectional = bool(bidirectional)
         self.reverse: Oscillators | None = None
         if self.bidirectional:
@@ -211,11 +222,17 @@ class Oscillators(OscillatorBank):
             y = y + (x.to(dtype) @ skip.T).to(y.dtype)
         return y, OscillatorState(v, q, sequences.t[:, -1], held)
 
-    def forecast(self, state: OscillatorState, dt: ArrayLike) -> tuple[Tensor, OscillatorState]:
+    @overload
+    def forecast(self, state: OscillatorState, dt: ArrayLike) -> tuple[Tensor, OscillatorState]: ...
+    @overload
+    def forecast(self, state: OscillatorBelief, dt: ArrayLike) -> tuple[Gaussian, OscillatorBelief]: ...
+    def forecast(
+        self, state: OscillatorState | OscillatorBelief, dt: ArrayLike
+    ) -> tuple[Tensor | Gaussian, OscillatorState | OscillatorBelief]:
         """The outputs at times after that of a state, with no sample in between.
 
         Arguments:
-            state: of a call of this layer.
+            state: of a call of this layer; or of :meth:`filter`, for means and standard deviations of observations.
             dt: how much later, (K,) or (batch, K), increasing and not negative. With ``discretization="imex"`` the
                 layer takes a step from each to the next.
 
@@ -224,8 +241,9 @@ class Oscillators(OscillatorBank):
             stays; there is no sample for D of an impulse to see.
         """
         self._refuse_both_directions("makes no forecast")
-        batch = len(state.t) if isinstance(state, OscillatorState) else 0
-        state = self._check_state(state, batch)
+        batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
+        if not isinstance(state, OscillatorBelief):
+            state = self._check_state(state, batch)
         dt = as_tensor(dt, "dt")
         if dt.dim() not in (1, 2) or dt.shape[-1] == 0 or (dt.dim() == 2 and len(dt) != batch):
             raise ValueError(
@@ -234,6 +252,8 @@ class Oscillators(OscillatorBank):
         if not bool((dt[..., :1] >= 0).all() & (dt.diff() >= 0).all()):
             raise ValueError("dt must increase and not be negative: it is time after that of the state. Fix: sort it.")
         dt = dt.to(state.t.device).expand(batch, -1)
+        if isinstance(state, OscillatorBelief):
+            return self._forecast_belief(state, dt)
         if self.discretization == "exact":
             paths = [self._advanced(state, dt[:, i : i + 1]) for i in range(dt.shape[1])]
         else:
@@ -262,7 +282,11 @@ class Oscillators(OscillatorBank):
 
     @override
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", bidirectional=True" if self.bidirectional else "")
+        return (
+            super().extra_repr()
+            + (", bidirectional=True" if self.bidirectional else "")
+            + (", noise=True" if self.noise else "")
+        )
 
 
 class _Gaps(NamedTuple):
