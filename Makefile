@@ -41,6 +41,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.hessian_free
 	$(BIN)/python -m benchmarks.sde
+	$(BIN)/python -m benchmarks.oscillators
 
 clean:
 	rm -rf docs/_build runs/demo

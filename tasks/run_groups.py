@@ -91,7 +91,7 @@ def titles(config: Mapping[str, Any]) -> dict[str, str]:
         return DENSITIES
     if "problem" in config:
         return SEQUENCE_MODELS
-    return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC"}
+    return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC", "oscillators": "oscillators"}
 
 
 class Group:

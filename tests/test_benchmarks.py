@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention, dense, hessian_free, recurrent, sde, strong_damping
+from benchmarks import attention, dense, hessian_free, oscillators, recurrent, sde, strong_damping
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -173,3 +173,23 @@ def test_strong_damping(tmp_path, monkeypatch, capsys):
     assert 20 < row["evaluations"]["exponential"] < 200
     assert row["evaluations"]["nystrom8"] is None
     assert "n/a" in capsys.readouterr().out
+
+
+def test_oscillators(tmp_path):
+    out, figure = tmp_path / "oscillators.json", tmp_path / "oscillators.png"
+    arguments = ["--lengths", "16", "32", "--ode-rnn", "8", "--rounds", "1", "--out", str(out), "--figure", str(figure)]
+    oscillators.main(arguments)
+    report = json.loads(out.read_text())
+    rows = report["layers"]
+    assert {row["length"] for row in rows} == {16, 32}
+    assert all(row["ms"] > 0 and row["kept_MiB"] > 0 for row in rows)
+    sizes = [row["parameters"] for row in report["ode_rnns"]]
+    assert abs(sizes[0] - sizes[1]) < 0.01 * sizes[0]
+    assert figure.exists()
+
+
+def test_the_loop_is_the_layer():
+    torch.manual_seed(0)
+    layer = oscillators.hbnode.Oscillators(3, 4, 5)
+    x, t = torch.randn(2, 9, 3), torch.rand(2, 9).cumsum(1)
+    torch.testing.assert_close(oscillators.Loop(layer)(x, t)[0], layer(x, t)[0])

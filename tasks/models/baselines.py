@@ -6,6 +6,7 @@ differ in how they treat the gaps between samples:
 - "lstm", "gru": torch's, which read the gap as one more input.
 - "gru-d": a GRU whose hidden state decays over the gap.
 - "cfc": closed-form continuous-time units, of the package ncps.
+- "oscillators": two blocks of :class:`hbnode.OscillatorStack`, exact over any gap.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.config import MODELS, TRIAL_FIELDS, ODEConfig, option
 
-BASELINES = ("lstm", "gru", "gru-d", "cfc")
+BASELINES = ("lstm", "gru", "gru-d", "cfc", "oscillators")
 NetworkState = typing.Any  # a tensor or a pair of them, to be handed back as it came
 
 
@@ -145,13 +146,25 @@ class ClosedForm(Recurrent):
         return self._unroll(lambda sample, elapsed, h: self.cell(sample, h, elapsed)[0], x, gap, state)
 
 
+class Swinging(Recurrent):
+    """Two blocks of damped oscillators; the slowest have a cycle in 200 gaps."""
+
+    def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
+        super().__init__(input_size, hidden_size, **options)
+        self.stack = hbnode.OscillatorStack(self.features, hidden_size, frequency=(0.005, 0.25), decay=(0.005, 0.1))
+
+    def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
+        t = gap.squeeze(-1).double().cumsum(1)
+        return self.stack(x, t if state is None else t + state.t.unsqueeze(1), state)
+
+
 def make_baseline(
     name: str, input_size: int, parameters: int, *, output_size: int = 0, predicts_ahead: bool = False
 ) -> Recurrent:
     """A baseline of that number of parameters, or as near to it as a whole number of hidden units comes.
 
     Arguments:
-        name: "lstm", "gru", "gru-d" or "cfc".
+        name: one of :data:`BASELINES`.
         input_size: features of a sample.
         parameters: how many it shall have.
         output_size: of a linear head on its features, whose parameters are counted with its own; 0 has none.
@@ -181,6 +194,7 @@ def kind_of(name: str) -> Callable[..., Recurrent]:
         "gru": lambda *sizes, **options: Gated(nn.GRU, *sizes, **options),
         "gru-d": Decaying,
         "cfc": ClosedForm,
+        "oscillators": Swinging,
     }
     if name not in kinds:
         raise ValueError(f"unknown baseline {name!r}; expected one of {', '.join(BASELINES)}")

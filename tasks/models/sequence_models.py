@@ -10,6 +10,7 @@
 - "dtriv": an orthogonal weight, :class:`hbnode.DTRIV`.
 - "momentum_lstm", "nag_lstm", "sr_lstm", "adam_lstm", "rmsprop_lstm": the momentum LSTMs, with a bias of 1 at the
   forget gate, half of it in each of two.
+- "oscillators": a network of each sample, and a layer of as many :class:`hbnode.Oscillators` as units, which is linear.
 - "ode_rnn": an ODE-RNN whose state follows a heavy ball from step to step, a step of leapfrog for each.
 
 Another layer is one line in :data:`LAYERS`, and one in :data:`TITLES`.
@@ -53,6 +54,20 @@ class Regular(nn.Module):
         """Return h after each sample (batch, T, hidden), and the state."""
         output, state = self.rnn(x, torch.arange(x.shape[1], dtype=x.dtype, device=x.device))
         return output, state
+
+
+class Swinging(nn.Sequential):
+    """A network of each sample with one hidden layer, and oscillators whose memory reaches over the length."""
+
+    def __init__(self, input_size: int, hidden: int, length: int) -> None:
+        slowest = 0.1 / length
+        ranges = (slowest, max(0.1, slowest))
+        super().__init__(
+            nn.Linear(input_size, 2 * hidden),
+            nn.GELU(),
+            nn.Linear(2 * hidden, hidden),
+            hbnode.Oscillators(hidden, hidden, frequency=ranges, decay=ranges),
+        )
 
 
 def lstm(input_size: int, hidden: int, length: int) -> nn.LSTM:
@@ -102,6 +117,7 @@ LAYERS: dict[str, MakeLayer] = {
     "gru": lambda inputs, hidden, length: nn.GRU(inputs, hidden, batch_first=True),
     "dtriv": lambda inputs, hidden, length: hbnode.DTRIV(inputs, hidden, batch_first=True),
     **{f"{name}_lstm": with_rule(name) for name in RULES},
+    "oscillators": Swinging,
     "ode_rnn": ode_rnn,
 }
 TITLES = {
@@ -115,6 +131,7 @@ TITLES = {
     "sr_lstm": "SRLSTM",
     "adam_lstm": "AdamLSTM",
     "rmsprop_lstm": "RMSPropLSTM",
+    "oscillators": "oscillators",
     "ode_rnn": "ODE-RNN",
 }
 
