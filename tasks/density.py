@@ -138,12 +138,14 @@ def draw_densities(figure: Figure | SubFigure, rows: Mapping[str, Mapping[str, T
     for line, (name, parts) in zip(axes, rows.items(), strict=True):
         for ax, part, color in zip(line, ("density", "samples", "wanted"), ("", "C0", "C3"), strict=True):
             if parts[part].shape == (PICTURE, PICTURE):
-                ax.imshow(parts[part].numpy(), **image)
+                brightest = parts[part].flatten().quantile(0.999)  # an estimate by few samples has outliers
+                ax.imshow(parts[part].numpy(), vmin=0, vmax=brightest.item(), **image)
             else:
                 ax.scatter(*parts[part].T.numpy(), s=1, linewidths=0, color=color)
             ticks = (-4, 0, 4)
             ax.set(xlim=(-EXTENT, EXTENT), ylim=(-EXTENT, EXTENT), aspect="equal", xticks=ticks, yticks=ticks)
-        line[0].set_ylabel("\n".join(textwrap.wrap(name, 24)), fontsize="small")
+        lines = [part for whole in name.split("\n") for part in textwrap.wrap(whole, 26)]
+        line[0].set_ylabel("\n".join(lines), fontsize="small")
     wanted = next(iter(rows.values()))["wanted"]
     is_energy = wanted.shape == (PICTURE, PICTURE)
     for ax, name in zip(axes[0], ("density", "samples", "density wanted" if is_energy else "data"), strict=True):

@@ -218,7 +218,7 @@ def draw_planar_densities(groups: Sequence[Group]) -> Figure:
     rows = {}
     for group in groups:
         summary = group.summaries[0]
-        value, bound = summary.get("test_nll", summary["test_loss"]), "≤" if summary.get("is_bound") else "="
+        value, bound = summary.get("test_nll", summary["test_loss"]), "=" if group.model == "cnf" else "≤"
         name = "NLL" if "test_nll" in summary else "divergence"
         picture = torch.load(group.folders[0] / "density.pt", weights_only=True)
         rows[f"{group.label}\n{name} {bound} {value:.2f} nats"] = picture
