@@ -211,6 +211,8 @@ def draw(runs: Runs, budget: float, path: Path) -> None:
         ax = axes[row][column]
         for place, line in enumerate(lines):
             draw_line(ax, runs.get((problem, length, line), []), place, budget)
+        if not any(key[:2] == (problem, length) for key in runs):
+            ax.text(0.5, 0.5, "not run", transform=ax.transAxes, ha="center", va="center", color="0.4")
         ax.set_title(f"{PROBLEM_TITLES[problem]}, T = {length}", fontsize="medium")
         ax.axvline(budget, color="0.6", lw=1)
         ax.grid(axis="y", color="0.92")
