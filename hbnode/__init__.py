@@ -28,7 +28,10 @@ from hbnode.nfe import NFE, StepRecord, count_nfe, record_steps
 from hbnode.ode_rnn import ODERNN, Filtered, ODERNNState
 from hbnode.optim import HessianFree
 from hbnode.oscillators import (
+    Gaussian,
+    OscillatorBelief,
     OscillatorCell,
+    OscillatorFiltered,
     Oscillators,
     OscillatorStack,
     OscillatorStackState,

@@ -57,6 +57,10 @@ def test_every_argument_is_documented_with_its_default(public):
             assert f"Default: {shown}" in described.replace("``", ""), (name, described)
 
 
+def test_every_public_name_exists():
+    assert [name for name in hbnode.__all__ if not hasattr(hbnode, name)] == []
+
+
 def test_a_heavy_ball_block_has_every_argument_of_its_block_and_of_its_fields():
     of_block, own = _parameters(hbnode.ODEBlock), _parameters(hbnode.HeavyBallODEBlock)
     assert set(of_block) - set(own) == {"field"}
