@@ -5,7 +5,8 @@
 A table for each set: means over seeds of accuracy, AUROC of two classes, negative log-likelihood, seconds of training
 and parameters. Models are in the order of AUROC, or of accuracy. The last column is the difference to the first row,
 with an interval of 95 %: in each of --resamples resamples the test series of each seed are drawn again, the same for
-both models, and the differences are averaged over the seeds. It does not know how far other splits would be apart.
+both models, and the differences are averaged over the seeds that both have. It does not know how far other splits
+would be apart.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def table(groups: Sequence[Group], resamples: int) -> str:
     by = "test_auroc" if two else "test_accuracy"
     groups = sorted(groups, key=lambda group: -group.mean(by))
     best = predictions(groups[0])
-    names = ["model", "accuracy", *(["AUROC"] if two else []), "loss", "seconds", "parameters", "to the first"]
+    names = ["model", "accuracy", *(["AUROC"] if two else []), "loss", "seconds", "parameters", "seeds", "to the first"]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for group in groups:
         means = [f"{group.mean('test_accuracy'):.3f}", *([f"{group.mean(by):.3f}"] if two else [])]
@@ -71,7 +72,7 @@ def table(groups: Sequence[Group], resamples: int) -> str:
         size = group.mean("parameters")
         cells = [
             *(group.label, *means, f"{group.mean('test_loss'):.3f}", f"{group.mean('training_seconds'):.0f}"),
-            *(f"{size:,.0f}" if size else "", far),
+            *(f"{size:,.0f}" if size else "", str(len(group.seeds)), far),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
