@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,14 @@ from hbnode.oscillators.coefficients import Entries, entries_of, wide
 from hbnode.oscillators.state import OscillatorState, check_state
 
 Range = tuple[float, float]
+
+
+class Ranges(TypedDict):
+    """Ranges of initial values, as keyword arguments of a layer."""
+
+    frequency: Range
+    decay: Range
+
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
@@ -155,7 +163,7 @@ class OscillatorBank(nn.Module):
 
 def oscillator_ranges(
     t: ArrayLike, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None
-) -> dict[str, Range]:
+) -> Ranges:
     """Ranges of initial frequencies and decays for series at these times: ``Oscillators(..., **oscillator_ranges(t))``.
 
     The lowest frequency and decay rate are 1 / span, of the longest series. The highest frequency is
