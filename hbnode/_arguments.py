@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hbnode import _second_derivatives
 from hbnode._checks import as_count, conversion
 from hbnode._state import State, Times, apply, parts
+from hbnode._structure import parameters_of
 from hbnode._suggestions import nearest, nearest_method
 from hbnode.solvers import registry, torchdiffeq_options
 from hbnode.solvers.settings import ResolvedSettings, Settings
@@ -126,7 +127,7 @@ def checked_state(field: Callable, y0: State) -> State:
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
     if isinstance(field, nn.Module):
         dtypes = []
-        for p in field.parameters():
+        for p in parameters_of(field):
             dtypes += [p.dtype] if p.is_floating_point() else []
             if dtype in dtypes:
                 return y0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hbnode._structure import dropouts_of, structure_of
 from hbnode.fields import Field
 from hbnode.nets import SolveDropout
 from hbnode.signal import checking_later
@@ -22,13 +23,11 @@ _REFUSED_DROPOUT = (
 @contextmanager
 def solving(field: Callable) -> Iterator[None]:
     """Refuse random layers, and let every :class:`~hbnode.nets.SolveDropout` draw a new mask and keep it."""
-    drawing = []
-    for module in field.modules() if isinstance(field, nn.Module) else ():
-        if isinstance(module, SolveDropout):
-            if not module.solving:  # else it belongs to a solve around this one
-                drawing.append(module)
-        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+    masks, random = dropouts_of(field)
+    for module in random:
+        if module.training and module.p > 0:
             raise ValueError(_REFUSED_DROPOUT.format(name=type(module).__name__, fix="move it out of func."))
+    drawing = [module for module in masks if not module.solving]  # else it is of a solve around this one
     for module in drawing:
         module.mask, module.solving = None, True
     try:
@@ -50,23 +49,17 @@ class ForwardContext:
     """
 
     def __init__(self, field: Callable) -> None:
-        modules = list(field.modules()) if isinstance(field, nn.Module) else []
-        self.modes = [(module, module.training) for module in modules]
-        self.functions = [(module, module.func) for module in modules if isinstance(module, Field)]
-        self.tensors: list[tuple[dict[str, Any], str, Tensor]] = [
-            (kept, name, tensor)
-            for module in modules
-            for kept in _tensors_of(module)
-            for name, tensor in kept.items()
-            if tensor is not None
-        ]
+        self.structure = structure_of(field)
+        self.modes = [(module, module.training) for module in self.structure.modules]
+        self.functions = [(module, module.func) for module in self.structure.fields]
+        self.tensors = self.structure.tensors()
         self.versions = [None if tensor.is_inference() else tensor._version for _, _, tensor in self.tensors]
         self.masks: list[tuple[SolveDropout, Tensor | None, bool]] = []
 
     @property
     def parameters(self) -> list[Tensor]:
         """All that the modules had."""
-        return [tensor for kept, _, tensor in self.tensors if isinstance(tensor, nn.Parameter) or tensor.requires_grad]
+        return [tensor for kept, _, tensor in self.tensors if tensor.requires_grad or isinstance(tensor, nn.Parameter)]
 
     def changed(self) -> bool:
         """Whether a tensor of the modules was replaced or changed in place since."""
@@ -77,7 +70,7 @@ class ForwardContext:
 
     def remember_masks(self) -> None:
         """Remember the masks that the solve has drawn."""
-        self.masks = [(module, module.mask, True) for module, _ in self.modes if isinstance(module, SolveDropout)]
+        self.masks = [(module, module.mask, True) for module in self.structure.masks]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -92,13 +85,6 @@ class ForwardContext:
                 yield
         finally:
             _restore(modes, masks, tensors, functions)
-
-
-def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters and buffers of a module itself; copies of the dicts of one of TorchScript, whose stay the same."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
-    return module._parameters, module._buffers
 
 
 def _restore(

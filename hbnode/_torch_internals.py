@@ -37,6 +37,12 @@ def sequence_number(node: Node | None) -> int:
     return node._sequence_nr()
 
 
+def has_global_hooks() -> bool:
+    """Whether a hook is registered for the calls of all modules."""
+    module = torch.nn.modules.module
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
 def is_script_method(function: object) -> bool:
     """Whether a function is a method that TorchScript has compiled."""
     return isinstance(function, torch._C.ScriptMethod)

@@ -38,6 +38,7 @@ class Field(nn.Module, ABC):
         check_order(func)
         self.func = func
         self.compiled: dict[Any, Any] = {}  # steps of native methods that compile=True has compiled for this field
+        self._structure: Any = None  # the modules, and what solves have prepared
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -54,8 +55,8 @@ class Field(nn.Module, ABC):
         """The derivative of the state, in the structure of the state."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled, which can be neither copied nor pickled."""
-        return {**self.__dict__, "compiled": {}}
+        """Without what was compiled or prepared, which belongs to this object."""
+        return {**self.__dict__, "compiled": {}, "_structure": None}
 
     def readout(self, state: State) -> Tensor:
         """The hidden state h of a state, or of a whole trajectory of states."""

@@ -69,6 +69,7 @@ LAYERS = [
     ["hbnode.attention", "hbnode.recurrent", "hbnode.solvers"],
     ["hbnode.data"],
     ["hbnode._closures", "hbnode._recompute"],
+    ["hbnode._structure"],
     ["hbnode.fields", "hbnode.nets", "hbnode.nfe", "hbnode.signal", "hbnode.errors"],
     ["hbnode._constants", "hbnode._records", "hbnode._signature", "hbnode._state", "hbnode._suggestions"],
     ["hbnode._tracing"],

@@ -1,0 +1,127 @@
+"""The modules of a field, walked once and kept with it.
+
+A solve looks at all modules of its field: for dropout, for the tensors that its backward pass must find again, for what
+f may depend on. Which modules there are changes rarely, so one of hbnode's fields keeps the list. What must be looked
+at in each solve is looked at in each solve, and is cheap:
+
+- the children of each module, by identity: a module that was assigned, added or removed makes a new list;
+- parameters, buffers and their versions, modes, hooks and masks, which any code may change at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode import _torch_internals
+from hbnode._tracing import is_tracing
+from hbnode.nets import MLP, ConvNet, SolveDropout
+
+_LAYERS = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))
+_MOST_SOLVES = 16  # settings, shapes and times for which a solve is kept prepared
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer of torch or a network of hbnode, whose values depend on nothing else."""
+    kind = type(module)
+    if kind not in (MLP, ConvNet) and not (kind.__module__.startswith("torch.nn.modules.") and kind in _LAYERS):
+        return False
+    return not any(name == "forward" or isinstance(value, Tensor) for name, value in module.__dict__.items())
+
+
+class Structure:
+    """The modules of a field.
+
+    Attributes:
+        modules: all of them, the field first.
+        masks: those that draw a mask for a solve.
+        random: torch's own dropout layers, which no solve takes in training mode.
+        solves: what solves of the field have prepared, by their keys.
+    """
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self.modules = modules
+        self.masks = tuple(module for module in modules if isinstance(module, SolveDropout))
+        self.random = tuple(module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd))
+        self.solves: dict[Any, Any] = {}
+        self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+        self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
+        self._kept = [kept for module in modules for kept in (module._parameters, module._buffers)]
+        self._are_layers = all(map(_is_layer, modules[1:]))
+        self._attributes = [(module.__dict__, len(module.__dict__)) for module in modules]
+
+    def is_of(self, field: nn.Module) -> bool:
+        """Whether these are still the modules of a field."""
+        return self.modules[0] is field and all(tuple(now.values()) == then for now, then in self._children)
+
+    def tensors(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """The parameters and buffers, each with the dict that holds it and its name."""
+        kept = self._kept
+        if self._scripted:  # copies of the dicts of those of TorchScript, whose stay the same
+            kept = [own for module in self.modules for own in _tensors_of(module)]
+        return [(own, name, tensor) for own in kept for name, tensor in own.items() if tensor is not None]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters, or what ``functional_call`` lent in their place."""
+        if self._scripted:
+            yield from self.modules[0].parameters()
+        for own in () if self._scripted else self._kept[::2]:
+            yield from (tensor for tensor in own.values() if tensor is not None)
+
+    def is_closed(self) -> bool:
+        """Whether f can depend on its parameters and buffers only, because it is made of layers known to."""
+        if not self._are_layers or _torch_internals.has_global_hooks():
+            return False
+        if any(len(now) != then for now, then in self._attributes):  # a weight may be a plain tensor by now
+            return False
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
+
+    def prepared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What a solve of these settings and shapes needs, made at its first time."""
+        kept = self.solves.get(key)
+        if kept is None:
+            kept = make()
+            if len(self.solves) >= _MOST_SOLVES:
+                self.solves.pop(next(iter(self.solves)), None)
+            self.solves[key] = kept
+        return kept
+
+
+_NONE = Structure(())
+
+
+def structure_of(field: Callable) -> Structure:
+    """The modules of a field now; those of one of hbnode's fields are walked only when they have changed."""
+    if not isinstance(field, nn.Module):
+        return _NONE
+    kept: Structure | None = field.__dict__.get("_structure")
+    if kept is not None and kept.is_of(field):
+        return kept
+    structure = Structure(tuple(field.modules()))
+    if "_structure" in field.__dict__ and not structure._scripted:
+        field.__dict__["_structure"] = structure
+    return structure
+
+
+def parameters_of(field: nn.Module) -> Iterator[Tensor]:
+    """The parameters of a field, in graphs of torch.compile too."""
+    return field.parameters() if is_tracing() else structure_of(field).parameters()
+
+
+def dropouts_of(field: Callable) -> tuple[tuple[SolveDropout, ...], tuple[nn.Module, ...]]:
+    """The modules of a field that draw a mask for a solve, and torch's own dropout, in graphs of torch.compile too."""
+    if not is_tracing():
+        structure = structure_of(field)
+        return structure.masks, structure.random
+    modules = list(field.modules()) if isinstance(field, nn.Module) else []
+    masks = tuple(module for module in modules if isinstance(module, SolveDropout))
+    return masks, tuple(module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd))
+
+
+def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+    return module._parameters, module._buffers
