@@ -22,9 +22,28 @@ from hbnode.solvers.settings import ResolvedSettings, Settings
 
 logger = logging.getLogger("hbnode")
 
+_MOST_SETTINGS = 64
+
+
+_checked: dict[tuple, Settings] = {}  # the last settings that were checked
+
 
 def checked_settings(settings: Settings) -> Settings:
     """The settings, refused where a value is out of its range or two of them do not go together."""
+    try:
+        checked = _checked.get(settings.key)
+    except TypeError:  # something in them has no hash
+        return _check_settings(settings)
+    if checked is None:
+        if len(_checked) >= _MOST_SETTINGS:
+            _checked.clear()
+        options, of_adjoint = (None if x is None else dict(x) for x in (settings.options, settings.adjoint_options))
+        own = dataclasses.replace(settings, options=options, adjoint_options=of_adjoint)  # theirs may change
+        checked = _checked[settings.key] = _check_settings(own)
+    return checked
+
+
+def _check_settings(settings: Settings) -> Settings:
     method = settings.method
     methods = (*registry.METHODS, *torchdiffeq_options.METHODS)
     if method is not None and method not in methods:
@@ -71,7 +90,8 @@ def resolved(settings: Settings, field: Callable, event: bool = False, span: flo
     gradient = "direct" if _second_derivatives.are_wanted() else settings.gradient
     if gradient is None:
         gradient = "direct" if method in torchdiffeq_options.METHODS else "checkpoint"
-    return ResolvedSettings(**(vars(settings) | {"method": method, "gradient": gradient}))
+    values = {part.name: getattr(settings, part.name) for part in dataclasses.fields(Settings)}
+    return ResolvedSettings(**(values | {"method": method, "gradient": gradient}))
 
 
 def checked_span(t_span: Sequence[float]) -> tuple[float, float]:

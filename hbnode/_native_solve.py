@@ -38,30 +38,43 @@ _CHANGES_BUFFERS = (
 _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adjoint}
 
 
-def solve(field: Callable, y0: State, t: Tensor, settings: ResolvedSettings, nfe: NFE) -> State:
-    """Solve with one of our own methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
-    stepper, damping = prepare(field, y0, t, settings, nfe)
+def solve(stepper: Stepper, y0: State, nfe: NFE) -> State:
+    """Solve with one of our own methods, by a stepper of :func:`stepper_for`."""
+    field = stepper.term.field
+    stepper, damping = begin(stepper, nfe)
     _check_damping(stepper, field)
     with solving(field), no_autocast(stepper.term.template.device.type):
         return stepper.term.state(_trajectory(stepper, y0, damping))
 
 
-def prepare(
-    field: Callable, y0: State, t: Tensor, settings: ResolvedSettings, nfe: NFE, *, interrupted: bool = False
-) -> tuple[Stepper, Tensor]:
-    """All of a solve that does not depend on the numbers in its state: what takes its steps, and γ with its graph."""
+def stepper_for(
+    field: Callable, y0: State, t: Tensor, settings: ResolvedSettings, *, interrupted: bool = False
+) -> Stepper:
+    """All of a solve that does not depend on its numbers: what :func:`begin` makes a stepper of.
+
+    Arguments:
+        field: the field.
+        y0: a state of the structure, shapes and dtype of those that will come.
+        t: the output times, checked.
+        settings: how to solve, checked.
+        interrupted: whether the state is changed between the intervals.
+    """
     method = settings.method
     check_field(method, field)
     term = ODETerm(field, y0, second_order=method not in RUNGE_KUTTA)
     per_sample = settings.step_control == "sample" and "steps" not in (settings.options or {})
     _check_batch(term, t, per_sample, settings)
-    grid = TimeGrid(t, term, per_sample=per_sample)
-    damping = term.damping.to(grid.t.device, torch.float64)
+    return Stepper(term, TimeGrid(t, term, per_sample=per_sample), settings, interrupted=interrupted)
+
+
+def begin(stepper: Stepper, nfe: NFE) -> tuple[Stepper, Tensor]:
+    """The stepper of one solve, and γ with its graph."""
+    term, settings = stepper.term, stepper.settings
+    damping = term.damping.to(stepper.grid.t.device, torch.float64)
     is_direct = settings.gradient == "direct" or not torch.is_grad_enabled()
-    own = damping if is_direct else damping.detach()
-    stepper = Stepper(term, grid, settings, Tally(field, nfe), own, interrupted=interrupted)
+    stepper = stepper.begun(Tally(term.field, nfe), damping if is_direct else damping.detach())
     if settings.compile and not _torch_internals.is_active():
-        stepper.compiled = CompiledSteps.of(term, method, stepper.method)
+        stepper.compiled = CompiledSteps.of(term, settings.method, stepper.method)
     return stepper, damping
 
 
@@ -134,8 +147,6 @@ def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor) -> Tensor:
     outputs = None
     if any(x.requires_grad for x in (rows, damping, stepper.grid.t, *forward.leaves)):
         by_t = stepper.grid.t.requires_grad
-        if damping.requires_grad and not by_t and gradient != "adjoint":
-            stepper.coefficients.keep_graphs()
         if by_t and gradient != "adjoint":
             stepper, outputs = _land_on_knots(stepper)
             forward.stepper = stepper

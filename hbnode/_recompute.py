@@ -24,9 +24,9 @@ _REFUSED_DROPOUT = (
 def solving(field: Callable) -> Iterator[None]:
     """Refuse random layers, and let every :class:`~hbnode.nets.SolveDropout` draw a new mask and keep it."""
     masks, random = dropouts_of(field)
-    for module in random:
-        if module.training and module.p > 0:
-            raise ValueError(_REFUSED_DROPOUT.format(name=type(module).__name__, fix="move it out of func."))
+    for layer in random:
+        if layer.training and layer.p > 0:
+            raise ValueError(_REFUSED_DROPOUT.format(name=type(layer).__name__, fix="move it out of func."))
     drawing = [module for module in masks if not module.solving]  # else it is of a solve around this one
     for module in drawing:
         module.mask, module.solving = None, True

@@ -111,7 +111,7 @@ def parameters_of(field: nn.Module) -> Iterator[Tensor]:
     return field.parameters() if is_tracing() else structure_of(field).parameters()
 
 
-def dropouts_of(field: Callable) -> tuple[tuple[SolveDropout, ...], tuple[nn.Module, ...]]:
+def dropouts_of(field: Callable) -> tuple[tuple[SolveDropout, ...], tuple[nn.modules.dropout._DropoutNd, ...]]:
     """The modules of a field that draw a mask for a solve, and torch's own dropout, in graphs of torch.compile too."""
     if not is_tracing():
         structure = structure_of(field)

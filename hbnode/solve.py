@@ -11,6 +11,7 @@ from torch import Tensor
 from hbnode import _native_solve, _torch_internals, _torchdiffeq_solve, _traced_solve
 from hbnode._arguments import check_precision, checked_settings, checked_state, checked_times, resolved
 from hbnode._checks import ONLY_FIXED_GRIDS
+from hbnode._prepared import prepared
 from hbnode._signature import check_call
 from hbnode._state import State, Times, parts
 from hbnode._torchdiffeq_field import CALLBACKS, warn_of_callbacks
@@ -193,15 +194,13 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
     """:func:`solve` without a graph of torch.compile."""
     y0 = checked_state(field, y0)
     check_call(field)
-    times = checked_times(t, parts(y0)[0].device, rows=settings.method not in torchdiffeq_options.METHODS)
-    final = resolved(settings, field, span=_span(times))
+    final, times, stepper = prepared(field, y0, t, settings)
     nfe.keeps_graph = final.gradient == "direct" and torch.is_grad_enabled()
-    check_precision(final, parts(y0)[0].dtype)
-    if final.method in torchdiffeq_options.METHODS:
+    if stepper is None:
         with _torch_internals.refusing(f"method={final.method!r}", "a native method with gradient='direct'"):
             return _torchdiffeq_solve.solve(field, y0, times, final, nfe)
     warn_of_callbacks(field, final.method, CALLBACKS)
-    return _native_solve.solve(field, y0, times, final, nfe)
+    return _native_solve.solve(stepper, y0, nfe)
 
 
 @untraced
@@ -227,9 +226,3 @@ def _find_event(
             f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
         )
     return _torchdiffeq_solve.find_event(field, y0, times, final, nfe, event_fn)
-
-
-def _span(t: Tensor) -> float:
-    """The length of a solve; 0 where a device would have to be asked for it."""
-    t = _torch_internals.plain(t)
-    return float(t.max() - t.min()) if t.is_cpu and t.numel() else 0.0

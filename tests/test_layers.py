@@ -51,6 +51,7 @@ LAYERS = [
     ["hbnode.annealing"],
     ["hbnode.annealing.sampler"],
     ["hbnode.annealing.checks"],
+    ["hbnode._prepared"],
     ["hbnode._arguments", "hbnode._native_solve", "hbnode._torchdiffeq_solve", "hbnode._traced_solve"],
     ["hbnode._torchdiffeq_field"],
     ["hbnode.gradients"],

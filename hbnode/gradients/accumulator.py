@@ -106,6 +106,9 @@ class GradientAccumulator:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients with respect to γ and t, of all steps in one go."""
+        by_numbers = self._by_numbers() if self.coefficients.number is not None and not self.needs_t else None
+        if by_numbers is not None and not self.blends:
+            return by_numbers, None
         outputs: list[Tensor] = []
         cotangents: list[Tensor] = []
         groups: dict[bool, list] = defaultdict(list)
@@ -114,10 +117,7 @@ class GradientAccumulator:
         with torch.enable_grad():
             damping = self.coefficients.damping.detach().requires_grad_(self.needs_damping)
             t = self.t.detach().requires_grad_(self.needs_t)
-            if self.coefficients.graphs and self.coefficients.leaf is not None:
-                damping = self.coefficients.leaf
-                self._kept(outputs, cotangents)
-            else:
+            if by_numbers is None:
                 for group in groups.values():
                     self._contract(group, damping, t, outputs, cotangents)
             if self.blends:
@@ -128,23 +128,30 @@ class GradientAccumulator:
         if outputs:
             found = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
         by_damping = found[0] if self.needs_damping else None
+        if by_numbers is not None:
+            by_damping = by_numbers if by_damping is None else by_numbers + by_damping
         by_t = found[-1] if self.needs_t else None
         if self.first_time is not None:
             by_t = torch.zeros_like(self.t) if by_t is None else by_t
             by_t[..., 0] += self.first_time.reshape(by_t[..., 0].shape).to(by_t)
         return by_damping, by_t
 
-    def _kept(self, outputs: list, cotangents: list) -> None:
-        """The coefficients of each size of step as functions of γ, as the solve kept them, and the gradients."""
+    def _by_numbers(self) -> Tensor | None:
+        """The gradient with respect to γ, a number: that of each size of step times the derivative of its coefficients.
+
+        Several steps of one size are added up first, and all sizes take one synchronisation.
+        """
+        if not self.needs_damping:
+            return None
         totals: dict[float, Tensor] = {}
         for step, by_matrix, _ in self.steps:
             size = self.stepper.grid.size(step)
             if by_matrix is not None and size is not None:
                 totals[size] = totals[size] + by_matrix if size in totals else by_matrix
-        outputs.extend(self.coefficients.graphs[size] for size in totals)
-        if totals:
-            together = torch.stack([*totals.values()]).to(outputs[0])  # one synchronisation
-            cotangents.extend(together.unbind(0))
+        if not totals:
+            return torch.zeros_like(self.coefficients.damping)
+        slopes = torch.stack([self.coefficients.slope(size) for size in totals])
+        return (torch.stack([*totals.values()]).to(slopes) * slopes).sum()
 
     def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
         """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""

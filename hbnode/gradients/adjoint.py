@@ -99,7 +99,7 @@ class _Backward:
         given = self.stepper.settings
         settings = replace(given, method="tsit5", gradient="direct", options=_backward_options(given.options))
         counted = rows.numel() + adjoint.numel()  # the integrals do not feed back: no step is refused for them
-        stepper = Stepper(term, grid, settings, self.stepper.tally, grid.t.new_zeros(()), counted=counted)
+        stepper = Stepper(term, grid, settings, counted=counted).begun(self.stepper.tally, grid.t.new_zeros(()))
         with torch.no_grad():
             ends = integrate(stepper, stepper.start(torch.stack(term.rows(state))))
         end = parts(term.state(ends))

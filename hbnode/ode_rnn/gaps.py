@@ -46,7 +46,8 @@ class Gaps:
         self.stepper: Stepper | None = None
         native = self.settings.method not in torchdiffeq_options.METHODS
         if native and self.settings.gradient == "direct" and not _torch_internals.is_active():
-            self.stepper, _ = _native_solve.prepare(field, y0, self.t, self.settings, NFE(), interrupted=True)
+            stepper = _native_solve.stepper_for(field, y0, self.t, self.settings, interrupted=True)
+            self.stepper, _ = _native_solve.begin(stepper, NFE())
 
     def advance(self, interval: int, rows: Tensor) -> Tensor:
         """The state at the end of an interval from that at its beginning: (parts, batch, ...), h alone or h and m."""

@@ -14,6 +14,7 @@ from hbnode.solvers.step_method import StepMethod
 from hbnode.solvers.time_grid import AnyStep, Step, TimeGrid
 
 TOGETHER = 64  # intervals whose coefficients are computed at once
+_MOST_SIZES = 64  # of steps whose coefficients are kept
 
 
 class StepCoefficients:
@@ -24,6 +25,9 @@ class StepCoefficients:
         term: the equation; coefficients have the dtype of its state.
         grid: turns a step into its size and the times of its stages.
         damping: γ, in float64 on the grid's device.
+
+    Attributes:
+        number: γ where it is one number that is known on the host; None elsewhere.
     """
 
     def __init__(self, method: StepMethod, term: ODETerm, grid: TimeGrid, damping: Tensor) -> None:
@@ -31,13 +35,15 @@ class StepCoefficients:
         self._of_size: dict[float, Tensor] = {}
         self._of_intervals: dict[int, tuple[Tensor, ...]] = {}
         self._packed: dict[tuple[float, bool], Any] = {}
-        self.leaf: Tensor | None = None  # γ as a leaf, and
-        self.graphs: dict[float, Tensor] = {}  # the coefficients of each size of step as functions of it
+        self._times: dict[tuple[int, float, float], Tensor] = {}
         self._no_times = term.template.new_zeros(len(method.nodes))
+        self.number: float | None = None
+        if not (damping.dim() or _torch_internals.is_active() or _torch_internals.in_forward_mode()):
+            self.number = damping.item() if method.of_numbers(0.0, 1.0) is not None else None
 
-    def keep_graphs(self) -> None:
-        """Keep the coefficients as functions of γ, so that a backward pass can differentiate them."""
-        self.leaf = self.damping.detach().requires_grad_()
+    def serves(self, damping: Tensor) -> bool:
+        """Whether these are the coefficients for a γ without a gradient."""
+        return self.number is not None and not damping.dim() and damping.item() == self.number
 
     def matrix(self, step: AnyStep, *, differentiable: bool = False) -> Tensor:
         """The coefficients of a step, in the state's dtype; differentiable in the times if asked."""
@@ -48,16 +54,25 @@ class StepCoefficients:
         if size is None:
             sizes, _ = grid.affine(grid.t, step.interval, step.start, step.size, (), step.end)
             return self.method.matrix(self.damping, grid.for_rows(sizes)).to(template)
-        if size not in self._of_size:
-            sizes = torch.tensor(size, dtype=torch.float64, device=grid.t.device)
-            if self.leaf is None:
-                matrix = self.method.matrix(self.damping, sizes)
-            else:
-                with torch.enable_grad():
-                    self.graphs[size] = self.method.matrix(self.leaf, sizes)
-                matrix = self.graphs[size].detach()
-            self._of_size[size] = matrix.to(template)
-        return self._of_size[size]
+        matrix = self._of_size.get(size)
+        if matrix is None:
+            matrix = _kept(self._of_size, size, self._of_number(size))
+        return matrix
+
+    def _of_number(self, size: float) -> Tensor:
+        """The coefficients of a step of one size for all samples."""
+        template = self.term.template
+        if self.number is None:
+            sizes = torch.tensor(size, dtype=torch.float64, device=self.grid.t.device)
+            return self.method.matrix(self.damping, sizes).to(template)
+        if self.damping.requires_grad and torch.is_grad_enabled():
+            return _OfDamping.apply(self.damping, self.method, self.number, size, 0, template)
+        return _at(self.method, self.number, size, 0).to(template)
+
+    def slope(self, size: float) -> Tensor:
+        """The derivative of :meth:`matrix` with respect to γ, where that is a number: in float64, on the host."""
+        assert self.number is not None
+        return _at(self.method, self.number, size, 1)
 
     def _of_whole_interval(self, interval: int, differentiable: bool) -> Tensor:
         """The coefficients of a step over a whole interval, computed for many intervals at once."""
@@ -74,10 +89,10 @@ class StepCoefficients:
         size = None if matrix.requires_grad else self.grid.size(step)
         if size is None or _torch_internals.is_active():
             return self.method.pack(matrix, error=error)
-        key = (size, error)
-        if key not in self._packed:
-            self._packed[key] = self.method.pack(matrix, error=error)
-        return self._packed[key]
+        packed = self._packed.get((size, error))
+        if packed is None:
+            packed = _kept(self._packed, (size, error), self.method.pack(matrix, error=error))
+        return packed
 
     def times(self, step: AnyStep, *, differentiable: bool = False) -> Tensor:
         """Times of the stages of a step, (stages, ...); zeros if the field does not take the time."""
@@ -85,7 +100,11 @@ class StepCoefficients:
             return self._no_times
         grid, nodes = self.grid, self.method.nodes
         if isinstance(step, Step) and grid.times and not differentiable:
-            return grid.stages(step, nodes)
+            if step.end is not None:
+                return grid.stages(step, nodes)
+            key = (step.interval, step.start, step.size)
+            times = self._times.get(key)
+            return _kept(self._times, key, grid.stages(step, nodes)) if times is None else times
         _, times = grid.affine(grid.t, step.interval, step.start, step.size, nodes, step.end)
         return grid.for_parts(times).to(self.term.template)
 
@@ -93,3 +112,39 @@ class StepCoefficients:
         """The coefficients of the outputs inside of each of these steps, differentiable in γ and ``t``."""
         blend = self.method.blend(damping, *self.grid.inside(t, steps)).to(self.term.template)
         return blend.split([len(step.outputs) for step in steps])
+
+
+class _OfDamping(torch.autograd.Function):
+    """The coefficients of a step as a function of γ, a number: computed on the host, differentiable at any order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, damping: Tensor, method: StepMethod, number: float, size: float, order: int, like: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(damping)
+        ctx.rest = (method, number, size, order)
+        return _at(method, number, size, order).to(like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (damping,), (method, number, size, order) = ctx.saved_tensors, ctx.rest
+        gradient = gradient.to(torch.float64)
+        if torch.is_grad_enabled():
+            slope = _OfDamping.apply(damping, method, number, size, order + 1, gradient)
+        else:
+            slope = _at(method, number, size, order + 1).to(gradient.device)
+        return (gradient * slope).sum().to(damping), None, None, None, None, None
+
+
+def _at(method: StepMethod, damping: float, size: float, order: int) -> Tensor:
+    matrix = method.of_numbers(damping, size, order)
+    assert matrix is not None
+    return matrix
+
+
+def _kept(values: dict, key: Any, value: Any) -> Any:
+    """``value``, kept under a key; as the coefficients of constant damping outlive a solve, not too many are."""
+    if len(values) >= _MOST_SIZES:
+        values.clear()
+    values[key] = value
+    return value

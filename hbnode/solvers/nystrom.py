@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -102,6 +103,28 @@ class Nystrom(ExplicitMethod):
         values = (z ** torch.arange(len(polynomials), dtype=z.dtype, device=z.device)) @ polynomials
         values = values * torch.exp(z * rates) * _units(damping, step).index_select(-1, units)
         return values.unflatten(-1, (-1, len(self.c) + 2))
+
+    @override
+    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
+        polynomials, rates, powers = self._host_constants(order)
+        z = damping * step
+        values = (z ** np.arange(len(polynomials))) @ polynomials * np.exp(z * rates) * step ** (powers + order)
+        return torch.from_numpy(values.reshape(-1, len(self.c) + 2))
+
+    @functools.cache  # noqa: B019, the methods live as long as the module
+    def _host_constants(self, order: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Q, r and w of the derivative of this order with respect to γ, H^{w + order} Q(z) e^{rz}.
+
+        A coefficient in units of γ is z Q(z) / H. The derivative with respect to z takes Q to Q' + rQ.
+        """
+        polynomials, rates, units = (x.numpy() for x in self.make_constants(torch.device("cpu")))
+        of_gamma = units == 3
+        longer = np.pad(polynomials, ((0, 1), (0, 0)))
+        q = np.where(of_gamma, np.roll(longer, 1, 0), longer)
+        degrees = np.arange(len(q))[:, None]
+        for _ in range(order):
+            q = np.roll(degrees * q, -1, 0) + rates * q
+        return q, rates, np.where(of_gamma, -1.0, units)
 
     @functools.cache  # noqa: B019, the methods live as long as the module
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,6 @@ class ODETerm:
     row: the state itself if it is a tensor, else its parts stacked, or strung together if their shapes differ.
 
     Attributes:
-        damping: γ, a tensor that broadcasts with a row (its dimensions filled up), or of no dimension.
         template: the first part of the state.
         activation: σ of a splitting method, None for the identity.
     """
@@ -41,16 +40,23 @@ class ODETerm:
         self.stacked = not isinstance(y0, Tensor) and not (second_order or strung) and alike
         self.strung = not second_order and (strung or not alike)
         self.activation = None
-        damping: Tensor | float = 0.0
         if second_order:
             self.inner._pair(y0)
             if not alike:
                 shapes = " and ".join(str(tuple(part.shape)) for part in tensors)
                 raise ValueError(f"h and m must have one shape, got {shapes}. Fix: make m like h.")
-            damping = self.inner.solver_damping()
             self.activation = self.inner.activation if isinstance(self.inner, GHBNODE) else None
+        self.autocast = autocast_of(self.template.device.type)
+        self.apart: int = 0 if second_order else getattr(self.inner, "apart", 0)  # elements at the end of a row
+        self.calls_field = second_order and is_compiled(field)  # with m = 0, for the force alone
+        self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
+
+    @property
+    def damping(self) -> Tensor:
+        """γ now: a tensor that broadcasts with a row (its dimensions filled up), or of no dimension; 0 without one."""
+        damping = self.inner.solver_damping() if self.second_order else 0.0
         if not isinstance(damping, Tensor):
-            damping = torch.tensor(damping, dtype=torch.float64)
+            return torch.tensor(damping, dtype=torch.float64)
         if damping.dim():
             if damping.dim() > self.template.dim() or any(
                 a not in (1, b) for a, b in zip(damping.shape[::-1], self.template.shape[::-1], strict=False)
@@ -60,11 +66,7 @@ class ODETerm:
                     f"{tuple(self.template.shape)}. Fix: (d,) for one γ a feature, (d, 1, 1) for one a channel."
                 )
             damping = damping.view(*[1] * (self.template.dim() - damping.dim()), *damping.shape)
-        self.damping = damping
-        self.autocast = autocast_of(self.template.device.type)
-        self.apart: int = 0 if second_order else getattr(self.inner, "apart", 0)  # elements at the end of a row
-        self.calls_field = second_order and is_compiled(field)  # with m = 0, for the force alone
-        self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
+        return damping
 
     def rows(self, state: State) -> tuple[Tensor, ...]:
         """The rows of a state."""
@@ -96,10 +98,10 @@ class ODETerm:
     def evaluate(self, t: Tensor, x: Tensor) -> Tensor:
         """The force on h, or the derivative of a row; of the shape and dtype of ``x``, which must stay as it is."""
         if x.is_inference():
-            x = x.clone()  # it has no version by which a change would be seen
-        version = None if x.is_inference() else x._version
+            return self.value(t, x.clone())  # it has no version by which a change would be seen
+        version = x._version
         value = self.value(t, x)
-        if version is not None and x._version != version:
+        if x._version != version:
             raise ValueError(CHANGES_INPUT)
         return value
 

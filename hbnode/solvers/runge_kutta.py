@@ -33,6 +33,11 @@ class RungeKutta(ExplicitMethod):
         return torch.cat([is_y.expand(*rows.shape[:-1], 1), rows], -1)
 
     @override
+    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
+        matrix = torch.cat([self.is_y.unsqueeze(-1), step * self.weights], -1)
+        return torch.zeros_like(matrix) if order else matrix
+
+    @override
     def blend(self, damping: Tensor, step: Tensor, thetas: Tensor) -> Tensor:
         """Y + H Σ b_j(θ) k_j."""
         powers = thetas.unsqueeze(-1) ** torch.arange(1, 5, dtype=thetas.dtype, device=thetas.device)

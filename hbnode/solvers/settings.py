@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,18 @@ class Settings:
     max_steps: int
     compile: bool
 
+    @functools.cached_property
+    def key(self) -> tuple:
+        """All of it, to find something by: values with their types, a dict of options by its items.
+
+        Raises:
+            TypeError: if it holds something that may change or cannot be compared.
+        """
+        values = [getattr(self, field.name) for field in fields(self)]
+        key = tuple([(type(value), _items(value)) for value in values])
+        hash(key)
+        return key
+
 
 @dataclass(frozen=True)
 class ResolvedSettings(Settings):
@@ -28,6 +43,15 @@ class ResolvedSettings(Settings):
 
     method: str
     gradient: str
+
+
+def _items(value: Any) -> Any:
+    """A dict by its items."""
+    if not isinstance(value, dict):
+        return value
+    if any(isinstance(item, Tensor) for item in value.values()):
+        raise TypeError("tensors are not compared")
+    return tuple((name, type(item), item) for name, item in value.items())
 
 
 @dataclass(frozen=True)

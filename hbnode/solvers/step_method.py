@@ -46,6 +46,13 @@ class StepMethod(ABC):
     def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """The coefficients of a step in one tensor (..., *), for step sizes (...) that γ broadcasts with."""
 
+    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor | None:
+        """:meth:`matrix` of numbers, in float64 on the host, or its derivative of any order with respect to γ.
+
+        None if the method has no such program.
+        """
+        return None
+
     @abstractmethod
     def pack(self, matrix: Tensor, *, error: bool) -> Any:
         """The coefficients in the form that :meth:`step` uses, with or without those of the error."""

@@ -36,12 +36,14 @@ class Stepper:
         term: the equation.
         grid: the output times.
         settings: tolerances and limits, with the method and the gradient filled in.
-        tally: counts evaluations and steps.
-        damping: γ, in float64 on the grid's device.
         interrupted: whether the state is changed between the intervals, as an ODERNN does.
         counted: how many elements of a row count in the error; None for all.
 
+    A solve begins with :meth:`begun`. What it was made of serves any number of solves, also at once.
+
     Attributes:
+        tally: counts evaluations and steps.
+        coefficients: those of the steps.
         max_step: no step is longer.
         strongest: the largest γ, if it limits the steps.
         sees_time: whether f takes the time.
@@ -55,31 +57,51 @@ class Stepper:
         term: ODETerm,
         grid: TimeGrid,
         settings: ResolvedSettings,
-        tally: Tally,
-        damping: Tensor,
         *,
         interrupted: bool = False,
         counted: int | None = None,
     ) -> None:
-        self.term, self.grid, self.settings, self.tally = term, grid, settings, tally
+        self.term, self.grid, self.settings = term, grid, settings
+        self.tally: Tally
+        self.coefficients: StepCoefficients
         self.name, self.method = settings.method, METHODS[settings.method]
         self.options = native_options(settings.options, settings.method)
         self.rtol, self.atol, self.max_steps = settings.rtol, settings.atol, settings.max_steps
         self.interrupted, self.counted = interrupted, counted
-        self.coefficients = StepCoefficients(self.method, term, grid, damping)
         self.compiled: Programs | None = None
+        self._of_constant: StepCoefficients | None = None
         self.sees_time: bool = getattr(term.inner, "time_dependent", True)
         self.knots: list[float] = []
         self.most_knots = most_knots(self.method.nodes) if self.adaptive else 0
         self.max_step, self.strongest = self.options.max_step, 0.0
-        if self.name in NYSTROM and self.adaptive:
-            self._limit_step(damping)
         shared = self.adaptive and bool(grid.elapsed) and settings.gradient != "reversible"
         self.passes = self.options.dense if shared else False
 
-    def _limit_step(self, damping: Tensor) -> None:
+    def begun(self, tally: Tally, damping: Tensor) -> Stepper:
+        """The stepper of one solve.
+
+        Arguments:
+            tally: counts evaluations and steps.
+            damping: γ, in float64 on the grid's device.
+        """
+        other = copy.copy(self)
+        other.tally = tally
+        if self._of_constant is not None and not damping.requires_grad and self._of_constant.serves(damping):
+            other.coefficients = self._of_constant
+        else:
+            other.coefficients = StepCoefficients(self.method, self.term, self.grid, damping)
+            if other.coefficients.number is not None and not damping.requires_grad:
+                self._of_constant = other.coefficients
+        if self.name in NYSTROM and self.adaptive:
+            other._limit_step(other.coefficients)
+        return other
+
+    def _limit_step(self, coefficients: StepCoefficients) -> None:
         """Keep γH below 16: beyond 32 the decay of a single step hides its error, and any answer would pass."""
-        self.strongest = float(_torch_internals.plain(damping).abs().max())
+        number = coefficients.number
+        self.strongest = (
+            float(_torch_internals.plain(coefficients.damping).abs().max()) if number is None else abs(number)
+        )
         if self.strongest > 0:
             self.max_step = min(self.max_step, 16.0 / self.strongest)
 
