@@ -14,10 +14,10 @@ from hbnode._closures import closed_over_leaves, own_parameters
 from hbnode._recompute import ForwardContext, random_state, restore_random_state, solving
 from hbnode._state import State, parts
 from hbnode.errors import MaxStepsError, NonFiniteError
-from hbnode.fields import HBNODE
+from hbnode.fields import ANODE, HBNODE, NODE, SONODE
 from hbnode.gradients.adjoint import Adjoint
 from hbnode.gradients.checkpoint import Checkpoint
-from hbnode.gradients.forward_pass import ForwardPass
+from hbnode.gradients.forward_pass import ForwardPass, graph_of_first
 from hbnode.gradients.reversible import Reversible
 from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
@@ -25,7 +25,7 @@ from hbnode.solvers.compiled_steps import CompilationWarning, CompiledSteps
 from hbnode.solvers.failures import failure, start_time
 from hbnode.solvers.loops import integrate
 from hbnode.solvers.ode_term import ODETerm, is_heavy_ball
-from hbnode.solvers.recorder import BackwardPlan, StepGraph
+from hbnode.solvers.recorder import BackwardPlan
 from hbnode.solvers.registry import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, check_field, constant_damping
 from hbnode.solvers.settings import ResolvedSettings
 from hbnode.solvers.stepper import Stepper, no_autocast
@@ -35,6 +35,7 @@ _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
     "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
 )
+_PLAIN = (HBNODE, NODE, ANODE, SONODE)  # fields that depend on func and parameters only
 _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adjoint}
 
 
@@ -200,9 +201,9 @@ def _first_evaluation(stepper: Stepper, rows: Tensor, damping: Tensor) -> Forwar
     context = ForwardContext(term.field)
     stepper.tally.add("evaluation")
     t = grid.time_of(0).detach().requires_grad_(grid.t.requires_grad)
-    leaf = rows[0].detach().requires_grad_()
+    leaf = rows.detach().requires_grad_()
     with torch.enable_grad():
-        x = leaf.clone()  # of a leaf, torch refuses what is in place in words of its own
+        x = leaf[0].clone()  # of a leaf, torch refuses what is in place in words of its own
     before = random_state(x.device)
     sigma = term.activation
 
@@ -210,27 +211,38 @@ def _first_evaluation(stepper: Stepper, rows: Tensor, damping: Tensor) -> Forwar
         value = term.evaluate(t, x)
         return value if sigma is None else (value, sigma(rows[1].detach()))
 
-    found, state = stepper.listen(lambda: closed_over_leaves(evaluate, (t, x)))
-    value = parts(state)[0]
+    is_closed = type(term.inner) in _PLAIN and isinstance(term.inner.func, nn.Module) and context.structure.is_closed()
+    found: list[Tensor] = []
+    if is_closed:  # nothing need be searched in its graph
+        with torch.enable_grad():
+            value = stepper.listen(lambda: term.evaluate(t, x))
+    else:
+        found, state = stepper.listen(lambda: closed_over_leaves(evaluate, (t, x)))
+        value = parts(state)[0]
     if context.changed():
         raise ValueError(_CHANGES_BUFFERS.format(gradient))
-    has_drawn = not all(map(torch.equal, before, random_state(x.device)))
+    after = random_state(x.device)
+    has_drawn = not all(map(torch.equal, before, after))
     draws_again = has_drawn and not _draws_masks(stepper)
     own = own_parameters(term.inner) if gradient == "adjoint" else context.parameters
     leaves = list({id(p): p for p in (*own, *found) if p.requires_grad}.values())
     func = getattr(term.inner, "func", term.inner)
-    closed = isinstance(func, nn.Module) and {id(p) for p in found} <= {id(p) for p in own}
+    is_closed |= (
+        isinstance(func, nn.Module) and {id(p) for p in found} <= {id(p) for p in own} and not stepper.sees_time
+    )
     plan = BackwardPlan(
         by_matrix=grid.t.requires_grad or damping.requires_grad,
         by_times=grid.t.requires_grad and term.wants_time,
         known=frozenset(map(id, (*own, *found))),
-        checks_closures=not closed or getattr(term.inner, "time_dependent", True),
+        checks_closures=not is_closed,
     )
     forward = ForwardPass(stepper, plan, context, leaves, random_start=before if has_drawn else None)
     if stepper.method.carries:
-        forward.first = value.detach()
+        with torch.enable_grad():
+            graph = graph_of_first(leaf, t, value)
+        forward.first = graph.output.detach()
         if gradient == "checkpoint":
-            forward.first_graph = StepGraph([leaf, t] if t.requires_grad else [leaf], [], value)
+            forward.first_graph = graph
     elif draws_again:  # by the first step, as it would have without this evaluation
         restore_random_state(before, x.device)
     return forward

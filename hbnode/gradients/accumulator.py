@@ -51,7 +51,7 @@ class GradientAccumulator:
 
         with set_random_state(step.random, point.device):
             stepped = self.plan.evaluate(take, (point, matrix, times))
-        tensors = [x for x in (matrix, times) if x.requires_grad]
+        tensors = ((step, matrix if matrix.requires_grad else None, times if times.requires_grad else None),)
         columns = () if stepped.columns is None else (stepped.columns,)
         return StepGraph([point], tensors, stepped.point, columns, (step,))
 
@@ -59,14 +59,15 @@ class GradientAccumulator:
         """Gradients with respect to the points; those of the leaves are added up, those of the steps kept, here."""
         outputs = [graph.output, *graph.columns]
         leaves = [leaf for leaf in self.leaves if leaf.requires_grad]  # some may have been frozen since
-        found = torch.autograd.grad(outputs, [*graph.points, *graph.tensors, *leaves], cotangents, allow_unused=True)
-        n, k = len(graph.points), len(graph.points) + len(graph.tensors)
+        tensors = [x for _, *of_step in graph.tensors for x in of_step if x is not None]
+        n, k = len(graph.points), len(graph.points) + len(tensors)
+        found = torch.autograd.grad(outputs, [*graph.points, *tensors, *leaves], cotangents, allow_unused=True)
         of_leaves = iter(found[k:])
         self.add([next(of_leaves) if leaf.requires_grad else None for leaf in self.leaves])
         of_tensors = iter(found[n:k])
-        for step in graph.steps:
-            by_matrix = next(of_tensors) if self.plan.by_matrix else None
-            self.steps.append((step, by_matrix, next(of_tensors) if self.plan.by_times else None))
+        for step, *of_step in graph.tensors:
+            by_matrix, by_times = (None if x is None else next(of_tensors) for x in of_step)
+            self.steps.append((step, by_matrix, by_times))
         return list(found[:n])
 
     def interpolated(self, step: AnyStep, columns: Tensor, gradient: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hbnode._recompute import set_random_state
 from hbnode.gradients.accumulator import GradientAccumulator
-from hbnode.gradients.forward_pass import ForwardPass, refuse_double_backward, required
-from hbnode.solvers.loops import integrate
-from hbnode.solvers.recorder import RecordedProgram, RecordedStep, StepGraph, StepRecorder
+from hbnode.gradients.forward_pass import ForwardPass, graph_of_first, refuse_double_backward, required
+from hbnode.solvers.recorder import RecordedProgram, RecordedStep
 from hbnode.solvers.stepper import no_autocast
 from hbnode.solvers.time_grid import SampleStep, along_batch
 
@@ -26,9 +25,7 @@ class Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: ForwardPass, t: Tensor, damping: Tensor, rows: Tensor, *leaves: Tensor) -> Tensor:
         """The rows of the state at the output times, (T, state rows, ...)."""
-        recorder = StepRecorder(forward.stepper, forward.plan)
-        trajectory = integrate(forward.stepper, forward.point(rows), recorder=recorder)
-        forward.steps = recorder.steps
+        trajectory = forward.record(rows)
         forward.save(ctx, rows)
         return trajectory
 
@@ -42,7 +39,7 @@ class Checkpoint(torch.autograd.Function):
         accumulator = GradientAccumulator(forward, *ctx.needs_input_grad[1:3])
         carried = rows.new_zeros(method.state_rows + method.carries, *rows.shape[1:])
         with forward.context(), no_autocast(gradient.device.type):
-            left = len(steps)
+            left, begins = len(steps), method.carries
             while left:
                 last = steps[left - 1]
                 if isinstance(last, RecordedProgram):
@@ -50,11 +47,12 @@ class Checkpoint(torch.autograd.Function):
                     left -= 1
                     continue
                 carried = _undo(accumulator, last, carried, gradient)
+                begins &= last.graph is None or not last.graph.with_start
                 undone = range(left - (1 if last.graph is None else len(last.graph.steps)), left)
                 for i in undone:  # a graph serves once; after that its steps are recomputed
                     steps[i] = RecordedStep(*steps[i][:2])
                 left = undone.start
-            if method.carries:
+            if begins:
                 carried = _undo_start(accumulator, forward, rows, carried)
         damping, t = accumulator.finish()
         return None, t, damping, carried + gradient[0], *accumulator.gradients
@@ -118,20 +116,16 @@ def _undo_all(accumulator: GradientAccumulator, recorded: RecordedProgram, carri
 def _undo_start(accumulator: GradientAccumulator, forward: ForwardPass, rows: Tensor, carried: Tensor) -> Tensor:
     """The gradient with respect to the rows of the state at the start, from that with respect to the first point."""
     stepper = accumulator.stepper
-    n = stepper.method.state_rows
     graph, forward.first_graph = forward.first_graph, None
     if graph is None:
         stepper.tally.add("evaluation")
         t = stepper.grid.time_of(0).detach().requires_grad_(accumulator.needs_t)
-        x = rows[0].detach().requires_grad_()
+        start = rows.detach().requires_grad_()
         with torch.enable_grad(), set_random_state(forward.random_start, rows.device):
-            f = stepper.term.evaluate(t, x)
-        graph = StepGraph([x, t] if accumulator.needs_t else [x], [], f)
-    if not graph.output.requires_grad:
-        return carried[:n]
-    by_x, *by_t = accumulator.pull_back(graph, [carried[n]])
+            graph = graph_of_first(start, t, stepper.term.evaluate(t, start[0].clone()))
+    by_rows, *by_t = accumulator.pull_back(graph, [carried])
     accumulator.first_time = by_t[0] if by_t else None
-    return carried[:n] if by_x is None else torch.cat([(carried[0] + by_x)[None], carried[1:n]])
+    return required(by_rows, "gradient of its first point")
 
 
 def _at_reached(step: SampleStep, gradient: Tensor, batch_dim: int) -> Tensor:

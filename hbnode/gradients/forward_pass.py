@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._recompute import ForwardContext
+from hbnode._recompute import ForwardContext, random_state, restore_random_state
 from hbnode.solvers.loops import integrate
-from hbnode.solvers.recorder import BackwardPlan, RecordedProgram, RecordedStep, StepGraph
+from hbnode.solvers.recorder import BackwardPlan, RecordedProgram, RecordedStep, StepGraph, StepRecorder
 from hbnode.solvers.stepper import Stepper
 
 
@@ -23,8 +23,8 @@ class ForwardPass:
         plan: what the backward pass will differentiate.
         context: modes, masks and tensors of the field's modules.
         leaves: the tensors that f depends on.
-        first: the value of f at the start, if the method carries it.
-        first_graph: the graph of that evaluation, for one backward pass.
+        first: the first point, if the method carries the value of f.
+        first_graph: its graph, for one backward pass.
         random_start: the state of the generators before it, if f draws random numbers.
         steps: the accepted steps, if the backward pass recomputes them.
     """
@@ -40,7 +40,25 @@ class ForwardPass:
 
     def point(self, rows: Tensor) -> Tensor:
         """The first point."""
-        return rows if self.first is None else torch.cat([rows, self.first[None]])
+        return rows if self.first is None else self.first
+
+    def record(self, rows: Tensor) -> Tensor:
+        """Solve, and keep the accepted steps; states of random generators only if f has drawn from them."""
+        point, device = self.point(rows), rows.device
+        before = random_state(device)
+        trajectory = self._record(point, draws=self.random_start is not None)
+        if self.random_start is None and not all(map(torch.equal, before, random_state(device))):
+            restore_random_state(before, device)  # f draws, though at first it did not
+            trajectory = self._record(point, draws=True)
+        return trajectory
+
+    def _record(self, point: Tensor, *, draws: bool) -> Tensor:
+        # the time of the first evaluation has a gradient of its own
+        first = None if self.first_graph is None or len(self.first_graph.points) > 1 else self.first_graph
+        recorder = StepRecorder(self.stepper, self.plan, first=first, draws=draws)
+        trajectory = integrate(self.stepper, point, recorder=recorder)
+        self.steps = recorder.steps
+        return trajectory
 
     def save(self, ctx: Any, state: Tensor) -> None:
         """Save for the backward pass; autograd checks that the tensors of the evaluations are not changed."""
@@ -55,6 +73,12 @@ def solve_and_save(ctx: Any, forward: ForwardPass, t: Tensor, damping: Tensor, r
     trajectory = integrate(forward.stepper, forward.point(rows))
     forward.save(ctx, trajectory.clone())  # the user may change the output in place
     return trajectory
+
+
+def graph_of_first(rows: Tensor, t: Tensor, value: Tensor) -> StepGraph:
+    """The graph of the first point, from the rows of the state and the time of the first evaluation."""
+    points = [rows, t] if t.requires_grad else [rows]
+    return StepGraph(points, (), torch.cat([rows, value.unsqueeze(0)]), with_start=True)
 
 
 def required(x: Tensor | None, what: str) -> Tensor:

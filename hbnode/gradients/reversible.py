@@ -51,7 +51,7 @@ def _reverse(accumulator: GradientAccumulator, step: Step, point: Tensor, carrie
     method, activation = stepper.method, stepper.term.activation
     assert isinstance(method, Splitting)
     matrix, times = accumulator.leaves_of(step)
-    tensors = [x for x in (matrix, times) if x.requires_grad]
+    tensors = ((step, matrix if matrix.requires_grad else None, times if times.requires_grad else None),)
     drifts, decays, weights = method.pack(matrix.detach())
     h, m = point.detach().unbind(0)
     cotangent = carried

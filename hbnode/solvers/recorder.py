@@ -52,21 +52,24 @@ class BackwardPlan:
 
 @dataclass
 class StepGraph:
-    """The graph of some steps in a row, or of the first evaluation.
+    """The graph of some steps in a row, or of the first evaluation, or of both.
 
     Attributes:
-        points: those it starts from.
-        tensors: coefficients and times that it is differentiated with respect to.
+        points: what it starts from: a point, or the rows of the state if it begins with the first evaluation.
+        tensors: what else it is differentiated with respect to: of each step its coefficients and its times. Of steps
+            that share their coefficients the first one has them.
         output: the point after the last step.
         columns: of each step with outputs inside of it, which those are interpolated from.
         steps: the steps.
+        with_start: whether it begins with the first evaluation.
     """
 
     points: list[Tensor]
-    tensors: list[Tensor]
+    tensors: tuple[tuple[AnyStep, Tensor | None, Tensor | None], ...]
     output: Tensor
     columns: tuple[Tensor, ...] = ()
     steps: tuple[AnyStep, ...] = ()
+    with_start: bool = False
 
 
 class RecordedStep(NamedTuple):
@@ -87,9 +90,13 @@ class RecordedProgram(NamedTuple):
 class StepRecorder:
     """Takes steps as a :class:`Stepper` does, and records them for the checkpointed gradient."""
 
-    def __init__(self, stepper: Stepper, plan: BackwardPlan) -> None:
+    def __init__(
+        self, stepper: Stepper, plan: BackwardPlan, *, first: StepGraph | None = None, draws: bool = True
+    ) -> None:
         self.stepper, self.plan = stepper, plan
+        self.first, self.draws = first, draws
         self.steps: list[RecordedStep | RecordedProgram] = []
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, point: Tensor, step: AnyStep, *, error: bool, following: int | None) -> StepResult:
         """Take a step; ``following`` others are planned after it, None if that is not known."""
@@ -103,7 +110,7 @@ class StepRecorder:
 
     def take_again(self, point: Tensor, step: AnyStep, *, error: bool) -> StepResult:
         """Take a step that the backward pass will recompute; it is not recorded here."""
-        before = random_state(point.device)
+        before = random_state(point.device) if self.draws else None
         stepped = self.stepper.take(point, step, error=error)
         step.random = _if_drawn(before, point.device)
         return stepped
@@ -111,24 +118,45 @@ class StepRecorder:
     def _take_with_graph(self, point: Tensor, step: AnyStep, *, error: bool) -> tuple[StepResult, StepGraph]:
         """Take a step and keep its graph, as a continuation of that of the steps before if there is one."""
         stepper, plan = self.stepper, self.plan
-        matrix = stepper.coefficients.matrix(step).detach().requires_grad_(plan.by_matrix)
-        times = stepper.coefficients.times(step).detach().requires_grad_(plan.by_times and stepper.term.wants_time)
         last = self.steps[-1] if self.steps else None
         before = last.graph if isinstance(last, RecordedStep) else None
-        if before is None or before.steps[-1].reached is not None:
+        if last is None and self.first is not None:
+            before = self.first
+        elif before is None or before.steps[-1].reached is not None:
             start = point.detach().requires_grad_()
-            before = StepGraph([start], [], start)
+            before = StepGraph([start], (), start)
         output = before.output
+        matrix = stepper.coefficients.matrix(step)
+        tensors = before.tensors
+        if plan.by_matrix or plan.by_times:
+            matrix, is_new = self._leaf(matrix, before) if plan.by_matrix else (matrix, False)
+            times = stepper.coefficients.times(step).detach().requires_grad_(plan.by_times)
+            tensors = (*tensors, (step, matrix if is_new else None, times if plan.by_times else None))
+        else:
+            times = stepper.coefficients.times(step)
         stepper.tally.add("evaluation", stepper.method.evaluations)
-        state = random_state(point.device)
+        state = random_state(point.device) if self.draws else None
         stepped = plan.evaluate(lambda: stepper.step(output, step, matrix, times, error=error), (output, matrix, times))
         step.random = _if_drawn(state, point.device)
-        tensors = [*before.tensors, *(x for x in (matrix, times) if x.requires_grad)]
         columns = before.columns if stepped.columns is None else (*before.columns, stepped.columns)
-        graph = StepGraph(before.points, tensors, stepped.point, columns, (*before.steps, step))
+        steps = (*before.steps, step)
+        graph = StepGraph(before.points, tensors, stepped.point, columns, steps, before.with_start)
         error_of_step = None if stepped.error is None else stepped.error.detach()
         columns_of_step = None if stepped.columns is None else stepped.columns.detach()
         return StepResult(stepped.point.detach(), error_of_step, columns_of_step), graph
+
+    def _leaf(self, matrix: Tensor, before: StepGraph) -> tuple[Tensor, bool]:
+        """Coefficients as a leaf, one for all steps of a graph that have them; and whether it is new in the graph.
+
+        Where times have gradients, steps of one size have coefficients that depend on other times.
+        """
+        kept, leaf = self._leaves.get(id(matrix), (None, None))
+        is_shared = kept is matrix and not self.stepper.grid.t.requires_grad
+        if leaf is not None and is_shared and any(leaf is other for _, other, _ in before.tensors):
+            return leaf, False
+        leaf = matrix.detach().requires_grad_()
+        self._leaves[id(matrix)] = (matrix, leaf)
+        return leaf, True
 
     def _keeps_graph(self, step: AnyStep, following: int | None) -> bool:
         """Whether to keep the graph of a step: of the last one, where the backward pass begins, and of a short solve.
@@ -142,6 +170,6 @@ class StepRecorder:
         return following == 0 or (whole and evaluations <= SHORT)
 
 
-def _if_drawn(before: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...] | None:
+def _if_drawn(before: tuple[Tensor, ...] | None, device: torch.device) -> tuple[Tensor, ...] | None:
     """The state of the generators before a step, if the step has drawn from them."""
-    return None if all(map(torch.equal, before, random_state(device))) else before
+    return None if before is None or all(map(torch.equal, before, random_state(device))) else before
