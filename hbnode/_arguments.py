@@ -37,7 +37,8 @@ def checked_settings(settings: Settings) -> Settings:
     if checked is None:
         if len(_checked) >= _MOST_SETTINGS:
             _checked.clear()
-        options, of_adjoint = (None if x is None else dict(x) for x in (settings.options, settings.adjoint_options))
+        both = (settings.options, settings.adjoint_options)
+        options, of_adjoint = (dict(x) if isinstance(x, dict) else x for x in both)
         own = dataclasses.replace(settings, options=options, adjoint_options=of_adjoint)  # theirs may change
         checked = _checked[settings.key] = _check_settings(own)
     return checked

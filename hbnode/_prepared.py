@@ -50,9 +50,8 @@ def prepared(field: Callable, y0: State, t: Times, settings: Settings) -> Prepar
         return _prepare(field, y0, t, settings)
 
     def make() -> Prepared:
-        with torch.inference_mode(False):  # a later solve may want gradients
-            shapes = apply(lambda part: torch.empty((), dtype=part.dtype, device=part.device).expand(part.shape), y0)
-            return _prepare(field, shapes, t, settings)
+        shapes = apply(lambda part: torch.empty((), dtype=part.dtype, device=part.device).expand(part.shape), y0)
+        return _prepare(field, shapes, t, settings)
 
     return structure_of(field).prepared(key, make)
 
@@ -92,6 +91,7 @@ def _key(field: Callable, y0: State, t: Times, settings: Settings) -> tuple | No
         isinstance(y0, Tensor),
         tuple([(part.shape, part.dtype, part.device) for part in parts(y0)]),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        torch.is_inference_mode_enabled(),  # what is made there serves no gradients
         _second_derivatives.are_wanted(),
         inner.time_dependent,
         of_field,

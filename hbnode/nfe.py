@@ -130,7 +130,7 @@ class Tally:
 
     def add(self, event: str, count: int = 1) -> None:
         """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the pass that is running."""
-        name = (_BACKWARD if backward_pass() != -1 else _FORWARD)[event]
+        name = (_FORWARD if backward_pass() == -1 else _BACKWARD)[event]
         own = self.nfe
         setattr(own, name, getattr(own, name) + count)
         for watched, total in _open_counters:

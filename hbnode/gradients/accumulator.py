@@ -12,8 +12,7 @@ from torch import Tensor
 from hbnode._recompute import set_random_state
 from hbnode.gradients.forward_pass import ForwardPass, required
 from hbnode.solvers.explicit_method import interpolate
-from hbnode.solvers.recorder import StepGraph
-from hbnode.solvers.step_method import StepResult
+from hbnode.solvers.recorder import RecordedStep, StepGraph
 from hbnode.solvers.time_grid import AnyStep, align
 
 
@@ -34,26 +33,36 @@ class GradientAccumulator:
         self.gradients: list[Tensor | None] = [None] * len(self.leaves)
         self.steps: list[tuple[AnyStep, Tensor | None, Tensor | None]] = []
         self.blends: list[tuple[AnyStep, Tensor]] = []
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # of the coefficients of equal steps
         self.first_time: Tensor | None = None  # gradient with respect to the time of the first evaluation
 
     def leaves_of(self, step: AnyStep) -> tuple[Tensor, Tensor]:
-        """The coefficients and stage times of a step, as leaves if their gradients are needed."""
-        matrix = self.coefficients.matrix(step).detach().requires_grad_(self.plan.by_matrix)
-        return matrix, self.coefficients.times(step).detach().requires_grad_(self.plan.by_times)
+        """The coefficients and stage times of a step, as leaves if their gradients are needed.
 
-    def graph(self, step: AnyStep, point: Tensor) -> StepGraph:
-        """Take a step again, with its graph."""
-        matrix, times = self.leaves_of(step)
-        point = point.detach().requires_grad_()
+        Steps of one size share a leaf, except where times have gradients: their sizes depend on other times then.
+        """
+        matrix, times = self.coefficients.matrix(step), self.coefficients.times(step)
+        if self.plan.by_matrix:
+            kept, leaf = self._leaves.get(id(matrix), (None, None))
+            if leaf is None or kept is not matrix or self.needs_t:
+                leaf = matrix.detach().requires_grad_()
+                self._leaves[id(matrix)] = (matrix, leaf)
+            matrix = leaf
+        return matrix, times.detach().requires_grad_() if self.plan.by_times else times
 
-        def take() -> StepResult:
-            return self.stepper.step_eagerly(point, step, matrix, times, error=False)
-
-        with set_random_state(step.random, point.device):
-            stepped = self.plan.evaluate(take, (point, matrix, times))
-        tensors = ((step, matrix if matrix.requires_grad else None, times if times.requires_grad else None),)
-        columns = () if stepped.columns is None else (stepped.columns,)
-        return StepGraph([point], tensors, stepped.point, columns, (step,))
+    def graph(self, stretch: Sequence[RecordedStep]) -> StepGraph:
+        """Take steps in a row again, with their graph."""
+        point = stretch[0].point.detach().requires_grad_()
+        graph = StepGraph([point], (), point)
+        for step, *_ in stretch:
+            matrix, times = self.leaves_of(step)
+            with set_random_state(step.random, point.device):
+                stepped = self.plan.step(self.stepper, graph.output, step, (matrix, times), error=False, again=True)
+            is_new = self.plan.by_matrix and not any(matrix is leaf for _, leaf, _ in graph.tensors)
+            leaves = (step, matrix if is_new else None, times if self.plan.by_times else None)
+            columns = graph.columns if stepped.columns is None else (*graph.columns, stepped.columns)
+            graph = StepGraph([point], (*graph.tensors, leaves), stepped.point, columns, (*graph.steps, step))
+        return graph
 
     def pull_back(self, graph: StepGraph, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients with respect to the points; those of the leaves are added up, those of the steps kept, here."""

@@ -14,9 +14,11 @@ from torch import Tensor
 from hbnode._recompute import set_random_state
 from hbnode.gradients.accumulator import GradientAccumulator
 from hbnode.gradients.forward_pass import ForwardPass, graph_of_first, refuse_double_backward, required
-from hbnode.solvers.recorder import RecordedProgram, RecordedStep
+from hbnode.solvers.recorder import SHORT, RecordedProgram, RecordedStep
 from hbnode.solvers.stepper import no_autocast
 from hbnode.solvers.time_grid import SampleStep, along_batch
+
+SMALL = 2**15  # elements of a point; the graph of a step with more is recomputed alone
 
 
 class Checkpoint(torch.autograd.Function):
@@ -46,9 +48,11 @@ class Checkpoint(torch.autograd.Function):
                     carried = _undo_all(accumulator, last, carried, gradient)
                     left -= 1
                     continue
-                carried = _undo(accumulator, last, carried, gradient)
-                begins &= last.graph is None or not last.graph.with_start
-                undone = range(left - (1 if last.graph is None else len(last.graph.steps)), left)
+                stretch = _stretch(steps, left, accumulator)
+                carried = _undo(accumulator, stretch, carried, gradient)
+                if last.graph is not None and last.graph.with_start:
+                    begins, forward.first_graph = False, None
+                undone = range(left - len(stretch), left)
                 for i in undone:  # a graph serves once; after that its steps are recomputed
                     steps[i] = RecordedStep(*steps[i][:2])
                 left = undone.start
@@ -58,9 +62,34 @@ class Checkpoint(torch.autograd.Function):
         return None, t, damping, carried + gradient[0], *accumulator.gradients
 
 
-def _undo(accumulator: GradientAccumulator, recorded: RecordedStep, carried: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient with respect to the point before a step, from that with respect to the point after it."""
-    step, point, graph = recorded
+def _stretch(
+    steps: list[RecordedStep | RecordedProgram], left: int, accumulator: GradientAccumulator
+) -> list[RecordedStep]:
+    """The steps before a place that are undone together: those of one graph, or those that are recomputed at once.
+
+    One backward pass through the graph of several steps costs less than one through each. They have no more graph at a
+    time than the solves whose graph is kept whole, and one step alone where the state is large.
+    """
+    recorded = steps[left - 1]
+    assert isinstance(recorded, RecordedStep)
+    if recorded.graph is not None:
+        return [s for s in steps[left - len(recorded.graph.steps) : left] if isinstance(s, RecordedStep)]
+    stepper, stretch = accumulator.stepper, [recorded]
+    if stepper.compiled is not None or recorded.point.numel() > SMALL:
+        return stretch
+    while (len(stretch) + 1) * stepper.method.evaluations <= SHORT and left > len(stretch):
+        before = steps[left - len(stretch) - 1]
+        if not isinstance(before, RecordedStep) or before.graph is not None or isinstance(before.step, SampleStep):
+            break
+        if before.step.reached is not None or before.step.outputs or isinstance(recorded.step, SampleStep):
+            break
+        stretch.insert(0, before)
+    return stretch
+
+
+def _undo(accumulator: GradientAccumulator, stretch: list[RecordedStep], carried: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient with respect to the point before some steps in a row, from that with respect to the point after."""
+    step, point, graph = stretch[-1]
     stepper = accumulator.stepper
     n = stepper.method.state_rows
     stayed = None
@@ -71,10 +100,10 @@ def _undo(accumulator: GradientAccumulator, recorded: RecordedStep, carried: Ten
         stayed, carried = torch.where(moved, 0.0, carried), torch.where(moved, carried, 0.0)
     elif step.reached is not None:
         carried = torch.cat([carried[:n] + gradient[step.reached], carried[n:]])
-    stepper.tally.add("accepted", 1 if graph is None else len(graph.steps))
+    stepper.tally.add("accepted", len(stretch))
     pulled = None
     if graph is None:
-        stepper.tally.add("evaluation", stepper.method.evaluations)
+        stepper.tally.add("evaluation", len(stretch) * stepper.method.evaluations)
         if stepper.compiled is not None and not step.outputs:
             matrix, times = stepper.coefficients.matrix(step), stepper.coefficients.times(step).detach()
             pulled = accumulator.pull_compiled("pull", (), point.detach(), matrix, times, carried)
@@ -82,7 +111,7 @@ def _undo(accumulator: GradientAccumulator, recorded: RecordedStep, carried: Ten
         before, by_matrix, by_times = pulled
         accumulator.steps.append((step, by_matrix, by_times))
     else:
-        graph = accumulator.graph(step, point) if graph is None else graph
+        graph = accumulator.graph(stretch) if graph is None else graph
         inner = [s for s in graph.steps if s.outputs]
         cotangents = [carried]
         for s, columns in zip(inner, graph.columns, strict=True):
@@ -102,7 +131,7 @@ def _undo_all(accumulator: GradientAccumulator, recorded: RecordedProgram, carri
     pulled = accumulator.pull_compiled("pull_grid", (len(steps),), [p.detach() for p in points], matrix, times, start)
     if pulled is None:
         for step, point in zip(reversed(steps), reversed(points), strict=True):
-            carried = _undo(accumulator, RecordedStep(step, point), carried, gradient)
+            carried = _undo(accumulator, [RecordedStep(step, point)], carried, gradient)
         return carried
     stepper.tally.add("evaluation", len(steps) * stepper.method.evaluations)
     stepper.tally.add("accepted", len(steps))

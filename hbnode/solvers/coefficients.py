@@ -34,7 +34,7 @@ class StepCoefficients:
         self.method, self.term, self.grid, self.damping = method, term, grid, damping
         self._of_size: dict[float, Tensor] = {}
         self._of_intervals: dict[int, tuple[Tensor, ...]] = {}
-        self._packed: dict[tuple[float, bool], Any] = {}
+        self._packed: dict[tuple[int, bool], tuple[Tensor, Any]] = {}
         self._times: dict[tuple[int, float, float], Tensor] = {}
         self._no_times = term.template.new_zeros(len(method.nodes))
         self.number: float | None = None
@@ -85,14 +85,19 @@ class StepCoefficients:
         return self._of_intervals[group][interval % TOGETHER]
 
     def pack(self, step: AnyStep, matrix: Tensor, *, error: bool) -> Any:
-        """The coefficients in the form that the method uses."""
-        size = None if matrix.requires_grad else self.grid.size(step)
-        if size is None or _torch_internals.is_active():
+        """The coefficients in the form that the method uses, with their graph; that of equal steps is one."""
+        if step.whole is not None or _torch_internals.is_active():
             return self.method.pack(matrix, error=error)
-        packed = self._packed.get((size, error))
-        if packed is None:
-            packed = _kept(self._packed, (size, error), self.method.pack(matrix, error=error))
+        key = (id(matrix), error)
+        kept, packed = self._packed.get(key, (None, None))
+        if kept is not matrix:
+            _, packed = _kept(self._packed, key, (matrix, self.method.pack(matrix, error=error)))
         return packed
+
+    def made_of(self, step: AnyStep, matrix: Tensor, *, error: bool) -> list[Tensor]:
+        """The tensors of :meth:`pack`. Their graph is older than the step if one before had the same coefficients."""
+        packed = self.pack(step, matrix, error=error)
+        return [tensor for part in packed for tensor in ((part,) if isinstance(part, Tensor) else part)]
 
     def times(self, step: AnyStep, *, differentiable: bool = False) -> Tensor:
         """Times of the stages of a step, (stages, ...); zeros if the field does not take the time."""

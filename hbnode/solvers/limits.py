@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,10 @@ class Limits:
     def check_nfe(self, step: AnyStep, count: int = 1) -> None:
         """Before ``count`` steps: raise if they would exceed ``max_nfe``."""
         stepper = self.stepper
-        nfe, most = stepper.tally.nfe, stepper.options.max_nfe
+        most = stepper.options.max_nfe
+        if most == math.inf:
+            return
+        nfe = stepper.tally.nfe
         spent = nfe.forward if backward_pass() == -1 else nfe.backward
         if spent + count * stepper.method.evaluations > most:
             message = (

@@ -34,6 +34,17 @@ class BackwardPlan:
     known: frozenset[int]
     checks_closures: bool
 
+    def step(
+        self, stepper: Stepper, point: Tensor, step: AnyStep, leaves: tuple[Tensor, Tensor], *, error: bool, again: bool
+    ) -> StepResult:
+        """A step with its graph, from its coefficients and times, not counted; eagerly if it is taken again."""
+        inputs: list[Tensor] = []
+        if self.checks_closures:
+            with torch.enable_grad():
+                inputs = [point, *leaves, *stepper.coefficients.made_of(step, leaves[0], error=error)]
+        take = stepper.step_eagerly if again else stepper.step
+        return self.evaluate(lambda: take(point, step, *leaves, error=error), inputs)
+
     def evaluate(self, function: Callable[[], StepResult], inputs: Sequence[Tensor]) -> StepResult:
         """The value of a function with its graph, which may hold no leaf that the first evaluation did not use."""
         with torch.enable_grad():
@@ -136,7 +147,7 @@ class StepRecorder:
             times = stepper.coefficients.times(step)
         stepper.tally.add("evaluation", stepper.method.evaluations)
         state = random_state(point.device) if self.draws else None
-        stepped = plan.evaluate(lambda: stepper.step(output, step, matrix, times, error=error), (output, matrix, times))
+        stepped = plan.step(stepper, output, step, (matrix, times), error=error, again=False)
         step.random = _if_drawn(state, point.device)
         columns = before.columns if stepped.columns is None else (*before.columns, stepped.columns)
         steps = (*before.steps, step)
