@@ -48,6 +48,7 @@ class Structure:
         self.random = tuple(module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd))
         self.solves: dict[Any, Any] = {}
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+        self._prefixes: list[str] | None = None
         self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
         self._kept = [kept for module in modules for kept in (module._parameters, module._buffers)]
         self._are_layers = all(map(_is_layer, modules[1:]))
@@ -70,6 +71,20 @@ class Structure:
             yield from self.modules[0].parameters()
         for own in () if self._scripted else self._kept[::2]:
             yield from (tensor for tensor in own.values() if tensor is not None)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """:meth:`parameters` with their names, each once."""
+        if self._scripted:
+            yield from self.modules[0].named_parameters()
+            return
+        if self._prefixes is None:
+            self._prefixes = [name + "." if name else "" for name, _ in self.modules[0].named_modules()]
+        seen = set()
+        for prefix, own in zip(self._prefixes, self._kept[::2], strict=True):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield prefix + name, tensor
 
     def is_closed(self) -> bool:
         """Whether f can depend on its parameters and buffers only, because it is made of layers known to."""

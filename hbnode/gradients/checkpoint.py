@@ -44,14 +44,15 @@ class Checkpoint(torch.autograd.Function):
             left, begins = len(steps), method.carries
             while left:
                 last = steps[left - 1]
+                if last.graph is not None and last.graph.with_start:
+                    begins, forward.first_graph = False, None
                 if isinstance(last, RecordedProgram):
                     carried = _undo_all(accumulator, last, carried, gradient)
                     left -= 1
+                    steps[left] = RecordedProgram(*last[:2])
                     continue
                 stretch = _stretch(steps, left, accumulator)
                 carried = _undo(accumulator, stretch, carried, gradient)
-                if last.graph is not None and last.graph.with_start:
-                    begins, forward.first_graph = False, None
                 undone = range(left - len(stretch), left)
                 for i in undone:  # a graph serves once; after that its steps are recomputed
                     steps[i] = RecordedStep(*steps[i][:2])
@@ -122,10 +123,16 @@ def _undo(accumulator: GradientAccumulator, stretch: list[RecordedStep], carried
 
 def _undo_all(accumulator: GradientAccumulator, recorded: RecordedProgram, carried: Tensor, gradient: Tensor) -> Tensor:
     """:func:`_undo` for all the equal steps between two outputs, which were taken in one compiled program."""
-    steps, points = recorded
+    steps, points, graph = recorded
     stepper = accumulator.stepper
     n = stepper.method.state_rows
     start = torch.cat([carried[:n] + gradient[steps[-1].reached], carried[n:]])
+    if graph is not None:
+        stepper.tally.add("accepted", len(steps))
+        return required(accumulator.pull_back(graph, [start])[0], "gradient of its first point")
+    for step in steps[len(points) - 1 : -1]:  # a graph has served once
+        with torch.no_grad():
+            points.append(stepper.take(points[-1], step, error=False).point)
     times = [stepper.coefficients.times(step).detach() for step in steps]
     matrix = stepper.coefficients.matrix(steps[0])
     pulled = accumulator.pull_compiled("pull_grid", (len(steps),), [p.detach() for p in points], matrix, times, start)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hbnode._structure import structure_of
 from hbnode.fields import Field
 from hbnode.solvers.ode_term import ODETerm
 from hbnode.solvers.step_method import StepMethod, StepResult
@@ -76,6 +77,14 @@ class CompiledSteps:
 
         return grid
 
+    def _end(self, steps: int) -> Callable:
+        grid = self._grid(steps)
+
+        def end(point: Tensor, matrix: Tensor, times: list[Tensor]) -> Tensor:
+            return grid(point, matrix, times)[-1]
+
+        return end
+
     def _pull(self, by_matrix: bool, by_times: bool) -> Callable:
         method, evaluation, activation = self.method, self.evaluation, self.activation
 
@@ -127,8 +136,9 @@ class Programs:
 
     def __init__(self, steps: CompiledSteps) -> None:
         self.steps = steps
-        self.parameters = {name: p for name, p in steps.evaluation.named_parameters() if p.requires_grad}
-        self.modes = tuple(module.training for module in steps.evaluation.modules())
+        structure = structure_of(steps.evaluation.field)
+        self.parameters = {f"field.{name}": p for name, p in structure.named_parameters() if p.requires_grad}
+        self.modes = tuple([module.training for module in structure.modules])
 
     def run(self, kind: str, flags: tuple, *args: Any) -> Any:
         """Run a program; None if it cannot be compiled."""

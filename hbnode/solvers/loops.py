@@ -13,7 +13,7 @@ from hbnode.solvers.explicit_method import interpolate
 from hbnode.solvers.forcing import first_step
 from hbnode.solvers.limits import Limits
 from hbnode.solvers.per_sample import PerSample
-from hbnode.solvers.recorder import RecordedProgram, StepRecorder
+from hbnode.solvers.recorder import StepRecorder
 from hbnode.solvers.step_method import StepResult
 from hbnode.solvers.step_planner import StepPlanner
 from hbnode.solvers.step_size_control import Controller, norms
@@ -81,12 +81,10 @@ class _FixedGrid:
         if not self.is_one_program or self.stepper.compiled is None:
             return None
         self.limits.check_nfe(steps[0], count=len(steps))
-        points = self.stepper.take_all(point, steps)
-        if points is None:
-            return None
         if self.recorder is not None:
-            self.recorder.steps.append(RecordedProgram(steps, points[:-1]))
-        return points[-1]
+            return self.recorder.take_all(point, steps)
+        points = self.stepper.take_all(point, steps)
+        return None if points is None else points[-1]
 
     def _one_by_one(self, point: Tensor, steps: list[Step]) -> Tensor:
         stepper, is_last = self.stepper, steps[0].interval == self.stepper.grid.count - 1

@@ -47,6 +47,7 @@ class ODETerm:
                 raise ValueError(f"h and m must have one shape, got {shapes}. Fix: make m like h.")
             self.activation = self.inner.activation if isinstance(self.inner, GHBNODE) else None
         self.autocast = autocast_of(self.template.device.type)
+        self.is_bare = self.autocast is nullcontext
         self.apart: int = 0 if second_order else getattr(self.inner, "apart", 0)  # elements at the end of a row
         self.calls_field = second_order and is_compiled(field)  # with m = 0, for the force alone
         self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
@@ -100,7 +101,7 @@ class ODETerm:
         if x.is_inference():
             return self.value(t, x.clone())  # it has no version by which a change would be seen
         version = x._version
-        value = self.value(t, x)
+        value = self.bare(t, x) if self.is_bare else self.value(t, x)
         if x._version != version:
             raise ValueError(CHANGES_INPUT)
         return value

@@ -92,10 +92,11 @@ class RecordedStep(NamedTuple):
 
 
 class RecordedProgram(NamedTuple):
-    """The equal steps of a compiled program and the points where they start."""
+    """The equal steps of a compiled program and the points where they start; with a graph the first of those alone."""
 
     steps: list[Step]
     points: list[Tensor]
+    graph: StepGraph | None = None
 
 
 class StepRecorder:
@@ -126,16 +127,37 @@ class StepRecorder:
         step.random = _if_drawn(before, point.device)
         return stepped
 
+    def take_all(self, point: Tensor, steps: list[Step]) -> Tensor | None:
+        """The last point of equal steps in one compiled program, with its graph where it is kept; None without one."""
+        stepper, plan = self.stepper, self.plan
+        if not self._keeps_graph(steps[0], len(steps) - 1) or stepper.grid.t.requires_grad:
+            points = stepper.take_all(point, steps)
+            if points is None:
+                return None
+            self.steps.append(RecordedProgram(steps, points[:-1]))
+            return points[-1]
+        before = self._graph_before(point)
+        matrix, _ = self._leaf(stepper.coefficients.matrix(steps[0]), before)
+        matrix = matrix.requires_grad_(plan.by_matrix)
+        ends: list[Tensor | None] = []
+
+        def take() -> StepResult:
+            ends.append(stepper.end_of_all(before.output, steps, matrix))
+            return StepResult(before.output if ends[0] is None else ends[0], None)
+
+        end = plan.evaluate(take, (before.output, matrix)).point
+        if ends[0] is None:
+            return None
+        stepper.count_all(steps)
+        tensors = (*before.tensors, (steps[0], matrix if plan.by_matrix else None, None))
+        graph = StepGraph(before.points, tensors, end, (), (*before.steps, *steps), before.with_start)
+        self.steps.append(RecordedProgram(steps, [point], graph))
+        return end.detach()
+
     def _take_with_graph(self, point: Tensor, step: AnyStep, *, error: bool) -> tuple[StepResult, StepGraph]:
         """Take a step and keep its graph, as a continuation of that of the steps before if there is one."""
         stepper, plan = self.stepper, self.plan
-        last = self.steps[-1] if self.steps else None
-        before = last.graph if isinstance(last, RecordedStep) else None
-        if last is None and self.first is not None:
-            before = self.first
-        elif before is None or before.steps[-1].reached is not None:
-            start = point.detach().requires_grad_()
-            before = StepGraph([start], (), start)
+        before = self._graph_before(point)
         output = before.output
         matrix = stepper.coefficients.matrix(step)
         tensors = before.tensors
@@ -155,6 +177,17 @@ class StepRecorder:
         error_of_step = None if stepped.error is None else stepped.error.detach()
         columns_of_step = None if stepped.columns is None else stepped.columns.detach()
         return StepResult(stepped.point.detach(), error_of_step, columns_of_step), graph
+
+    def _graph_before(self, point: Tensor) -> StepGraph:
+        """The graph that the next step continues."""
+        last = self.steps[-1] if self.steps else None
+        before = last.graph if isinstance(last, RecordedStep) else None
+        if last is None and self.first is not None:
+            return self.first
+        if before is None or before.steps[-1].reached is not None:
+            start = point.detach().requires_grad_()
+            return StepGraph([start], (), start)
+        return before
 
     def _leaf(self, matrix: Tensor, before: StepGraph) -> tuple[Tensor, bool]:
         """Coefficients as a leaf, one for all steps of a graph that have them; and whether it is new in the graph.

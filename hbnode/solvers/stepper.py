@@ -181,14 +181,26 @@ class Stepper:
         """Equal steps in one compiled program, counted: the points between them; None if there is no program."""
         if self.compiled is None:
             return None
-        times = [self.coefficients.times(step) for step in steps]
-        points = self.run_compiled("grid", (len(steps),), point, self.coefficients.matrix(steps[0]), times)
+        points = self.run_compiled("grid", (len(steps),), point, self.coefficients.matrix(steps[0]), self._times(steps))
         if points is not None:
-            self.tally.add("evaluation", len(steps) * self.method.evaluations)
-            self.tally.add("accepted", len(steps))
-            for step in steps:
-                self.report(step, accepted=True)
+            self.count_all(steps)
         return points
+
+    def end_of_all(self, point: Tensor, steps: list[Step], matrix: Tensor) -> Tensor | None:
+        """The last point of :meth:`take_all` with its graph, not counted."""
+        if self.compiled is None:
+            return None
+        return self.run_compiled("end", (len(steps),), point, matrix, self._times(steps))
+
+    def _times(self, steps: list[Step]) -> list[Tensor]:
+        return [self.coefficients.times(step) for step in steps]
+
+    def count_all(self, steps: list[Step]) -> None:
+        """Count the steps of a program."""
+        self.tally.add("evaluation", len(steps) * self.method.evaluations)
+        self.tally.add("accepted", len(steps))
+        for step in steps:
+            self.report(step, accepted=True)
 
     def run_compiled(self, kind: str, flags: tuple, *args: Any) -> Any:
         """The value of a compiled program; None, now and from now on, if it cannot be compiled."""

@@ -1,0 +1,260 @@
+"""What a solve keeps with its field is the same as what a solve makes anew, also where the second call differs."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from hbnode import _structure
+from hbnode.solvers.coefficients import _OfDamping
+from hbnode.solvers.registry import METHODS
+
+torch.manual_seed(0)
+
+
+def network(dim=3, hidden=8):
+    return nn.Sequential(nn.Linear(dim, hidden), nn.Tanh(), nn.Linear(hidden, dim)).double()
+
+
+def a_block(**kwargs):
+    kwargs = {"damping": 0.3, "method": "nystrom4", "options": {"steps": 3}} | kwargs
+    return hbnode.HeavyBallODEBlock(network(), **kwargs).double()
+
+
+def values(block, x, t=None):
+    """The output, and the gradients of all parameters."""
+    parameters = [p for p in block.parameters() if p.requires_grad]
+    y = block(x, t)
+    return [y, *torch.autograd.grad(y.square().sum(), parameters, allow_unused=True)]
+
+
+def assert_same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
+@pytest.mark.parametrize(("damping", "step"), [(0.047, 0.3), (2.0, -0.7), (30.0, 0.4)])
+def test_coefficients_of_numbers_are_those_of_tensors(method, damping, step):
+    rule = METHODS[method]
+    gamma = torch.tensor(damping, dtype=torch.float64, requires_grad=True)
+    expected = rule.matrix(gamma, torch.tensor(step, dtype=torch.float64))
+    scale = expected.detach().abs().max().item()
+    assert (rule.of_numbers(damping, step) - expected.detach()).abs().max().item() < 1e-14 * scale
+    if not expected.requires_grad:
+        assert not rule.of_numbers(damping, step, 1).any()
+        return
+    weights = torch.randn_like(expected)
+    got = _OfDamping.apply(gamma, rule, damping, step, 0, weights)
+    for order in (1, 2, 3):
+        (expected,) = torch.autograd.grad(
+            (weights * expected).sum() if order == 1 else expected, gamma, create_graph=True
+        )
+        (got,) = torch.autograd.grad((weights * got).sum() if order == 1 else got, gamma, create_graph=True)
+        assert got.item() == pytest.approx(expected.item(), rel=1e-10)
+
+
+def another_network(block):
+    block.field.func = network()
+
+
+def another_layer(block):
+    block.field.func[0] = nn.Linear(3, 8).double()
+
+
+def one_more_layer(block):
+    block.field.func.append(nn.Tanh())
+
+
+def another_parameter(block):
+    block.field.func[0].weight = nn.Parameter(torch.randn(8, 3, dtype=torch.float64))
+
+
+def another_value(block):
+    with torch.no_grad():
+        block.field.func[0].weight.mul_(2.0)
+
+
+def another_hyperparameter(block):
+    block.rtol, block.method, block.options = 1e-3, "nystrom6", {"steps": 2}
+
+
+def more_steps(block):
+    block.options["steps"] = 5
+
+
+def another_gradient(block):
+    block.gradient = "direct"
+
+
+def another_damping(block):
+    with torch.no_grad():
+        block.field.omega.add_(1.0)
+
+
+def a_frozen_layer(block):
+    block.field.func[0].requires_grad_(False)
+
+
+def a_hook(block):
+    block.field.func[0].register_forward_hook(lambda module, args, value: 2.0 * value)
+
+
+CHANGES: list[Callable] = [
+    another_network,
+    another_layer,
+    one_more_layer,
+    another_parameter,
+    another_value,
+    another_hyperparameter,
+    more_steps,
+    another_gradient,
+    another_damping,
+    a_frozen_layer,
+    a_hook,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+def test_the_second_call_sees_what_has_changed(change):
+    block, x = a_block(), torch.randn(2, 3, dtype=torch.float64)
+    values(block, x)
+    change(block)
+    anew = copy.deepcopy(block)  # without what was prepared
+    assert anew.field._structure is None
+    assert_same(values(block, x), values(anew, x))
+
+
+def test_a_constant_damping_that_is_loaded():
+    block, x = a_block(learn_damping=False), torch.randn(2, 3, dtype=torch.float64)
+    before = values(block, x)[0]
+    block.load_state_dict(block.state_dict() | {"field.damping": torch.tensor(0.9, dtype=torch.float64)})
+    after = values(block, x)
+    assert not torch.allclose(before, after[0])
+    assert_same(after, values(copy.deepcopy(block), x))
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "direct"])
+def test_a_weight_that_is_a_computed_tensor_by_now(gradient):
+    block, x = a_block(gradient=gradient), torch.randn(2, 3, dtype=torch.float64)
+    values(block, x)
+    code = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    layer = block.field.func[0]
+    del layer.weight
+    layer.weight = 2.0 * code
+    if gradient == "checkpoint":
+        with pytest.raises(ValueError, match="computed outside"):
+            block(x)
+        return
+    (got,) = torch.autograd.grad(block(x).sum(), code)
+    assert bool(got.any())
+
+
+def test_ordinary_dropout_is_refused_when_it_is_switched_on():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
+    block = hbnode.HeavyBallODEBlock(net, options={"steps": 2}).double().eval()
+    block(torch.zeros(1, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="SolveDropout"):
+        block.train()(torch.zeros(1, 3, dtype=torch.float64))
+
+
+def test_buffers_that_begin_to_change_are_refused():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    block = hbnode.HeavyBallODEBlock(net, options={"steps": 2}).double().eval()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    block(x).sum().backward()
+    with pytest.raises(ValueError, match="buffers"):
+        block.train()(x)
+
+
+def test_inference_mode_first():
+    block, x = a_block(learn_damping=False), torch.randn(2, 3, dtype=torch.float64)
+    with torch.inference_mode():
+        block(x)
+    assert_same(values(block, x), values(copy.deepcopy(block), x))
+
+
+def test_another_dtype_and_shape():
+    block, x = a_block(), torch.randn(2, 3, dtype=torch.float64)
+    expected = block(x).detach()
+    block.float()
+    assert torch.allclose(block(x.float()).double(), expected, atol=1e-5)
+    assert block(torch.zeros(5, 3)).shape == (5, 3)
+    assert block(torch.zeros(0, 3)).shape == (0, 3)
+
+
+def test_what_is_kept_is_bounded_and_stays_here():
+    block = a_block()
+    for size in range(1, 40):
+        block(torch.zeros(size, 3, dtype=torch.float64))
+    structure = block.field._structure
+    assert 1 < len(structure.solves) <= _structure._MOST_SOLVES
+    assert copy.deepcopy(block).field._structure is None
+    assert pickle.loads(pickle.dumps(block)).field._structure is None
+
+
+def test_two_threads_use_one_block():
+    block = a_block(learn_damping=False)
+    x = torch.randn(2, 2, 3, dtype=torch.float64)
+    expected = [values(block, part) for part in x]
+    wrong = []
+
+    def work(i):
+        for _ in range(20):
+            try:
+                assert_same(values(block, x[i]), expected[i])
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.parametrize("t", [None, [0.0, 0.3, 1.0], torch.linspace(0, 1, 4, dtype=torch.float64)])
+@pytest.mark.parametrize("steps", [1, 4, 5, 17])
+def test_steps_recomputed_in_stretches_have_the_gradient_of_direct(steps, t):
+    block, x = a_block(options={"steps": steps}), torch.randn(2, 3, dtype=torch.float64)
+    direct = copy.deepcopy(block)
+    direct.gradient = "direct"
+    assert_same(values(block, x, t), values(direct, x, t))
+    y = block(x, t)
+    forward = block.nfe.forward
+    first = torch.autograd.grad(y.sum(), block.field.omega, retain_graph=True)
+    spent = block.nfe.backward
+    second = torch.autograd.grad(y.sum(), block.field.omega)
+    assert_same(first, second)
+    assert block.nfe.backward - spent == forward  # no graph is left
+    assert spent < forward
+
+
+class DrawsLater(nn.Module):
+    """Noise in f from the middle of the solve on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, t, h):
+        return self.linear(h) * (1.0 if float(t) < 0.5 else 1.0 + torch.rand_like(h))
+
+
+def test_an_f_that_draws_only_later():
+    block, x = (
+        hbnode.HeavyBallODEBlock(DrawsLater(), method="nystrom4", options={"steps": 12}).double(),
+        torch.ones(2, 3),
+    )
+    direct = copy.deepcopy(block)
+    direct.gradient = "direct"
+    torch.manual_seed(3)
+    got = values(block, x.double())
+    torch.manual_seed(3)
+    assert_same(got, values(direct, x.double()))
