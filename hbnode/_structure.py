@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hbnode import _torch_internals
 from hbnode._tracing import is_tracing
+from hbnode.fields import Field
 from hbnode.nets import MLP, ConvNet, SolveDropout
 
 _LAYERS = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))
@@ -37,6 +38,7 @@ class Structure:
 
     Attributes:
         modules: all of them, the field first.
+        fields: those that are fields of hbnode.
         masks: those that draw a mask for a solve.
         random: torch's own dropout layers, which no solve takes in training mode.
         solves: what solves of the field have prepared, by their keys.
@@ -44,6 +46,7 @@ class Structure:
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self.modules = modules
+        self.fields = tuple(module for module in modules if isinstance(module, Field))
         self.masks = tuple(module for module in modules if isinstance(module, SolveDropout))
         self.random = tuple(module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd))
         self.solves: dict[Any, Any] = {}
