@@ -1,20 +1,28 @@
-"""What hbnode's counting and checking cost on top of torchdiffeq, and its import on top of torch's, as ratios of times.
+"""What a solve costs beside the network in it: over bare evaluations, over torchdiffeq alone; and the import.
 
-Training steps solve the same HBNODE on the same batch with dopri5. Imports take place in fresh processes. The two are
-timed in turn, and the median of the ratios is printed. Writes JSON with the machine in it.
+- Over bare evaluations: training steps of a block beside as many evaluations of its network, chained, and the time of
+  a solve of ``Linear(2, 2)``, of which almost all is the solver's; also the number of Python calls.
+- Over torchdiffeq: training steps that solve the same HBNODE on the same batch with dopri5.
+- Imports take place in fresh processes.
+
+What is compared is timed in turn, as processor time, and the median of the ratios is printed. Writes JSON with the
+machine in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import os
+import pstats
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchdiffeq
@@ -23,6 +31,9 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.files import write_json
 from tasks.common.run import environment
+
+
+AT_ONCE = 5  # calls that are timed together
 
 
 class Stacked(nn.Module):
@@ -63,13 +74,13 @@ def steps(gradient: str, dim: int, batch: int, tol: float) -> tuple[Callable[[],
 
 
 def seconds(function: Callable[[], None]) -> float:
-    """Wall-clock time of one call, without Python's garbage collector, as ``timeit`` does."""
+    """Processor time of one call, without Python's garbage collector, as ``timeit`` does."""
     gc.collect(0)
     gc.disable()
     try:
-        start = time.perf_counter()
+        start = time.process_time()
         function()
-        return time.perf_counter() - start
+        return time.process_time() - start
     finally:
         gc.enable()
 
@@ -80,14 +91,123 @@ def importing(module: str) -> Callable[[], None]:
     return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=environment)
 
 
+def wall_seconds(function: Callable[[], None]) -> float:
+    """Wall-clock time of one call that starts a process."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def bare(net: nn.Module, x: Tensor, evaluations: int, *, grad: bool = True) -> Callable[[], None]:
+    """Evaluations of a network, chained, and their gradient."""
+
+    def call() -> None:
+        with torch.set_grad_enabled(grad):
+            y = x
+            for _ in range(evaluations):
+                y = net(y)
+            if grad:
+                y.sum().backward()
+
+    return call
+
+
+def solving(net: nn.Module, x: Tensor, *, grad: bool = True, **settings: Any) -> Callable[[], None]:
+    """A solve of a block around a network, and its gradient."""
+    block = hbnode.HeavyBallODEBlock(net, **settings).to(x.dtype)
+
+    def call() -> None:
+        with torch.set_grad_enabled(grad):
+            y = block(x)
+            if grad:
+                y.sum().backward()
+
+    return call
+
+
+def calls(function: Callable[[], None]) -> float:
+    """Python calls of one call."""
+    function()
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(20):
+        function()
+    profile.disable()
+    return pstats.Stats(profile).total_calls / 20  # type: ignore[attr-defined]  # typeshed does not have it
+
+
+def repeated(function: Callable[[], None]) -> Callable[[], None]:
+    """A function called several times."""
+
+    def call() -> None:
+        for _ in range(AT_ONCE):
+            function()
+
+    return call
+
+
+def in_turn(functions: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """The median time of each in seconds, and of its ratio to the first."""
+    for function in functions.values():
+        for _ in range(3):
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            times[name].append(seconds(repeated(function)) / AT_ONCE)
+    first, *_ = times.values()
+    medians = {name: statistics.median(own) for name, own in times.items()}
+    ratios = {
+        f"{name} / {next(iter(times))}": statistics.median(a / b for a, b in zip(own, first, strict=True))
+        for name, own in [*times.items()][1:]
+    }
+    return medians | ratios
+
+
+def over_bare(repeats: int, *, compile: bool) -> list[dict[str, Any]]:
+    """Solves beside as many bare evaluations."""
+    small, x = nn.Linear(2, 2), torch.randn(4, 2)
+    net = hbnode.nets.MLP(32, [64, 64], 32, activation=nn.Tanh)
+    batch = torch.randn(128, 32)
+    rows = []
+    for name, f, h, counts in (
+        ("Linear(2, 2), batch 4", small, x, (1, 5)),
+        ("dim 32, batch 128", net, batch, (2, 4, 32)),
+    ):
+        for steps in counts:
+            settings: dict[str, Any] = {"method": "nystrom4", "options": {"steps": steps}}
+            contenders = {"bare": bare(f, h, 3 * steps + 1)}
+            contenders |= {g: solving(f, h, gradient=g, **settings) for g in ("direct", "checkpoint")}
+            if compile and f is net and steps < 32:
+                contenders["compiled"] = solving(f, h, compile=True, **settings)
+            rows.append({"what": f"{name}, nystrom4, steps {steps}", **in_turn(contenders, repeats)})
+    contenders = {"bare": bare(small, x, 17, grad=False), "default": solving(small, x, grad=False)}
+    rows.append({"what": "Linear(2, 2), default block, no gradient", **in_turn(contenders, repeats)})
+    for dtype in (torch.float32, torch.float64):
+        f, h = hbnode.nets.MLP(32, [64, 64], 32, activation=nn.Tanh).to(dtype), batch.to(dtype)
+        settings = {"method": "nystrom4", "options": {"steps": 16}}
+        contenders = {"bare": bare(f, h, 49, grad=False), "solve": solving(f, h, grad=False, **settings)}
+        rows.append({"what": f"dim 32, batch 128, no gradient, steps 16, {dtype}", **in_turn(contenders, repeats)})
+    rows.append({"what": "Python calls, training step of the default block", "calls": calls(solving(small, x))})
+    return rows
+
+
 def main() -> None:
     """Time, print a row per setting, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--compile", action="store_true", help="compiled blocks too, which takes minutes")
     parser.add_argument("--imports", type=int, default=11, help="how many pairs of processes import the libraries")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/overhead.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    of_solves = over_bare(options.repeats, compile=options.compile)
+    for row in of_solves:
+        figures = [f"{name} {1e6 * value:.0f} us" for name, value in row.items() if name != "what" and "/" not in name]
+        if "calls" in row:
+            figures = [f"{row['calls']:.0f}"]
+        ratios = [f"{name.split(' / ')[0]} {value:.2f}" for name, value in row.items() if "/" in name]
+        print(f"{row['what']}: {', '.join(figures)}" + (f"; over bare: {', '.join(ratios)}" if ratios else ""))
     rows = []
     print("gradient  dim  batch  hbnode ms  torchdiffeq ms  ratio")
     for gradient in ("direct", "adjoint"):
@@ -100,11 +220,13 @@ def main() -> None:
                 {"gradient": gradient, "dim": dim, "batch": batch, "ms": a, "torchdiffeq_ms": b, "ratio": ratio}
             )
             print(f"{gradient:<8}  {dim:>3}  {batch:>5}  {a:9.2f}  {b:14.2f}  {ratio:5.2f}")
-    pairs = [(seconds(importing("hbnode")), seconds(importing("torch"))) for _ in range(options.imports + 1)][1:]
+    pairs = [(wall_seconds(importing("hbnode")), wall_seconds(importing("torch"))) for _ in range(options.imports + 1)][
+        1:
+    ]
     ours, torchs = (statistics.median(times) for times in zip(*pairs, strict=True))
     imports = {"seconds": ours, "torch_seconds": torchs, "ratio": statistics.median(x / y for x, y in pairs)}
     print(f"import hbnode {ours:.2f} s, import torch {torchs:.2f} s, ratio {imports['ratio']:.2f}")
-    report = {"machine": environment(torch.device("cpu")), "rows": rows, "imports": imports}
+    report = {"machine": environment(torch.device("cpu")), "solves": of_solves, "rows": rows, "imports": imports}
     write_json(options.out, report)
 
 
