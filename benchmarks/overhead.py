@@ -32,7 +32,6 @@ import hbnode
 from tasks.common.files import write_json
 from tasks.common.run import environment
 
-
 AT_ONCE = 5  # calls that are timed together
 
 
