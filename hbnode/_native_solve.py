@@ -14,7 +14,7 @@ from hbnode._closures import closed_over_leaves, own_parameters
 from hbnode._recompute import ForwardContext, random_state, restore_random_state, solving
 from hbnode._state import State, parts
 from hbnode.errors import MaxStepsError, NonFiniteError
-from hbnode.fields import ANODE, HBNODE, NODE, SONODE
+from hbnode.fields import HBNODE
 from hbnode.gradients.adjoint import Adjoint
 from hbnode.gradients.checkpoint import Checkpoint
 from hbnode.gradients.forward_pass import ForwardPass, graph_of_first
@@ -35,7 +35,6 @@ _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
     "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
 )
-_PLAIN = (HBNODE, NODE, ANODE, SONODE)  # fields that depend on func and parameters only
 _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adjoint}
 
 
@@ -211,7 +210,7 @@ def _first_evaluation(stepper: Stepper, rows: Tensor, damping: Tensor) -> Forwar
         value = term.evaluate(t, x)
         return value if sigma is None else (value, sigma(rows[1].detach()))
 
-    is_closed = type(term.inner) in _PLAIN and isinstance(term.inner.func, nn.Module) and context.structure.is_closed()
+    is_closed = context.structure.is_closed()
     found: list[Tensor] = []
     if is_closed:  # nothing need be searched in its graph
         with torch.enable_grad():

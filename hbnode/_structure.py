@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from hbnode import _torch_internals
 from hbnode._tracing import is_tracing
-from hbnode.fields import Field
+from hbnode.fields import ANODE, HBNODE, NODE, SONODE, Field
 from hbnode.nets import MLP, ConvNet, SolveDropout
 
 _LAYERS = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))
+_PLAIN = (HBNODE, NODE, ANODE, SONODE)  # fields whose values depend on func and on parameters only
 _MOST_SOLVES = 16  # settings, shapes and times for which a solve is kept prepared
 
 
@@ -90,8 +91,11 @@ class Structure:
                     yield prefix + name, tensor
 
     def is_closed(self) -> bool:
-        """Whether f can depend on its parameters and buffers only, because it is made of layers known to."""
-        if not self._are_layers or _torch_internals.has_global_hooks():
+        """Whether the field can depend on its parameters and buffers only, because it is made of layers known to."""
+        field = self.modules[0] if self.modules else None
+        if type(field) not in _PLAIN or not isinstance(field, Field) or not isinstance(field.func, nn.Module):
+            return False
+        if not self._are_layers or not self.is_of(field) or _torch_internals.has_global_hooks():
             return False
         if any(len(now) != then for now, then in self._attributes):  # a weight may be a plain tensor by now
             return False

@@ -68,8 +68,11 @@ class WatchedField:
                 return value
         if self.adjoint and torch.is_grad_enabled():  # the backward pass: what it cannot see must not be there
             with self.replay() if self.replay is not None else nullcontext():
-                leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
-            refuse_unknown(leaves, self.known)
+                if self.replay is not None and self.replay.structure.is_closed():
+                    value = self._evaluate(t, y)
+                else:
+                    leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
+                    refuse_unknown(leaves, self.known)
         else:
             value = self._evaluate(t, y)
         self.recent.append((t.detach(), apply(Tensor.detach, value)))
