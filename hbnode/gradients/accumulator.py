@@ -116,7 +116,8 @@ class GradientAccumulator:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients with respect to γ and t, of all steps in one go."""
-        by_numbers = self._by_numbers() if self.coefficients.number is not None and not self.needs_t else None
+        shared = self.coefficients.number is not None and not self.stepper.grid.has_batch and not self.needs_t
+        by_numbers = self._by_numbers() if shared else None
         if by_numbers is not None and not self.blends:
             return by_numbers, None
         outputs: list[Tensor] = []
