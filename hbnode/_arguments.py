@@ -17,6 +17,7 @@ from hbnode._checks import as_count, conversion
 from hbnode._state import State, Times, apply, parts
 from hbnode._structure import parameters_of
 from hbnode._suggestions import nearest, nearest_method
+from hbnode._tracing import is_tracing
 from hbnode.solvers import registry, torchdiffeq_options
 from hbnode.solvers.settings import ResolvedSettings, Settings
 
@@ -30,6 +31,8 @@ _checked: dict[tuple, Settings] = {}  # the last settings that were checked
 
 def checked_settings(settings: Settings) -> Settings:
     """The settings, refused where a value is out of its range or two of them do not go together."""
+    if is_tracing():
+        return _check_settings(settings)
     try:
         checked = _checked.get(settings.key)
     except TypeError:  # something in them has no hash
