@@ -108,7 +108,8 @@ class Nystrom(ExplicitMethod):
     def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
         polynomials, rates, powers = self._host_constants(order)
         z = damping * step
-        values = (z ** np.arange(len(polynomials))) @ polynomials * np.exp(z * rates) * step ** (powers + order)
+        with np.errstate(all="ignore"):  # what is not finite is named by the solve
+            values = (z ** np.arange(len(polynomials))) @ polynomials * np.exp(z * rates) * step ** (powers + order)
         return torch.from_numpy(values.reshape(-1, len(self.c) + 2))
 
     @functools.cache  # noqa: B019, the methods live as long as the module
