@@ -130,7 +130,9 @@ class StepRecorder:
     def take_all(self, point: Tensor, steps: list[Step]) -> Tensor | None:
         """The last point of equal steps in one compiled program, with its graph where it is kept; None without one."""
         stepper, plan = self.stepper, self.plan
-        if not self._keeps_graph(steps[0], len(steps) - 1) or stepper.grid.t.requires_grad:
+        is_last = steps[0].interval == stepper.grid.count - 1
+        keeps = self._keeps_graph(steps[0], len(steps) - 1 if is_last else None)
+        if not keeps or stepper.grid.t.requires_grad:
             points = stepper.take_all(point, steps)
             if points is None:
                 return None
