@@ -4,7 +4,8 @@ All networks standardise the values, and see the mask, the time since each featu
 features: they differ in what carries their state from sample to sample.
 
 - "node", "anode", "sonode", "hbnode", "ghbnode": ODE-RNNs, missing values held and decaying.
-- "gru", "momentum_lstm", "cfc": missing values are zero; the gap is one more input, of "cfc" the time constant's.
+- "gru", "momentum_lstm", "cfc", "oscillators": missing values are zero; the gap is one more input, or the time
+  over which the state of "cfc" and of oscillators goes on.
 - "gru-d": missing values held and decaying, and so does the hidden state (Che et al., arXiv:1606.01865).
 - "ncde": a neural controlled differential equation, dz = f(z) dX (Kidger et al., arXiv:2005.08926), with X linear
   between the samples: time, values held, and how often each has been observed. It takes one step of rk4 a gap.
@@ -60,6 +61,7 @@ class Reader(nn.Module):
         """What a network is fed (batch, T, n), and the gap before each sample (batch, T)."""
         sequences = Sequences(x.shape[2], x, t, mask, lengths)
         gaps = sequences.t.diff(dim=1, prepend=sequences.t[:, :1]) / (0.1 * self.unit)
+        gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # time goes on in padding
         return self.inputs(sequences, static, None, self.unit)[0], gaps.to(x.dtype)
 
 
