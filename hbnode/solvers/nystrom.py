@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -106,6 +106,8 @@ class Nystrom(ExplicitMethod):
 
     @override
     def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
+        import numpy as np  # here, as everywhere in hbnode, because it is slow to import
+
         polynomials, rates, powers = self._host_constants(order)
         z = damping * step
         with np.errstate(all="ignore"):  # what is not finite is named by the solve
@@ -113,11 +115,13 @@ class Nystrom(ExplicitMethod):
         return torch.from_numpy(values.reshape(-1, len(self.c) + 2))
 
     @functools.cache  # noqa: B019, the methods live as long as the module
-    def _host_constants(self, order: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _host_constants(self, order: int) -> tuple[Any, Any, Any]:
         """Q, r and w of the derivative of this order with respect to γ, H^{w + order} Q(z) e^{rz}.
 
         A coefficient in units of γ is z Q(z) / H. The derivative with respect to z takes Q to Q' + rQ.
         """
+        import numpy as np
+
         polynomials, rates, units = (x.numpy() for x in self.make_constants(torch.device("cpu")))
         of_gamma = units == 3
         longer = np.pad(polynomials, ((0, 1), (0, 0)))
