@@ -39,7 +39,7 @@ class StepCoefficients:
         self._no_times = term.template.new_zeros(len(method.nodes))
         self.number: float | None = None
         if not (damping.dim() or _torch_internals.is_active() or _torch_internals.in_forward_mode()):
-            self.number = damping.item() if method.of_numbers(0.0, 1.0) is not None else None
+            self.number = damping.item() if method.has_numbers else None
 
     def serves(self, damping: Tensor) -> bool:
         """Whether these are the coefficients for a γ without a gradient."""
@@ -67,12 +67,12 @@ class StepCoefficients:
             return self.method.matrix(self.damping, sizes).to(template)
         if self.damping.requires_grad and torch.is_grad_enabled():
             return _OfDamping.apply(self.damping, self.method, self.number, size, 0, template)
-        return _at(self.method, self.number, size, 0).to(template)
+        return self.method.of_numbers(self.number, size).to(template)
 
     def slope(self, size: float) -> Tensor:
         """The derivative of :meth:`matrix` with respect to γ, where that is a number: in float64, on the host."""
         assert self.number is not None
-        return _at(self.method, self.number, size, 1)
+        return self.method.of_numbers(self.number, size, 1)
 
     def _of_whole_interval(self, interval: int, differentiable: bool) -> Tensor:
         """The coefficients of a step over a whole interval, computed for many intervals at once."""
@@ -128,7 +128,7 @@ class _OfDamping(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(damping)
         ctx.rest = (method, number, size, order)
-        return _at(method, number, size, order).to(like)
+        return method.of_numbers(number, size, order).to(like)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -137,14 +137,8 @@ class _OfDamping(torch.autograd.Function):
         if torch.is_grad_enabled():
             slope = _OfDamping.apply(damping, method, number, size, order + 1, gradient)
         else:
-            slope = _at(method, number, size, order + 1).to(gradient.device)
+            slope = method.of_numbers(number, size, order + 1).to(gradient.device)
         return (gradient * slope).sum().to(damping), None, None, None, None, None
-
-
-def _at(method: StepMethod, damping: float, size: float, order: int) -> Tensor:
-    matrix = method.of_numbers(damping, size, order)
-    assert matrix is not None
-    return matrix
 
 
 def _kept(values: dict, key: Any, value: Any) -> Any:

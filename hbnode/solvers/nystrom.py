@@ -33,6 +33,7 @@ from hbnode.solvers.tableaus import NystromTableau
 class Nystrom(ExplicitMethod):
     """The Nystrom pair of a tableau."""
 
+    has_numbers = True
     state_rows = 2
 
     def __init__(self, tableau: NystromTableau) -> None:

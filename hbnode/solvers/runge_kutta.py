@@ -13,6 +13,7 @@ from hbnode.solvers.tableaus import RungeKuttaTableau
 class RungeKutta(ExplicitMethod):
     """The Runge-Kutta pair of a tableau: x_i = y + H Σ_j a_ij k_j."""
 
+    has_numbers = True
     state_rows = 1
     inside = 3.0  # measured over fields of many kinds
 

@@ -28,6 +28,7 @@ class StepMethod(ABC):
         state_rows: rows of the state, 1 for y and 2 for (h, m).
         nodes: times of the stages that a step evaluates, as fractions of the step.
         error_order: order of the embedded solution of an adaptive method.
+        has_numbers: whether it has :meth:`of_numbers`.
         inside: how many times the estimated error of a step the error of the interpolant inside of it may be.
     """
 
@@ -36,6 +37,7 @@ class StepMethod(ABC):
     nodes: tuple[float, ...]
     error_order: int
     inside: ClassVar[float] = 1.0
+    has_numbers: ClassVar[bool] = False
 
     @property
     def evaluations(self) -> int:
@@ -46,12 +48,9 @@ class StepMethod(ABC):
     def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """The coefficients of a step in one tensor (..., *), for step sizes (...) that γ broadcasts with."""
 
-    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor | None:
-        """:meth:`matrix` of numbers, in float64 on the host, or its derivative of any order with respect to γ.
-
-        None if the method has no such program.
-        """
-        return None
+    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
+        """:meth:`matrix` of numbers, in float64 on the host, or its derivative of any order with respect to γ."""
+        raise NotImplementedError(f"{type(self).__name__} has no coefficients of numbers")
 
     @abstractmethod
     def pack(self, matrix: Tensor, *, error: bool) -> Any:
