@@ -165,6 +165,7 @@ def in_turn(functions: dict[str, Callable[[], None]], repeats: int) -> dict[str,
 
 def over_bare(repeats: int, *, compile: bool) -> list[dict[str, Any]]:
     """Solves beside as many bare evaluations."""
+    torch.manual_seed(0)
     small, x = nn.Linear(2, 2), torch.randn(4, 2)
     net = hbnode.nets.MLP(32, [64, 64], 32, activation=nn.Tanh)
     batch = torch.randn(128, 32)
@@ -199,6 +200,8 @@ def main() -> None:
     parser.add_argument("--imports", type=int, default=11, help="how many pairs of processes import the libraries")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/overhead.json"))
     options = parser.parse_args()
+    if min(options.repeats, options.imports) < 1:
+        parser.error("--repeats and --imports must be at least 1")
     torch.set_num_threads(1)
     of_solves = over_bare(options.repeats, compile=options.compile)
     for row in of_solves:
