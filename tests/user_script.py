@@ -132,12 +132,12 @@ def readme_oscillators_on_long_series() -> None:
 
     import hbnode
 
-    t = torch.rand(8, 2000).cumsum(1)  # irregular; leave t out for regular samples
+    t = (0.1 + torch.rand(8, 2000)).cumsum(1)  # irregular; leave t out for regular samples
     x = torch.sin(2 * t + 6.3 * torch.rand(8, 1)).unsqueeze(-1)
 
     model = hbnode.OscillatorStack(1, 16, num_layers=2, output_size=1, head="next", **hbnode.oscillator_ranges(t))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(5):
+    for _ in range(40):
         optimizer.zero_grad()
         y, state = model(x, t)
         loss = (y[:, :-1] - x[:, 1:]).square().mean()

@@ -77,7 +77,7 @@ class Oscillators(KalmanBank):
         >>> import torch, hbnode
         >>> layer = hbnode.Oscillators(3, 8, num_oscillators=16)
         >>> y, state = layer(torch.randn(4, 100, 3))
-        >>> t = torch.rand(4, 100).cumsum(1)
+        >>> t = (0.1 + torch.rand(4, 100)).cumsum(1)
         >>> y, state = layer(torch.randn(4, 100, 3), t)
         >>> ahead, _ = layer.forecast(state, [0.5, 1.0])
         >>> y.shape, ahead.shape
