@@ -25,7 +25,7 @@ from tasks.common.config import option, parse
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import fit
-from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 TRIVIAL_LOSS = 1 / 6
 TEST_SEED = 2**62  # which no training data has
@@ -42,6 +42,7 @@ TABLE = {
 class AddingConfig(RecurrentConfig):
     """Options of adding; an epoch is some fresh batches."""
 
+    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
     positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "iterations", "test_size")
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
@@ -55,6 +56,11 @@ class AddingConfig(RecurrentConfig):
     def __post_init__(self) -> None:
         if self.length < 2:
             raise ValueError(f"--length must be 2 or more, got {self.length}")
+
+    @property
+    def memory(self) -> int:
+        """The length."""
+        return self.length
 
     def table(self) -> Mapping[str, RuleOptions]:
         """The rules."""

@@ -28,7 +28,7 @@ from tasks.common.config import option, parse
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import fit
-from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 CHARACTERS = 8
 RECALLED = 10
@@ -50,6 +50,7 @@ TABLES = {
 class CopyingConfig(RecurrentConfig):
     """Options of copying; an epoch is some fresh batches."""
 
+    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
     positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "iterations", "test_size")
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
@@ -59,6 +60,11 @@ class CopyingConfig(RecurrentConfig):
     hidden: int = option(64, "size of h")
     length: int = option(200, "blanks between the characters and the start symbol, L")
     test_size: int = option(1000, "test sequences")
+
+    @property
+    def memory(self) -> int:
+        """Samples from a character to its recall."""
+        return self.length + RECALLED
 
     def table(self) -> Mapping[str, RuleOptions]:
         """The rules of the length."""

@@ -35,7 +35,7 @@ from tasks.common.sweep import sweep
 from tasks.common.train import evaluate, fit
 from tasks.data.digits import read_digits
 from tasks.data.mnist import read_mnist
-from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 READ = {"mnist": read_mnist, "digits": read_digits}
 EDGE = {"mnist": 28, "digits": 8}  # pixels of an image's edge
@@ -81,6 +81,7 @@ ORTHOGONAL: dict[int, dict[str, RuleOptions]] = {
 class PixelMnistConfig(RecurrentConfig):
     """Options of pixel MNIST."""
 
+    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
     positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "orthogonal_lr")
 
     dataset: str = option("mnist", "which images", tuple(READ))
@@ -110,6 +111,11 @@ class PixelMnistConfig(RecurrentConfig):
     def pixels_on_edge(self) -> int:
         """What --side says or leaves open."""
         return SIDE[self.dataset] if self.side is None else self.side
+
+    @property
+    def memory(self) -> int:
+        """The pixels."""
+        return self.pixels_on_edge**2
 
     def rules(self) -> Mapping[str, RuleOptions]:
         """The table of rules for this cell, order of pixels and size."""

@@ -20,7 +20,7 @@ from tasks.models.contenders import TITLES as CONTENDERS
 from tasks.models.densities import TITLES as DENSITIES
 from tasks.models.depth import DepthConfig
 from tasks.models.latent_sdes import TITLES as LATENT_SDES
-from tasks.models.recurrent import VARIANTS, title
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, title
 from tasks.models.sequence_models import TITLES as SEQUENCE_MODELS
 
 # Options that leave the numbers as they are.
@@ -78,7 +78,7 @@ logger = logging.getLogger("tasks.plot")
 def titles(config: Mapping[str, Any]) -> dict[str, str]:
     """What the models of a run's task are called, in the order of tables."""
     if "cell" in config:
-        return {name: title(name, str(config["cell"])) for name in VARIANTS}
+        return {name: title(name, str(config["cell"])) for name in (*VARIANTS, OSCILLATORS)}
     if config["model"] == "transformer":
         return {name: name.replace("_", " ") for name in DepthConfig.models}
     if "heads" in config:

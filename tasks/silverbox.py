@@ -9,6 +9,9 @@ of the state: the zero of an ANODE would contradict every window that starts in 
 multisines; the last part of them is kept for validation. The three test sets are simulated in one go, from the state
 that the encoder finds in the first 50 samples, which the benchmark gives and does not count; errors are root mean
 squares in millivolts. GHBNODE has the hardtanh of the paper's figure 7 for sigma.
+
+--model oscillators has no ODE to solve and no encoder: two blocks of linear oscillators with gates between them read V1
+and, as long as it is given, V2.
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import GRADIENTS, SCHEDULES, ODEConfig, option, parse
+from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, ODEConfig, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run
+from tasks.common.run import Run, count_parameters
 from tasks.common.sweep import sweep
 from tasks.common.train import fit
 from tasks.data.silverbox import SETS, START, read_silverbox
 
 FINE = 8  # points a sample of the interpolated input
+OSCILLATORS = "oscillators"
 HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 
 
@@ -41,6 +45,7 @@ HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 class SilverboxConfig(ODEConfig):
     """Options of the Silverbox."""
 
+    models: ClassVar[tuple[str, ...]] = (*MODELS, OSCILLATORS)
     positive: ClassVar[tuple[str, ...]] = (*ODEConfig.positive, "window", "past", "stride", "validation")
 
     epochs: int = option(60, "passes over the training windows", may_change=True)
@@ -64,6 +69,11 @@ class SilverboxConfig(ODEConfig):
             )
         if self.past > START:
             raise ValueError(f"--past must be at most {START}, the samples that the benchmark gives; got {self.past}")
+
+    def try_out(self, model: str) -> None:
+        """Solve a small model with these options, if it solves any."""
+        if model != OSCILLATORS:
+            super().try_out(model)
 
 
 def refine(u: Tensor, kind: str) -> Tensor:
@@ -167,6 +177,34 @@ class Simulator(nn.Module):
         return self.block(past, times[::FINE])[1:, :, 0].T if length else drive[:, :0]
 
 
+class Swinging(nn.Module):
+    """V2 from V1 and a few samples before by two blocks of oscillators, of as many parameters as GHBNODE has."""
+
+    def __init__(self, past: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            parameters = count_parameters(Simulator("ghbnode", past))
+
+        def stack(width: int) -> hbnode.OscillatorStack:
+            return hbnode.OscillatorStack(3, width, output_size=1, frequency=(0.01, 0.25), decay=(0.01, 0.1))
+
+        self.stack = hbnode.nets.match_parameters(stack, parameters)
+
+    def forward(self, past: Tensor, drive: Tensor) -> Tensor:
+        """The shapes of :meth:`Simulator.forward`; V2 is an input as long as it is known, and whether it is."""
+        v1 = torch.cat([past[..., 0], drive[:, FINE::FINE]], 1)
+        known = torch.arange(v1.shape[1], device=v1.device).expand(v1.shape) < past.shape[1]
+        v2 = nn.functional.pad(past[..., 1], (0, v1.shape[1] - past.shape[1]))
+        return self.stack(torch.stack([v1, v2, known.to(v1)], 2))[0][:, past.shape[1] :, 0]
+
+
+def make_model(config: SilverboxConfig) -> nn.Module:
+    """The model that the options name."""
+    if config.model == OSCILLATORS:
+        return Swinging(config.past)
+    return Simulator(config.model, config.past, **config.ode_options())
+
+
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
     """Mean squared error of the standardised V2."""
     past, drive, target = batch
@@ -192,7 +230,7 @@ class Splits:
         return cls({k: ((v - mean) / deviation).float() for k, v in records.items()}, deviation[1].item())
 
 
-def simulate(model: Simulator, samples: Tensor, config: SilverboxConfig) -> Tensor:
+def simulate(model: nn.Module, samples: Tensor, config: SilverboxConfig) -> Tensor:
     """V2 of a whole record from its V1 and the first 50 samples, of which the encoder reads the last ones.
 
     Returns:
@@ -225,7 +263,7 @@ def identify(config: SilverboxConfig) -> None:
     train, validation = (splits.records[name] for name in ("train", "validation"))
     cut = functools.partial(windows, past=config.past, length=config.window)
     run = Run("silverbox", config, f"{config.preset}-{config.model}-seed{config.seed}")
-    model = Simulator(config.model, config.past, **config.ode_options())
+    model = make_model(config)
     run.announce(model, config.model)
     fit(
         run,

@@ -55,7 +55,7 @@ from tasks.common.train import evaluate
 from tasks.data.mfcc import FEATURES, mfcc
 from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
-from tasks.models.recurrent import RuleOptions
+from tasks.models.recurrent import OSCILLATORS, VARIANTS, RuleOptions
 
 # tables 7 to 10
 TABLE = {
@@ -75,6 +75,7 @@ RMSPROP_ALPHA = 0.99  # torch's default, which the authors' DTRIVs are trained w
 class SpeechConfig(NextStepConfig):
     """Options of speech."""
 
+    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
     settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
         "hf": {"batch_size": 600, "curvature_size": 150},
         "": {"batch_size": 32},

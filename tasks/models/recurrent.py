@@ -9,6 +9,9 @@ comparison tells the three apart:
 - "forget": the forget gate's bias that "momentum" has in the long run, without momentum; of an LSTM only. Of its two
   biases b, the rule filters the input's, which grows to b s / (1 - mu); here each is half of b + b s / (1 - mu).
 - "momentum", "nag", "sr" (scheduled restart), "adam", "rmsprop", "adaptive": the rules.
+
+Of some tasks there is also "oscillators", which has no cell: :func:`make_oscillators`, with as many parameters as the
+plain LSTM has.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 import hbnode
 from tasks.common.config import TaskConfig, option
 
 VARIANTS = ("plain", "gain", "steady", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
+OSCILLATORS = "oscillators"
 CELLS = ("lstm", "rnn", "gru", "dtriv")
+# Of --cell lstm alone, with the reason.
+LSTM_ONLY = {"forget": "which has a forget gate", OSCILLATORS: "whose parameters they equal; they have no cell"}
 # The values of a RuleOptions that a variant is made from; others say nothing to it.
 USES = {
     "plain": (),
@@ -36,6 +43,7 @@ USES = {
     "adam": ("momentum", "step_size", "beta", "eps"),
     "rmsprop": ("step_size", "beta", "eps"),
     "adaptive": ("step_size",),
+    OSCILLATORS: (),
 }
 PREFIXES = {"nag": "NAG", "sr": "SR", "adam": "Adam", "rmsprop": "RMSProp", "adaptive": "AdaptiveMomentum"}
 
@@ -84,13 +92,21 @@ class RecurrentConfig(TaskConfig):
         names = super().chosen()
         if self.cell == "lstm":
             return names
-        if "forget" in names and self.model != "all":
-            raise ValueError(f"--model forget is for --cell lstm, which has a forget gate, got {self.cell}")
-        return tuple(name for name in names if name != "forget")
+        for name, reason in LSTM_ONLY.items():
+            if name in names and self.model != "all":
+                raise ValueError(f"--model {name} is for --cell lstm, {reason}, got {self.cell}")
+        return tuple(name for name in names if name not in LSTM_ONLY)
+
+    @property
+    def memory(self) -> int:
+        """For how many samples something is to be remembered, about, which oscillators go by."""
+        return 100
 
     def check(self) -> None:
         """Refuse what no run can have, and values of a rule that no variant asked for would look at."""
         super().check()
+        if self.compile and OSCILLATORS in self.chosen():
+            raise ValueError("--compile is for the steps of a layer, and oscillators take none. Fix: leave it out.")
         used = {name for model in self.chosen() for name in USES[model]}
         for field in dataclasses.fields(RuleOptions):
             value, flag = getattr(self, field.name, None), "--" + field.name.replace("_", "-")
@@ -132,6 +148,8 @@ class RecurrentConfig(TaskConfig):
             hidden_size: size of h; 0 is that of the options.
             options: further ones of the layer, such as ``batch_first``.
         """
+        if self.model == OSCILLATORS:
+            return make_oscillators(input_size, hidden_size or self.hidden, self.memory)
         return make_layer(
             self.model,
             self.cell,
@@ -176,8 +194,29 @@ def make_layer(
     return getattr(hbnode, PREFIXES.get(model, "Momentum") + cell.upper())(input_size, hidden_size, **options)
 
 
+def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.OscillatorStack:
+    """Two blocks of oscillators with a linear readout as large as an LSTM's h, and as many parameters as it has.
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: features of the output.
+        memory: the slowest oscillators have a cycle in ten times as many samples.
+    """
+    slowest = 0.1 / memory
+    frequency, decay = (slowest, max(0.25, slowest)), (slowest, max(0.1, slowest))
+
+    def stack(width: int) -> hbnode.OscillatorStack:
+        return hbnode.OscillatorStack(input_size, width, output_size=hidden_size, frequency=frequency, decay=decay)
+
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in nn.LSTM(input_size, hidden_size).parameters())
+    return hbnode.nets.match_parameters(stack, parameters)
+
+
 def title(model: str, cell: str) -> str:
     """What a variant is called in tables and figures."""
+    if model == OSCILLATORS:
+        return "oscillators"
     stock = {
         "plain": "",
         "gain": ", same step size",

@@ -1,0 +1,146 @@
+"""Oscillators as a model of the tasks: their sizes, what they see, and short runs."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+import hbnode
+from tasks import adding, copying, pixel_mnist, plot, silverbox, speech
+from tasks.common.config import parse
+from tasks.common.run import count_parameters
+from tasks.data import silverbox as silverbox_data
+from tasks.data import speech as speech_data
+from tasks.models.recurrent import make_oscillators
+from tests.small_runs import names_in, read_metrics
+
+SHORT = "--length 12 --hidden 8 --iterations 3 --batch-size 8 --test-size 10".split()
+RECURRENT = {
+    "adding": (adding, SHORT),
+    "copying": (copying, SHORT),
+    "pixel_mnist": (pixel_mnist, "--dataset digits --permuted --hidden 8 --train-size 24 --test-size 10".split()),
+    "speech": (speech, "--data generated --hidden 8 --batch-size 4".split()),
+}
+
+
+@pytest.fixture
+def few_voices(monkeypatch):
+    """A few made-up voices."""
+    whole = speech_data.tones
+    monkeypatch.setattr(speech_data, "tones", lambda: whole((6, 3, 3)))
+
+
+# Recurrent layers
+
+
+@pytest.mark.parametrize(("inputs", "hidden"), [(2, 64), (10, 64), (1, 128), (129, 84)])
+def test_as_many_parameters_as_the_plain_lstm(inputs, hidden):
+    model = make_oscillators(inputs, hidden, memory=200)
+    assert count_parameters(model) == pytest.approx(count_parameters(torch.nn.LSTM(inputs, hidden)), rel=0.03)
+    assert model(torch.randn(3, 5, inputs))[0].shape == (3, 5, hidden)
+
+
+@pytest.mark.parametrize("memory", [2, 200, 5000])
+def test_the_slowest_oscillators_outlast_what_is_to_be_remembered(memory):
+    layer = make_oscillators(2, 64, memory).blocks[0].oscillators
+    assert layer.frequency_range[0] == layer.decay_range[0] == pytest.approx(0.1 / memory)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_task_trains_oscillators(name, few_voices, tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    task, options = RECURRENT[name]
+    folder = tmp_path / "run"
+    task.main(["--device", "cpu", "--model", "oscillators", *options, "--epochs", "1", "--out", str(folder)])
+    assert "oscillators" in capsys.readouterr().out
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["model"] == "oscillators"
+    assert torch.tensor(summary["train_loss"]).isfinite()
+    (group,) = plot.collect(tmp_path)
+    assert group.label == "oscillators"
+
+
+def test_oscillators_have_no_cell_and_no_steps(capsys):
+    for options, message in (
+        (["--model", "oscillators", "--cell", "gru"], "--model oscillators is for --cell lstm"),
+        (["--model", "oscillators", "--compile"], "--compile is for the steps of a layer"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(adding.AddingConfig, {}, "", ["--device", "cpu", *options])
+        assert message in capsys.readouterr().err
+    chosen = parse(adding.AddingConfig, {}, "", ["--device", "cpu", "--model", "all", "--cell", "gru"]).chosen()
+    assert "oscillators" not in chosen
+
+
+def test_oscillators_learn_to_copy_where_it_is_short(tmp_path):
+    """Far below what can be had without memory."""
+    options = "--device cpu --model oscillators --length 0 --hidden 40 --lr 1e-2 --test-size 50".split()
+    copying.main([*options, "--epochs", "1", "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["test_loss"] < 0.7 * summary["trivial_loss"]
+
+
+# Silverbox
+
+QUICK = "--device cpu --window 20 --past 5 --stride 5 --validation 120 --batch-size 64".split()
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """A short record of a linear oscillator, and a split to go with it."""
+    generator = torch.Generator().manual_seed(0)
+    v1 = torch.randn(800, 1, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    layer = hbnode.Oscillators(1, 1, 1, frequency=(0.1, 0.1), decay=(0.05, 0.05)).double()
+    with torch.no_grad():
+        v2 = layer(v1[None])[0][0]
+    parts = {
+        "train": slice(250, 650),
+        "multisine": slice(650, 800),
+        "arrow_no_extrapolation": slice(20, 140),
+        "arrow_full": slice(20, 200),
+    }
+    monkeypatch.setattr(silverbox, "SETS", parts)
+    monkeypatch.setattr(silverbox_data, "ROWS", 800)
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "data"))
+    path = tmp_path / "data" / "SNLS80mV.csv"
+    path.parent.mkdir()
+    path.write_text('"V1","V2",\n' + "".join(f"{u!r},{y!r},\n" for u, y in torch.cat([v1, v2], 1).tolist()))
+
+
+def test_silverbox_trains_oscillators(record, tmp_path):
+    folder = tmp_path / "run"
+    silverbox.main(["--model", "oscillators", *QUICK, "--epochs", "25", "--out", str(folder)])
+    assert "simulation.png" in names_in(folder)
+    rows = read_metrics(folder)
+    assert float(rows[-1]["validation_loss"]) < 0.5 * float(rows[0]["validation_loss"])
+    assert json.loads((folder / "summary.json").read_text())["arrow_full_rmse_mV"] > 0
+
+
+def test_silverbox_sees_v2_of_the_past_alone():
+    config = silverbox.SilverboxConfig(model="oscillators", past=5)
+    torch.manual_seed(0)
+    model = silverbox.make_model(config)
+    ghbnode = silverbox.make_model(dataclasses.replace(config, model="ghbnode"))
+    assert count_parameters(model) == pytest.approx(count_parameters(ghbnode), rel=0.08)
+    past, drive = torch.randn(2, 5, 2), torch.randn(2, 7 * silverbox.FINE + 1)
+    simulated = model(past, drive)
+    assert simulated.shape == (2, 7)
+    assert model(past, drive[:, :1]).shape == (2, 0)
+    for part, index in (
+        (past, (slice(None), -1, 1)),
+        (past, (slice(None), 0, 0)),
+        (drive, (slice(None), silverbox.FINE)),
+    ):
+        part[index] += 1.0
+        changed = model(past, drive)
+        assert (changed - simulated).abs().max() > 1e-6
+        simulated = changed
+    drive[:, 4 * silverbox.FINE] += 1.0  # V1 at the fourth sample
+    changed = model(past, drive)
+    assert torch.equal(changed[:, :3], simulated[:, :3])
+    assert (changed[:, 3:] - simulated[:, 3:]).abs().min() > 0
