@@ -1,5 +1,8 @@
 """Latent SDEs of irregular series: a heavy ball in a heat bath, beside a first-order SDE by torchsde.
 
+--model kalman is a linear counterpart: twelve noisy oscillators with a Kalman filter, which maximise the likelihood and
+need no bound. They see no sample after the row that they predict; the others' encoder sees all, for rows held out too.
+
 Training by the evidence lower bound (ELBO) after Li et al., arXiv:2001.01328: the Gaussian log-likelihood of the
 samples, less the divergence of the initial state and that of the paths, the integral of |u|² / 2, where u is the
 posterior's control in units of the noise. A GRU reads the samples backwards. After the last sample there is no control,
@@ -40,18 +43,28 @@ from tasks.common.train import Trainer, evaluate
 from tasks.data import f16
 from tasks.data.lorenz import stochastic_lorenz
 from tasks.models.latent_sdes import TITLES, FirstOrder, HeavyBall, LatentSDE
+from tasks.models.oscillating import TITLES as OSCILLATING
+from tasks.models.oscillating import NoisyOscillators
 from tasks.plane_vibration import HORIZON, WINDOW, Splits
 
 SPACING = {"lorenz": 0.1, "vibration": 1 / 16}  # time between two rows, in units in which series turn in about 1 to 6
 ROWS, LORENZ_WINDOW, NOISE = 50, 40, 0.01
 TOGETHER = 4096  # paths that are drawn at once
+KALMAN = "kalman"
+ALL_TITLES = {**TITLES, KALMAN: OSCILLATING[KALMAN]}
+# Ranges of the oscillators' frequencies and decays at first: series of lorenz turn about once in a unit of time.
+RANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "lorenz": {"frequency": (0.05, 1.0), "decay": (0.05, 1.0)},
+    "vibration": {"frequency": (0.064, 0.8), "decay": (0.016, 0.32)},
+}
+OSCILLATORS = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentSDEConfig(TaskConfig):
     """Options of latent SDEs."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(TITLES)
+    models: ClassVar[tuple[str, ...]] = (*TITLES, KALMAN)
     positive: ClassVar[tuple[str, ...]] = (
         *TaskConfig.positive,
         *("size", "hidden", "context", "damping", "steps", "train_size", "test_size"),
@@ -122,8 +135,10 @@ def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
 # Model and loss
 
 
-def make_model(config: LatentSDEConfig, channels: int) -> LatentSDE:
+def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
     """The model; the rival as wide as brings it to the parameters of a heavy ball."""
+    if config.model == KALMAN:
+        return NoisyOscillators(channels, OSCILLATORS, noise=0.1, **RANGES[config.dataset])
     options = {"context": config.context, "spacing": SPACING[config.dataset], "steps": config.steps}
 
     def heavy_ball() -> LatentSDE:
@@ -163,11 +178,27 @@ def many_paths(model: torch.nn.Module, x: Tensor, seen: Tensor, paths: int) -> t
     return torch.cat([each.mean for each in drawn]).view(paths, *x.shape), drawn[0].scale
 
 
+def noisy_loss(model: torch.nn.Module, batch: Samples, spacing: float) -> tuple[Tensor, dict[str, float]]:
+    """Minus the log-likelihood of noisy oscillators for each number seen; of the test also figures."""
+    x, seen, *masks = batch
+    before, log_likelihood = model(x, torch.arange(x.shape[1], device=x.device) * spacing, seen > 0)
+    value = log_likelihood.sum() / (seen.sum() * x.shape[-1])
+    means = {"log_likelihood": value.item()}
+    if not model.training:
+        normal = torch.distributions.Normal(before.mean.unsqueeze(0), before.std)
+        means |= figures_of(normal, x, masks)
+    return -value, means
+
+
 def held_out_figures(model: torch.nn.Module, batch: Samples, paths: int) -> dict[str, float]:
     """Of rows held out and of forecasts: log-likelihood a number, squared error, coverage of the 90 % band."""
     x, seen, *masks = batch
-    mean, scale = many_paths(model, x, seen, paths)
-    normal = torch.distributions.Normal(mean, scale)
+    return figures_of(torch.distributions.Normal(*many_paths(model, x, seen, paths)), x, masks)
+
+
+def figures_of(normal: torch.distributions.Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str, float]:
+    """The same of a mixture of equal parts, (paths, batch, rows, channels)."""
+    mean, paths = normal.mean, len(normal.mean)
     below = normal.cdf(x).mean(0)
     values = {
         "log_likelihood": normal.log_prob(x).logsumexp(0) - math.log(paths),
@@ -181,16 +212,26 @@ def held_out_figures(model: torch.nn.Module, batch: Samples, paths: int) -> dict
     }
 
 
-def draw_bands(model: LatentSDE, batch: Samples, config: LatentSDEConfig, path: Path) -> None:
-    """Draw median and 90 % band of three series, with the rows that were seen, held out and forecast."""
-    import matplotlib.pyplot as plt
-
-    x, seen, held, ahead = (part[:3] for part in batch)
+@torch.no_grad()
+def quantiles(model: torch.nn.Module, x: Tensor, seen: Tensor, config: LatentSDEConfig) -> Tensor:
+    """The 5 %, 50 % and 95 % quantiles of samples, (3, batch, rows, channels)."""
+    levels = torch.tensor([0.05, 0.5, 0.95], device=x.device)
+    if config.model == KALMAN:
+        before, _ = model(x, torch.arange(x.shape[1], device=x.device) * SPACING[config.dataset], seen > 0)
+        return torch.distributions.Normal(before.mean, before.std).icdf(levels.view(3, 1, 1, 1)).cpu()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn, scale = many_paths(model, x, seen, config.eval_samples)
         drawn = drawn + scale * torch.randn_like(drawn)
-    low, median, high = torch.quantile(drawn, torch.tensor([0.05, 0.5, 0.95], device=x.device), dim=0).cpu()
+    return torch.quantile(drawn, levels, dim=0).cpu()
+
+
+def draw_bands(model: torch.nn.Module, batch: Samples, config: LatentSDEConfig, path: Path) -> None:
+    """Draw median and 90 % band of three series, with the rows that were seen, held out and forecast."""
+    import matplotlib.pyplot as plt
+
+    x, seen, held, ahead = (part[:3] for part in batch)
+    low, median, high = quantiles(model, x, seen, config)
     t, x, channels = torch.arange(x.shape[1]) * SPACING[config.dataset], x.cpu(), (-3, -2, -1)
     figure, axes = plt.subplots(3, 3, figsize=(10.5, 5.5), sharex=True, squeeze=False, layout="constrained")
     for series, column in zip(range(len(x)), axes.T, strict=False):
@@ -208,7 +249,7 @@ def draw_bands(model: LatentSDE, batch: Samples, config: LatentSDEConfig, path: 
     for ax, channel in zip(axes[:, 0], channels, strict=True):
         ax.set_ylabel(f"channel {x.shape[-1] + channel + 1}")
     legend_beside(figure)
-    figure.suptitle(f"{TITLES[config.model]}, {config.dataset}: test series, standardised")
+    figure.suptitle(f"{ALL_TITLES[config.model]}, {config.dataset}: test series, standardised")
     write_figure(figure, path)
 
 
@@ -219,9 +260,12 @@ def train(config: LatentSDEConfig) -> None:
         config = dataclasses.replace(config, data=source)
     run = Run("latent_sde", config, f"{config.preset}-{config.dataset}-{config.model}-seed{config.seed}")
     model = make_model(config, data[0].shape[-1])
-    run.announce(model, TITLES[config.model], f"{source} data, {len(data[0])}/{len(test[0])} series")
+    run.announce(model, ALL_TITLES[config.model], f"{source} data, {len(data[0])}/{len(test[0])} series")
     test = tuple(part.to(run.workers.device) for part in test)
-    trainer = Trainer(run, model, ShuffledBatches(run, data), functools.partial(loss_of, paths=config.paths))
+    loss, last_loss = (functools.partial(loss_of, paths=paths) for paths in (config.paths, config.eval_samples))
+    if config.model == KALMAN:
+        loss = last_loss = functools.partial(noisy_loss, spacing=SPACING[config.dataset])
+    trainer = Trainer(run, model, ShuffledBatches(run, data), loss)
     if trainer.position == 0:
         run.begin(0)
         trainer.save()  # a folder that has a picture and no checkpoint could not go on
@@ -232,12 +276,12 @@ def train(config: LatentSDEConfig) -> None:
             draw_bands(model, test, config, run.folder / "bands.png")
         with torch.random.fork_rng():
             torch.manual_seed(1)  # the same paths after every epoch
-            return evaluate(run, model, test, functools.partial(loss_of, paths=config.paths), "test")
+            return evaluate(run, model, test, loss, "test")
 
     trainer.fit(validate)
     final: dict[str, float] = {}
     if not run.is_finished:
-        final = evaluate(run, model, test, functools.partial(loss_of, paths=config.eval_samples), "final")
+        final = evaluate(run, model, test, last_loss, "final")
     run.finish(model, source=source, **final)
 
 

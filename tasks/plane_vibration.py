@@ -22,6 +22,11 @@ which it leaves open, starts at 0.01. A residual linear cell with torch's initia
 --shrink makes those of the cell, the encoder and the last layer of f small at first. (The code shrinks everything, the
 damping's parameter too.)
 
+--model oscillators is a layer of linear oscillators whose outputs are the forecasts; "oscillator_stack" has two blocks
+with gates between them and goes on with its own predictions, as the other baselines do. "kalman" has a few oscillators
+in noise, and maximises their likelihood in place of that loss. Frequencies start about where the record has power;
+these linear models bear a larger --lr, 1e-2 and 1e-1.
+
 The encoder makes the state at the first stamp out of all 64 samples, as the authors' does: only what comes after the
 window is a forecast. Of the baselines, which have no encoder, every prediction is one: compare the forecasts.
 """
@@ -32,14 +37,14 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import SCHEDULES, option, parse
+from tasks.common.config import MODELS, SCHEDULES, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
 from tasks.common.run import Run
@@ -47,6 +52,7 @@ from tasks.common.sweep import sweep
 from tasks.common.train import evaluate, fit
 from tasks.data import f16
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
+from tasks.models.oscillating import NoisyForecaster, NoisyOscillators, RowForecaster
 
 COLUMNS = ("force", "voltage", "acceleration 1", "acceleration 2", "acceleration 3")
 CHANNELS = len(COLUMNS)
@@ -62,6 +68,9 @@ PHASES = {
 }
 XI = 0.01  # at first, in 1/row^2: h swings at 400 sqrt(XI) / 2 pi = 6 Hz, where the record has its power; ln 2: 53 Hz
 PARAMETERS = 16_000  # of a baseline: about as many as the models have
+FREQUENCY = (0.004, 0.05)  # of oscillators at first, in cycles a row: 1.6 to 20 Hz
+OSCILLATORS = ("oscillators", "oscillator_stack", "kalman")
+NOISY = 12  # oscillators of "kalman"
 
 # size of h, and of the hidden layers of f
 SIZES = {
@@ -77,6 +86,7 @@ SIZES = {
 class PlaneVibrationConfig(IrregularSeriesConfig):
     """Options of plane vibration."""
 
+    models: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys((*MODELS, *BASELINES, *OSCILLATORS)))
     epochs: int = option(50, "passes over the training segments", may_change=True)
     schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
@@ -281,6 +291,13 @@ class Baseline(nn.Module):
 
 def make_model(config: PlaneVibrationConfig) -> nn.Module:
     """The model that the options name."""
+    if config.model == "oscillators":
+        return RowForecaster(CHANNELS, HORIZON, PARAMETERS, frequency=FREQUENCY, decay=(0.002, 0.05))
+    if config.model == "kalman":
+        noisy = NoisyOscillators(CHANNELS, NOISY, noise=0.05, frequency=FREQUENCY, decay=(0.001, 0.02))
+        return NoisyForecaster(noisy, HORIZON)
+    if config.model == "oscillator_stack":
+        return Baseline("oscillators")
     if config.model in BASELINES:
         return Baseline(config.model)
     return Forecaster(config.model, residual=config.residual, shrink=config.shrink, **config.rnn_options())
@@ -290,13 +307,18 @@ mse = nn.functional.mse_loss
 
 
 def squared_errors(model: nn.Module, batch: Samples, ahead: float, seen: float) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the forecast, plus the weighted ones at the next stamps and of the samples just seen."""
+    """Mean squared error of the forecast, plus the weighted ones at the next stamps and of the samples just seen.
+
+    A model that returns log-likelihoods is trained by these instead.
+    """
     x, t, target = batch
-    forecast, following, current = model(x, t)
+    forecast, following, current, *log_likelihood = model(x, t)
     forecast_mse, next_mse = mse(forecast, target), mse(following, torch.cat([x[:, 1:], target[:, :1]], dim=1))
     loss = forecast_mse + ahead * next_mse
     if current is not None:
         loss = loss + seen * mse(current, x)
+    if log_likelihood:
+        loss = -log_likelihood[0].mean() / x[0].numel()
     return loss, {"forecast_mse": forecast_mse.item(), "next_mse": next_mse.item()}
 
 

@@ -135,7 +135,8 @@ def draw(groups: Sequence[Group], title: str) -> Figure:
         if name.startswith(("nfe", "seconds")):
             ax.set_ylim(bottom=-0.02 * ax.get_ylim()[1])  # a line at 0 is seen
         elif groups[0].metric.startswith("validation_") or not groups[0].solves:
-            if not name.endswith(("accuracy", "bleu")):
+            is_positive = all((group.curve(name)[1] > 0).all() for group in groups)  # a log-likelihood may not be
+            if is_positive and not name.endswith(("accuracy", "bleu")):
                 ax.set_yscale("log")  # falls by orders of magnitude, and not to 0 as a point cloud's
             for guess, (said, line) in DRAWN_GUESSES.items():
                 if name.endswith(guess.rpartition("_")[2]) and guess in groups[0].summaries[0]:

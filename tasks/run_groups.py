@@ -20,6 +20,7 @@ from tasks.models.contenders import TITLES as CONTENDERS
 from tasks.models.densities import TITLES as DENSITIES
 from tasks.models.depth import DepthConfig
 from tasks.models.latent_sdes import TITLES as LATENT_SDES
+from tasks.models.oscillating import TITLES as OSCILLATING
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, title
 from tasks.models.sequence_models import TITLES as SEQUENCE_MODELS
 
@@ -84,14 +85,14 @@ def titles(config: Mapping[str, Any]) -> dict[str, str]:
     if "heads" in config:
         return CONTENDERS
     if config.get("task") == "latent_sde":
-        return LATENT_SDES
+        return {**LATENT_SDES, "kalman": OSCILLATING["kalman"]}
     if config.get("task") == "classification":
         return CLASSIFIERS
     if "eval_samples" in config:
         return DENSITIES
     if "problem" in config:
         return SEQUENCE_MODELS
-    return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC", "oscillators": "oscillators"}
+    return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC", **OSCILLATING}
 
 
 class Group:

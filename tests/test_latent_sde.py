@@ -118,7 +118,7 @@ def test_lorenz_repeats_and_its_rows_are_seen_held_out_or_forecast():
     assert masks[1][:, :40].mean().item() == pytest.approx(0.1, abs=0.01)
 
 
-@pytest.mark.parametrize("model", latent_sde.TITLES)
+@pytest.mark.parametrize("model", latent_sde.ALL_TITLES)
 def test_a_run_leaves_its_figures_and_resumes(model, tmp_path, capsys):
     for dataset in ("lorenz", "vibration"):
         folder = tmp_path / dataset
@@ -130,4 +130,22 @@ def test_a_run_leaves_its_figures_and_resumes(model, tmp_path, capsys):
     latent_sde.main([*argv, "--epochs", "2"])
     assert len(read_metrics(folder)) == 2
     plot.main([str(folder), "--out", str(tmp_path / "plot.png")])
-    assert latent_sde.TITLES[model] in capsys.readouterr().out
+    assert latent_sde.ALL_TITLES[model] in capsys.readouterr().out
+
+
+def test_noisy_oscillators_predict_from_the_rows_before():
+    model = model_of("kalman")
+    (x, seen, *masks), _ = latent_sde.lorenz(4, 0)
+    loss, means = latent_sde.noisy_loss(model.train(), (x, seen, *masks), 0.1)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    expected = model.oscillators.log_likelihood(x, 0.1 * torch.arange(50), seen > 0).sum() / (3 * seen.sum())
+    torch.testing.assert_close(-loss, expected)
+    means = latent_sde.noisy_loss(model.eval(), (x, seen, *masks), 0.1)[1]
+    config = parse(latent_sde.LatentSDEConfig, {}, "", ["--device", "cpu", "--model", "kalman"])
+    low, middle, high = latent_sde.quantiles(model, x, seen, config)
+    inside = ((x > low) & (x < high)).float().mean(-1)
+    for name, mask in zip(("held", "forecast"), masks, strict=True):
+        assert means[f"{name}_coverage"] == pytest.approx(((inside * mask).sum() / mask.sum()).item(), abs=1e-6)
+    other = latent_sde.quantiles(model, x + 5 * (1 - seen).unsqueeze(-1), seen, config)[1]
+    assert torch.equal(middle, other)

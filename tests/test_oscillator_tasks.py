@@ -10,11 +10,12 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 import hbnode
-from tasks import adding, copying, pixel_mnist, plot, silverbox, speech
+from tasks import adding, copying, pixel_mnist, plane_vibration, plot, silverbox, speech
 from tasks.common.config import parse
 from tasks.common.run import count_parameters
 from tasks.data import silverbox as silverbox_data
 from tasks.data import speech as speech_data
+from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, RowForecaster
 from tasks.models.recurrent import make_oscillators
 from tests.small_runs import names_in, read_metrics
 
@@ -144,3 +145,78 @@ def test_silverbox_sees_v2_of_the_past_alone():
     changed = model(past, drive)
     assert torch.equal(changed[:, :3], simulated[:, :3])
     assert (changed[:, 3:] - simulated[:, 3:]).abs().min() > 0
+
+
+# Plane vibration
+
+RANGES = {"frequency": (0.004, 0.05), "decay": (0.002, 0.05)}
+
+
+def window(batch=3, length=20):
+    """Samples and stamps, with one gap longer than the longest that is told apart."""
+    torch.manual_seed(0)
+    gaps = torch.randint(1, 4, (batch, length))
+    gaps[0, 3] = 11
+    return torch.randn(batch, length, 5), torch.nn.functional.pad(gaps.cumsum(1), (1, 0)).float()
+
+
+class Numbered(torch.nn.Module):
+    """In place of the oscillators: each output is the number of the row it is a forecast of, counted from a sample."""
+
+    def forward(self, x, t):
+        rows = torch.arange(1.0, 16.0).repeat_interleave(5)
+        return rows.expand(*x.shape[:2], -1), None
+
+
+def test_a_forecast_is_of_the_rows_from_the_next_stamp_on():
+    model = RowForecaster(5, 8, 2000, **RANGES)
+    assert model.oscillators.hidden_size == 75
+    model.oscillators = Numbered()
+    x, t = window()
+    forecast, following, current = model(x, t)
+    gaps = t.diff(dim=1)
+    assert torch.equal(following, gaps.clamp(max=8).unsqueeze(2).expand(-1, -1, 5))
+    assert torch.equal(forecast, (gaps[:, -1:] + torch.arange(8)).unsqueeze(2).expand(-1, -1, 5))
+    assert current is None
+
+
+def test_a_prediction_has_seen_the_samples_before_it_only():
+    torch.manual_seed(0)
+    noisy = NoisyOscillators(5, 4, noise=0.1, **RANGES)
+    for model in (RowForecaster(5, 8, 2000, **RANGES), NoisyForecaster(noisy, 8)):
+        x, t = window()
+        before = model(x, t)[:2]
+        x[:, 12] += 1.0
+        after = model(x, t)[:2]
+        assert torch.equal(before[1][:, :12], after[1][:, :12])
+        assert (before[1][:, 12] - after[1][:, 12]).abs().min() > 0
+        assert (before[0] - after[0]).abs().max() > 1e-6
+
+
+def test_noisy_oscillators_forecast_as_their_layer_does():
+    torch.manual_seed(0)
+    noisy = NoisyOscillators(5, 4, noise=0.1, **RANGES)
+    x, t = window()
+    forecast, following, _, log_likelihood = NoisyForecaster(noisy, 8)(x, t)
+    filtered = noisy.oscillators.filter(x, t[:, :-1])
+    ahead, _ = noisy.oscillators.forecast(filtered.state, t.diff(dim=1)[:, -1:] + torch.arange(8.0))
+    torch.testing.assert_close(forecast, ahead.mean.float())
+    torch.testing.assert_close(following, torch.cat([filtered.before.mean[:, 1:], ahead.mean[:, :1]], 1).float())
+    torch.testing.assert_close(log_likelihood, noisy.oscillators.log_likelihood(x, t[:, :-1]))
+    assert {name.rpartition(".")[2] for name, p in noisy.named_parameters() if not p.requires_grad} == {
+        "weight_in",
+        "weight_skip",
+    }
+
+
+@pytest.mark.parametrize("model", TITLES)
+def test_plane_vibration_trains_oscillators(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(plane_vibration, "WINDOW", 26)
+    monkeypatch.setattr(plane_vibration, "draw_forecasts", lambda *args: None)
+    options = "--device cpu --data generated --batch-size 256 --epochs 1 --lr 0.01".split()
+    plane_vibration.main([*options, "--model", model, "--out", str(tmp_path / "run")])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["test_forecast_mse"] < 5
+    assert model == "kalman" or 15_500 < summary["parameters"] < 16_500
+    (group,) = plot.collect(tmp_path)
+    assert group.label == TITLES[model]

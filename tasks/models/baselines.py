@@ -218,6 +218,7 @@ class IrregularSeriesConfig(ODEConfig):
         """Solve a small ODE-RNN with these options, or make a baseline: what it needs must be installed."""
         if model in BASELINES:
             make_baseline(model, input_size=1, parameters=1000)
+        if model not in TRIAL_FIELDS:
             return
         x = torch.ones(1, 2, 2, requires_grad=True)
         rnn = hbnode.ODERNN(2, 2, field=TRIAL_FIELDS[model](), **self.rnn_options())

@@ -34,6 +34,7 @@ SHALLOW = ("boosting", "logistic")
 TITLES = {
     **{name: name.upper() for name in (*MODELS, *BASELINES)},
     "cfc": "CfC",
+    "oscillators": "oscillators",
     "momentum_lstm": "MomentumLSTM",
     "ncde": "neural CDE",
     "boosting": "boosting",

@@ -1,0 +1,117 @@
+"""Linear oscillators of a series: forecasts by a readout of their states, and a Kalman filter of noisy ones.
+
+Nothing here is nonlinear. Blocks with gates between them are those of "oscillators" in :mod:`tasks.models.baselines`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hbnode
+from hbnode.oscillators import Gaussian
+
+TITLES = {
+    "oscillators": "oscillators",
+    "oscillator_stack": "oscillator stack",
+    "kalman": "noisy oscillators",
+}
+Range = tuple[float, float]
+LONGEST = 8  # gaps before a forecast that are told apart, in rows
+
+
+class RowForecaster(nn.Module):
+    """One layer of oscillators, whose outputs at a sample are forecasts of the rows after it.
+
+    It sees each sample, and the sample times the rows that are missing before it: a kick that stands for several rows
+    may be larger.
+
+    Arguments:
+        channels: of a sample.
+        horizon: rows that are forecast, from the stamp after the last sample on.
+        parameters: how many it shall have, about.
+        frequency: range of initial frequencies, in cycles a row.
+        decay: range of initial decay rates, in 1 / row.
+    """
+
+    def __init__(self, channels: int, horizon: int, parameters: int, frequency: Range, decay: Range) -> None:
+        super().__init__()
+        self.channels, self.horizon = channels, horizon
+        outputs = channels * (LONGEST - 1 + horizon)
+
+        def layer(size: int) -> hbnode.Oscillators:
+            return hbnode.Oscillators(2 * channels, outputs, size, frequency=frequency, decay=decay)
+
+        self.oscillators = hbnode.nets.match_parameters(layer, parameters)
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The forecast (batch, horizon, channels), the predictions at the next stamps (batch, T, channels), and None.
+
+        Arguments:
+            x: samples (batch, T, channels).
+            t: stamps (batch, T + 1), in rows; the forecast is from the last of them on.
+        """
+        gaps = t.diff(dim=1)
+        missing = nn.functional.pad(gaps[:, :-1] - 1, (1, 0)).unsqueeze(2)
+        y, _ = self.oscillators(torch.cat([x, x * missing], 2), t[:, :-1])
+        rows = y.unflatten(2, (-1, self.channels))
+        first = gaps.clamp(max=LONGEST).long() - 1  # of the next stamp among the rows after a sample
+        places = (first[:, -1:] + torch.arange(self.horizon, device=x.device)).unsqueeze(2)
+        forecast = rows[:, -1].gather(1, places.expand(-1, -1, self.channels))
+        following = rows.gather(2, first[..., None, None].expand(-1, -1, 1, self.channels)).squeeze(2)
+        return forecast, following, None
+
+
+class NoisyOscillators(nn.Module):
+    """Oscillators in noise, with a Kalman filter: trained by the likelihood, they give forecasts with bands.
+
+    Arguments:
+        channels: of a sample.
+        size: number of oscillators.
+        noise: standard deviation of the noise of samples at first.
+        ranges: ``frequency`` and ``decay`` of the layer.
+    """
+
+    def __init__(self, channels: int, size: int, noise: float, **ranges: Any) -> None:
+        super().__init__()
+        self.oscillators = hbnode.Oscillators(channels, channels, size, noise=True, **ranges)
+        for weight in (self.oscillators.weight_in, self.oscillators.weight_skip):
+            weight.requires_grad_(False)  # which have no part in the model
+        if self.oscillators.log_observation_noise is not None:
+            nn.init.constant_(self.oscillators.log_observation_noise, math.log(noise))
+
+    def forward(self, x: Tensor, t: Tensor, seen: Tensor) -> tuple[Gaussian, Tensor]:
+        """The distribution of each sample given those seen before it, and the log-likelihood of each series.
+
+        Arguments:
+            x: samples (batch, T, channels).
+            t: times (batch, T) or (T,).
+            seen: which samples are seen, (batch, T) of bool.
+        """
+        before, _, log_likelihood, _ = self.oscillators.filter(x, t, mask=seen)
+        return before, log_likelihood.sum(1)
+
+
+class NoisyForecaster(nn.Module):
+    """The same as a forecaster: the rows to forecast are samples that nobody sees.
+
+    Arguments:
+        model: the oscillators.
+        horizon: as of :class:`RowForecaster`.
+    """
+
+    def __init__(self, model: NoisyOscillators, horizon: int) -> None:
+        super().__init__()
+        self.model, self.horizon = model, horizon
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+        """What :class:`RowForecaster` returns, and for training the log-likelihood of each series, (batch,)."""
+        ahead = t[:, -1:] + torch.arange(self.horizon, device=x.device)
+        padded = nn.functional.pad(x, (0, 0, 0, self.horizon))
+        seen = torch.arange(padded.shape[1], device=x.device) < x.shape[1]
+        before, log_likelihood = self.model(padded, torch.cat([t[:, :-1], ahead], 1), seen.expand(len(x), -1))
+        mean = before.mean.to(x.dtype)
+        return mean[:, x.shape[1] :], mean[:, 1 : x.shape[1] + 1], None, log_likelihood
