@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from hbnode import _torch_internals
 from hbnode._closures import closed_over_leaves, own_parameters
 from hbnode._recompute import ForwardContext, random_state, restore_random_state, solving
-from hbnode._state import State, parts
+from hbnode._state import State, apply, is_finite, last_of, parts
 from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.fields import HBNODE
 from hbnode.gradients.adjoint import Adjoint
@@ -23,12 +24,12 @@ from hbnode.nets import SolveDropout
 from hbnode.nfe import NFE, Tally
 from hbnode.solvers.compiled_steps import CompilationWarning, CompiledSteps
 from hbnode.solvers.failures import failure, start_time
-from hbnode.solvers.loops import integrate
+from hbnode.solvers.loops import integrate, integrate_to_end
 from hbnode.solvers.ode_term import ODETerm, is_heavy_ball
 from hbnode.solvers.recorder import BackwardPlan
 from hbnode.solvers.registry import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, check_field, constant_damping
 from hbnode.solvers.settings import ResolvedSettings
-from hbnode.solvers.stepper import Stepper, no_autocast
+from hbnode.solvers.stepper import Rows, Stepper, no_autocast
 from hbnode.solvers.time_grid import TimeGrid
 
 _CHANGES_BUFFERS = (
@@ -38,13 +39,16 @@ _CHANGES_BUFFERS = (
 _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adjoint}
 
 
-def solve(stepper: Stepper, y0: State, nfe: NFE) -> State:
-    """Solve with one of our own methods, by a stepper of :func:`stepper_for`."""
-    field = stepper.term.field
+def solve(stepper: Stepper, y0: State, nfe: NFE, *, end: bool = False) -> State:
+    """Solve with one of our own methods, by a stepper of :func:`stepper_for`: a trajectory, or its ``end`` alone."""
+    field, term = stepper.term.field, stepper.term
     stepper, damping = begin(stepper, nfe)
     _check_damping(stepper, field)
-    with solving(field), no_autocast(stepper.term.template.device.type):
-        return stepper.term.state(_trajectory(stepper, y0, damping))
+    with solving(field), no_autocast(term.template.device.type):
+        if end and stepper.settings.gradient in ("direct", "checkpoint") and not stepper.grid.t.requires_grad:
+            return term.state_of(_end(stepper, y0, damping))
+        trajectory = term.state(_trajectory(stepper, y0, damping))
+        return last_of(trajectory) if end else trajectory
 
 
 def stepper_for(
@@ -99,6 +103,16 @@ def _check_damping(stepper: Stepper, field: Callable) -> None:
     raise failure(stepper, MaxStepsError, message, start_time(stepper, 0), reach / damping)
 
 
+def _end(stepper: Stepper, y0: State, damping: Tensor) -> tuple[Tensor, ...]:
+    """The rows of the state at the end of a solve of one interval."""
+    rows = stepper.term.rows(y0)
+    if stepper.settings.gradient == "checkpoint" and torch.is_grad_enabled():
+        return _with_function(stepper, torch.stack(rows), damping, end=True)
+    end = integrate_to_end(stepper, stepper.start(rows))
+    _check_finite(stepper, end, rows)
+    return tuple(row.clone() for row in end)  # the user may change it in place
+
+
 def _trajectory(stepper: Stepper, y0: State, damping: Tensor) -> Tensor:
     """The rows of the state at the output times, connected to what needs a gradient."""
     rows = torch.stack(stepper.term.rows(y0))
@@ -127,16 +141,16 @@ def advance(stepper: Stepper, rows: Tensor, interval: int) -> Tensor | None:
     return end
 
 
-def _check_finite(stepper: Stepper, solution: Tensor, rows: Tensor, interval: int | None = None) -> None:
+def _check_finite(stepper: Stepper, solution: State, rows: Rows, interval: int | None = None) -> None:
     """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
-    if not stepper.adaptive and not bool(torch.isfinite(_torch_internals.plain(solution)).all()):
+    if not stepper.adaptive and not is_finite(apply(_torch_internals.plain, solution)):
         with torch.no_grad():
             integrate(stepper, stepper.start(rows, interval or 0), watch=True, interval=interval)
         raise failure(stepper, NonFiniteError, "the solution is not finite", start_time(stepper, interval or 0))
 
 
-def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor) -> Tensor:
-    """The trajectory with a gradient that evaluates the field again."""
+def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor, *, end: bool = False) -> Any:
+    """The trajectory, or the rows of the state at its end, with a gradient that evaluates the field again."""
     gradient = stepper.settings.gradient
     if _torch_internals.is_active() or _torch_internals.in_forward_mode():
         raise ValueError(
@@ -144,6 +158,7 @@ def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor) -> Tensor:
             "forward mode. Fix: gradient='direct'."
         )
     forward = _first_evaluation(stepper, rows, damping)
+    forward.end = end
     outputs = None
     if any(x.requires_grad for x in (rows, damping, stepper.grid.t, *forward.leaves)):
         by_t = stepper.grid.t.requires_grad
@@ -153,7 +168,7 @@ def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor) -> Tensor:
         function = _FUNCTIONS[gradient]
         trajectory = function.apply(forward, stepper.grid.t, damping, rows, *forward.leaves)
     else:
-        trajectory = integrate(stepper, forward.point(rows))
+        trajectory = forward.solve(rows)
     _check_finite(stepper, trajectory, rows)
     return trajectory if outputs is None else outputs(trajectory)
 

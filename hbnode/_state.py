@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -23,8 +24,15 @@ def apply(function: Callable[[Tensor], Tensor], state: State) -> State:
     return function(state) if isinstance(state, Tensor) else tuple(function(part) for part in state)
 
 
+def last_of(trajectory: State) -> State:
+    """The state at the last of the times."""
+    return apply(lambda part: part[-1], trajectory)
+
+
 def is_finite(state: State) -> bool:
-    """Whether all elements are."""
+    """Whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not be."""
+    if math.isfinite(sum(part.detach().sum() for part in parts(state))):
+        return True
     return bool(all_finite(state))
 
 

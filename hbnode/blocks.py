@@ -131,8 +131,9 @@ class ODEBlock(nn.Module):
 
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
         """h(T), or the trajectory of h at the times ``t``."""
-        h = self.field.readout(self.trajectory(x, t))
-        return h[-1] if t is None else h
+        if t is not None:
+            return self.field.readout(self.trajectory(x, t))
+        return self.field.readout(self._solve(self.field, self.start(x), None, self.settings(), end=True))
 
     def trajectory(self, x: Tensor, t: Times | None = None) -> State:
         r"""The whole state at the times ``t``, time first, where ``block(x, t)`` gives h alone.
@@ -213,13 +214,15 @@ class ODEBlock(nn.Module):
                 return self.initial_state(x)
             return self.field.initial_state(append_zeros(x, self.augment))
 
-    def _solve(self, field: nn.Module, state: State, t: Times | None, settings: Settings) -> State:
-        """The solution at the times, counted."""
+    def _solve(
+        self, field: nn.Module, state: State, t: Times | None, settings: Settings, *, end: bool = False
+    ) -> State:
+        """The solution at the times, or its end alone, counted."""
         nfe = NFE()
         if not is_exporting():  # a graph without Python has no attributes
             self._nfe = nfe
         with _traced_shapes():
-            return solve(field, state, self.t_span if t is None else t, settings, nfe)
+            return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""

@@ -13,7 +13,7 @@ from hbnode._arguments import check_precision, checked_settings, checked_state, 
 from hbnode._checks import ONLY_FIXED_GRIDS
 from hbnode._prepared import prepared
 from hbnode._signature import check_call
-from hbnode._state import State, Times, parts
+from hbnode._state import State, Times, last_of, parts
 from hbnode._torchdiffeq_field import CALLBACKS, warn_of_callbacks
 from hbnode._tracing import is_tracing, untraced
 from hbnode.nfe import NFE
@@ -174,13 +174,16 @@ def odeint(
     return _find_event(field, y0, t, settings, NFE(), event_fn)
 
 
-def solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE) -> State:
-    """:func:`odeint` that fills in ``nfe``, now and in the backward pass."""
+def solve(
+    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False
+) -> State:
+    """:func:`odeint` that fills in ``nfe``, now and in the backward pass; with ``end``, the last state alone."""
     if is_tracing():
         if _traced_solve.is_possible(settings):
-            return _traced_solve.solve(field, checked_state(field, y0), t, settings, nfe)
+            trajectory = _traced_solve.solve(field, checked_state(field, y0), t, settings, nfe)
+            return last_of(trajectory) if end else trajectory
         _refuse_tracing()
-    return _solve(field, y0, t, settings, nfe)
+    return _solve(field, y0, t, settings, nfe, end)
 
 
 def _refuse_tracing() -> None:
@@ -190,7 +193,7 @@ def _refuse_tracing() -> None:
 
 
 @untraced
-def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE) -> State:
+def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, end: bool) -> State:
     """:func:`solve` without a graph of torch.compile."""
     y0 = checked_state(field, y0)
     check_call(field)
@@ -198,9 +201,10 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
     nfe.keeps_graph = final.gradient == "direct" and torch.is_grad_enabled()
     if stepper is None:
         with _torch_internals.refusing(f"method={final.method!r}", "a native method with gradient='direct'"):
-            return _torchdiffeq_solve.solve(field, y0, times, final, nfe)
+            trajectory = _torchdiffeq_solve.solve(field, y0, times, final, nfe)
+            return last_of(trajectory) if end else trajectory
     warn_of_callbacks(field, final.method, CALLBACKS)
-    return _native_solve.solve(stepper, y0, nfe)
+    return _native_solve.solve(stepper, y0, nfe, end=end)
 
 
 @untraced

@@ -6,6 +6,7 @@ Zhuang et al., arXiv:2006.02493.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from hbnode._recompute import set_random_state
 from hbnode.gradients.accumulator import GradientAccumulator
 from hbnode.gradients.forward_pass import ForwardPass, graph_of_first, refuse_double_backward, required
-from hbnode.solvers.recorder import SHORT, RecordedProgram, RecordedStep
-from hbnode.solvers.stepper import no_autocast
+from hbnode.solvers.recorder import SHORT, RecordedProgram, RecordedStep, StepGraph
+from hbnode.solvers.stepper import Rows, no_autocast
 from hbnode.solvers.time_grid import SampleStep, along_batch
 
 SMALL = 2**15  # elements of a point; the graph of a step with more is recomputed alone
@@ -25,14 +26,15 @@ class Checkpoint(torch.autograd.Function):
     """The gradient of the accepted steps, from the points between them."""
 
     @staticmethod
-    def forward(ctx: Any, forward: ForwardPass, t: Tensor, damping: Tensor, rows: Tensor, *leaves: Tensor) -> Tensor:
-        """The rows of the state at the output times, (T, state rows, ...)."""
-        trajectory = forward.record(rows)
+    def forward(ctx: Any, forward: ForwardPass, t: Tensor, damping: Tensor, rows: Tensor, *leaves: Tensor) -> Rows:
+        """The rows of the state at the output times, (T, state rows, ...), or each of those at the end."""
+        solution = forward.record(rows)
         forward.save(ctx, rows)
-        return trajectory
+        ctx.set_materialize_grads(not forward.end)
+        return solution
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Undo each step, from the last to the first: by its graph where that was kept, else by recomputing it."""
         refuse_double_backward("checkpoint")
         forward: ForwardPass = ctx.forward_pass
@@ -40,7 +42,8 @@ class Checkpoint(torch.autograd.Function):
         rows, *_ = ctx.saved_tensors
         accumulator = GradientAccumulator(forward, *ctx.needs_input_grad[1:3])
         carried = rows.new_zeros(method.state_rows + method.carries, *rows.shape[1:])
-        with forward.context(), no_autocast(gradient.device.type):
+        gradient = _of_trajectory(gradients, rows) if forward.end else required(gradients[0], "gradient")
+        with forward.context(), no_autocast(rows.device.type):
             left, begins = len(steps), method.carries
             while left:
                 last = steps[left - 1]
@@ -52,7 +55,10 @@ class Checkpoint(torch.autograd.Function):
                     steps[left] = RecordedProgram(*last[:2])
                     continue
                 stretch = _stretch(steps, left, accumulator)
-                carried = _undo(accumulator, stretch, carried, gradient)
+                if forward.end and left == len(steps) and last.graph is not None and last.graph.rows is not None:
+                    carried = _undo_to_end(accumulator, last.graph, gradients)
+                else:
+                    carried = _undo(accumulator, stretch, carried, gradient)
                 undone = range(left - len(stretch), left)
                 for i in undone:  # a graph serves once; after that its steps are recomputed
                     steps[i] = RecordedStep(*steps[i][:2])
@@ -86,6 +92,24 @@ def _stretch(
             break
         stretch.insert(0, before)
     return stretch
+
+
+def _of_trajectory(gradients: tuple[Tensor | None, ...], rows: Tensor) -> Tensor:
+    """The gradient of a trajectory from those of the rows of the state at its end, None for 0."""
+    of_end = [torch.zeros_like(row) if g is None else g for row, g in zip(rows, gradients, strict=True)]
+    return torch.stack([torch.zeros_like(rows), torch.stack(of_end)])
+
+
+def _undo_to_end(accumulator: GradientAccumulator, graph: StepGraph, gradients: tuple[Tensor | None, ...]) -> Tensor:
+    """:func:`_undo` for the graph at the end of a solve, through the rows of the state that have a gradient alone.
+
+    That of h does not pass through the last value of f.
+    """
+    accumulator.stepper.tally.add("accepted", len(graph.steps))
+    rows = required(graph.rows, "rows of the state")
+    row, *others = [(row, g) for row, g in zip(rows, gradients, strict=True) if g is not None]
+    graph = replace(graph, output=row[0], columns=tuple(other for other, _ in others))
+    return required(accumulator.pull_back(graph, [row[1], *(g for _, g in others)])[0], "gradient of its first point")
 
 
 def _undo(accumulator: GradientAccumulator, stretch: list[RecordedStep], carried: Tensor, gradient: Tensor) -> Tensor:

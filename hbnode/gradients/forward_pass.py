@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hbnode._recompute import ForwardContext, random_state, restore_random_state
-from hbnode.solvers.loops import integrate
+from hbnode.solvers.loops import integrate, integrate_to_end
 from hbnode.solvers.recorder import BackwardPlan, RecordedProgram, RecordedStep, StepGraph, StepRecorder
-from hbnode.solvers.stepper import Stepper
+from hbnode.solvers.stepper import Rows, Stepper
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -27,6 +29,7 @@ class ForwardPass:
         first_graph: its graph, for one backward pass.
         random_start: the state of the generators before it, if f draws random numbers.
         steps: the accepted steps, if the backward pass recomputes them.
+        end: whether the end of the solve is wanted alone.
     """
 
     stepper: Stepper
@@ -37,26 +40,33 @@ class ForwardPass:
     first_graph: StepGraph | None = None
     random_start: tuple[Tensor, ...] | None = None
     steps: list[RecordedStep | RecordedProgram] = field(default_factory=list)
+    end: bool = False
 
     def point(self, rows: Tensor) -> Tensor:
         """The first point."""
         return rows if self.first is None else self.first
 
-    def record(self, rows: Tensor) -> Tensor:
-        """Solve, and keep the accepted steps; states of random generators only if f has drawn from them."""
-        point, device = self.point(rows), rows.device
+    def solve(self, rows: Tensor, recorder: StepRecorder | None = None) -> Rows:
+        """The trajectory, or the rows of the state at its end."""
+        if self.end:
+            return tuple(row.clone() for row in integrate_to_end(self.stepper, self.point(rows), recorder))
+        return integrate(self.stepper, self.point(rows), recorder=recorder)
+
+    def record(self, rows: Tensor) -> Rows:
+        """:meth:`solve`, and keep the accepted steps; states of random generators only if f has drawn from them."""
+        device = rows.device
         before = random_state(device)
-        trajectory = self._record(point, draws=self.random_start is not None)
+        trajectory = self._record(rows, draws=self.random_start is not None)
         if self.random_start is None and not all(map(torch.equal, before, random_state(device))):
             restore_random_state(before, device)  # f draws, though at first it did not
-            trajectory = self._record(point, draws=True)
+            trajectory = self._record(rows, draws=True)
         return trajectory
 
-    def _record(self, point: Tensor, *, draws: bool) -> Tensor:
+    def _record(self, rows: Tensor, *, draws: bool) -> Rows:
         # the time of the first evaluation has a gradient of its own
         first = None if self.first_graph is None or len(self.first_graph.points) > 1 else self.first_graph
         recorder = StepRecorder(self.stepper, self.plan, first=first, draws=draws)
-        trajectory = integrate(self.stepper, point, recorder=recorder)
+        trajectory = self.solve(rows, recorder)
         self.steps = recorder.steps
         return trajectory
 
@@ -81,8 +91,8 @@ def graph_of_first(rows: Tensor, t: Tensor, value: Tensor) -> StepGraph:
     return StepGraph(points, (), torch.cat([rows, value.unsqueeze(0)]), with_start=True)
 
 
-def required(x: Tensor | None, what: str) -> Tensor:
-    """A tensor that every step has, or an error that names what is missing."""
+def required(x: Value | None, what: str) -> Value:
+    """What every step has, or an error that names what is missing."""
     if x is None:
         raise RuntimeError(f"a step has no {what}; this is an error in hbnode. Fix: gradient='direct', and report it.")
     return x

@@ -62,7 +62,8 @@ class CompiledSteps:
 
         def step(point: Tensor, matrix: Tensor, times: Tensor) -> StepResult:
             coefficients = method.pack(matrix, error=error)
-            return method.step(point, coefficients, times.unbind(0), evaluation, error=error, activation=activation)
+            stepped = method.step(point, coefficients, times.unbind(0), evaluation, error=error, activation=activation)
+            return stepped._replace(rows=None)
 
         return step
 

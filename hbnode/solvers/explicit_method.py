@@ -87,14 +87,16 @@ class ExplicitMethod(StepMethod):
         for t, column in zip(times, columns, strict=True):
             left -= 1
             x, rows = rows.split_with_sizes((1, left))
-            f = evaluate(t, x.view(shape))
+            first_row = x.view(shape)
+            f = evaluate(t, first_row)
             if uniform:
                 rows = rows.addr_(column, f.reshape(-1)) if in_place else torch.addr(rows, column, f.reshape(-1))
             else:
                 rows = torch.addcmul(rows, column, f)
         more, errors = rows.split_with_sizes((n - 1, n if error else 0))
         ends = torch.cat((x, more, f.reshape(x.shape))).view(point.shape)
-        return StepResult(ends, errors.view(n, *shape) if error else None)
+        state = (first_row,) if n == 1 else (first_row, more.view(shape))
+        return StepResult(ends, errors.view(n, *shape) if error else None, None, state)
 
 
 def interpolate(columns: Tensor, blend: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -50,6 +51,20 @@ def integrate(
     return _adaptive(stepper, point, recorder, differentiable, intervals)
 
 
+def integrate_to_end(stepper: Stepper, point: Tensor, recorder: StepRecorder | None = None) -> tuple[Tensor, ...]:
+    """The rows of the state at the end of a solve of one interval, each by itself.
+
+    What the gradient of one of them does not pass through is left out of its backward pass, as the last value of f is
+    out of that of h.
+    """
+    if not stepper.adaptive:
+        return _FixedGrid(stepper, recorder, differentiable=False, watch=False).end(point)
+    if stepper.grid.per_sample:
+        return PerSample(stepper, point, range(1)).run(recorder, differentiable=False)[-1].unbind(0)
+    *_, (_, stepped) = _accepted(stepper, point, recorder, False, range(1))
+    return stepped.state(stepper.method.state_rows)
+
+
 class _FixedGrid:
     """``options={"steps": n}``: n equal steps in each interval."""
 
@@ -69,12 +84,20 @@ class _FixedGrid:
         if self.watch:
             failures.check_start(self.stepper, norms(point, None).tolist(), intervals.start)
         for interval in intervals:
-            steps = [Step(interval, i / self.count, 1 / self.count) for i in range(self.count)]
-            steps[-1].reached = interval + 1
-            end = self._in_one_program(point, steps)
-            point = self._one_by_one(point, steps) if end is None else end
+            point = self._interval(point, interval).point
             outputs.append(point[:n])
         return torch.stack(outputs)
+
+    def end(self, point: Tensor) -> tuple[Tensor, ...]:
+        """The rows of the state after the first interval."""
+        return self._interval(point, 0).state(self.stepper.method.state_rows)
+
+    def _interval(self, point: Tensor, interval: int) -> StepResult:
+        """The outcome of its last step."""
+        steps = [Step(interval, i / self.count, 1 / self.count) for i in range(self.count)]
+        steps[-1].reached = interval + 1
+        end = self._in_one_program(point, steps)
+        return self._one_by_one(point, steps) if end is None else StepResult(end, None)
 
     def _in_one_program(self, point: Tensor, steps: list[Step]) -> Tensor | None:
         """The end of an interval by a compiled program for all of its steps; None if there is none."""
@@ -86,21 +109,22 @@ class _FixedGrid:
         points = self.stepper.take_all(point, steps)
         return None if points is None else points[-1]
 
-    def _one_by_one(self, point: Tensor, steps: list[Step]) -> Tensor:
+    def _one_by_one(self, point: Tensor, steps: list[Step]) -> StepResult:
         stepper, is_last = self.stepper, steps[0].interval == self.stepper.grid.count - 1
+        stepped = StepResult(point, None)
         for i, step in enumerate(steps):
             self.limits.check_nfe(step)
-            before = point
+            before = stepped.point
             if self.recorder is not None:
                 following = self.count - 1 - i if is_last else None
-                point = self.recorder.take(point, step, error=False, following=following).point
+                stepped = self.recorder.take(before, step, error=False, following=following)
             else:
-                point = stepper.take(point, step, error=False, differentiable=self.differentiable).point
+                stepped = stepper.take(before, step, error=False, differentiable=self.differentiable)
             stepper.tally.add("accepted")
             stepper.report(step, accepted=True)
-            if self.watch and not bool(torch.isfinite(point).all()):
+            if self.watch and not bool(torch.isfinite(stepped.point).all()):
                 raise failures.non_finite(stepper, before, step)
-        return point
+        return stepped
 
 
 def _adaptive(
@@ -108,8 +132,16 @@ def _adaptive(
 ) -> Tensor:
     """One step for the whole batch, chosen by its error."""
     outputs = _Outputs(stepper, point[: stepper.method.state_rows], differentiable)
-    if not intervals:
-        return outputs.all()
+    if intervals:
+        for step, stepped in _accepted(stepper, point, recorder, differentiable, intervals):
+            outputs.add(step, stepped)
+    return outputs.all()
+
+
+def _accepted(
+    stepper: Stepper, point: Tensor, recorder: StepRecorder | None, differentiable: bool, intervals: range
+) -> Iterator[tuple[Step, StepResult]]:
+    """The accepted steps and their outcomes."""
     controller, limits = Controller(stepper.method.error_order), Limits(stepper)
     size, longest, strictness = first_step(stepper, point, intervals.start)
     planner = StepPlanner(stepper, intervals, size)
@@ -127,7 +159,7 @@ def _adaptive(
         if ratio <= 1.0:
             stepper.tally.add("accepted")
             point, not_finite = stepped.point, 0
-            outputs.add(step, stepped)
+            yield step, stepped
             if planner.size:
                 size = min(planner.size * controller.accept(ratio), longest)
             planner.advance(step, size)
@@ -143,7 +175,6 @@ def _adaptive(
             if too_small:
                 raise failures.underflow(stepper, step, size)
             planner.retreat(size)
-    return outputs.all()
 
 
 class _Outputs:

@@ -92,6 +92,10 @@ class ODETerm:
             piece.reshape((*piece.shape[:-1], *part.shape)) for piece, part in zip(pieces, self.structure, strict=True)
         )
 
+    def state_of(self, rows: tuple[Tensor, ...]) -> State:
+        """:meth:`state` of rows that are each by themselves."""
+        return rows if self.second_order else self.state(rows[0].unsqueeze(0))
+
     def error_parts(self, error: Tensor) -> tuple[Tensor, ...]:
         """The error of a step in pieces with norms of their own: an integral's is not averaged with the state's."""
         return error.split((error.shape[-1] - self.apart, self.apart), dim=-1)

@@ -71,6 +71,7 @@ class StepGraph:
             that share their coefficients the first one has them.
         output: the point after the last step.
         columns: of each step with outputs inside of it, which those are interpolated from.
+        rows: those of the state after the last step, each by itself.
         steps: the steps.
         with_start: whether it begins with the first evaluation.
     """
@@ -81,6 +82,7 @@ class StepGraph:
     columns: tuple[Tensor, ...] = ()
     steps: tuple[AnyStep, ...] = ()
     with_start: bool = False
+    rows: tuple[Tensor, ...] | None = None
 
 
 class RecordedStep(NamedTuple):
@@ -175,7 +177,7 @@ class StepRecorder:
         step.random = _if_drawn(state, point.device)
         columns = before.columns if stepped.columns is None else (*before.columns, stepped.columns)
         steps = (*before.steps, step)
-        graph = StepGraph(before.points, tensors, stepped.point, columns, steps, before.with_start)
+        graph = StepGraph(before.points, tensors, stepped.point, columns, steps, before.with_start, stepped.rows)
         error_of_step = None if stepped.error is None else stepped.error.detach()
         columns_of_step = None if stepped.columns is None else stepped.columns.detach()
         return StepResult(stepped.point.detach(), error_of_step, columns_of_step), graph

@@ -81,7 +81,7 @@ class Splitting(StepMethod):
         for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
             m = decay * m + weight * evaluate(t, h)
             h = self.drift(h, m, drift, activation)
-        return StepResult(torch.stack([h, m]), None)
+        return StepResult(torch.stack([h, m]), None, None, (h, m))
 
     @staticmethod
     def drift(h: Tensor, m: Tensor, length: Tensor, activation: Activation | None) -> Tensor:

@@ -13,11 +13,23 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class StepResult(NamedTuple):
-    """The point after a step, its error (state rows, ...), and its columns K (columns, ...) to interpolate with."""
+    """The outcome of a step.
+
+    Attributes:
+        point: the point after it.
+        error: of its rows of the state, (state rows, ...).
+        columns: K (columns, ...), to interpolate with.
+        rows: those of the state after it, each by itself: the gradient of one does not pass through the others.
+    """
 
     point: Tensor
     error: Tensor | None
     columns: Tensor | None = None
+    rows: tuple[Tensor, ...] | None = None
+
+    def state(self, count: int) -> tuple[Tensor, ...]:
+        """The rows of the state after the step, of which there are so many."""
+        return self.point[:count].unbind(0) if self.rows is None else self.rows
 
 
 class StepMethod(ABC):

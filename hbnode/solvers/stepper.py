@@ -25,6 +25,7 @@ from hbnode.solvers.step_size_control import most_knots, norms, rms
 from hbnode.solvers.time_grid import AnyStep, Step, TimeGrid
 
 Value = TypeVar("Value")
+Rows = Tensor | tuple[Tensor, ...]  # of a state: in one tensor, or each by itself
 
 
 class Stepper:
@@ -121,13 +122,14 @@ class Stepper:
         """The dimension of the batch in a row, if every sample has steps of its own."""
         return self.grid.batch_dim if self.grid.per_sample else None
 
-    def start(self, rows: Tensor, interval: int = 0) -> Tensor:
+    def start(self, rows: Rows, interval: int = 0) -> Tensor:
         """The point at the beginning of an interval."""
         if not self.method.carries:
-            return rows
+            return rows if isinstance(rows, Tensor) else torch.stack(rows)
         self.tally.add("evaluation")
-        value = self.listen(lambda: self.term.evaluate(self.grid.time_of(interval), rows[0]))
-        return torch.cat([rows, value.unsqueeze(0)])
+        h = rows[0] if isinstance(rows, Tensor) else rows[0].clone()  # not the user's own, which f might change
+        value = self.listen(lambda: self.term.evaluate(self.grid.time_of(interval), h))
+        return torch.cat([rows, value.unsqueeze(0)]) if isinstance(rows, Tensor) else torch.stack([*rows, value])
 
     def listen(self, evaluate: Callable[[], Value]) -> Value:
         """The first evaluation of f, which finds the knots of the signals in it."""
