@@ -39,18 +39,24 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
+@pytest.mark.parametrize("error", [False, True])
 @pytest.mark.parametrize(("damping", "step"), [(0.047, 0.3), (2.0, -0.7), (30.0, 0.4)])
-def test_coefficients_of_numbers_are_those_of_tensors(method, damping, step):
+def test_coefficients_of_numbers_are_those_of_tensors(method, damping, step, error):
     rule = METHODS[method]
     gamma = torch.tensor(damping, dtype=torch.float64, requires_grad=True)
-    expected = rule.matrix(gamma, torch.tensor(step, dtype=torch.float64))
-    scale = expected.detach().abs().max().item()
-    assert (rule.of_numbers(damping, step) - expected.detach()).abs().max().item() < 1e-14 * scale
-    if not expected.requires_grad:
-        assert not rule.of_numbers(damping, step, 1).any()
+    packed = rule.pack(rule.matrix(gamma, torch.tensor(step, dtype=torch.float64)), error=error)
+    of_numbers = rule.of_numbers(damping, step, error=error)
+    scale = packed.first.detach().abs().max().item()
+    got = rule.pack(of_numbers, error=error)
+    for a, b in zip((got.first, *got.columns), (packed.first, *packed.columns), strict=True):
+        assert a.shape == b.shape
+        assert not a.numel() or (a - b.detach()).abs().max().item() < 1e-14 * scale
+    if not packed.first.requires_grad:
+        assert not rule.of_numbers(damping, step, error=error, order=1).any()
         return
+    expected = torch.cat([packed.first.flatten(), *packed.columns])
     weights = torch.randn_like(expected)
-    got = _OfDamping.apply(gamma, rule, damping, step, 0, weights)
+    got = _OfDamping.apply(gamma, rule, damping, step, error, 0, weights)
     for order in (1, 2, 3):
         (expected,) = torch.autograd.grad(
             (weights * expected).sum() if order == 1 else expected, gamma, create_graph=True

@@ -154,15 +154,22 @@ class GradientAccumulator:
         """
         if not self.needs_damping:
             return None
-        totals: dict[float, Tensor] = {}
+        totals: dict[tuple[float, int], Tensor] = {}
         for step, by_matrix, _ in self.steps:
             size = self.stepper.grid.size(step)
             if by_matrix is not None and size is not None:
-                totals[size] = totals[size] + by_matrix if size in totals else by_matrix
+                key = size, len(by_matrix)
+                totals[key] = totals[key] + by_matrix if key in totals else by_matrix
         if not totals:
             return torch.zeros_like(self.coefficients.damping)
-        slopes = torch.stack([self.coefficients.slope(size) for size in totals])
-        return (torch.stack([*totals.values()]).to(slopes) * slopes).sum()
+        slopes = torch.cat([self.coefficients.slope(size, total) for (size, _), total in totals.items()])
+        return torch.dot(torch.cat([*totals.values()]).to(slopes), slopes)
+
+    def _of_matrix(self, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of coefficients as that of the matrix that they are the elements of."""
+        if gradient is None or gradient.dim() > 1 or self.coefficients.number is None:
+            return gradient
+        return self.stepper.method.unpacked(gradient)
 
     def _contract(self, group: list, damping: Tensor, t: Tensor, outputs: list, cotangents: list) -> None:
         """The coefficients and times of steps as functions of γ and t, and the gradients with respect to them."""
@@ -172,7 +179,7 @@ class GradientAccumulator:
         if any(g is not None for _, g, _ in group):
             sizes = align(grid.for_rows(sizes), damping)
             matrix = method.matrix(damping, sizes)
-            by_matrix = _filled([g for _, g, _ in group]).to(matrix)
+            by_matrix = _filled([self._of_matrix(g) for _, g, _ in group]).to(matrix)
             outputs.append(matrix)
             cotangents.append(by_matrix.sum_to_size(matrix.shape))
         if any(g is not None for _, _, g in group):

@@ -32,7 +32,7 @@ class StepCoefficients:
 
     def __init__(self, method: StepMethod, term: ODETerm, grid: TimeGrid, damping: Tensor) -> None:
         self.method, self.term, self.grid, self.damping = method, term, grid, damping
-        self._of_size: dict[float, Tensor] = {}
+        self._of_size: dict[tuple[float, bool], Tensor] = {}
         self._of_intervals: dict[int, tuple[Tensor, ...]] = {}
         self._packed: dict[tuple[int, bool], tuple[Tensor, Any]] = {}
         self._times: dict[tuple[int, float, float], Tensor] = {}
@@ -45,8 +45,11 @@ class StepCoefficients:
         """Whether these are the coefficients for a γ without a gradient."""
         return self.number is not None and not damping.dim() and damping.item() == self.number
 
-    def matrix(self, step: AnyStep, *, differentiable: bool = False) -> Tensor:
-        """The coefficients of a step, in the state's dtype; differentiable in the times if asked."""
+    def matrix(self, step: AnyStep, *, error: bool = False, differentiable: bool = False) -> Tensor:
+        """The coefficients of a step, in the state's dtype, to be packed with or without those of its error.
+
+        They are differentiable in γ, and in the times if asked.
+        """
         grid, template = self.grid, self.term.template
         if step.whole is not None:
             return self._of_whole_interval(step.whole, differentiable)
@@ -54,25 +57,30 @@ class StepCoefficients:
         if size is None:
             sizes, _ = grid.affine(grid.t, step.interval, step.start, step.size, (), step.end)
             return self.method.matrix(self.damping, grid.for_rows(sizes)).to(template)
-        matrix = self._of_size.get(size)
+        error &= self.number is not None  # else one matrix serves both
+        matrix = self._of_size.get((size, error))
         if matrix is None:
-            matrix = _kept(self._of_size, size, self._of_number(size))
+            matrix = _kept(self._of_size, (size, error), self._of_number(size, error))
         return matrix
 
-    def _of_number(self, size: float) -> Tensor:
+    def _of_number(self, size: float, error: bool) -> Tensor:
         """The coefficients of a step of one size for all samples."""
         template = self.term.template
         if self.number is None:
             sizes = torch.tensor(size, dtype=torch.float64, device=self.grid.t.device)
             return self.method.matrix(self.damping, sizes).to(template)
         if self.damping.requires_grad and torch.is_grad_enabled():
-            return _OfDamping.apply(self.damping, self.method, self.number, size, 0, template)
-        return self.method.of_numbers(self.number, size).to(template)
+            return _OfDamping.apply(self.damping, self.method, self.number, size, error, 0, template)
+        return self.method.of_numbers(self.number, size, error=error).to(template)
 
-    def slope(self, size: float) -> Tensor:
-        """The derivative of :meth:`matrix` with respect to γ, where that is a number: in float64, on the host."""
+    def slope(self, size: float, like: Tensor) -> Tensor:
+        """The derivative of :meth:`matrix` with respect to γ, where that is a number: in float64, on the host.
+
+        It has the elements of ``like``, those of the error or not.
+        """
         assert self.number is not None
-        return self.method.of_numbers(self.number, size, 1)
+        slope = self.method.of_numbers(self.number, size, error=False, order=1)
+        return slope if len(slope) == len(like) else self.method.of_numbers(self.number, size, error=True, order=1)
 
     def _of_whole_interval(self, interval: int, differentiable: bool) -> Tensor:
         """The coefficients of a step over a whole interval, computed for many intervals at once."""
@@ -124,21 +132,21 @@ class _OfDamping(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, damping: Tensor, method: StepMethod, number: float, size: float, order: int, like: Tensor
+        ctx: Any, damping: Tensor, method: StepMethod, number: float, size: float, error: bool, order: int, like: Tensor
     ) -> Tensor:
         ctx.save_for_backward(damping)
-        ctx.rest = (method, number, size, order)
-        return method.of_numbers(number, size, order).to(like)
+        ctx.rest = (method, number, size, error, order)
+        return method.of_numbers(number, size, error=error, order=order).to(like)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (damping,), (method, number, size, order) = ctx.saved_tensors, ctx.rest
+        (damping,), (method, number, size, error, order) = ctx.saved_tensors, ctx.rest
         gradient = gradient.to(torch.float64)
         if torch.is_grad_enabled():
-            slope = _OfDamping.apply(damping, method, number, size, order + 1, gradient)
+            slope = _OfDamping.apply(damping, method, number, size, error, order + 1, gradient)
         else:
-            slope = method.of_numbers(number, size, order + 1).to(gradient.device)
-        return (gradient * slope).sum().to(damping), None, None, None, None, None
+            slope = method.of_numbers(number, size, error=error, order=order + 1).to(gradient.device)
+        return torch.dot(gradient, slope).to(damping), None, None, None, None, None, None
 
 
 def _kept(values: dict, key: Any, value: Any) -> Any:

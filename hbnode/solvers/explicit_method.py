@@ -12,6 +12,7 @@ value of the field there, stacked. Only the coefficients C know of the step size
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -60,12 +61,37 @@ class ExplicitMethod(StepMethod):
 
     @override
     def pack(self, matrix: Tensor, *, error: bool) -> PackedMatrix:
+        if matrix.dim() == 1:
+            first, *rest = matrix.split_with_sizes(self._sizes(error))
+            return PackedMatrix(first.view(-1, self.state_rows + 1), tuple(rest))
         n = self.state_rows
         c = matrix if matrix.dim() == 2 else matrix.movedim((-2, -1), (0, 1))
         if not error:
             c = c[: len(self.nodes) + n - 1]
         columns = c.unbind(1)[n + 1 :]
         return PackedMatrix(c[:, : n + 1], tuple(column[i + 1 :] for i, column in enumerate(columns)))
+
+    def _sizes(self, error: bool) -> list[int]:
+        """The numbers of elements in the parts of a packed matrix."""
+        stages, n = len(self.nodes), self.state_rows
+        rows = stages + n - 1 + error * n
+        return [rows * (n + 1), *range(rows - 1, rows - 1 - stages, -1)]
+
+    @override
+    def unpacked(self, numbers: Tensor) -> Tensor:
+        places = self.places(len(numbers) == sum(self._sizes(True)))
+        width = self.state_rows + 1 + len(self.nodes)
+        matrix = numbers.new_zeros((len(self.nodes) + 2 * self.state_rows - 1) * width)
+        matrix[places] = numbers
+        return matrix.view(-1, width)
+
+    @functools.cache  # noqa: B019, the methods live as long as the module
+    def places(self, error: bool) -> list[int]:
+        """Where the elements of a packed matrix are in C, row by row."""
+        stages, n = len(self.nodes), self.state_rows
+        rows, width = stages + n - 1 + error * n, n + 1 + stages
+        first = [row * width + column for row in range(rows) for column in range(n + 1)]
+        return first + [row * width + n + 1 + i for i in range(stages) for row in range(i + 1, rows)]
 
     @override
     def step(

@@ -106,31 +106,31 @@ class Nystrom(ExplicitMethod):
         return values.unflatten(-1, (-1, len(self.c) + 2))
 
     @override
-    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
+    def of_numbers(self, damping: float, step: float, *, error: bool, order: int = 0) -> Tensor:
         import numpy as np  # here, as everywhere in hbnode, because it is slow to import
 
-        polynomials, rates, powers = self._host_constants(order)
+        degrees, polynomials, rates, powers = self._host_constants(error, order)
         z = damping * step
         with np.errstate(all="ignore"):  # what is not finite is named by the solve
-            values = (z ** np.arange(len(polynomials))) @ polynomials * np.exp(z * rates) * step ** (powers + order)
-        return torch.from_numpy(values.reshape(-1, len(self.c) + 2))
+            return torch.from_numpy((z**degrees) @ polynomials * np.exp(z * rates) * step**powers)
 
     @functools.cache  # noqa: B019, the methods live as long as the module
-    def _host_constants(self, order: int) -> tuple[Any, Any, Any]:
-        """Q, r and w of the derivative of this order with respect to γ, H^{w + order} Q(z) e^{rz}.
+    def _host_constants(self, error: bool, order: int) -> tuple[Any, Any, Any, Any]:
+        """Degrees, Q, r and w of the derivative of this order with respect to γ, H^w Q(z) e^{rz}, packed.
 
         A coefficient in units of γ is z Q(z) / H. The derivative with respect to z takes Q to Q' + rQ.
         """
         import numpy as np
 
-        polynomials, rates, units = (x.numpy() for x in self.make_constants(torch.device("cpu")))
+        places = self.places(error)
+        polynomials, rates, units = (x[..., places].numpy() for x in self.make_constants(torch.device("cpu")))
         of_gamma = units == 3
         longer = np.pad(polynomials, ((0, 1), (0, 0)))
         q = np.where(of_gamma, np.roll(longer, 1, 0), longer)
         degrees = np.arange(len(q))[:, None]
         for _ in range(order):
             q = np.roll(degrees * q, -1, 0) + rates * q
-        return q, rates, np.where(of_gamma, -1.0, units)
+        return np.arange(len(q)), q, rates, np.where(of_gamma, -1.0, units) + order
 
     @functools.cache  # noqa: B019, the methods live as long as the module
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -163,7 +163,7 @@ class StepRecorder:
         stepper, plan = self.stepper, self.plan
         before = self._graph_before(point)
         output = before.output
-        matrix = stepper.coefficients.matrix(step)
+        matrix = stepper.coefficients.matrix(step, error=error)
         tensors = before.tensors
         if plan.by_matrix or plan.by_times:
             matrix, is_new = self._leaf(matrix, before) if plan.by_matrix else (matrix, False)

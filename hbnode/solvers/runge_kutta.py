@@ -34,8 +34,8 @@ class RungeKutta(ExplicitMethod):
         return torch.cat([is_y.expand(*rows.shape[:-1], 1), rows], -1)
 
     @override
-    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
-        matrix = torch.cat([self.is_y.unsqueeze(-1), step * self.weights], -1)
+    def of_numbers(self, damping: float, step: float, *, error: bool, order: int = 0) -> Tensor:
+        matrix = torch.cat([self.is_y.unsqueeze(-1), step * self.weights], -1).flatten()[self.places(error)]
         return torch.zeros_like(matrix) if order else matrix
 
     @override

@@ -60,13 +60,25 @@ class StepMethod(ABC):
     def matrix(self, damping: Tensor, step: Tensor) -> Tensor:
         """The coefficients of a step in one tensor (..., *), for step sizes (...) that γ broadcasts with."""
 
-    def of_numbers(self, damping: float, step: float, order: int = 0) -> Tensor:
-        """:meth:`matrix` of numbers, in float64 on the host, or its derivative of any order with respect to γ."""
+    def of_numbers(self, damping: float, step: float, *, error: bool, order: int = 0) -> Tensor:
+        """:meth:`matrix` of numbers, in float64 on the host, or its derivative of any order with respect to γ.
+
+        It is flat, in the order in which :meth:`pack` takes it apart, with or without what the error needs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no coefficients of numbers")
+
+    def unpacked(self, numbers: Tensor) -> Tensor:
+        """The elements of :meth:`of_numbers` at their places in :meth:`matrix`, and 0 elsewhere."""
         raise NotImplementedError(f"{type(self).__name__} has no coefficients of numbers")
 
     @abstractmethod
     def pack(self, matrix: Tensor, *, error: bool) -> Any:
-        """The coefficients in the form that :meth:`step` uses, with or without those of the error."""
+        """The coefficients in the form that :meth:`step` uses, with or without those of the error.
+
+        Arguments:
+            matrix: from :meth:`matrix`, or from :meth:`of_numbers` with the same ``error``.
+            error: whether the step estimates its error.
+        """
 
     @abstractmethod
     def step(

@@ -151,7 +151,7 @@ class Stepper:
 
     def take(self, point: Tensor, step: AnyStep, *, error: bool, differentiable: bool = False) -> StepResult:
         """Take a step, counted."""
-        matrix = self.coefficients.matrix(step, differentiable=differentiable)
+        matrix = self.coefficients.matrix(step, error=error, differentiable=differentiable)
         times = self.coefficients.times(step, differentiable=differentiable)
         self.tally.add("evaluation", self.method.evaluations)
         return self.step(point, step, matrix, times, error=error)
