@@ -83,3 +83,25 @@ def test_as_it_is_traced(monkeypatch):
     expected = block.trajectory(x, TIMES)
     monkeypatch.setattr("hbnode.solve.is_tracing", lambda: True)
     torch.testing.assert_close(block.trajectory(x, TIMES), expected, rtol=1e-12, atol=1e-12)
+
+
+@every_model
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("options", [{"steps": 2}, None], ids=["grid", "adaptive"])
+def test_a_block_gives_the_end_of_its_trajectory(model, options, gradient):
+    """Which it solves without a trajectory: the gradient of h does not pass through the last value of f."""
+    block = hbnode.ODEBlock(make_field(model), gradient=gradient, options=options).double()
+    x = make_input().requires_grad_()
+    inputs = [x, *block.parameters()]
+
+    def values(h):
+        loss = h.sin().sum()
+        first = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
+        return [h, *first, *torch.autograd.grad(loss, inputs, allow_unused=True)]  # the second time from points
+
+    end, evaluations = values(block(x)), (block.nfe.forward, block.nfe.steps)
+    trajectory = values(block.field.readout(block.trajectory(x))[-1])
+    assert (block.nfe.forward, block.nfe.steps) == evaluations
+    for a, b in zip(end, trajectory, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-14)
