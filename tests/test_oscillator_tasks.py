@@ -13,10 +13,12 @@ import hbnode
 from tasks import adding, copying, pixel_mnist, plane_vibration, plot, silverbox, speech
 from tasks.common.config import parse
 from tasks.common.run import count_parameters
+from tasks.data import f16
 from tasks.data import silverbox as silverbox_data
 from tasks.data import speech as speech_data
 from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, RowForecaster
 from tasks.models.recurrent import make_oscillators
+from tasks.studies import plane_vibration_frequencies
 from tests.small_runs import names_in, read_metrics
 
 SHORT = "--length 12 --hidden 8 --iterations 3 --batch-size 8 --test-size 10".split()
@@ -220,3 +222,44 @@ def test_plane_vibration_trains_oscillators(model, tmp_path, monkeypatch):
     assert model == "kalman" or 15_500 < summary["parameters"] < 16_500
     (group,) = plot.collect(tmp_path)
     assert group.label == TITLES[model]
+
+
+def test_resonances_of_the_made_up_structure():
+    f, response = plane_vibration_frequencies.frequency_response(f16.vibrating_structure())
+    assert response.shape == (len(f), 3)
+    found = plane_vibration_frequencies.resonances(f, response)
+    for mode in (3.3, 4.7, 6.1, 7.9, 10.2, 13.1):
+        assert min(abs(peak - mode) for peak in found) < 0.15
+
+
+def test_shares_of_the_oscillators_are_those_of_the_variance():
+    torch.manual_seed(0)
+    layer = NoisyOscillators(5, 3, noise=0.1, **RANGES).oscillators
+    torch.nn.init.normal_(layer.log_spread)
+    rows = plane_vibration_frequencies.learned(layer)
+    assert [row["hertz"] for row in rows] == pytest.approx((400 * layer.frequency).sort().values.tolist())
+    before = layer.filter(torch.zeros(1, 1, 5)).before
+    variance = before.std[0, 0] ** 2 - layer.observation_noise**2
+    for name, channels in (("acceleration_share", slice(2, 5)), ("force_share", slice(0, 1))):
+        assert sum(row[name] for row in rows) == pytest.approx(1.0)
+        first = layer.frequency.argmin()
+        own = (layer.log_spread[first].exp() * layer.weight_out[channels, [first, first + 3]]).square().sum()
+        assert rows[0][name] == pytest.approx((own / variance[channels].sum()).item(), rel=1e-4)
+
+
+def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plane_vibration, "draw_forecasts", lambda *args: None)
+    monkeypatch.setattr(plane_vibration, "WINDOW", 26)
+    folder, out = tmp_path / "kalman", tmp_path / "out"
+    options = "--device cpu --data generated --model kalman --batch-size 2048 --epochs 1".split()
+    plane_vibration.main([*options, "--out", str(folder)])
+    plane_vibration_frequencies.main([str(folder), "--out", str(out)])
+    assert "seed 0: most of the accelerations by" in capsys.readouterr().out
+    assert len((out / "frequencies.csv").read_text().splitlines()) == 13
+    assert (out / "frequencies.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit, match=r"no checkpoint\.pt in"):
+        plane_vibration_frequencies.main([str(out)])
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"model": "gru"}))
+    with pytest.raises(SystemExit, match="is a run of --model gru"):
+        plane_vibration_frequencies.main([str(folder)])

@@ -1,0 +1,141 @@
+"""Plane vibration, learned frequencies: those of noisy oscillators against the resonances of the structure.
+
+Train some, and name their folders:
+
+    python -m tasks.plane_vibration --model kalman --lr 0.1 --epochs 13 --seeds 5 --out runs/kalman
+    python -m tasks.studies.plane_vibration_frequencies runs/kalman
+
+The force repeats after 8192 rows, so that the accelerations over the force, of the means over the nine periods, is the
+structure's frequency response at every excited frequency, 0.05 Hz apart. Its resonances are the peaks of the root of
+the sum of squares over the three accelerations, in decibels, averaged over five frequencies, that stand out by 3 dB.
+
+A mark of the figure is an oscillator at its undamped frequency, its area the share that it has in the variance of the
+accelerations, standardised, under the model: oscillators are independent, so that the shares add up to 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from scipy.signal import find_peaks
+from torch import Tensor
+
+import hbnode
+from tasks.common.files import exit_on, read_checkpoint, read_json, write_figure, write_table
+from tasks.data import f16
+from tasks.models.oscillating import NoisyForecaster
+from tasks.plane_vibration import PlaneVibrationConfig, make_model
+
+BAND = (2.0, 15.0)  # Hz, which the force excites
+
+
+def frequency_response(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Frequencies in Hz (N,) in the band, and accelerations over the force there, (N, 3)."""
+    spectra = torch.fft.rfft(record.reshape(-1, f16.PERIOD, record.shape[1]).mean(0), dim=0)
+    f = torch.fft.rfftfreq(f16.PERIOD, 1 / f16.RATE)
+    inside = (f >= BAND[0]) & (f <= BAND[1])
+    return f[inside].numpy(), (spectra[inside, 2:] / spectra[inside, :1]).numpy()
+
+
+def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
+    """Frequencies of the peaks, in Hz."""
+    decibels = 10 * np.log10(np.square(np.abs(response)).sum(1))
+    smooth = np.convolve(np.pad(decibels, 2, mode="edge"), np.full(5, 0.2), "valid")
+    places, _ = find_peaks(smooth, prominence=3)
+    return [round(float(f[place]), 2) for place in places]
+
+
+def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.Oscillators]:
+    """The options and the trained layer of a run of ``--model kalman``."""
+    described = read_json(folder / "config.json")
+    config = PlaneVibrationConfig(
+        **{field.name: described[field.name] for field in dataclasses.fields(PlaneVibrationConfig)}
+    )
+    if config.model != "kalman":
+        raise ValueError(f"{folder} is a run of --model {config.model}. Fix: runs of --model kalman.")
+    model = cast(NoisyForecaster, make_model(config))
+    model.load_state_dict(read_checkpoint(folder / "checkpoint.pt", "plane_vibration", "kalman")["model"])
+    return config, model.model.oscillators
+
+
+@torch.no_grad()
+def learned(layer: hbnode.Oscillators) -> list[dict[str, float]]:
+    """Of each oscillator, by frequency: Hz, damping ratio, share in the accelerations' variance and in the force's."""
+    omega = layer.stiffness.sqrt()
+    spread = (layer.process_noise**2 / (2 * layer.damping)).repeat(2)  # variance of v and of √κ x
+    parts = (spread * layer.weight_out**2).unflatten(1, (2, -1)).sum(1)  # (channels, oscillators)
+    shares = {"acceleration_share": parts[2:].sum(0) / parts[2:].sum(), "force_share": parts[0] / parts[0].sum()}
+    columns = {"hertz": f16.RATE * omega / (2 * math.pi), "damping_ratio": layer.damping / (2 * omega), **shares}
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return sorted((dict(zip(columns, row, strict=True)) for row in rows), key=lambda row: row["hertz"])
+
+
+def draw(f: np.ndarray, response: np.ndarray, runs: Sequence[tuple[int, list[dict[str, float]]]], path: Path) -> None:
+    """The frequency response with its resonances, and below it the oscillators of each seed."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 5.6), sharex=True, layout="constrained", height_ratios=(3, 0.6 + 0.35 * len(runs))
+    )
+    for channel in range(3):
+        above.plot(f, 20 * np.log10(np.abs(response[:, channel])), lw=0.9, label=f"acceleration {channel + 1}")
+    for peak in resonances(f, response):
+        for ax in (above, below):
+            ax.axvline(peak, color="0.6", lw=0.8, ls=":", zorder=0)
+        above.annotate(
+            f"{peak:.1f}",
+            (peak, 1),
+            (0, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+        )
+    for place, (_, oscillators) in enumerate(runs):
+        hertz = [row["hertz"] for row in oscillators]
+        for name, color in (("acceleration_share", "C3"), ("force_share", "C0")):
+            area = [900 * row[name] for row in oscillators]
+            below.scatter(hertz, [place] * len(hertz), area, color=color, alpha=0.5, lw=0)
+        below.plot(hertz, [place] * len(hertz), "|", color="0.2", ms=8)
+    above.set_ylabel("acceleration over force, dB")
+    above.legend(loc="upper left", fontsize="small")
+    below.set(xlabel="Hz", xlim=BAND, yticks=range(len(runs)), yticklabels=[f"seed {seed}" for seed, _ in runs])
+    below.set_ylim(-0.7, len(runs) - 0.3)
+    below.set_title(
+        "oscillators; area: share in the variance of the accelerations (red), of the force (blue)", fontsize="medium"
+    )
+    write_figure(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the runs, print a table and write ``frequencies.csv`` and ``frequencies.png``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="folders of finished runs, or of several of them")
+    parser.add_argument("--out", default=".", help="folder for the table and the figure [.]")
+    args = parser.parse_args(argv)
+    folders = sorted({path.parent for run in args.runs for path in Path(run).rglob("checkpoint.pt")})
+    with exit_on(FileNotFoundError, ValueError):
+        if not folders:
+            raise ValueError(f"no checkpoint.pt in {', '.join(args.runs)}. Fix: finished runs of --model kalman.")
+        loaded = [load_run(folder) for folder in folders]
+        record, source = f16.read_plane_vibration(loaded[0][0].data)
+    f, response = frequency_response(record)
+    runs = [(config.seed, learned(layer)) for config, layer in loaded]
+    peaks = resonances(f, response)
+    print(f"{source}: resonances at {', '.join(f'{peak:.2f}' for peak in peaks)} Hz")
+    for seed, oscillators in runs:
+        chosen = sorted(oscillators, key=lambda row: -row["acceleration_share"])[:5]
+        listed = ", ".join(f"{row['hertz']:.2f} Hz {row['acceleration_share']:.0%}" for row in chosen)
+        print(f"seed {seed}: most of the accelerations by {listed}")
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    write_table(Path(args.out) / "frequencies.csv", [{"seed": seed, **row} for seed, rows in runs for row in rows])
+    draw(f, response, runs, Path(args.out) / "frequencies.png")
+
+
+if __name__ == "__main__":
+    main()
