@@ -10,8 +10,9 @@ multisines; the last part of them is kept for validation. The three test sets ar
 that the encoder finds in the first 50 samples, which the benchmark gives and does not count; errors are root mean
 squares in millivolts. GHBNODE has the hardtanh of the paper's figure 7 for sigma.
 
---model oscillators has no ODE to solve and no encoder: two blocks of linear oscillators with gates between them read V1
-and, as long as it is given, V2.
+--model oscillators has no ODE to solve and no encoder: three blocks of linear oscillators with gates between them read
+V1 and, as long as it is given, V2. They need windows much longer than what they are given, to learn to do without V2:
+--window 500 --stride 50 --batch-size 32.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class Simulator(nn.Module):
 
 
 class Swinging(nn.Module):
-    """V2 from V1 and a few samples before by two blocks of oscillators, of as many parameters as GHBNODE has."""
+    """V2 from V1 and a few samples before by three blocks of oscillators, of as many parameters as GHBNODE has."""
 
     def __init__(self, past: int) -> None:
         super().__init__()
@@ -186,7 +187,8 @@ class Swinging(nn.Module):
             parameters = count_parameters(Simulator("ghbnode", past))
 
         def stack(width: int) -> hbnode.OscillatorStack:
-            return hbnode.OscillatorStack(3, width, output_size=1, frequency=(0.01, 0.25), decay=(0.01, 0.1))
+            frequency, decay = (0.01, 0.25), (0.01, 0.1)
+            return hbnode.OscillatorStack(3, width, 3, output_size=1, norm=False, frequency=frequency, decay=decay)
 
         self.stack = hbnode.nets.match_parameters(stack, parameters)
 

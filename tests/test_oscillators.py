@@ -463,6 +463,23 @@ def test_a_stack_ignores_padding_and_goes_on(head, input):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_a_stack_sees_amplitudes_without_the_norm():
+    """Times a thousand, blocks are nearly those of ReLUs: with the norm, only the encoder and its biases see it."""
+    x, gains = torch.randn(2, 30, 3), {}
+    for norm in (True, False):
+        torch.manual_seed(0)
+        model = hbnode.OscillatorStack(3, 8, norm=norm)
+        assert any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()) == norm
+        h = [
+            block(model.encoder(scale * x), None, None, None, None)[0].detach()
+            for block in model.blocks
+            for scale in (1, 1e3)
+        ]
+        added = [(h[i] - model.encoder(scale * x).detach()).abs().mean() for i, scale in enumerate((1, 1e3))]
+        gains[norm] = added[1] / added[0]
+    assert gains[True] < 10 < 300 < gains[False]
+
+
 def test_a_stack_in_both_directions_and_wrong_options():
     model = hbnode.OscillatorStack(3, 8, bidirectional=True, dropout=0.5)
     assert model(torch.randn(2, 9, 3))[0].shape == (2, 9, 8)

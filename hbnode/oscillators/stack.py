@@ -50,9 +50,9 @@ class OscillatorStackState(Record):
 class OscillatorBlock(nn.Module):
     """h + dropout(GLU(W gelu(oscillators(norm(h))))), the block of LinOSS."""
 
-    def __init__(self, hidden_size: int, layer: Oscillators, dropout: float) -> None:
+    def __init__(self, hidden_size: int, layer: Oscillators, dropout: float, norm: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden_size)
+        self.norm = nn.LayerNorm(hidden_size) if norm else nn.Identity()
         self.oscillators = layer
         width = hidden_size * (2 if layer.bidirectional else 1)
         self.gate = nn.Linear(width, 2 * hidden_size)
@@ -90,6 +90,8 @@ class OscillatorStack(nn.Module):
             the logarithm of 1 + the gap to it beside h. Default: ``"regression"``
         num_oscillators: oscillators of each layer. None is ``hidden_size``. Default: ``None``
         dropout: probability that a feature of a block's output is dropped in training. Default: ``0.0``
+        norm: whether a block has the layer norm. It scales every sample of h to variance 1; without it the blocks see
+            amplitudes as they are, which a model of a physical system needs. Default: ``True``
         discretization: ``"exact"`` or ``"imex"``, as in the layer. Default: ``"exact"``
         input: ``"impulse"`` or ``"hold"``, as in the layer. Default: ``"impulse"``
         bidirectional: whether every layer reads the series in both directions; not with ``head="next"``.
@@ -122,6 +124,7 @@ class OscillatorStack(nn.Module):
         head: Literal["regression", "classification", "next"] = "regression",
         num_oscillators: int | None = None,
         dropout: float = 0.0,
+        norm: bool = True,
         discretization: Literal["exact", "imex"] = "exact",
         input: Literal["impulse", "hold"] = "impulse",
         bidirectional: bool = False,
@@ -151,7 +154,9 @@ class OscillatorStack(nn.Module):
                 decay=decay,
             )
 
-        self.blocks = nn.ModuleList(OscillatorBlock(hidden_size, layer(), dropout) for _ in range(self.num_layers))
+        self.blocks = nn.ModuleList(
+            OscillatorBlock(hidden_size, layer(), dropout, norm) for _ in range(self.num_layers)
+        )
         width = hidden_size + (1 if head == "next" else 0)
         self.decoder = nn.Linear(width, hidden_size if output_size is None else as_count(output_size, "output_size"))
 
