@@ -61,7 +61,8 @@ class WatchedField:
 
     def __call__(self, t: Tensor, y: State) -> State:
         # a scalar state and its time are promoted by times of another dtype
-        t, y = t.to(self.dtype), apply(lambda part: part.to(self.dtype), y)
+        if t.dtype != self.dtype or any(part.dtype != self.dtype for part in parts(y)):
+            t, y = t.to(self.dtype), apply(lambda part: part.to(self.dtype), y)
         if self.first is not None:
             (t0, y0, value), self.first = self.first, None
             if is_equal((t, *parts(y)), (t0, *parts(y0))):
@@ -83,13 +84,12 @@ class WatchedField:
     def _evaluate(self, t: Tensor, y: State) -> State:
         self.tally.add("evaluation")
         # a leaf that is changed in place, or a tensor without a version, is refused or missed by torch itself
-        y = apply(
-            lambda part: part.clone() if part.is_inference() or (part.is_leaf and part.requires_grad) else part, y
-        )
-        versions = [0 if part.is_inference() else part._version for part in parts(y)]
+        if any(part.is_leaf and (part.requires_grad or part.is_inference()) for part in parts(y)):
+            y = apply(torch.clone, y)
+        versions = _versions(y)
         with self.autocast():
             value = like(self.field(t, y), y)
-        if versions != [0 if part.is_inference() else part._version for part in parts(y)]:
+        if versions != _versions(y):
             raise ValueError(CHANGES_INPUT)
         return value
 
@@ -116,9 +116,12 @@ class WatchedField:
     def begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str = "state") -> None:
         """Called before each step of size ``dt`` from ``(t0, y0)``."""
         t0, dt = t0.detach(), dt.detach()
-        stuck = (t0 + dt == t0) | (t0 - dt == t0)
-        numbers = (x.double() for x in (dt, all_finite(y0), stuck))
-        self.step_size, finite, stuck = torch.stack([x.reshape(()) for x in numbers]).tolist()  # one synchronisation
+        if t0.dtype == dt.dtype == torch.float64 and parts(y0)[0].is_cpu:
+            start, self.step_size = t0.item(), dt.item()
+            stuck, finite = start in (start + self.step_size, start - self.step_size), is_finite(y0)
+        else:
+            numbers = (x.double() for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0)))
+            self.step_size, finite, stuck = torch.stack([x.reshape(()) for x in numbers]).tolist()  # one look
         if not finite:
             self._blame_field()
             hint = "a field that grows without bound" if what == "state" else "a loss whose gradient is not finite"
@@ -213,6 +216,11 @@ class WatchedField:
             "Fix: loosen rtol and atol, shorten the time span, or raise max_steps",
             t,
         )
+
+
+def _versions(y: State) -> list[int]:
+    """Those of the tensors, which tell of changes in place; tensors of inference mode have none."""
+    return [0 if part.is_inference() else part._version for part in parts(y)]
 
 
 # torchdiffeq reports steps to methods of these names, and warns of those that a solver never calls.
