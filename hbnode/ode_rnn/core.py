@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,8 @@ from hbnode._constants import KeepsConstants
 from hbnode._state import parts
 from hbnode.fields import Field
 from hbnode.nfe import NFE
+from hbnode.ode_rnn.by_hand.gaps import GivenUp
+from hbnode.ode_rnn.by_hand.plan import Network, Plan, planned
 from hbnode.ode_rnn.defaults import CellName, FieldName, make_cell, make_field
 from hbnode.ode_rnn.gaps import Gaps
 from hbnode.ode_rnn.grid import Grid
@@ -146,19 +149,70 @@ class Core(KeepsConstants):
             solver: how to solve.
         """
         times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
+        by_hand = self._read_by_hand(x, times, seen, s, begins=start is None, solver=solver)
+        if by_hand is not None:
+            return by_hand
         gaps, rows = self.gaps(s, times, solver)
         before, after = [], []
         for i in range(x.shape[1]):
             if i or start is not None:
                 rows = gaps.advance(i if start is not None else i - 1, rows)
             before.append(rows)
-            jumped = self._jump(x[:, i], rows)
+            jumped = self.rows(self.jump(x[:, i], rows.movedim(0, 1).flatten(1)))
             rows = jumped if seen is None else torch.where(seen[:, i, None], jumped, rows)
             after.append(rows)
         return Read(torch.stack(before, 2), torch.stack(after, 2), rows, counts(gaps))
 
+    def _read_by_hand(
+        self, x: Tensor, times: Tensor, seen: Tensor | None, s: Tensor, *, begins: bool, solver: Solver
+    ) -> Read | None:
+        """:meth:`read` where the gradient is written by hand; None where it is not."""
+        plan = self._plan(s, times, solver)
+        if plan is None:
+            return None
+        if plan.cell is None:
+            before, after = self._jumps(plan, x, times, seen, s, begins=begins, solver=solver)
+        else:
+            try:
+                before, after = plan.read(x, seen, s, begins=begins)
+            except GivenUp:
+                return None
+        paths = [path.unflatten(2, (-1, self.hidden_size)).permute(2, 1, 0, 3) for path in (before, after)]
+        return Read(paths[0], paths[1], paths[1][:, :, -1], plan.nfe)
+
+    def _plan(self, s: Tensor, times: Tensor, solver: Solver) -> Plan | None:
+        """How the gaps are solved with a gradient written by hand; None where they are not."""
+        network = Network(self.field, self.cell, self.residual, self.hidden_size, self.second_order)
+        return planned(network, s, times, solver.settings, solver.step_size)
+
+    def _jumps(
+        self, plan: Plan, x: Tensor, times: Tensor, seen: Tensor | None, s: Tensor, *, begins: bool, solver: Solver
+    ) -> tuple[Tensor, Tensor]:
+        """The states before and after each sample, (T, batch, S), where the cell is any module."""
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        for i in range(x.shape[1]):
+            if i or not begins:
+                gap = i - begins
+                try:
+                    s = plan.flow(s, gap, 1)[0]
+                except GivenUp:
+                    gaps, rows = self.gaps(s, times[:, gap : gap + 2], solver)
+                    s = gaps.advance(0, rows).movedim(0, 1).flatten(1)
+                    plan.nfe += counts(gaps)
+            before.append(s)
+            jumped = self.jump(x[:, i], s)
+            s = jumped if seen is None else torch.where(seen[:, i, None], jumped, s)
+            after.append(s)
+        return torch.stack(before), torch.stack(after)
+
     def flow(self, s: Tensor, times: Tensor, solver: Solver) -> tuple[Tensor, Tensor, list[list[NFE]]]:
         """Without samples: h at each of the times but the first, (batch, K, n), the rows at the last, evaluations."""
+        plan = self._plan(s, times, solver) if times.shape[1] > 1 else None
+        if plan is not None:
+            with contextlib.suppress(GivenUp):
+                states = plan.flow(s, 0, times.shape[1] - 1)
+                return states[..., : self.hidden_size].transpose(0, 1), self.rows(states[-1]), plan.nfe
         gaps, rows = self.gaps(s, times, solver)
         path = []
         for interval in range(times.shape[1] - 1):
@@ -175,15 +229,14 @@ class Core(KeepsConstants):
             return Gaps(self.field, y0, times, solver.settings), rows
         return Grid(self.field, y0, times, solver.settings, solver.step_size), rows
 
-    def _jump(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The rows of the state after a sample was seen."""
-        s = rows.movedim(0, 1).flatten(1)
+    def jump(self, x: Tensor, s: Tensor) -> Tensor:
+        """The state after a sample was seen."""
         new = self.cell(x, s)
         if not isinstance(new, Tensor) or new.shape != s.shape:
             got = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
             raise ValueError(f"the cell returned {got}; expected the shape of the state, {tuple(s.shape)}.")
         new = new.to(s.dtype)  # autocast may have made it smaller
-        return self.rows(s + new if self.residual else new)
+        return s + new if self.residual else new
 
     def rows(self, s: Tensor) -> Tensor:
         """The rows of a state s."""

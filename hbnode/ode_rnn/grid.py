@@ -18,6 +18,11 @@ from hbnode.solvers.settings import Settings
 _ROUNDING = 1e-9  # relative; a gap of three steps, but for its rounding, takes three
 
 
+def steps_needed(t: Tensor, step_size: float) -> Tensor:
+    """How many equal steps no longer than a size each gap between times (batch, T) takes, (batch, T - 1)."""
+    return (t.detach().diff() / step_size * (1 - _ROUNDING)).ceil().clamp(min=1)
+
+
 class Grid:
     """Solves a field from each of a row of times to the next, for each sample in equal steps no longer than a size.
 
@@ -34,7 +39,7 @@ class Grid:
 
     def __init__(self, field: Field, y0: State, t: Tensor, settings: Settings, step_size: float) -> None:
         t = t.to(torch.float64).cpu()
-        needed = (t.detach().diff() / step_size * (1 - _ROUNDING)).ceil().clamp(min=1)  # (batch, T - 1)
+        needed = steps_needed(t, step_size)
         most = [int(count) for count in needed.amax(0).tolist() if math.isfinite(count)]
         if max(most, default=0) > settings.max_steps:
             raise MaxStepsError(

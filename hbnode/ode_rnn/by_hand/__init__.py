@@ -1,0 +1,1 @@
+"""Gaps of known networks: steps and gradients without autograd's bookkeeping."""

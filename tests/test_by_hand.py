@@ -1,0 +1,241 @@
+"""ODERNN: gaps whose gradient is written by hand, against the same steps by autograd."""
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from hbnode.ode_rnn import core
+from hbnode.ode_rnn.by_hand import gaps
+
+LENGTHS = torch.tensor([6, 4, 1])
+CASES = {
+    "node": {"field": "node"},
+    "anode": {"field": "anode"},
+    "sonode": {"field": "sonode"},
+    "hbnode": {},
+    "ghbnode": {"field": "ghbnode"},
+    "hbnode-nystrom8": {"method": "nystrom8", "rtol": 1e-6},
+    "hbnode-exponential": {"method": "exponential"},
+    "hbnode-tsit5": {"method": "tsit5"},
+    "hbnode-leapfrog": {"method": "leapfrog", "options": {"steps": 1}},
+    "ghbnode-leapfrog": {"field": "ghbnode", "method": "leapfrog", "options": {"step_size": 0.3}},
+    "hbnode-blanes_moan4": {"method": "blanes_moan4", "options": {"steps": 2}},
+    "node-steps": {"field": "node", "options": {"steps": 2}},
+    "ghbnode-steps": {"field": "ghbnode", "options": {"steps": 3}},
+    "residual": {"residual": True},
+    "rnn-cell": {"cell": "rnn", "missing": "decay", "mask_features": True},
+    "own-cell": {"cell": lambda inputs, size: OwnCell(inputs, size), "residual": True},
+    "layers": {"num_layers": 2, "field": "ghbnode"},
+    "both-directions": {"bidirectional": True, "options": {"step_size": 0.2}},
+    "zeros": {"initial_state": "zeros", "field": "node"},
+    "constant": {"field": lambda n: hbnode.HBNODE(network(n), damping=0.7, learn_damping=False)},
+    "constant-tsit5": {
+        "field": lambda n: hbnode.GHBNODE(network(n), damping=0.7, learn_damping=False, xi=0.3, learn_xi=False)
+    },
+    "elu": {"field": lambda n: hbnode.HBNODE(hbnode.nets.MLP(n, [3, 5], n))},
+    "many-layers": {"field": lambda n: hbnode.HBNODE(network(n))},
+}
+
+
+class OwnCell(nn.Module):
+    """A cell that is not known."""
+
+    def __init__(self, inputs, size):
+        super().__init__()
+        self.linear = nn.Linear(inputs + size, size)
+
+    def forward(self, x, s):
+        return torch.sin(self.linear(torch.cat([x, s], 1)))
+
+
+def network(n):
+    layers = nn.Linear(n, 3), nn.Sigmoid(), nn.Linear(3, 5, bias=False), nn.ReLU(), nn.Linear(5, n)
+    return nn.Sequential(nn.Sequential(*layers[:2]), *layers[2:])
+
+
+def make_rnn(**options):
+    torch.manual_seed(0)
+    rnn = hbnode.ODERNN(3, 4, **{"rtol": 1e-3, "atol": 1e-3, **options})
+    with torch.no_grad():
+        for p in rnn.parameters():
+            p.add_(0.3 * torch.randn(p.shape))
+    return rnn.double()
+
+
+def make_series(longest=2.0):
+    generator = torch.Generator().manual_seed(1)
+    steps = 0.05 + longest * torch.rand(3, 6, generator=generator, dtype=torch.float64) ** 3
+    mask = torch.rand(3, 6, 3, generator=generator) < 0.6
+    mask[0, 2] = False
+    return torch.randn(3, 6, 3, generator=generator, dtype=torch.float64), steps.cumsum(1), mask
+
+
+def solved(rnn, x, t, mask, lengths=LENGTHS):
+    """All that a module makes of a series, its gradients, and what it cost."""
+    x = x.clone().requires_grad_()
+    output, state = rnn(x, t, mask=mask, lengths=lengths)
+    counts = rnn.nfe_per_gap
+    values = [output, state.h]
+    if not rnn.bidirectional:
+        values += rnn.filter(x, t, mask=mask, lengths=lengths).before.h, rnn.forecast(state, [0.0, 0.4, 2.5])[0]
+    inputs = [x, *rnn.parameters()]
+    weights = [torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view_as(value) for value in values]
+    total = sum((value * weight).sum() for value, weight in zip(values, weights, strict=True))
+    grads = torch.autograd.grad(total, inputs, allow_unused=True)
+    return values, [torch.zeros_like(z) if g is None else g for g, z in zip(grads, inputs, strict=True)], counts
+
+
+@pytest.fixture
+def by_autograd(monkeypatch):
+    """Runs a function with gaps that autograd differentiates."""
+
+    def run(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "planned", lambda *args: None)
+            return function(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_gradients_and_counts(case, gradient, by_autograd):
+    rnn = make_rnn(**CASES[case], gradient=gradient)
+    inputs = make_series()
+    with hbnode.count_nfe(rnn) as nfe:
+        values, grads, counts = solved(rnn, *inputs)
+    twins, expected, counted = by_autograd(solved, make_rnn(**CASES[case]), *inputs)
+    torch.testing.assert_close(values, twins, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-11)
+    assert (nfe.backward > 0) == (gradient == "checkpoint")
+    if "step_size" in CASES[case].get("options", {}) and rnn.field.omega is not None and "method" not in CASES[case]:
+        assert sum(counts).forward < sum(counted).forward  # the value at the end of a step is the first of the next
+    else:
+        assert [nfe.as_dict() for nfe in counts] == [nfe.as_dict() for nfe in counted]
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """Whether each network was walked through by hand."""
+    found = []
+    planned = core.planned
+
+    def plan(*args):
+        made = planned(*args)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(core, "planned", plan)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_known_networks_are(case, by_hand):
+    solved(make_rnn(**CASES[case]), *make_series())
+    assert by_hand
+    assert all(by_hand)
+
+
+def odd(what):
+    """A module in which something is not as its class says, or not known."""
+    rnn = make_rnn()
+    func = rnn.field.func
+    if what == "hook":
+        func.layers[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    elif what == "hook of the cell":
+        rnn.cell.register_forward_hook(lambda module, inputs, output: 2 * output)
+    elif what == "forward":
+        func.layers[0].forward = lambda h: h[:, :4].sin()
+    elif what == "parametrization":
+        nn.utils.parametrizations.weight_norm(func.layers[0])
+        with torch.no_grad():
+            func.layers[0].parametrizations.weight.original0.mul_(2)
+    elif what == "weight that is none":
+        weight = func.layers[0].weight
+        del func.layers[0].weight
+        func.layers[0].weight = 2 * weight
+    elif what == "layer":
+        func.layers.insert(1, nn.LayerNorm(4).double())
+    elif what == "function":
+        del rnn.field.func
+        rnn.field.func = torch.tanh
+    elif what == "field":
+        rnn.field.forward = lambda t, state: (state[1], -state[0])
+    return rnn
+
+
+ODD = "hook", "hook of the cell", "forward", "parametrization", "weight that is none", "layer", "function", "field"
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_is_not_known_is_called(what, by_autograd):
+    rnn = odd(what)
+    values, grads, _ = solved(rnn, *make_series())
+    twins, expected, _ = by_autograd(solved, rnn, *make_series())
+    torch.testing.assert_close(values, twins, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(values[0], solved(make_rnn(), *make_series())[0][0])
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("case", ["hbnode", "ghbnode", "ghbnode-leapfrog", "rnn-cell"])
+def test_second_derivatives_and_second_passes(case, gradient, by_autograd):
+    rnn = make_rnn(**CASES[case], gradient=gradient)
+    x, t, mask = make_series()
+
+    def penalty(rnn):
+        x_ = x.clone().requires_grad_()
+        loss = rnn(x_, t, mask=mask)[0].square().sum()
+        (slope,) = torch.autograd.grad(loss, x_, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), list(rnn.parameters()), allow_unused=True)
+
+    for got, expected in zip(penalty(rnn), by_autograd(penalty, make_rnn(**CASES[case])), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+    loss = rnn(x, t, mask=mask)[0].square().sum()
+    first, second = (torch.autograd.grad(loss, rnn.cell.weight_hh, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-13)
+
+
+def test_transforms_of_torch_func():
+    rnn = make_rnn(options={"steps": 2})
+    x, t, mask = make_series()
+    parameters = dict(rnn.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(rnn, parameters, (x, t), {"mask": mask})[0].square().sum()
+
+    by_func = torch.func.grad(loss)(parameters)
+    lent = {name: (1.0 * p.detach()).requires_grad_() for name, p in parameters.items()}
+    by_call = torch.autograd.grad(loss(lent), list(lent.values()))
+    for name, got in zip(parameters, by_call, strict=True):
+        torch.testing.assert_close(got, by_func[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", ["hbnode", "own-cell"])
+def test_a_gap_with_very_many_steps_goes_to_the_solver(case, by_autograd, monkeypatch):
+    monkeypatch.setattr(gaps, "MOST_ATTEMPTS", 1)
+    rnn = make_rnn(**CASES[case], rtol=1e-5, atol=1e-5)
+    with hbnode.count_nfe(rnn) as nfe:
+        values, grads, counts = solved(rnn, *make_series())
+    with hbnode.count_nfe(rnn) as counted:
+        twins, expected, _ = by_autograd(solved, rnn, *make_series())
+    torch.testing.assert_close(values, twins, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-11)
+    assert max(nfe.steps for nfe in counts) > 1
+    assert nfe == counted
+
+
+def test_frozen_parts_and_no_gradient():
+    rnn = make_rnn()
+    x, t, mask = make_series()
+    expected = rnn(x, t, mask=mask)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(rnn(x, t, mask=mask)[0], expected, rtol=0, atol=0)
+    rnn.field.requires_grad_(False)
+    output = rnn(x, t, mask=mask)[0]
+    output.sum().backward()
+    assert rnn.field.omega.grad is None
+    assert rnn.cell.weight_hh.grad.any()
+    rnn.requires_grad_(False)
+    assert not rnn(x, t, mask=mask)[0].requires_grad
