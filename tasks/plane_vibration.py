@@ -52,7 +52,7 @@ from tasks.common.sweep import sweep
 from tasks.common.train import evaluate, fit
 from tasks.data import f16
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
-from tasks.models.oscillating import NoisyForecaster, NoisyOscillators, RowForecaster
+from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, RowForecaster
 
 COLUMNS = ("force", "voltage", "acceleration 1", "acceleration 2", "acceleration 3")
 CHANNELS = len(COLUMNS)
@@ -351,7 +351,8 @@ def train(config: PlaneVibrationConfig) -> None:
         errors["test_forecast_mse_by_row"] = squares.mean((0, 2)).tolist()
         if run.workers.rank == 0:
             print(f"{config.model}: test forecast MSE {errors['test_forecast_mse']:.4g}")
-            draw_forecasts(forecast, splits, f"{config.model.upper()}, {source}, {config.protocol} split", run.folder)
+            name = TITLES.get(config.model, config.model.upper())
+            draw_forecasts(forecast, splits, f"{name}, {source}, {config.protocol} split", run.folder)
     run.finish(model, source=source, **yardsticks, **errors)
 
 

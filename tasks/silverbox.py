@@ -316,7 +316,7 @@ def draw_simulation(
         )
     )
     ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))
-    ax.set_title(f"{name.upper()} on the arrow. RMSE in mV: {figures}", fontsize="medium")
+    ax.set_title(f"{name.upper() if name in MODELS else name} on the arrow. RMSE in mV: {figures}", fontsize="medium")
     for line in legend_beside(figure).get_lines():
         line.set_linewidth(2)
     write_figure(figure, folder / "simulation.png")

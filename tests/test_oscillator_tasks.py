@@ -247,6 +247,7 @@ def test_shares_of_the_oscillators_are_those_of_the_variance():
         assert rows[0][name] == pytest.approx((own / variance[channels].sum()).item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plane_vibration, "draw_forecasts", lambda *args: None)
     monkeypatch.setattr(plane_vibration, "WINDOW", 26)
