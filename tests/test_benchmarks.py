@@ -1,11 +1,12 @@
 """That benchmarks run and write what they measured."""
 
+import functools
 import json
 
 import pytest
 import torch
 
-from benchmarks import attention, dense, hessian_free, oscillators, recurrent, sde, strong_damping
+from benchmarks import attention, dense, hessian_free, irregular, oscillators, recurrent, sde, strong_damping
 
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
@@ -193,3 +194,26 @@ def test_the_loop_is_the_layer():
     layer = oscillators.hbnode.Oscillators(3, 4, 5)
     x, t = torch.randn(2, 9, 3), torch.rand(2, 9).cumsum(1)
     torch.testing.assert_close(oscillators.Loop(layer)(x, t)[0], layer(x, t)[0])
+
+
+def test_irregular_series(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(irregular, "BATCHES", 1)
+    out = tmp_path / "irregular.json"
+    models = ["loop, 1 evaluation", "hbnode, leapfrog", "hbnode, unit not fitted"]
+    arguments = ["irregular", "--models", *models, "--training", "1", "--repeats", "1", "--length", "0"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--out", str(out)])
+    monkeypatch.setattr(irregular, "make_batch", functools.partial(irregular.make_batch, length=5))
+    irregular.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["model"] for row in rows] == ["nn.GRU", *models]
+    assert all(row["operations"] > 0 and row["python_calls"] > 0 for row in rows)
+    assert "over nn.GRU" in capsys.readouterr().out
+
+
+def test_the_loop_of_one_evaluation_is_leapfrog():
+    batch = irregular.make_batch(0, 6)
+    loop, model = irregular.Loop(1), irregular.MODELS["hbnode, leapfrog"]()
+    theirs = {"cell": model.rnn.cell, "f": model.rnn.field.func.layers, "head": model.head}
+    for name, module in theirs.items():
+        module.load_state_dict(getattr(loop, name).state_dict())
+    torch.testing.assert_close(loop(*batch[:3]), model(*batch[:3]))

@@ -80,8 +80,8 @@ class ODERNN(Stack):
             ``step_control="batch"``. Default: ``None``.
         rtol: relative tolerance. Default: ``1e-5``.
         atol: absolute tolerance. Default: ``1e-5``.
-        gradient: gradient mode. None is ``"direct"``: the solves between samples are short, so that little would be
-            saved by taking steps again. Default: ``None``.
+        gradient: gradient mode. None is ``"direct"``. With ``"checkpoint"`` the backward pass takes the steps again, a
+            gap at a time, or about the root of T gaps where f is a network of known layers. Default: ``None``.
         options: options of the method; ``{"steps": n}`` is n equal steps in each gap, ``{"step_size": h}`` equal steps
             no longer than h, as many as the gap needs. Lengths of time are in units of ``time_unit``. Limits such as
             ``max_nfe`` hold for each gap. Lengths of time among the options of torchdiffeq's methods are fractions of a
@@ -91,7 +91,8 @@ class ODERNN(Stack):
             ended take no part in it, so that f must not close over tensors with a row for each of the batch.
             Default: ``"sample"``.
         max_steps: steps after which the solve of a gap is given up. Default: ``10000``.
-        compile: compile the steps of native methods. Default: ``False``.
+        compile: compile the steps of native methods. Has no effect on the CPU where f is a network of known layers,
+            whose gaps are solved without autograd. Default: ``False``.
 
     Attributes:
         counts: evaluations of the last call, for each gap one count for each of its solves.

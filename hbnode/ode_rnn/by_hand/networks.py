@@ -17,7 +17,7 @@ from hbnode.nets import MLP
 
 Weights = Sequence[Tensor | None]  # the weight and the bias of each linear layer
 
-_MANY = 16  # uses of a weight whose gradients are summed in one product
+MANY = 1024  # rows of a batch, of so many or more uses a gradient is summed in one product
 aten = torch.ops.aten
 
 
@@ -52,13 +52,15 @@ class Sums:
         self.weights = weights
         self.totals: list[Tensor | None] = [None] * len(weights)
         self._uses: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in weights[::2]]
+        self._rows = [0 for _ in self._uses]
 
     def add(self, layer: int, x: Tensor, gradient: Tensor) -> None:
         """A use of a linear layer: its input and the gradient at its output."""
         inputs, gradients = self._uses[layer]
         inputs.append(x)
         gradients.append(gradient)
-        if len(inputs) == _MANY:
+        self._rows[layer] += len(x)
+        if self._rows[layer] >= MANY:
             self._settle(layer)
 
     def all(self) -> list[Tensor | None]:
@@ -72,7 +74,7 @@ class Sums:
         if not inputs:
             return
         g, x = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (gradients, inputs))
-        self._uses[layer] = ([], [])
+        self._uses[layer], self._rows[layer] = ([], []), 0
         self._add(2 * layer, g.T @ x)
         if self.weights[2 * layer + 1] is not None:
             self._add(2 * layer + 1, g.sum(0))

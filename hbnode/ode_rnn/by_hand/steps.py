@@ -15,12 +15,10 @@ from typing_extensions import override
 
 from hbnode.ode_rnn.by_hand.coefficients import slopes
 from hbnode.ode_rnn.by_hand.equations import Equation, Number
-from hbnode.ode_rnn.by_hand.networks import TANH, Sums, Weights
+from hbnode.ode_rnn.by_hand.networks import MANY, TANH, Sums, Weights
 from hbnode.solvers.explicit_method import ExplicitMethod
 from hbnode.solvers.splitting import Splitting
 from hbnode.solvers.step_method import Activation, StepMethod
-
-_MANY = 64  # steps whose gradients of γ are computed at once
 
 
 class Evaluation(NamedTuple):
@@ -62,11 +60,13 @@ class Gradients:
         self.numbers: list[Tensor | None] = [None, None]
         self._total: Tensor | None = None
         self._waiting: list[tuple[Tensor, Tensor, Sequence[Tensor]]] = []
+        self._rows = 0
 
     def add(self, sizes: Tensor, gradients: Tensor, columns: Sequence[Tensor]) -> None:
         """A step: its sizes (batch,), the gradients of what its coefficients make, and what they multiply."""
         self._waiting.append((sizes, gradients, columns))
-        if len(self._waiting) == _MANY:
+        self._rows += len(sizes)
+        if self._rows >= MANY:
             self._settle()
 
     def of_damping(self) -> Tensor | None:
@@ -77,15 +77,11 @@ class Gradients:
     def _settle(self) -> None:
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
-        sizes = [sizes for sizes, _, _ in waiting]
-        of_steps = slopes(self.steps.method, self.damping, torch.cat(sizes))
-        each = of_steps.to(waiting[0][1]).split(list(map(len, sizes)), -2)
-        parts = []
-        for slope, (_, gradients, columns) in zip(each, waiting, strict=True):
-            moved = self.steps.combined(slope, columns)
-            parts.append(torch.dot(moved.view(-1), gradients.view(-1)))
-        total = torch.stack(parts).sum().to(torch.float64)
+        sizes, gradients, columns = zip(*self._waiting, strict=True)
+        self._waiting, self._rows = [], 0
+        each = slopes(self.steps.method, self.damping, torch.cat(sizes)).to(gradients[0])
+        moved = self.steps.combined(each, [torch.cat(column) for column in zip(*columns, strict=True)])
+        total = (moved * torch.cat(gradients, 1)).sum(dtype=torch.float64)
         self._total = total if self._total is None else self._total + total
 
 
