@@ -14,6 +14,7 @@ from hbnode import _torch_internals
 from hbnode._closures import closed_over_leaves, own_parameters
 from hbnode._recompute import ForwardContext, random_state, restore_random_state, solving
 from hbnode._state import State, apply, is_finite, last_of, parts
+from hbnode._structure import structure_of
 from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.fields import HBNODE
 from hbnode.gradients.adjoint import Adjoint
@@ -26,11 +27,11 @@ from hbnode.solvers.compiled_steps import CompilationWarning, CompiledSteps
 from hbnode.solvers.failures import failure, start_time
 from hbnode.solvers.loops import integrate, integrate_to_end
 from hbnode.solvers.ode_term import ODETerm, is_heavy_ball
-from hbnode.solvers.recorder import BackwardPlan
+from hbnode.solvers.recorder import SHORT, BackwardPlan
 from hbnode.solvers.registry import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, check_field, constant_damping
 from hbnode.solvers.settings import ResolvedSettings
 from hbnode.solvers.stepper import Rows, Stepper, no_autocast
-from hbnode.solvers.time_grid import TimeGrid
+from hbnode.solvers.time_grid import Step, TimeGrid
 
 _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
@@ -106,11 +107,32 @@ def _check_damping(stepper: Stepper, field: Callable) -> None:
 def _end(stepper: Stepper, y0: State, damping: Tensor) -> tuple[Tensor, ...]:
     """The rows of the state at the end of a solve of one interval."""
     rows = stepper.term.rows(y0)
+    if stepper.compiled is not None:
+        compiled = _in_one_program(stepper, rows, damping)
+        if compiled is not None:
+            return compiled
     if stepper.settings.gradient == "checkpoint" and torch.is_grad_enabled():
         return _with_function(stepper, torch.stack(rows), damping, end=True)
     end = integrate_to_end(stepper, stepper.start(rows))
     _check_finite(stepper, end, rows)
     return tuple(row.clone() for row in end)  # the user may change it in place
+
+
+def _in_one_program(stepper: Stepper, rows: tuple[Tensor, ...], damping: Tensor) -> tuple[Tensor, ...] | None:
+    """:func:`_end` of a short grid whose graph is kept whole, by one compiled program; None where that may not be.
+
+    The field must be known to depend on nothing but its parameters and its input: the program looks for nothing else.
+    """
+    steps = stepper.options.steps
+    if steps is None or 1 + steps * stepper.method.evaluations > SHORT or stepper.options.max_nfe < math.inf:
+        return None
+    if not structure_of(stepper.term.field).is_closed():
+        return None
+    stepper = stepper.begun(stepper.tally, damping)
+    end = stepper.solve_all(rows, [Step(0, i / steps, 1 / steps) for i in range(steps)])
+    if end is not None:
+        _check_finite(stepper, end, rows)
+    return end
 
 
 def _trajectory(stepper: Stepper, y0: State, damping: Tensor) -> Tensor:

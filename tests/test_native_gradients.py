@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
-from hbnode.nets import SolveDropout
+from hbnode.nets import MLP, SolveDropout
 from hbnode.solvers import compiled_steps
 from hbnode.solvers.registry import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
 from tests.models import MODELS, Watched, every_model, make_field, make_input
@@ -705,6 +705,69 @@ def test_states_that_are_not_compiled():
     dropout = with_layer(SolveDropout(0.5), compile=True)
     with pytest.warns(compiled_steps.CompilationWarning, match="draws random numbers"):
         dropout(make_input())
+
+
+def ends_of_short_solves(block):
+    """The end of a solve, its gradients and its count, time and again, with whatever may change in between."""
+    x, found = make_input(), []
+
+    def solve(x):
+        h = block(x)
+        inputs = [z for z in (x, *block.parameters()) if z.requires_grad]
+        gradients = torch.autograd.grad(h.sin().sum(), inputs, retain_graph=True) if inputs else ()
+        again = torch.autograd.grad(h.sin().sum(), inputs) if inputs else ()
+        found.extend([h.detach(), *gradients, *again])
+        counts.append((block.nfe.forward, block.nfe.steps, block.nfe.rejected))
+
+    counts: list[tuple] = []
+    solve(x.requires_grad_())
+    solve(x.detach())
+    with torch.no_grad():
+        found.append(block(x))
+        block.field.func.layers[0].weight.mul_(1.5)
+    solve(x[:2].detach())
+    block.field.func.layers[0].weight = nn.Parameter(block.field.func.layers[0].weight.detach() / 2)
+    solve(x)
+    block.field.func.layers.requires_grad_(False)
+    solve(x)
+    block.t_span = (0.5, -1.0)
+    solve(x)
+    lent = {name: 2 * p for name, p in block.named_parameters()}
+    found.append(torch.func.functional_call(block, lent, x))
+    nn.functional.relu(block(x), inplace=True)
+    return found, counts
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("default:The .grad attribute")
+@pytest.mark.parametrize(
+    ("method", "gradient"),
+    [
+        ("nystrom4", "checkpoint"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("nystrom4", "direct"), ("leapfrog", "checkpoint"), ("tsit5", "direct"))
+        ),
+    ],
+)
+def test_a_short_compiled_solve_is_one_program(method, gradient, eager_compiler):
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        net = MLP(4, [6], 4, activation=nn.Tanh, time_dependent=True)
+        solver = {"method": method, "options": {"steps": 2}, "gradient": gradient, "compile": compile}
+        block = hbnode.HeavyBallODEBlock(net, **solver).double()
+        found.append(ends_of_short_solves(block))
+    (expected, counts), (got, compiled_counts) = found
+    assert len(got) == len(expected)
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    if method == "leapfrog":  # without a program, checkpoint evaluates f once more to see what it depends on
+        counts = [(min(forward, 2), *others) for forward, *others in counts]
+    assert compiled_counts == counts
+    kept = next(iter(block.field.compiled.values()))
+    assert "solve" in {kind for kind, *_ in kept.programs}
+    assert not kept.failed
 
 
 @pytest.mark.slow

@@ -86,6 +86,21 @@ class CompiledSteps:
 
         return end
 
+    def _solve(self, steps: int) -> Callable:
+        method, evaluation, activation = self.method, self.evaluation, self.activation
+
+        def solve(state: list[Tensor], start: Tensor, matrix: Tensor, times: list[Tensor]) -> list[Tensor]:
+            point = torch.stack([*state, evaluation(start, state[0])] if method.carries else state)
+            coefficients, rows = method.pack(matrix, error=False), tuple(state)
+            for i in range(steps):
+                stepped = method.step(
+                    point, coefficients, times[i].unbind(0), evaluation, error=False, activation=activation
+                )
+                point, rows = stepped.point, stepped.state(method.state_rows)
+            return [row.clone() for row in rows]  # not views, which would be made anew outside
+
+        return solve
+
     def _pull(self, by_matrix: bool, by_times: bool) -> Callable:
         method, evaluation, activation = self.method, self.evaluation, self.activation
 

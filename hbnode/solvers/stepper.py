@@ -194,6 +194,20 @@ class Stepper:
             return None
         return self.run_compiled("end", (len(steps),), point, matrix, self._times(steps))
 
+    def solve_all(self, rows: tuple[Tensor, ...], steps: list[Step]) -> tuple[Tensor, ...] | None:
+        """The first evaluation and equal steps in one compiled program, counted: the rows of the state at its end.
+
+        None if there is no program.
+        """
+        matrix, times = self.coefficients.matrix(steps[0]), self._times(steps)
+        start = self.grid.time_of(0)
+        end = self.run_compiled("solve", (len(steps),), [*rows], start, matrix, times)
+        if end is None:
+            return None
+        self.tally.add("evaluation", int(self.method.carries))
+        self.count_all(steps)
+        return tuple(end)
+
     def _times(self, steps: list[Step]) -> list[Tensor]:
         return [self.coefficients.times(step) for step in steps]
 
