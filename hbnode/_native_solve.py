@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hbnode import _torch_internals
 from hbnode._closures import closed_over_leaves, own_parameters
 from hbnode._recompute import ForwardContext, random_state, restore_random_state, solving
-from hbnode._state import State, apply, is_finite, last_of, parts
+from hbnode._state import State, apply, from_to, is_finite, last_of, parts
 from hbnode._structure import structure_of
 from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.fields import HBNODE
@@ -46,8 +46,10 @@ def solve(stepper: Stepper, y0: State, nfe: NFE, *, end: bool = False) -> State:
     stepper, damping = begin(stepper, nfe)
     _check_damping(stepper, field)
     with solving(field), no_autocast(term.template.device.type):
-        if end and stepper.settings.gradient in ("direct", "checkpoint") and not stepper.grid.t.requires_grad:
-            return term.state_of(_end(stepper, y0, damping))
+        by_end = stepper.settings.gradient in ("direct", "checkpoint") and not stepper.grid.t.requires_grad
+        if by_end and stepper.grid.count == 1:
+            state = term.state_of(_end(stepper, y0, damping))
+            return state if end else from_to(y0, state)
         trajectory = term.state(_trajectory(stepper, y0, damping))
         return last_of(trajectory) if end else trajectory
 

@@ -107,9 +107,12 @@ def _undo_to_end(accumulator: GradientAccumulator, graph: StepGraph, gradients: 
     """
     accumulator.stepper.tally.add("accepted", len(graph.steps))
     rows = required(graph.rows, "rows of the state")
-    row, *others = [(row, g) for row, g in zip(rows, gradients, strict=True) if g is not None]
-    graph = replace(graph, output=row[0], columns=tuple(other for other, _ in others))
-    return required(accumulator.pull_back(graph, [row[1], *(g for _, g in others)])[0], "gradient of its first point")
+    known = [(row, g) for row, g in zip(rows, gradients, strict=True) if g is not None]
+    if not known:
+        return torch.zeros_like(graph.points[0])
+    (row, *others), cotangents = zip(*known, strict=True)
+    graph = replace(graph, output=row, columns=tuple(others))
+    return required(accumulator.pull_back(graph, cotangents)[0], "gradient of its first point")
 
 
 def _undo(accumulator: GradientAccumulator, stretch: list[RecordedStep], carried: Tensor, gradient: Tensor) -> Tensor:
