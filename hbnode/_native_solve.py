@@ -109,28 +109,36 @@ def _check_damping(stepper: Stepper, field: Callable) -> None:
 def _end(stepper: Stepper, y0: State, damping: Tensor) -> tuple[Tensor, ...]:
     """The rows of the state at the end of a solve of one interval."""
     rows = stepper.term.rows(y0)
-    if stepper.compiled is not None:
-        compiled = _in_one_program(stepper, rows, damping)
-        if compiled is not None:
-            return compiled
-    if stepper.settings.gradient == "checkpoint" and torch.is_grad_enabled():
+    if _keeps_its_graph(stepper):
+        stepper = stepper.begun(stepper.tally, damping)
+        stepper.tally.nfe.keeps_graph = torch.is_grad_enabled()
+        end = _in_one_program(stepper, rows) if stepper.compiled is not None else None
+        if end is not None:
+            return end
+    elif stepper.settings.gradient == "checkpoint" and torch.is_grad_enabled():
         return _with_function(stepper, torch.stack(rows), damping, end=True)
     end = integrate_to_end(stepper, stepper.start(rows))
     _check_finite(stepper, end, rows)
     return tuple(row.clone() for row in end)  # the user may change it in place
 
 
-def _in_one_program(stepper: Stepper, rows: tuple[Tensor, ...], damping: Tensor) -> tuple[Tensor, ...] | None:
-    """:func:`_end` of a short grid whose graph is kept whole, by one compiled program; None where that may not be.
+def _keeps_its_graph(stepper: Stepper) -> bool:
+    """Whether a solve of one interval is on a grid so short that its graph is kept whole, and needs no more than that.
 
-    The field must be known to depend on nothing but its parameters and its input: the program looks for nothing else.
+    The field must be known to depend on nothing but its parameters and its input; of any other, the first evaluation
+    is looked at.
     """
+    steps, structure = stepper.options.steps, structure_of(stepper.term.field)
+    if steps is None or 1 + steps * stepper.method.evaluations > SHORT:
+        return False
+    return structure.is_closed() and not structure.has_buffers()
+
+
+def _in_one_program(stepper: Stepper, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """:func:`_end` by one compiled program; None where that may not be."""
     steps = stepper.options.steps
-    if steps is None or 1 + steps * stepper.method.evaluations > SHORT or stepper.options.max_nfe < math.inf:
+    if steps is None or stepper.options.max_nfe < math.inf:
         return None
-    if not structure_of(stepper.term.field).is_closed():
-        return None
-    stepper = stepper.begun(stepper.tally, damping)
     end = stepper.solve_all(rows, [Step(0, i / steps, 1 / steps) for i in range(steps)])
     if end is not None:
         _check_finite(stepper, end, rows)

@@ -76,6 +76,10 @@ class Structure:
         for own in () if self._scripted else self._kept[::2]:
             yield from (tensor for tensor in own.values() if tensor is not None)
 
+    def has_buffers(self) -> bool:
+        """Whether there are buffers, which an evaluation may change."""
+        return any(tensor is not None for own in self._kept[1::2] for tensor in own.values())
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """:meth:`parameters` with their names, each once."""
         if self._scripted:

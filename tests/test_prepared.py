@@ -238,7 +238,8 @@ def test_steps_recomputed_in_stretches_have_the_gradient_of_direct(steps, t):
     spent = block.nfe.backward
     second = torch.autograd.grad(y.sum(), block.field.omega)
     assert_same(first, second)
-    assert block.nfe.backward - spent == forward  # no graph is left
+    keeps = t is None and forward <= 16  # the whole graph, as long as autograd wants it
+    assert block.nfe.backward - spent == (0 if keeps else forward)  # no other graph is left
     assert spent < forward
 
 
