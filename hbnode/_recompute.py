@@ -72,6 +72,16 @@ class ForwardContext:
         """Remember the masks that the solve has drawn."""
         self.masks = [(module, module.mask, True) for module in self.structure.masks]
 
+    def is_current(self) -> bool:
+        """Whether all is now as in the forward pass, so that the context would change nothing."""
+        for module, mode in self.modes:
+            if module.training != mode:
+                return False
+        for kept, name, tensor in self.tensors:
+            if kept.get(name) is not tensor:
+                return False
+        return not self.masks and all(field.func is func for field, func in self.functions)
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """A context in which all is as in the forward pass. Autocast is for the evaluations alone."""

@@ -54,6 +54,7 @@ class WatchedField:
         self.step_size = math.nan
         self.attempts = (-1, 0)  # which pass, and the steps tried in it
         self.replay: ForwardContext | None = None
+        self.closed: tuple[int, bool] | None = None  # in which pass, and whether it is
         self.autocast = autocast_of(parts(y0)[0].device.type) if adjoint else nullcontext
         warn_of_callbacks(field, method, [name for name in CALLBACKS if not hasattr(self, name)])
         if not finite:
@@ -67,19 +68,30 @@ class WatchedField:
             (t0, y0, value), self.first = self.first, None
             if is_equal((t, *parts(y)), (t0, *parts(y0))):
                 return value
-        if self.adjoint and torch.is_grad_enabled():  # the backward pass: what it cannot see must not be there
-            with self.replay() if self.replay is not None else nullcontext():
-                if self.replay is not None and self.replay.structure.is_closed():
-                    value = self._evaluate(t, y)
-                else:
-                    leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
-                    refuse_unknown(leaves, self.known)
-        else:
-            value = self._evaluate(t, y)
+        in_backward = self.adjoint and torch.is_grad_enabled()
+        value = self._evaluate_again(t, y) if in_backward else self._evaluate(t, y)
         self.recent.append((t.detach(), apply(Tensor.detach, value)))
         if not self.reports_steps:
             self._check_evaluation(t, value)
         return value
+
+    def _evaluate_again(self, t: Tensor, y: State) -> State:
+        """In the backward pass, as in the forward pass; it may depend on nothing that the adjoint does not know."""
+        if self._is_closed() and self.replay is not None and self.replay.is_current():
+            return self._evaluate(t, y)
+        with self.replay() if self.replay is not None else nullcontext():
+            if self._is_closed():
+                return self._evaluate(t, y)
+            leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
+        refuse_unknown(leaves, self.known)
+        return value
+
+    def _is_closed(self) -> bool:
+        """Whether the field depends on its parameters and buffers only, looked at once in a backward pass."""
+        now = backward_pass()
+        if self.closed is None or self.closed[0] != now:
+            self.closed = (now, self.replay is not None and self.replay.structure.is_closed())
+        return self.closed[1]
 
     def _evaluate(self, t: Tensor, y: State) -> State:
         self.tally.add("evaluation")
