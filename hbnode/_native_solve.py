@@ -37,6 +37,11 @@ _CHANGES_BUFFERS = (
     "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
     "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
 )
+_HOOKS = (
+    "a parameter or another leaf that func depends on has a hook of register_hook. With gradient={!r} it would run on "
+    "each part of the gradient and once more on their sum. Fix: register_post_accumulate_grad_hook, or "
+    "gradient='direct'."
+)
 _FUNCTIONS = {"checkpoint": Checkpoint, "reversible": Reversible, "adjoint": Adjoint}
 
 
@@ -192,6 +197,8 @@ def _with_function(stepper: Stepper, rows: Tensor, damping: Tensor, *, end: bool
     forward = _first_evaluation(stepper, rows, damping)
     forward.end = end
     outputs = None
+    if any(map(_torch_internals.has_hooks, forward.leaves)):
+        raise ValueError(_HOOKS.format(gradient))
     if any(x.requires_grad for x in (rows, damping, stepper.grid.t, *forward.leaves)):
         by_t = stepper.grid.t.requires_grad
         if by_t and gradient != "adjoint":

@@ -51,9 +51,14 @@ def prepared(field: Callable, y0: State, t: Times, settings: Settings) -> Prepar
 
     def make() -> Prepared:
         shapes = apply(lambda part: torch.empty((), dtype=part.dtype, device=part.device).expand(part.shape), y0)
-        return _prepare(field, shapes, t, settings)
+        own = t.clone() if isinstance(t, Tensor) else t  # theirs may change
+        made = _prepare(field, shapes, own, settings)
+        return made if made.stepper is None else made._replace(stepper=made.stepper.of(None))
 
-    return structure_of(field).prepared(key, make)
+    kept: Prepared = structure_of(field).prepared(key, make)
+    if kept.stepper is None:
+        return kept._replace(times=kept.times.clone())  # f may change what it is given
+    return kept._replace(stepper=kept.stepper.of(field))
 
 
 def _prepare(field: Callable, y0: State, t: Times, settings: Settings) -> Prepared:
@@ -88,6 +93,7 @@ def _key(field: Callable, y0: State, t: Times, settings: Settings) -> tuple | No
     return (
         settings_key,
         times,
+        t.dtype if isinstance(t, Tensor) else None,
         isinstance(y0, Tensor),
         tuple([(part.shape, part.dtype, part.device) for part in parts(y0)]),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,

@@ -10,6 +10,7 @@ at in each solve is looked at in each solve, and is cheap:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,50 +22,65 @@ from hbnode._tracing import is_tracing
 from hbnode.fields import ANODE, HBNODE, NODE, SONODE, Field
 from hbnode.nets import MLP, ConvNet, SolveDropout
 
-_LAYERS = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))
-_PLAIN = (HBNODE, NODE, ANODE, SONODE)  # fields whose values depend on func and on parameters only
+_LAYERS: dict[
+    type, Callable
+] = {  # of torch and networks of hbnode, whose values depend on nothing else, with what their call does
+    kind: kind.forward
+    for kind in (*vars(nn).values(), MLP, ConvNet)
+    if isinstance(kind, type)
+    and issubclass(kind, nn.Module)
+    and (kind in (MLP, ConvNet) or kind.__module__.startswith("torch.nn.modules."))
+}
+_METHODS = ("forward", "evaluate", "force", "friction")
+_PLAIN: dict[type, list[Any]] = {  # fields whose values depend on func and on parameters only
+    kind: [getattr(kind, name, None) for name in _METHODS] for kind in (HBNODE, NODE, ANODE, SONODE)
+}
 _MOST_SOLVES = 16  # settings, shapes and times for which a solve is kept prepared
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer of torch or a network of hbnode, whose values depend on nothing else."""
-    kind = type(module)
-    if kind not in (MLP, ConvNet) and not (kind.__module__.startswith("torch.nn.modules.") and kind in _LAYERS):
-        return False
-    return not any(name == "forward" or isinstance(value, Tensor) for name, value in module.__dict__.items())
+    """Whether a module is a layer as torch or hbnode has it."""
+    return type(module) in _LAYERS and not any(isinstance(value, Tensor) for value in module.__dict__.values())
 
 
 class Structure:
-    """The modules of a field.
+    """The modules of a field, which it holds weakly: it is kept with the field.
 
     Attributes:
-        modules: all of them, the field first.
-        fields: those that are fields of hbnode.
         masks: those that draw a mask for a solve.
         random: torch's own dropout layers, which no solve takes in training mode.
         solves: what solves of the field have prepared, by their keys.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self.modules = modules
-        self.fields = tuple(module for module in modules if isinstance(module, Field))
+        self._field = weakref.ref(modules[0]) if modules else lambda: None
+        self._others = modules[1:]
         self.masks = tuple(module for module in modules if isinstance(module, SolveDropout))
         self.random = tuple(module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd))
         self.solves: dict[Any, Any] = {}
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
-        self._prefixes: list[str] | None = None
         self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
-        self._kept = [kept for module in modules for kept in (module._parameters, module._buffers)]
-        self._are_layers = all(map(_is_layer, modules[1:]))
-        self._attributes = [(module.__dict__, len(module.__dict__)) for module in modules]
+        self._are_layers = all(map(_is_layer, self._others))
+        self._attributes = [len(module.__dict__) for module in modules]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All of them, the field first."""
+        field = self._field()
+        return self._others if field is None else (field, *self._others)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Those that are fields of hbnode."""
+        return tuple([module for module in self.modules if isinstance(module, Field)])
 
     def is_of(self, field: nn.Module) -> bool:
         """Whether these are still the modules of a field."""
-        return self.modules[0] is field and all(tuple(now.values()) == then for now, then in self._children)
+        return self._field() is field and all(tuple(now.values()) == then for now, then in self._children)
 
     def tensors(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """The parameters and buffers, each with the dict that holds it and its name."""
-        kept = self._kept
+        kept = [own for module in self.modules for own in (module._parameters, module._buffers)]
         if self._scripted:  # copies of the dicts of those of TorchScript, whose stay the same
             kept = [own for module in self.modules for own in _tensors_of(module)]
         return [(own, name, tensor) for own in kept for name, tensor in own.items() if tensor is not None]
@@ -73,37 +89,34 @@ class Structure:
         """The parameters, or what ``functional_call`` lent in their place."""
         if self._scripted:
             yield from self.modules[0].parameters()
-        for own in () if self._scripted else self._kept[::2]:
-            yield from (tensor for tensor in own.values() if tensor is not None)
+        for module in () if self._scripted else self.modules:
+            yield from (tensor for tensor in module._parameters.values() if tensor is not None)
 
     def has_buffers(self) -> bool:
         """Whether there are buffers, which an evaluation may change."""
-        return any(tensor is not None for own in self._kept[1::2] for tensor in own.values())
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """:meth:`parameters` with their names, each once."""
-        if self._scripted:
-            yield from self.modules[0].named_parameters()
-            return
-        if self._prefixes is None:
-            self._prefixes = [name + "." if name else "" for name, _ in self.modules[0].named_modules()]
-        seen = set()
-        for prefix, own in zip(self._prefixes, self._kept[::2], strict=True):
-            for name, tensor in own.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield prefix + name, tensor
+        return any(tensor is not None for module in self.modules for tensor in module._buffers.values())
 
     def is_closed(self) -> bool:
         """Whether the field can depend on its parameters and buffers only, because it is made of layers known to."""
-        field = self.modules[0] if self.modules else None
+        modules = self.modules
+        field = modules[0] if modules else None
         if type(field) not in _PLAIN or not isinstance(field, Field) or not isinstance(field.func, nn.Module):
             return False
         if not self._are_layers or not self.is_of(field) or _torch_internals.has_global_hooks():
             return False
-        if any(len(now) != then for now, then in self._attributes):  # a weight may be a plain tensor by now
+        if not field.__dict__.keys().isdisjoint(_METHODS):
             return False
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
+        if [getattr(type(field), name, None) for name in _METHODS] != _PLAIN[type(field)]:
+            return False
+        for module, count in zip(modules, self._attributes, strict=True):
+            own, kind = module.__dict__, type(module)
+            if len(own) != count or "forward" in own:  # a weight may be a plain tensor by now
+                return False
+            if module is not field and _LAYERS.get(kind) is not kind.forward:
+                return False
+            if module._forward_hooks or module._forward_pre_hooks:
+                return False
+        return True
 
     def prepared(self, key: Any, make: Callable[[], Any]) -> Any:
         """What a solve of these settings and shapes needs, made at its first time."""

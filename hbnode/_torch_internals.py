@@ -31,6 +31,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a hook of ``register_hook`` changes or looks at the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
+
+
 def sequence_number(node: Node | None) -> int:
     """The number of a node of the graph: later nodes of a thread have larger ones."""
     assert node is not None

@@ -692,6 +692,19 @@ def test_a_closure_over_a_leaf_with_compiled_steps(options, eager_compiler):
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_another_activation_of_compiled_steps(eager_compiler):
+    field = hbnode.GHBNODE(MLP(4, [6], 4, activation=nn.Tanh))
+    block = hbnode.ODEBlock(field, method="leapfrog", options={"steps": 3}, compile=True).double()
+    x = make_input()
+    with torch.no_grad():
+        block(x)
+        field.activation = torch.sin
+        changed = block(x)
+        block.compile_steps = False
+        torch.testing.assert_close(changed, block(x))
+
+
 def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
     class Untraceable(nn.Module):
         def forward(self, h):

@@ -1,8 +1,10 @@
 """What a solve keeps with its field is the same as what a solve makes anew, also where the second call differs."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -265,3 +267,163 @@ def test_an_f_that_draws_only_later():
     got = values(block, x.double())
     torch.manual_seed(3)
     assert_same(got, values(direct, x.double()))
+
+
+# What may not be taken from one solve into the next
+
+
+class ChangesTime(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def forward(self, t, h):
+        t *= 2.0
+        return self.net(h) * (1 + t)
+
+
+@pytest.mark.parametrize("options", [{"steps": 8}, None], ids=["grid", "adaptive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["NODE", "HBNODE"])
+def test_an_f_that_changes_the_time_that_it_is_given(kind, dtype, options):
+    torch.manual_seed(0)
+    block = hbnode.ODEBlock(getattr(hbnode, kind)(ChangesTime()), options=options).to(dtype)
+    direct, x = copy.deepcopy(block), torch.randn(3, 2, dtype=dtype)
+    direct.gradient = "direct"
+    expected = values(direct, x)
+    for _ in range(3):
+        for got, wanted in zip(values(block, x), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("dopri5", None), ("rk4", None), ("tsit5", {"steps": 4}), ("tsit5", None)]
+)
+def test_times_that_the_user_changes_afterwards(method, options):
+    field, x = hbnode.NODE(lambda t, h: torch.cos(5 * t) * h, time_dependent=True), torch.ones(1, 1)
+    t = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    first = hbnode.odeint(field, x, t, method=method, options=options)
+    t.mul_(3.0)
+    torch.testing.assert_close(hbnode.odeint(field, x, [0.0, 1.0], method=method, options=options), first)
+
+
+def closes_over(change):
+    """What a field's gradient for a leaf is with "checkpoint" and "direct", if a change lets it depend on that."""
+    found = []
+    for gradient in ("checkpoint", "direct"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        block = hbnode.ODEBlock(hbnode.NODE(net), gradient=gradient, options={"steps": 20}).double()
+        x, w = torch.randn(3, 2, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        if change.__name__ != "of_the_field":
+            block(x)
+        change(block, w)
+        found.append(torch.autograd.grad(block(x).sum(), w)[0])
+    return found
+
+
+def of_the_field(block, w):
+    net = block.field.func
+    block.field.evaluate = lambda t, h: w * net(h)
+
+
+def of_a_class(block, w):
+    kind = type("Scaled", (nn.Linear,), {"forward": lambda self, h: w * nn.functional.linear(h, self.weight)})
+    block.field.func[0].__class__ = kind
+
+
+def of_a_layer(block, w):
+    layer = block.field.func[0]
+    del layer.in_features
+    layer.forward = lambda h: w * nn.functional.linear(h, layer.weight)
+
+
+@pytest.mark.parametrize("change", [of_the_field, of_a_class, of_a_layer])
+def test_a_leaf_that_a_change_brings_in_has_a_gradient(change):
+    torch.testing.assert_close(*closes_over(change))
+
+
+def test_a_layer_of_torch_whose_call_is_replaced_has_the_gradient_of_what_it_closes_over(monkeypatch):
+    def of_all_tanh(block, w):
+        monkeypatch.setattr(nn.Tanh, "forward", lambda self, h: w * torch.tanh(h))
+
+    torch.testing.assert_close(*closes_over(of_all_tanh))
+
+
+def test_parameters_in_another_dict():
+    block, x = a_block(options={"steps": 20}), torch.randn(2, 3, dtype=torch.float64)
+    block(x)
+    block.field.func[0].__setstate__(copy.deepcopy(block.field.func[0].__dict__))
+    direct = copy.deepcopy(block)
+    direct.gradient = "direct"
+    assert_same(values(block, x), values(direct, x))
+
+
+def test_a_field_is_freed_at_once_and_options_are_not_kept():
+    gc.disable()
+    try:
+        block = a_block(options={"steps": 20})
+        block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
+        weight = weakref.ref(block.field.func[0].weight)
+        del block
+        assert weight() is None
+
+        class Norm:
+            def __call__(self, state):
+                return state.abs().max()
+
+        norm = Norm()
+        kept = weakref.ref(norm)
+        field = hbnode.NODE(network())
+        hbnode.odeint(field, torch.randn(2, 3).double(), [0.0, 1.0], method="dopri5", options={"norm": norm})
+        del norm
+        gc.collect()  # of torchdiffeq's own circles
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_more_times_in_the_span_of_a_block():
+    block, x = a_block(), torch.randn(2, 3, dtype=torch.float64)
+    block.t_span = (0.0, 0.5, 1.0)
+    torch.testing.assert_close(block(x), block.trajectory(x)[0][-1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("steps", [3, 20])
+def test_an_output_without_a_gradient(steps):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    block, x = a_block(options={"steps": steps}), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    (Stop.apply(block(x)).sum() + 2 * x.sum()).backward()
+    assert (x.grad == 2).all()
+
+
+def test_an_ensemble_without_gradients():
+    """By vmap over parameters, where operations in place would loop over the samples, and say so."""
+    block, x = a_block(gradient="direct"), torch.randn(2, 3, dtype=torch.float64)
+    lent = {name: torch.stack([p, 2 * p]) for name, p in block.named_parameters()}
+    with torch.no_grad():
+        both = torch.func.vmap(lambda p: torch.func.functional_call(block, p, x))(lent)
+        for i in range(2):
+            one = torch.func.functional_call(block, {name: p[i] for name, p in lent.items()}, x)
+            torch.testing.assert_close(both[i], one)
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", "adjoint"])
+def test_tensor_hooks_of_parameters_are_refused(gradient):
+    block = a_block(options={"steps": 20}, gradient=gradient)
+    handle = block.field.func[0].weight.register_hook(lambda g: 2 * g)
+    with pytest.raises(ValueError, match="has a hook of register_hook"):
+        block(torch.randn(2, 3, dtype=torch.float64))
+    handle.remove()
+    seen = []
+    block.field.func[0].weight.register_post_accumulate_grad_hook(seen.append)
+    block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
+    assert len(seen) == 1

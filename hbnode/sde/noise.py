@@ -222,7 +222,7 @@ class BrownianIncrements:
 
 def check_sde(sde: object) -> None:
     """Refuse what is no heavy-ball SDE."""
-    if not isinstance(unwrapped(sde), HeavyBallSDE):  # type: ignore[arg-type]  # any object
+    if not isinstance(unwrapped(sde), HeavyBallSDE):
         raise TypeError(f"sde must be a HeavyBallSDE, got {type(sde).__name__}. Fix: hbnode.HeavyBallSDE(func).")
 
 

@@ -31,7 +31,8 @@ class StepCoefficients:
     """
 
     def __init__(self, method: StepMethod, term: ODETerm, grid: TimeGrid, damping: Tensor) -> None:
-        self.method, self.term, self.grid, self.damping = method, term, grid, damping
+        self.method, self.grid, self.damping = method, grid, damping
+        self.template, self.wants_time = term.template, term.wants_time
         self._of_size: dict[tuple[float, bool], Tensor] = {}
         self._of_intervals: dict[int, tuple[Tensor, ...]] = {}
         self._packed: dict[tuple[int, bool], tuple[Tensor, Any]] = {}
@@ -50,7 +51,7 @@ class StepCoefficients:
 
         They are differentiable in γ, and in the times if asked.
         """
-        grid, template = self.grid, self.term.template
+        grid, template = self.grid, self.template
         if step.whole is not None:
             return self._of_whole_interval(step.whole, differentiable)
         size = None if differentiable else grid.size(step)
@@ -65,7 +66,7 @@ class StepCoefficients:
 
     def _of_number(self, size: float, error: bool) -> Tensor:
         """The coefficients of a step of one size for all samples."""
-        template = self.term.template
+        template = self.template
         if self.number is None:
             sizes = torch.tensor(size, dtype=torch.float64, device=self.grid.t.device)
             return self.method.matrix(self.damping, sizes).to(template)
@@ -89,7 +90,7 @@ class StepCoefficients:
             first = group * TOGETHER
             t = self.grid.t if differentiable else self.grid.t.detach()
             sizes = self.grid.for_rows(t[..., first : first + TOGETHER + 1].diff().movedim(-1, 0))
-            self._of_intervals[group] = self.method.matrix(self.damping, sizes).to(self.term.template).unbind(0)
+            self._of_intervals[group] = self.method.matrix(self.damping, sizes).to(self.template).unbind(0)
         return self._of_intervals[group][interval % TOGETHER]
 
     def pack(self, step: AnyStep, matrix: Tensor, *, error: bool) -> Any:
@@ -109,7 +110,7 @@ class StepCoefficients:
 
     def times(self, step: AnyStep, *, differentiable: bool = False) -> Tensor:
         """Times of the stages of a step, (stages, ...); zeros if the field does not take the time."""
-        if not self.term.wants_time:
+        if not self.wants_time:
             return self._no_times
         grid, nodes = self.grid, self.method.nodes
         if isinstance(step, Step) and grid.times and not differentiable:
@@ -117,13 +118,14 @@ class StepCoefficients:
                 return grid.stages(step, nodes)
             key = (step.interval, step.start, step.size)
             times = self._times.get(key)
-            return _kept(self._times, key, grid.stages(step, nodes)) if times is None else times
+            times = _kept(self._times, key, grid.stages(step, nodes)) if times is None else times
+            return times.clone()  # f may change what it is given
         _, times = grid.affine(grid.t, step.interval, step.start, step.size, nodes, step.end)
-        return grid.for_parts(times).to(self.term.template)
+        return grid.for_parts(times).to(self.template)
 
     def blends(self, steps: Sequence[AnyStep], damping: Tensor, t: Tensor) -> tuple[Tensor, ...]:
         """The coefficients of the outputs inside of each of these steps, differentiable in γ and ``t``."""
-        blend = self.method.blend(damping, *self.grid.inside(t, steps)).to(self.term.template)
+        blend = self.method.blend(damping, *self.grid.inside(t, steps)).to(self.template)
         return blend.split([len(step.outputs) for step in steps])
 
 

@@ -53,7 +53,7 @@ class CompiledSteps:
         autocast = torch.get_autocast_dtype(kind) if term.autocast is not nullcontext else None
         key = (name, term.stacked, kind, autocast)
         kept = term.inner.compiled
-        if key not in kept:
+        if key not in kept or kept[key].activation is not term.activation:
             kept[key] = CompiledSteps(term, method)
         return None if kept[key].failed else Programs(kept[key])
 
@@ -152,8 +152,9 @@ class Programs:
 
     def __init__(self, steps: CompiledSteps) -> None:
         self.steps = steps
-        structure = structure_of(steps.evaluation.field)
-        self.parameters = {f"field.{name}": p for name, p in structure.named_parameters() if p.requires_grad}
+        field = steps.evaluation.field
+        structure = structure_of(field)
+        self.parameters = {f"field.{name}": p for name, p in field.named_parameters() if p.requires_grad}
         self.modes = tuple([module.training for module in structure.modules])
 
     def run(self, kind: str, flags: tuple, *args: Any) -> Any:

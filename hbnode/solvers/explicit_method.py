@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hbnode import _torch_internals
 from hbnode._tracing import is_tracing
 from hbnode.solvers.step_method import Activation, Evaluate, StepMethod, StepResult
 
@@ -108,7 +109,7 @@ class ExplicitMethod(StepMethod):
         first, columns = coefficients
         uniform = first.dim() == 2  # one step size and one damping for all elements
         rows = first @ point.reshape(n + 1, -1) if uniform else (first * point).sum(1)
-        in_place = not torch.is_grad_enabled() and not is_tracing()
+        in_place = not (torch.is_grad_enabled() or is_tracing() or _torch_internals.is_active())
         left = rows.shape[0]
         for t, column in zip(times, columns, strict=True):
             left -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -30,7 +31,7 @@ class ODETerm:
     """
 
     def __init__(self, field: Callable, y0: State, *, second_order: bool, strung: bool = False) -> None:
-        self.field = field
+        self.field: Any = field
         self.inner: Any = unwrapped(field)  # any callable; a field of hbnode in a second-order solve
         self.second_order = second_order
         self.structure = y0 if isinstance(y0, Tensor) else tuple(y0)
@@ -51,6 +52,12 @@ class ODETerm:
         self.apart: int = 0 if second_order else getattr(self.inner, "apart", 0)  # elements at the end of a row
         self.calls_field = second_order and is_compiled(field)  # with m = 0, for the force alone
         self.wants_time = not (isinstance(self.inner, (HBNODE, GHBNODE)) and second_order) or self.inner.time_dependent
+
+    def of(self, field: Callable | None) -> ODETerm:
+        """The same for a field of the same kind; for None, what a solve of it needs, kept until the next."""
+        other = copy.copy(self)
+        other.field, other.inner = field, unwrapped(field)
+        return other
 
     @property
     def damping(self) -> Tensor:
@@ -149,7 +156,7 @@ def _unstacked(x: Tensor, dim: int) -> tuple[Tensor, ...]:
     return tuple(x.select(dim, i) for i in range(x.shape[dim]))
 
 
-def unwrapped(field: Callable) -> Any:
+def unwrapped(field: Any) -> Any:
     """The field inside of what torch.compile puts around it."""
     while hasattr(field, "_orig_mod"):
         field = field._orig_mod

@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,7 +27,7 @@ class Settings:
         """All of it, to find something by: values with their types, a dict of options by its items.
 
         Raises:
-            TypeError: if it holds something that may change or cannot be compared.
+            TypeError: if it holds something that may change, cannot be compared, or would be kept alive.
         """
         values = [getattr(self, field.name) for field in fields(self)]
         key = tuple([(type(value), _items(value)) for value in values])
@@ -49,8 +47,8 @@ def _items(value: Any) -> Any:
     """A dict by its items."""
     if not isinstance(value, dict):
         return value
-    if any(isinstance(item, Tensor) for item in value.values()):
-        raise TypeError("tensors are not compared")
+    if not all(item is None or isinstance(item, (bool, int, float, str)) for item in value.values()):
+        raise TypeError("only numbers and names are compared")
     return tuple((name, type(item), item) for name, item in value.items())
 
 

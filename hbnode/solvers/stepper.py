@@ -70,13 +70,19 @@ class Stepper:
         self.rtol, self.atol, self.max_steps = settings.rtol, settings.atol, settings.max_steps
         self.interrupted, self.counted = interrupted, counted
         self.compiled: Programs | None = None
-        self._of_constant: StepCoefficients | None = None
+        self._of_constant: list[StepCoefficients] = []  # at most one; that of all copies
         self.sees_time: bool = getattr(term.inner, "time_dependent", True)
         self.knots: list[float] = []
         self.most_knots = most_knots(self.method.nodes) if self.adaptive else 0
         self.max_step, self.strongest = self.options.max_step, 0.0
         shared = self.adaptive and bool(grid.elapsed) and settings.gradient != "reversible"
         self.passes = self.options.dense if shared else False
+
+    def of(self, field: Callable | None) -> Stepper:
+        """The same for a field, or for none, as it is kept with a field."""
+        other = copy.copy(self)
+        other.term = self.term.of(field)
+        return other
 
     def begun(self, tally: Tally, damping: Tensor) -> Stepper:
         """The stepper of one solve.
@@ -87,12 +93,13 @@ class Stepper:
         """
         other = copy.copy(self)
         other.tally = tally
-        if self._of_constant is not None and not damping.requires_grad and self._of_constant.serves(damping):
-            other.coefficients = self._of_constant
+        kept = self._of_constant[0] if self._of_constant else None
+        if kept is not None and not damping.requires_grad and kept.serves(damping):
+            other.coefficients = kept
         else:
             other.coefficients = StepCoefficients(self.method, self.term, self.grid, damping)
             if other.coefficients.number is not None and not damping.requires_grad:
-                self._of_constant = other.coefficients
+                self._of_constant[:] = [other.coefficients]
         if self.name in NYSTROM and self.adaptive:
             other._limit_step(other.coefficients)
         return other

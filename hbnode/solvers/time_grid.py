@@ -100,7 +100,7 @@ class TimeGrid:
     def time_of(self, output: int) -> Tensor:
         """An output time, to broadcast with a part of the state."""
         if not self.has_batch:
-            return self.t[output].to(self.template)
+            return self.t[output].to(self.template, copy=True)  # f may change what it is given
         if self.shared:
             return self.for_parts(self.t[output : output + 1]).to(self.template)
         return self.for_parts(self.t[:, output]).to(self.template)
