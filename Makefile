@@ -37,6 +37,7 @@ bench: .venv/.complete
 	$(BIN)/python -m benchmarks.dense
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.ode_rnn
+	$(BIN)/python -m benchmarks.irregular
 	$(BIN)/python -m benchmarks.recurrent
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.hessian_free

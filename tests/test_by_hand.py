@@ -239,3 +239,23 @@ def test_frozen_parts_and_no_gradient():
     assert rnn.cell.weight_hh.grad.any()
     rnn.requires_grad_(False)
     assert not rnn(x, t, mask=mask)[0].requires_grad
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+def test_outputs_may_be_changed_in_place(gradient):
+    rnn = make_rnn(gradient=gradient)
+    x, t, mask = make_series()
+    expected = torch.autograd.grad((2 * rnn(x, t, mask=mask)[0]).sum(), rnn.cell.weight_hh)
+    output, _ = rnn(x, t, mask=mask)
+    output *= 2
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), rnn.cell.weight_hh), expected)
+
+
+def test_weights_may_not_be_changed_before_the_gradient():
+    rnn = make_rnn()
+    x, t, mask = make_series()
+    output, _ = rnn(x, t, mask=mask)
+    with torch.no_grad():
+        rnn.field.func.layers[0].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()

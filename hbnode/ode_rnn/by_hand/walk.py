@@ -57,8 +57,8 @@ class Walk:
         return None if self.begins and stop == 0 else self.first + stop - self.begins
 
     def stretches(self) -> list[range]:
-        """The stops in stretches, of which one at a time is recomputed."""
-        size = max(1, math.isqrt(max(self.stops - 1, 0)) + 1)
+        """The stops in stretches, of which one at a time is taken again."""
+        size = max(1, math.isqrt(max(self.stops - 1, 0)) + 1) if self.recomputes else self.stops
         return [range(first, min(first + size, self.stops)) for first in range(0, self.stops, size)]
 
     def shown(self, stop: int) -> Tensor | None:
@@ -119,17 +119,19 @@ class _Walk(torch.autograd.Function):
             _forward(walk, inputs, before, after, keep=False)
         ctx.set_materialize_grads(False)
         ctx.walk, ctx.numbers = walk, [None if isinstance(z, Tensor) else z for z in given]
-        ctx.save_for_backward(*[z if isinstance(z, Tensor) else None for z in given], before, after)
+        starts = [stops.start - 1 for stops in walk.stretches()[1:]]  # copies: outputs may be changed in place
+        states = (before if after is None else after)[starts] if starts else None
+        ctx.save_for_backward(*[z if isinstance(z, Tensor) else None for z in given], states)
         return before, after
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        *tensors, before, after = ctx.saved_tensors
+        *tensors, starts = ctx.saved_tensors
         inputs = _inputs([z if number is None else number for z, number in zip(tensors, ctx.numbers, strict=True)])
         if torch.is_grad_enabled():  # create_graph=True
             return None, *_differentiable(ctx.walk, inputs, grads, ctx.needs_input_grad[1:])
         kept, ctx.kept = ctx.kept, None  # a second pass takes the steps again
-        return None, *_Backward(ctx.walk, inputs, before if after is None else after, grads).run(kept)
+        return None, *_Backward(ctx.walk, inputs, starts, grads).run(kept)
 
 
 def _inputs(given: Sequence[Any]) -> Inputs:
@@ -182,8 +184,9 @@ def _seen(walk: Walk, inputs: Inputs, stop: int, s: Tensor) -> tuple[Tensor, tup
 class _Backward:
     """The gradients of a walk's inputs, from the last stop to the first."""
 
-    def __init__(self, walk: Walk, inputs: Inputs, states: Tensor, grads: Sequence[Tensor | None]) -> None:
-        self.walk, self.inputs, self.states, self.grads = walk, inputs, states, grads
+    def __init__(self, walk: Walk, inputs: Inputs, starts: Tensor | None, grads: Sequence[Tensor | None]) -> None:
+        self.walk, self.inputs, self.grads = walk, inputs, grads
+        self.starts = [inputs.s, *(() if starts is None else starts)]  # of the stretches
         self.of_cell = Sums(inputs.weights[: inputs.of_cell])
         self.rest = Gradients(walk.gaps.steps, inputs.parameters, by_damping=inputs.damping.requires_grad)
         self.of_gates = None if inputs.gates is None else torch.empty_like(inputs.gates)
@@ -191,12 +194,8 @@ class _Backward:
     def run(self, kept: list[Kept] | None) -> list[Tensor | None]:
         """The gradients; ``kept`` is what the forward pass kept."""
         of_s = torch.zeros_like(self.inputs.s)
-        stretches = [range(self.walk.stops)] if kept is not None else self.walk.stretches()
-        for stops in reversed(stretches):
-            found = kept
-            if found is None:
-                first = self.inputs.s if stops.start == 0 else self.states[stops.start - 1]
-                found = _again(self.walk, self.inputs, stops, first)
+        for stops, start in reversed(list(zip(self.walk.stretches(), self.starts, strict=True))):
+            found = _again(self.walk, self.inputs, stops, start) if kept is None else kept
             for stop, one in zip(reversed(stops), reversed(found), strict=True):
                 of_s = self._pull(stop, one, of_s)
         of_xi, of_friction = self.rest.numbers
