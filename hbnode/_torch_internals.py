@@ -21,6 +21,11 @@ def is_active() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def is_batched(x: Tensor) -> bool:
+    """Whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of autograd."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is on."""
     return torch.autograd.forward_ad._current_level >= 0

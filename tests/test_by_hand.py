@@ -259,3 +259,12 @@ def test_weights_may_not_be_changed_before_the_gradient():
         rnn.field.func.layers[0].weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_many_gradients_at_once():
+    rnn = make_rnn()
+    x, t, mask = make_series()
+    last = rnn(x, t, mask=mask)[0][0, -1]
+    (at_once,) = torch.autograd.grad(last, rnn.cell.weight_hh, torch.eye(4).double(), True, is_grads_batched=True)
+    for mine, part in zip(at_once, last, strict=True):
+        torch.testing.assert_close(mine, torch.autograd.grad(part, rnn.cell.weight_hh, retain_graph=True)[0])

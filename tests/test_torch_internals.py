@@ -26,6 +26,16 @@ def test_forward_mode_is_noticed():
         assert _torch_internals.in_forward_mode()
 
 
+def test_gradients_that_stand_for_many_are_noticed():
+    seen = []
+    x = torch.zeros(3, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda g: seen.append(_torch_internals.is_batched(g)))
+    torch.autograd.grad(y, x, torch.eye(3), retain_graph=True, is_grads_batched=True)
+    torch.autograd.grad(y.sum(), x)
+    assert seen == [True, False]
+
+
 def test_backward_passes_have_numbers():
     seen = [_torch_internals.backward_pass()]
     for _ in range(2):

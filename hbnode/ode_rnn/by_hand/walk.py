@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hbnode._torch_internals import is_batched
 from hbnode.ode_rnn.by_hand.cells import Cell
 from hbnode.ode_rnn.by_hand.equations import Number
 from hbnode.ode_rnn.by_hand.gaps import Gap, Gaps
@@ -128,7 +129,8 @@ class _Walk(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         *tensors, starts = ctx.saved_tensors
         inputs = _inputs([z if number is None else number for z, number in zip(tensors, ctx.numbers, strict=True)])
-        if torch.is_grad_enabled():  # create_graph=True
+        many = any(grad is not None and is_batched(grad) for grad in grads)
+        if torch.is_grad_enabled() or many:  # create_graph=True
             return None, *_differentiable(ctx.walk, inputs, grads, ctx.needs_input_grad[1:])
         kept, ctx.kept = ctx.kept, None  # a second pass takes the steps again
         return None, *_Backward(ctx.walk, inputs, starts, grads).run(kept)
@@ -225,16 +227,16 @@ class _Backward:
 def _differentiable(
     walk: Walk, inputs: Inputs, grads: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients that can be differentiated again."""
+    """Gradients by autograd, which can be differentiated again."""
+    again = torch.is_grad_enabled()
     *others, weights = inputs
-    given = [*others, *weights]
-    views = [z.view_as(z) if isinstance(z, Tensor) else z for z in given]
-    made = [
-        (y, dy) for y, dy in zip(replayed(walk, _inputs(views)), grads, strict=True) if y is not None and dy is not None
-    ]
+    with torch.enable_grad():
+        views = [z.view_as(z) if isinstance(z, Tensor) else z for z in (*others, *weights)]
+        outputs = replayed(walk, _inputs(views))
+    made = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y is not None and dy is not None]
     leaves = [z for z, is_wanted in zip(views, wanted, strict=True) if is_wanted and isinstance(z, Tensor)]
     gradients = torch.autograd.grad(
-        [y for y, _ in made], leaves, [dy for _, dy in made], create_graph=True, allow_unused=True
+        [y for y, _ in made], leaves, [dy for _, dy in made], create_graph=again, allow_unused=True
     )
     found = iter(gradients)
     return [next(found) if is_wanted else None for is_wanted in wanted]
