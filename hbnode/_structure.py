@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hbnode import _torch_internals
 from hbnode._tracing import is_tracing
-from hbnode.fields import ANODE, HBNODE, NODE, SONODE, Field
+from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nets import MLP, ConvNet, SolveDropout
 
 _LAYERS: dict[
@@ -32,15 +32,21 @@ _LAYERS: dict[
     and (kind in (MLP, ConvNet) or kind.__module__.startswith("torch.nn.modules."))
 }
 _METHODS = ("forward", "evaluate", "force", "friction")
-_PLAIN: dict[type, list[Any]] = {  # fields whose values depend on func and on parameters only
-    kind: [getattr(kind, name, None) for name in _METHODS] for kind in (HBNODE, NODE, ANODE, SONODE)
+_FIELDS: dict[type, list[Any]] = {  # with what they do
+    kind: [getattr(kind, name, None) for name in _METHODS] for kind in (HBNODE, GHBNODE, NODE, ANODE, SONODE)
 }
+_PLAIN = (HBNODE, NODE, ANODE, SONODE)  # those whose values depend on func and on parameters only
 _MOST_SOLVES = 16  # settings, shapes and times for which a solve is kept prepared
+
+
+def is_as_torch_has_it(module: nn.Module) -> bool:
+    """Whether the class of a module is torch's or one of hbnode's networks, and its call what it was."""
+    return _LAYERS.get(type(module)) is type(module).forward
 
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module is a layer as torch or hbnode has it."""
-    return type(module) in _LAYERS and not any(isinstance(value, Tensor) for value in module.__dict__.values())
+    return is_as_torch_has_it(module) and not any(isinstance(value, Tensor) for value in module.__dict__.values())
 
 
 class Structure:
@@ -98,21 +104,25 @@ class Structure:
 
     def is_closed(self) -> bool:
         """Whether the field can depend on its parameters and buffers only, because it is made of layers known to."""
+        return type(self._field()) in _PLAIN and self.is_as_written()
+
+    def is_as_written(self) -> bool:
+        """Whether the field is one of hbnode's around layers of torch and hbnode, and nothing of them was replaced."""
         modules = self.modules
         field = modules[0] if modules else None
-        if type(field) not in _PLAIN or not isinstance(field, Field) or not isinstance(field.func, nn.Module):
+        if type(field) not in _FIELDS or not isinstance(field, Field) or not isinstance(field.func, nn.Module):
             return False
         if not self._are_layers or not self.is_of(field) or _torch_internals.has_global_hooks():
             return False
         if not field.__dict__.keys().isdisjoint(_METHODS):
             return False
-        if [getattr(type(field), name, None) for name in _METHODS] != _PLAIN[type(field)]:
+        if [getattr(type(field), name, None) for name in _METHODS] != _FIELDS[type(field)]:
             return False
         for module, count in zip(modules, self._attributes, strict=True):
-            own, kind = module.__dict__, type(module)
+            own = module.__dict__
             if len(own) != count or "forward" in own:  # a weight may be a plain tensor by now
                 return False
-            if module is not field and _LAYERS.get(kind) is not kind.forward:
+            if module is not field and not is_as_torch_has_it(module):
                 return False
             if module._forward_hooks or module._forward_pre_hooks:
                 return False

@@ -6,7 +6,7 @@ from torch import nn
 
 import hbnode
 from hbnode.ode_rnn import core
-from hbnode.ode_rnn.by_hand import gaps
+from hbnode.ode_rnn.by_hand import gaps, walk
 
 LENGTHS = torch.tensor([6, 4, 1])
 CASES = {
@@ -268,3 +268,150 @@ def test_many_gradients_at_once():
     (at_once,) = torch.autograd.grad(last, rnn.cell.weight_hh, torch.eye(4).double(), True, is_grads_batched=True)
     for mine, part in zip(at_once, last, strict=True):
         torch.testing.assert_close(mine, torch.autograd.grad(part, rnn.cell.weight_hh, retain_graph=True)[0])
+
+
+# What a network may be, and what a user does with the outputs
+
+
+class Wraps(nn.Module):
+    """A network that is not known, around one that is."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, h):
+        return self.net(h)
+
+
+def series(batch=5, length=7):
+    torch.manual_seed(1)
+    return torch.randn(batch, length, 3, dtype=torch.float64), torch.rand(batch, length, dtype=torch.float64).cumsum(1)
+
+
+def twice_the_same_activation():
+    act = nn.Tanh()
+    return nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 4))
+
+
+def twice_the_same_layer():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def an_mlp_with_one_activation():
+    act = nn.Tanh()
+    return hbnode.nets.MLP(4, [4, 4], 4, activation=lambda: act)
+
+
+@pytest.mark.parametrize("make", [twice_the_same_activation, twice_the_same_layer, an_mlp_with_one_activation])
+@pytest.mark.parametrize("kind", [hbnode.NODE, hbnode.HBNODE])
+def test_a_module_that_is_in_a_network_twice(kind, make):
+    found = []
+    for wrap in (lambda net: net, Wraps):
+        torch.manual_seed(0)
+        rnn = hbnode.ODERNN(3, 4, field=kind(wrap(make()))).double()
+        y = rnn(*series())[0]
+        found.append([y, *torch.autograd.grad(y.sin().sum(), list(rnn.parameters()))])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["node", "anode", "sonode", "hbnode", "ghbnode"])
+@pytest.mark.parametrize("method", ["forward", "evaluate"])
+def test_a_field_that_was_changed_is_called(name, method):
+    torch.manual_seed(0)
+    rnn = hbnode.ODERNN(3, 4, field=name).double()
+    x, t = series()
+    calls, own = [], getattr(rnn.field, method)
+
+    def changed(*args):
+        calls.append(1)
+        return own(*args)
+
+    plain = rnn(x, t)[0]
+    setattr(rnn.field, method, changed)
+    torch.testing.assert_close(rnn(x, t)[0], plain, rtol=1e-2, atol=1e-2)  # perhaps by another method
+    assert calls
+
+
+def test_a_hook_of_a_field_is_called():
+    rnn, calls = hbnode.ODERNN(3, 4, field="node").double(), []
+    rnn.field.register_forward_hook(lambda *args: calls.append(1))
+    rnn(*series())
+    assert len(calls) == rnn.nfe.forward
+
+
+@pytest.mark.parametrize("kind", [nn.Tanh, nn.GRUCell])
+def test_a_class_of_torch_whose_call_was_replaced(kind, monkeypatch):
+    rnn, calls = hbnode.ODERNN(3, 4, field="hbnode").double(), []
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args: (calls.append(1), own(self, *args))[1])
+    rnn(*series())
+    assert calls
+
+
+@pytest.mark.parametrize("options", [{"step_size": 0.1}, {"steps": 2}, None], ids=str)
+def test_one_sample_and_no_gap(options):
+    x, t = series(length=1)
+    rnn = hbnode.ODERNN(3, 4, options=options).double()
+    output, state = rnn(x, t)
+    assert output.shape == (5, 1, 4)
+    assert rnn(x, t + 1, state)[0].shape == (5, 1, 4)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept_for_them(context, monkeypatch):
+    rnn, kept, forward = hbnode.ODERNN(3, 4).double(), [], walk._forward
+
+    def watched(*args, keep=True):
+        kept.append(keep)
+        return forward(*args, keep=keep)
+
+    monkeypatch.setattr(walk, "_forward", watched)
+    with context():
+        rnn(*series())
+    assert kept == [False]
+
+
+def test_outputs_and_states_have_storage_of_their_own():
+    rnn = hbnode.ODERNN(3, 4).double()
+    x, t = series()
+    with torch.no_grad():
+        output, state = rnn(x, t)
+        path = rnn.forecast(state, torch.rand(5, 9, dtype=torch.float64).cumsum(1))[0]
+    assert output.is_contiguous()
+    assert path.is_contiguous()
+    assert state.h.untyped_storage().nbytes() <= 8 * 2 * 5 * 4
+    assert output.view(5, -1).shape == (5, 28)
+
+
+def test_a_cell_that_changes_the_state_that_it_is_given():
+    class InPlace(nn.Module):
+        def __init__(self, size, state):
+            super().__init__()
+            self.linear = nn.Linear(size, state)
+
+        def forward(self, x, h):
+            h.mul_(0.5)
+            return h + self.linear(x)
+
+    rnn = hbnode.ODERNN(3, 4, cell=InPlace).double()
+    x, t = series(batch=1)
+    with torch.no_grad():
+        rnn.start.fill_(1.0)
+        rnn(x, t)
+    assert (rnn.start == 1).all()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_second_derivatives_where_a_sample_rests(known):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    rnn = hbnode.ODERNN(3, 4, field=hbnode.HBNODE(net if known else Wraps(net)), method="nystrom4").double()
+    x, t = series(batch=2, length=4)
+    parameters = list(rnn.parameters())
+    y = rnn(x, t, lengths=torch.tensor([4, 2]))[0]
+    first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+    assert all(torch.isfinite(g).all() for g in second)

@@ -490,3 +490,60 @@ def test_a_stack_in_both_directions_and_wrong_options():
     ]:
         with pytest.raises(ValueError, match=message + r".*Fix"):
             hbnode.OscillatorStack(3, 8, **options)
+
+
+@pytest.mark.parametrize("input", ["impulse", "hold"])
+def test_more_oscillators_than_outputs_of_which_some_do_not_swing(input):
+    torch.manual_seed(0)
+    layer = hbnode.Oscillators(1, 1, 8, input=input).double()
+    with torch.no_grad():
+        layer.log_damping[0], layer.log_stiffness[0] = 3.0, 0.0
+    x, t = torch.randn(2, 20, 1, dtype=torch.float64), (0.1 + torch.rand(2, 20, dtype=torch.float64)).cumsum(1)
+    whole, _ = layer(x, t)
+    first, state = layer(x[:, :9], t[:, :9])
+    rest, _ = layer(x[:, 9:], t[:, 9:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-10, atol=1e-12)
+    whole.square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("start", [0.0, 1.7e9])
+def test_times_that_drift_slowly_are_not_taken_as_equally_spaced(start):
+    torch.manual_seed(0)
+    count, unit = 4_000, 1.0 if start == 0.0 else 1e-3
+    gaps = unit * torch.cat([torch.full((count // 2,), g, dtype=torch.float64) for g in (0.9997, 1.0003)])
+    layer = hbnode.Oscillators(1, 1, 4, frequency=(0.1 / unit, 0.25 / unit), decay=(1e-3 / unit, 2e-3 / unit)).double()
+    x, since = torch.randn(1, count, 1, dtype=torch.float64), gaps.cumsum(0)
+    t = start + since
+    y, _ = layer(x, t)
+    exact, _ = layer(x, t.clone().requires_grad_())  # by its gaps, whatever they are
+    torch.testing.assert_close(y, exact, rtol=1e-6, atol=1e-6)
+    even = start + unit * torch.arange(count, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, even)[0], layer(x, even.clone().requires_grad_())[0], rtol=1e-3, atol=1e-3)
+
+
+def test_the_gradient_of_times_passes_through_the_time_of_a_state():
+    layer, t = hbnode.Oscillators(1, 1, 4).double(), torch.arange(5, dtype=torch.float64, requires_grad=True)
+    x, rest = torch.randn(1, 10, 1, dtype=torch.float64), torch.arange(5, 10, dtype=torch.float64)
+    _, state = layer(x[:, :5], t)
+    y, _ = layer(x[:, 5:], rest, state)
+    whole, _ = layer(x, torch.cat([t, rest]))
+    got, expected = (torch.autograd.grad(z.square().sum(), t)[0] for z in (y, whole[:, 5:]))
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_cell_names_a_sample_that_is_not_finite():
+    with pytest.raises(ValueError, match="x must be finite, got NaN or inf"):
+        hbnode.OscillatorCell(1, 8)(torch.tensor([[float("nan")]]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_layer_takes_what_is_not_contiguous():
+    torch.manual_seed(0)
+    layer = hbnode.Oscillators(2, 4, 8)
+    x = torch.randn(20, 3, 2).transpose(0, 1).requires_grad_()
+    t = (0.1 + torch.rand(3, 20)).cumsum(1)
+    compiled, eager = torch.compile(layer, fullgraph=True)(x, t)[0], layer(x, t)[0]
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (compiled, eager)))

@@ -177,8 +177,8 @@ class Core(KeepsConstants):
                 before, after = plan.read(x, seen, s, begins=begins)
             except GivenUp:
                 return None
-        paths = [path.unflatten(2, (-1, self.hidden_size)).permute(2, 1, 0, 3) for path in (before, after)]
-        return Read(paths[0], paths[1], paths[1][:, :, -1], plan.nfe)
+        paths = [path.unflatten(2, (-1, self.hidden_size)).permute(2, 1, 0, 3).contiguous() for path in (before, after)]
+        return Read(paths[0], paths[1], paths[1][:, :, -1].clone(), plan.nfe)  # of its own, as it may be kept
 
     def _plan(self, s: Tensor, times: Tensor, solver: Solver) -> Plan | None:
         """How the gaps are solved with a gradient written by hand; None where they are not."""
@@ -191,6 +191,7 @@ class Core(KeepsConstants):
         """The states before and after each sample, (T, batch, S), where the cell is any module."""
         before: list[Tensor] = []
         after: list[Tensor] = []
+        s = s.clone()  # the cell may change what it is given
         for i in range(x.shape[1]):
             if i or not begins:
                 gap = i - begins
@@ -212,7 +213,8 @@ class Core(KeepsConstants):
         if plan is not None:
             with contextlib.suppress(GivenUp):
                 states = plan.flow(s, 0, times.shape[1] - 1)
-                return states[..., : self.hidden_size].transpose(0, 1), self.rows(states[-1]), plan.nfe
+                ends = states[..., : self.hidden_size].transpose(0, 1).contiguous()
+                return ends, self.rows(states[-1].clone()), plan.nfe
         gaps, rows = self.gaps(s, times, solver)
         path = []
         for interval in range(times.shape[1] - 1):

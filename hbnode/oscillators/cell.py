@@ -80,6 +80,11 @@ class OscillatorCell(OscillatorBank):
                 f"x must be (batch, input_size) with input_size={self.input_size}, got {tuple(x.shape)}. "
                 "Fix: x.unsqueeze(0) for a single sample, hbnode.Oscillators for a series."
             )
+        if not torch.compiler.is_dynamo_compiling() and not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                "x must be finite, got NaN or inf, which would stay in the state. Fix: leave the sample out, and let "
+                "dt of the next one be the time since the last."
+            )
         batch, dtype = len(x), self._dtype
         gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
         if gap.dim() and gap.shape != (batch,):

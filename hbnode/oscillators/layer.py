@@ -326,21 +326,20 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, *, is_counted: bo
                 "Fix: times of the whole series, not of its part."
             )
     gaps = torch.cat([first, gaps], 1)
-    if t.requires_grad or torch.compiler.is_dynamo_compiling():
+    if gaps.requires_grad or torch.compiler.is_dynamo_compiling():
         return _Gaps(None, gaps, are_rows=not is_shared)
     return _Gaps(_common(gaps, t, sequences.valid), gaps, are_rows=not is_shared)
 
 
 def _common(gaps: Tensor, t: Tensor, valid: Tensor | None) -> float | None:
-    """The gap that all are but for the rounding of times, if there is one."""
+    """The gap that all are, if each time is where they put it but for its rounding."""
     if valid is not None and len(gaps) > 1:
         gaps = torch.where(valid, gaps, gaps[:, :1])
     gaps = gaps.detach().double()
-    spread, mean, largest = torch.stack(
-        [(gaps - gaps.mean()).abs().max(), gaps.mean(), t.detach().abs().max()]
-    ).tolist()
+    off = (gaps - gaps.mean()).cumsum(1).abs().max()
+    most, mean, largest = torch.stack([off, gaps.mean(), t.detach().abs().max()]).tolist()
     rounding = 2 * torch.finfo(t.dtype).eps * largest
-    return mean if spread <= rounding <= 0.01 * mean else None
+    return mean if most <= rounding <= 0.01 * mean else None
 
 
 def _filled(x: Tensor, observed: Tensor) -> Tensor:

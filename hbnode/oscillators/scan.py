@@ -112,7 +112,7 @@ def _forward(kind: str, is_held: bool, inputs: ScanInput) -> Output:
     if len(found) == 1:
         return found[0]
     order = torch.cat([index for _, index in groups if index is not None]).argsort()
-    _, v, x, kept = (torch.cat(parts, -1)[..., order] for parts in zip(*found, strict=True))
+    v, x, kept = (torch.cat(parts, -1)[..., order] for parts in zip(*[each[1:] for each in found], strict=True))
     return found[0][0] + found[1][0], v, x, kept
 
 
@@ -171,7 +171,7 @@ def _(kind: str, is_held: bool, *tensors: Tensor | None) -> Output:
     (batch, length, _), size = inputs.x.shape, inputs.v0.shape[1]
     y = inputs.v0.new_empty(batch, length, len(inputs.c), dtype=fused.output_dtype(inputs))
     kept = inputs.v0.new_empty(2, batch, length // _SHORTEST + 1, size)
-    return y, torch.empty_like(inputs.v0), torch.empty_like(inputs.v0), kept
+    return y, inputs.v0.new_empty(batch, size), inputs.v0.new_empty(batch, size), kept
 
 
 @torch.library.custom_op(
@@ -188,7 +188,7 @@ def _backward_op(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
 
 @_backward_op.register_fake
 def _(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(z) for z, is_wanted in zip(rest[:_COUNT], rest[-1], strict=True) if is_wanted]
+    return [z.new_empty(z.shape) for z, is_wanted in zip(rest[:_COUNT], rest[-1], strict=True) if is_wanted]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Output) -> None:

@@ -101,7 +101,7 @@ class Nystrom(ExplicitMethod):
         constants = self.make_constants if is_tracing() else self.constants  # what is traced may not be kept
         polynomials, rates, units = constants(step.device)
         z = (damping * step).unsqueeze(-1)
-        values = (z ** torch.arange(len(polynomials), dtype=z.dtype, device=z.device)) @ polynomials
+        values = _powers(z, len(polynomials)) @ polynomials
         values = values * torch.exp(z * rates) * _units(damping, step).index_select(-1, units)
         return values.unflatten(-1, (-1, len(self.c) + 2))
 
@@ -164,8 +164,9 @@ class Nystrom(ExplicitMethod):
         values = (thetas.unsqueeze(-1) * powers / (k + 2)) @ inner
         thetas, step = (x.view(-1, *[1] * damping.dim()) for x in (thetas, step))
         half = damping * step / 2
-        degrees = torch.arange(len(forces), dtype=step.dtype, device=step.device)
-        g = torch.tensordot((2 * half).unsqueeze(-1) ** degrees, forces, 1)  # H² g, (times, ..., stages, columns)
+        g = torch.tensordot(
+            _powers(2 * half.unsqueeze(-1), len(forces)), forces, 1
+        )  # H² g, (times, ..., stages, columns)
         of_h, of_m = torch.eye(2, len(c) + 2).to(step)
         step, half, thetas = (x.unsqueeze(-1) for x in (step, half, thetas))
         grown = torch.cat([torch.ones_like(half), step + 0 * half, step * step * torch.exp(half * c)], -1)
@@ -174,6 +175,14 @@ class Nystrom(ExplicitMethod):
         m = (slopes - half * values - of_h * half * half * thetas + of_m * step * (1 - half * thetas)) / step
         decay = torch.exp(-half * thetas)
         return torch.stack([decay * h, decay * m], 1).movedim(-1, 2)
+
+
+def _powers(z: Tensor, count: int) -> Tensor:
+    """The first powers of z (..., 1) along its last dimension, by products, which have all derivatives at 0."""
+    powers = [torch.ones_like(z)]
+    for _ in range(count - 1):
+        powers.append(powers[-1] * z)
+    return torch.cat(powers, -1)
 
 
 def _units(damping: Tensor, step: Tensor) -> Tensor:

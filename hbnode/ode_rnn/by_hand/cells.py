@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from typing_extensions import override
 
+from hbnode._structure import is_as_torch_has_it
 from hbnode.ode_rnn.by_hand.networks import TANH, Sums, Weights, aten, is_plain
 
 
@@ -22,7 +23,7 @@ class Cell(ABC):
     @staticmethod
     def of(module: nn.Module) -> Cell | None:
         """That of a module of torch.nn; None if it is none that is known."""
-        if not isinstance(module, nn.RNNCellBase) or not is_plain(module):
+        if not isinstance(module, nn.RNNCellBase) or not is_plain(module) or not is_as_torch_has_it(module):
             return None
         if type(module) is nn.RNNCell and module.nonlinearity == "tanh":
             return RNN(module)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hbnode._structure import structure_of
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
-from hbnode.ode_rnn.by_hand.networks import TANH, Network, Sums, Weights
+from hbnode.ode_rnn.by_hand.networks import HOOKS, TANH, Network, Sums, Weights
 from hbnode.solvers.ode_term import change_of_call
 
 Number = Tensor | float | None
@@ -37,6 +38,8 @@ class Equation:
         """That of a field, for methods that solve second-order equations or others; None if it is not known."""
         kind, network = type(field), Network.of(field.func)
         if network is None or field.time_dependent or kind not in (NODE, ANODE, SONODE, HBNODE, GHBNODE):
+            return None
+        if not structure_of(field).is_as_written() or any(getattr(field, hooks) for hooks in HOOKS):
             return None
         if isinstance(field, (HBNODE, GHBNODE)):
             if change_of_call(field) is not None:

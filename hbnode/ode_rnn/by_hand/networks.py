@@ -35,12 +35,12 @@ _ELEMENTWISE: dict[type[nn.Module], Elementwise] = {
     nn.ReLU: Elementwise(torch.relu, lambda g, y: aten.threshold_backward.default(g, y, 0)),
     nn.ELU: Elementwise(nn.functional.elu, lambda g, y: aten.elu_backward.default(g, 1.0, 1.0, 1.0, True, y)),
 }
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of a module of torch or hbnode does what its class says, and nothing else."""
-    if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in module.__dict__:
+    if any(getattr(module, hooks) for hooks in HOOKS) or "forward" in module.__dict__:
         return False
     return not any(isinstance(value, Tensor) for value in module.__dict__.values())
 
@@ -146,7 +146,7 @@ def _layers(func: object) -> list[nn.Module] | None:
         return None
     if type(func) in (nn.Sequential, MLP):
         found = []
-        for child in func.children():
+        for child in func if isinstance(func, nn.Sequential) else func.children():  # one may be there twice
             layers = _layers(child)
             if layers is None:
                 return None

@@ -174,7 +174,7 @@ def _gaps(
             for gap, count in enumerate(most)
         ]
         ends = [0, *torch.tensor(most).long().cumsum(0).tolist()]
-        grid = torch.cat(sizes), [list(range(*pair)) for pair in itertools.pairwise(ends)]
+        grid = torch.cat([lengths[:0], *sizes]), [list(range(*pair)) for pair in itertools.pairwise(ends)]
     elif settings.options:
         count = settings.options["steps"]
         grid = lengths / count, [[gap] * count for gap in range(len(lengths))]

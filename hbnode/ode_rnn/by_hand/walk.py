@@ -33,6 +33,7 @@ class Walk:
         residual: whether the cell's output is added to the state.
         seen: for each stop which samples the cell sees, (batch, 1); None for all.
         recomputes: whether the backward pass takes the steps again, a stretch of stops at a time.
+        keeps: whether there may be a backward pass.
         taken: the gaps as they were solved.
         count_again: is told how many evaluations the backward pass has made again in a gap of ``taken``.
     """
@@ -45,6 +46,7 @@ class Walk:
     residual: bool = False
     seen: Sequence[Tensor] | None = None
     recomputes: bool = False
+    keeps: bool = True
     taken: list[Gap] = dataclasses.field(default_factory=list)
     count_again: Callable[[int, int], None] = lambda gap, evaluations: None
 
@@ -104,6 +106,7 @@ class Kept(NamedTuple):
 def walked(walk: Walk, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The states at the stops before samples are seen, and after, (stops, batch, S)."""
     *others, weights = inputs
+    walk.keeps = torch.is_grad_enabled()
     before, after = _Walk.apply(walk, *others, *weights)
     return before, before if after is None else after
 
@@ -112,7 +115,7 @@ class _Walk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: Walk, *given: Any) -> tuple[Tensor, Tensor | None]:
         inputs = _inputs(given)
-        keeps = not walk.recomputes and any(isinstance(z, Tensor) and z.requires_grad for z in given)
+        keeps = walk.keeps and not walk.recomputes and any(isinstance(z, Tensor) and z.requires_grad for z in given)
         before = inputs.s.new_empty(walk.stops, *inputs.s.shape)
         after = None if walk.cell is None else torch.empty_like(before)
         ctx.kept = _forward(walk, inputs, before, after) if keeps else None
