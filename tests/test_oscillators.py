@@ -547,3 +547,21 @@ def test_a_compiled_layer_takes_what_is_not_contiguous():
     compiled, eager = torch.compile(layer, fullgraph=True)(x, t)[0], layer(x, t)[0]
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (compiled, eager)))
+
+
+def test_a_stack_names_states_and_times_that_do_not_fit():
+    stack, x = hbnode.OscillatorStack(2, 4, num_layers=2, head="next"), torch.randn(3, 5, 2)
+    _, state = stack(x)
+    _, deeper = hbnode.OscillatorStack(2, 4, num_layers=3)(x)
+    _, of_a_layer = hbnode.Oscillators(2, 4)(x)
+    for wrong in (deeper, of_a_layer, (state.v, state.x)):
+        with pytest.raises(ValueError, match="state must be an OscillatorStackState of 2 layers"):
+            stack(x, state=wrong)
+    t = torch.arange(5.0)
+    same = [stack(x, t, t_next=t_next)[0] for t_next in (7.0, torch.full((3,), 7.0))]
+    torch.testing.assert_close(*same, rtol=0, atol=0)
+    for wrong in (3.0, torch.tensor([7.0, 7.0, float("nan")])):
+        with pytest.raises(ValueError, match="t_next must not lie before the last time"):
+            stack(x, t, t_next=wrong)
+    with pytest.raises(ValueError, match="t_next is for head='next'"):
+        hbnode.OscillatorStack(2, 4)(x, t, t_next=7.0)

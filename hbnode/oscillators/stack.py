@@ -169,7 +169,7 @@ class OscillatorStack(nn.Module):
             state: OscillatorStackState | None = None,
             mask: Tensor | None = None,
             lengths: Tensor | Sequence[int] | None = None,
-            t_next: Tensor | None = None,
+            t_next: Tensor | float | None = None,
         ) -> tuple[Tensor, OscillatorStackState]:
             """As :meth:`forward`."""
             ...
@@ -181,7 +181,7 @@ class OscillatorStack(nn.Module):
         state: OscillatorStackState | None = None,
         mask: Tensor | None = None,
         lengths: Tensor | Sequence[int] | None = None,
-        t_next: Tensor | None = None,
+        t_next: Tensor | float | None = None,
     ) -> tuple[Tensor, OscillatorStackState]:
         """The outputs, and the state after the last sample.
 
@@ -193,12 +193,20 @@ class OscillatorStack(nn.Module):
             mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. Others may be NaN, and are
                 encoded as zeros where the sample has others that are observed. Default: ``None``
             lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
-            t_next: for ``head="next"``, the time of the sample after the last, (batch,). None repeats the last gap, or
-                is one unit of time after a single sample. Default: ``None``
+            t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
+                last gap, or is one unit of time after a single sample. Default: ``None``
         """
         counted = torch.arange(x.shape[1] if isinstance(x, Tensor) and x.dim() == 3 else 0, dtype=torch.float64)
         checks = not torch.compiler.is_dynamo_compiling()
         sequences = Sequences(self.input_size, x, counted if t is None else t, mask, lengths, checks_values=checks)
+        if state is not None and not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
+            got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
+            raise ValueError(
+                f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
+                "Fix: what this stack returned beside its outputs, y, state = stack(x)."
+            )
+        if t_next is not None and self.head != "next":
+            raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
         h = self.encoder(sequences.window)
         states = []
         for i, block in enumerate(self.blocks):
@@ -217,12 +225,18 @@ class OscillatorStack(nn.Module):
         return sequences.padded(y[:, : sequences.x.shape[1]]), OscillatorStackState.joined(states)
 
     @staticmethod
-    def _gap_to_next(sequences: Sequences, t_next: Tensor | None) -> Tensor:
+    def _gap_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
         """The time from each sample to the next, (batch, T)."""
         t = sequences.t
         gaps = t.diff()
         if t_next is not None:
-            last = t_next.to(t).unsqueeze(1) - t[:, -1:]
+            times = torch.as_tensor(t_next, dtype=t.dtype, device=t.device).expand(len(t))
+            last = times.unsqueeze(1) - t[:, -1:]
+            if not torch.compiler.is_dynamo_compiling() and not bool((last >= 0).all()):
+                raise ValueError(
+                    "t_next must not lie before the last time of a series, nor be NaN. Fix: the time of the sample to "
+                    "predict, in the unit of t."
+                )
         elif gaps.shape[1]:
             ends = torch.full_like(t[:, :1], t.shape[1], dtype=torch.int64)
             ends = ends if sequences.valid is None else sequences.valid.sum(1, keepdim=True)
