@@ -41,7 +41,8 @@ _MOST_SOLVES = 16  # settings, shapes and times for which a solve is kept prepar
 
 def is_as_torch_has_it(module: nn.Module) -> bool:
     """Whether the class of a module is torch's or one of hbnode's networks, and its call what it was."""
-    return _LAYERS.get(type(module)) is type(module).forward
+    kind = type(module)
+    return kind in _LAYERS and _LAYERS[kind] is kind.forward
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -131,9 +131,11 @@ class ODEBlock(nn.Module):
 
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
         """h(T), or the trajectory of h at the times ``t``."""
-        if t is not None:
-            return self.field.readout(self.trajectory(x, t))
-        return self.field.readout(self._solve(self.field, self.start(x), None, self.settings(), end=True))
+        readout = self.field.readout
+        if t is None and getattr(readout, "__func__", None) is Field.readout:  # which takes a state as well
+            return readout(self._solve(self.field, self.start(x), None, self.settings(), end=True))
+        h = readout(self.trajectory(x, t))
+        return h[-1] if t is None else h
 
     def trajectory(self, x: Tensor, t: Times | None = None) -> State:
         r"""The whole state at the times ``t``, time first, where ``block(x, t)`` gives h alone.

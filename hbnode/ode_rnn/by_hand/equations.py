@@ -36,10 +36,13 @@ class Equation:
     @staticmethod
     def of(field: Field, *, second_order: bool) -> Equation | None:
         """That of a field, for methods that solve second-order equations or others; None if it is not known."""
-        kind, network = type(field), Network.of(field.func)
-        if network is None or field.time_dependent or kind not in (NODE, ANODE, SONODE, HBNODE, GHBNODE):
+        kind = type(field)
+        if kind not in (NODE, ANODE, SONODE, HBNODE, GHBNODE) or field.time_dependent:
             return None
         if not structure_of(field).is_as_written() or any(getattr(field, hooks) for hooks in HOOKS):
+            return None
+        network = Network.of(field.func)
+        if network is None:
             return None
         if isinstance(field, (HBNODE, GHBNODE)):
             if change_of_call(field) is not None:
