@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -61,7 +62,7 @@ def integrate_to_end(stepper: Stepper, point: Tensor, recorder: StepRecorder | N
         return _FixedGrid(stepper, recorder, differentiable=False, watch=False).end(point)
     if stepper.grid.per_sample:
         return PerSample(stepper, point, range(1)).run(recorder, differentiable=False)[-1].unbind(0)
-    *_, (_, stepped) = _accepted(stepper, point, recorder, False, range(1))
+    ((_, stepped),) = deque(_accepted(stepper, point, recorder, False, range(1)), maxlen=1)  # those before are let go
     return stepped.state(stepper.method.state_rows)
 
 
