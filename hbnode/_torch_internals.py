@@ -36,6 +36,12 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs in this thread was asked to keep the graph; False where torch cannot say."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # not yet in torch 2.4
+    return asked is not None and asked()
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a hook of ``register_hook`` changes or looks at the gradient of a tensor."""
     return bool(tensor._backward_hooks)

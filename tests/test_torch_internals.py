@@ -60,3 +60,14 @@ def test_fused_layers_are_those_of_torch():
     found = _torch_internals.fused_layer("lstm", x, (h, c), list(lstm.parameters()))
     for mine, theirs in zip(found, (expected, h_end, c_end), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_passes_that_keep_the_graph_are_noticed():
+    if not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):  # torch 2.4
+        return
+    seen = []
+    y = 2 * torch.ones(1, requires_grad=True)
+    y.register_hook(lambda g: seen.append(_torch_internals.keeps_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [True, False]

@@ -15,7 +15,7 @@ from hbnode._constants import KeepsConstants
 from hbnode._state import parts
 from hbnode.fields import Field
 from hbnode.nfe import NFE
-from hbnode.ode_rnn.by_hand.gaps import GivenUp
+from hbnode.ode_rnn.by_hand.control import GivenUp
 from hbnode.ode_rnn.by_hand.plan import Network, Plan, planned
 from hbnode.ode_rnn.defaults import CellName, FieldName, make_cell, make_field
 from hbnode.ode_rnn.gaps import Gaps

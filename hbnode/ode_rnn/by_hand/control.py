@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+class GivenUp(Exception):
+    """A gap that the solver proper should look at: it is not finite, or takes very many steps."""
+
+
 class Control:
     """Where the samples of a gap are; arrays of shape (samples,), of those that are still on their way.
 
@@ -52,6 +56,7 @@ class Control:
         import numpy as np  # here, as everywhere in hbnode, because it is slow to import
 
         self.exponent, self.longest = 1.0 / (method.error_order + 1), longest
+        self.norms = h, f
         self.length: Array = length.numpy()
         with np.errstate(all="ignore"):  # what is not finite is rejected
             size: Any = first_size(h.numpy(), f.numpy(), rtol, atol, method)  # type: ignore[type-var]  # as of tensors
@@ -85,6 +90,8 @@ class Control:
         accepted = ratios <= 1.0  # not those that are not finite
         everyone = bool(accepted.all())
         self._moves = None if everyone else accepted
+        if not everyone and self.attempts == 1 and not all(torch.isfinite(norm).all() for norm in self.norms):
+            raise GivenUp  # no step is short enough
         if everyone and self.attempts == 1 and self.is_whole:
             return True, True
         with np.errstate(all="ignore"):

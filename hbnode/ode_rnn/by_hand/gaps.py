@@ -9,15 +9,11 @@ from torch import Tensor
 
 from hbnode.nfe import NFE
 from hbnode.ode_rnn.by_hand.coefficients import coefficients
-from hbnode.ode_rnn.by_hand.control import Control
+from hbnode.ode_rnn.by_hand.control import Control, GivenUp
 from hbnode.ode_rnn.by_hand.steps import Evaluation, Gradients, Parameters, Stepped, Steps
 
 TOGETHER = 64  # steps whose coefficients are computed at once
 MOST_ATTEMPTS = 256  # in a gap
-
-
-class GivenUp(Exception):
-    """A gap that the solver proper should look at: it is not finite, or takes very many steps."""
 
 
 @dataclasses.dataclass

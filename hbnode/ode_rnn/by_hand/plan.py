@@ -15,8 +15,9 @@ from hbnode._tracing import is_tracing
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE, Tally, is_recording
 from hbnode.ode_rnn.by_hand.cells import Cell
+from hbnode.ode_rnn.by_hand.control import GivenUp
 from hbnode.ode_rnn.by_hand.equations import Equation
-from hbnode.ode_rnn.by_hand.gaps import Gaps, GivenUp
+from hbnode.ode_rnn.by_hand.gaps import Gaps
 from hbnode.ode_rnn.by_hand.steps import ExplicitSteps, SplittingSteps, Steps
 from hbnode.ode_rnn.by_hand.walk import Inputs, Walk, walked
 from hbnode.ode_rnn.grid import steps_needed
@@ -159,7 +160,7 @@ def _fits(equation: Equation, core: Network, s: Tensor) -> bool:
 def _gaps(
     steps: Steps, times: Tensor, step_size: float | None, settings: ResolvedSettings, damping: Tensor
 ) -> Gaps | None:
-    """What solves the gaps; None where a grid would have too many steps, which is refused elsewhere."""
+    """What solves the gaps; None where γ is not finite or a grid has too many steps, which is refused elsewhere."""
     on_host = times.detach().to("cpu", torch.float64)
     lengths = on_host.diff().T.contiguous()  # (gaps, batch)
     idle = (lengths == 0).all(1).tolist()
@@ -179,8 +180,10 @@ def _gaps(
         count = settings.options["steps"]
         grid = lengths / count, [[gap] * count for gap in range(len(lengths))]
     longest = math.inf
-    if settings.method in NYSTROM and grid is None and float(damping.detach()) != 0:
-        longest = LONGEST / abs(float(damping.detach()))
+    if settings.method in NYSTROM and grid is None and (gamma := abs(float(damping.detach()))) != 0:
+        longest = LONGEST / gamma
+        if math.isnan(longest):
+            return None
     there = damping.device
     return Gaps(
         steps,

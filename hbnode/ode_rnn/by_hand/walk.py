@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hbnode._torch_internals import is_batched
+from hbnode._torch_internals import is_batched, keeps_graph
 from hbnode.ode_rnn.by_hand.cells import Cell
 from hbnode.ode_rnn.by_hand.equations import Number
 from hbnode.ode_rnn.by_hand.gaps import Gap, Gaps
@@ -107,7 +107,9 @@ def walked(walk: Walk, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The states at the stops before samples are seen, and after, (stops, batch, S)."""
     *others, weights = inputs
     walk.keeps = torch.is_grad_enabled()
-    before, after = _Walk.apply(walk, *others, *weights)
+    # a parameter whose p.data is replaced afterwards takes its saved self with it, a view stays as it was
+    given = [z.view_as(z) if isinstance(z, Tensor) and z.is_leaf else z for z in (*others, *weights)]
+    before, after = _Walk.apply(walk, *given)
     return before, before if after is None else after
 
 
@@ -132,11 +134,14 @@ class _Walk(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         *tensors, starts = ctx.saved_tensors
         inputs = _inputs([z if number is None else number for z, number in zip(tensors, ctx.numbers, strict=True)])
-        many = any(grad is not None and is_batched(grad) for grad in grads)
-        if torch.is_grad_enabled() or many:  # create_graph=True
-            return None, *_differentiable(ctx.walk, inputs, grads, ctx.needs_input_grad[1:])
-        kept, ctx.kept = ctx.kept, None  # a second pass takes the steps again
-        return None, *_Backward(ctx.walk, inputs, starts, grads).run(kept)
+        with torch.autocast(inputs.s.device.type, enabled=False):  # as in the forward pass
+            many = any(grad is not None and is_batched(grad) for grad in grads)
+            if torch.is_grad_enabled() or many:  # create_graph=True
+                return None, *_differentiable(ctx.walk, inputs, grads, ctx.needs_input_grad[1:])
+            kept = ctx.kept
+            if not keeps_graph():
+                ctx.kept = None
+            return None, *_Backward(ctx.walk, inputs, starts, grads).run(kept)
 
 
 def _inputs(given: Sequence[Any]) -> Inputs:
