@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from hbnode import _torch_internals
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -17,6 +19,11 @@ Result = TypeVar("Result")
 def is_tracing() -> bool:
     """Whether operations are recorded by torch.compile, torch.export or torch.jit.trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def may_look() -> bool:
+    """Whether Python may look at the values of tensors: no graph is recorded, and no transform of torch.func runs."""
+    return not (is_tracing() or _torch_internals.is_active())
 
 
 def is_exporting() -> bool:

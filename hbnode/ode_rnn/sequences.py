@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hbnode._checks import ArrayLike, as_tensor, tensor_fix
 from hbnode._times import as_times
+from hbnode._tracing import may_look
 
 
 class Sequences:
@@ -30,8 +31,6 @@ class Sequences:
         t: ArrayLike,
         mask: Tensor | None,
         lengths: Tensor | Sequence[int] | None,
-        *,
-        checks_values: bool = True,
     ) -> None:
         if isinstance(x, PackedSequence):
             raise TypeError("filter takes padded sequences, got a PackedSequence. Fix: pad_packed_sequence.")
@@ -63,7 +62,7 @@ class Sequences:
         self.x = x if observed is None else torch.where(observed, x, 0.0)
         self.observed = observed
         self.seen = None if observed is None else observed.any(-1)
-        if checks_values:
+        if may_look():
             self._check_values()
 
     @property
@@ -119,17 +118,24 @@ class Sequences:
 
     @staticmethod
     def _valid(lengths: Tensor | Sequence[int], x: Tensor) -> tuple[Tensor, int]:
-        """Which samples are none of the padding, and the greatest length."""
-        lengths = torch.as_tensor(lengths).cpu()
+        """Which samples are none of the padding, and the greatest length; T where values cannot be looked at."""
+        lengths = torch.as_tensor(lengths)
         batch, total = x.shape[:2]
         if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise ValueError(
                 f"lengths must be {batch} whole numbers, got {lengths.dtype} of shape {tuple(lengths.shape)}. "
                 "Fix: one length for each sequence of the batch."
             )
-        if not bool(((lengths >= 1) & (lengths <= total)).all()):
-            raise ValueError(f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones.")
-        return (torch.arange(total) < lengths.unsqueeze(1)).to(x.device), int(lengths.max())
+        longest = total
+        if may_look():
+            lengths = lengths.cpu()
+            if not bool(((lengths >= 1) & (lengths <= total)).all()):
+                raise ValueError(
+                    f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones."
+                )
+            longest = int(lengths.max())
+        valid = torch.arange(total, device=lengths.device) < lengths.unsqueeze(1)
+        return valid.to(x.device), longest
 
     def _check_values(self) -> None:
         """Of times and samples, with one synchronisation."""

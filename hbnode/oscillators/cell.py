@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import check_input
+from hbnode._tracing import may_look
 from hbnode.oscillators.rates import DECAY, FREQUENCY, OscillatorBank, Range
 from hbnode.oscillators.state import OscillatorState
+from hbnode.recurrent import autocast
 
 
 class OscillatorCell(OscillatorBank):
     """The oscillators of :class:`Oscillators` for one sample at a time, as :class:`torch.nn.GRUCell` is for its layer.
 
     The parameters have the names of the layer's, so that a cell loads the ``state_dict`` of a layer, and continues its
-    state with the same numbers.
+    state with the same numbers. (A layer with noise has parameters more; its ``filter`` takes single samples too.)
 
     Arguments:
         input_size: features of a sample.
@@ -80,11 +82,16 @@ class OscillatorCell(OscillatorBank):
                 f"x must be (batch, input_size) with input_size={self.input_size}, got {tuple(x.shape)}. "
                 "Fix: x.unsqueeze(0) for a single sample, hbnode.Oscillators for a series."
             )
-        if not torch.compiler.is_dynamo_compiling() and not bool(torch.isfinite(x).all()):
+        if may_look() and not bool(torch.isfinite(x).all()):
             raise ValueError(
                 "x must be finite, got NaN or inf, which would stay in the state. Fix: leave the sample out, and let "
                 "dt of the next one be the time since the last."
             )
+        with autocast.switched(x, on=False):
+            return self._moved(x, state, dt)
+
+    def _moved(self, x: Tensor, state: OscillatorState | None, dt: float | Tensor) -> tuple[Tensor, OscillatorState]:
+        """The output and the state, of samples that have been checked."""
         batch, dtype = len(x), self._dtype
         gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
         if gap.dim() and gap.shape != (batch,):
@@ -94,13 +101,16 @@ class OscillatorCell(OscillatorBank):
             time = torch.zeros(batch, dtype=torch.float64, device=x.device)
         else:
             state = self._check_state(state, batch)
-            if not torch.compiler.is_dynamo_compiling() and not bool((gap >= 0).all()):
-                raise ValueError("dt must not be negative or NaN: it is the time since the state. Fix: t - state.t.")
+            if may_look() and not bool(((gap >= 0) & gap.isfinite()).all()):
+                raise ValueError(
+                    "dt must be finite and not negative: it is the time since the state. Fix: t - state.t."
+                )
             v, q = self._advanced(state, gap.expand(batch).unsqueeze(1))
             time = state.t + gap.to(state.t.dtype)
         samples = x.to(dtype)
         if not self._is_held:
             v = v + samples @ self.weight_in.to(dtype).T
+        self._check_finite(v, q)
         y = torch.cat([v, q], -1) @ self._readout().T + samples @ self.weight_skip.to(dtype).T
         y = y.to(x.dtype) if x.dtype.itemsize < dtype.itemsize else y
         return y, OscillatorState(v, q, time, x if self._is_held else None)

@@ -136,24 +136,30 @@ class Exact(Coefficients):
 
     With α = g_v v + g_x x, β = g_x x - g_v v and σ = aβ + g_x v - κ g_v x the gradient of gᵀΦh is α with respect to C
     and σ to S, and besides βS to a and -g_v x S to κ.
+
+    Arguments:
+        rates: γ and κ.
+        dtype: that of the scan.
+        inner: dtype in which entries and gradients are computed.
     """
 
-    def __init__(self, rates: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, rates: Tensor, dtype: torch.dtype, inner: torch.dtype) -> None:
         super().__init__(rates, dtype)
+        self.inner = inner
         self.a, self.kappa = rates[0] / 2, rates[1]
         self.square = self.kappa - self.a.square()
         self.sums = rates.new_zeros(8, self.size)
         self.waves: Waves | None = None
-        self.low = self.a.to(dtype), self.kappa.to(dtype), self.square.to(dtype)
+        self.low = self.a.to(inner), self.kappa.to(inner), self.square.to(inner)
 
     @override
     def entries(self, gaps: Tensor, *, for_gradient: bool = False) -> Entries:
         a, kappa, _ = self.low
-        waves = self._waves(gaps, for_gradient)
+        waves = self._waves(gaps.to(self.inner), for_gradient)
         product = waves.s * a
         entries = waves.c - product, waves.s * -kappa, waves.s, product.add_(waves.c)
         self.waves = waves if for_gradient else None
-        return Entries(*(entry.flatten(2) for entry in entries))
+        return Entries(*(entry.flatten(2).to(self.dtype) for entry in entries))
 
     @abc.abstractmethod
     def _waves(self, gaps: Tensor, for_gradient: bool) -> Waves:
@@ -174,7 +180,9 @@ class Exact(Coefficients):
     @override
     def add(self, gaps: Tensor, entries: Entries, products: Products, wants_gaps: bool) -> Tensor | None:
         assert self.waves is not None
-        v, x, u, gv, gx = products
+        v, x, gv, gx = (z.to(self.inner) for z in (products.v, products.x, products.gv, products.gx))
+        u = None if products.u is None else products.u.to(self.inner)
+        gaps = gaps.to(self.inner)
         shape = (*v.shape[:2], -1, self.size)
         a, kappa, square = self.low
         c, s, third = self.waves
@@ -224,7 +232,17 @@ class Exact(Coefficients):
 
 
 class AnyRegime(Exact):
-    """Φ of oscillators that may be critical, overdamped or without stiffness."""
+    """Φ of oscillators that may be critical, overdamped or without stiffness.
+
+    With strong damping, C - aS is a small difference, and so is the gradient of γ: they need the dtype of the rates.
+
+    Arguments:
+        rates: γ and κ.
+        dtype: that of the scan.
+    """
+
+    def __init__(self, rates: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(rates, dtype, rates.dtype)
 
     @override
     def _waves(self, gaps: Tensor, for_gradient: bool) -> Waves:
@@ -245,7 +263,7 @@ class Swinging(Exact):
     """
 
     def __init__(self, rates: Tensor, dtype: torch.dtype, is_held: bool) -> None:
-        super().__init__(rates, dtype)
+        super().__init__(rates, dtype, dtype)
         self.omega = self.square.sqrt()
         self.is_held = is_held
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hbnode._checks import ArrayLike
 from hbnode._records import Record, record
+from hbnode._tracing import may_look
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.closed_form import oscillator_step
 from hbnode.oscillators.coefficients import wide
@@ -149,7 +150,7 @@ class KalmanBank(OscillatorBank):
         sequences = Sequences(self.input_size, x, times if t is None else t, mask, lengths)
         model = _Model(self)
         belief = model.stationary(sequences.t[:, 0]) if state is None else self._checked_belief(state, len(x))
-        if bool((sequences.t[:, 0].detach() < belief.t.detach()).any()):
+        if may_look() and bool((sequences.t[:, 0].detach() < belief.t.detach()).any()):
             raise ValueError(
                 "the state's time lies after the first of t; expected the series to go on from it. "
                 "Fix: times of the whole series, not of its part."
@@ -203,6 +204,22 @@ class _Model:
         self.c = layer.weight_out.to(self.dtype)
         self.spread = (2 * layer._noise("log_spread").to(self.dtype)).exp().repeat(2)
         self.noise = (2 * layer._noise("log_observation_noise").to(self.dtype)).exp()
+        if may_look():
+            layer._check_parameters()
+            self._check_digits()
+
+    def _check_digits(self) -> None:
+        """Refuse noise of observation that is lost in the rounding of what is observed."""
+        signal = (self.c.square() * self.spread).sum(-1)
+        ratio = float((signal / self.noise).detach().amax().sqrt())
+        most = torch.finfo(self.dtype).eps ** -0.5
+        if ratio > most:
+            least = math.log(float(signal.detach().amax().sqrt()) / most) + 1
+            raise FloatingPointError(
+                f"the standard deviation of what is observed is {ratio:.3g} times that of the noise of observation; "
+                f"expected at most {most:.3g}, beyond which {self.dtype} keeps no digit of it. Fix: "
+                f"layer.log_observation_noise.data.clamp_(min={least:.1f}) after each step of training."
+            )
 
     def stationary(self, t: Tensor) -> OscillatorBelief:
         zeros = torch.zeros(len(t), len(self.root), dtype=self.dtype, device=self.c.device)
@@ -230,7 +247,7 @@ class _Model:
 
     def read(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of an observation."""
-        variance = ((self.c @ covariance) * self.c).sum(-1) + self.noise
+        variance = ((self.c @ covariance) * self.c).sum(-1).clamp(min=0.0) + self.noise
         return mean @ self.c.T, variance.sqrt()
 
     def update(self, mean: Tensor, covariance: Tensor, sample: Tensor, seen: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_tensor
+from hbnode._checks import ArrayLike
+from hbnode._times import as_times
+from hbnode._tracing import may_look
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.coefficients import entries_of
 from hbnode.oscillators.kalman import Gaussian, KalmanBank, OscillatorBelief
@@ -19,6 +21,7 @@ from hbnode.oscillators.plain import ScanInput
 from hbnode.oscillators.rates import DECAY, FREQUENCY, Range
 from hbnode.oscillators.scan import scan
 from hbnode.oscillators.state import OscillatorState
+from hbnode.recurrent import autocast
 
 
 class Oscillators(KalmanBank):
@@ -72,6 +75,7 @@ class Oscillators(KalmanBank):
 
     Raises:
         ValueError, TypeError: if an argument is out of its range, or times do not increase.
+        FloatingPointError: if the state becomes NaN or infinite; the message says by which parameter.
 
     Example:
         >>> import torch, hbnode
@@ -103,6 +107,8 @@ class Oscillators(KalmanBank):
         super().__init__(input_size, hidden_size, num_oscillators, *options)
         self._add_noise(noise)
         self.bidirectional = bool(bidirectional)
+        if self.bidirectional and self.noise:
+            raise ValueError("noise=True filters forwards in time alone. Fix: bidirectional=False.")
         self.reverse: Oscillators | None = None
         if self.bidirectional:
             self.reverse = Oscillators(
@@ -176,21 +182,23 @@ class Oscillators(KalmanBank):
         mask: Tensor | None,
         lengths: Tensor | Sequence[int] | None,
     ) -> tuple[Tensor, OscillatorState]:
+        if isinstance(t, OscillatorState):
+            raise TypeError("t is an OscillatorState; times come before it. Fix: layer(x, None, state).")
         if state is not None:
             self._refuse_both_directions("takes no state")
             state = self._check_state(state, len(x))
         times: ArrayLike = _counted(x, state) if t is None else t
-        checks = not torch.compiler.is_dynamo_compiling()
-        sequences = Sequences(self.input_size, x, times, mask, lengths, checks_values=checks)
+        sequences = Sequences(self.input_size, x, times, mask, lengths)
         self._check_dtype(x)
-        is_shared = state is None and (t is None or as_tensor(t, "t").dim() == 1)
+        is_shared = state is None and (t is None or as_times(t, "t").dim() == 1)
         gaps = _gaps(sequences, state, is_counted=t is None, is_shared=is_shared)
-        y, state = self._scanned(sequences, state, gaps)
-        if self.reverse is not None:
-            turned, order = _turned(sequences)
-            gaps = _gaps(turned, None, is_counted=t is None, is_shared=is_shared and lengths is None)
-            other, _ = self.reverse._scanned(turned, None, gaps)
-            y = torch.cat([y, _ordered(other, order)], -1)
+        with autocast.switched(x, on=False):
+            y, state = self._scanned(sequences, state, gaps)
+            if self.reverse is not None:
+                turned, order = _turned(sequences)
+                gaps = _gaps(turned, None, is_counted=t is None, is_shared=is_shared and lengths is None)
+                other, _ = self.reverse._scanned(turned, None, gaps)
+                y = torch.cat([y, _ordered(other, order)], -1)
         return sequences.padded(y), state
 
     def _scanned(
@@ -220,6 +228,7 @@ class Oscillators(KalmanBank):
         y, v, q = scan(kind, self._is_held, inputs)
         if self._is_held:
             y = y + (x.to(dtype) @ skip.T).to(y.dtype)
+        self._check_finite(v, q)
         return y, OscillatorState(v, q, sequences.t[:, -1], held)
 
     @overload
@@ -244,16 +253,21 @@ class Oscillators(KalmanBank):
         batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
         if not isinstance(state, OscillatorBelief):
             state = self._check_state(state, batch)
-        dt = as_tensor(dt, "dt")
+        dt = as_times(dt, "dt")
         if dt.dim() not in (1, 2) or dt.shape[-1] == 0 or (dt.dim() == 2 and len(dt) != batch):
             raise ValueError(
                 f"dt must be (K,) or (batch, K) with batch {batch}, got {tuple(dt.shape)}. Fix: [0.5, 1.0]."
             )
-        if not bool((dt[..., :1] >= 0).all() & (dt.diff() >= 0).all()):
-            raise ValueError("dt must increase and not be negative: it is time after that of the state. Fix: sort it.")
+        if may_look() and not bool((dt[..., :1] >= 0).all() & (dt.diff() >= 0).all() & dt.isfinite().all()):
+            raise ValueError(
+                "dt must be finite, increase and not be negative: it is time after that of the state. Fix: sort it."
+            )
         dt = dt.to(state.t.device).expand(batch, -1)
-        if isinstance(state, OscillatorBelief):
-            return self._forecast_belief(state, dt)
+        with autocast.switched(state.v, on=False):
+            return self._forecast_belief(state, dt) if isinstance(state, OscillatorBelief) else self._ahead(state, dt)
+
+    def _ahead(self, state: OscillatorState, dt: Tensor) -> tuple[Tensor, OscillatorState]:
+        """The outputs after times dt (batch, K), and the state at the last of them."""
         if self.discretization == "exact":
             paths = [self._advanced(state, dt[:, i : i + 1]) for i in range(dt.shape[1])]
         else:
@@ -261,6 +275,7 @@ class Oscillators(KalmanBank):
             for gap in dt.diff(prepend=torch.zeros_like(dt[:, :1])).unbind(1):
                 before = OscillatorState(*paths[-1], state.t, state.held) if paths else state
                 paths.append(self._advanced(before, gap.unsqueeze(1)))
+        self._check_finite(*paths[-1])
         y = torch.stack([torch.cat(path, -1) for path in paths], 1) @ self._readout().T
         if state.held is not None:
             y = y + (state.held.to(y.dtype) @ self.weight_skip.to(y.dtype).T).unsqueeze(1)
@@ -320,13 +335,13 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, *, is_counted: bo
         first = gaps[:, :1].detach() if gaps.shape[1] else torch.ones_like(t)  # from rest, any gap will do
     else:
         first = t[:, :1] - state.t.to(t.dtype).unsqueeze(1)
-        if not torch.compiler.is_dynamo_compiling() and bool((first < 0).any()):
+        if may_look() and bool((first < 0).any()):
             raise ValueError(
                 "the state's time lies after the first of t; expected the series to go on from it. "
                 "Fix: times of the whole series, not of its part."
             )
     gaps = torch.cat([first, gaps], 1)
-    if gaps.requires_grad or torch.compiler.is_dynamo_compiling():
+    if gaps.requires_grad or not may_look():
         return _Gaps(None, gaps, are_rows=not is_shared)
     return _Gaps(_common(gaps, t, sequences.valid), gaps, are_rows=not is_shared)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count, as_tensor
+from hbnode._tracing import may_look
 from hbnode.oscillators.coefficients import Entries, entries_of, wide
 from hbnode.oscillators.state import OscillatorState, check_state
 
@@ -150,6 +151,30 @@ class OscillatorBank(nn.Module):
         u = state.held.to(self._dtype) @ self.weight_in.to(self._dtype).T
         return v + fv * u, x + fx * u
 
+    def _check_finite(self, v: Tensor, x: Tensor) -> None:
+        """Name what made a state NaN or infinite."""
+        if not may_look() or bool((v.detach().isfinite() & x.detach().isfinite()).all()):
+            return
+        self._check_parameters()
+        raise FloatingPointError(
+            "the oscillators' state became NaN or infinite: "
+            + (
+                "a gap is longer than about 2/√κ, where IMEX steps are unstable. Fix: discretization='exact'."
+                if self.discretization == "imex"
+                else f"samples are too large for {v.dtype}. Fix: standardise x, as hbnode.nets.Standardize does."
+            )
+        )
+
+    def _check_parameters(self) -> None:
+        """Name one that is not finite."""
+        for name, parameter in self.named_parameters(recurse=False):
+            limit = math.log(torch.finfo(torch.float32).max) if name.startswith("log_") else math.inf
+            if not bool((parameter.detach().abs() < limit).all()):
+                raise FloatingPointError(
+                    f"{name} is NaN, infinite or beyond float32, so that the oscillators' state is not finite. Fix: "
+                    "load the parameters of an earlier step, clip gradients, take a lower learning rate."
+                )
+
     def _check_state(self, state: object, batch: int) -> OscillatorState:
         return check_state(state, batch, self.num_oscillators, self.input_size, is_held=self._is_held)
 
@@ -198,9 +223,11 @@ def oscillator_ranges(
         seen = seen & valid
     rows = [row[here] for row, here in zip(times, seen, strict=True)]
     gaps = torch.cat([row.diff() for row in rows])
-    gaps = gaps[gaps > 0]
+    gaps = gaps[~(gaps <= 0)]
     if not len(gaps):
         raise ValueError("t has no two observed samples of a series at different times. Fix: frequency= and decay=.")
+    if not bool(torch.isfinite(gaps).all()):
+        raise ValueError("t is not finite where samples are observed. Fix: lengths=, or a mask that leaves them out.")
     gap, span = float(gaps.median()), max(float(row[-1] - row[0]) for row in rows if len(row))
     low, high = 1 / span, 0.25 / gap
     return {"frequency": (min(low, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count
 from hbnode._records import Record, record
+from hbnode._tracing import may_look
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.layer import Oscillators
 from hbnode.oscillators.rates import DECAY, FREQUENCY, Range
@@ -197,8 +198,7 @@ class OscillatorStack(nn.Module):
                 last gap, or is one unit of time after a single sample. Default: ``None``
         """
         counted = torch.arange(x.shape[1] if isinstance(x, Tensor) and x.dim() == 3 else 0, dtype=torch.float64)
-        checks = not torch.compiler.is_dynamo_compiling()
-        sequences = Sequences(self.input_size, x, counted if t is None else t, mask, lengths, checks_values=checks)
+        sequences = Sequences(self.input_size, x, counted if t is None else t, mask, lengths)
         if state is not None and not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
             got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
             raise ValueError(
@@ -232,7 +232,7 @@ class OscillatorStack(nn.Module):
         if t_next is not None:
             times = torch.as_tensor(t_next, dtype=t.dtype, device=t.device).expand(len(t))
             last = times.unsqueeze(1) - t[:, -1:]
-            if not torch.compiler.is_dynamo_compiling() and not bool((last >= 0).all()):
+            if may_look() and not bool((last >= 0).all()):
                 raise ValueError(
                     "t_next must not lie before the last time of a series, nor be NaN. Fix: the time of the sample to "
                     "predict, in the unit of t."
