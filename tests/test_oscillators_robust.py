@@ -117,7 +117,7 @@ def test_steps_that_are_unstable_are_named():
 
 
 def test_samples_that_overflow_are_named():
-    layer, x, t = make(frequency=(1e-6, 1e-5), decay=(1e-7, 1e-6))
+    layer, x, _ = make(frequency=(1e-6, 1e-5), decay=(1e-7, 1e-6))
     with pytest.raises(FloatingPointError, match=r"too large for torch.float32\. Fix: standardise x"):
         layer(1e38 * x.abs().repeat(1, 50, 1), 100.0 * torch.arange(1500))
 
