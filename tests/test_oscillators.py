@@ -261,7 +261,7 @@ def test_the_cell_continues_a_layer(input):
     torch.testing.assert_close(y, whole[:, 0])
     for wrong, message in [
         ((x[0, 0],), r"x must be \(batch, input_size\)"),
-        ((x[:, 0], state, -1.0), "not be negative"),
+        ((x[:, 0], state, -1.0), "not negative"),
     ]:
         with pytest.raises(ValueError, match=message + r".*Fix"):
             cell(*wrong)
