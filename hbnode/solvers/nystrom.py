@@ -109,14 +109,15 @@ class Nystrom(ExplicitMethod):
     def of_numbers(self, damping: float, step: float, *, error: bool, order: int = 0) -> Tensor:
         import numpy as np  # here, as everywhere in hbnode, because it is slow to import
 
-        degrees, polynomials, rates, powers = self._host_constants(error, order)
+        polynomials, rates, powers = self.host_constants(error, order)
         z = damping * step
         with np.errstate(all="ignore"):  # what is not finite is named by the solve
-            return torch.from_numpy((z**degrees) @ polynomials * np.exp(z * rates) * step**powers)
+            powers_of_z = z ** np.arange(len(polynomials))
+            return torch.from_numpy(powers_of_z @ polynomials * np.exp(z * rates) * step**powers)
 
     @functools.cache  # noqa: B019, the methods live as long as the module
-    def _host_constants(self, error: bool, order: int) -> tuple[Any, Any, Any, Any]:
-        """Degrees, Q, r and w of the derivative of this order with respect to γ, H^w Q(z) e^{rz}, packed.
+    def host_constants(self, error: bool, order: int) -> tuple[Any, Any, Any]:
+        """Q, r and w of the derivative of this order with respect to γ, H^w Q(z) e^{rz}, packed; arrays of numpy.
 
         A coefficient in units of γ is z Q(z) / H. The derivative with respect to z takes Q to Q' + rQ.
         """
@@ -130,7 +131,7 @@ class Nystrom(ExplicitMethod):
         degrees = np.arange(len(q))[:, None]
         for _ in range(order):
             q = np.roll(degrees * q, -1, 0) + rates * q
-        return np.arange(len(q)), q, rates, np.where(of_gamma, -1.0, units) + order
+        return q, rates, np.where(of_gamma, -1.0, units) + order
 
     @functools.cache  # noqa: B019, the methods live as long as the module
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,13 +29,13 @@ class Cell(ABC):
             return RNN(module)
         return GRU(module) if type(module) is nn.GRUCell else None
 
-    @abstractmethod
     def gates(self, x: Tensor) -> Tensor:
         """What inputs (..., input_size) give: (..., gates)."""
+        return linear(x, self.module.weight_ih, self.module.bias_ih)
 
-    @abstractmethod
     def weights(self) -> list[Tensor | None]:
-        """Of the linear layers that see the state: the weight and the bias of each."""
+        """Of the linear layer that sees the state: the weight and the bias."""
+        return [self.module.weight_hh, self.module.bias_hh]
 
     @abstractmethod
     def run(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -51,72 +51,45 @@ class Cell(ABC):
 
 
 class GRU(Cell):
-    """torch.nn.GRUCell. The gates are r, z and n; the state's linear layers are that of r and z, and that of n."""
-
-    @override
-    def gates(self, x: Tensor) -> Tensor:
-        own, n = self.module.bias_hh, 2 * self.module.hidden_size
-        bias: Tensor | None = self.module.bias_ih
-        if bias is not None and own is not None:
-            bias = torch.cat([bias[:n] + own[:n], bias[n:]])
-        return linear(x, self.module.weight_ih, bias)
-
-    @override
-    def weights(self) -> list[Tensor | None]:
-        weight, bias, n = self.module.weight_hh, self.module.bias_hh, 2 * self.module.hidden_size
-        return [weight[:n], None, weight[n:], None if bias is None else bias[n:]]
+    """torch.nn.GRUCell. The gates are r, z and n."""
 
     @override
     def run(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:
         n = s.shape[1]
-        of_rz, _, of_n, bias = weights
-        assert of_rz is not None
-        assert of_n is not None
-        rz = torch.addmm(gates[:, : 2 * n], s, of_rz.T).sigmoid_()
-        own = linear(s, of_n, bias)
-        new = torch.addcmul(gates[:, 2 * n :], rz[:, :n], own).tanh_()
-        return torch.lerp(new, s, rz[:, n:]), (s, rz, own, new)
+        weight, bias = weights
+        assert weight is not None
+        own = linear(s, weight, bias)
+        rz = torch.add(gates[:, : 2 * n], own[:, : 2 * n]).sigmoid_()
+        r, z = rz.chunk(2, 1)
+        own = own[:, 2 * n :]
+        new = torch.addcmul(gates[:, 2 * n :], r, own).tanh_()
+        return torch.lerp(new, s, z), (s, rz, own, new)
 
     @override
     def plain(self, gates: Tensor, s: Tensor, weights: Weights) -> Tensor:
-        of_rz, _, of_n, bias = weights
-        assert of_rz is not None
-        assert of_n is not None
+        weight, bias = weights
+        assert weight is not None
         r, z, n = gates.chunk(3, 1)
-        own_r, own_z = linear(s, of_rz).chunk(2, 1)
+        own_r, own_z, own_n = linear(s, weight, bias).chunk(3, 1)
         z = torch.sigmoid(z + own_z)
-        return (1 - z) * torch.tanh(n + torch.sigmoid(r + own_r) * linear(s, of_n, bias)) + z * s
+        return (1 - z) * torch.tanh(n + torch.sigmoid(r + own_r) * own_n) + z * s
 
     @override
     def pull(self, gradient: Tensor, kept: Sequence[Tensor], weights: Weights, sums: Sums, of_gates: Tensor) -> Tensor:
         s, rz, own, new = kept
-        n = s.shape[1]
-        of_rz, _, of_n, _ = weights
-        assert of_rz is not None
-        assert of_n is not None
-        of_s = gradient * rz[:, n:]
+        assert weights[0] is not None
+        r, z = rz.chunk(2, 1)
+        of_s = gradient * z
         of_new = TANH.pull(gradient - of_s, new)
-        both = torch.empty_like(rz)
-        torch.mul(of_new, own, out=both[:, :n])
-        torch.mul(gradient, s - new, out=both[:, n:])
-        both = aten.sigmoid_backward.default(both, rz)
-        of_own = of_new * rz[:, :n]
-        torch.cat((both, of_new), 1, out=of_gates)
-        sums.add(0, s, both)
-        sums.add(1, s, of_own)
-        return of_s.addmm_(both, of_rz).addmm_(of_own, of_n)
+        of_rz = aten.sigmoid_backward.default(torch.cat((of_new * own, gradient * (s - new)), 1), rz)
+        torch.cat((of_rz, of_new), 1, out=of_gates)
+        of_own = torch.cat((of_rz, of_new * r), 1)
+        sums.add(0, s, of_own)
+        return of_s.addmm_(of_own, weights[0])
 
 
 class RNN(Cell):
     """torch.nn.RNNCell with tanh."""
-
-    @override
-    def gates(self, x: Tensor) -> Tensor:
-        return linear(x, self.module.weight_ih, self.module.bias_ih)
-
-    @override
-    def weights(self) -> list[Tensor | None]:
-        return [self.module.weight_hh, self.module.bias_hh]
 
     @override
     def run(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:

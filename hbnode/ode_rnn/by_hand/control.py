@@ -6,7 +6,6 @@ The arrays are short, and numpy's operations on such cost a third of torch's.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,18 +59,17 @@ class Control:
         self.length: Array = length.numpy()
         with np.errstate(all="ignore"):  # what is not finite is rejected
             size: Any = first_size(h.numpy(), f.numpy(), rtol, atol, method)  # type: ignore[type-var]  # as of tensors
-            size = np.where(np.isfinite(size), size, self.length)
-            self.size: Array = np.minimum(size, longest)
+            self.size: Array = np.fmin(np.where(np.isfinite(size), size, self.length), longest)
             self.left: Array = np.fmax(np.ceil(self.length / self.size - 0.05), 1.0)
         self.is_whole = bool((self.left <= 1.0).all())
         self.attempts = 0
         self.index: Array | None = None
+        self.fraction: Array = 1.0 / self.left
         self._moves: Array | None = None
 
     def sizes(self) -> Tensor:
         """Of the next steps."""
-        fraction = (1.0 - self.start) / self.left if self.attempts else 1.0 / self.left
-        return torch.from_numpy(fraction * self.length)
+        return torch.from_numpy(self.fraction * self.length)
 
     def samples(self) -> Tensor | None:
         """Which samples take them; None for all."""
@@ -95,10 +93,10 @@ class Control:
         if everyone and self.attempts == 1 and self.is_whole:
             return True, True
         with np.errstate(all="ignore"):
-            self._choose(np.where(np.isfinite(ratios), ratios, math.inf), accepted)
+            self._choose(ratios, accepted, everyone)
         return len(self.left) == 0, everyone or bool(accepted.any())
 
-    def _choose(self, ratio: Array, accepted: Array) -> None:
+    def _choose(self, ratio: Array, accepted: Array, everyone: bool) -> None:
         """The next steps of those that have not arrived."""
         import numpy as np
 
@@ -107,21 +105,24 @@ class Control:
             self.previous: Array = np.ones_like(self.length)
             self.rejected: Array = np.zeros_like(accepted)
             self.everyone: Array = np.arange(len(accepted))
-        fraction = (1.0 - self.start) / self.left
-        taken = fraction * self.length
+        taken = self.fraction * self.length
         bounded = np.maximum(ratio, 1e-10)
-        up: Any = after_acceptance(bounded, self.previous, self.exponent)  # type: ignore[type-var]
-        up = np.clip(up, SMALLEST, np.where(self.rejected, 1.0, LARGEST))
-        down: Any = after_rejection(bounded, self.exponent)  # type: ignore[type-var]  # as of tensors
-        factor = np.where(accepted, up, np.clip(down, SMALLEST, SAFETY))
-        self.previous = np.where(accepted, np.maximum(ratio, 1e-4), self.previous)
-        self.rejected = ~accepted
+        factor: Any = after_acceptance(bounded, self.previous, self.exponent)  # type: ignore[type-var]
+        factor = np.minimum(np.maximum(factor, SMALLEST), np.where(self.rejected, 1.0, LARGEST))
+        start, previous = self.start + self.fraction, np.maximum(ratio, 1e-4)
+        fewest: Any = 1.0
+        if not everyone:
+            down: Any = after_rejection(bounded, self.exponent)  # type: ignore[type-var]  # as of tensors
+            factor = np.where(accepted, factor, np.fmin(np.fmax(down, SMALLEST), SAFETY))  # of NaN the smallest
+            start, previous = np.where(accepted, start, self.start), np.where(accepted, previous, self.previous)
+            fewest = np.where(accepted, 1.0, self.left + 1.0)  # a rejected step must become shorter
+        arrived = accepted & (self.left <= 1.0)
+        self.start, self.previous, self.rejected = start, previous, ~accepted
         self.size = np.where(taken > 0, np.minimum(taken * factor, self.longest), self.size)
-        self.start = np.where(accepted, self.start + fraction, self.start)
-        stay = ~(accepted & (self.left <= 1.0))
-        left = np.fmax(np.ceil((1.0 - self.start) * self.length / self.size - 0.05), 1.0)
-        self.left = np.where(accepted, left, np.maximum(left, self.left + 1.0))  # a rejected step must become shorter
-        if not stay.all():
+        self.left = np.fmax(np.ceil((1.0 - start) * self.length / self.size - 0.05), fewest)
+        if arrived.any():
+            stay = ~arrived
             for name in ("length", "size", "left", "start", "previous", "rejected", "everyone"):
                 setattr(self, name, getattr(self, name)[stay])
             self.index = self.everyone
+        self.fraction = (1.0 - self.start) / self.left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from hbnode.ode_rnn.by_hand.coefficients import coefficients
 from hbnode.ode_rnn.by_hand.control import Control, GivenUp
 from hbnode.ode_rnn.by_hand.steps import Evaluation, Gradients, Parameters, Stepped, Steps
 
-TOGETHER = 64  # steps whose coefficients are computed at once
+TOGETHER = 1024  # sizes of steps whose coefficients are computed at once
 MOST_ATTEMPTS = 256  # in a gap
 
 
@@ -53,6 +54,7 @@ class Gaps:
 
     Arguments:
         steps: takes them.
+        damping: γ of the method, without its graph, on the host as all sizes are.
         lengths: (gaps, batch), in float64.
         grid: sizes of steps, (any number, batch), and which of them each gap takes; None for steps that are chosen by
             their error.
@@ -66,6 +68,7 @@ class Gaps:
     def __init__(
         self,
         steps: Steps,
+        damping: Tensor,
         lengths: Tensor,
         grid: tuple[Tensor, list[list[int]]] | None,
         idle: list[bool],
@@ -75,11 +78,12 @@ class Gaps:
         max_steps: int,
         longest: float,
     ) -> None:
-        self.steps, self.lengths, self.idle = steps, lengths, idle
+        self.steps, self.damping, self.lengths, self.idle = steps, damping, lengths, idle
         self.is_adaptive = grid is None
         self.sizes, self.places = (lengths, [[gap] for gap in range(len(lengths))]) if grid is None else grid
         self.rtol, self.atol, self.longest = rtol, atol, longest
         self.most = min(max_steps, MOST_ATTEMPTS)
+        self._together = max(1, TOGETHER // max(1, lengths.shape[1]))
         self._group: tuple[int, tuple[Tensor, ...]] = (-1, ())
 
     def solve(self, gap: int, s: Tensor, given: Parameters, *, keep: bool) -> tuple[Tensor, Gap]:
@@ -134,7 +138,8 @@ class Gaps:
         if steps.carries and found.steps:
             point = torch.cat([point, evaluate(s, point[0]).unsqueeze(0)])
         for taken in found.steps:
-            matrix = method.matrix(given.damping, taken.sizes.unsqueeze(-1)).to(s)
+            sizes = taken.sizes.to(given.damping.device).unsqueeze(-1)
+            matrix = method.matrix(given.damping, sizes).to(s)
             times = s.new_zeros(steps.evaluations).unbind(0)
             packed = method.pack(matrix, error=False)
             before = point if taken.index is None else point[:, taken.index]
@@ -181,7 +186,7 @@ class Gaps:
         mine, my_f = s, f
         if taken.index is not None and f is not None:
             mine, my_f = s[taken.index], f[taken.index]
-        step = self.steps.take(mine, my_f, self._coefficients(taken, given, s), given, error=False, keep=keep)
+        step = self.steps.take(mine, my_f, self._coefficients(taken, s), given, error=False, keep=keep)
         found.steps.append(dataclasses.replace(taken, step=step if keep else None))
         return self._moved(taken, step, s, f)
 
@@ -199,15 +204,15 @@ class Gaps:
             new, new_f = s.index_copy(0, index, new), f.index_copy(0, index, new_f)
         return new, new_f
 
-    def _coefficients(self, taken: Taken, given: Parameters, like: Tensor) -> Tensor:
+    def _coefficients(self, taken: Taken, like: Tensor) -> Tensor:
         """Those of a step; of known steps they are computed for many at once."""
         method = self.steps.method
         if taken.place is None:
-            return coefficients(method, given.damping, taken.sizes).to(like)
-        group, index = divmod(taken.place, TOGETHER)
+            return coefficients(method, self.damping, taken.sizes).to(like)
+        group, index = divmod(taken.place, self._together)
         if self._group[0] != group:
-            sizes = self.sizes[group * TOGETHER : (group + 1) * TOGETHER]
-            of_group = coefficients(method, given.damping, sizes.flatten()).to(like)
+            sizes = self.sizes[group * self._together : (group + 1) * self._together]
+            of_group = coefficients(method, self.damping, sizes.flatten()).to(like)
             self._group = (group, of_group.split(sizes.shape[1], -2))
         return self._group[1][index]
 
@@ -221,7 +226,7 @@ class Gaps:
             mine, my_f = s, f
             if taken.index is not None:
                 mine, my_f = s[taken.index], f[taken.index]
-            step = self.steps.take(mine, my_f, self._coefficients(taken, given, s), given, error=True, keep=keep)
+            step = self.steps.take(mine, my_f, self._coefficients(taken, s), given, error=True, keep=keep)
             ratio = self._ratio(step)
             found.nfe.forward += self.steps.evaluations
             is_done, moved = control.advance(ratio)
@@ -242,12 +247,11 @@ class Gaps:
     def _ratio(self, step: Stepped) -> Tensor:
         """Norm of (error / tolerance) of each sample."""
         assert step.error is not None
-        assert step.ends is not None
-        before = torch.stack(self.steps.split(step.start[0]))
-        scale = torch.maximum(before.abs_(), step.ends.abs()).mul_(self.rtol).add_(self.atol)
-        return (step.error / scale).square_().mean((0, 2), dtype=torch.float64).sqrt_()
+        error = step.error.transpose(0, 1)
+        scale = torch.maximum(step.start[0].abs(), step.s.abs()).mul_(self.rtol).add_(self.atol).view(error.shape)
+        return _norm(torch.div(error, scale, out=scale).flatten(1))
 
 
 def _norm(x: Tensor) -> Tensor:
     """Root mean square of each row, in float64."""
-    return x.square().mean(1, dtype=torch.float64).sqrt_()
+    return torch.linalg.vector_norm(x, dim=1).double() / math.sqrt(x.shape[1])

@@ -134,7 +134,7 @@ def planned(core: Network, s: Tensor, times: Tensor, given: Settings, step_size:
     else:
         assert isinstance(method, Splitting)
         steps = SplittingSteps(method, equation, is_bounded=isinstance(core.field, GHBNODE))
-    gaps = _gaps(steps, times, step_size, settings, damping)
+    gaps = _gaps(steps, times, step_size, settings, damping.detach().cpu())
     return None if gaps is None else Plan(core, gaps, steps, damping, settings)
 
 
@@ -180,15 +180,15 @@ def _gaps(
         count = settings.options["steps"]
         grid = lengths / count, [[gap] * count for gap in range(len(lengths))]
     longest = math.inf
-    if settings.method in NYSTROM and grid is None and (gamma := abs(float(damping.detach()))) != 0:
+    if settings.method in NYSTROM and grid is None and (gamma := abs(float(damping))) != 0:
         longest = LONGEST / gamma
         if math.isnan(longest):
             return None
-    there = damping.device
     return Gaps(
         steps,
-        lengths.to(there),
-        None if grid is None else (grid[0].to(there), grid[1]),
+        damping,
+        lengths,
+        grid,
         idle,
         rtol=settings.rtol,
         atol=settings.atol,

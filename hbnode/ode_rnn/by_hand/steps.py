@@ -38,8 +38,7 @@ class Stepped(NamedTuple):
         start: the state and the value before it.
         coefficients: what it was taken with.
         stages: its evaluations; empty if they are not kept.
-        ends: the rows of the state after it, (parts, batch, w), of a method with an error.
-        error: their errors.
+        error: that of its rows, (parts, batch, w), of a method that estimates it.
     """
 
     s: Tensor
@@ -47,15 +46,14 @@ class Stepped(NamedTuple):
     start: tuple[Tensor, Tensor | None]
     coefficients: Tensor
     stages: list[Evaluation]
-    ends: Tensor | None = None
     error: Tensor | None = None
 
 
 class Gradients:
     """What a backward pass adds up: gradients of the weights, of ξ and γ in the equation, of γ in the method."""
 
-    def __init__(self, steps: Steps, parameters: Parameters, *, by_damping: bool) -> None:
-        self.steps, self.damping, self.by_damping = steps, parameters.damping, by_damping
+    def __init__(self, steps: Steps, damping: Tensor, parameters: Parameters, *, by_damping: bool) -> None:
+        self.steps, self.damping, self.by_damping = steps, damping, by_damping
         self.weights = Sums(parameters.weights)
         self.numbers: list[Tensor | None] = [None, None]
         self._total: Tensor | None = None
@@ -189,33 +187,34 @@ class ExplicitSteps(Steps):
             rows.addcmul_(column, value)  # its coefficients are 0 in the rows before
         ends = rows[self.stages - 1 : self.rows]
         after = ends[0] if self.parts == 1 else torch.cat((ends[0], ends[1]), 1)
-        return Stepped(after, value, (s, f), coefficients, stages, ends, rows[self.rows :] if error else None)
+        return Stepped(after, value, (s, f), coefficients, stages, rows[self.rows :] if error else None)
 
     @override
     def pull(
         self, step: Stepped, sizes: Tensor, of_s: Tensor, of_f: Tensor | None, given: Parameters, sums: Gradients
     ) -> tuple[Tensor, Tensor | None]:
-        columns = step.coefficients[:, : self.rows]
-        last = self.stages - 1
-        of_rows = of_s.new_zeros(self.rows, *step.stages[0].x.shape)
-        for i, part in enumerate(self.split(of_s)):
-            of_rows[last + i] = part
-        of_columns, by_row = columns[self.parts + 1 :].unbind(0), of_rows.unbind(0)
-        for j in range(last, -1, -1):
-            if j + 1 < self.rows:
-                gradient = (of_columns[j] * of_rows).sum(0)
-            elif of_f is None:
-                continue
-            else:
-                gradient = of_f
-            if j == last and of_f is not None and gradient is not of_f:
-                gradient = gradient + of_f
-            by_row[j].add_(self.pull_evaluation(step.stages[j], gradient, given, sums))
+        by_row = step.coefficients.unbind(1)
+        *of_rows, of_end = self.split(of_s)[::-1]  # from the last row to the first
+        of_columns: Tensor | None = None
+        for row, of_row in zip(by_row[self.stages : self.rows], of_rows, strict=True):
+            of_columns = row * of_row
+        for j in range(self.stages - 1, -1, -1):
+            of_x = of_end if j == self.stages - 1 else None
+            gradient = None if of_columns is None else of_columns[self.parts + 1 + j]
+            if of_x is not None and of_f is not None:
+                gradient = of_f if gradient is None else gradient + of_f
+            if gradient is not None:
+                by_value = self.pull_evaluation(step.stages[j], gradient, given, sums)
+                of_x = by_value if of_x is None else of_x + by_value
+            assert of_x is not None
+            of_rows.append(of_x)
+            of_columns = by_row[j] * of_x if of_columns is None else of_columns.addcmul_(by_row[j], of_x)
+        assert of_columns is not None
         if sums.by_damping and self.parts == 2:
             s, f = step.start
             assert f is not None
-            sums.add(sizes, of_rows, [*self.split(s), f, *(made.value for made in step.stages)])
-        *of_parts, of_value = (columns[: self.parts + 1] * of_rows).sum(1).unbind(0)
+            sums.add(sizes, torch.stack(of_rows[::-1]), [*self.split(s), f, *(made.value for made in step.stages)])
+        *of_parts, of_value = of_columns[: self.parts + 1].unbind(0)
         return of_parts[0] if self.parts == 1 else torch.cat(of_parts, 1), of_value
 
 

@@ -198,7 +198,8 @@ class _Backward:
         self.walk, self.inputs, self.grads = walk, inputs, grads
         self.starts = [inputs.s, *(() if starts is None else starts)]  # of the stretches
         self.of_cell = Sums(inputs.weights[: inputs.of_cell])
-        self.rest = Gradients(walk.gaps.steps, inputs.parameters, by_damping=inputs.damping.requires_grad)
+        by_damping = inputs.damping.requires_grad
+        self.rest = Gradients(walk.gaps.steps, walk.gaps.damping, inputs.parameters, by_damping=by_damping)
         self.of_gates = None if inputs.gates is None else torch.empty_like(inputs.gates)
 
     def run(self, kept: list[Kept] | None) -> list[Tensor | None]:
