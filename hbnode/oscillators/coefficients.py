@@ -32,18 +32,23 @@ class Products(NamedTuple):
     """What the gradient of a piece's coefficients is made of; (steps, batch, chunks * P) each.
 
     Attributes:
-        v: v before the transitions.
+        v: v before the first transition and after each, with its input: of one more step.
         x: x likewise.
-        u: inputs; None if they are added to v.
+        u: inputs.
         gv: gradient of v after the transitions.
         gx: likewise of x.
     """
 
     v: Tensor
     x: Tensor
-    u: Tensor | None
+    u: Tensor
     gv: Tensor
     gx: Tensor
+
+    def pairs(self, entries: Entries) -> list[tuple[Tensor, Tensor]]:
+        """The gradient and the factor of each entry of M, and of f if there is one."""
+        v, x, u, gv, gx = self.v[:-1], self.x[:-1], self.u, self.gv, self.gx
+        return [(gv, v), (gv, x), (gx, v), (gx, x)] + ([] if entries.fv is None else [(gv, u), (gx, u)])
 
 
 def imex_step(gamma: Tensor, kappa: Tensor, dt: Tensor) -> Entries:
@@ -118,10 +123,9 @@ class Fixed(Coefficients):
 
     @override
     def add(self, gaps: Tensor, entries: Entries, products: Products, wants_gaps: bool) -> Tensor | None:
-        v, x, u, gv, gx = products
-        pairs = [(gv, v), (gv, x), (gx, v), (gx, x)] + ([] if u is None else [(gv, u), (gx, u)])
-        ones = v.new_ones(1, v.numel() // self.size)
-        buffer = torch.empty_like(v)
+        pairs = products.pairs(entries)
+        ones = products.gv.new_ones(1, products.gv.numel() // self.size)
+        buffer = torch.empty_like(products.gv)
         for total, (one, other) in zip(self.sums, pairs, strict=True):
             total.add_((ones @ torch.mul(one, other, out=buffer).view(-1, self.size))[0])
         return None
@@ -131,168 +135,74 @@ class Fixed(Coefficients):
         return self.sums
 
 
-class Exact(Coefficients):
+class AnyRegime(Coefficients):
     """Φ over any gaps, from ``rates`` (γ, κ); the gradient of all entries together is a formula of C, S and Q.
 
     With α = g_v v + g_x x, β = g_x x - g_v v and σ = aβ + g_x v - κ g_v x the gradient of gᵀΦh is α with respect to C
-    and σ to S, and besides βS to a and -g_v x S to κ.
-
-    Arguments:
-        rates: γ and κ.
-        dtype: that of the scan.
-        inner: dtype in which entries and gradients are computed.
+    and σ to S, and besides βS to a and -g_v x S to κ. With strong damping, C - aS is a small difference, and so is the
+    gradient of γ: all is computed in the dtype of the rates.
     """
 
-    def __init__(self, rates: Tensor, dtype: torch.dtype, inner: torch.dtype) -> None:
+    def __init__(self, rates: Tensor, dtype: torch.dtype) -> None:
         super().__init__(rates, dtype)
-        self.inner = inner
         self.a, self.kappa = rates[0] / 2, rates[1]
-        self.square = self.kappa - self.a.square()
-        self.sums = rates.new_zeros(8, self.size)
+        self.sums = rates.new_zeros(6, self.size)
         self.waves: Waves | None = None
-        self.low = self.a.to(inner), self.kappa.to(inner), self.square.to(inner)
 
     @override
     def entries(self, gaps: Tensor, *, for_gradient: bool = False) -> Entries:
-        a, kappa, _ = self.low
-        waves = self._waves(gaps.to(self.inner), for_gradient)
-        product = waves.s * a
-        entries = waves.c - product, waves.s * -kappa, waves.s, product.add_(waves.c)
+        waves = any_waves(self.a, self.kappa, gaps.to(self.rates.dtype), with_q=for_gradient)
         self.waves = waves if for_gradient else None
-        return Entries(*(entry.flatten(2).to(self.dtype) for entry in entries))
-
-    @abc.abstractmethod
-    def _waves(self, gaps: Tensor, for_gradient: bool) -> Waves:
-        """C, S and, for the gradient where it is not made of sums, Q."""
-
-    @abc.abstractmethod
-    def _third(self) -> Tensor:
-        """The sum of σQ."""
+        return Entries(*(entry.flatten(2).to(self.dtype) for entry in self._matrix(waves)))
 
     @override
     def carries(self, gaps: Tensor, entries: Entries) -> list[Tensor]:
         total = gaps.to(self.rates.dtype).sum(0)
-        waves = any_waves(self.a, self.kappa, total)
+        return [entry.to(self.dtype) for entry in self._matrix(any_waves(self.a, self.kappa, total))]
+
+    def _matrix(self, waves: Waves) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The entries of Φ."""
         product = waves.s * self.a
-        found = waves.c - product, waves.s * -self.kappa, waves.s, waves.c + product
-        return [entry.to(self.dtype) for entry in found]
+        return waves.c - product, waves.s * -self.kappa, waves.s, waves.c + product
 
     @override
     def add(self, gaps: Tensor, entries: Entries, products: Products, wants_gaps: bool) -> Tensor | None:
         assert self.waves is not None
-        v, x, gv, gx = (z.to(self.inner) for z in (products.v, products.x, products.gv, products.gx))
-        u = None if products.u is None else products.u.to(self.inner)
-        gaps = gaps.to(self.inner)
-        shape = (*v.shape[:2], -1, self.size)
-        a, kappa, square = self.low
         c, s, third = self.waves
-        weights = gaps.expand(*v.shape[:2], *gaps.shape[2:]).reshape(1, -1)
+        assert third is not None
+        v, x, gv, gx = (z.to(c) for z in (products.v[:-1], products.x[:-1], products.gv, products.gx))
+        shape = (*gv.shape[:2], -1, self.size)
+        weights = gaps.to(c).expand(*gv.shape[:2], *gaps.shape[2:]).reshape(1, -1)
         ones = torch.ones_like(weights)
         beta = (gv * v).view(shape)
-        alpha = torch.addcmul(beta.view(v.shape), gx, x).view(shape)
+        alpha = torch.addcmul(beta.view(gv.shape), gx, x).view(shape)
         torch.sub(alpha, beta, alpha=2, out=beta)
         cross = (gv * x).view(shape)
-        if u is not None and entries.fx is not None:  # F_v = S, and F_x = (1 - C - aS)/κ
-            moved = (gx * u).view(shape)
-            self._sum(7, ones, entries.fx.view(*s.shape) * moved)
-            moved /= kappa
-            beta -= moved
-            alpha -= moved
-        sigma = (gx * v).view(shape).addcmul_(a, beta).addcmul_(kappa, cross, value=-1)
-        if u is not None:
-            sigma.addcmul_(gv.view(shape), u.view(shape))
+        sigma = (gx * v).view(shape).addcmul_(self.a, beta).addcmul_(self.kappa, cross, value=-1)
         found = None
         if wants_gaps:  # C' = -aC - ω²S, S' = C - aS
-            slope = alpha * torch.addcmul(c * -a, s, square, value=-1) + sigma * torch.addcmul(c, s, a, value=-1)
+            square = self.kappa - self.a.square()
+            slope = alpha * torch.addcmul(c * -self.a, s, square, value=-1)
+            slope += sigma * torch.addcmul(c, s, self.a, value=-1)
             found = slope.sum(-1, keepdim=True)
         self._sum(0, ones, cross.mul_(s))
         self._sum(1, ones, beta.mul_(s))
         self._sum(2, weights, torch.mul(alpha, c, out=cross))
         self._sum(3, weights, alpha.mul_(s))
-        if third is None:
-            self._sum(6, weights, torch.mul(sigma, c, out=cross))
-            self._sum(4, torch.cat([weights, ones]), sigma.mul_(s))
-        else:
-            self._sum(4, weights, torch.mul(sigma, s, out=cross))
-            self._sum(5, ones, sigma.mul_(third))
+        self._sum(4, weights, torch.mul(sigma, s, out=cross))
+        self._sum(5, ones, sigma.mul_(third))
         self.waves = None
         return found
 
-    def _sum(self, first: int, weights: Tensor, values: Tensor) -> None:
-        """Sums of values, with weights, from a row of ``sums`` on."""
-        self.sums[first : first + len(weights)].add_(weights @ values.reshape(-1, self.size))
+    def _sum(self, row: int, weights: Tensor, values: Tensor) -> None:
+        """The sum of values, with weights, is added to a row of ``sums``."""
+        self.sums[row].add_((weights @ values.reshape(-1, self.size))[0])
 
     @override
     def gradient(self) -> Tensor:
-        cross, beta, alpha_c, alpha_s, sigma_s, _, _, held = self.sums
-        a, third = self.a, self._third()
-        of_a = a * alpha_s - alpha_c - sigma_s - a * third + beta
-        of_kappa = (third - alpha_s) / 2 - cross
-        return torch.stack([of_a / 2, of_kappa - torch.where(held == 0, held, held / self.kappa)])
-
-
-class AnyRegime(Exact):
-    """Φ of oscillators that may be critical, overdamped or without stiffness.
-
-    With strong damping, C - aS is a small difference, and so is the gradient of γ: they need the dtype of the rates.
-
-    Arguments:
-        rates: γ and κ.
-        dtype: that of the scan.
-    """
-
-    def __init__(self, rates: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(rates, dtype, rates.dtype)
-
-    @override
-    def _waves(self, gaps: Tensor, for_gradient: bool) -> Waves:
-        return any_waves(self.low[0], self.low[1], gaps, with_q=for_gradient)
-
-    @override
-    def _third(self) -> Tensor:
-        return self.sums[5]
-
-
-class Swinging(Exact):
-    """Φ of oscillators that :func:`swings` tells, and F of a held input: sums of C and S are enough for Q.
-
-    Arguments:
-        rates: γ and κ.
-        dtype: that of the scan.
-        is_held: whether the input is held over the gap.
-    """
-
-    def __init__(self, rates: Tensor, dtype: torch.dtype, is_held: bool) -> None:
-        super().__init__(rates, dtype, dtype)
-        self.omega = self.square.sqrt()
-        self.is_held = is_held
-
-    @override
-    def entries(self, gaps: Tensor, *, for_gradient: bool = False) -> Entries:
-        if not self.is_held:
-            return super().entries(gaps, for_gradient=for_gradient)
-        a, kappa, _ = self.low
-        lost, half = torch.expm1(gaps * -a), gaps * (self.omega / 2).to(self.dtype)
-        sine = half.sin()
-        rest = lost + 1
-        s = half.cos_().mul_(sine).mul_(rest).mul_((2 / self.omega).to(self.dtype))
-        fallen = sine.square_().mul_(rest).mul_(2)  # e^{-aΔ} (1 - cos ωΔ)
-        c = rest - fallen
-        product = s * a
-        fx = fallen.sub_(lost).sub_(product).mul_(kappa.reciprocal())
-        self.waves = Waves(c, s, None) if for_gradient else None
-        return Entries(*(e.flatten(2) for e in (c - product, s * -kappa, s, product.add_(c), s, fx)))
-
-    @override
-    def _waves(self, gaps: Tensor, for_gradient: bool) -> Waves:
-        omega = self.omega.to(self.dtype)
-        decay, phase = (gaps * -self.low[0]).exp_(), gaps * omega
-        c = phase.cos().mul_(decay)
-        return Waves(c, phase.sin_().mul_(decay).mul_(omega.reciprocal()), None)
-
-    @override
-    def _third(self) -> Tensor:
-        return (self.sums[6] - self.sums[5]) / self.square
+        cross, beta, alpha_c, alpha_s, sigma_s, third = self.sums
+        of_a = self.a * alpha_s - alpha_c - sigma_s - self.a * third + beta
+        return torch.stack([of_a / 2, (third - alpha_s) / 2 - cross])
 
 
 def swings(rates: Tensor) -> Tensor:
@@ -345,9 +255,7 @@ class Traced(Coefficients):
     def add(self, gaps: Tensor, entries: Entries, products: Products, wants_gaps: bool) -> Tensor | None:
         assert self.transpose is not None
         transpose, self.transpose = self.transpose, None
-        v, x, u, gv, gx = products
-        pairs = [(gv, v), (gv, x), (gx, v), (gx, x)] + ([] if u is None else [(gv, u), (gx, u)])
-        grads = zip([entry for entry in entries if entry is not None], pairs, strict=True)
+        grads = zip([entry for entry in entries if entry is not None], products.pairs(entries), strict=True)
         of_rates, of_gaps = transpose(tuple((one * other).sum_to_size(e.shape) for e, (one, other) in grads))
         self.sums.add_(of_rates)
         return of_gaps if wants_gaps else None
@@ -358,9 +266,7 @@ class Traced(Coefficients):
 
 
 def coefficients_of(kind: str, is_held: bool, rates: Tensor, dtype: torch.dtype) -> Coefficients:
-    """Of the kind "fixed", "swinging", "exact" or "imex"."""
+    """Of the kind "fixed", "exact" or "imex"."""
     if kind == "fixed":
         return Fixed(rates, dtype)
-    if kind == "swinging":
-        return Swinging(rates, dtype, is_held)
     return AnyRegime(rates, dtype) if kind == "exact" and not is_held else Traced(rates, dtype, kind, is_held)

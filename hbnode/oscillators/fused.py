@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode.oscillators.coefficients import Coefficients, Entries, Products, coefficients_of
+from hbnode.oscillators.coefficients import Coefficients, Entries, Products
 from hbnode.oscillators.layout import Piece
 from hbnode.oscillators.passes import run, run_backward, starts
 from hbnode.oscillators.plain import ScanInput
-from hbnode.recurrent import autocast
 
 Grads = tuple[Tensor | None, ...]
 
@@ -28,11 +27,6 @@ class _Setting:
 
     inputs: ScanInput
     coefficients: Coefficients
-    pieces: list[Piece]
-
-    @classmethod
-    def of(cls, kind: str, is_held: bool, inputs: ScanInput, cut: list[Piece]) -> _Setting:
-        return cls(inputs, coefficients_of(kind, is_held, inputs.rates, inputs.v0.dtype), cut)
 
     def rows(self, piece: Piece, z: Tensor) -> Tensor:
         """The rows of a piece of (batch, T, n), in the dtype of the scan."""
@@ -62,39 +56,39 @@ class _Setting:
         return is_here.unsqueeze(1), (at % piece.steps, torch.arange(len(at), device=at.device), at // piece.steps)
 
 
-def forward(kind: str, is_held: bool, inputs: ScanInput, cut: list[Piece]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The outputs, the last v and x, and the states before all chunks, (2, batch, chunks, P)."""
-    with autocast.switched(inputs.x, on=False), torch.no_grad():
-        setting = _Setting.of(kind, is_held, inputs, cut)
-        x, v0, c, d = inputs.x, inputs.v0, inputs.c, inputs.d
-        (batch, length, _), size = x.shape, v0.shape[1]
-        y = v0.new_empty(batch, length, len(c), dtype=output_dtype(inputs))
-        before = inputs.v0, inputs.x0
-        end = before
-        kept = v0.new_empty(2, batch, sum(piece.chunks for piece in setting.pieces), size)
-        chunk = 0
-        for piece in setting.pieces:
-            rows, gaps = setting.rows(piece, x), setting.gaps(piece)
-            entries = setting.coefficients.entries(gaps)
-            _, b = setting.drive(piece, rows, entries)
-            carries = setting.coefficients.carries(gaps, entries) if piece.chunks > 1 else [v0.unsqueeze(1)]
-            first = starts(entries, carries, b, before)
-            torch.stack(first, out=kept[:, :, chunk : chunk + piece.chunks])
-            chunk += piece.chunks
-            v, q = run(entries, b, first)
-            out = v[1:].view(-1, size) @ c[:, :size].T
-            out.addmm_(q[1:].view(-1, size), c[:, size:].T)
-            if d is not None:
-                out.addmm_(rows, d.T)
-            piece.of(y).copy_(out.view(piece.steps, batch, piece.chunks, -1))
-            shape = (piece.steps, batch, piece.chunks, size)
-            before = v[-1].view(shape[1:])[:, -1], q[-1].view(shape[1:])[:, -1]
-            if inputs.ends is None:
-                end = before
-            else:
-                is_here, at = setting.at_ends(piece)
-                ends = [torch.where(is_here, z[1:].view(shape)[at], old) for z, old in zip((v, q), end, strict=True)]
-                end = ends[0], ends[1]
+def forward(coefficients: Coefficients, inputs: ScanInput, cut: list[Piece]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs, the last v and x, and the states before all chunks and the last, (2, batch, chunks + 1, P)."""
+    setting = _Setting(inputs, coefficients)
+    x, v0, c, d = inputs.x, inputs.v0, inputs.c, inputs.d
+    (batch, length, _), size = x.shape, v0.shape[1]
+    y = v0.new_empty(batch, length, len(c), dtype=output_dtype(inputs))
+    before = inputs.v0, inputs.x0
+    end = before
+    kept = v0.new_empty(2, batch, sum(piece.chunks for piece in cut) + 1, size)
+    chunk = 0
+    for piece in cut:
+        rows, gaps = setting.rows(piece, x), setting.gaps(piece)
+        entries = setting.coefficients.entries(gaps)
+        _, b = setting.drive(piece, rows, entries)
+        carries = setting.coefficients.carries(gaps, entries) if piece.chunks > 1 else [v0.unsqueeze(1)]
+        first = starts(entries, carries, b, before)
+        torch.stack(first, out=kept[:, :, chunk : chunk + piece.chunks])
+        chunk += piece.chunks
+        v, q = run(entries, b, first)
+        out = v[1:].view(-1, size) @ c[:, :size].T
+        out.addmm_(q[1:].view(-1, size), c[:, size:].T)
+        if d is not None:
+            out.addmm_(rows, d.T)
+        piece.of(y).copy_(out.view(piece.steps, batch, piece.chunks, -1))
+        shape = (piece.steps, batch, piece.chunks, size)
+        before = v[-1].view(shape[1:])[:, -1], q[-1].view(shape[1:])[:, -1]
+        if inputs.ends is None:
+            end = before
+        else:
+            is_here, at = setting.at_ends(piece)
+            ends = [torch.where(is_here, z[1:].view(shape)[at], old) for z, old in zip((v, q), end, strict=True)]
+            end = ends[0], ends[1]
+    torch.stack(end, out=kept[:, :, -1])
     return y, end[0].contiguous(), end[1].contiguous(), kept
 
 
@@ -104,8 +98,7 @@ def output_dtype(inputs: ScanInput) -> torch.dtype:
 
 
 def backward(
-    kind: str,
-    is_held: bool,
+    coefficients: Coefficients,
     inputs: ScanInput,
     cut: list[Piece],
     kept: Tensor,
@@ -114,12 +107,11 @@ def backward(
 ) -> Grads:
     """The gradients of ``inputs``, those that are wanted."""
     each_wanted: Any = wanted
-    with autocast.switched(inputs.x, on=False), torch.no_grad():
-        found = _Gradients(_Setting.of(kind, is_held, inputs, cut), ScanInput(*each_wanted), grads)
-        chunk = kept.shape[2]
-        for piece in reversed(found.setting.pieces):
-            chunk -= piece.chunks
-            found.add(piece, kept[:, :, chunk : chunk + piece.chunks])
+    found = _Gradients(_Setting(inputs, coefficients), ScanInput(*each_wanted), grads)
+    chunk = kept.shape[2] - 1
+    for piece in reversed(cut):
+        chunk -= piece.chunks
+        found.add(piece, kept[:, :, chunk : chunk + piece.chunks])
     return found.all()
 
 
@@ -149,8 +141,7 @@ class _Gradients:
         v, x = run(entries, b, (before[0], before[1]))
         self.dc[:, :size].addmm_(dy.T, v[1:].view(-1, size))
         self.dc[:, size:].addmm_(dy.T, x[1:].view(-1, size))
-        out = u if entries.fv is None else b[0]
-        gv = torch.mm(dy, inputs.c[:, :size], out=out.view(-1, size)).view(v[1:].shape)
+        gv = torch.mm(dy, inputs.c[:, :size]).view(v[1:].shape)
         gx = torch.mm(dy, inputs.c[:, size:]).view(v[1:].shape)
         if inputs.ends is not None:
             is_here, at = setting.at_ends(piece)
@@ -169,8 +160,7 @@ class _Gradients:
         if self.dd is not None:
             self.dd.addmm_(dy.T, rows)
         if self.wanted.rates or self.wanted.gaps:
-            products = Products(v[:-1], x[:-1], None if entries.fv is None else u, gv, gx)
-            dgaps = setting.coefficients.add(gaps, entries, products, self.wanted.gaps)
+            dgaps = setting.coefficients.add(gaps, entries, Products(v, x, u, gv, gx), self.wanted.gaps)
             if self.dgaps is not None and dgaps is not None:
                 of_gaps = piece.of(self.dgaps)
                 of_gaps.copy_(dgaps.squeeze(-1).sum_to_size(of_gaps.shape))

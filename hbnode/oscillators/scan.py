@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from hbnode import _second_derivatives, _torch_internals
-from hbnode.oscillators import fused
-from hbnode.oscillators.coefficients import swings
+from hbnode._allocator import keep_freed_memory
+from hbnode.oscillators import fused, rotation
+from hbnode.oscillators.coefficients import coefficients_of, swings
 from hbnode.oscillators.layout import Piece, pieces
 from hbnode.oscillators.plain import ScanInput, plain_scan
+from hbnode.recurrent import autocast
 
 Grads = tuple[Tensor | None, ...]
 Output = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -80,8 +82,8 @@ def _groups(kind: str, rates: Tensor) -> list[tuple[str, Tensor | None]]:
     swinging = swings(rates)
     index, rest = swinging.nonzero()[:, 0], (~swinging).nonzero()[:, 0]
     if len(index) in (0, len(swinging)):
-        return [("swinging" if len(index) else kind, None)]
-    return [("swinging", index), (kind, rest)]
+        return [("rotating" if len(index) else kind, None)]
+    return [("rotating", index), (kind, rest)]
 
 
 def _part(inputs: ScanInput, index: Tensor | None, is_first: bool) -> ScanInput:
@@ -104,11 +106,19 @@ def _cut(inputs: ScanInput) -> list[Piece]:
 
 
 def _forward(kind: str, is_held: bool, inputs: ScanInput) -> Output:
-    """The outputs, the last v and x, and the states before all chunks, (2, batch, chunks, P)."""
+    """The outputs, the last v and x, and the states before all chunks and the last, (2, batch, chunks + 1, P)."""
+    if inputs.x.device.type == "cpu":
+        keep_freed_memory()
     cut, found = _cut(inputs), []
     groups = _groups(kind, inputs.rates)
-    for i, (name, index) in enumerate(groups):
-        found.append(fused.forward(name, is_held, _part(inputs, index, i == 0), cut))
+    with autocast.switched(inputs.x, on=False), torch.no_grad():
+        for i, (name, index) in enumerate(groups):
+            part = _part(inputs, index, i == 0)
+            if name == "rotating":
+                found.append(rotation.forward(is_held, part, cut))
+            else:
+                coefficients = coefficients_of(name, is_held, part.rates, part.v0.dtype)
+                found.append(fused.forward(coefficients, part, cut))
     if len(found) == 1:
         return found[0]
     order = torch.cat([index for _, index in groups if index is not None]).argsort()
@@ -117,19 +127,31 @@ def _forward(kind: str, is_held: bool, inputs: ScanInput) -> Output:
 
 
 def _backward(
-    kind: str, is_held: bool, inputs: ScanInput, kept: Tensor, wanted: Sequence[bool], grads: tuple[Tensor, ...]
+    kind: str,
+    is_held: bool,
+    inputs: ScanInput,
+    kept: Tensor,
+    wanted: Sequence[bool],
+    grads: tuple[Tensor, Tensor, Tensor],
 ) -> Grads:
     """The gradients of ``inputs``, those that are wanted."""
     dy, dv, dx = grads
     cut, found = _cut(inputs), []
     groups = _groups(kind, inputs.rates)
-    for i, (name, index) in enumerate(groups):
-        part = _part(inputs, index, i == 0)
-        if index is None:
-            return fused.backward(name, is_held, part, cut, kept, wanted, (dy, dv, dx))
-        of = dy, dv[:, index], dx[:, index]
-        grads_of: Any = fused.backward(name, is_held, part, cut, kept[..., index], wanted, of)
-        found.append(ScanInput(*grads_of))
+    with autocast.switched(inputs.x, on=False), torch.no_grad():
+        for i, (name, index) in enumerate(groups):
+            part = _part(inputs, index, i == 0)
+            of, states = grads, kept
+            if index is not None:
+                of, states = (dy, dv[:, index], dx[:, index]), kept[..., index]
+            if name == "rotating":
+                grads_of: Any = rotation.backward(is_held, part, cut, states, wanted, of)
+            else:
+                coefficients = coefficients_of(name, is_held, part.rates, part.v0.dtype)
+                grads_of = fused.backward(coefficients, part, cut, states, wanted, of)
+            if index is None:
+                return tuple(grads_of)
+            found.append(ScanInput(*grads_of))
     order = torch.cat([index for _, index in groups if index is not None]).argsort()
     one, other = found
 
@@ -162,7 +184,7 @@ _SHORTEST = 8  # samples of a chunk
 def _forward_op(kind: str, is_held: bool, *tensors: Tensor | None) -> Output:
     inputs = ScanInput(*tensors)  # type: ignore[arg-type]  # the schema has their types
     y, v, x, kept = _forward(kind, is_held, inputs)
-    return y, v, x, functional.pad(kept, (0, 0, 0, inputs.x.shape[1] // _SHORTEST + 1 - kept.shape[2]))
+    return y, v, x, functional.pad(kept, (0, 0, 0, inputs.x.shape[1] // _SHORTEST + 2 - kept.shape[2]))
 
 
 @_forward_op.register_fake
@@ -170,7 +192,7 @@ def _(kind: str, is_held: bool, *tensors: Tensor | None) -> Output:
     inputs = ScanInput(*tensors)  # type: ignore[arg-type]  # the schema has their types
     (batch, length, _), size = inputs.x.shape, inputs.v0.shape[1]
     y = inputs.v0.new_empty(batch, length, len(inputs.c), dtype=fused.output_dtype(inputs))
-    kept = inputs.v0.new_empty(2, batch, length // _SHORTEST + 1, size)
+    kept = inputs.v0.new_empty(2, batch, length // _SHORTEST + 2, size)
     return y, inputs.v0.new_empty(batch, size), inputs.v0.new_empty(batch, size), kept
 
 
@@ -182,7 +204,7 @@ def _(kind: str, is_held: bool, *tensors: Tensor | None) -> Output:
 )
 def _backward_op(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
     inputs, (kept, dy, dv, dx, wanted) = ScanInput(*rest[:_COUNT]), rest[_COUNT:]
-    kept = kept[:, :, : sum(piece.chunks for piece in _cut(inputs))]
+    kept = kept[:, :, : sum(piece.chunks for piece in _cut(inputs)) + 1]
     return [grad for grad in _backward(kind, is_held, inputs, kept, wanted, (dy, dv, dx)) if grad is not None]
 
 
