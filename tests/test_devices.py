@@ -385,7 +385,7 @@ def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, di
         assert y.is_cuda
         assert state.v.is_cuda
         assert layer.log_damping.grad.is_cuda
-        assert waited <= 1 + (times is not None) * (1 + 4 * (discretization == "exact"))
+        assert waited <= 2 + (times is not None) * (1 + 4 * (discretization == "exact"))
     ahead, _ = layer.forecast(state, device.move(torch.tensor([0.5])))
     assert ahead.is_cuda
     cell = device.move(hbnode.OscillatorCell(3, 4, discretization=discretization, input=input))
