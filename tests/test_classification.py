@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 import zipfile
 
 import numpy as np
@@ -219,6 +220,16 @@ def test_the_table_has_intervals(folder, tmp_path, capsys):
     assert " to " in lines[-1]
     with pytest.raises(SystemExit, match="no finished runs"):
         classification_table.main([str(folder)])
+
+
+def test_the_loss_at_equal_seconds(tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder, losses in zip(folders, ([0.9, 0.5, 0.1], [0.8, 0.7, 0.2]), strict=True):
+        folder.mkdir()
+        lines = [f"{loss},2.0" for loss in losses]
+        (folder / "metrics.csv").write_text("\n".join(["validation_loss,seconds", *lines]))
+    group = types.SimpleNamespace(folders=folders)
+    assert [classification_table.early(group, s) for s in (1.0, 2.0, 5.9, np.inf)] == ["–", "0.850", "0.600", "0.150"]
 
 
 def test_scores_and_differences():

@@ -3,10 +3,12 @@
     python -m tasks.studies.classification_table runs/classification
 
 A table for each set: means over seeds of accuracy, AUROC of two classes, negative log-likelihood, seconds of training
-and parameters. Models are in the order of AUROC, or of accuracy. The last column is the difference to the first row,
-with an interval of 95 %: in each of --resamples resamples the test series of each seed are drawn again, the same for
-both models, and the differences are averaged over the seeds that both have. It does not know how far other splits
-would be apart.
+and parameters. Models are in the order of AUROC, or of accuracy. "validation, 3 s" compares at equal seconds: the least
+negative log-likelihood of the validation series that a network had after as many seconds as the fastest one took for
+all of its epochs; boosting and logistic regression take the seconds they need. The last column is the difference to the
+first row, with an interval of 95 %: in each of --resamples resamples the test series of each seed are drawn again, the
+same for both models, and the differences are averaged over the seeds that both have. It does not know how far other
+splits would be apart.
 """
 
 from __future__ import annotations
@@ -56,13 +58,25 @@ def difference(one: Predicted, other: Predicted, resamples: int, seed: int = 0) 
     return float(found[0]), float(low), float(high)
 
 
+def early(group: Group, seconds: float) -> str:
+    """The least validation loss within some seconds, mean over seeds; a dash if no epoch was done by then."""
+    found = []
+    for folder in group.folders:
+        metrics = pd.read_csv(folder / "metrics.csv")
+        found.append(metrics["validation_loss"][metrics["seconds"].cumsum() <= seconds].min())
+    return "–" if np.isnan(found).any() else f"{np.mean(found):.3f}"
+
+
 def table(groups: Sequence[Group], resamples: int) -> str:
     """The table of one set, in Markdown."""
     two = "test_auroc" in groups[0].summaries[0]
     by = "test_auroc" if two else "test_accuracy"
     groups = sorted(groups, key=lambda group: -group.mean(by))
     best = predictions(groups[0])
-    names = ["model", "accuracy", *(["AUROC"] if two else []), "loss", "seconds", "parameters", "seeds", "to the first"]
+    networks = [group.mean("training_seconds") for group in groups if group.mean("parameters")]
+    limit = min(networks, default=0.0)
+    names = ["model", "accuracy", *(["AUROC"] if two else []), "loss", f"validation, {limit:.0f} s"]
+    names += ["seconds", "parameters", "seeds", "to the first"]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for group in groups:
         means = [f"{group.mean('test_accuracy'):.3f}", *([f"{group.mean(by):.3f}"] if two else [])]
@@ -71,7 +85,8 @@ def table(groups: Sequence[Group], resamples: int) -> str:
             far = "{:+.3f} ({:+.3f} to {:+.3f})".format(*difference(predictions(group), best, resamples))
         size = group.mean("parameters")
         cells = [
-            *(group.label, *means, f"{group.mean('test_loss'):.3f}", f"{group.mean('training_seconds'):.0f}"),
+            *(group.label, *means, f"{group.mean('test_loss'):.3f}", early(group, limit if size else np.inf)),
+            f"{group.mean('training_seconds'):.0f}",
             *(f"{size:,.0f}" if size else "", str(len(group.seeds)), far),
         ]
         lines.append("| " + " | ".join(cells) + " |")
