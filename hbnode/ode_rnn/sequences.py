@@ -33,7 +33,10 @@ class Sequences:
         lengths: Tensor | Sequence[int] | None,
     ) -> None:
         if isinstance(x, PackedSequence):
-            raise TypeError("filter takes padded sequences, got a PackedSequence. Fix: pad_packed_sequence.")
+            raise TypeError(
+                "x is a PackedSequence; expected a padded tensor. Fix: x, lengths = pad_packed_sequence(x, "
+                "batch_first=True), and lengths=lengths."
+            )
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"x must be a tensor (batch, T, input_size), got {type(x).__name__}. Fix: {tensor_fix(x)}, and "
