@@ -7,6 +7,8 @@ from torch import nn
 import hbnode
 from hbnode.ode_rnn import core
 from hbnode.ode_rnn.by_hand import gaps, walk
+from hbnode.ode_rnn.by_hand.coefficients import coefficients, slopes
+from hbnode.solvers.registry import METHODS
 
 LENGTHS = torch.tensor([6, 4, 1])
 CASES = {
@@ -268,6 +270,21 @@ def test_many_gradients_at_once():
     (at_once,) = torch.autograd.grad(last, rnn.cell.weight_hh, torch.eye(4).double(), True, is_grads_batched=True)
     for mine, part in zip(at_once, last, strict=True):
         torch.testing.assert_close(mine, torch.autograd.grad(part, rnn.cell.weight_hh, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("name", ["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4"])
+def test_coefficients_and_their_slopes(name):
+    method, sizes = METHODS[name], torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
+    damping = torch.tensor(0.4, dtype=torch.float64)
+
+    def turned(damping):
+        matrix = method.matrix(damping, sizes.unsqueeze(-1))
+        return matrix.permute(*range(matrix.dim() - 1, 1, -1), 0, 1)
+
+    torch.testing.assert_close(coefficients(method, damping, sizes), turned(damping), rtol=1e-12, atol=1e-14)
+    got, expected = slopes(method, damping, sizes), torch.func.jacfwd(turned)(damping)
+    of_error = () if got.dim() == 3 else (slice(None), slice(got.shape[1]))
+    torch.testing.assert_close(got, expected[of_error], rtol=1e-11, atol=1e-13)
 
 
 # What a network may be, and what a user does with the outputs

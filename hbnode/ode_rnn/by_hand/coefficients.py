@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 
 class _Form:
-    """The coefficients of a Nystrom method, H^w Q(z) e^{rz} with z = γH, or their derivatives with respect to γ."""
+    """The coefficients of a Nystrom method, H^w Q(z) e^{rz} with z = γH.
+
+    Of order 1 they are the derivatives with respect to γ, without the rows of the error.
+    """
 
     def __init__(self, method: Nystrom, order: int) -> None:
         import numpy as np  # here, as everywhere in hbnode, because it is slow to import
 
-        polynomials, rates, powers = method.host_constants(error=True, order=order)
+        polynomials, rates, powers = method.host_constants(error=order == 0, order=order)
         columns = len(method.c) + 2
-        row, column = np.divmod(method.places(error=True), columns)
+        row, column = np.divmod(method.places(error=order == 0), columns)
         self.shape = columns, int(row.max()) + 1
         place = column * self.shape[1] + row
         self.polynomials = np.zeros((columns * self.shape[1], len(polynomials)))  # Q, of each coefficient
