@@ -58,10 +58,8 @@ class GRU(Cell):
         n = s.shape[1]
         weight, bias = weights
         assert weight is not None
-        own = linear(s, weight, bias)
-        rz = torch.add(gates[:, : 2 * n], own[:, : 2 * n]).sigmoid_()
-        r, z = rz.chunk(2, 1)
-        own = own[:, 2 * n :]
+        rz, own = linear(s, weight, bias).split((2 * n, n), 1)
+        r, z = rz.add_(gates[:, : 2 * n]).sigmoid_().chunk(2, 1)
         new = torch.addcmul(gates[:, 2 * n :], r, own).tanh_()
         return torch.lerp(new, s, z), (s, rz, own, new)
 
