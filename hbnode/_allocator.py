@@ -8,8 +8,8 @@ _MOST = 31 * 2**20  # bytes; glibc follows freed blocks of up to 32 MiB
 _is_told = False
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep memory that is freed, once for the process.
+def keep_freed_memory(device: torch.device) -> None:
+    """Let glibc keep memory that is freed, once for the process, for work on the CPU.
 
     It gives memory back to the system block by block, until a large block has been freed: then it raises the sizes from
     which it does, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3), to that of the block and twice that. Before, a
@@ -18,6 +18,6 @@ def keep_freed_memory() -> None:
     that the environment sets.
     """
     global _is_told
-    if not _is_told:
+    if device.type == "cpu" and not _is_told:
         _is_told = True
         torch.empty(_MOST, dtype=torch.uint8, device="cpu")

@@ -107,8 +107,7 @@ def _cut(inputs: ScanInput) -> list[Piece]:
 
 def _forward(kind: str, is_held: bool, inputs: ScanInput) -> Output:
     """The outputs, the last v and x, and the states before all chunks and the last, (2, batch, chunks + 1, P)."""
-    if inputs.x.device.type == "cpu":
-        keep_freed_memory()
+    keep_freed_memory(inputs.x.device)
     cut, found = _cut(inputs), []
     groups = _groups(kind, inputs.rates)
     with autocast.switched(inputs.x, on=False), torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hbnode._allocator import keep_freed_memory
 from hbnode._torch_internals import is_batched, keeps_graph
 from hbnode.ode_rnn.by_hand.cells import Cell
 from hbnode.ode_rnn.by_hand.equations import Number
@@ -105,6 +106,7 @@ class Kept(NamedTuple):
 
 def walked(walk: Walk, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The states at the stops before samples are seen, and after, (stops, batch, S)."""
+    keep_freed_memory(inputs.s.device)
     *others, weights = inputs
     walk.keeps = torch.is_grad_enabled()
     # a parameter whose p.data is replaced afterwards takes its saved self with it, a view stays as it was
