@@ -17,8 +17,8 @@ from torch.autograd.graph import Node
 
 
 def is_active() -> bool:
-    """Whether a transform (vmap, grad, jvp, ...) is running."""
-    return torch._C._functorch.maybe_current_level() is not None
+    """Whether a transform (vmap, grad, jvp, ...) is running; in what torch.compile traces too."""
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0
 
 
 def is_batched(x: Tensor) -> bool:

@@ -83,11 +83,57 @@ def test_vmap_over_series(input):
     torch.testing.assert_close(each, layer(x, t)[0])
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
+def test_transforms_inside_of_compiled_functions(transform, backend):
+    layer, x, _ = make()
+    functions = {
+        "jvp": lambda x: torch.func.jvp(lambda x: layer(x)[0], (x,), (x,))[1],
+        "grad": lambda x: torch.func.grad(lambda x: layer(x)[0].square().sum())(x),
+        "vmap": lambda x: torch.func.vmap(lambda x: layer(x[None])[0][0])(x),
+    }
+    function = functions[transform]
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+
+
+def test_compiled_gradients_do_not_see_the_times_of_padding():
+    layer, x, t = make()
+    with torch.no_grad():
+        layer.log_damping.copy_(torch.tensor([0.2, 2.0, 5.0, 100.0]).log())
+        layer.log_stiffness.zero_()
+    t = torch.cat([t[0, :20], torch.zeros(10)])
+    lengths = torch.tensor([20, 9])
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found, right = (
+        torch.autograd.grad(run(x, t, lengths=lengths)[0].sum(), list(layer.parameters())) for run in (compiled, layer)
+    )
+    torch.testing.assert_close(found, right)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(strict):
     layer, x, t = make()
-    exported = torch.export.export(layer, (x, t), strict=strict).module()
-    torch.testing.assert_close(exported(2 * x, t)[0], layer(2 * x, t)[0])
+    batch = torch.export.Dim("batch")
+    shapes = {"x": {0: batch}, "t": {0: batch}}
+    exported = torch.export.export(layer, (x, t), strict=strict, dynamic_shapes=shapes).module()
+    x, t = torch.cat([x, 2 * x, 3 * x]), torch.cat([t, 2 * t, 3 * t])
+    torch.testing.assert_close(exported(x, t)[0], layer(x, t)[0])
+
+
+@both
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_jit_trace(input):
+    class Outputs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = make(input=input)[0]
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    model, x = Outputs(), torch.randn(2, 30, 3)
+    traced = torch.jit.trace(model, (x,), check_trace=False)
+    torch.testing.assert_close(traced(2 * x), model(2 * x))
 
 
 def test_dates_and_durations():

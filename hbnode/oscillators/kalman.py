@@ -92,14 +92,14 @@ class KalmanBank(OscillatorBank):
                 self.log_observation_noise.fill_(math.log(0.3))
 
     @property
-    def process_noise(self) -> Tensor:
-        """The current s of each oscillator: its velocity diffuses by s² per time. It is σ √(2γ), (num_oscillators,)."""
-        return self._noise("log_spread").exp() * (2 * self.damping).sqrt()
+    def process_noise(self) -> Tensor | None:
+        """The current s of each oscillator, σ √(2γ): its velocity diffuses by s² per time. None without noise."""
+        return None if self.log_spread is None else self.log_spread.exp() * (2 * self.damping).sqrt()
 
     @property
-    def observation_noise(self) -> Tensor:
-        """The current standard deviation of the noise of each feature, (input_size,)."""
-        return self._noise("log_observation_noise").exp()
+    def observation_noise(self) -> Tensor | None:
+        """The current standard deviation of the noise of each feature, (input_size,). None without noise."""
+        return None if self.log_observation_noise is None else self.log_observation_noise.exp()
 
     def _noise(self, name: str) -> Tensor:
         value = getattr(self, name)

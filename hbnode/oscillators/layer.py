@@ -186,7 +186,7 @@ class Oscillators(KalmanBank):
             raise TypeError("t is an OscillatorState; times come before it. Fix: layer(x, None, state).")
         if state is not None:
             self._refuse_both_directions("takes no state")
-            state = self._check_state(state, len(x))
+            state = self._check_state(state, x.shape[0] if isinstance(x, Tensor) else 0)
         times: ArrayLike = _counted(x, state) if t is None else t
         sequences = Sequences(self.input_size, x, times, mask, lengths)
         self._check_dtype(x)
@@ -207,7 +207,7 @@ class Oscillators(KalmanBank):
         """The outputs, without padding, and the state at the end of each sequence."""
         x, dtype = sequences.x, self._dtype
         w, skip = self.weight_in.to(dtype), self.weight_skip.to(dtype)
-        zeros = torch.zeros(len(x), self.num_oscillators, dtype=dtype, device=x.device)
+        zeros = torch.zeros(x.shape[0], self.num_oscillators, dtype=dtype, device=x.device)
         v0, x0 = (zeros, zeros) if state is None else (state.v.to(dtype), state.x.to(dtype))
         held = None
         driving = x
@@ -329,6 +329,7 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, *, is_counted: bo
     """Those before each sample, from the time of the state on."""
     if is_counted:
         return _Gaps(1.0, None, are_rows=False)
+    is_shared = is_shared and (sequences.valid is None or may_look())  # else padding, which may have any time, is there
     t = sequences.raw_t[:1] if is_shared else sequences.t
     gaps = t.diff()
     if state is None:

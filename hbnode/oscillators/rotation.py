@@ -5,8 +5,8 @@ With a = γ/2, ω = √(κ - a²) and λ = -a + iω, a free oscillator is z' = �
 .. math:: p = v + a x, \quad q = \omega x, \qquad \text{or}\qquad p = -a v - \kappa x, \quad q = \omega v,
 
 the second being λ times the first. An impulse on v is one on p in the first; in the second an input u, held over the
-gap Δ, adds (e^{λΔ} - 1) u. There is no difference of large numbers in either, nor in their gradients: with g the
-gradient of z(Δ), that of -a is Δ Re(ḡ z) and that of ω is -Δ Im(ḡ z), z without the impulse, or with u added to it.
+gap Δ, adds (e^{λΔ} - 1) u. Errors are those of rounding relative to the energy, v² + κx². With g the gradient of z(Δ),
+that of -a is Δ Re(ḡ z) and that of ω is Δ Im(ḡ z), z without the impulse, or with u added to it.
 """
 
 from __future__ import annotations
@@ -92,73 +92,82 @@ def _entries(c: Tensor, s: Tensor, lost: Tensor | None = None) -> Entries:
 
 
 class _Coordinates:
-    """T and its inverse, (2, 2, P), and what goes through them."""
+    """T and T⁻¹, four rows (P,) each, and what goes through them."""
 
     def __init__(self, is_held: bool, inputs: ScanInput) -> None:
         self.is_held, self.inputs = is_held, inputs
-        gamma, self.kappa = inputs.rates
-        self.a = gamma / 2
-        self.omega = (self.kappa - self.a.square()).sqrt()
-        one, zero = torch.ones_like(self.a), torch.zeros_like(self.a)
-        a, kappa, omega = self.a, self.kappa, self.omega
+        gamma, kappa = inputs.rates
+        a = gamma / 2
+        omega = (kappa - a.square()).sqrt()
+        slope = a / omega
         if is_held:
-            to, back = [-a, -kappa, omega, zero], [zero, 1 / omega, -1 / kappa, -a / (omega * kappa)]
+            to, back = [-a, -kappa, omega, a - a], [a - a, 1 / omega, -1 / kappa, -slope / kappa]
         else:
-            to, back = [one, a, zero, omega], [one, -a / omega, zero, 1 / omega]
-        self.to, self.back = (torch.stack(rows).view(2, 2, -1) for rows in (to, back))
-        dtype = inputs.v0.dtype
-        self._to, self._back = self.to.to(dtype), self.back.to(dtype)
+            to, back = [a / a, a, a - a, omega], [a / a, -slope, a - a, 1 / omega]
+        self.rates = a, kappa, omega
+        rows = torch.stack(to + back).to(inputs.v0.dtype).unbind()
+        self.to, self.back = rows[:4], rows[4:]
+        self.c = inputs.c.chunk(2, 1)
 
     def turned(self) -> ScanInput:
-        """The inputs of a scan of p and q, of the kind "rotating"."""
-        p, q = _times(self._to, self.inputs.v0, self.inputs.x0)
-        c = torch.cat(_times(self._back.transpose(0, 1), *self.inputs.c.chunk(2, 1)), 1)
-        return self.inputs._replace(v0=p, x0=q, c=c, rates=torch.stack([self.a, self.omega]))
+        """The inputs of a scan of p and q."""
+        p, q = _times(self.to, self.inputs.v0, self.inputs.x0)
+        a, _, omega = self.rates
+        c = torch.cat(_transposed(self.back, *self.c), 1)
+        return self.inputs._replace(v0=p, x0=q, c=c, rates=torch.stack([a, omega]))
 
-    def end(self, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def end(self, p: Tensor, q: Tensor) -> Pair:
         """V and x."""
-        return _times(self._back, p, q)
+        return _times(self.back, p, q)
 
-    def end_backward(self, dv: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+    def end_backward(self, dv: Tensor, dx: Tensor) -> Pair:
         """The gradients of p and q at the end."""
-        return _times(self._back.transpose(0, 1), dv, dx)
+        return _transposed(self.back, dv, dx)
 
     def gradients(self, found: ScanInput, end: Pair, of_end: Pair) -> ScanInput:
-        """Those of the inputs, from those of :meth:`turned`, the p and q at the end, and the gradient of v and x there.
-
-        Through T⁻¹ they come back to T, dT = -T⁻ᵀ d(T⁻¹) T⁻ᵀ.
-        """
+        """Those of the inputs, from those of :meth:`turned`, p and q at the end, and the gradient of v and x there."""
         of_start, of_c = (found.v0, found.x0), found.c.chunk(2, 1)
-        dv, dx = _times(self._to.transpose(0, 1), *of_start)
-        dc = torch.cat(_times(self._back, *of_c), 1)
+        dv, dx = _transposed(self.to, *of_start)
+        dc = torch.cat(_times(self.back, *of_c), 1)
         rates: Any = found.rates
         if rates is not None:
             of_to = _outer(of_start, (self.inputs.v0, self.inputs.x0))
-            of_back = _outer(self.inputs.c.chunk(2, 1), of_c) + _outer(of_end, end)
-            through = torch.einsum("kip,klp,jlp->ijp", self.back, of_back.to(self.back), self.back)
-            rates = self._of_rates(rates, of_to.to(through) - through)
+            of_back = _outer(self.c, of_c) + _outer(of_end, end)
+            rates = self._of_rates(rates, of_to.to(rates), of_back.to(rates))
         return found._replace(v0=dv, x0=dx, c=dc, rates=rates)
 
-    def _of_rates(self, rates: Tensor, to: Tensor) -> Tensor:
-        """The gradient of γ and κ, from that of a and ω and that of T."""
+    def _of_rates(self, rates: Tensor, to: Tensor, back: Tensor) -> Tensor:
+        """The gradient of γ and κ, from that of a and ω, and those of T and T⁻¹, (4, P)."""
+        a, kappa, omega = self.rates
         da, domega = rates
-        dkappa = torch.zeros_like(da)
         if self.is_held:
-            da, dkappa, domega = da - to[0, 0], -to[0, 1], domega + to[1, 0]
+            of_slope = -back[3] / kappa  # T⁻¹ has -a/ω/κ
+            dkappa = (back[2] + back[3] * a / omega) / kappa / kappa - to[1]
+            da, domega = da - to[0], domega + to[2] - back[1] / omega / omega
         else:
-            da, domega = da + to[0, 1], domega + to[1, 1]
-        domega = domega / self.omega
-        return torch.stack([(da - self.a * domega) / 2, dkappa + domega / 2])
+            of_slope = -back[1]  # T⁻¹ has -a/ω
+            dkappa = torch.zeros_like(da)
+            da, domega = da + to[1], domega + to[3] - back[3] / omega / omega
+        da = da + of_slope / omega
+        domega = (domega - of_slope * a / omega / omega) / omega  # of ω², twice
+        return torch.stack([(da - a * domega) / 2, dkappa + domega / 2])
 
 
-def _times(matrix: Tensor, one: Tensor, other: Tensor) -> Pair:
-    """The product of matrices (2, 2, P) and vectors (n, P)."""
-    return one * matrix[0, 0] + other * matrix[0, 1], one * matrix[1, 0] + other * matrix[1, 1]
+def _times(matrix: Sequence[Tensor], one: Tensor, other: Tensor) -> Pair:
+    """The product of matrices of rows (P,) and vectors (n, P)."""
+    a, b, c, d = matrix
+    return torch.addcmul(one * a, other, b), torch.addcmul(one * c, other, d)
+
+
+def _transposed(matrix: Sequence[Tensor], one: Tensor, other: Tensor) -> Pair:
+    """Likewise of the transposes."""
+    a, b, c, d = matrix
+    return _times((a, c, b, d), one, other)
 
 
 def _outer(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    """The products of vectors (n, P), summed over n, (2, 2, P)."""
-    return torch.stack([(a * b).sum(0) for a in one for b in other]).view(2, 2, -1)
+    """The products of vectors (n, P), summed over n, (4, P)."""
+    return torch.stack([(a * b).sum(0) for a in one for b in other])
 
 
 def forward(is_held: bool, inputs: ScanInput, cut: list[Piece]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

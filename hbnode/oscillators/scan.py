@@ -31,10 +31,11 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
         is_held: whether the input is held over the gap before a sample, or is added to v.
         inputs: the tensors.
     """
-    if torch.compiler.is_compiling():
+    needs_plain = _torch_internals.is_active() or _torch_internals.in_forward_mode() or torch.jit.is_tracing()
+    if torch.compiler.is_compiling() and not needs_plain:
         y, v, x, _ = _forward_op(kind, is_held, *inputs)
         return y, v, x
-    if _second_derivatives.are_wanted() or _torch_internals.is_active() or _torch_internals.in_forward_mode():
+    if needs_plain or _second_derivatives.are_wanted():
         return plain_scan(kind, is_held, inputs)
     y, v, x = _Scan.apply(kind, is_held, *inputs)
     return y, v, x
@@ -54,7 +55,8 @@ class _Scan(torch.autograd.Function):
         *tensors, kept = ctx.saved_tensors
         inputs, wanted, (kind, is_held) = ScanInput(*tensors), ctx.needs_input_grad[2:], ctx.kind
         if torch.is_grad_enabled():  # create_graph=True
-            return None, None, *_differentiable(kind, is_held, inputs, wanted, grads)
+            with autocast.switched(inputs.x, on=False):
+                return None, None, *_differentiable(kind, is_held, inputs, wanted, grads)
         return None, None, *_backward(kind, is_held, inputs, kept, wanted, grads)
 
 
@@ -190,7 +192,7 @@ def _forward_op(kind: str, is_held: bool, *tensors: Tensor | None) -> Output:
 def _(kind: str, is_held: bool, *tensors: Tensor | None) -> Output:
     inputs = ScanInput(*tensors)  # type: ignore[arg-type]  # the schema has their types
     (batch, length, _), size = inputs.x.shape, inputs.v0.shape[1]
-    y = inputs.v0.new_empty(batch, length, len(inputs.c), dtype=fused.output_dtype(inputs))
+    y = inputs.v0.new_empty(batch, length, inputs.c.shape[0], dtype=fused.output_dtype(inputs))
     kept = inputs.v0.new_empty(2, batch, length // _SHORTEST + 2, size)
     return y, inputs.v0.new_empty(batch, size), inputs.v0.new_empty(batch, size), kept
 

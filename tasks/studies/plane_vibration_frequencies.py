@@ -70,7 +70,9 @@ def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.Oscillators]:
 def learned(layer: hbnode.Oscillators) -> list[dict[str, float]]:
     """Of each oscillator, by frequency: Hz, damping ratio, share in the accelerations' variance and in the force's."""
     omega = layer.stiffness.sqrt()
-    spread = (layer.process_noise**2 / (2 * layer.damping)).repeat(2)  # variance of v and of √κ x
+    noise = layer.process_noise
+    assert noise is not None
+    spread = (noise**2 / (2 * layer.damping)).repeat(2)  # variance of v and of √κ x
     parts = (spread * layer.weight_out**2).unflatten(1, (2, -1)).sum(1)  # (channels, oscillators)
     shares = {"acceleration_share": parts[2:].sum(0) / parts[2:].sum(), "force_share": parts[0] / parts[0].sum()}
     columns = {"hertz": f16.RATE * omega / (2 * math.pi), "damping_ratio": layer.damping / (2 * omega), **shares}
