@@ -83,7 +83,7 @@ def test_vmap_over_series(input):
     torch.testing.assert_close(each, layer(x, t)[0])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
 def test_transforms_inside_of_compiled_functions(transform, backend):
     layer, x, _ = make()
