@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-WIDTH = 24_576  # numbers that an operation works on: what a step needs then stays in the second-level cache
+WIDTH = 28_672  # numbers that an operation works on: what a step needs then stays in the second-level cache
 STEPS = 32  # samples of a chunk
 PIECE = 1_048_576  # numbers in a piece of v
 
