@@ -146,7 +146,7 @@ def test_dates_and_durations():
     torch.testing.assert_close(ahead, layer.forecast(state, [60.0, 120.0])[0])
 
 
-@pytest.mark.parametrize("name", ["log_damping", "log_stiffness", "weight_in"])
+@pytest.mark.parametrize("name", ["log_damping", "log_stiffness", "weight_in", "weight_out"])
 @both
 def test_a_parameter_that_is_not_finite_is_named(name, input):
     layer, x, t = make(input=input)

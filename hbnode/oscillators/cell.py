@@ -110,7 +110,7 @@ class OscillatorCell(OscillatorBank):
         samples = x.to(dtype)
         if not self._is_held:
             v = v + samples @ self.weight_in.to(dtype).T
-        self._check_finite(v, q)
         y = torch.cat([v, q], -1) @ self._readout().T + samples @ self.weight_skip.to(dtype).T
+        self._check_finite(v, q, y)
         y = y.to(x.dtype) if x.dtype.itemsize < dtype.itemsize else y
         return y, OscillatorState(v, q, time, x if self._is_held else None)

@@ -228,7 +228,7 @@ class Oscillators(KalmanBank):
         y, v, q = scan(kind, self._is_held, inputs)
         if self._is_held:
             y = y + (x.to(dtype) @ skip.T).to(y.dtype)
-        self._check_finite(v, q)
+        self._check_finite(v, q, y[:, -1])
         return y, OscillatorState(v, q, sequences.t[:, -1], held)
 
     @overload
@@ -275,8 +275,8 @@ class Oscillators(KalmanBank):
             for gap in dt.diff(prepend=torch.zeros_like(dt[:, :1])).unbind(1):
                 before = OscillatorState(*paths[-1], state.t, state.held) if paths else state
                 paths.append(self._advanced(before, gap.unsqueeze(1)))
-        self._check_finite(*paths[-1])
         y = torch.stack([torch.cat(path, -1) for path in paths], 1) @ self._readout().T
+        self._check_finite(*paths[-1], y[:, -1])
         if state.held is not None:
             y = y + (state.held.to(y.dtype) @ self.weight_skip.to(y.dtype).T).unsqueeze(1)
         time = state.t + dt[:, -1].to(state.t.dtype)

@@ -151,13 +151,13 @@ class OscillatorBank(nn.Module):
         u = state.held.to(self._dtype) @ self.weight_in.to(self._dtype).T
         return v + fv * u, x + fx * u
 
-    def _check_finite(self, v: Tensor, x: Tensor) -> None:
-        """Name what made a state NaN or infinite."""
-        if not may_look() or bool((v.detach().isfinite() & x.detach().isfinite()).all()):
+    def _check_finite(self, v: Tensor, x: Tensor, y: Tensor) -> None:
+        """Name what made a state, or the outputs there, NaN or infinite."""
+        if not may_look() or bool(torch.cat([v.detach(), x.detach(), y.detach().to(v)], -1).isfinite().all()):
             return
         self._check_parameters()
         raise FloatingPointError(
-            "the oscillators' state became NaN or infinite: "
+            "the oscillators' state or output became NaN or infinite: "
             + (
                 "a gap is longer than about 2/√κ, where IMEX steps are unstable. Fix: discretization='exact'."
                 if self.discretization == "imex"
@@ -171,7 +171,7 @@ class OscillatorBank(nn.Module):
             limit = math.log(torch.finfo(torch.float32).max) if name.startswith("log_") else math.inf
             if not bool((parameter.detach().abs() < limit).all()):
                 raise FloatingPointError(
-                    f"{name} is NaN, infinite or beyond float32, so that the oscillators' state is not finite. Fix: "
+                    f"{name} is NaN, infinite or beyond float32, and the oscillators' state or output with it. Fix: "
                     "load the parameters of an earlier step, clip gradients, take a lower learning rate."
                 )
 

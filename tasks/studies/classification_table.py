@@ -81,7 +81,7 @@ def table(groups: Sequence[Group], resamples: int) -> str:
     for group in groups:
         means = [f"{group.mean('test_accuracy'):.3f}", *([f"{group.mean(by):.3f}"] if two else [])]
         far = "–"
-        if group is not groups[0]:
+        if group is not groups[0] and set(group.seeds) & set(groups[0].seeds):
             far = "{:+.3f} ({:+.3f} to {:+.3f})".format(*difference(predictions(group), best, resamples))
         size = group.mean("parameters")
         cells = [
