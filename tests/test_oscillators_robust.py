@@ -37,6 +37,21 @@ def test_gradients_in_float32(input, damping, stiffness):
 
 
 @both
+def test_damping_that_underflows_is_none(input):
+    layer, x, t = make(input=input)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.log_damping.fill_(-800.0)  # γ = 0, in float64 too
+        twin.log_damping.fill_(-60.0)
+    found, right = layer(x, t)[0], twin(x, t)[0]
+    torch.testing.assert_close(found, right)
+    ours, theirs = (
+        torch.autograd.grad(y.square().sum(), list(each.parameters())) for y, each in ((found, layer), (right, twin))
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+@both
 def test_autocast_changes_no_number(input):
     layer, x, t = make(input=input)
     cell = hbnode.OscillatorCell(3, 4, input=input)

@@ -99,11 +99,11 @@ class _Coordinates:
         gamma, kappa = inputs.rates
         a = gamma / 2
         omega = (kappa - a.square()).sqrt()
-        slope = a / omega
+        one, zero, slope = torch.ones_like(a), torch.zeros_like(a), a / omega
         if is_held:
-            to, back = [-a, -kappa, omega, a - a], [a - a, 1 / omega, -1 / kappa, -slope / kappa]
+            to, back = [-a, -kappa, omega, zero], [zero, 1 / omega, -1 / kappa, -slope / kappa]
         else:
-            to, back = [a / a, a, a - a, omega], [a / a, -slope, a - a, 1 / omega]
+            to, back = [one, a, zero, omega], [one, -slope, zero, 1 / omega]
         self.rates = a, kappa, omega
         rows = torch.stack(to + back).to(inputs.v0.dtype).unbind()
         self.to, self.back = rows[:4], rows[4:]
