@@ -14,10 +14,10 @@ def keep_freed_memory(device: torch.device) -> None:
     It gives memory back to the system block by block, until a large block has been freed: then it raises the sizes from
     which it does, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3), to that of the block and twice that. Before, a
     pass whose intermediate values come and go by megabytes can spend half of its time in page faults. Here a block of
-    31 MiB is taken and freed; no page of it is touched. It changes nothing for other allocators, nor for thresholds
-    that the environment sets.
+    31 MiB is taken and freed, untouched. It changes nothing for other allocators, nor for thresholds that the
+    environment sets.
     """
     global _is_told
     if device.type == "cpu" and not _is_told:
         _is_told = True
-        torch.empty(_MOST, dtype=torch.uint8, device="cpu")
+        torch.UntypedStorage(_MOST)  # which deterministic mode does not fill, as it does tensors
