@@ -169,7 +169,8 @@ class OscillatorBank(nn.Module):
         """Name one that is not finite."""
         for name, parameter in self.named_parameters(recurse=False):
             limit = math.log(torch.finfo(torch.float32).max) if name.startswith("log_") else math.inf
-            if not bool((parameter.detach().abs() < limit).all()):
+            values = parameter.detach()
+            if not bool((values.isfinite() & (values < limit)).all()):
                 raise FloatingPointError(
                     f"{name} is NaN, infinite or beyond float32, and the oscillators' state or output with it. Fix: "
                     "load the parameters of an earlier step, clip gradients, take a lower learning rate."
