@@ -18,7 +18,8 @@ class OscillatorCell(OscillatorBank):
     """The oscillators of :class:`Oscillators` for one sample at a time, as :class:`torch.nn.GRUCell` is for its layer.
 
     The parameters have the names of the layer's, so that a cell loads the ``state_dict`` of a layer, and continues its
-    state with the same numbers. (A layer with noise has parameters more; its ``filter`` takes single samples too.)
+    state with the same numbers. A layer with noise has more parameters, which a cell does not load; its ``filter``
+    takes single samples, too.
 
     Arguments:
         input_size: features of a sample.

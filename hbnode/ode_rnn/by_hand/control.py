@@ -107,7 +107,7 @@ class Control:
             self.everyone: Array = np.arange(len(accepted))
         taken = self.fraction * self.length
         bounded = np.maximum(ratio, 1e-10)
-        factor: Any = after_acceptance(bounded, self.previous, self.exponent)  # type: ignore[type-var]
+        factor: Any = after_acceptance(bounded, self.previous, self.exponent)  # type: ignore[type-var]  # as of tensors
         factor = np.minimum(np.maximum(factor, SMALLEST), np.where(self.rejected, 1.0, LARGEST))
         start, previous = self.start + self.fraction, np.maximum(ratio, 1e-4)
         fewest: Any = 1.0
