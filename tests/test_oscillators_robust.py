@@ -181,6 +181,11 @@ def test_samples_that_overflow_are_named():
     layer, x, _ = make(frequency=(1e-6, 1e-5), decay=(1e-7, 1e-6))
     with pytest.raises(FloatingPointError, match=r"too large for torch.float32\. Fix: standardise x"):
         layer(1e38 * x.abs().repeat(1, 50, 1), 100.0 * torch.arange(1500))
+    with torch.no_grad():
+        layer.weight_out.mul_(1e6)
+        layer.weight_skip.mul_(1e6)
+    with pytest.raises(FloatingPointError, match=r"too large for torch.float16\."):
+        layer(x.half())
 
 
 def test_noise_that_is_lost_in_rounding_is_named():

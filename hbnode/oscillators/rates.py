@@ -161,7 +161,7 @@ class OscillatorBank(nn.Module):
             + (
                 "a gap is longer than about 2/√κ, where IMEX steps are unstable. Fix: discretization='exact'."
                 if self.discretization == "imex"
-                else f"samples are too large for {v.dtype}. Fix: standardise x, as hbnode.nets.Standardize does."
+                else f"samples are too large for {y.dtype}. Fix: standardise x, as hbnode.nets.Standardize does."
             )
         )
 
