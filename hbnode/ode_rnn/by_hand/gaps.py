@@ -253,5 +253,5 @@ class Gaps:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Root mean square of each row, in float64."""
+    """Root mean square of each row, as float64."""
     return torch.linalg.vector_norm(x, dim=1).double() / math.sqrt(x.shape[1])
