@@ -635,3 +635,28 @@ def test_second_derivatives_of_queries_alone():
     (first,) = torch.autograd.grad(out.sin().sum() + state.s.sin().sum(), q, create_graph=True)
     first.sum().backward()
     assert q.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("momentum", [None, -0.5])
+def test_inputs_that_depend_on_each_other_twice(momentum):
+    """A gradient with create_graph=True is that without, where inputs are one tensor or made from one another."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 9, 3, dtype=F64, requires_grad=True)
+    for given in ((x, x, x), (x.sin(), x, x.cos())):
+        out = hbnode.heavy_ball_memory(
+            *given, log_momentum=momentum, step=0.1, initial_state=(x[:, :, :3], x[:, :, :3])
+        ).sin()
+        (once,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        (twice,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        assert_near([twice], [once], 1e-12)
+
+
+def test_gradients_of_many_outputs_at_once():
+    made = make(1, 2, 5, 3, 2, state=True)
+    inputs = leaves(made)
+
+    def function(*tensors):
+        return run(made | dict(zip(list(made)[:7], tensors[:7], strict=True)) | {"initial_state": tensors[7:]})[0]
+
+    jacobian = torch.autograd.functional.jacobian
+    assert_near(jacobian(function, tuple(inputs), vectorize=True), jacobian(function, tuple(inputs)), 1e-12)

@@ -216,3 +216,14 @@ def test_the_loop_on_a_device_keeps_no_scores():
         assert out.grad_fn.next_functions
         out.sum().backward()
         assert q.grad.is_cuda
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_of_many_outputs_at_once(momentum):
+    qkv = torch.randn(3, 1, 2, 5, 3, dtype=torch.float64).unbind()
+
+    def function(*x):
+        return hbnode.momentum_attention(*x, momentum=momentum, chunk_size=2)
+
+    expected = torch.autograd.functional.jacobian(function, qkv)
+    assert_close(torch.autograd.functional.jacobian(function, qkv, vectorize=True), expected)

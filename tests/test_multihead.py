@@ -478,3 +478,15 @@ def test_bursts_of_equal_keys_stay_bounded(decay, spread, steps):
 def test_the_plain_delta_rule_warns_with_decay():
     with pytest.warns(UserWarning, match=r"delta='plain', momentum and decay is not bounded.*Fix: delta='decayed'"):
         hbnode.HeavyBallMemory(E, H, delta="plain")
+
+
+@pytest.mark.parametrize("kind", ["heavy_ball", "gated_delta", "gated_linear"])
+def test_a_token_of_zeros(kind):
+    """Its query and key are 0 while the biases are: nothing is divided by a norm of 0."""
+    x = inputs(dtype=torch.float32)
+    x[:, 4] = 0
+    make_module, options = KINDS[kind]
+    module = make_module(E, H, batch_first=True, **options)
+    (module(x)[0] * torch.randn(x.shape)).sum().backward()
+    assert all(p.grad.abs().max() < 1e4 for p in module.parameters())
+    assert module.half()(x.half())[0].isfinite().all()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hbnode._torch_internals import is_batched
 from hbnode.attention.momentum_plain import attend, last_write
 from hbnode.attention.momentum_weights import Block, BlockWeights, MomentumAttentionState, Rate, has_momentum
 from hbnode.recurrent import autocast
@@ -83,7 +84,8 @@ class _Loop(torch.autograd.Function):
         learned = iter(tensors)
         momentum, step_size = (next(learned) if isinstance(rate, Tensor) else rate for rate in ctx.rates)
         with autocast.switched(x, on=False):
-            if torch.is_grad_enabled() or scale is None:
+            many = any(grad is not None and is_batched(grad) for grad in grads)
+            if torch.is_grad_enabled() or many or scale is None:
                 return _differentiated(ctx, (q, k, v, x, z, momentum, step_size), ignored, grads)
             given = zip((out, x, z), grads, strict=True)
             dout, dx, dz = (torch.zeros_like(y) if grad is None else grad.contiguous() for y, grad in given)

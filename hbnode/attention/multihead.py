@@ -17,6 +17,8 @@ from hbnode.attention.momentum import MomentumAttentionState, momentum_attention
 
 Numbers = float | Sequence[float] | Tensor
 
+LEAST_NORM = 1e-3  # of queries and keys of norm 1: the gradient of a division by a norm of 0 has no bound
+
 
 class MomentumAttention(MultiheadBase[MomentumAttentionState]):
     r"""Multihead momentum attention, in time linear in the length: linear attention whose sum has momentum.
@@ -185,7 +187,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
     r"""Multihead memory that learns while it reads: a delta rule with momentum and decay, in linear time.
 
     Each head keeps a matrix S that maps keys to values and moves it like a heavy ball, see
-    :func:`hbnode.heavy_ball_memory`; k_t has norm 1, and the gates come from the input::
+    :func:`hbnode.heavy_ball_memory`; k_t and q_t are divided by their norm, or by 0.001 if it is smaller, and the gates
+    come from the input::
 
         e_t = v_t - α_t S_{t-1}^T k_t
         P_t = μ_t P_{t-1} + (1 - μ_t) r_t k_t e_t^T
@@ -318,7 +321,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
                 "a HeavyBallMemory reads its input in order, so it is causal. Fix: MomentumAttention or "
                 "SoftmaxAttention with causal=False."
             )
-        q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+        q, k = (nn.functional.normalize(x, dim=-1, eps=LEAST_NORM) for x in (q, k))
         return heavy_ball_memory(
             q,
             k,

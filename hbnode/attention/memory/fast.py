@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hbnode._torch_internals import is_batched
 from hbnode.attention.memory.chunks import ChunkGradients, Chunks, ProductGradients, Products
 from hbnode.attention.memory.gates import Gates
 from hbnode.attention.memory.layout import Layout, Span
@@ -68,23 +69,27 @@ class _FastChunkwise(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, kept = saved[:INPUTS], list(saved[INPUTS:])
         with autocast.switched(inputs[0], on=False):
-            if torch.is_grad_enabled():  # create_graph=True
+            many = any(grad is not None and is_batched(grad) for grad in (dout, ds, dp))
+            if torch.is_grad_enabled() or many:  # create_graph=True
                 return None, None, None, *_differentiable(ctx, inputs, (dout, ds, dp))
             return None, None, None, *_backward(ctx, inputs, kept, (dout, ds, dp))
 
 
 def _differentiable(ctx: Any, inputs: tuple[Any, ...], grads: Grads) -> Grads:
-    """Gradients that can be differentiated again."""
-    q, k, v, *gates, s, p = inputs
-    q, k, v = (z.to(s.dtype) for z in (q, k, v))
-    outputs = chunkwise(q, k, v, Gates(*gates), ctx.delta, s, p, ctx.layout.size)
+    """Gradients by autograd, which can be differentiated again if that is asked for."""
+    wanted, again = ctx.needs_input_grad[3:], torch.is_grad_enabled()
+    with torch.enable_grad():  # a tensor that is several of the inputs is a tensor of its own for each
+        views: Any = [None if z is None else z.view_as(z) for z in inputs]
+        q, k, v, *gates, s, p = views
+        q, k, v = (z.to(s.dtype) for z in (q, k, v))
+        outputs = chunkwise(q, k, v, Gates(*gates), ctx.delta, s, p, ctx.layout.size)
     pairs = ((y, dy) for y, dy in zip(outputs, grads, strict=True) if y is not None and dy is not None)
     made = [(y, dy.to(y.dtype)) for y, dy in pairs if y.requires_grad]  # the state does not depend on the queries
-    wanted = [z for z in inputs if z is not None and z.requires_grad]
+    leaves = [z for z, is_wanted in zip(views, wanted, strict=True) if is_wanted]
     found = iter(
-        torch.autograd.grad([y for y, _ in made], wanted, [dy for _, dy in made], create_graph=True, allow_unused=True)
+        torch.autograd.grad([y for y, _ in made], leaves, [dy for _, dy in made], create_graph=again, allow_unused=True)
     )
-    return tuple(next(found) if z is not None and z.requires_grad else None for z in inputs)
+    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
 
 def _run(products: Products, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
