@@ -231,3 +231,39 @@ def test_batches_of_like_length():
     assert [len(batch) for batch in data.bucketed_batches(lengths[:21], 5, drop_last=True)] == [5] * 4
     with pytest.raises(ValueError, match="lengths must be whole numbers"):
         data.bucketed_batches(lengths.float(), 16)
+
+
+def test_features_that_are_not_wanted_leave_no_samples():
+    rows = [(1, 0.0, "hr", 1.0), (1, 1.0, "x", 2.0), (1, 2.0, "hr", 3.0), (2, 0.0, "x", 4.0), (3, 5.0, "hr", 6.0)]
+    table = dict(zip(("id", "t", "what", "y"), zip(*rows, strict=True), strict=True)) | {"age": [7, 7, 7, 8, 9]}
+    options = {"id": "id", "time": "t", "values": "y", "variable": "what", "static": "age"}
+    for features in ("hr", ["hr"]):
+        series = data.from_long(table, **options, features=features)
+        assert series.features == ["hr"]
+        assert (series.ids, series.lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
+        assert series.t.tolist() == [[0.0, 2.0], [0.0, 0.0], [5.0, 5.0]]
+        assert series.mask[..., 0].tolist() == [[True, True], [False, False], [True, False]]
+        assert series.static[:, 0].tolist() == [7.0, 8.0, 9.0]
+    alone = [series.select([i]) for i in (1, 2, 0)]
+    batch = data.collate(alone)
+    assert batch.lengths.tolist() == [0, 1, 2]
+    assert batch.t.tolist() == [[0.0, 0.0], [5.0, 5.0], [0.0, 2.0]]
+    with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\], but \['hr', 'x'\]"):
+        data.from_long(table, **options, features=["bp"])
+
+
+def test_targets_of_pandas_are_taken_by_place():
+    pandas = pytest.importorskip("pandas")
+    table = {"id": [2, 0, 1], "t": [0.0] * 3, "a": [1.0] * 3}
+    series = data.from_long(table, id="id", time="t", values="a")
+    labels = pandas.Series([10, 11, 12], index=[0, 1, 2])
+    for targets in (labels.loc[series.ids], labels.to_frame().loc[series.ids]):
+        ((_, y),) = DataLoader(data.Dataset(series, targets), batch_size=3, collate_fn=data.collate)
+        assert y.flatten().tolist() == [12, 10, 11]
+
+
+@pytest.mark.parametrize("index", [[True], [0.5], [[0]], 3])
+def test_what_selects_no_series(index):
+    series = data.from_long(good(), id="id", time="t", values="a")
+    with pytest.raises(ValueError, match=r"index must be places \(n,\), or a mask \(2,\) of bool"):
+        series.select(index)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
-from hbnode._checks import as_count
+from hbnode._checks import as_count, as_tensor
 from hbnode.data.series import Series, joined
 
 POOL = 50  # batches among whose series those of like length are put together
@@ -20,7 +20,7 @@ class Dataset(data.Dataset[Any]):
 
     Arguments:
         series: the series.
-        targets: what is to be predicted of each, (batch, ...). Default: ``None``.
+        targets: what is to be predicted of each, (batch, ...), a tensor or an array. Default: ``None``.
 
     Raises:
         ValueError: if there is not one target for each series.
@@ -47,7 +47,8 @@ class Dataset(data.Dataset[Any]):
                 f"targets must be one for each of {len(series)} series, got {len(targets)}. "
                 "Fix: labels in the order of series.ids, labels.loc[series.ids] of a pandas Series."
             )
-        self.series, self.targets = series, targets
+        self.series = series
+        self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # by place
 
     def __len__(self) -> int:
         return len(self.series)

@@ -27,7 +27,7 @@ def from_long(
     values: str | Sequence[str],
     static: str | Sequence[str] | None = None,
     variable: str | None = None,
-    features: Sequence[str] | None = None,
+    features: str | Sequence[str] | None = None,
     duplicates: Duplicates = "mean",
     unit: str | datetime.timedelta | None = None,
     dtype: torch.dtype = torch.float32,
@@ -47,8 +47,9 @@ def from_long(
         static: columns of features that do not change within a series, or are missing.
             Default: ``None``.
         variable: column that names the feature of each row's measurement. Default: ``None``.
-        features: with ``variable``, the features and their order; rows of others are left out. Give those of the
-            training data, ``features=train.features``. None takes all, sorted by name. Default: ``None``.
+        features: with ``variable``, the features and their order; rows of others are left out, and a series without
+            any other row has the length 0. Give those of the training data, ``features=train.features``. None takes
+            all, sorted by name. Default: ``None``.
         duplicates: what becomes of values that a series has of one feature at one time: their ``"mean"``, the
             ``"first"`` or ``"last"`` of the table, or an ``"error"``. Default: ``"mean"``.
         unit: of dates, the length of time that is 1 in t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration;
@@ -91,7 +92,10 @@ def from_long(
         names, feature = _features(_column(table, variable), variable, features)
     numbers = numpy.stack([_numbers(_column(table, name), name) for name in columns], 1)
 
+    fixed = [_constant(_numbers(_column(table, name), name), codes, ids, name) for name in statics]
     order = numpy.lexsort((times, codes))
+    if feature is not None:
+        order = order[feature[order] >= 0]
     codes, times, numbers = codes[order], times[order], numbers[order]
     is_new = numpy.ones(len(codes), dtype=bool)
     is_new[1:] = (numpy.diff(codes) != 0) | (numpy.diff(times) != 0)
@@ -99,7 +103,6 @@ def from_long(
     merged = _merged(numbers, is_new.cumsum() - 1, places, len(names), duplicates)
     counts = numpy.bincount(codes[is_new], minlength=len(ids))
     x, t = (torch.from_numpy(part) for part in _padded(merged, times[is_new], codes[is_new], counts))
-    fixed = [_constant(_numbers(_column(table, name), name)[order], codes, ids, name) for name in statics]
     constant = torch.from_numpy(numpy.stack(fixed, 1)).to(dtype) if fixed else None
     return Series(x.to(dtype), t, ~torch.isnan(x), torch.from_numpy(counts).long(), constant, ids, names, statics)
 
@@ -133,14 +136,17 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
     return list(known), codes
 
 
-def _features(column: Any, name: str, wanted: Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
+def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
     """Names of the features, and the place of each row's; -1 for one that is not wanted."""
     import numpy
 
     found, codes = _codes(column, name)
-    names = sorted(found) if wanted is None else list(wanted)
+    names = sorted(found) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
     places = {feature: i for i, feature in enumerate(names)}
-    return names, numpy.array([places.get(feature, -1) for feature in found])[codes]
+    of_rows = numpy.array([places.get(feature, -1) for feature in found])[codes]
+    if (of_rows < 0).all():
+        raise ValueError(f"column {name!r} has none of the features {names}, but {found}. Fix: features=None.")
+    return names, of_rows
 
 
 def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDArray[Any]:
@@ -188,14 +194,14 @@ def _merged(
     Arguments:
         numbers: values (rows, columns), the rows sorted by stamp.
         stamps: the stamp of each row.
-        places: the feature of each value, to broadcast with (rows, columns); -1 for none.
+        places: the feature of each value, to broadcast with (rows, columns).
         features: how many there are.
         rule: what becomes of several values of one stamp and feature.
     """
     import numpy
 
     places = numpy.broadcast_to(places, numbers.shape)
-    observed = ~numpy.isnan(numbers) & (places >= 0)
+    observed = ~numpy.isnan(numbers)
     index, found = (stamps[:, None] * features + places)[observed], numbers[observed]
     shape = (int(stamps[-1]) + 1, features)
     count = numpy.bincount(index, minlength=shape[0] * features)
@@ -224,6 +230,7 @@ def _padded(
     padded = numpy.full((len(counts), total, x.shape[1]), numpy.nan)
     t = numpy.full((len(counts), total), -numpy.inf)
     padded[codes, place], t[codes, place] = x, times
+    t[counts == 0] = 0.0
     return padded, numpy.maximum.accumulate(t, axis=1)
 
 

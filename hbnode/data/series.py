@@ -72,11 +72,12 @@ class Series(Record):
         if isinstance(index, slice):
             index = range(len(self))[index]
         places = torch.as_tensor(list(index) if isinstance(index, range) else index)
-        if places.dtype == torch.bool:
+        if places.dtype == torch.bool and places.shape == (len(self),):
             places = places.nonzero()[:, 0]
-        if places.dim() != 1:
+        if places.dim() != 1 or places.dtype == torch.bool or (places.is_floating_point() and len(places)):
             raise ValueError(
-                f"index must be one-dimensional, got shape {tuple(places.shape)}. Fix: [3] for one series."
+                f"index must be places (n,), or a mask ({len(self)},) of bool, got {places.dtype} of shape "
+                f"{tuple(places.shape)}. Fix: [3] for one series."
             )
         places = places.long()
         lengths = self.lengths[places.to(self.lengths.device)]
@@ -101,7 +102,8 @@ def joined(parts: Sequence[Series]) -> Series:
         missing = (0, 0, 0, total - part.x.shape[1])
         x.append(torch.nn.functional.pad(part.x, missing, value=torch.nan))
         mask.append(torch.nn.functional.pad(part.mask, missing, value=False))
-        t.append(torch.cat([part.t, part.t[:, -1:].expand(-1, missing[-1])], 1))
+        last = part.t[:, -1:] if part.t.shape[1] else part.t.new_zeros(len(part), 1)
+        t.append(torch.cat([part.t, last.expand(-1, missing[-1])], 1))
     lengths = torch.cat([part.lengths for part in parts])
     statics = [part.static for part in parts if part.static is not None]
     static = torch.cat(statics) if statics else None
