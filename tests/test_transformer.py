@@ -1,6 +1,7 @@
 """Transformer layers, connections over depth, and the model that streams."""
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -152,6 +153,19 @@ def test_adaptive_momentum_by_hand():
     close(beta[:, 0], torch.tensor([0.999, 0.25, 0.0, 0.999, 0.999, 0.999], dtype=torch.float64), 1e-5)
     beta.sum().backward()
     assert update.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_adaptive_momentum_after_an_update_of_zero(dtype):
+    """The ratio of norms overflows; and of two equal updates it is 0, whose root has no slope."""
+    connection = transformer.AdaptiveConnection()
+    previous, update = torch.zeros(2, 8, dtype=dtype), torch.full((2, 8), 3.0, dtype=dtype)
+    previous[1] = update[1]
+    both = [x.requires_grad_() for x in (previous, update)]
+    beta = connection.momentum(update, previous)
+    assert beta.dtype == dtype
+    close(beta[:, 0].float(), torch.tensor([0.999, 0.999]), 1e-3)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(beta.sum(), both))
 
 
 def test_adaptive_momentum_is_switched_on():
@@ -401,10 +415,46 @@ def test_one_module_does_not_serve_all_layers():
         hbnode.MomentumTransformerLayer(E, H, F, attention=hbnode.MomentumAttention(E, H))
     with pytest.raises(TypeError, match=r"got a MomentumConnection. Fix: connection=MomentumConnection"):
         hbnode.MomentumTransformerLayer(E, H, F, connection=hbnode.transformer.MomentumConnection())
-    hbnode.MomentumTransformerLayer(E, H, F, attention=hbnode.MomentumAttention, dropout=0.0)
     hbnode.MomentumTransformerLayer(E, H, F, connection=hbnode.transformer.MomentumConnection)
     with pytest.raises(ValueError, match=r"has momentum=0.0, which.*Fix: attention='momentum'"):
         hbnode.MomentumTransformerLayer(E, H, F, attention="linear", attention_options={"momentum": 0.5})
+
+
+def test_classes_in_the_place_of_names():
+    """With the dropout and the positions that the names come with."""
+    torch.manual_seed(0)
+    for name, kind, options in (
+        ("momentum", hbnode.MomentumAttention, {}),
+        ("linear", functools.partial(hbnode.MomentumAttention, momentum=0.0), {}),
+        ("heavy_ball", hbnode.HeavyBallMemory, {}),
+        ("softmax", hbnode.SoftmaxAttention, {}),
+        ("softmax", hbnode.SoftmaxAttention, {"positions": "rotary"}),
+        ("softmax", hbnode.SoftmaxAttention, {"positions": None}),
+    ):
+        by_name, by_class = (hbnode.MomentumTransformer(9, E, H, 1, F, attention=x, **options) for x in (name, kind))
+        by_class.load_state_dict(by_name.state_dict())
+        close(by_class.eval()(tokens()), by_name.eval()(tokens()), 0.0)
+    with pytest.raises(ValueError, match=r"Fix: causal=True, or 'momentum'"):
+        hbnode.MomentumTransformerLayer(E, H, F, attention=hbnode.HeavyBallMemory, causal=False)
+    layer = hbnode.MomentumTransformerDecoderLayer(E, H, F, attention=hbnode.SoftmaxAttention)
+    assert layer.self_attn.rotary
+    assert not layer.multihead_attn.rotary
+    with pytest.raises(ValueError, match=r"Fix: leave it out.*MomentumConnection\(0.5\)"):
+        hbnode.MomentumTransformerLayer(
+            E, H, F, connection=hbnode.transformer.MomentumConnection, connection_momentum=0.5
+        )
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_vectors_of_nan_under_the_mask(norm_first):
+    net, x = model(vocabulary=None, norm_first=norm_first), inputs(9, 3)
+    ignored = torch.zeros(3, 9, dtype=torch.bool)
+    ignored[1, 5:] = True
+    expected = net(x, ignored)[~ignored]
+    y = net(x.masked_fill(ignored.unsqueeze(-1), torch.nan), ignored)[~ignored]
+    close(y, expected)
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
 def test_errors():

@@ -118,12 +118,14 @@ class AdaptiveConnection(Connection):
             update: g_l, (..., features).
             previous: g_{l-1}, (..., features).
         """
-        change = torch.linalg.vector_norm(update - previous, dim=-1, keepdim=True)
-        size = torch.linalg.vector_norm(previous, dim=-1, keepdim=True)
-        tiny = torch.finfo(size.dtype).tiny
-        ratio = change / size.clamp(min=tiny)
-        root = ratio.clamp(min=1e-12).sqrt()  # whose gradient at zero would be infinite
-        return (1 - root).square().clamp(0, 1 - self.threshold)
+        wide = torch.promote_types(update.dtype, torch.float32)
+        change, size = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide) for x in (update - previous, previous)
+        )
+        ratio = change / size.clamp(min=torch.finfo(wide).tiny)
+        # the gradient of the root at 0 would be infinite, and that at infinity NaN; beyond 4 β is at its most
+        root = ratio.clamp(1e-12, 4.0).sqrt()
+        return (1 - root).square().clamp(0, 1 - self.threshold).to(update.dtype)
 
 
 class MomentumStateConnection(Connection):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -34,23 +35,22 @@ def make_attention(
     """An attention module by its name, or from a function that takes what the modules' constructors take."""
     if isinstance(kind, nn.Module):
         raise TypeError(_one_for_each("attention", kind))
-    if callable(kind):
-        return kind(embed_dim, num_heads, **layout, **options)
-    if kind not in ATTENTIONS:
+    if not callable(kind) and kind not in ATTENTIONS:
         raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
-    make, own = ATTENTIONS[kind]
+    make, own = (kind, {}) if callable(kind) else ATTENTIONS[kind]
     fixed = own.keys() & options.keys()
     if fixed:
         raise ValueError(
             f"attention={kind!r} has {', '.join(f'{x}={own[x]!r}' for x in sorted(fixed))}, which attention_options "
             f"cannot change. Fix: attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}."
         )
-    if make is HeavyBallMemory and not layout.pop("causal"):
+    makes = make.func if isinstance(make, functools.partial) else make
+    if makes is HeavyBallMemory and not layout.pop("causal"):
         raise ValueError(
             f"attention={kind!r} reads its input in order, so it cannot see later tokens or another sequence. "
             "Fix: causal=True, or 'momentum', 'linear' or 'softmax'."
         )
-    if make is not SoftmaxAttention:
+    if makes in (MomentumAttention, HeavyBallMemory):
         layout.pop("dropout")  # of attention weights, which linear-time attention never forms
     return make(embed_dim, num_heads, **layout, **own, **options)
 
@@ -60,6 +60,11 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
     if isinstance(kind, nn.Module):
         raise TypeError(_one_for_each("connection", kind))
     if callable(kind):
+        if momentum is not None:
+            raise ValueError(
+                f"connection_momentum={momentum!r} is for connections by name, got a function. Fix: leave it out, and "
+                f"let the function set it, as lambda: hbnode.transformer.MomentumConnection({momentum!r})."
+            )
         return kind()
     if kind not in CONNECTIONS:
         raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_count
+from hbnode.attention.softmax import SoftmaxAttention
 from hbnode.transformer.connections import DepthState
 from hbnode.transformer.kinds import (
     AttentionName,
@@ -290,7 +291,7 @@ class MomentumTransformerDecoderLayer(_Layer):
             options,
         )
         kind, own = (attention, attention_options or {}) if cross_attention is None else (cross_attention, {})
-        if kind == "softmax":
+        if kind in ("softmax", SoftmaxAttention):
             own = {"rotary": False, **own}  # positions of two sequences do not compare
         layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **options}
         self.multihead_attn = make_attention(kind, d_model, nhead, own, **layout)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hbnode._checks import as_count, check_input
 from hbnode.attention.base import read_mask
+from hbnode.attention.softmax import SoftmaxAttention
 from hbnode.transformer.kinds import AttentionName, ConnectionName, MakeAttention, MakeConnection
 from hbnode.transformer.layers import Activation, MomentumTransformerLayer
 from hbnode.transformer.positions import next_positions, sinusoids
@@ -97,10 +98,11 @@ class MomentumTransformer(nn.Module):
         super().__init__()
         if positions not in ("sinusoidal", "rotary", None):
             raise ValueError(f"positions must be 'sinusoidal', 'rotary' or None, got {positions!r}. Fix: one of these.")
-        if positions == "rotary" and attention != "softmax":
+        is_softmax = attention in ("softmax", SoftmaxAttention)
+        if positions == "rotary" and not is_softmax:
             raise ValueError("rotary positions go with softmax attention. Fix: positions='sinusoidal'.")
         of_attention = dict(attention_options or {})
-        if attention == "softmax":
+        if is_softmax:
             of_attention = {"rotary": positions == "rotary", **of_attention}
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
@@ -269,7 +271,10 @@ class MomentumTransformer(nn.Module):
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
         """Vectors with their positions, and the position of the next token."""
-        x = tokens if self.embedding is None else self.embedding(tokens) * math.sqrt(self.d_model)
+        if self.embedding is not None:
+            x = self.embedding(tokens) * math.sqrt(self.d_model)
+        else:  # 0 * NaN is NaN
+            x = tokens if ignored is None else tokens.masked_fill(ignored.unsqueeze(-1) & ~tokens.isfinite(), 0.0)
         places, after = next_positions(start, tokens.shape[1], ignored)
         if self.positions == "sinusoidal":
             x = x + sinusoids(places, self.d_model).to(x.dtype)
