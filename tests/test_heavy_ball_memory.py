@@ -493,6 +493,8 @@ def test_a_key_in_bursts(gain, is_bounded):
         ({"log_momentum": None, "write": 2.5}, r"is not below 2"),
         ({"log_momentum": math.log(0.9), "log_decay": math.log(0.99)}, r"shown \d+ times, then not for \d+ steps"),
         ({"log_momentum": math.log(0.5), "step": 1.6, "log_decay": 0, "delta": "plain"}, r"not below 2"),
+        ({"log_momentum": -0.589, "step": 1.0}, r"is not below 2"),
+        ({"log_momentum": None, "log_decay": -0.7, "step": 1.9, "delta": "plain"}, r"shown \d+ times"),
     ],
 )
 def test_constant_gates_that_are_not_safe_give_a_warning(gates, message):
@@ -500,6 +502,10 @@ def test_constant_gates_that_are_not_safe_give_a_warning(gates, message):
     with pytest.warns(UserWarning, match=message) as caught:
         hbnode.heavy_ball_memory(made["q"], made["k"], made["v"], **gates)
     assert caught[0].filename == __file__
+    advised = float(str(caught[0].message).split("<= ")[1].split(",")[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hbnode.heavy_ball_memory(made["q"], made["k"], made["v"], **gates | {"step": advised, "write": 1.0})
 
 
 def test_constant_gates_that_are_safe_give_none():

@@ -403,6 +403,15 @@ def test_cache_grows():
     assert len(buffers) <= 4
 
 
+def test_a_cache_of_inference_mode_goes_on_outside():
+    module, x = make("rotary"), inputs()
+    with torch.inference_mode():
+        _, state = module.prefill(x[:, :10])
+    with torch.no_grad():
+        y, _ = module.step(x[:, 10], state)
+    close(y, module(x, x, x)[0][:, 10])
+
+
 # What is our own
 
 
@@ -444,6 +453,14 @@ def test_gates_begin_in_their_ranges():
     decay, momentum = (gates[name].exp().flatten() for name in ("log_decay", "log_momentum"))
     close(momentum, torch.linspace(0.05, 0.5, 8), 1e-5)
     close(decay[[0, -1]], torch.tensor([0.5**0.1, 0.5**0.001]), 1e-5)
+
+
+def test_gates_begin_in_their_ranges_in_half_precision():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert hbnode.HeavyBallMemory(E, H).gates.bias.isfinite().all()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_gates_are_in_the_safe_region():

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from hbnode._checks import as_count, check_input
 from hbnode._constants import KeepsConstants
+from hbnode._tracing import may_look
 
 State = TypeVar("State")
 
@@ -288,7 +289,7 @@ def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
     check_input(mask, "key_padding_mask")
     if mask.is_floating_point() and mask.shape == shape:
         ignored = mask == -torch.inf
-        if torch.compiler.is_compiling() or bool((ignored | (mask == 0)).all()):
+        if not may_look() or bool((ignored | (mask == 0)).all()):
             return ignored
         raise ValueError(f"a key_padding_mask of numbers must be of 0 and -inf, got others. {MASK_FIX}.")
     if mask.dtype != torch.bool or mask.shape != shape:

@@ -285,7 +285,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         A single write reaches S with the weight (1 - μ) r in all, so a large momentum stores little of what comes once.
         """
         nn.init.normal_(self.gates.weight, std=0.02)
-        spread = torch.linspace(0, 1, self.num_heads)
+        spread = torch.linspace(0, 1, self.num_heads, dtype=torch.float64)
         rows = [torch.zeros(self.num_heads)]
         if self.has_decay:
             rows.append(torch.logit(0.5 ** (1 / (10 * 100**spread))))

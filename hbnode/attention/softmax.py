@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hbnode._tracing import is_tracing
 from hbnode.attention.base import MultiheadBase
 
 
@@ -68,7 +69,7 @@ class KeyValueCache:
             joined = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
             return KeyValueCache(*joined, self._joined_mask(keys.shape[2], ignored))
         length = self.length + keys.shape[2]
-        is_shared = self._filled[0] != self.length
+        is_shared = self._filled[0] != self.length or _is_frozen(self._keys)
         if is_shared or length > self._keys.shape[2] or keys.dtype != self._keys.dtype:
             after = KeyValueCache(*(_grown(x, like, length) for x, like in ((self.keys, keys), (self.values, values))))
         else:
@@ -87,6 +88,11 @@ class KeyValueCache:
         none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
         before = none[:, : self.length] if self.ignored is None else self.ignored
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
+
+
+def _is_frozen(buffer: Tensor) -> bool:
+    """Whether a buffer was made in inference mode, and cannot be written to outside of it."""
+    return not (is_tracing() or torch.is_inference_mode_enabled()) and buffer.is_inference()
 
 
 def _grown(x: Tensor, like: Tensor, length: int) -> Tensor:
@@ -133,7 +139,9 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         kdim: features of the key. Default: ``None``, embed_dim.
         vdim: features of the value. Default: ``None``, embed_dim.
         batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
-        rotary: whether queries and keys are turned by their positions; head_dim must be even. Default: ``True``.
+        rotary: whether queries and keys are turned by their positions; head_dim must be even. Positions count the keys
+            that are not ignored; a query has that of the key at its place if there are as many. False is for attention
+            to another sequence. Default: ``True``.
         causal: whether a query sees only keys at and before its place. Default: ``True``.
         device: of the parameters. Default: ``None``, torch's.
         dtype: of the parameters. Default: ``None``, torch's.

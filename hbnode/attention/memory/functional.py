@@ -131,7 +131,7 @@ def heavy_ball_memory(
     With a delta rule, keys should have norm 1 at most, and gates decide whether the memory is bounded. Without decay,
     constant gates with :math:`s \eta \le 3 (1 - \mu)^2` and :math:`s \eta < 2 (1 - \mu)` are safe, however keys are
     repeated. Numbers outside of that region give a warning. If :math:`\mu_t` depends on the input,
-    :math:`s_t = 1 - \mu_t` with :math:`\eta_t \le 1 - \mu_t` is safe for any gates.
+    :math:`s_t = 1 - \mu_t` with :math:`\eta_t \le 1 - \mu_t` is safe for any gates if keys are equal or orthogonal.
 
     The computation is chunkwise and exact, with a backward pass of its own that keeps the state of each chunk and
     recomputes the rest. It can be differentiated any number of times. Half precision is accumulated in float32, and the
@@ -183,12 +183,12 @@ def heavy_ball_memory(
     size = as_count(chunk_size, "chunk_size")
     if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
         raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
-    if delta and not is_tracing():
-        warn_unless_stable(log_momentum, log_decay, step, write, decayed=delta == "decayed", stacklevel=2)
     ignored = _check_mask(key_padding_mask, q)
     with autocast.switched(q, on=False):
         like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
         gates = read_gates(log_momentum, log_decay, step, write, like, ignored)
+        if delta and not is_tracing():
+            warn_unless_stable(log_momentum, log_decay, step, write, decayed=delta == "decayed", stacklevel=2)
         s, p = _start(initial_state, q, v, gates.log_momentum is not None, dtype)
         if ignored is not None:  # zeros, because 0 * NaN is NaN
             k, v = (x.masked_fill(ignored.unsqueeze(-1), 0.0) for x in (k, v))

@@ -52,7 +52,7 @@ def warn_unless_stable(
     if reason:
         warnings.warn(
             f"heavy_ball_memory with momentum {mu:.4g}, decay {alpha:.4g}, step {s:.4g} and write {eta:.4g} {reason}. "
-            f"Fix: step * write <= {_limit(mu):.3g}, or a tensor of gates if they are meant.",
+            f"Fix: step * write <= {_limit(mu, alpha, decayed):g}, or a tensor of gates if they are meant.",
             stacklevel=stacklevel + 1,
         )
 
@@ -62,9 +62,13 @@ def _exp(log_gate: object) -> float | None:
     return math.exp(log_gate) if isinstance(log_gate, (int, float)) else None
 
 
-def _limit(mu: float) -> float:
-    """The largest s η that is safe without decay."""
-    return min(3 * (1 - mu) ** 2, 1.99 * (1 - mu))
+@functools.lru_cache(maxsize=256)
+def _limit(mu: float, alpha: float, decayed: bool) -> float:
+    """A large s η that is safe, in three digits."""
+    gain = min(3 * (1 - mu) ** 2, 1.99 * (1 - mu))
+    while unbounded(mu, alpha, float(f"{gain:.3g}"), decayed):
+        gain *= 0.98
+    return float(f"{gain:.3g}")
 
 
 @functools.lru_cache(maxsize=256)
