@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +26,11 @@ class MLP(nn.Module):
         in_features: size of its inputs together, the time not counted.
         hidden: sizes of the hidden layers.
         out_features: size of the output.
-        activation: module class between the layers.
+        activation: class of the modules between the layers.
         time_dependent: whether it is called with the time.
+
+    Raises:
+        TypeError: if ``hidden`` is a number, or ``activation`` a module or a function of tensors.
 
     Shape:
         - ``mlp(h)``: (..., in_features) -> (..., out_features); ``mlp(t, h, v)`` likewise.
@@ -43,10 +47,12 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.time_dependent = time_dependent
+        if isinstance(hidden, int):
+            raise TypeError(f"hidden must be the sizes of the hidden layers, got {hidden}. Fix: [{hidden}].")
         sizes = [in_features + time_dependent, *hidden, out_features]
         layers: list[nn.Module] = []
         for size, following in itertools.pairwise(sizes):
-            layers += [nn.Linear(size, following), activation()]
+            layers += [nn.Linear(size, following), _made(activation)]
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -71,7 +77,7 @@ class ConvNet(nn.Module):
         in_channels: channels of its inputs together, the time not counted.
         hidden: channels of the two hidden layers.
         out_channels: channels of the output.
-        activation: module class between the layers.
+        activation: class of the modules between the layers.
         time_dependent: whether it is called with the time in front.
 
     Shape:
@@ -94,7 +100,7 @@ class ConvNet(nn.Module):
         self.conv1 = nn.Conv2d(in_channels + extra, hidden, 1)
         self.conv2 = nn.Conv2d(hidden + extra, hidden, 3, padding=1)
         self.conv3 = nn.Conv2d(hidden + extra, out_channels, 1)
-        self.activation = activation()
+        self.activation = _made(activation)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Concatenate the inputs over channels and apply the three convolutions."""
@@ -111,6 +117,20 @@ class ConvNet(nn.Module):
         x = self.activation(self.conv1(with_time(*parts)))
         x = self.activation(self.conv2(with_time(x)))
         return self.conv3(with_time(x))
+
+
+def _made(activation: Callable[[], nn.Module]) -> nn.Module:
+    """A module of the class."""
+    try:
+        module = activation()
+    except TypeError:  # a module or a function is called without the tensor that it wants
+        module = None
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"activation must be a class of modules, got {activation!r}. Fix: activation=nn.ReLU, or "
+            "lambda: nn.LeakyReLU(0.1)."
+        )
+    return module
 
 
 class SolveDropout(nn.Module):
@@ -197,32 +217,59 @@ class Standardize(nn.Module):
 
         Arguments:
             x: data (..., num_features).
-            mask: which values count, (...) or (..., num_features) of bool; NaN never does. Default: ``None``.
+            mask: which values count, (...) or (..., num_features) of bool, or of 0 and 1; NaN never does.
+                Default: ``None``.
             lengths: of series x (batch, T, num_features), the length of each, (batch,). Default: ``None``.
 
         Returns:
             The module itself.
 
         Raises:
-            ValueError: if x has another shape, or holds infinite values that count.
+            ValueError: if x, the mask or the lengths have another shape, x holds infinite values that count, or a mean
+                or a standard deviation is none that the buffers' dtype holds.
         """
         self._check(x)
         counts = ~torch.isnan(x)
         if mask is not None:
-            counts = counts & (mask if mask.dim() == x.dim() else mask.unsqueeze(-1)).to(x.device)
+            counts = counts & self._as_mask(mask, x)
         if lengths is not None:
+            if x.dim() != 3:
+                raise ValueError(f"lengths are of series x (batch, T, features), got x {tuple(x.shape)}. Fix: mask=.")
             ends = torch.as_tensor(lengths, device=x.device)
             counts = counts & (torch.arange(x.shape[1], device=x.device) < ends.unsqueeze(1)).unsqueeze(-1)
-        values = torch.where(counts, x.double(), 0.0).flatten(0, -2)
+        counts = counts.flatten(0, -2)
+        values = torch.where(counts, x.double().flatten(0, -2), 0.0)
         if not bool(torch.isfinite(values).all()):
             feature = int((~torch.isfinite(values)).nonzero()[0, 1])
             raise ValueError(f"x is infinite in feature {feature}. Fix: make it NaN, which is a missing value.")
-        total = counts.flatten(0, -2).sum(0).clamp(min=1)
+        total = counts.sum(0).clamp(min=1)
         mean = values.sum(0) / total
-        spread = torch.where(counts.flatten(0, -2), values - mean, 0.0).square().sum(0) / total
-        self.mean.copy_(mean)
-        self.std.copy_(torch.where(spread > 0, spread.sqrt(), 1.0))
+        spread = torch.where(counts, values - mean, 0.0).square().sum(0) / total
+        self._keep(mean, torch.where(_varies(values, counts), spread.sqrt(), 1.0))
         return self
+
+    def _as_mask(self, mask: Tensor, x: Tensor) -> Tensor:
+        """A mask of numbers or booleans, as one that goes with x."""
+        mask = torch.as_tensor(mask, device=x.device).bool()
+        if mask.shape not in (x.shape, x.shape[:-1]):
+            raise ValueError(
+                f"mask must be {tuple(x.shape[:-1])} or {tuple(x.shape)}, as x is, got {tuple(mask.shape)}. "
+                "Fix: mask.expand(x.shape)."
+            )
+        return mask if mask.shape == x.shape else mask.unsqueeze(-1)
+
+    def _keep(self, mean: Tensor, std: Tensor) -> None:
+        """Fill the buffers, if their dtype holds these numbers."""
+        rounded = mean.to(self.mean.dtype).double(), std.to(self.std.dtype).double()
+        held = ((rounded[0] - mean).abs() <= 0.1 * std) & (rounded[1] > 0) & torch.isfinite(rounded[1])
+        if not bool(held.all()):
+            feature = int((~held).nonzero()[0, 0])
+            raise ValueError(
+                f"feature {feature} has mean {float(mean[feature]):g} and standard deviation {float(std[feature]):g}, "
+                f"which {self.mean.dtype} does not hold. Fix: Standardize({self.num_features}).double(), or another unit."
+            )
+        self.mean.copy_(mean)
+        self.std.copy_(std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Standardised x."""
@@ -245,6 +292,12 @@ class Standardize(nn.Module):
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
         return f"{self.num_features}"
+
+
+def _varies(values: Tensor, counts: Tensor) -> Tensor:
+    """Whether a column has different values among those that count; the variance of equal ones is not exactly 0."""
+    most, least = (nn.functional.pad(torch.where(counts, values, end), (0, 0, 0, 1), value=end) for end in (-inf, inf))
+    return most.amax(0) > least.amin(0)
 
 
 def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self, override
 
 from hbnode._checks import check_input
 from hbnode._tracing import is_tracing
@@ -37,6 +38,9 @@ class Signal(nn.Module):
     Differentiable with respect to the query times and the samples u (not the sample times).
 
     Adaptive native methods know the sample times inside a solve: their steps end on them, or pass only a few.
+
+    The samples take a dtype that the module is moved to. The sample times do not take a narrower one, which would
+    round them together.
 
     On a GPU a query does not wait for the device: inside a solve a query outside of the samples gives NaN, and the
     solver, which does not accept NaN, raises the error. In a graph of torch.compile or torch.export it gives NaN too.
@@ -88,8 +92,16 @@ class Signal(nn.Module):
         self.kind = kind
         self.outside = outside
         self.knots = tuple(on_host.tolist())  # where steps are chosen
+        self.time_dtype = t.dtype
         self.register_buffer("t", t.detach(), persistent=False)
         self.register_buffer("u", u, persistent=False)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if torch.finfo(self.t.dtype).eps > torch.finfo(self.time_dtype).eps:
+            self.t = torch.tensor(self.knots, dtype=self.time_dtype, device=self.t.device)
+        return self
 
     def forward(self, t: Tensor) -> Tensor:
         """The signal at the times ``t``."""

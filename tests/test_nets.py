@@ -21,6 +21,16 @@ def test_mlp_concatenates_position_and_velocity():
     torch.testing.assert_close(net(h, v), net.layers(torch.cat([h, v], dim=-1)))
 
 
+def test_networks_of_wrong_options():
+    with pytest.raises(TypeError, match=r"hidden must be the sizes of the hidden layers, got 16\. Fix: \[16\]"):
+        hbnode.nets.MLP(2, 16, 2)
+    for activation in (nn.ReLU(), torch.relu, nn.functional.silu):
+        with pytest.raises(TypeError, match="activation must be a class of modules, got .*Fix: activation=nn.ReLU"):
+            hbnode.nets.MLP(2, [16], 2, activation=activation)
+        with pytest.raises(TypeError, match="activation must be a class of modules"):
+            hbnode.nets.ConvNet(2, 16, 2, activation=activation)
+
+
 def test_conv_net_appends_the_time_as_a_channel_before_every_convolution():
     net = hbnode.nets.ConvNet(2, 5, 3)
     t, h = torch.tensor(0.7), torch.randn(4, 2, 6, 6)
@@ -54,6 +64,32 @@ def test_standardize_ignores_what_is_missing():
     torch.testing.assert_close(by_row.mean[0], x[..., 0][mask.any(-1) & ~x[..., 0].isnan()].mean())
 
 
+@pytest.mark.parametrize("value", [0.1, -1 / 3, 1e-300, 3e5 + 0.1])
+def test_standardize_only_shifts_a_constant(value):
+    """The mean of equal numbers is rounded, so that their variance is not exactly 0."""
+    x = torch.full((1000, 1), value, dtype=torch.float64)
+    scale = hbnode.nets.Standardize(1).fit(x)
+    assert scale.std.item() == 1
+    torch.testing.assert_close(scale(x + 1), torch.ones_like(x), atol=0.1, rtol=0)
+
+
+def test_standardize_refuses_what_its_dtype_does_not_hold():
+    x = torch.randn(1000, 2, dtype=torch.float64)
+    for far in (1.7e9 + 63 + x, 1e-50 * x, 1e50 * x):
+        with pytest.raises(ValueError, match=r"feature 0 has mean .*, which torch.float32 does not hold. Fix: Standard"):
+            hbnode.nets.Standardize(2).fit(far)
+        scaled = hbnode.nets.Standardize(2).double().fit(far)(far)
+        torch.testing.assert_close(scaled.mean(0), torch.zeros(2).double(), atol=1e-6, rtol=0)
+
+
+def test_standardize_takes_masks_of_numbers():
+    x, mask = torch.randn(6, 8, 3), torch.rand(6, 8) < 0.7
+    expected = x[mask].mean(0)
+    for given in (mask, mask.float(), mask.long(), mask.numpy(), mask.unsqueeze(-1).expand(x.shape).int()):
+        torch.testing.assert_close(hbnode.nets.Standardize(3).fit(x, given).mean, expected)
+    assert hbnode.nets.Standardize(3).fit(x[:0]).std.equal(torch.ones(3))
+
+
 def test_standardize_of_values_far_from_zero():
     x = 1e6 + torch.randn(1000, 1)
     torch.testing.assert_close(hbnode.nets.Standardize(1).fit(x).std, x.double().std(0, correction=0).float())
@@ -66,6 +102,10 @@ def test_what_standardize_refuses():
         hbnode.nets.Standardize(2).fit(torch.tensor([[0.0, torch.inf]]))
     with pytest.raises(TypeError, match="x must be a tensor"):
         hbnode.nets.Standardize(2).fit([[1.0, 2.0]])
+    with pytest.raises(ValueError, match=r"mask must be \(2, 2\) or \(2, 2, 2\), as x is, got \(2,\)"):
+        hbnode.nets.Standardize(2).fit(torch.ones(2, 2, 2), torch.ones(2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"lengths are of series x \(batch, T, features\), got x \(4, 2\)"):
+        hbnode.nets.Standardize(2).fit(torch.ones(4, 2), lengths=[3])
 
 
 @pytest.mark.parametrize("field", ["node", "hbnode", "ghbnode"])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.interpolate import CubicHermiteSpline
+from torch import nn
 
 import hbnode
 
@@ -80,6 +81,21 @@ def test_moves_with_a_module_and_stays_out_of_its_state_dict():
     assert signal.state_dict() == {}
     assert copy.deepcopy(signal).double()(torch.tensor(0.5, dtype=torch.float64)).dtype == torch.float64
     assert repr(signal) == "Signal(samples=2, kind='linear', outside='raise')"
+
+
+@pytest.mark.parametrize("kind", ["linear", "cubic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sample_times_are_not_rounded_with_the_module(kind, dtype):
+    """In bfloat16 the sample times after 50 would be 0.25 apart, and those of dates all the same in float32."""
+    t = torch.linspace(0, 100, 1001, dtype=torch.float64)
+    for start in (0.0, 1.7e9):
+        signal = hbnode.Signal(start + t, t.sin(), kind)
+        query = start + torch.linspace(50.0, 51.0, 7, dtype=torch.float64)
+        moved = nn.Sequential(copy.deepcopy(signal)).to(dtype)[0]
+        assert moved(query).dtype == dtype
+        bound = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(moved(query).double(), signal(query), atol=bound, rtol=0)
+        torch.testing.assert_close(moved.double()(query), signal(query), atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize(
