@@ -155,7 +155,7 @@ def vector_field(
     t: float = 0.0,
     *,
     at: Array | None = None,
-    features: Sequence[int] = (0, 1),
+    features: int | Sequence[int] = (0, 1),
     xlim: tuple[float, float] | None = None,
     ylim: tuple[float, float] | None = None,
     points: int = 20,
@@ -172,7 +172,8 @@ def vector_field(
         at: a state of one sample, h or (h, m), that the plane passes through, for a field of more dimensions. None is
             zero: h and m of one feature each, or h of two. A tensor keeps its dtype; a list or an array takes that of
             f's parameters.
-        features: the two features of h, (i, j), that span the plane; for the second-order fields (h_i, m_i).
+        features: the two features of h, (i, j), that span the plane; for the second-order fields the first one or
+            one alone, i, spans (h_i, m_i).
         xlim: range of the first axis. None is that of ``ax`` if something is drawn there, else (-2, 2).
         ylim: range of the second axis, likewise.
         points: arrows in each direction.
@@ -330,6 +331,9 @@ def _planes(
         if len(numbered) != 2:
             raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
         return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
+    shapes = [tuple(numbers(part).shape) for part in path]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"h and {second} must be of one shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second}).")
     (h, numbered), (m, _) = (chosen(numbers(part), features, samples) for part in path)
     names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
     are_few = 1 < len(numbered) <= MOST_LABELS
@@ -363,11 +367,14 @@ def _slopes(
     t: Tensor,
     plane: tuple[Tensor, Tensor],
     base: tuple[Tensor, ...],
-    features: Sequence[int],
+    features: int | Sequence[int],
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int], bool]:
     """The derivatives along the two axes at the points of a plane, the features they are of, and if there is m."""
     is_pair, (across, up) = len(base) == 2, plane
-    i, j = (features[0], features[0]) if is_pair else (features[0], features[1])
+    given = [features] if isinstance(features, int) else list(features)
+    if len(given) < 2 - is_pair:
+        raise ValueError(f"features must be two of h, got {features!r}. Fix: features=(0, 1).")
+    i, j = (given[0], given[0]) if is_pair else (given[0], given[1])
     if max(i, j) >= base[0].numel():
         raise ValueError(
             f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "

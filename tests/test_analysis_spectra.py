@@ -198,6 +198,8 @@ def test_a_state_without_a_batch_is_refused_with_what_helps(name):
         hbnode.spectrum(block, x)
     assert_same(hbnode.spectrum(block, x.unsqueeze(0)).eigenvalues[0], np.linalg.eigvals(matrix))
     each = hbnode.ODEBlock(hbnode.NODE(lambda h: -3 * h))
+    with pytest.raises(ValueError, match=r"got shape \(3, 0\)"):
+        hbnode.spectrum(each, torch.ones(3, 0))
     with pytest.raises(ValueError, match=r"x.unsqueeze\(1\) for one feature"):
         hbnode.spectrum(each, x)
     assert hbnode.spectrum(each, x.unsqueeze(1)).eigenvalues.real.tolist() == [[pytest.approx(-3)]] * 2

@@ -252,6 +252,9 @@ def test_a_vector_field_in_a_plane_of_more_dimensions_and_at_a_time():
         hbnode.plot.vector_field(field, at=torch.zeros(3), features=(0, 3))
     ball = hbnode.plot.vector_field(hbnode.HBNODE(nn.Linear(3, 3)), at=torch.zeros(3), features=(1, 1))
     assert ball.get_ylabel() == "$m$"
+    drive = torch.tensor([0.0, 1.0, 0.0])
+    (arrow,) = hbnode.plot.vector_field(hbnode.HBNODE(lambda h: 0 * h + drive), at=torch.zeros(3), features=1).collections
+    assert arrow.V.max() > 0.9  # the force of feature 1
     still = hbnode.plot.vector_field(hbnode.NODE(lambda h: 0 * h), points=2)
     assert not np.hypot(still.collections[0].U, still.collections[0].V).any()
 
@@ -369,6 +372,10 @@ def test_what_cannot_be_drawn():
         hbnode.plot.phase_portrait(h, features=1)
     with pytest.raises(ValueError, match=r"expected h or a pair \(h, m\), got 3 tensors"):
         hbnode.plot.phase_portrait((h, h, h))
+    with pytest.raises(ValueError, match=r"h and m must be of one shape, got \(5, 3, 2\) and \(5, 2, 2\)"):
+        hbnode.plot.phase_portrait(h, h[:, :2])
+    with pytest.raises(ValueError, match=r"features must be two of h, got 1. Fix: features=\(0, 1\)"):
+        hbnode.plot.vector_field(hbnode.NODE(lambda h: -h), features=1)
     with pytest.raises(ValueError, match=r"1 tensor\(s\) of 2 feature\(s\): mat1 .* Fix: at=torch.zeros\(d\), a state"):
         hbnode.plot.vector_field(hbnode.NODE(nn.Linear(5, 5)))
     with pytest.raises(ValueError, match=r"of a network, vector_field\(hbnode.NODE\(net\)\)"):

@@ -119,7 +119,7 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
         weights = torch.ones(1, dtype=torch.float64)
         times, path = states(block, x, [first, float(t) if t != first else last])
         chosen = range(1) if t == first else range(1, 2)
-    if path[0].dim() < 3:
+    if path[0].dim() < 3 or 0 in path[0].shape[2:]:
         raise ValueError(
             f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
             "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
