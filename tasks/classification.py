@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -91,6 +92,8 @@ def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
     """Places of 60, 20 and 20 % of the series of each class."""
     generator = torch.Generator().manual_seed(seed)
     parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
+    if len(labels.unique()) < 2:
+        raise ValueError("all series are of one class; expected two or more. Fix: another column as label.")
     for label in labels.unique():
         places = (labels == label).nonzero()[:, 0]
         places = places[torch.randperm(len(places), generator=generator)]
@@ -157,8 +160,9 @@ def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Sample
         found = judged(predicted[name], parts[name][1])
         means |= {key.replace("test", name): value for key, value in found.items()}
     run.rows = [{"epoch": config.epochs, **means, "nfe_forward": 0.0, "nfe_backward": 0.0, "seconds": seconds}]
-    run.save_checkpoint(rows=run.rows)
-    run.write_metrics()
+    if not run.is_finished:
+        run.save_checkpoint(rows=run.rows)
+        run.write_metrics()
     result: np.ndarray = predicted["test"]
     return result
 
@@ -168,7 +172,8 @@ def train(config: ClassificationConfig) -> None:
     with exit_on(FileNotFoundError, ValueError, TypeError, KeyError):
         data, names = load(config)
     source = config.table or config.dataset
-    label = f"{config.preset}-{config.dataset}-drop{config.drop:g}-{config.model}-seed{config.seed}"
+    named = Path(config.table).stem or config.dataset
+    label = f"{config.preset}-{named}-drop{config.drop:g}-{config.model}-seed{config.seed}"
     run = Run("classification", config, label)
     x, t, mask, lengths, static, _ = data["train"]
     missing = 1 - float(mask.sum()) / (float(lengths.sum()) * x.shape[2])
@@ -181,9 +186,10 @@ def train(config: ClassificationConfig) -> None:
         predicted = train_shallow(run, config, data)
     else:
         unit = config.time_unit or fitted_unit(t, mask, lengths)
-        model = make_classifier(
-            config.model, (x, t, mask, lengths, static), len(names), unit, config.parameters, config.rnn_options()
-        )
+        with exit_on(ValueError):
+            model = make_classifier(
+                config.model, (x, t, mask, lengths, static), len(names), unit, config.parameters, config.rnn_options()
+            )
         run.announce(model, TITLES[config.model], about, f"unit of time {unit:.4g}")
         extra = fit(
             run, model, data["train"], data["validation"], cross_entropy, held_out="validation", best="validation_loss"

@@ -47,8 +47,11 @@ GUESSES = ("trivial_loss", "majority_accuracy", "root_accuracy")
 
 def table(groups: Sequence[Group]) -> str:
     """One line per group: accuracy, loss, size and cost."""
-    rows = [("model", "seeds", *_cells(groups[0]))]
-    rows += [(group.label, str(len(group.summaries)), *_cells(group).values()) for group in groups]
+    found = [_cells(group) for group in groups]
+    columns = list(dict.fromkeys(name for cells in found for name in cells))
+    rows = [("model", "seeds", *columns)]
+    for group, cells in zip(groups, found, strict=True):
+        rows.append((group.label, str(len(group.summaries)), *(cells.get(name, "-") for name in columns)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -60,11 +63,13 @@ def table(groups: Sequence[Group]) -> str:
 def _cells(group: Group) -> dict[str, str]:
     """A line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
     entries = group.summaries[0]
-    kinds = ("_mse",) if group.solves else ("_accuracy", "_bleu", "_mse", "_perplexity", "_loss")
+    kinds = ("_mse",) if group.solves else ("_accuracy", "_bleu", "_mse", "_nll", "_perplexity", "_loss")
+    if group.solves and group.metric == "validation_accuracy":
+        kinds = ("_accuracy", "_auroc")
     errors = [name for name in entries if name.startswith("test_") and name.endswith(kinds)]
-    best = [name for name in (f"best_{group.metric}", "best_epoch") if name in entries]
+    best = f"best_{group.metric}" if f"best_{group.metric}" in entries else group.metric
     cells = {}
-    for name in dict.fromkeys((*(best or [group.metric]), group.train_metric, *errors)):
+    for name in dict.fromkeys(x for x in (best, "best_epoch", group.train_metric, *errors) if x in entries):
         unit = " %" if name.endswith("accuracy") else ""
         cells[name.replace("_", " ") + unit] = _range([_entry(summary, name) for summary in group.summaries], unit)
     for name in entries:
@@ -88,12 +93,12 @@ def _costs(group: Group) -> dict[str, str]:
     if not group.solves:
         return seconds
     forward, backward = group.mean("nfe_forward_mean"), group.mean("nfe_backward_mean")
-    held_out = next(name for name in group.summaries[0] if name in ("test_nfe", "validation_nfe"))
+    counted = [name for name in group.summaries[0] if name in ("test_nfe", "validation_nfe")]  # not of boosting
     return {
         "NFE forward": f"{forward:.1f}" if group.is_ode else "-",
         "backward": f"{backward:.1f}" if group.is_ode else "-",
         "ratio": f"{backward / forward:.2f}" if group.is_ode and group.uses_adjoint else "-",
-        held_out.replace("_nfe", " NFE"): f"{group.mean(held_out):.1f}" if group.is_ode else "-",
+        **{name.replace("_nfe", " NFE"): f"{group.mean(name):.1f}" if group.is_ode else "-" for name in counted},
         **seconds,
     }
 

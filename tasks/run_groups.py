@@ -139,7 +139,8 @@ class Group:
     @property
     def experiment(self) -> str:
         """Which figure the runs belong to: task, preset, data set, how it is split or read, and the layer's cell."""
-        values = {name: self.config[name] for name in EXPERIMENT if self.config.get(name) not in (None, False)}
+        config = self.config | ({"dataset": Path(self.config["table"]).stem} if self.config.get("table") else {})
+        values = {name: config[name] for name in EXPERIMENT if config.get(name) not in (None, False)}
         return "-".join(name if value is True else str(value) for name, value in values.items())
 
     def mean(self, name: str) -> float:

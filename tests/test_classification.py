@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import types
 import zipfile
 
@@ -16,13 +17,13 @@ pytest.importorskip("sklearn")
 import pandas as pd
 
 import hbnode
-from tasks import classification
+from tasks import classification, plot
 from tasks.common.config import parse
 from tasks.common.run import count_parameters
 from tasks.data import labelled_series
 from tasks.models.classifiers import CLASSIFIERS, SHALLOW, make_classifier, summaries
 from tasks.studies import classification_table
-from tests.small_runs import names_in, read_metrics
+from tests.small_runs import names_in
 
 NETWORKS = [name for name in CLASSIFIERS if name not in SHALLOW]
 every_network = pytest.mark.parametrize("name", NETWORKS)
@@ -69,6 +70,59 @@ def test_tables_in_long_form(folder):
     wide.to_csv(folder / "wide.csv", index=False)
     series, _, _ = labelled_series.read_tables(folder / "wide.csv", folder / "labels.csv")
     assert series.t[0].diff().tolist() == [86400.0]
+
+
+def rewritten(folder, tmp_path, rows=None, known=None, **options):
+    """The set of two tables, each changed by a function and written anew."""
+    for name, change in (("table", rows), ("labels", known)):
+        frame = pd.read_csv(folder / f"{name}.csv")
+        (change or (lambda x: x))(frame).to_csv(tmp_path / f"{name}.csv", **{"index": False, **options})
+    return labelled_series.read_tables(tmp_path / "table.csv", tmp_path / "labels.csv")
+
+
+def test_tables_as_others_write_them(folder, tmp_path):
+    """An index without a name is no feature; line ends of Windows; ids that are numbers to pandas, and texts."""
+    expected, labels, _ = rewritten(folder, tmp_path)
+    for options in ({"index": True}, {"lineterminator": "\r\n"}, {"encoding": "utf-8-sig"}):
+        series, found, _ = rewritten(folder, tmp_path, **options)
+        assert found.equal(labels)
+        assert series.static_features == ["age"]
+        assert series.x.nan_to_num().equal(expected.x.nan_to_num())
+
+    def numbered(frame):
+        return frame.assign(id=frame["id"].str.removeprefix("s").str.zfill(3))
+
+    for change in (numbered, lambda x: pd.concat([numbered(x), x[:1].assign(id="control")])):  # in the labels alone
+        series, found, _ = rewritten(folder, tmp_path, numbered, change)
+        assert found.equal(labels)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("known", lambda x: pd.concat([x, x[:1].assign(label="up")]), r"id 's0' has rows that differ. Fix: one label"),
+        ("known", lambda x: x.assign(label=x["label"].where(x.index > 1)), r"id 's0' has no label. Fix: leave"),
+        ("known", lambda x: x.assign(sex="m"), r"'sex' is a static feature, a number, got 'm'"),
+        ("known", lambda x: x.assign(age=np.inf), r"'age' is a static feature, a number, got inf"),
+        ("rows", lambda x: x.assign(time=(x["time"] + 1).map("{:.1f}".format).str.replace(".", ",")), "got '[0-9],[0-9]'"),
+        ("rows", lambda x: x.assign(time=x["time"].astype(str).where(x.index > 0, "late")), "dates, got 'late'"),
+        ("rows", lambda x: x.rename(columns={"id": "name"}), r"has no column 'id', but .* Fix: rename one"),
+        ("rows", lambda x: x.assign(id="other"), "share no id"),
+    ],
+    ids=["labels", "no-label", "text", "infinite", "comma", "late", "column", "ids"],
+)
+def test_tables_that_are_refused(folder, tmp_path, name, change, message):
+    with pytest.raises(ValueError, match=message):
+        rewritten(folder, tmp_path, **{name: change})
+
+
+def test_files_that_are_no_tables(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"has no column 'id', but \['id;time.* Fix: commas between the columns"):
+        rewritten(folder, tmp_path, sep=";")
+    with pytest.raises(ValueError, match=r"table.csv cannot be read \(.*codec.* Fix: a CSV file in UTF-8"):
+        rewritten(folder, tmp_path, encoding="utf-16")
+    with pytest.raises(FileNotFoundError, match=r"cannot be read: Is a directory. Fix: the path of a CSV file"):
+        labelled_series.read_tables(tmp_path, tmp_path / "labels.csv")
 
 
 def test_sets_of_the_archive_are_read_from_wheels(tmp_path, monkeypatch):
@@ -132,6 +186,8 @@ def test_the_split_is_stratified_and_disjoint():
     assert [labels[part].bincount().tolist() for part in parts.values()] == [[30, 6, 1], [10, 2, 1], [10, 2, 1]]
     with pytest.raises(ValueError, match="class 1 has 2 series"):
         classification.split(torch.tensor([0, 0, 0, 1, 1]), 0)
+    with pytest.raises(ValueError, match=r"all series are of one class"):
+        classification.split(torch.zeros(5), 0)
 
 
 @pytest.fixture(scope="module")
@@ -201,10 +257,10 @@ def test_runs_and_the_table(name, folder, tmp_path, capsys):
     summary = json.loads((out / "summary.json").read_text())
     assert {"test_accuracy", "test_auroc", "test_loss", "training_seconds"} <= set(summary)
     assert "predictions.csv" in names_in(out)
-    before = read_metrics(out)
+    before = (out / "metrics.csv").read_bytes()
     classification.main(arguments(folder, "--model", name, "--out", str(out)))  # is finished already
     assert "finished already" in capsys.readouterr().out
-    assert read_metrics(out) == before
+    assert (out / "metrics.csv").read_bytes() == before
     assert json.loads((out / "summary.json").read_text()) == summary
 
 
@@ -220,6 +276,22 @@ def test_the_table_has_intervals(folder, tmp_path, capsys):
     assert " to " in lines[-1]
     with pytest.raises(SystemExit, match="no finished runs"):
         classification_table.main([str(folder)])
+    plot.main([str(tmp_path)])
+    _, head, _, network, regression, *_ = capsys.readouterr().out.splitlines()
+    columns = ["model", "seeds", "validation accuracy %", "best epoch", "train accuracy %", "test accuracy %"]
+    assert re.split("  +", head)[: len(columns)] == columns
+    assert (tmp_path / "classification-default-table.png").exists()  # the name of the set's file
+    assert [re.split("  +", line)[3] == "-" for line in (network, regression)] == [False, True]
+
+
+def test_runs_with_other_options_have_names_of_their_own(folder, tmp_path, capsys):
+    for rate in ("0.01", "0.02"):
+        classification.main(arguments(folder, "--model", "gru", "--lr", rate, "--out", str(tmp_path / rate)))
+    capsys.readouterr()
+    classification_table.main([str(tmp_path), "--resamples", "2"])
+    out = capsys.readouterr().out
+    assert "GRU lr=0.01 " in out
+    assert "GRU lr=0.02 " in out
 
 
 def test_the_loss_at_equal_seconds(tmp_path):
@@ -258,6 +330,13 @@ def test_wrong_options(folder, options, message, capsys):
     with pytest.raises(SystemExit):
         config_of(folder, *options)
     assert message in capsys.readouterr().err
+
+
+def test_no_network_is_so_small(folder, tmp_path):
+    with pytest.raises(SystemExit, match=r"more than parameters=1. Fix: a larger number"):
+        classification.main(arguments(folder, "--model", "gru", "--parameters", "1", "--out", str(tmp_path / "run")))
+    with pytest.raises(SystemExit, match="2"):
+        classification_table.main([str(tmp_path), "--resamples", "0"])
 
 
 def test_a_missing_set_ends_with_a_sentence(tmp_path, monkeypatch):

@@ -43,6 +43,8 @@ def read_labelled_series(name: str, table: str = "", labels: str = "") -> Labell
         table: CSV file in long form with columns id, time, variable and value, or id, time and one for each feature.
         labels: CSV file with columns id, label, and one for each static feature.
 
+    Columns without a name, such as the index that pandas writes, are left out.
+
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if a file does not hold what it should.
@@ -106,14 +108,12 @@ def _parse(text: str, is_ts: bool) -> list[tuple[np.ndarray, str]]:
 
 def read_tables(table: Path, labels: Path) -> Labelled:
     """Series and labels of two CSV files, see :func:`read_labelled_series`."""
-    rows, known = (pd.read_csv(path) for path in (table, labels))
-    for path, frame, needed in ((table, rows, ("id", "time")), (labels, known, ("id", "label"))):
-        missing = [name for name in needed if name not in frame.columns]
-        if missing:
-            raise ValueError(f"{path} has no column {missing[0]!r}, but {list(frame.columns)}. Fix: rename one.")
-    if not pd.api.types.is_numeric_dtype(rows["time"]):
-        rows["time"] = pd.to_datetime(rows["time"], format="mixed")
-    known = known.drop_duplicates("id").set_index("id")
+    rows, known = _read_csv(table, ("id", "time")), _read_csv(labels, ("id", "label"))
+    rows["time"] = _times(rows["time"], table)
+    numbers = [pd.to_numeric(frame["id"], errors="coerce") for frame in (rows, known)]
+    if all(of.isna().equals(frame["id"].isna()) for of, frame in zip(numbers, (rows, known), strict=True)):
+        rows["id"], known["id"] = numbers
+    known = _one_row_each(known, labels)
     rows = rows[rows["id"].isin(known.index)]
     if rows.empty:
         raise ValueError(f"{table} and {labels} share no id. Fix: the same ids in both.")
@@ -128,6 +128,49 @@ def read_tables(table: Path, labels: Path) -> Labelled:
     static = torch.tensor(fixed.to_numpy(dtype="float32")) if len(fixed.columns) else None
     series = dataclasses.replace(series, static=static, static_features=list(fixed.columns))
     return series, torch.tensor([found.index(str(label)) for label in known["label"]]), found
+
+
+def _read_csv(path: Path, needed: tuple[str, str]) -> pd.DataFrame:
+    """A CSV file with these columns; ids are texts. A column without a name is the index of whoever wrote the file."""
+    try:
+        frame = pd.read_csv(path, dtype={"id": str})
+    except OSError as error:
+        raise FileNotFoundError(f"{path} cannot be read: {error.strerror}. Fix: the path of a CSV file.") from error
+    except ValueError as error:  # empty, torn, or not UTF-8
+        raise ValueError(f"{path} cannot be read ({error}). Fix: a CSV file in UTF-8 with a header.") from error
+    for name in needed:
+        if name not in frame.columns:
+            fix = "commas between the columns" if len(frame.columns) == 1 else "rename one"
+            raise ValueError(f"{path} has no column {name!r}, but {list(frame.columns)}. Fix: {fix}.")
+    return frame.loc[:, ~frame.columns.str.fullmatch(r"Unnamed: \d+")].copy()
+
+
+def _times(column: pd.Series, path: Path) -> pd.Series:
+    """Numbers as they are, else dates; numbers with other texts among them, or with a comma, are neither."""
+    if pd.api.types.is_numeric_dtype(column):
+        return column
+    is_number = pd.to_numeric(column.str.replace(",", "."), errors="coerce").notna()
+    try:
+        if is_number.any():
+            raise ValueError
+        return pd.to_datetime(column, format="mixed")
+    except ValueError as error:
+        odd = column[pd.to_numeric(column, errors="coerce").isna() & column.notna()].iloc[0]
+        raise ValueError(f"{path}: times must be numbers or dates, got {odd!r}. Fix: 0.5, or 2024-05-31 12:00.") from error
+
+
+def _one_row_each(known: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Label and static features by id."""
+    known = known.dropna(subset="id").drop_duplicates()
+    for entry in known["id"][known["id"].duplicated()]:
+        raise ValueError(f"{path}: id {entry!r} has rows that differ. Fix: one label, and the same static features.")
+    for entry in known["id"][known["label"].isna()]:
+        raise ValueError(f"{path}: id {entry!r} has no label. Fix: leave the row out.")
+    for name in known.columns.drop(["id", "label"]):
+        numbers = pd.to_numeric(known[name], errors="coerce")
+        for entry in known[name][(numbers.isna() & known[name].notna()) | (numbers.abs() == np.inf)]:
+            raise ValueError(f"{path}: {name!r} is a static feature, a number, got {entry!r}. Fix: codes, or drop it.")
+    return known.set_index("id")
 
 
 def clinic(count: int, seed: int = 0) -> Labelled:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tasks.run_groups import Group, collect
+from tasks.run_groups import Group, collect, tell_apart
 
 Predicted = dict[int, tuple[np.ndarray, np.ndarray]]  # for each seed, labels and the probabilities of the classes
 
@@ -99,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="where finished runs are")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap [1000]")
     options = parser.parse_args(argv)
+    if options.resamples < 1:
+        parser.error(f"--resamples must be positive, got {options.resamples}")
     groups = [group for group in collect(options.folder) if group.config["task"] == "classification"]
     if not groups:
         raise SystemExit(f"{options.folder} has no finished runs of tasks.classification. Fix: run it first.")
@@ -107,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         key = tuple(group.config[name] for name in ("table", "dataset", "drop", "samples"))
         sets.setdefault(key, []).append(group)
     for (path, dataset, drop, samples), members in sets.items():
+        tell_apart(members)
         seeds = ", ".join(sorted({str(seed) for group in members for seed in group.seeds}))
         print(f"\n{path or dataset}, {drop:.0%} dropped, up to {samples or 'all'} stamps, seeds {seeds}\n")
         print(table(members, options.resamples))
