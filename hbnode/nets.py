@@ -266,7 +266,7 @@ class Standardize(nn.Module):
             feature = int((~held).nonzero()[0, 0])
             raise ValueError(
                 f"feature {feature} has mean {float(mean[feature]):g} and standard deviation {float(std[feature]):g}, "
-                f"which {self.mean.dtype} does not hold. Fix: Standardize({self.num_features}).double(), or another unit."
+                f"which {self.mean.dtype} does not hold. Fix: Standardize({self.num_features}).double(), or new units."
             )
         self.mean.copy_(mean)
         self.std.copy_(std)

@@ -63,9 +63,9 @@ def table(groups: Sequence[Group]) -> str:
 def _cells(group: Group) -> dict[str, str]:
     """A line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
     entries = group.summaries[0]
-    kinds = ("_mse",) if group.solves else ("_accuracy", "_bleu", "_mse", "_nll", "_perplexity", "_loss")
-    if group.solves and group.metric == "validation_accuracy":
-        kinds = ("_accuracy", "_auroc")
+    kinds: tuple[str, ...] = ("_accuracy", "_bleu", "_mse", "_nll", "_perplexity", "_loss")
+    if group.solves:
+        kinds = ("_accuracy", "_auroc") if group.metric == "validation_accuracy" else ("_mse",)
     errors = [name for name in entries if name.startswith("test_") and name.endswith(kinds)]
     best = f"best_{group.metric}" if f"best_{group.metric}" in entries else group.metric
     cells = {}

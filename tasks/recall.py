@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -82,12 +83,15 @@ class RecallConfig(ContenderConfig):
 
     def learning_rates(self) -> tuple[float, ...]:
         """The learning rates to choose from."""
-        return tuple(float(rate) for rate in self.rates.split(",")) if self.rates else (self.lr,)
+        try:
+            return tuple(float(rate) for rate in self.rates.split(",")) if self.rates else (self.lr,)
+        except ValueError:
+            raise ValueError(f"--rates must be numbers with commas between, got {self.rates!r}") from None
 
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        if any(rate <= 0 for rate in self.learning_rates()):
+        if not all(0 < rate < math.inf for rate in self.learning_rates()):
             raise ValueError(f"--rates must be positive, got {self.rates}")
         if self.most < 8:
             raise ValueError(f"--most must be 8 or more, got {self.most}")

@@ -132,7 +132,11 @@ def as_samples(pairs: Sequence[Pair], subwords: Subwords) -> Samples:
 
 def at_most(samples: Samples, length: int) -> Samples:
     """The pairs of at most that many subwords in either language; 0: all."""
-    kept = torch.stack([(x != PADDING).sum(1) <= length for x in samples]).all(0) if length else slice(None)
+    if not length:
+        return tuple(map(trimmed, samples))
+    kept = torch.stack([(x != PADDING).sum(1) <= length for x in samples]).all(0)
+    if not kept.any():
+        raise SystemExit(f"no pair has at most {length} subwords. Fix: a larger --max-length, or 0 for all.")
     return tuple(trimmed(x[kept]) for x in samples)
 
 

@@ -253,7 +253,8 @@ def test_a_vector_field_in_a_plane_of_more_dimensions_and_at_a_time():
     ball = hbnode.plot.vector_field(hbnode.HBNODE(nn.Linear(3, 3)), at=torch.zeros(3), features=(1, 1))
     assert ball.get_ylabel() == "$m$"
     drive = torch.tensor([0.0, 1.0, 0.0])
-    (arrow,) = hbnode.plot.vector_field(hbnode.HBNODE(lambda h: 0 * h + drive), at=torch.zeros(3), features=1).collections
+    forced = hbnode.HBNODE(lambda h: 0 * h + drive)
+    (arrow,) = hbnode.plot.vector_field(forced, at=torch.zeros(3), features=1).collections
     assert arrow.V.max() > 0.9  # the force of feature 1
     still = hbnode.plot.vector_field(hbnode.NODE(lambda h: 0 * h), points=2)
     assert not np.hypot(still.collections[0].U, still.collections[0].V).any()

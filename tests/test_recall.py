@@ -172,7 +172,8 @@ def test_settings_of_the_presets():
     [
         (["--kind", "twice"], "argument --kind: invalid choice: 'twice' (choose from once, again, noisy, all)"),
         (["--rates", "1e-3,0"], "--rates must be positive, got 1e-3,0"),
-        (["--rates", "1e-3,x"], "could not convert string to float: 'x'"),
+        (["--rates", "1e-3,nan"], "--rates must be positive, got 1e-3,nan"),
+        (["--rates", "1e-3,x"], "--rates must be numbers with commas between, got '1e-3,x'"),
         (["--most", "4"], "--most must be 8 or more, got 4"),
         (["--keys", "8"], "16 pairs need as many keys, got 8"),
         (["--heads", "1"], "--heads must be even, got 1"),

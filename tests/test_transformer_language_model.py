@@ -36,6 +36,9 @@ def test_characters(tmp_path, monkeypatch):
     assert text.source == "tinyshakespeare"
     spelt = {name: "".join(text.words[n] for n in part) for name, part in text.parts.items()}
     assert spelt == {"train": 9 * "ab\nabc d.\n", "validation": "ab\n<unk> ", "test": "<unk>\nbad"}
+    path = tmp_path / "tinyshakespeare" / "input.txt"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))  # as Windows has it
+    assert all(part.equal(text.parts[name]) for name, part in read_text("tinyshakespeare").parts.items())
     few = read_text("tinyshakespeare", train_size=6, test_size=2, vocabulary=3)
     assert [len(part) for part in few.parts.values()] == [6, 2, 2]
     assert len(few.words) == 3

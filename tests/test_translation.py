@@ -170,6 +170,8 @@ def test_samples_and_their_lengths():
     few = translation.at_most((padded(1, 2, 5), padded(2, 2, 1)), 2)
     assert [lengths_of(x).tolist() for x in few] == [[1, 2], [2, 2]]
     assert [x.shape for x in few] == [(2, 2), (2, 2)]
+    with pytest.raises(SystemExit, match=r"no pair has at most 1 subwords. Fix: a larger --max-length, or 0 for all"):
+        translation.at_most(samples, 1)
 
 
 def test_corruption_changes_a_share_in_three_ways():

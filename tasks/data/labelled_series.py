@@ -156,7 +156,7 @@ def _times(column: pd.Series, path: Path) -> pd.Series:
         return pd.to_datetime(column, format="mixed")
     except ValueError as error:
         odd = column[pd.to_numeric(column, errors="coerce").isna() & column.notna()].iloc[0]
-        raise ValueError(f"{path}: times must be numbers or dates, got {odd!r}. Fix: 0.5, or 2024-05-31 12:00.") from error
+        raise ValueError(f"{path}: times must be numbers or dates, got {odd!r}. Fix: 0.5, or 2024-05-31.") from error
 
 
 def _one_row_each(known: pd.DataFrame, path: Path) -> pd.DataFrame:

@@ -129,7 +129,7 @@ def _cut(path: Path) -> tuple[str, str, str]:
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with path.open(encoding="utf-8") as file:  # whose line ends, of Windows too, are one character
             yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 ({error}). Fix: get the file anew.") from error
