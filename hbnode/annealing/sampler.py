@@ -99,8 +99,8 @@ class HeavyBallAnnealing(nn.Module):
         learn_step_size: whether H requires a gradient. Default: True.
         learn_damping: whether γ requires a gradient. Default: True.
         learn_schedule: whether β requires a gradient. Default: True.
-        checkpoint: whether the backward pass computes the steps again. It then stores about :math:`2\sqrt K` steps, not
-            K. Default: False.
+        checkpoint: whether to keep the points of the paths alone, not what ``log_prob`` and the force keep for their
+            derivatives. They are evaluated three times in each step. Default: False.
 
     Raises:
         ValueError: if an argument is out of its range, or the prior or ``log_prob`` has a wrong shape.
@@ -287,20 +287,11 @@ class HeavyBallAnnealing(nn.Module):
         force, log_q = self._force(x, 0, schedule)
         count = torch.zeros(len(x), dtype=torch.long, device=x.device)
         state = _State(x, torch.randn_like(x), force, log_q, torch.zeros_like(log_q), count, count > 0)
-
-        def span(*tensors: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
-            now = _State(*tensors)
-            for k in range(first, last):
-                now = self._step(now, k, schedule, *coefficients)
-            return now
-
-        if self.checkpoint and torch.is_grad_enabled():
-            size = math.isqrt(self.steps - 1) + 1
-            for first in range(1, self.steps + 1, size):
-                one = functools.partial(span, first=first, last=min(first + size, self.steps + 1))
-                state = _State(*recomputed(one, *state, use_reentrant=False))
-        else:
-            state = _State(*span(*state, first=1, last=self.steps + 1))
+        step: Callable[..., _State] = self._step
+        if self.checkpoint and torch.is_grad_enabled():  # of more steps the force of each would compute all again
+            step = functools.partial(recomputed, self._step, use_reentrant=False)
+        for k in range(1, self.steps + 1):
+            state = step(state, k, schedule, *coefficients)
         log_weight = state.log_density - log_q + state.kinetic
         self._check_end(state, log_weight)
         return state.x, log_weight
