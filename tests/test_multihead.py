@@ -432,6 +432,7 @@ def test_learned_momentum():
     module(x, x, x)[0].sum().backward()
     assert module.momentum_logit.grad.abs().min() > 0
     assert module.log_step_size.grad.abs().min() > 0
+    assert "momentum=unknown" in repr(module.to("meta"))
     start = hbnode.MomentumAttention(E, H, momentum=0.9, step_size=2.0, learn_momentum=True, learn_step_size=True)
     close(start.momentum, torch.full((H,), 0.9), 1e-6)
     near_one = hbnode.MomentumAttention(E, H, momentum=0.999, learn_momentum=True).bfloat16()

@@ -13,6 +13,7 @@ from torch import nn
 import hbnode
 from hbnode import transformer
 from hbnode.transformer.kinds import ATTENTIONS
+from hbnode.transformer.model import draw
 from hbnode.transformer.positions import next_positions, sinusoids
 
 E, H, F = 16, 4, 24
@@ -334,6 +335,23 @@ def test_generation_leaves_the_model_as_it_was():
     assert net.layers[1].training
     assert not net.layers[0].training
     assert torch.equal(net.generate(x, 0), x)
+
+
+def test_top_k_among_equals():
+    """No more than k, as narrow numbers often tie."""
+    output = torch.tensor([[1.0, 2.0, 2.0, 2.0, 3.0]]).expand(500, -1)
+    for k in (1, 2, 3, 9):
+        assert len(set(draw(output, 1.0, k, torch.Generator().manual_seed(0)).tolist())) == min(k, 5)
+
+
+def test_layers_and_readouts_that_were_wrapped():
+    for attention in ("momentum", "softmax", "heavy_ball"):
+        net, x = model(attention), tokens()
+        expected = net.generate(x, 3, temperature=0)
+        net.layers[0] = torch.compile(net.layers[0], backend="eager")
+        net.readout = nn.Sequential(net.readout)
+        net.layers[1].self_attn.out_proj = nn.Sequential(net.layers[1].self_attn.out_proj)
+        assert net.generate(x, 3, temperature=0).equal(expected)
 
 
 def test_generation_of_vectors():

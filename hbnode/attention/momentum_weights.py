@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+LARGEST_KEPT = 256  # size of chunks whose weights are kept from call to call
+
 
 class MomentumAttentionState(NamedTuple):
     """All that is needed to continue a sequence exactly, in float32 or wider.
@@ -221,7 +223,7 @@ class BlockWeights:
         shape = tuple(part.shape)
         if ignored is not None:
             return self.make(shape, (~ignored).unflatten(1, (-1, min(self.size, shape[2]))).cumsum(-1))
-        if not any(isinstance(rate, Tensor) for rate in self.rates):
+        if self.size <= LARGEST_KEPT and not any(isinstance(rate, Tensor) for rate in self.rates):
             return _constant((self.rates[0], self.rates[1]), self.size, self.dtype, shape)
         if shape not in self.shared:
             self.shared[shape] = self.make(shape)

@@ -143,7 +143,7 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
 
     @override
     def init_state(self, batch_size: int) -> MomentumAttentionState:
-        like, (heads, dim) = _state_like(self.out_proj.weight), (self.num_heads, self.head_dim)
+        like, (heads, dim) = _state_like(next(self.parameters())), (self.num_heads, self.head_dim)
         s, p = (like.new_zeros(batch_size, heads, dim, dim) for _ in range(2))
         return MomentumAttentionState(s, p, like.new_zeros(batch_size, heads, dim))
 
@@ -300,7 +300,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
     @override
     def init_state(self, batch_size: int) -> HeavyBallMemoryState:
-        like = _state_like(self.out_proj.weight)
+        like = _state_like(next(self.parameters()))
         shape = batch_size, self.num_heads, self.head_dim, self.head_dim
         return HeavyBallMemoryState(like.new_zeros(shape), like.new_zeros(shape) if self.has_momentum else None)
 
@@ -380,7 +380,9 @@ def _wide(parameter: Tensor) -> Tensor:
 
 
 def _shown(value: Tensor | float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str([round(x, 4) for x in value.tolist()])
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "unknown" if value.is_meta else str([round(x, 4) for x in value.tolist()])
 
 
 def _state_like(weight: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
 
     @override
     def init_state(self, batch_size: int) -> KeyValueCache:
-        like = self.out_proj.weight
+        like = next(self.parameters())
         shape = batch_size, self.num_heads, 0, self.head_dim
         return KeyValueCache(like.new_empty(shape), like.new_empty(shape))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,8 @@ class MomentumTransformer(nn.Module):
             batch_size: how many sequences.
         """
         layers = tuple(layer.self_attn.init_state(batch_size) for layer in self._layers())
-        return TransformerState(torch.zeros(batch_size, dtype=torch.int64, device=self.readout.weight.device), layers)
+        device = next(self.parameters()).device
+        return TransformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), layers)
 
     def prefill(
         self, tokens: Tensor, state: TransformerState | None = None, key_padding_mask: Tensor | None = None
@@ -266,8 +267,7 @@ class MomentumTransformer(nn.Module):
 
     def _layers(self) -> Iterator[MomentumTransformerLayer]:
         for layer in self.layers:
-            assert isinstance(layer, MomentumTransformerLayer)
-            yield layer
+            yield cast(MomentumTransformerLayer, layer)  # or what torch.compile makes of one
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
         """Vectors with their positions, and the position of the next token."""
@@ -313,7 +313,8 @@ def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch
         return output.argmax(-1)
     scores = output.float() / temperature
     if top_k is not None and top_k < scores.shape[-1]:
-        scores = scores.where(scores >= scores.topk(top_k).values[:, -1:], -torch.inf)
+        scores, places = scores.topk(top_k)
+        return places.gather(1, torch.multinomial(scores.softmax(-1), 1, generator=generator)).squeeze(1)
     return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
 
 
