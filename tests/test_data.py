@@ -163,11 +163,25 @@ def good():
         ({}, {"values": ["a", "s"], "variable": "id"}, ValueError, "values must be one column"),
         ({}, {"features": ["a"]}, ValueError, "features is for tables with variable="),
         ({"id": [], "t": [], "a": []}, {}, ValueError, "the table has no rows"),
+        ({"id": [(1, 2)] * 3}, {}, ValueError, r"'id' must be one entry a row, got shape \(3, 2\)"),
+        ({"t": ["2020-01-01"] * 3}, {}, TypeError, "'t' must hold numbers or dates, got text. Fix: pandas.to_datetime"),
     ],
 )
 def test_tables_that_are_refused(change, options, kind, message):
     with pytest.raises(kind, match=message):
         data.from_long({**good(), **change}, **{"id": "id", "time": "t", "values": "a", **options})
+
+
+def test_tables_of_pandas_that_are_refused():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(good())
+    options = {"id": "id", "time": "t", "values": "a"}
+    with pytest.raises(ValueError, match="'id' has missing entries"):
+        data.from_long(frame.assign(id=pandas.array(["x", None, "y"], dtype="string")), **options)
+    with pytest.raises(KeyError, match=r"Fix: table.reset_index\(\)"):
+        data.from_long(frame.set_index(["id", "t"]), **options)
+    with pytest.raises(ValueError, match=r"'a' must be one entry a row, got shape \(3, 2\)"):
+        data.from_long(pandas.concat([frame, frame[["a"]]], axis=1), **options)
 
 
 def test_series_select_move_and_run():

@@ -310,3 +310,12 @@ def test_second_derivatives_of_queries_alone():
     (first,) = torch.autograd.grad(out.sin().sum() + state.s.sin().sum(), q, create_graph=True)
     first.sum().backward()
     assert q.grad.abs().max() > 0
+
+
+def test_another_default_device():
+    q, k, v = torch.randn(3, 1, 2, 9, 3).unbind()
+    for rate in (0.77, torch.tensor(0.77)):
+        expected = hbnode.momentum_attention(q, k, v, momentum=torch.tensor(0.77))
+        with torch.device("meta"):
+            out = hbnode.momentum_attention(q, k, v, momentum=rate)
+        assert_close(out, expected)

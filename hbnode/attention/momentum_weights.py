@@ -232,7 +232,7 @@ class BlockWeights:
     def make(self, shape: tuple[int, ...], counts: Tensor | None = None) -> Block:
         """For queries (batch, heads, length, dim) and n_r (batch, chunks, C), None if no key is ignored."""
         (batch, heads, length, dim), size = shape, min(self.size, shape[2])
-        of_all = torch.arange(1, size + 1) if counts is None else counts
+        of_all = torch.arange(1, size + 1, device="cpu") if counts is None else counts
         with torch.set_grad_enabled(any(self.learned)):
             weights = weigh(self.tables, of_all, has_batch=counts is not None)
             weights = Weights(*(_of_rows(x, (batch, heads, length // size)) for x in weights))

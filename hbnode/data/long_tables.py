@@ -110,27 +110,34 @@ def from_long(
 def _column(table: Any, name: str) -> Any:
     known = list(table.columns) if hasattr(table, "columns") else list(table)
     if name not in known:
-        near = nearest(name, tuple(map(str, known)))
-        raise KeyError(f"the table has no column {name!r}, but {known}. Fix: {near or known[:1]!r}.")
+        is_index = name in getattr(getattr(table, "index", None), "names", ())
+        fix = "table.reset_index()" if is_index else nearest(name, tuple(map(str, known))) or repr(known[:1])
+        raise KeyError(f"the table has no column {name!r}, but {known}. Fix: {fix}.")
     return table[name]
 
 
-def _array(column: Any) -> NDArray[Any]:
+def _array(column: Any, name: str) -> NDArray[Any]:
     import numpy
 
-    return numpy.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
+    array: NDArray[Any] = numpy.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
+    if array.ndim != 1:
+        raise ValueError(
+            f"column {name!r} must be one entry a row, got shape {array.shape}. Fix: a column for each, with a name of "
+            "its own."
+        )
+    return array
 
 
 def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
     """The different entries in the order in which they first come, and which of them each row has."""
     import numpy
 
-    array = _array(column)
+    array = _array(column, name)
     if len(array) == 0:
         raise ValueError("the table has no rows. Fix: at least one.")
     known: dict[Any, int] = {}
     entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
-    if any(entry is None or entry != entry or str(entry) in ("<NA>", "NaT") for entry in entries):
+    if any(entry is None or str(entry) in ("<NA>", "NaT") or entry != entry for entry in entries):
         raise ValueError(f"column {name!r} has missing entries; expected one in each row. Fix: drop these rows.")
     codes = numpy.array([known.setdefault(entry, len(known)) for entry in entries])
     return list(known), codes
@@ -158,6 +165,11 @@ def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDA
     if isinstance(unit, str) and unit not in UNITS:
         raise ValueError(f"unit must be one of {tuple(UNITS)} or a duration, got {unit!r}. Fix: 'h'.")
     length = 1.0 if unit is None else UNITS[unit] if isinstance(unit, str) else as_duration(unit, "unit")
+    array = _array(column, name)
+    if seconds is None and array.dtype.kind in "OUT" and any(isinstance(entry, str) for entry in array.tolist()):
+        raise TypeError(
+            f"column {name!r} must hold numbers or dates, got text. Fix: pandas.to_datetime(table[{name!r}])."
+        )
     times: NDArray[Any] = (as_times(column, name) if seconds is None else seconds / length).double().numpy()
     if not numpy.isfinite(times).all():
         row = int((~numpy.isfinite(times)).nonzero()[0][0])
@@ -169,7 +181,7 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
     """A column as float64, missing values as NaN."""
     import numpy
 
-    array = _array(column)
+    array = _array(column, name)
     if array.dtype.kind == "O" and hasattr(column, "to_numpy"):
         array = numpy.array([numpy.nan if str(entry) == "<NA>" else entry for entry in array.tolist()], dtype=object)
     try:
