@@ -74,6 +74,14 @@ def torch_schema(function: Any) -> Any:
     return function.schema
 
 
+def make_parametrized(module: torch.nn.Module) -> None:
+    """Give a module that was pickled the class that torch makes for a parametrized one, with its properties."""
+    parametrize = torch.nn.utils.parametrize
+    parametrize._inject_new_class(module)
+    for name in module.get_submodule("parametrizations")._modules:
+        parametrize._inject_property(module, name)
+
+
 def plain(x: Tensor) -> Tensor:
     """The values of a tensor without what the transforms put around it; vmap's dimensions come in front."""
     x = x.detach()

@@ -275,6 +275,8 @@ def test_an_orthogonal_matrix_may_be_assigned():
     close(layer.weight_hh_l0, q, 1e-14)
     x = make_input()
     close(layer(x)[0], twin(layer, x)[0], 1e-12)
+    layer.weight_hh_l0 = torch.zeros(4, 4, dtype=torch.float64)  # no sign of R is 0
+    assert off_orthogonal(layer.weight_hh_l0) < 1e-14
 
 
 @some_names
@@ -331,6 +333,65 @@ def test_pickling_keeps_what_is_frozen_and_the_mode_and_draws_nothing():
     assert not again.bias_l0.requires_grad
     assert again.weight_ih_l0.requires_grad
     assert again.rule == layer.rule
+
+
+class WithHead(hbnode.MomentumDTRIV):
+    def __init__(self):
+        super().__init__(2, 4)
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x, state=None, *, hx=None):
+        output, state = super().forward(x, state, hx=hx)
+        return self.head(output), state
+
+
+@pytest.mark.parametrize("what", ["subclass", "spectral norm", "removed", "changed"])
+@pytest.mark.parametrize("copied", ["pickled", "deep", "shallow"])
+def test_a_copy_is_whole(what, copied):
+    layer = WithHead() if what == "subclass" else hbnode.DTRIVCell(2, 4) if what == "removed" else hbnode.DTRIV(2, 4)
+    x = torch.randn(3, 2)
+    if what == "spectral norm":
+        torch.nn.utils.parametrizations.spectral_norm(layer, "weight_ih_l0").eval()
+    if what == "removed":
+        torch.nn.utils.parametrize.remove_parametrizations(layer, "weight_hh")
+    if what == "changed":
+        layer.rule, layer.note = recurrent.rules.Momentum(), "mine"
+    expected, _ = layer(x)
+    copiers = {"pickled": lambda z: pickle.loads(pickle.dumps(z)), "deep": copy.deepcopy, "shallow": copy.copy}
+    again = copiers[copied](layer)
+    assert torch.equal(again(x)[0], expected)
+    assert vars(again).get("note") == vars(layer).get("note")
+    assert [name for name, _ in again.named_parameters()] == [name for name, _ in layer.named_parameters()]
+    of_both = zip(again.parameters(), layer.parameters(), strict=True)
+    assert all((mine is other) == (copied == "shallow") for mine, other in of_both)
+
+
+def test_pickling_keeps_who_holds_a_parameter():
+    """As of every module: an optimizer beside it, a tied weight, the device that it was moved to."""
+    layer = hbnode.DTRIV(2, 4, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer, optimizer = pickle.loads(pickle.dumps((layer, optimizer)))
+    held = optimizer.param_groups[0]["params"]
+    assert all(mine is other for mine, other in zip(layer.parameters(), held, strict=True))
+    assert layer(torch.randn(3, 2))[0].device.type == "cpu"
+
+
+def test_a_parametrization_that_was_removed():
+    layer = hbnode.DTRIV(2, 4)
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight_hh_l0")
+    layer.rebase()
+    assert recurrent.parameter_groups(layer, 1e-3, 1e-4)[1]["params"] == []
+    layer.reset_parameters()
+    assert off_orthogonal(layer.weight_hh_l0) < 1e-5
+
+
+def test_parametrized_inputs_are_drawn_anew():
+    layer = hbnode.DTRIV(2, 4)
+    torch.nn.utils.parametrizations.weight_norm(layer, "weight_ih_l0")
+    before = layer.weight_ih_l0.detach()
+    layer.reset_parameters()
+    assert (layer.weight_ih_l0 != before).all()
 
 
 def test_other_parametrizations_and_a_second_bias():

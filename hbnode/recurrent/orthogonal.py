@@ -5,10 +5,11 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization, type_before_parametrizations
 from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
+from hbnode._torch_internals import make_parametrized
 from hbnode.recurrent import autocast
 from hbnode.recurrent.base import CellOptions, LayerOptions, RecurrentCell, RecurrentLayer
 from hbnode.recurrent.cell_steps import ModReLUStep
@@ -54,7 +55,7 @@ class Trivialization(nn.Module):
             off = (wide.mT @ wide - torch.eye(n, dtype=wide.dtype, device=wide.device)).abs().max()
             if not off < 10 * n * torch.finfo(wide.dtype).eps:
                 q, r = torch.linalg.qr(wide)
-                wide = q * r.diagonal().sgn()
+                wide = torch.where(r.diagonal() < 0, -q, q)
         self.base.copy_(wide)
         return torch.zeros_like(b)
 
@@ -80,8 +81,6 @@ class _Orthogonal(nn.Module):
     """What the layer and the cell share: orthogonal weights ``weight_hh*``, each with its base, and pickling."""
 
     init: str
-    arguments: tuple[type[nn.Module], tuple[int, ...], dict[str, object]]  # a class and those of its constructor
-    parametrizations: nn.ModuleDict
 
     def _make_orthogonal(self) -> None:
         for name in [name for name, _ in self.named_parameters() if name.startswith("weight_hh")]:
@@ -90,8 +89,7 @@ class _Orthogonal(nn.Module):
 
     def _trivializations(self) -> Iterator[tuple[Trivialization, Tensor]]:
         """The parametrization of each orthogonal weight, and the parameter behind it."""
-        for made in self.parametrizations.values():
-            assert isinstance(made, ParametrizationList)
+        for made in getattr(self, "parametrizations", {}).values():
             if isinstance(made[0], Trivialization):
                 yield made[0], made.original
 
@@ -108,43 +106,35 @@ class _Orthogonal(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw W as He et al. for relu, the biases from U(-0.01, 0.01), and B as ``init`` says."""
-        parametrized = self.parametrizations if hasattr(self, "parametrizations") else ()
-        for name in (*self._parameters, *parametrized):
+        for name in (*self._parameters, *getattr(self, "parametrizations", {})):
             value = getattr(self, name)
             if name.startswith("weight_ih"):
                 nn.init.kaiming_normal_(value, nonlinearity="relu")
             elif name.startswith("bias"):
                 nn.init.uniform_(value, -0.01, 0.01)
-            elif name in self._parameters:
+            elif name.startswith("weight_hh") and name in self._parameters:
                 value.copy_(orthogonal_by_angles(value, self.init))
-        for trivialization, original in self._trivializations() if parametrized else ():
+            else:
+                continue
+            if name not in self._parameters:
+                setattr(self, name, value)
+        for trivialization, original in self._trivializations():
             trivialization.right_inverse(orthogonal_by_angles(original, self.init))
             original.zero_()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Pickle as a call of the constructor and a state_dict, as torch refuses to pickle parametrized modules."""
-        kind = next(kind for kind in type(self).__mro__ if not kind.__name__.startswith("Parametrized"))
-        frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        return _rebuilt, (kind, *self.arguments, self.state_dict(), frozen, self.training)
+        """Pickle as any module. Torch refuses it to parametrized modules, whose class cannot be imported."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_compiled_call_impl"}
+        return _empty, (type_before_parametrizations(self),), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if is_parametrized(self):
+            make_parametrized(self)
 
 
-def _rebuilt(
-    kind: type[nn.Module],
-    base: type[nn.Module],
-    sizes: tuple[int, ...],
-    options: dict[str, object],
-    values: dict[str, Tensor],
-    frozen: list[str],
-    training: bool,
-) -> nn.Module:
-    module = kind.__new__(kind)
-    with torch.random.fork_rng(devices=[]):
-        base.__init__(module, *sizes, **options)
-    reference = next(iter(values.values()))
-    module.to(reference.device, reference.dtype).load_state_dict(values)
-    for name in frozen:
-        module.get_parameter(name).requires_grad_(False)
-    return module.train(training)
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 class DTRIV(_Orthogonal, RecurrentLayer):
@@ -211,9 +201,7 @@ class DTRIV(_Orthogonal, RecurrentLayer):
     ) -> None:
         self.init = init
         sizes = input_size, hidden_size, num_layers
-        layout = {"batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
         options: LayerOptions = {"momentum_space": momentum_space, "compile": compile, "device": device, "dtype": dtype}
-        self.arguments = DTRIV, sizes, {"rule": rule, "init": init, **layout, **options}
         super().__init__(ModReLUStep(), None, *sizes, True, batch_first, dropout, bidirectional, rule=rule, **options)
         self._make_orthogonal()
 
@@ -264,7 +252,6 @@ class DTRIVCell(_Orthogonal, RecurrentCell):
     ) -> None:
         self.init = init
         options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
-        self.arguments = DTRIVCell, (input_size, hidden_size), {"rule": rule, "init": init, **options}
         super().__init__(ModReLUStep(), input_size, hidden_size, rule=rule, **options)
         self._make_orthogonal()
 
