@@ -7,8 +7,9 @@ and they are torch's fused recurrent layers.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ def fused_layer(
 ) -> tuple[Tensor, ...]:
     """Run torch's recurrent layer on given weights: one layer in one direction, as torch.nn.LSTM calls it.
 
+    The weights may lie anywhere; cuDNN's warning that they are not in one chunk of memory is silenced.
+
     Arguments:
         name: "lstm", "gru", "rnn_tanh" or "rnn_relu".
         x: (T, batch, n), or the data of a PackedSequence.
@@ -119,5 +122,8 @@ def fused_layer(
         The output, and the last h, or the last h and c.
     """
     rest = (weights, len(weights) == 4, 1, 0.0, torch.is_grad_enabled(), False)
-    layer = getattr(torch._VF, name)
-    return layer(x, state, *rest, False) if sizes is None else layer(x, sizes, state, *rest)
+    layer, warns = getattr(torch._VF, name), x.is_cuda and not torch.compiler.is_compiling()
+    with warnings.catch_warnings() if warns else nullcontext():
+        if warns:
+            warnings.filterwarnings("ignore", message=".*single contiguous chunk.*")
+        return layer(x, state, *rest, False) if sizes is None else layer(x, sizes, state, *rest)

@@ -1,9 +1,12 @@
 """Every rule, cell and space against the plain twins in float64, values and all gradients."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from hbnode import recurrent
+from hbnode.recurrent import rules
 from tests.momentum_layers import (
     CELLS,
     PAIRS,
@@ -100,6 +103,47 @@ def test_without_biases(cell, rule):
     assert not any("bias" in name for name, _ in layer.named_parameters())
     x = make_input(12)
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+def test_one_weight_in_both_places():
+    layer, twin = make_pair("rnn", "Momentum", 3, 3, space="hidden", bias=False)
+    layer.weight_ih_l0 = layer.weight_hh_l0
+    assert_equal_to_twin(layer, twin, make_input(12, inputs=3))
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating(rules.LinearRule):
+    rate: float = 0.8
+    step_size: float = 1.0
+
+    def coefficients(self, t, steps):
+        return torch.full((steps,), -self.rate, dtype=torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrinking(rules.Rule):
+    half_life: float = 9.0
+
+    memory = ("t",)
+
+    def filter(self, g, memory):
+        t = torch.arange(1, len(g) + 1).unsqueeze(1) + memory.t
+        return g * 0.5 ** (t / self.half_life).unsqueeze(-1), rules.Memory(t=memory.t + len(g))
+
+
+@pytest.mark.parametrize("rule", [Alternating(), Shrinking()], ids=["linear", "not linear"])
+def test_rules_of_ones_own(rule):
+    layer = recurrent.GRU(2, 3, rule=rule).double()
+    cell = recurrent.GRUCell(2, 3, rule=rule).double()
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.state_dict().items()})
+    x, stepped, state = make_input(200), [], None
+    for x_t in x:
+        h, state = cell(x_t, state)
+        stepped.append(h)
+    first, state = layer(x[:50])
+    second, _ = layer(x[50:], state)
+    close(layer(x)[0], torch.stack(stepped), 1e-12)
+    close(torch.cat([first, second]), torch.stack(stepped), 1e-12)
 
 
 @some_layers

@@ -81,6 +81,17 @@ def test_the_filter_under_vmap():
         close(one, torch.autograd.grad(slowly(row, mu, 0.5).sin().sum(), row)[0], 1e-13)
 
 
+@pytest.mark.parametrize("steps", [7, 90])
+def test_many_gradients_of_the_filter_at_once(steps):
+    """As torch.autograd.functional.jacobian(..., vectorize=True) asks for them."""
+    x, mu = torch.randn(steps, 2, 1, dtype=torch.float64), torch.rand(steps, dtype=torch.float64)
+    jacobians = (
+        torch.autograd.functional.jacobian(lambda x: linear_filter(x, mu, 0.5).sum(0), x, vectorize=at_once)
+        for at_once in (True, False)
+    )
+    close(*jacobians, 1e-13)
+
+
 @pytest.fixture(params=["looks", "cannot look"])
 def values_can_be_asked(request, monkeypatch):
     """On a GPU nothing asks whether all is finite, which would wait for the device."""

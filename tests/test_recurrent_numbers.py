@@ -86,6 +86,30 @@ def test_autocast(cell, rule):
     assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
 
 
+@pytest.mark.parametrize("name", ["MomentumDTRIV", "AdamGRU", "SRLSTM"])
+def test_autocast_keeps_the_memory_of_half_precision_parameters(name):
+    layer = getattr(hbnode, name)(3, 4).bfloat16()
+    x = torch.randn(40, 1, 3, dtype=torch.bfloat16)
+    state = inside = None
+    with torch.no_grad():
+        for x_t in x.split(1):
+            _, state = layer(x_t, state)
+            with torch.autocast("cpu", torch.bfloat16):
+                _, inside = layer(x_t, inside)
+    assert torch.equal(inside.v, state.v)
+
+
+def test_the_first_call_under_autocast_draws_no_random_numbers():
+    layer, drawn = hbnode.MomentumLSTM(3, 4), []
+    autocast._runs_on_cpu.cache_clear()
+    for _ in range(2):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(torch.ones(2, 1, 3))
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[1]
+
+
 def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
     """torch's layer runs in float32 there; in float16 no CPU of today has one."""
     layer, _ = make_pair("lstm", "Momentum")

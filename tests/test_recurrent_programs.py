@@ -10,6 +10,7 @@ from torch import nn
 
 import hbnode
 from hbnode import recurrent
+from hbnode.recurrent import executor, rules
 from tests.momentum_layers import (
     PAIRS,
     RULES,
@@ -42,6 +43,33 @@ def test_copies(cell, rule, tmp_path):
     assert type(layer).__name__.removeprefix("Parametrized") in repr(layer)
     assert "2, 3" in repr(layer)
     assert "num_layers=2" in repr(layer)
+
+
+@pytest.mark.parametrize(("cell", "rule"), PAIRS[2:])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_transforms_of_torch_func(cell, rule, is_large, monkeypatch):
+    if is_large:  # the scan, and the filter with a backward pass of its own
+        monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
+        monkeypatch.setattr(rules, "MANY", 0)
+    layer, _ = make_pair(cell, rule)
+    x = make_input(20)
+    x.requires_grad_()
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def loss(values, x):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))[0].square().sum()
+
+    expected = torch.autograd.grad(loss(values, x), values)
+    for mine, theirs in zip(torch.func.grad(loss)(values, x), expected, strict=True):
+        close(mine, theirs, 1e-12)
+    if cell != "lstm":  # of which oneDNN's has no forward mode
+        (slope,), along = torch.autograd.grad(loss(values, x), [x]), torch.randn_like(x)
+        _, moved = torch.func.jvp(lambda x: loss(values, x), (x.detach(),), (along,))
+        close(moved, (slope * along).sum(), 1e-12)
+    if cell == "dtriv":  # torch's own layers have no rule for vmap
+        many = torch.stack([x, 2 * x]).detach()
+        one_by_one = torch.stack([layer(each)[0] for each in many])
+        close(torch.func.vmap(lambda x: layer(x)[0])(many), one_by_one, 1e-12)
 
 
 @every_rule
@@ -203,6 +231,17 @@ def test_traced_plain_layers_take_any_length(rule):
             x[20, 0, 1] = torch.nan
         output, (expected, _) = traced(x)[0], layer(x)
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(("batch_first", "axis"), [(False, 1), (True, 0)])
+def test_plain_layers_take_batches_only(batch_first, axis):
+    layer = hbnode.MomentumLSTM(2, 3, batch_first=batch_first)
+    x = torch.randn(5, 2)
+    with pytest.raises(ValueError, match=rf"got \(5, 2\). Fix: x.unsqueeze\({axis}\)"):
+        layer.to_stock()(x)
+    close(layer.to_stock()(x.unsqueeze(axis))[0].squeeze(axis), layer(x)[0], 1e-6)
+    with pytest.raises(ValueError, match="got PackedSequence"):
+        layer.to_stock()(nn.utils.rnn.pack_sequence([x]))
 
 
 def test_the_filter_is_exported_for_any_length_and_batch():

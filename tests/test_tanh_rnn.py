@@ -91,6 +91,11 @@ def test_wrong_input(arguments, error, message):
         make(dtype=torch.float32)(*arguments)
 
 
+def test_a_number_of_layers_in_the_third_place():
+    with pytest.raises(TypeError, match=r"batch_first must be True or False, got 2\. Fix: pass it by name"):
+        hbnode.TanhRNN(3, 5, 2)
+
+
 def test_initial_weights():
     torch.manual_seed(0)
     rnn = hbnode.TanhRNN(8, 200)

@@ -24,13 +24,13 @@ def check_rule(rule: Rule) -> Rule:
     return rule
 
 
-def check_switch(value: bool, name: str) -> bool:
+LACKING = "pass what torch.nn's layer lacks, such as momentum=, by name; by position the arguments are torch.nn's."
+
+
+def check_switch(value: bool, name: str, fix: str = LACKING) -> bool:
     """Return True or False, or raise an error: a number at this position was meant for another argument."""
     if not isinstance(value, bool):
-        raise TypeError(
-            f"{name} must be True or False, got {value!r}. Fix: pass what torch.nn's layer lacks, such as "
-            "momentum=, by name; by position the arguments are torch.nn's."
-        )
+        raise TypeError(f"{name} must be True or False, got {value!r}. Fix: {fix}")
     return value
 
 

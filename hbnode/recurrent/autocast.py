@@ -28,7 +28,12 @@ def runs(stock: str, x: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _runs_on_cpu(stock: str, dtype: torch.dtype) -> bool:
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+    with (
+        torch.random.fork_rng(devices=[]),  # the layer draws its weights
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", dtype=dtype, cache_enabled=False),
+    ):
         layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(stock, torch.nn.RNN)(1, 1, device="cpu")
         try:
             layer(torch.zeros(1, 1, 1, device="cpu"))[0].sum().backward()

@@ -362,7 +362,7 @@ class RecurrentCell(nn.Module):
         weights = self._weights()
         g = linear(x, weights.w, weights.b)
         memory = state.memory
-        if memory.is_empty:
+        if all(z is None for z in memory):
             memory = self.rule.start(g)
             if memory.t is not None:
                 memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))

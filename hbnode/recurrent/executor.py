@@ -7,10 +7,8 @@ float precision, and with rules that are not linear, the cell needs d_t = rule(g
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,7 +22,7 @@ from hbnode.recurrent import autocast
 from hbnode.recurrent.batch import SequenceBatch
 from hbnode.recurrent.cell_steps import CellOutput, CellStep
 from hbnode.recurrent.filter import linear_filter
-from hbnode.recurrent.rules import LinearRule, Memory, Rule, memory_dtype
+from hbnode.recurrent.rules import LinearRule, Memory, Rule, memory_dtype, needs_plain
 from hbnode.recurrent.scan import BLOCK, Scan
 
 SMALL_PRODUCT = 2**21  # this many multiplications a sample take no longer than the calls of a scan's step
@@ -108,7 +106,9 @@ class LayerExecutor:
             h (T, batch, hidden_size), and the state after the last sample of each sequence, but for t.
         """
         if self.autocast:
-            x, state = x.to(weights.w), state.map(lambda z: z.to(weights.w) if z.is_floating_point() else z)
+            x, kept = x.to(weights.w), memory_dtype(weights.w.dtype)
+            h, c, memory = state.map(lambda z: z.to(kept) if z.is_floating_point() else z)
+            state = LayerState(h.to(x.dtype), None if c is None else c.to(x.dtype), memory)
         elif x.dtype != weights.w.dtype:
             raise ValueError(
                 f"x must be {weights.w.dtype} as the parameters are, got {x.dtype}. "
@@ -137,6 +137,8 @@ class LayerExecutor:
         """From v_0 = 0 by a linear rule: the cell over filtered x."""
         x, w, b = _filtered_x(rule, x, weights, state.memory.t)
         v = linear(batch.last(x), w, b).to(memory_dtype(x.dtype))
+        if weights.is_hidden:
+            w, b = weights.u @ w, None if b is None else weights.u @ b
         h, last = self._cell(batch, x, w, b, weights, CellOutput(state.h, state.c))
         return h, LayerState(last.h, last.c, Memory(v))
 
@@ -195,17 +197,15 @@ class LayerExecutor:
             return self.rule.filter_blocks((linear(block, w, b) for block in x.split(rows)), memory)
 
         rows = self._rows(x, weights)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or needs_plain():
             return filtered(x, weights.w, weights.b, memory)
         return checkpoint(filtered, x, weights.w, weights.b, memory, use_reentrant=False, preserve_rng_state=False)
 
     def _cell(
         self, batch: SequenceBatch, x: Tensor, w: Tensor, b: Tensor | None, weights: Weights, start: CellOutput
     ) -> tuple[Tensor, CellOutput]:
-        """The cell over a sequence whose input is w x + b, or U (w x + b) if the rule filters in the space of h."""
+        """The cell over a sequence whose input is w x + b."""
         u, bias = weights.u, weights.bias
-        if weights.is_hidden and w is not u:
-            w, b = u @ w, None if b is None else u @ b
         if self.stock is None:
             h, _, _ = Scan(self.step, None, self.compile)(linear(x, w, b), (None, None), (u, bias), start, Memory())
             return h, CellOutput(batch.last(h))
@@ -234,21 +234,18 @@ def _fading(rule: LinearRule, steps: int, t: int | Tensor | None, dtype: torch.d
     if isinstance(t, Tensor):
         return steps
     decay = rule.coefficients(t, steps).cumprod(0)
-    return int((decay >= torch.finfo(dtype).eps ** 2).sum())
+    return int((decay.abs() >= torch.finfo(dtype).eps ** 2).sum())
 
 
 def _stock(
     name: str, batch: SequenceBatch, x: Tensor, start: CellOutput, flat: list[Tensor]
 ) -> tuple[Tensor, CellOutput]:
-    """Torch's own layer. Its weights are new tensors at each call, and cuDNN warns about their layout."""
+    """Torch's own layer."""
     state = start.h.unsqueeze(0) if start.c is None else (start.h.unsqueeze(0), start.c.unsqueeze(0))
-    with warnings.catch_warnings() if x.is_cuda else contextlib.nullcontext():
-        if x.is_cuda:
-            warnings.filterwarnings("ignore", message=".*single contiguous chunk.*")
-        if batch.sizes is None:
-            out, *last = fused_layer(name, x, state, flat)
-        else:
-            out, *last = fused_layer(name, batch.select(x), state, flat, batch.sizes)
-            out = batch.pad(out)
+    if batch.sizes is None:
+        out, *last = fused_layer(name, x, state, flat)
+    else:
+        out, *last = fused_layer(name, batch.select(x), state, flat, batch.sizes)
+        out = batch.pad(out)
     h, *c = (z.squeeze(0) for z in last)
     return out, CellOutput(h, c[0] if c else None)

@@ -58,6 +58,13 @@ class StockLayers(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
         """Return output and last state as torch.nn's layer does; x is (T, batch, input_size), or batch first."""
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            axis = 0 if self.batch_first else 1
+            raise ValueError(
+                f"x must be sequences of one length, a tensor with 3 axes, got {got}. Fix: x.unsqueeze({axis}) of one "
+                "sequence; a PackedSequence goes into the momentum layer itself."
+            )
         x = x.transpose(0, 1) if self.batch_first else x
         ended: list[tuple[Tensor, ...]] = []
         sides: list[Tensor] = []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hbnode._torch_internals import is_batched
 from hbnode._tracing import is_exporting, is_tracing
 from hbnode.recurrent import autocast
 from hbnode.recurrent.symbolic import symbolic_filter
@@ -130,6 +131,10 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if is_batched(grad):  # of grad(..., is_grads_batched=True), under which out= fails
+            ones = torch.eye(len(grad), dtype=grad.dtype, device=grad.device)
+            matrix = _Filter.apply(ones, *ctx.saved_tensors, not ctx.is_transposed)
+            return torch.mm(matrix, grad.reshape(len(grad), -1)).reshape(grad.shape), None, None, None
         return _Filter.apply(grad, *ctx.saved_tensors, not ctx.is_transposed), None, None, None
 
     @staticmethod

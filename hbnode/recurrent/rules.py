@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hbnode import _second_derivatives
-from hbnode._torch_internals import is_active
+from hbnode._torch_internals import in_forward_mode, is_active
 from hbnode._tracing import is_tracing
 from hbnode.recurrent.filter import block_weights, linear_filter
 
@@ -58,7 +58,10 @@ class Memory(NamedTuple):
 
 
 class Rule:
-    """Base of the rules: a frozen dataclass of coefficients, with the filter that turns g into d."""
+    """Base of the rules: a frozen dataclass of coefficients, with the filter that turns g into d.
+
+    A rule of your own overrides :meth:`filter`, and ``memory``, which names the attributes of Memory that it carries.
+    """
 
     memory: ClassVar[tuple[str, ...]] = ("v",)  # the attributes of Memory that it carries
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -66,6 +69,8 @@ class Rule:
     def __post_init__(self) -> None:
         """Check every coefficient."""
         for field in dataclasses.fields(self):
+            if field.name not in _VALID:  # of a rule of the user's own
+                continue
             value, (is_valid, expected) = getattr(self, field.name), _VALID[field.name]
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
                 raise ValueError(
@@ -104,7 +109,10 @@ class Rule:
 
 
 class LinearRule(Rule):
-    """A rule d_t = v_t = mu_t v_{t-1} + s g_t, where mu_t depends on t alone and s is the ``step_size``."""
+    """A rule d_t = v_t = mu_t v_{t-1} + s g_t, where mu_t depends on t alone and s is the ``step_size``.
+
+    A rule of your own overrides :meth:`coefficients`, and has ``memory = ("v", "t")`` if mu_t depends on t.
+    """
 
     step_size: float
 
@@ -277,12 +285,17 @@ def memory_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def needs_plain() -> bool:
+    """Whether only operations that autograd knows will do: second derivatives, forward mode, torch.func."""
+    return _second_derivatives.are_wanted() or is_active() or in_forward_mode()
+
+
 def once(what: str) -> None:
     """Refuse to be differentiated twice; torch's ``once_differentiable`` drops the second derivative silently."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{what} cannot be differentiated twice, and create_graph=True asks for it. Fix: create_graph=False, or "
-            "step the layer's cell over time."
+            f"{what} cannot be differentiated twice, and create_graph=True asks for it. Fix: create_graph=False, "
+            "torch.func.grad or hessian, or step the layer's cell over time."
         )
 
 
@@ -290,10 +303,10 @@ def _normalized(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
-    if g.shape[0] > 1 and g.device.type == "cpu" and not is_tracing():
-        if not torch.is_grad_enabled() and not is_active():
+    if g.shape[0] > 1 and g.device.type == "cpu" and not is_tracing() and not needs_plain():
+        if not torch.is_grad_enabled():
             return _normalized_in_place(g, v, m, mu, s, beta, eps)
-        if g[0].numel() >= MANY and not _second_derivatives.are_wanted():
+        if g[0].numel() >= MANY:
             return _Normalized.apply(g, v, m, mu, s, beta, eps)
     numerator = s * g if v is None else linear_filter(g, mu, s, v)
     squares = linear_filter(g * g, beta, 1 - beta, m)

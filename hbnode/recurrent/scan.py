@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hbnode import _second_derivatives
 from hbnode.recurrent.cell_steps import CellOutput, CellStep, Gradients
-from hbnode.recurrent.rules import LinearRule, Memory, Rule, once
+from hbnode.recurrent.rules import LinearRule, Memory, Rule, needs_plain, once
 
 BLOCK = 16
 
@@ -58,7 +57,7 @@ class Scan:
         Returns:
             h (T, batch, n), the last h and c, and the memory after the last sample.
         """
-        if _second_derivatives.are_wanted():
+        if needs_plain():
             return self._plain(x, weights, recurrent, start, memory)
         h, c, v, m, g = _Scan.apply(
             self, torch.is_grad_enabled(), memory.t, x, *weights, *recurrent, start.h, start.c, *memory[:3]
