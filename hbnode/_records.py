@@ -61,7 +61,7 @@ class Record:
     @classmethod
     def _of(cls: type[Kind], entries: dict[str, Any]) -> Kind:
         """Of the entries that there are."""
-        return cls(**{field.name: entries.get(field.name) for field in dataclasses.fields(cls)})
+        return cls(**{name: entries.get(name) for name in cls.__dataclass_fields__})
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:

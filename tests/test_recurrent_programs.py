@@ -233,6 +233,36 @@ def test_traced_plain_layers_take_any_length(rule):
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12, equal_nan=True)
 
 
+class Output(nn.Module):
+    """What a layer returns first: torch.jit.trace knows no states but in tuples."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "Momentum"), ("gru", "NAG"), ("rnn", "SR"), ("dtriv", "Adam")])
+def test_traced_layers(cell, rule):
+    """Of any length with linear rules and torch's layers."""
+    layer, _ = make_pair(cell, rule)
+    traced = torch.jit.trace(Output(layer), make_input(6), check_trace=False)
+    for time in (6,) if cell == "dtriv" else (1, 4, 6, 40):
+        x = make_input(time, 2 if cell != "dtriv" else 3)
+        close(traced(x), layer(x)[0], 1e-12)
+
+
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "Momentum"), ("dtriv", "SR"), ("gru", "RMSProp")])
+def test_exported_layers(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(5)
+    close(torch.export.export(Output(layer), (x,), strict=False).module()(x), layer(x)[0], 1e-12)
+
+
 @pytest.mark.parametrize(("batch_first", "axis"), [(False, 1), (True, 0)])
 def test_plain_layers_take_batches_only(batch_first, axis):
     layer = hbnode.MomentumLSTM(2, 3, batch_first=batch_first)

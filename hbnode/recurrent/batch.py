@@ -65,7 +65,7 @@ class SequenceBatch:
     def lengths(self) -> Tensor:
         """Number of samples of each sequence, (batch,)."""
         if self.valid is None:
-            return torch.full(self.x.shape[1:2], len(self.x), device=self.x.device)
+            return torch.full(self.x.shape[1:2], self.x.shape[0], device=self.x.device)
         return self.valid.sum(0)
 
     def select(self, y: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 
 from hbnode._torch_internals import fused_layer
+from hbnode._tracing import is_exporting
 from hbnode.recurrent import autocast
 from hbnode.recurrent.batch import SequenceBatch
 from hbnode.recurrent.cell_steps import CellOutput, CellStep
@@ -220,9 +221,9 @@ def _filtered_x(
     rule: LinearRule, x: Tensor, weights: Weights, t: int | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Filter x from v_0 = 0; return it with the W and b that turn it into v."""
-    mu, s = rule.coefficients(t, len(x)), rule.step_size
+    mu, s = rule.coefficients(t, x.shape[0]), rule.step_size  # a trace of a shape, not of len(x), is for any length
     w, b = weights.w, weights.b
-    if not mu.any() or not x.shape[1]:  # nothing to filter, and with s = 1 nothing to do
+    if not x.shape[1] or not (is_exporting() or mu.any()):  # nothing to filter, and with s = 1 nothing to do
         return (x, w, b) if s == 1 else (s * x, w, None if b is None else s * b)
     if b is not None:  # b is the weight of an input that is 1 before it is filtered
         x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)

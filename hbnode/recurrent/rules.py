@@ -286,8 +286,8 @@ def memory_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def needs_plain() -> bool:
-    """Whether only operations that autograd knows will do: second derivatives, forward mode, torch.func."""
-    return _second_derivatives.are_wanted() or is_active() or in_forward_mode()
+    """Whether only operations that autograd knows will do: second derivatives, forward mode, torch.func, a trace."""
+    return is_tracing() or is_active() or in_forward_mode() or _second_derivatives.are_wanted()
 
 
 def once(what: str) -> None:
@@ -303,7 +303,7 @@ def _normalized(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
-    if g.shape[0] > 1 and g.device.type == "cpu" and not is_tracing() and not needs_plain():
+    if g.shape[0] > 1 and g.device.type == "cpu" and not needs_plain():
         if not torch.is_grad_enabled():
             return _normalized_in_place(g, v, m, mu, s, beta, eps)
         if g[0].numel() >= MANY:
