@@ -18,6 +18,7 @@ class Record:
     """Base of the states: a frozen dataclass of tensors, None and other records, registered by :func:`record`."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    __match_args__: ClassVar[tuple[str, ...]]  # the names of the entries
 
     def map(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
         """The same with a function applied to every tensor."""
@@ -61,7 +62,7 @@ class Record:
     @classmethod
     def _of(cls: type[Kind], entries: dict[str, Any]) -> Kind:
         """Of the entries that there are."""
-        return cls(**{name: entries.get(name) for name in cls.__dataclass_fields__})
+        return cls(**{name: entries.get(name) for name in cls.__match_args__})
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
