@@ -325,7 +325,7 @@ def test_the_time_is_that_of_a_batch():
     assert 0 < image_throughput.seconds(config.make_model(), config, batch_size=2, length=5) < 60
 
 
-@pytest.mark.parametrize("options", [["--model", "linear"], ["--length", "0"], ["--layers", "0"]])
+@pytest.mark.parametrize("options", [["--model", "linear"], ["--length", "0"], ["--layers", "0"], ["--device", "gpu"]])
 def test_throughput_refuses_bad_options(options):
     with pytest.raises(SystemExit):
         image_throughput.main(options)

@@ -247,6 +247,13 @@ def test_shares_of_the_oscillators_are_those_of_the_variance():
         assert rows[0][name] == pytest.approx((own / variance[channels].sum()).item(), rel=1e-4)
 
 
+def test_frequencies_are_those_of_runs_of_noisy_oscillators(tmp_path):
+    (tmp_path / "checkpoint.pt").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"task": "adding", "model": "plain"}))
+    with pytest.raises(SystemExit, match=r"is a run of tasks\.adding --model plain. Fix: plane_vibration"):
+        plane_vibration_frequencies.main([str(tmp_path)])
+
+
 @pytest.mark.slow
 def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plane_vibration, "draw_forecasts", lambda *args: None)
@@ -262,5 +269,5 @@ def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, monkeypatch, caps
         plane_vibration_frequencies.main([str(out)])
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(described | {"model": "gru"}))
-    with pytest.raises(SystemExit, match="is a run of --model gru"):
+    with pytest.raises(SystemExit, match=r"is a run of tasks\.plane_vibration --model gru"):
         plane_vibration_frequencies.main([str(folder)])

@@ -346,6 +346,26 @@ def test_interrupted_before_the_training_it_ends_with_a_sentence():
 
 # Sweeps
 
+FORK = """
+import importlib, os, signal, torch
+for name in {PRELOADED}:
+    importlib.import_module(name)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    torch.set_num_threads(2)
+    torch.ones(10**6).sin()
+    os._exit(0)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_what_runs_are_forked_from_has_no_threads_of_openmp():
+    """A child would wait for them for ever in its first large operation on two threads or more."""
+    code = FORK.replace("{PRELOADED}", repr(sweep.PRELOADED))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=True)
+
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     config = PolynomialConfig(model="all", seeds=3, jobs=2, out=str(tmp_path))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 C = TypeVar("C", bound=TaskConfig)
+PRELOADED = ["tasks.common.one_thread", "tasks.common.train"]  # in this order, once for all runs
 
 
 def sweep(config: C, train: Callable[[C], None]) -> None:
@@ -82,7 +83,7 @@ def side_by_side(configs: Sequence[C], train: Callable[[C], None], jobs: int, th
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tasks.common.train"])  # torch is imported once
+        context.set_forkserver_preload(PRELOADED)
     waiting, failed = list(reversed(configs)), []
     running: dict[Any, tuple[BaseProcess, TaskConfig]] = {}  # by what the system signals the end with
     with stopped_by(signal.SIGINT, signal.SIGTERM):

@@ -26,6 +26,7 @@ from hbnode import MomentumTransformer
 from hbnode.attention.softmax import KeyValueCache
 from tasks.common.files import write_json
 from tasks.common.run import environment
+from tasks.common.workers import Workers
 from tasks.image_generation import ImageGenerationConfig, draw_pixels
 from tasks.models.contenders import TITLES
 
@@ -54,7 +55,12 @@ def seconds(model: MomentumTransformer, config: ImageGenerationConfig, batch_siz
 
 
 def measure(
-    config: ImageGenerationConfig, names: Sequence[str], length: int, batch_size: int, repeats: int, device: str
+    config: ImageGenerationConfig,
+    names: Sequence[str],
+    length: int,
+    batch_size: int,
+    repeats: int,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """A row for each model: images a second, the factor over softmax attention, bytes of the state of an image."""
     models = {}
@@ -88,7 +94,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, ImageGenerati
     parser.add_argument("--length", type=int, nargs="+", default=[196, 784, 3072], help="pixels [196 784 3072]")
     parser.add_argument("--batch-size", type=int, default=16, help="images drawn at a time [16]")
     parser.add_argument("--repeats", type=int, default=3, help="rounds that count [3]")
-    parser.add_argument("--device", default="cpu", help="[cpu]")
+    parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"), help="[cpu]")
     parser.add_argument("--out", type=Path, default=Path("runs/image_throughput"), help="[runs/image_throughput]")
     fields = {field.name: field for field in dataclasses.fields(ImageGenerationConfig)}
     for name in SIZES:
@@ -110,10 +116,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, ImageGenerati
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the command line says; print a table and write ``throughput.json``."""
     options, config = parse(argv)
+    device = Workers.join(options.device).device
     rows: list[dict[str, Any]] = []
     print(f"{'pixels':>6}  {'model':<24}{'images/s':>10}{'× softmax':>11}{'state, kB an image':>20}")
     for length in options.length:
-        for row in measure(config, config.chosen(), length, options.batch_size, options.repeats, options.device):
+        for row in measure(config, config.chosen(), length, options.batch_size, options.repeats, device):
             rows.append(row)
             print(
                 f"{length:>6}  {TITLES[row['model']]:<24}{row['images_per_second']:>10.3g}{row['over_softmax']:>11.3g}"
@@ -123,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = {"batch_size": options.batch_size, "repeats": options.repeats, **sizes}
     write_json(
         options.out / "throughput.json",
-        {"task": "image_throughput", **about, "rows": rows, **environment(torch.device(options.device))},
+        {"task": "image_throughput", **about, "rows": rows, **environment(device)},
     )
 
 

@@ -56,14 +56,14 @@ def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
 def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.Oscillators]:
     """The options and the trained layer of a run of ``--model kalman``."""
     described = read_json(folder / "config.json")
-    config = PlaneVibrationConfig(
-        **{field.name: described[field.name] for field in dataclasses.fields(PlaneVibrationConfig)}
-    )
-    if config.model != "kalman":
-        raise ValueError(f"{folder} is a run of --model {config.model}. Fix: runs of --model kalman.")
-    model = cast(NoisyForecaster, make_model(config))
-    model.load_state_dict(read_checkpoint(folder / "checkpoint.pt", "plane_vibration", "kalman")["model"])
-    return config, model.model.oscillators
+    task, model = described.get("task"), described.get("model")
+    if (task, model) != ("plane_vibration", "kalman"):
+        raise ValueError(f"{folder} is a run of tasks.{task} --model {model}. Fix: plane_vibration --model kalman.")
+    names = {field.name for field in dataclasses.fields(PlaneVibrationConfig)}
+    config = PlaneVibrationConfig(**{name: value for name, value in described.items() if name in names})
+    forecaster = cast(NoisyForecaster, make_model(config))
+    forecaster.load_state_dict(read_checkpoint(folder / "checkpoint.pt", "plane_vibration", "kalman")["model"])
+    return config, forecaster.model.oscillators
 
 
 @torch.no_grad()
