@@ -45,6 +45,13 @@ def test_copies(cell, rule, tmp_path):
     assert "num_layers=2" in repr(layer)
 
 
+def test_what_is_printed():
+    rule = "rule=Momentum(momentum=0.6, step_size=0.6)"
+    assert repr(hbnode.MomentumRNN(3, 4, nonlinearity="relu")) == f"MomentumRNN(3, 4, {rule}, nonlinearity='relu')"
+    assert repr(hbnode.MomentumLSTMCell(3, 4, forget_bias=2.0)) == f"MomentumLSTMCell(3, 4, {rule}, forget_bias=2.0)"
+    assert f"{rule}, init='henaff'" in repr(hbnode.MomentumDTRIVCell(3, 4, init="henaff"))
+
+
 @pytest.mark.parametrize(("cell", "rule"), PAIRS[2:])
 @pytest.mark.parametrize("is_large", [False, True])
 def test_transforms_of_torch_func(cell, rule, is_large, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
@@ -231,8 +232,7 @@ class RecurrentLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, rule, and what differs from the defaults."""
-        parts = [f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}"]
-        parts += [f"{name}={getattr(self, name)!r}" for name, usual in _USUAL.items() if getattr(self, name) != usual]
+        parts = [f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *_unusual(self, _USUAL)]
         return ", ".join([*parts, "compile=True"] if self.is_compiled else parts)
 
 
@@ -243,7 +243,16 @@ _USUAL = {
     "dropout": 0.0,
     "bidirectional": False,
     "momentum_space": "gates",
+    "nonlinearity": "tanh",
+    "forget_bias": 1.0,
+    "init": "cayley",
 }
+
+
+def _unusual(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """What differs from the defaults, of the arguments that a layer or cell has."""
+    values = {name: getattr(module, name, _USUAL[name]) for name in names}
+    return [f"{name}={value!r}" for name, value in values.items() if value != _USUAL[name]]
 
 
 class CellOptions(TypedDict):
@@ -376,6 +385,9 @@ class RecurrentCell(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, rule, and what differs from the defaults."""
-        space = "" if self.momentum_space == "gates" else f", momentum_space={self.momentum_space!r}"
-        bias = "" if self.has_bias else ", bias=False"
-        return f"{self.input_size}, {self.hidden_size}, rule={self.rule}{bias}{space}"
+        parts = [
+            f"{self.input_size}, {self.hidden_size}",
+            f"rule={self.rule}",
+            *([] if self.has_bias else ["bias=False"]),
+        ]
+        return ", ".join(parts + _unusual(self, ("momentum_space", "nonlinearity", "forget_bias", "init")))

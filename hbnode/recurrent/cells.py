@@ -46,6 +46,7 @@ class RNNCell(RecurrentCell):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self.nonlinearity = nonlinearity
         options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
         super().__init__(elman_step(nonlinearity), input_size, hidden_size, bias, rule=rule, **options)
 

@@ -69,6 +69,7 @@ class RNN(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self.nonlinearity = nonlinearity
         step, stock = elman_step(nonlinearity), f"rnn_{nonlinearity}"
         layout = num_layers, bias, batch_first, dropout, bidirectional
         options: LayerOptions = {"momentum_space": momentum_space, "compile": compile, "device": device, "dtype": dtype}
