@@ -124,6 +124,18 @@ def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
     assert torch.equal(output, expected)
 
 
+def test_what_the_cpu_has_does_not_depend_on_the_default_dtype():
+    layer = hbnode.MomentumLSTM(3, 4)
+    autocast._runs_on_cpu.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", dtype=torch.float16):
+            output, _ = layer(torch.ones(2, 1, 3, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert output.dtype == layer.weight_ih_l0.dtype
+
+
 # Derivatives
 
 

@@ -34,9 +34,10 @@ def _runs_on_cpu(stock: str, dtype: torch.dtype) -> bool:
         torch.enable_grad(),
         torch.autocast("cpu", dtype=dtype, cache_enabled=False),
     ):
-        layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(stock, torch.nn.RNN)(1, 1, device="cpu")
+        kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(stock, torch.nn.RNN)
+        layer = kind(1, 1, device="cpu", dtype=torch.float32)  # float64, the default of some, would not be cast
         try:
-            layer(torch.zeros(1, 1, 1, device="cpu"))[0].sum().backward()
+            layer(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))[0].sum().backward()
         except RuntimeError:
             return False
     return True
