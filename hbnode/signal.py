@@ -109,7 +109,8 @@ class Signal(nn.Module):
         if not traced and (asked := _asked.get()) is not None:
             asked.append(self)
         if self.outside == "hold":
-            t = t.clamp(self.t[0], self.t[-1])
+            first, last = self.t[0], self.t[-1]
+            t = torch.where(t < first, first, torch.where(t > last, last, t))  # of slope 1 at the ends too
         elif not traced and (t.is_cpu or not _queries.solves):
             self.refuse_outside(t)
         elif not traced:

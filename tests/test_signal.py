@@ -76,6 +76,15 @@ def test_queries_outside_are_refused_or_held():
     torch.testing.assert_close(held(torch.tensor([-1.0, 2.0])), torch.tensor([3.0, 5.0]))
 
 
+def test_held_ends_have_the_slope_of_what_is_inside():
+    signal = hbnode.Signal(torch.arange(4.0), torch.tensor([0.0, 2.0, 2.0, 5.0]), outside="hold")
+    t = torch.tensor([-1.0, 0.0, 0.5, 3.0, 4.0], requires_grad=True)
+    value = signal(t)
+    assert value.tolist() == [0.0, 0.0, 1.0, 5.0, 5.0]
+    (slope,) = torch.autograd.grad(value.sum(), t)
+    assert slope.tolist() == [0.0, 2.0, 2.0, 3.0, 0.0]
+
+
 def test_moves_with_a_module_and_stays_out_of_its_state_dict():
     signal = hbnode.Signal(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 5.0]))
     assert signal.state_dict() == {}

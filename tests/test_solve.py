@@ -398,7 +398,7 @@ def test_failures_of_the_adjoint_are_named_too():
     assert error.value.t == pytest.approx(1.0)
 
     # a root whose slope is infinite at 0
-    root = lambda t, y: y.clamp(min=0).sqrt() * 0 - 0 * y
+    root = lambda t, y: y.sqrt() * 0 - 0 * y
     y = hbnode.odeint(root, y0 * 0, [0.0, 1.0], method="dopri5", gradient="adjoint")
     with pytest.raises(hbnode.NonFiniteError, match="adjoint"):
         y[-1].sum().backward()

@@ -69,7 +69,7 @@ class Weights(NamedTuple):
 
 def feature_map(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1, to full relative precision where x is negative."""
-    return x.clamp(max=0.0).exp() + x.relu()
+    return torch.where(x > 0, 0.0, x).exp() + x.relu()  # the slope of clamp at 0 is not the same in all of torch
 
 
 def has_momentum(momentum: Rate) -> bool:
