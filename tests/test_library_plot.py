@@ -377,7 +377,9 @@ def test_what_cannot_be_drawn():
         hbnode.plot.phase_portrait(h, h[:, :2])
     with pytest.raises(ValueError, match=r"features must be two of h, got 1. Fix: features=\(0, 1\)"):
         hbnode.plot.vector_field(hbnode.NODE(lambda h: -h), features=1)
-    with pytest.raises(ValueError, match=r"1 tensor\(s\) of 2 feature\(s\): .*mat1 .* Fix: at=torch.zeros\(d\), a state"):
+    with pytest.raises(
+        ValueError, match=r"1 tensor\(s\) of 2 feature\(s\): .*mat1 .* Fix: at=torch.zeros\(d\), a state"
+    ):
         hbnode.plot.vector_field(hbnode.NODE(nn.Linear(5, 5)))
     with pytest.raises(ValueError, match=r"of a network, vector_field\(hbnode.NODE\(net\)\)"):
         hbnode.plot.vector_field(nn.Linear(2, 2))
