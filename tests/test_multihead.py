@@ -240,11 +240,16 @@ def test_compiled_for_any_length(kind):
 
 @every_kind
 def test_exported(kind):
+    """For any batch; one of as many sequences as heads too."""
     module, x = make(kind), inputs()
-    program = torch.export.export(module, (x, x, x), {"key_padding_mask": torch.zeros(3, 11, dtype=torch.bool)})
+    batch = torch.export.Dim("batch", max=64)
+    shapes = {name: {0: batch} for name in ("query", "key", "value", "key_padding_mask")}
     mask = torch.zeros(3, 11, dtype=torch.bool)
-    mask[1, 6:] = True
-    close(program.module()(x, x, x, key_padding_mask=mask)[0], module(x, x, x, mask)[0])
+    program = torch.export.export(module, (x, x, x), {"key_padding_mask": mask}, dynamic_shapes=shapes).module()
+    for count in (3, H):
+        x, mask = inputs(batch=count), torch.zeros(count, 11, dtype=torch.bool)
+        mask[1, 6:] = True
+        close(program(x, x, x, key_padding_mask=mask)[0], module(x, x, x, mask)[0])
 
 
 @every_kind
@@ -304,6 +309,8 @@ def test_constructors_check():
     with pytest.raises(ValueError, match=r"Fix: causal=True"):
         hbnode.MomentumAttention(16, 4, causal=False).prefill(torch.zeros(3, 1, 16))
     x = torch.zeros(3, 1, 16)
+    with pytest.raises(TypeError, match=r"key_padding_mask must be a tensor, got list"):
+        hbnode.MomentumAttention(16, 4)(x[:, 0], key_padding_mask=[False] * 3)
     with pytest.raises(ValueError, match=r"so it is causal"):
         hbnode.HeavyBallMemory(16, 4)(x, x, x, is_causal=False)
 

@@ -497,6 +497,8 @@ def test_errors():
     net = model()
     with pytest.raises(ValueError, match=r"tokens must be whole numbers.*Fix: tokens\[None\]"):
         net(tokens()[0])
+    with pytest.raises(TypeError, match=r"tokens must be a tensor, got list. Fix: torch.tensor\(tokens\)"):
+        net.generate(tokens().tolist(), 3)
     with pytest.raises(ValueError, match=r"inputs must be \(batch, length, d_model = 16\)"):
         model(vocabulary=None)(tokens())
     with pytest.raises(ValueError, match=r"Fix: begin with a start token"):

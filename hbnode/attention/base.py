@@ -132,7 +132,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         has_batch = self._check_inputs(query, key, value)
         if not has_batch:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            key_padding_mask = key_padding_mask[None] if isinstance(key_padding_mask, Tensor) else key_padding_mask
         elif not self.batch_first:
             same = key is query, value is key
             query = query.transpose(0, 1)

@@ -285,6 +285,8 @@ class MomentumTransformer(nn.Module):
         return output
 
     def _check(self, tokens: Tensor) -> None:
+        if self.embedding is not None and isinstance(tokens, (list, tuple)):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}. Fix: torch.tensor(tokens).")
         check_input(tokens, "tokens")
         if self.embedding is None:
             if tokens.dim() != 3 or tokens.shape[-1] != self.d_model:

@@ -65,8 +65,9 @@ def _read(gate: Gate | None, name: str, like: Tensor) -> Tensor | None:
         return like.new_full((), _number(gate, name)).expand(like.shape)
     batch, heads, length = like.shape
     shape = tuple(gate.shape)
-    is_one_per_head = shape in ((), (heads,))
-    if not is_one_per_head and not (gate.dim() == 3 and _expands(shape, (batch, heads, length))):
+    # a comparison of (batch, heads, length) with (heads,) would compare batch with heads, in exported programs too
+    fits = gate.dim() == 0 or (gate.dim() == 1 and shape == (heads,))
+    if not fits and not (gate.dim() == 3 and _expands(shape, (batch, heads, length))):
         raise ValueError(
             f"{name} must be (batch, heads, length) = {(batch, heads, length)}, (heads,) = {(heads,)} or a number, got "
             f"shape {shape}. Fix: {_shape_fix(name, shape, (batch, heads, length))}."
@@ -74,7 +75,7 @@ def _read(gate: Gate | None, name: str, like: Tensor) -> Tensor | None:
     if not gate.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {gate.dtype}. Fix: {name}.to({like.dtype}).")
     gate = gate.to(like.dtype)
-    return (gate.unsqueeze(-1) if shape == (heads,) else gate).expand(like.shape)
+    return (gate.unsqueeze(-1) if gate.dim() == 1 else gate).expand(like.shape)
 
 
 def _expands(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
