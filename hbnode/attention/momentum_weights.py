@@ -69,7 +69,7 @@ class Weights(NamedTuple):
 
 def feature_map(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1, to full relative precision where x is negative."""
-    return torch.where(x > 0, 0.0, x).exp() + x.relu()  # the slope of clamp at 0 is not the same in all of torch
+    return torch.where(x > 0, 0.0, x).exp() + x.relu()  # torch's versions differ in the slope of clamp at 0
 
 
 def has_momentum(momentum: Rate) -> bool:
