@@ -57,6 +57,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "tanh-soap": {"model": "tanh", "optimizer": "soap"},
     "gru-soap": {"model": "gru", "optimizer": "soap"},
 }
+OF_HESSIAN_FREE = ("damping", "min_damping", "structural_damping", "max_cg", "curvature_size")
 Runs = dict[tuple[str, int, str], list[dict[str, Any]]]  # summaries of finished ones by problem, T and line
 
 
@@ -128,10 +129,11 @@ def line_name(config: Mapping[str, Any], options: argparse.Namespace) -> str:
     pair = pair_name(config)
     own = PAIRS.get(pair, {name: config[name] for name in ("model", "optimizer", "structural_damping")})
     wanted = vars(usual(options, problem=config["problem"], length=config["length"], **own).filled())
+    unused = {"seed", "preset", *(() if config["optimizer"] == "hf" else OF_HESSIAN_FREE)}
     others = [
         f"{field.name}={config[field.name]}"
         for field in dataclasses.fields(PathologicalConfig)
-        if field.name in config.keys() - {"seed", "preset"}
+        if field.name in config.keys() - unused
         and not field.metadata["may_change"]
         and config[field.name] != wanted[field.name]
     ]

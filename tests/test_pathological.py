@@ -41,7 +41,8 @@ def test_what_is_not_given_comes_from_the_tables():
     given = options_of("--lr", "0.5", "--batch-size", "7", "--iterations", "3").filled()
     assert (given.lr, given.batch_size, given.iterations) == (0.5, 7, 3)
     assert options_of("--optimizer", "hf", "--batch-size", "40").filled().curvature_size == 40
-    assert options_of("--problem", "memorization_5", "--optimizer", "hf").filled().batch_size == 32
+    memorization = options_of("--problem", "memorization_5", "--optimizer", "hf").filled()
+    assert (memorization.batch_size, memorization.damping, memorization.max_cg) == (32, 0.1, 300)
     supplement = options_of("--preset", "supplement").filled()
     assert (supplement.batch_size, supplement.curvature_size, supplement.max_cg) == (10_000, 1_000, 300)
     assert (supplement.damping, supplement.structural_damping) == (0.1, 1 / 30)
@@ -71,7 +72,7 @@ def test_rates_are_for_models_that_there_are():
         (["--problem", "copying"], "invalid choice: 'copying'"),
         (["--optimizer", "lbfgs"], "invalid choice: 'lbfgs'"),
         (["--seconds", "0"], "--seconds must be positive, got 0"),
-        (["--max-cg", "0"], "--max-cg must be positive, got 0"),
+        (["--max-cg", "-1"], "--max-cg must not be negative, got -1"),
         (["--optimizer", "hf", "--schedule", "step"], "--schedule step changes a learning rate, and hf has none"),
         (["--schedule", "cosine"], "--schedule cosine falls to 0 within --epochs"),
         (["--structural-damping", "-1"], "--structural-damping must not be negative, got -1.0"),

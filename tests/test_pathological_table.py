@@ -60,6 +60,7 @@ def test_a_table_without_both_kinds_of_damping_has_no_figure_of_it(tmp_path):
 def test_runs_with_options_of_their_own_have_lines_of_their_own(tmp_path, capsys, caplog):
     for own in ({}, {"lr": 0.5}, {"hidden": 50, "clock": "wall"}):
         make_up(tmp_path, "gru-adam", 0, solved=True, seconds=20.0, **own)
+    make_up(tmp_path, "gru-adam", 1, solved=True, seconds=20.0, damping=0.5)  # which Adam does not read
     make_up(tmp_path, "tanh-hf-undamped", 0, solved=False, seconds=300.0)
     make_up(tmp_path, "tanh-hf", 0, solved=True, seconds=30.0, structural_damping=0.5)
     make_up(tmp_path, "tanh-hf", 1, solved=False, seconds=30.0)  # of a smaller budget
@@ -67,7 +68,7 @@ def test_runs_with_options_of_their_own_have_lines_of_their_own(tmp_path, capsys
     assert capsys.readouterr().out.splitlines()[2:7] == [
         "| tanh RNN, HF, structural_damping=0.5 | 1/1, 30 s |",
         "| tanh RNN, HF, undamped | 0/1, 90 % wrong |",
-        "| GRU, Adam | 1/1, 20 s |",
+        "| GRU, Adam | 2/2, 20 s |",
         "| GRU, Adam, clock=wall, hidden=50 | 1/1, 20 s |",
         "| GRU, Adam, lr=0.5 | 1/1, 20 s |",
     ]
