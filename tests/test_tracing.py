@@ -1,5 +1,6 @@
 """Models with a fixed grid as graphs of torch.compile, torch.export and torch.jit.trace, and what importing takes."""
 
+import os
 import subprocess
 import sys
 
@@ -197,6 +198,17 @@ def test_importing_hbnode_imports_little_more_than_torch():
     assert "hbnode" in names
     heavy = ("torch", "torchdiffeq", "scipy", "sympy", "matplotlib", "pandas", "numpy")
     assert [name for name in names if name.split(".")[0] in heavy] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_importing_hbnode_starts_no_threads():
+    """OpenMP's do not survive a user's os.fork, which would hang."""
+    code = (
+        "import os, torch; n = lambda: len(os.listdir('/proc/self/task')); old = n(); import hbnode; print(n() - old)"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["0"]
 
 
 @pytest.mark.slow

@@ -81,8 +81,8 @@ class Nystrom(ExplicitMethod):
             h = e^{-z at/2} (h_n + at (H m_n + (z/2) h_n) + weights H² g),
             H m = e^{-z at/2} (H m_n - (z/2) at (H m_n + (z/2) h_n) + (weights - (z/2) gauge) H² g).
         """
-        of_weights = torch.einsum("rs,ksc->krc", weights, self.forces)
-        of_gauge = torch.einsum("rs,ksc->krc", gauge / 2, self.forces)
+        # one small product after another: a large one would start OpenMP's threads at import, and no fork survives them
+        of_weights, of_gauge = (torch.stack([x @ force for force in self.forces]) for x in (weights, gauge / 2))
         nothing = torch.zeros_like(of_weights[:1])
         rows = torch.cat([of_weights, nothing]) - torch.cat([nothing, of_gauge])
         rows[0, ..., 0] += is_h
