@@ -17,8 +17,8 @@ from hbnode._torch_internals import backward_pass
 class NFE:
     """Evaluations of a field and steps of its solver.
 
-    Counts add up, ``nfe + nfe`` or ``sum([...])``. ``int(nfe)`` and ``f"{nfe:d}"`` are the total. ``print(nfe)`` adds
-    "graph kept" where the backward pass evaluates nothing because the forward pass kept its graph.
+    Counts add up, ``nfe + nfe`` or ``sum([...])``. ``int(nfe)``, ``float(nfe)`` and ``f"{nfe:d}"`` are the total.
+    ``print(nfe)`` adds "graph kept" where the backward pass evaluates nothing because the forward pass kept its graph.
 
     Attributes:
         forward: evaluations in the forward pass.
@@ -64,6 +64,9 @@ class NFE:
 
     def __int__(self) -> int:
         return self.total
+
+    def __float__(self) -> float:
+        return float(self.total)
 
     def __str__(self) -> str:
         kept = " (graph kept)" if self.backward == 0 and (self.keeps_graph or self.backward_steps) else ""

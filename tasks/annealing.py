@@ -324,8 +324,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--evaluations must be whole numbers with commas between")
     if min(*options.evaluations, options.batch_size) < 1 or options.paths < 16:
         parser.error("--evaluations and --batch-size must be positive, and --paths 16 or more")
-    if options.iterations < 0 or options.seed < 0 or options.lr <= 0:
-        parser.error("--iterations and --seed must not be negative, and --lr must be positive")
+    if options.iterations < 0 or options.seed < 0 or not 0 < options.lr < math.inf:
+        parser.error("--iterations and --seed must not be negative, and --lr must be positive and finite")
     return options
 
 

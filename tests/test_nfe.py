@@ -2,6 +2,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -218,7 +219,8 @@ def test_counts_add_up_and_format():
     assert (total, kept) == (a, hbnode.NFE())
     assert f"{a:d} {a.total:4d} {a:.1f}" == "10   10 10.0"
     assert f"{a}" == str(a) == "forward 7, backward 3, steps 2, rejected 0"
-    assert int(a) == 10
+    assert (int(a), float(a), type(float(a))) == (10, 10.0, float)
+    assert np.array([a, b], dtype=float).tolist() == [10.0, 5.0]
     assert json.loads(json.dumps(a.as_dict()))["total"] == 10
     with pytest.raises(TypeError, match="unsupported operand"):
         a + 1.5

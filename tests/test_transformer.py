@@ -265,6 +265,19 @@ def test_streaming_equals_the_whole(attention, connection):
     assert state.position.tolist() == [9, 9, 9]
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_detached_state_ends_backpropagation(attention):
+    net, x = model(attention, None), torch.randn(3, 9, E, dtype=torch.float64, requires_grad=True)
+    _, state = net.prefill(x[:, :4])
+    whole, _ = net.prefill(x[:, 4:], state)
+    y, _ = net.prefill(x[:, 4:], state.detach())
+    close(y, whole)
+    (slope,) = torch.autograd.grad(y.square().sum(), x)
+    assert slope[:, :4].abs().max() == 0 < slope[:, 4:].abs().min()
+    (slope,) = torch.autograd.grad(whole.square().sum(), x)
+    assert slope[:, :4].abs().min() > 0
+
+
 @pytest.mark.parametrize("connection", CONNECTIONS)
 def test_connections_stream(connection):
     net, x = model(connection=connection, norm_first=True), tokens()

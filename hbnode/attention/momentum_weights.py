@@ -42,6 +42,10 @@ class MomentumAttentionState(NamedTuple):
     p: Tensor
     z: Tensor
 
+    def detach(self) -> MomentumAttentionState:
+        """The same without its history, for truncated backpropagation."""
+        return MomentumAttentionState(self.s.detach(), self.p.detach(), self.z.detach())
+
 
 Rate = float | Tensor
 """β or γ: a number, or a tensor () or (heads,)."""

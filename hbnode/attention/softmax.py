@@ -57,6 +57,10 @@ class KeyValueCache:
         counted = (~ignored).long()
         return before + counted.cumsum(1) - counted
 
+    def detach(self) -> KeyValueCache:
+        """The same without its history, for truncated backpropagation."""
+        return KeyValueCache(self.keys.detach(), self.values.detach(), self.ignored)
+
     def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
         """A cache with further tokens.
 

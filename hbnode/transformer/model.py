@@ -29,6 +29,10 @@ class TransformerState(NamedTuple):
     position: Tensor
     layers: tuple[Any, ...]
 
+    def detach(self) -> TransformerState:
+        """The same without its history, for truncated backpropagation."""
+        return TransformerState(self.position, tuple(layer.detach() for layer in self.layers))
+
 
 class MomentumTransformer(nn.Module):
     r"""A stack of :class:`MomentumTransformerLayer` between an embedding and a linear readout, batch first.

@@ -31,6 +31,10 @@ class HeavyBallMemoryState(NamedTuple):
     s: Tensor
     p: Tensor | None = None
 
+    def detach(self) -> HeavyBallMemoryState:
+        """The same without its history, for truncated backpropagation."""
+        return HeavyBallMemoryState(self.s.detach(), None if self.p is None else self.p.detach())
+
 
 @overload
 def heavy_ball_memory(
