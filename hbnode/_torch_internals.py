@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 def is_active() -> bool:
     """Whether a transform (vmap, grad, jvp, ...) is running; in what torch.compile traces too."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_batched(x: Tensor) -> bool:
@@ -91,6 +91,11 @@ def plain(x: Tensor) -> Tensor:
         x = torch._C._functorch.get_unwrapped(x)
         x = x.movedim(dim, 0) if dim > 0 else x
     return x
+
+
+def numbers(x: Tensor) -> list[Any]:
+    """The values of a tensor (n,) as Python numbers; not every version of torch has ``tolist`` under the transforms."""
+    return [value.item() for value in x.unbind()] if is_active() else x.tolist()
 
 
 @contextmanager

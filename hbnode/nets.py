@@ -58,7 +58,7 @@ class MLP(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Concatenate the inputs along the last dimension and apply the layers."""
         if self.time_dependent:
-            t, *parts = inputs
+            t, parts = inputs[0], list(inputs[1:])
             parts.append(t.to(parts[0].dtype).expand(*parts[0].shape[:-1], 1))
         else:
             parts = list(inputs)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hbnode._torch_internals import backward_pass
+from hbnode._torch_internals import backward_pass, numbers
 
 
 @dataclass
@@ -145,8 +145,8 @@ class Tally:
         """Pass a step, or one step for each sample (batch,), on to the open :func:`record_steps` contexts."""
         for watched, record in _open_records:
             if self.identity in watched:
-                taken = torch.as_tensor(accepted, device=size.device).expand(size.shape).reshape(-1).tolist()
-                starts, sizes = (x.detach().double().reshape(-1).tolist() for x in (start, size))
+                taken = numbers(torch.as_tensor(accepted, device=size.device).expand(size.shape).reshape(-1))
+                starts, sizes = (numbers(x.detach().double().reshape(-1)) for x in (start, size))
                 samples = [None] if size.dim() == 0 else self.nfe.samples or range(len(sizes))
                 for row in zip(starts, map(abs, sizes), taken, samples, strict=True):
                     if row[1] > 0:  # a sample that has arrived waits for the others in steps of size 0

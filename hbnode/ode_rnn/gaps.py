@@ -42,7 +42,7 @@ class Gaps:
             )
         self.t = checked_times(t.to(torch.float64), t.device, rows=True)  # on the host
         resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
-        self.idle, self.resting = resting.all(0).tolist(), resting.any(0).tolist()
+        self.idle, self.resting = (_torch_internals.numbers(x) for x in (resting.all(0), resting.any(0)))
         self.stepper: Stepper | None = None
         native = self.settings.method not in torchdiffeq_options.METHODS
         if native and self.settings.gradient == "direct" and not _torch_internals.is_active():

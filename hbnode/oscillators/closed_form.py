@@ -101,7 +101,8 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> tuple[Tenso
 def as_tensors(*values: Number) -> tuple[Tensor, ...]:
     """Numbers as tensors of the dtype and on the device of the tensors among them; in float64 if there are none."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    like = next((each for each in tensors if each.dim()), tensors[0] if tensors else None)
+    shaped = [each for each in tensors if each.dim()]
+    like = (shaped or tensors)[0] if tensors else None
     dtype = torch.float64
     if tensors:
         dtype = tensors[0].dtype

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hbnode import _torch_internals
 from hbnode._arguments import checked_times
 from hbnode._state import Times
 
@@ -33,7 +34,7 @@ class StepGrid:
     """
 
     def __init__(self, t: Tensor, dt: float) -> None:
-        self.t: list[float] = t.tolist()
+        self.t: list[float] = _torch_internals.numbers(t)
         self.sizes: list[float] = []
         self.intervals: list[int] = []
         self.starts: list[float] = []

@@ -63,7 +63,7 @@ class CompiledSteps:
         def step(point: Tensor, matrix: Tensor, times: Tensor) -> StepResult:
             coefficients = method.pack(matrix, error=error)
             stepped = method.step(point, coefficients, times.unbind(0), evaluation, error=error, activation=activation)
-            return stepped._replace(rows=None)
+            return StepResult(stepped.point, stepped.error, stepped.columns)
 
         return step
 

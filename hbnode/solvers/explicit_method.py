@@ -75,7 +75,7 @@ class ExplicitMethod(StepMethod):
     def _sizes(self, error: bool) -> list[int]:
         """The numbers of elements in the parts of a packed matrix."""
         stages, n = len(self.nodes), self.state_rows
-        rows = stages + n - 1 + error * n
+        rows = stages + n - 1 + (n if error else 0)
         return [rows * (n + 1), *range(rows - 1, rows - 1 - stages, -1)]
 
     @override
@@ -90,7 +90,7 @@ class ExplicitMethod(StepMethod):
     def places(self, error: bool) -> list[int]:
         """Where the elements of a packed matrix are in C, row by row."""
         stages, n = len(self.nodes), self.state_rows
-        rows, width = stages + n - 1 + error * n, n + 1 + stages
+        rows, width = stages + n - 1 + (n if error else 0), n + 1 + stages
         first = [row * width + column for row in range(rows) for column in range(n + 1)]
         return first + [row * width + n + 1 + i for i in range(stages) for row in range(i + 1, rows)]
 

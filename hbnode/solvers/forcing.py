@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hbnode import _torch_internals
 from hbnode.solvers.failures import check_start
 from hbnode.solvers.step_size_control import first_size, steps_to, widest_gap
 from hbnode.solvers.stepper import Stepper
@@ -46,14 +47,14 @@ class FirstStep(NamedTuple):
 def first_step(stepper: Stepper, point: Tensor, interval: int = 0) -> FirstStep:
     """The first step of a solve with one step size for the batch, from the beginning of an interval."""
     norm = stepper.norms(point.detach()).double().cpu()
-    of_rows = norm.tolist()
+    of_rows = _torch_internals.numbers(norm)
     check_start(stepper, of_rows, interval)
     size = first_size(of_rows[0], of_rows[-1], stepper.rtol, stepper.atol, stepper.method)
     longest, strictness = stepper.max_step, 1.0
     if stepper.sees_time:
         span = stepper.grid.lengths[interval] if stepper.interrupted else sum(stepper.grid.lengths)
         sizes = limited(stepper, point, interval, norm, norm.new_tensor(span), norm.new_tensor(size))
-        size, longest_by_force = torch.stack(sizes).tolist()
+        size, longest_by_force = _torch_internals.numbers(torch.stack(sizes))
         longest = min(longest, longest_by_force)
         strictness = stepper.method.inside if math.isfinite(longest_by_force) else 1.0
     return FirstStep(min(stepper.options.first_step or size, longest), longest, strictness)

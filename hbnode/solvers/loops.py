@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hbnode import _torch_internals
 from hbnode.solvers import failures
 from hbnode.solvers.compiled_steps import LONGEST_GRID
 from hbnode.solvers.explicit_method import interpolate
@@ -83,7 +84,7 @@ class _FixedGrid:
         n = self.stepper.method.state_rows
         outputs = [point[:n]]
         if self.watch:
-            failures.check_start(self.stepper, norms(point, None).tolist(), intervals.start)
+            failures.check_start(self.stepper, _torch_internals.numbers(norms(point, None)), intervals.start)
         for interval in intervals:
             point = self._interval(point, interval).point
             outputs.append(point[:n])

@@ -86,11 +86,13 @@ class TimeGrid:
         self.per_sample = per_sample
         self.t = t.to(self.template.device if self.has_batch else "cpu", torch.float64)
         grid = _torch_internals.plain(t).to(torch.float64)
-        self.times: list[float] = [] if self.has_batch else grid.tolist()
-        self.elapsed: list[float] = (grid - grid[0]).abs().tolist() if self.times else []
+        self.times: list[float] = [] if self.has_batch else _torch_internals.numbers(grid)
+        self.elapsed: list[float] = _torch_internals.numbers((grid - grid[0]).abs()) if self.times else []
         self.furthest = float(grid.abs().max()) if grid.numel() else 0.0
         spans = grid.diff().abs()
-        self.lengths = spans.reshape(-1, self.count).amax(0).tolist() if spans.numel() else [0.0] * self.count
+        self.lengths = (
+            _torch_internals.numbers(spans.reshape(-1, self.count).amax(0)) if spans.numel() else [0.0] * self.count
+        )
 
     @property
     def count(self) -> int:
