@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 def is_active() -> bool:
     """Whether a transform (vmap, grad, jvp, ...) is running; in what torch.compile traces too."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which torch.compile knows the value of
 
 
 def is_batched(x: Tensor) -> bool:
