@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hbnode
+from hbnode import _torch_internals
 
 FIELDS = {
     "node": lambda: hbnode.NODE(hbnode.nets.MLP(3, [4], 3, activation=nn.Tanh, time_dependent=True)),
@@ -190,6 +191,18 @@ def test_a_gradient_that_saves_memory_is_taken_outside_of_the_graph():
     model, x = Model("hbnode", options={"steps": 30}, gradient="checkpoint"), make_input()
     torch.compile(model, backend="eager")(x).sum().backward()
     assert model.block.nfe.backward > 0
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_graph_is_not_taken_for_a_transform():
+    """Which would take plain, slow paths in compiled code."""
+
+    def doubled(x):
+        return x + 1 if _torch_internals.is_active() else 2 * x
+
+    x = torch.full((2,), 3.0)
+    assert torch.compile(doubled, backend="eager", fullgraph=True)(x).tolist() == doubled(x).tolist() == [6.0, 6.0]
+    assert torch.func.vmap(doubled)(x).tolist() == [4.0, 4.0]
 
 
 def test_importing_hbnode_imports_little_more_than_torch():
