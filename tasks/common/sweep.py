@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 C = TypeVar("C", bound=TaskConfig)
-PRELOADED = ["tasks.common.one_thread", "tasks.common.train"]  # in this order, once for all runs
+PRELOADED = ["tasks.common.train"]  # imported once for all runs; it must start no thread of OpenMP
 
 
 def sweep(config: C, train: Callable[[C], None]) -> None:
