@@ -110,6 +110,22 @@ def test_times_and_their_gradients(method, rows, request):
             torch.testing.assert_close(solve(), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_trajectories_and_integrals_as_they_are_traced():
+    block = hbnode.HeavyBallODEBlock(nn.Tanh(), initial_momentum=nn.Tanh(), gradient="direct", options={"steps": 4})
+    x = torch.randn(2, 2, dtype=torch.float64)
+
+    def solve():
+        trajectory = block.double().trajectory(x, [0.0, 0.4, 1.5])
+        block.method = "tsit5"
+        return *trajectory, *block.with_integral(x, lambda t, state, derivative: derivative[0].square().sum(1))
+
+    expected = solve()
+    block.method = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hbnode.solve.is_tracing", lambda: True)
+        torch.testing.assert_close(solve(), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("method", ["euler", "midpoint", "heun2", "heun3", "rk4"])
 def test_times_of_torchdiffeqs_methods(method):

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hbnode
-from hbnode.solvers.registry import EXPONENTIAL, METHODS, NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import MODELS, make_field
 from tests.momentum_layers import CELLS, RULES, SPACES, make_pair
 
-ADAPTIVE = (*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA)
+NATIVE = {method.name: method for method in hbnode.methods() if method.library == "hbnode"}
+METHODS, ADAPTIVE = [*NATIVE], [name for name, method in NATIVE.items() if method.steps == "adaptive"]
+SPLITTING = [name for name, method in NATIVE.items() if "reversible" in method.gradients]
+RUNGE_KUTTA = [name for name, method in NATIVE.items() if method.field == "any"]
 seeds = st.integers(0, 2**16)
 increasing = st.lists(st.sampled_from([0.1, 0.3, 0.5, 1.0]), min_size=1, max_size=3)  # gaps between times
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solvers import compiled_steps
 from tests.models import every_model, make_field, make_input
 
 
@@ -286,27 +285,3 @@ def test_fields_count_nothing_unless_a_subclass_does():
     block = hbnode.ODEBlock(field)
     block(torch.ones(1, 2))
     assert field.nfe == block.nfe.forward > 0
-
-
-@pytest.mark.parametrize("t", [[0.0, 1.0], [0.0, 0.5, 1.0]])
-@pytest.mark.parametrize(
-    ("method", "solver"),
-    [
-        ("nystrom8", {"options": {"steps": 3}}),
-        ("leapfrog", {"options": {"steps": 20}}),
-        ("tsit5", {"options": {"steps": 12}}),
-        ("tsit5", {}),
-        ("nystrom4", {"rtol": 1e-7, "atol": 1e-7}),
-    ],
-)
-def test_compiled_steps_are_counted(method, solver, t, monkeypatch):
-    """The programs themselves, left as they are, call func as often as is counted."""
-    monkeypatch.setattr(compiled_steps, "_compile", lambda function, _: function)
-    block = counted_block("hbnode", method=method, compile=True, **solver)
-    y = block(make_input(), t)
-    assert block.nfe.forward == block.field.func.calls
-    y.sum().backward()
-    assert block.nfe.total == block.field.func.calls
-    if method == "nystrom8":  # the program of a grid keeps no graph, so that its backward pass takes all steps again
-        intervals = len(t) - 1
-        assert (block.nfe.forward, block.nfe.backward) == (1 + 24 * intervals, 24 * intervals)

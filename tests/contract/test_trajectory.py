@@ -78,13 +78,6 @@ def test_an_initial_state_and_augmentation():
     assert not h[0, :, 2].any()
 
 
-def test_as_it_is_traced(monkeypatch):
-    block, x = _oscillator(options={"steps": 4}, gradient="direct")
-    expected = block.trajectory(x, TIMES)
-    monkeypatch.setattr("hbnode.solve.is_tracing", lambda: True)
-    torch.testing.assert_close(block.trajectory(x, TIMES), expected, rtol=1e-12, atol=1e-12)
-
-
 @every_model
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
 @pytest.mark.parametrize("options", [{"steps": 2}, None], ids=["grid", "adaptive"])

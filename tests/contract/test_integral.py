@@ -203,13 +203,6 @@ def test_counts_modules_and_masks():
     torch.testing.assert_close(penalty.scale.grad, q.detach().sum(), rtol=1e-6, atol=1e-8)
 
 
-def test_as_it_is_traced(monkeypatch):
-    block, x = spring_block(options={"steps": 4}, gradient="direct"), make_x(2, 2)
-    expected = block.with_integral(x, energy)
-    monkeypatch.setattr("hbnode.solve.is_tracing", lambda: True)
-    torch.testing.assert_close(block.with_integral(x, energy), expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     "solver",
     [
