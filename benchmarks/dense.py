@@ -62,8 +62,8 @@ def seconds(function: Callable[[], object]) -> float:
 def contenders(field: nn.Module, y0: Tensor | tuple[Tensor, ...], t: Tensor) -> dict[str, Step]:
     """A training step with torchdiffeq and with each of our ways to the output times; each returns its gradient."""
 
-    def ours(dense: bool | None, gradient: str) -> Tensor:
-        y = hbnode.odeint(field, y0, t, rtol=TOLERANCE, atol=TOLERANCE, gradient=gradient, options={"dense": dense})
+    def ours(save: hbnode.Save, gradient: hbnode.Gradient) -> Tensor:
+        y = hbnode.odeint(field, y0, t, rtol=TOLERANCE, atol=TOLERANCE, gradient=gradient, save=save)
         return y if isinstance(y, Tensor) else torch.stack(y, 1)
 
     def theirs() -> Tensor:
@@ -81,9 +81,9 @@ def contenders(field: nn.Module, y0: Tensor | tuple[Tensor, ...], t: Tensor) -> 
 
     return {
         "torchdiffeq odeint, dopri5": step(theirs),
-        "hbnode": step(lambda: ours(None, "checkpoint")),
-        "hbnode direct": step(lambda: ours(None, "direct")),
-        "hbnode onto the times": step(lambda: ours(False, "checkpoint")),
+        "hbnode": step(lambda: ours("interpolate", "checkpoint")),
+        "hbnode direct": step(lambda: ours("interpolate", "direct")),
+        "hbnode onto the times": step(lambda: ours("exact", "checkpoint")),
     }
 
 

@@ -90,8 +90,8 @@ def reference(problem: Problem) -> Tensor:
     ours = TorchStep(problem, native("nystrom8", "direct"), 1e-12).gradient()
 
     def dopri8(field: hbnode.HBNODE, x: Tensor, end: float, tol: float) -> Tensor:
-        y0, land = field.initial_state(x), {"land": True}
-        return hbnode.odeint(field, y0, [0.0, end], method="dopri8", rtol=tol, atol=tol, options=land)[0][-1]
+        y0 = field.initial_state(x)
+        return hbnode.odeint(field, y0, [0.0, end], method="dopri8", rtol=tol, atol=tol, save="exact")[0][-1]
 
     theirs = TorchStep(problem, dopri8, 1e-12).gradient()
     if relative(theirs, ours) > 1e-7:
@@ -220,7 +220,7 @@ def on_grid(
     if method == "rk4":
         options = {"step_size": end / steps}
         return with_torchdiffeq(None, method, options)(field, x, end, tol)
-    return native(method, gradient, options={"steps": steps})(field, x, end, tol)
+    return native(method, gradient, steps=steps)(field, x, end, tol)
 
 
 MEMORY = (
@@ -257,12 +257,12 @@ def overhead(repeats: int) -> list[Row]:
     for dtype in (torch.float32, torch.float64):
         problem = SETTINGS["A"]().to(dtype)
         for method in NYSTROM:
-            for grid, options in (("16 steps", {"steps": 16}), ("rtol 1e-5", None)):
+            for grid, steps in (("16 steps", 16), ("rtol 1e-5", None)):
                 solve = partial(hbnode.odeint, problem.field, problem.state, [0.0, problem.end], method=method)
                 with hbnode.count_nfe(problem.field) as nfe:
-                    solve(options=options)
+                    solve(steps=steps)
                 bare = partial(call, problem.field.func, problem.x, nfe.forward)
-                ours, theirs = interleaved([partial(solve, options=options), bare], repeats)
+                ours, theirs = interleaved([partial(solve, steps=steps), bare], repeats)
                 row = {"method": method, "grid": grid, "dtype": str(dtype).removeprefix("torch.")}
                 row |= {"evaluations": nfe.forward, "ms": 1e3 * statistics.median(ours)}
                 row |= {"ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True))}
@@ -285,7 +285,7 @@ def round_trip() -> list[Row]:
     for method in ("leapfrog", "blanes_moan4"):
         state = problem.state
         for times in ([0.0, problem.end], [problem.end, 0.0]):
-            h, m = hbnode.odeint(problem.field, state, times, method=method, options={"steps": 64})
+            h, m = hbnode.odeint(problem.field, state, times, method=method, steps=64)
             state = h[-1], m[-1]
         rows.append({"method": method, "steps": 64, "relative_error": relative(torch.stack(state), start)})
     return rows

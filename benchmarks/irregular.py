@@ -118,7 +118,7 @@ class Hybrid(nn.Module):
         return self.head(self.rnn(x, t, mask=mask)[1].h)[:, 0]
 
 
-LEAPFROG: dict[str, Any] = {"method": "leapfrog", "options": {"steps": 1}}
+LEAPFROG: dict[str, Any] = {"method": "leapfrog", "steps": 1}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "nn.GRU": Gated,
     "loop, 1 evaluation": lambda: Loop(1),
@@ -130,7 +130,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "hbnode, leapfrog in steps of .25": lambda: Hybrid(method="leapfrog", options={"step_size": 0.25}),
     "hbnode, nystrom6": lambda: Hybrid(method="nystrom6"),
     "hbnode, nystrom8": lambda: Hybrid(method="nystrom8"),
-    "hbnode, a common step": lambda: Hybrid(step_control="batch"),
+    "hbnode, a common step": lambda: Hybrid(per_sample=False),
     "ghbnode": lambda: Hybrid(field="ghbnode"),
     "node": lambda: Hybrid(field="node"),
 }

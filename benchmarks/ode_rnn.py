@@ -36,14 +36,14 @@ BATCH = 64
 TOLERANCE = 1e-5
 REFERENCE = 1e-9
 loss_of = functools.partial(squared_errors, ahead=0.1, seen=0.0)
-ADJOINT = {"method": "dopri5", "gradient": "adjoint", "step_control": "batch"}
+ADJOINT = {"method": "dopri5", "gradient": "adjoint", "per_sample": False}
 SOLVERS = {
     "odeint_adjoint": ADJOINT | {"adjoint_options": {}},
     "odeint_adjoint, seminorm": ADJOINT,
     "hbnode, a step per sample": {},
-    "hbnode, a common step": {"step_control": "batch"},
+    "hbnode, a common step": {"per_sample": False},
     "hbnode, a step per sample, compiled": {"compile": True},
-    "hbnode, a common step, compiled": {"step_control": "batch", "compile": True},
+    "hbnode, a common step, compiled": {"per_sample": False, "compile": True},
 }
 
 
@@ -64,7 +64,7 @@ def trained(name: str, splits: Splits, epochs: int) -> Forecaster:
 def with_solver(model: Forecaster, tol: float, solver: dict[str, object]) -> Forecaster:
     """The same weights, solved otherwise."""
     model = copy.deepcopy(model)
-    settings = {"method": None, "gradient": "direct", "step_control": "sample", "rtol": tol, "atol": tol} | solver
+    settings = {"method": None, "gradient": "direct", "per_sample": True, "rtol": tol, "atol": tol} | solver
     model.rnn.settings = dataclasses.replace(model.rnn.settings, **settings)
     return model
 

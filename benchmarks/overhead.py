@@ -187,7 +187,7 @@ def over_bare(repeats: int, *, compile: bool) -> list[dict[str, Any]]:
         ("dim 32, batch 128", net, batch, (2, 4, 32)),
     ):
         for steps in counts:
-            settings: dict[str, Any] = {"method": "nystrom4", "options": {"steps": steps}}
+            settings: dict[str, Any] = {"method": "nystrom4", "steps": steps}
             contenders = {"bare": bare(f, h, 3 * steps + 1)}
             contenders |= {g: solving(f, h, gradient=g, **settings) for g in ("direct", "checkpoint")}
             if compile and f is net and steps < 32:
@@ -197,7 +197,7 @@ def over_bare(repeats: int, *, compile: bool) -> list[dict[str, Any]]:
     rows.append({"what": "Linear(2, 2), default block, no gradient", **in_turn(contenders, repeats)})
     for dtype in (torch.float32, torch.float64):
         f, h = hbnode.nets.MLP(32, [64, 64], 32, activation=nn.Tanh).to(dtype), batch.to(dtype)
-        settings = {"method": "nystrom4", "options": {"steps": 16}}
+        settings = {"method": "nystrom4", "steps": 16}
         contenders = {"bare": bare(f, h, 49, grad=False), "solve": solving(f, h, grad=False, **settings)}
         rows.append({"what": f"dim 32, batch 128, no gradient, steps 16, {dtype}", **in_turn(contenders, repeats)})
     rows.append({"what": "Python calls, training step of the default block", "calls": calls(solving(small, x))})

@@ -36,13 +36,13 @@ Run = dict[str, float]
 Outcome = tuple[torch.Tensor, int]
 
 
-def with_hbnode(problem: Problem, method: str, tol: float = 1e-5, options: dict[str, Any] | None = None) -> Outcome:
+def with_hbnode(problem: Problem, method: str, tol: float = 1e-5, steps: int | None = None) -> Outcome:
     """The end of a solve, (2, batch, ...), and its evaluations; ``+land`` behind a method's name asks for that."""
     name, _, land = method.partition("+")
-    options = {"land": True} if land else options
+    save: hbnode.Save = "exact" if land else "interpolate"
     with torch.no_grad(), hbnode.count_nfe(problem.field) as nfe:
         h, m = hbnode.odeint(
-            problem.field, problem.state, [0.0, problem.end], method=name, rtol=tol, atol=tol, options=options
+            problem.field, problem.state, [0.0, problem.end], method=name, rtol=tol, atol=tol, steps=steps, save=save
         )
     return torch.stack([h[-1], m[-1]]), nfe.forward
 
@@ -97,7 +97,7 @@ def sweeps(problem: Problem, exact: torch.Tensor) -> tuple[dict[str, list[Run]],
     }
     adaptive["DOP853"] = sweep(lambda tol: with_scipy(problem, "DOP853", tol), TOLERANCES, exact)
     fixed = {
-        name: sweep(lambda n, name=name: with_hbnode(problem, name, options={"steps": n}), STEPS, exact)
+        name: sweep(lambda n, name=name: with_hbnode(problem, name, steps=n), STEPS, exact)
         for name in ("nystrom4", "nystrom6", "nystrom8", "blanes_moan4", "leapfrog")
     }
     return adaptive, fixed

@@ -51,10 +51,10 @@ def solve(
     field: hbnode.HBNODE, state: tuple[Tensor, Tensor], end: float, method: str, tol: float
 ) -> tuple[Tensor, float]:
     """The state at the end, stacked, and the evaluations of f that it took."""
-    options = {"land": True} if method == "dopri5" else None
+    save: hbnode.Save = "exact" if method == "dopri5" else "interpolate"
     with hbnode.count_nfe(field) as nfe, torch.no_grad():
         states = hbnode.odeint(
-            field, state, [0.0, end], method=method, rtol=tol, atol=tol, options=options, max_steps=MAX_STEPS
+            field, state, [0.0, end], method=method, rtol=tol, atol=tol, save=save, max_steps=MAX_STEPS
         )
     return torch.stack([part[-1] for part in states]), nfe.forward
 

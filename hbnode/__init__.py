@@ -97,7 +97,7 @@ from hbnode.recurrent import (
 from hbnode.sde import BrownianIncrements, HeavyBallSDE, sdeint
 from hbnode.signal import Signal
 from hbnode.solve import odeint
-from hbnode.solvers.names import Gradient, Method, StepControl
+from hbnode.solvers.names import Gradient, Method, Save
 from hbnode.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
 
 __version__ = "0.1.0"
@@ -117,7 +117,7 @@ __all__ = [
     "MethodInfo",
     "Method",
     "Gradient",
-    "StepControl",
+    "Save",
     "Signal",
     "SolverError",
     "NonFiniteError",

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import numbers
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -24,6 +25,7 @@ from hbnode.solvers.settings import ResolvedSettings, Settings
 logger = logging.getLogger("hbnode")
 
 _MOST_SETTINGS = 64
+SAVES = ("interpolate", "exact")
 
 
 _checked: dict[tuple, Settings] = {}  # the last settings that were checked
@@ -62,28 +64,63 @@ def _check_settings(settings: Settings) -> Settings:
             f"unknown gradient {gradient!r} for method={method!r}; expected one of {gradients}. "
             f"Fix: gradient={nearest(gradient, gradients) or gradients[0]!r}."
         )
-    if settings.step_control not in ("batch", "sample"):
-        near = nearest(settings.step_control, ("batch", "sample"))
-        fix = f"step_control={near!r}" if near else "leave it out"
-        raise ValueError(f"step_control must be 'batch' or 'sample', got {settings.step_control!r}. Fix: {fix}.")
-    if theirs and settings.step_control != "batch":
+    settings = _check_steps(settings)
+    if theirs and settings.per_sample:
         raise ValueError(
-            f"step_control={settings.step_control!r} is not possible with method={method!r}, which has one step "
-            "size for the whole batch; expected 'batch'. Fix: a native method, or leave step_control out."
+            f"per_sample=True is not possible with method={method!r}, which has one step size for the whole batch. "
+            "Fix: per_sample=False, or a native method."
         )
     for name in ("rtol", "atol"):
         value = getattr(settings, name)
         if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
             raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
     settings = dataclasses.replace(settings, max_steps=as_count(settings.max_steps, "max_steps"))
-    if not theirs:
+    if theirs:
+        torchdiffeq_options.check(settings)
+    else:
         registry.check(settings)
-    elif settings.compile:
+    if theirs and settings.compile:
         raise ValueError(
             f"compile=True is for native methods, got method={method!r}. "
             "Fix: leave method out, or compile the network, torch.compile(func)."
         )
     return settings
+
+
+def _check_steps(settings: Settings) -> Settings:
+    """Where steps end: refused where it is out of its range."""
+    if settings.steps is not None:
+        try:
+            steps = operator.index(settings.steps)
+        except TypeError:
+            steps = 0
+        if steps < 1 or isinstance(settings.steps, bool):
+            raise ValueError(f"steps must be a positive integer, got {settings.steps!r}. Fix: steps=8.")
+        settings = dataclasses.replace(settings, steps=steps)
+    if not isinstance(settings.per_sample, bool):
+        raise ValueError(f"per_sample must be True or False, got {settings.per_sample!r}. Fix: per_sample=True.")
+    if settings.save not in SAVES:
+        fix = f"save={near!r}" if (near := nearest(settings.save, SAVES)) else "leave it out"
+        raise ValueError(f"save must be one of {SAVES}, got {settings.save!r}. Fix: {fix}.")
+    if settings.jump_times is not None and settings.steps is not None:
+        raise ValueError(
+            f"jump_times are for adaptive steps, got steps={settings.steps}. Fix: leave steps out, or the jumps among "
+            "the output times."
+        )
+    return settings
+
+
+def checked_jump_times(jump_times: Times | None) -> tuple[float, ...] | None:
+    """The times at which f jumps, in increasing order; None without any."""
+    if jump_times is None:
+        return None
+    try:
+        times = torch.as_tensor(jump_times, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError):
+        times = torch.empty((), dtype=torch.float64)
+    if times.dim() != 1 or not bool(torch.isfinite(times).all()):
+        raise ValueError(f"jump_times must be finite times (K,), got {jump_times!r}. Fix: jump_times=[0.5].")
+    return tuple(sorted(set(times.tolist()))) or None
 
 
 def resolved(settings: Settings, field: Callable, event: bool = False, span: float = 0.0) -> ResolvedSettings:
@@ -112,7 +149,7 @@ def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
 
 def check_precision(settings: Settings, dtype: torch.dtype) -> None:
     """Refuse a tolerance that is not within what the dtype can carry, if the method goes by it."""
-    if settings.method in torchdiffeq_options.FIXED or "steps" in (settings.options or {}):
+    if settings.method in torchdiffeq_options.FIXED or settings.steps is not None:
         return
     rtol, eps = settings.rtol, torch.finfo(dtype).eps
     if rtol < eps / 100:

@@ -16,8 +16,8 @@ CHANGES_INPUT = (
 
 ONLY_FIXED_GRIDS = (
     "hbnode runs its loops outside of graphs, because their length depends on values. A solve on a fixed grid is a "
-    "graph: options={'steps': n} with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
-    "gradient and without count_nfe. Fix: options={'steps': n}, and gradient=None or 'direct'."
+    "graph: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
+    "gradient and without count_nfe. Fix: steps=n, and gradient=None or 'direct'."
 )
 
 

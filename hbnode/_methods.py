@@ -102,7 +102,7 @@ _EVALUATIONS: dict[Method, int] = {  # of torchdiffeq's methods in one step
     "heun3": 3,
     "rk4": 4,
 }
-_GRID = "options={'steps': n}"
+_GRID = "steps=n"
 _OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
     "ubu": (2, 1),
     "baoab": (1, 1),

@@ -74,7 +74,7 @@ def stepper_for(
     method = settings.method
     check_field(method, field)
     term = ODETerm(field, y0, second_order=method not in RUNGE_KUTTA)
-    per_sample = settings.step_control == "sample" and "steps" not in (settings.options or {})
+    per_sample = settings.per_sample and settings.steps is None
     _check_batch(term, t, per_sample, settings)
     return Stepper(term, TimeGrid(t, term, per_sample=per_sample), settings, interrupted=interrupted)
 
@@ -133,7 +133,7 @@ def _keeps_its_graph(stepper: Stepper) -> bool:
     The field must be known to depend on nothing but its parameters and its input; of any other, the first evaluation
     is looked at.
     """
-    steps, structure = stepper.options.steps, structure_of(stepper.term.field)
+    steps, structure = stepper.settings.steps, structure_of(stepper.term.field)
     if steps is None or 1 + steps * stepper.method.evaluations > SHORT:
         return False
     return structure.is_closed() and not structure.has_buffers()
@@ -141,7 +141,7 @@ def _keeps_its_graph(stepper: Stepper) -> bool:
 
 def _in_one_program(stepper: Stepper, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """:func:`_end` by one compiled program; None where that may not be."""
-    steps = stepper.options.steps
+    steps = stepper.settings.steps
     if steps is None or stepper.options.max_nfe < math.inf:
         return None
     end = stepper.solve_all(rows, [Step(0, i / steps, 1 / steps) for i in range(steps)])
@@ -320,7 +320,7 @@ def _check_batch(term: ODETerm, t: Tensor, per_sample: bool, settings: ResolvedS
     """Refuse times and steps for each sample where the state has no samples."""
     if not per_sample and t.dim() == 1:
         return
-    what = "step_control='sample'" if t.dim() == 1 else "t of shape (batch, T)"
+    what = "per_sample=True" if t.dim() == 1 else "t of shape (batch, T)"
     shapes = {part.shape[:1] for part in parts(term.structure)}
     if term.strung or len(shapes) > 1 or term.template.dim() == 0:
         raise ValueError(f"{what} needs a state whose parts have one shape (batch, ...). Fix: make them of one shape.")
@@ -331,5 +331,5 @@ def _check_batch(term: ODETerm, t: Tensor, per_sample: bool, settings: ResolvedS
         )
     if settings.gradient == "adjoint":
         raise ValueError(f"gradient='adjoint' does not know {what}. Fix: gradient='checkpoint'.")
-    if (settings.options or {}).get("dense"):
-        raise ValueError(f"dense output does not know {what}. Fix: leave 'dense' out.")
+    if settings.jump_times is not None and not per_sample:
+        raise ValueError(f"jump_times with {what} needs steps of each sample's own. Fix: per_sample=True.")

@@ -30,9 +30,9 @@ _SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
     **dict.fromkeys(("aca", "recompute", "recursivecheckpointadjoint"), "checkpoint"),
     **dict.fromkeys(("backsolve", "backsolveadjoint", "continuous", "interpolatedadjoint"), "adjoint"),
     **dict.fromkeys(("invertible", "symplectic"), "reversible"),
-    # step_control
-    **dict.fromkeys(("persample", "individual", "each"), "sample"),
-    **dict.fromkeys(("shared", "global", "common", "perbatch"), "batch"),
+    # save
+    **dict.fromkeys(("land", "onto", "stepto"), "exact"),
+    **dict.fromkeys(("dense", "linear", "spline"), "interpolate"),
 }
 
 

@@ -24,8 +24,8 @@ from hbnode.solvers.torchdiffeq_options import (
     FIXED,
     SCIPY,
     adjoint_solver_options,
+    all_options,
     check_event,
-    solver_options,
 )
 
 
@@ -66,7 +66,7 @@ def _solved(
 ) -> tuple[WatchedField, Any]:
     """What torchdiffeq answers, and the field that it called; its failures are named."""
     method, adjoint = settings.method, settings.gradient == "adjoint"
-    own = solver_options(settings.options, method, t, "options")
+    own = all_options(settings, t)
     if event_fn is not None:
         check_event(method, own)
     kind = AdaptiveField if method in ADAPTIVE else FixedField if method in FIXED else WatchedField
@@ -114,7 +114,7 @@ def _solution(
             y0,
             t,
             **common,
-            adjoint_options=adjoint_solver_options(own, settings.adjoint_options, settings.method, t),
+            adjoint_options=adjoint_solver_options(own, settings.adjoint_options, settings.method),
             adjoint_params=watched.adjoint_parameters(_first_time(t, watched.dtype, own), y0),
         )
         if "event_fn" in common:

@@ -37,7 +37,7 @@ def is_possible(settings: Settings) -> bool:
 
     Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
     """
-    if "steps" not in (settings.options or {}) or settings.method not in (None, *METHODS):
+    if settings.steps is None or settings.method not in (None, *METHODS):
         return False
     if not torch.compiler.is_dynamo_compiling() or is_exporting():
         return True
@@ -47,9 +47,10 @@ def is_possible(settings: Settings) -> bool:
 
 
 def solve(field: Callable, y0: State, t: Times, settings: Settings, nfe: NFE) -> State:
-    """The state at the times, by one of METHODS with ``options={"steps": n}``; t is not checked if it is a tensor."""
+    """The state at the times, by one of METHODS in ``steps`` equal steps; t is not checked if it is a tensor."""
     name = settings.method or registry.best_method(field, settings, 0.0)
-    steps = (settings.options or {})["steps"]
+    steps = settings.steps
+    assert steps is not None
     registry.check_field(name, field)
     term = ODETerm(field, y0, second_order=name in registry.SECOND_ORDER)
     t = _times(t, term)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hbnode._arguments import checked_settings, checked_span, resolved
+from hbnode._arguments import checked_jump_times, checked_settings, checked_span, resolved
 from hbnode._checks import as_count
 from hbnode._integral import Integrand, WithIntegral, settings_of_integral
 from hbnode._state import State, Times, append_zeros, parts
@@ -18,7 +19,7 @@ from hbnode._tracing import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
 from hbnode.solve import solve
-from hbnode.solvers.names import Gradient, Method, StepControl
+from hbnode.solvers.names import Gradient, Method, Save
 from hbnode.solvers.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,12 +41,17 @@ class ODEBlock(nn.Module):
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
         gradient: ``"checkpoint"``, ``"direct"``, ``"reversible"`` or ``"adjoint"``, as in :func:`hbnode.odeint`.
             Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for torchdiffeq's.
-        options: options of the method, such as ``{"steps": 10}`` for ten equal steps. Default: None.
+        steps: a fixed grid: the number of equal steps in each output interval, from start to end for ``block(x)``.
+            Default: None, steps are adaptive.
+        per_sample: whether each sample has steps of its own (native methods). Default: False, one step size for the
+            whole batch.
+        save: ``"interpolate"``: adaptive steps pass output times, which are interpolated within the tolerance.
+            ``"exact"``: a step ends on each. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
+        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
+        options: further options of the method, such as ``{"max_step": 0.1}``. Default: None.
         adjoint_options: options of the backward solve of ``gradient="adjoint"`` with one of torchdiffeq's methods.
             Default: None, which is ``{"norm": "seminorm"}``.
-        step_control: ``"batch"``, one step size for the whole batch, or ``"sample"``, one for each sample (native
-            methods). Default: ``"batch"``.
-        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
         compile: compile the steps of a native method with torch.compile. Default: False.
         augment: number of zeros appended to x along dimension 1 before the solve (features, or channels of an image).
             Default: 0.
@@ -77,10 +83,13 @@ class ODEBlock(nn.Module):
         rtol: float = 1e-5,
         atol: float = 1e-5,
         gradient: Gradient | None = None,
+        steps: int | None = None,
+        per_sample: bool = False,
+        save: Save = "interpolate",
+        jump_times: Times | None = None,
+        max_steps: int = 10_000,
         options: dict[str, Any] | None = None,
         adjoint_options: dict[str, Any] | None = None,
-        step_control: StepControl = "batch",
-        max_steps: int = 10_000,
         compile: bool = False,
         augment: int = 0,
         initial_state: Callable[[Tensor], State] | None = None,
@@ -100,10 +109,13 @@ class ODEBlock(nn.Module):
         self.rtol = rtol
         self.atol = atol
         self.gradient = gradient
+        self.steps = steps
+        self.per_sample = per_sample
+        self.save = save
+        self.jump_times = jump_times
+        self.max_steps = max_steps
         self.options = options
         self.adjoint_options = adjoint_options
-        self.step_control = step_control
-        self.max_steps = max_steps
         self.compile_steps = compile  # nn.Module has a method of the shorter name
         self.initial_state = initial_state
         self._nfe = NFE()
@@ -174,7 +186,7 @@ class ODEBlock(nn.Module):
         Arguments:
             x: input (batch, d, ...), the state at the start.
             integrand: g, called ``(t, state, derivative)`` with the state, h or (h, m), and its derivative, both as the
-                field has them. It returns (batch,). t is a scalar. With ``step_control="sample"`` or times of each
+                field has them. It returns (batch,). t is a scalar. With ``per_sample=True`` or times of each
                 sample its shape is (batch, 1, ...), or (1, 1, ...) at a time that all share, and broadcasts with h;
                 ``t.reshape(-1)`` always broadcasts with (batch,). g runs without a graph of autograd in the forward
                 pass; use ``torch.func`` for derivatives in it.
@@ -228,8 +240,9 @@ class ODEBlock(nn.Module):
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""
-        settings = Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps)
-        return checked_settings(settings)
+        values = {name: getattr(self, name) for name in _SETTINGS} | {"compile": self.compile_steps}
+        values["jump_times"] = checked_jump_times(self.jump_times)
+        return checked_settings(Settings(**values))
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
@@ -243,6 +256,16 @@ class ODEBlock(nn.Module):
 
 def _traced_shapes() -> AbstractContextManager[None]:
     return checking_shapes() if torch.jit.is_tracing() else nullcontext()
+
+
+def _heavy_ball(generalized: bool, of_ghbnode: dict[str, Any]) -> Callable[..., HBNODE | GHBNODE]:
+    """What makes the field of a heavy ball, with the arguments that a generalized one alone has."""
+    if of_ghbnode and not generalized:
+        raise ValueError(
+            f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
+            "Fix: generalized=True, or leave it out."
+        )
+    return functools.partial(GHBNODE if generalized else HBNODE, **of_ghbnode)
 
 
 class HeavyBallODEBlock(ODEBlock):
@@ -270,10 +293,13 @@ class HeavyBallODEBlock(ODEBlock):
         rtol: relative tolerance. Default: 1e-5.
         atol: absolute tolerance. Default: 1e-5.
         gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods.
-        options: options of the method. Default: None.
-        adjoint_options: options of the backward solve of ``gradient="adjoint"``, torchdiffeq's methods. Default: None.
-        step_control: ``"batch"`` or ``"sample"``. Default: ``"batch"``.
+        steps: a fixed grid: the number of equal steps in each output interval. Default: None, steps are adaptive.
+        per_sample: whether each sample has steps of its own. Default: False.
+        save: ``"interpolate"``, or ``"exact"``: a step ends on each output time. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
         max_steps: number of steps after which a solve is given up with an error. Default: 10000.
+        options: further options of the method. Default: None.
+        adjoint_options: options of the backward solve of ``gradient="adjoint"``, torchdiffeq's methods. Default: None.
         compile: compile the steps of a native method with torch.compile. Default: False.
         initial_state: module or callable x -> (h, m) that replaces ``augment`` and ``initial_momentum``. Default: None.
 
@@ -310,40 +336,38 @@ class HeavyBallODEBlock(ODEBlock):
         rtol: float = 1e-5,
         atol: float = 1e-5,
         gradient: Gradient | None = None,
+        steps: int | None = None,
+        per_sample: bool = False,
+        save: Save = "interpolate",
+        jump_times: Times | None = None,
+        max_steps: int = 10_000,
         options: dict[str, Any] | None = None,
         adjoint_options: dict[str, Any] | None = None,
-        step_control: StepControl = "batch",
-        max_steps: int = 10_000,
         compile: bool = False,
         initial_state: Callable[[Tensor], State] | None = None,
     ) -> None:
         of_ghbnode = {"xi": xi, "learn_xi": learn_xi, "activation": activation}
-        given = {name: value for name, value in of_ghbnode.items() if value is not None}
-        if given and not generalized:
-            raise ValueError(
-                f"{', '.join(given)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
-                "Fix: generalized=True, or leave it out."
-            )
-        kind: Callable[..., HBNODE | GHBNODE] = GHBNODE if generalized else HBNODE
         super().__init__(
-            kind(
+            _heavy_ball(generalized, {name: value for name, value in of_ghbnode.items() if value is not None})(
                 func,
                 damping=damping,
                 learn_damping=learn_damping,
                 max_damping=max_damping,
                 initial_momentum=initial_momentum,
                 time_dependent=time_dependent,
-                **given,
             ),
             t_span,
             method=method,
             rtol=rtol,
             atol=atol,
             gradient=gradient,
+            steps=steps,
+            per_sample=per_sample,
+            save=save,
+            jump_times=jump_times,
+            max_steps=max_steps,
             options=options,
             adjoint_options=adjoint_options,
-            step_control=step_control,
-            max_steps=max_steps,
             compile=compile,
             augment=augment,
             initial_state=initial_state,

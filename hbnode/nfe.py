@@ -168,7 +168,7 @@ def count_nfe(module: nn.Module | Callable[..., Any]) -> Iterator[NFE]:
 
     Example:
         >>> import torch, hbnode
-        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", options={"steps": 5})
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", steps=5)
         >>> with hbnode.count_nfe(block) as nfe:
         ...     y = block(block(torch.zeros(3, 2)))
         >>> nfe.forward, nfe.steps  # two solves, five steps each, four evaluations a step
@@ -191,7 +191,7 @@ def record_steps(module: nn.Module | Callable[..., Any]) -> Iterator[StepRecord]
 
     Example:
         >>> import torch, hbnode
-        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", options={"steps": 4})
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", steps=4)
         >>> with hbnode.record_steps(block) as steps:
         ...     h = block(torch.zeros(3, 2))
         >>> steps.t, steps.size[0], all(steps.accepted)

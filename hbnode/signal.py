@@ -51,7 +51,7 @@ class Signal(nn.Module):
         kind: ``"linear"`` or ``"cubic"``.
         outside: what a query outside of [t[0], t[-1]] does: ``"raise"``, or ``"hold"`` the nearest sample. The
             adaptive methods of torchdiffeq look a little past the last output time, and their adjoint before the
-            first: let the signal reach further than the solve at both ends, solve with ``options={"land": True}``, or
+            first: let the signal reach further than the solve at both ends, solve with ``save="exact"``, or
             hold it.
 
     Shape:
@@ -153,7 +153,7 @@ class Signal(nn.Module):
             f"the signal was asked for t={float(worst):g}, outside of its samples "
             f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: give it samples that reach further, or "
             "Signal(..., outside='hold'). (Adaptive methods of torchdiffeq look past the ends of a solve, "
-            "but for options={'land': True}.)"
+            "but for save='exact'.)"
         )
 
     def extra_repr(self) -> str:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from hbnode import _native_solve, _torch_internals, _torchdiffeq_solve, _traced_solve
-from hbnode._arguments import check_precision, checked_settings, checked_state, checked_times, resolved
+from hbnode._arguments import (
+    check_precision,
+    checked_jump_times,
+    checked_settings,
+    checked_state,
+    checked_times,
+    resolved,
+)
 from hbnode._checks import ONLY_FIXED_GRIDS
 from hbnode._prepared import prepared
 from hbnode._signature import check_call
@@ -18,7 +25,7 @@ from hbnode._torchdiffeq_field import CALLBACKS, warn_of_callbacks
 from hbnode._tracing import is_tracing, untraced
 from hbnode.nfe import NFE
 from hbnode.solvers import torchdiffeq_options
-from hbnode.solvers.names import Gradient, Method, StepControl, TorchdiffeqMethod
+from hbnode.solvers.names import Gradient, Method, Save, TorchdiffeqMethod
 from hbnode.solvers.settings import Settings
 
 StateT = TypeVar("StateT", bound=State)
@@ -35,11 +42,14 @@ def odeint(
     rtol: float = 1e-5,
     atol: float = 1e-5,
     gradient: Gradient | None = None,
-    options: dict[str, Any] | None = None,
-    adjoint_options: dict[str, Any] | None = None,
-    step_control: StepControl = "batch",
+    steps: int | None = None,
+    per_sample: bool = False,
+    save: Save = "interpolate",
+    jump_times: Times | None = None,
     event_fn: None = None,
     max_steps: int = 10_000,
+    options: dict[str, Any] | None = None,
+    adjoint_options: dict[str, Any] | None = None,
     compile: bool = False,
 ) -> StateT: ...
 
@@ -54,11 +64,14 @@ def odeint(
     rtol: float = 1e-5,
     atol: float = 1e-5,
     gradient: Literal["direct", "adjoint"] | None = None,
-    options: dict[str, Any] | None = None,
-    adjoint_options: dict[str, Any] | None = None,
-    step_control: Literal["batch"] = "batch",
+    steps: int | None = None,
+    per_sample: Literal[False] = False,
+    save: Save = "interpolate",
+    jump_times: Times | None = None,
     event_fn: Callable[[Tensor, StateT], Tensor],
     max_steps: int = 10_000,
+    options: dict[str, Any] | None = None,
+    adjoint_options: dict[str, Any] | None = None,
     compile: Literal[False] = False,
 ) -> tuple[Tensor, StateT]: ...
 
@@ -72,19 +85,21 @@ def odeint(
     rtol: float = 1e-5,
     atol: float = 1e-5,
     gradient: Gradient | None = None,
-    options: dict[str, Any] | None = None,
-    adjoint_options: dict[str, Any] | None = None,
-    step_control: StepControl = "batch",
+    steps: int | None = None,
+    per_sample: bool = False,
+    save: Save = "interpolate",
+    jump_times: Times | None = None,
     event_fn: Callable[[Tensor, Any], Tensor] | None = None,
     max_steps: int = 10_000,
+    options: dict[str, Any] | None = None,
+    adjoint_options: dict[str, Any] | None = None,
     compile: bool = False,
 ) -> State | tuple[Tensor, State]:
     r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
 
     An adaptive method accepts a step when the root mean square of (error / (atol + rtol * max \|y\|)), over all
-    elements of the batch and of all parts of the state together, is at most 1. Native methods step exactly onto output
-    times that are further apart than their steps. Where output times are closer, a step may pass several of them; the
-    outputs inside of it are interpolated within the tolerance, at no further evaluations.
+    elements of the batch and of all parts of the state together, is at most 1. Adaptive steps pass output times; the
+    outputs inside of a step are interpolated within the tolerance, at no further evaluations.
 
     References:
         ``hbnode/solvers/tableaus.py`` cites the paper of each native method; :doc:`solvers` explains the idea. Chen,
@@ -104,8 +119,8 @@ def odeint(
         method: name of the solver; :func:`hbnode.methods` lists them with their orders. Default: None, which picks a
             native method: for an HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``, or ``"exponential"`` if
             its damping is constant and exceeds 50 over the length of the solve; for all others ``"tsit5"``, also for an
-            HBNODE that has hooks or a ``forward`` or ``__call__`` of its own. On a grid (``steps`` in the options) the
-            damping is not looked at.
+            HBNODE that has hooks or a ``forward`` or ``__call__`` of its own. On a grid (``steps``) the damping is not
+            looked at.
         rtol: relative tolerance of adaptive methods. Default: 1e-5.
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
         gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for
@@ -119,19 +134,17 @@ def odeint(
             - ``"reversible"`` undoes the steps of the splitting methods, and stores the outputs only.
             - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
               A damping γ makes errors grow by e^{γT} on the way back. Native methods refuse what misses its start.
-        options: options of the method. Default: None. Native methods know ``{"steps": n}``, n equal steps in each
-            output interval, whatever the tolerances; ``{"dense": True}`` or ``False``, steps that always or never pass
-            output times (not with ``step_control="sample"`` or t of shape (batch, T), where they never do);
-            ``first_step``, ``max_step`` and ``min_step``, lengths of time (set ``max_step`` where f has pulses narrower
-            than a tenth of the time span); and ``max_nfe``, the most evaluations of a solve. torchdiffeq's methods know
-            their own options, ``steps`` as above, and ``{"land": True}``, which makes adaptive methods step exactly
-            onto the output times. Otherwise they interpolate to order 4, which for dopri8 can be far worse than the
-            tolerance.
-        adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one. Default: None,
-            which is ``{"norm": "seminorm"}``; ``{}`` is torchdiffeq's own default, as the papers used it.
-        step_control: ``"batch"``, one step size for the whole batch, or, for native methods, ``"sample"``: each sample
-            has its own steps and its own acceptance, so its answer does not depend on the rest of the batch (apart from
-            the rounding of f). One call of f serves all samples either way. Default: ``"batch"``.
+        steps: a fixed grid: the number of equal steps in each output interval, whatever the tolerances (native methods,
+            and torchdiffeq's with fixed steps). Default: None, steps are adaptive. The splitting methods need it;
+            torchdiffeq's methods with fixed steps take one step without it.
+        per_sample: whether each sample has its own steps and its own acceptance, so that its answer does not depend on
+            the rest of the batch (apart from the rounding of f); native methods. One call of f serves all samples
+            either way. Default: False, one step size for the whole batch.
+        save: ``"interpolate"``: adaptive steps pass output times, which are interpolated within the tolerance.
+            ``"exact"``: a step ends on each. torchdiffeq's methods interpolate to order 4, which for dopri8 can be far
+            worse than the tolerance. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. A
+            :class:`hbnode.Signal` in f gives its own to native methods. Default: None.
         event_fn: as in torchdiffeq, for its methods: the solve ends where ``event_fn(t, state)`` changes its sign.
             ``t`` then holds the start and a second time that gives the direction only. The result is ``(event_time,
             state)``. The time has no gradient; ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)`` gives
@@ -140,6 +153,11 @@ def odeint(
             given up with an error; each further output interval adds one. It limits evaluations where a method does not
             report its steps (``"scipy_solver"``, and events on a fixed grid), and does not limit a fixed grid.
             Default: 10000.
+        options: further options of the method. Native methods know ``first_step``, ``max_step`` and ``min_step``,
+            lengths of time (set ``max_step`` where f has pulses narrower than a tenth of the time span), and
+            ``max_nfe``, the most evaluations of a solve. torchdiffeq's methods know their own. Default: None.
+        adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one. Default: None,
+            which is ``{"norm": "seminorm"}``; ``{}`` is torchdiffeq's own default, as the papers used it.
         compile: compile the steps of a native method, and their gradients, with torch.compile. The first calls take
             tens of seconds. Needs one of hbnode's fields. If the network cannot be compiled, a warning says so and the
             solve runs without. Default: False.
@@ -165,8 +183,22 @@ def odeint(
         >>> torch.allclose(cos[:, 0], torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).cos())
         True
     """
-    settings = Settings(method, rtol, atol, gradient, options, adjoint_options, step_control, max_steps, compile)
-    settings = checked_settings(settings)
+    settings = checked_settings(
+        Settings(
+            method=method,
+            rtol=rtol,
+            atol=atol,
+            gradient=gradient,
+            steps=steps,
+            per_sample=per_sample,
+            save=save,
+            jump_times=checked_jump_times(jump_times),
+            max_steps=max_steps,
+            options=options,
+            adjoint_options=adjoint_options,
+            compile=compile,
+        )
+    )
     if event_fn is None:
         return solve(field, y0, t, settings, NFE())
     if is_tracing():

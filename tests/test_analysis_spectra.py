@@ -51,7 +51,7 @@ class Net(nn.Module):
 # Adjoint norms
 
 
-@pytest.mark.parametrize("solver", [{}, {"method": "dopri8", "options": {"land": True}}])
+@pytest.mark.parametrize("solver", [{}, {"method": "dopri8", "save": "exact"}])
 @pytest.mark.parametrize("name", LINEAR)
 def test_adjoint_norms_of_a_linear_field(name, solver):
     """The gradient a(t) = a(T) exp((T - t) H) with a(T) = (dL/dh, 0)."""
@@ -96,7 +96,7 @@ def test_adjoint_norms_by_finite_differences(gradient):
 
 
 def test_adjoint_norms_at_the_start_are_the_gradient_of_the_input():
-    block = hbnode.HeavyBallODEBlock(Net(), method="leapfrog", options={"steps": 10}).double()
+    block = hbnode.HeavyBallODEBlock(Net(), method="leapfrog", steps=10).double()
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     norms = hbnode.adjoint_norms(block, x)
     assert norms.t == pytest.approx(np.linspace(0, 1, 11))  # the block's own grid

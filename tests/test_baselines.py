@@ -254,10 +254,10 @@ def test_options_of_a_solver_are_not_tried_for_baselines():
 
 
 def test_steps_of_an_ode_rnn():
-    assert "step_control" not in EchoConfig().ode_options()
-    assert EchoConfig().rnn_options() == EchoConfig().ode_options() | {"step_control": "sample", "time_unit": 1.0}
+    assert "per_sample" not in EchoConfig().ode_options()
+    assert EchoConfig().rnn_options() == EchoConfig().ode_options() | {"per_sample": True, "time_unit": 1.0}
     assert EchoConfig(time_unit=2.0).rnn_options()["time_unit"] == 2.0
-    assert EchoConfig(solver="torchdiffeq").rnn_options()["step_control"] == "batch"
+    assert EchoConfig(solver="torchdiffeq").rnn_options()["per_sample"] is False
 
 
 def test_the_help_names_the_models(capsys):

@@ -20,11 +20,11 @@ CASES = {
     "hbnode-nystrom8": {"method": "nystrom8", "rtol": 1e-6},
     "hbnode-exponential": {"method": "exponential"},
     "hbnode-tsit5": {"method": "tsit5"},
-    "hbnode-leapfrog": {"method": "leapfrog", "options": {"steps": 1}},
+    "hbnode-leapfrog": {"method": "leapfrog", "steps": 1},
     "ghbnode-leapfrog": {"field": "ghbnode", "method": "leapfrog", "options": {"step_size": 0.3}},
-    "hbnode-blanes_moan4": {"method": "blanes_moan4", "options": {"steps": 2}},
-    "node-steps": {"field": "node", "options": {"steps": 2}},
-    "ghbnode-steps": {"field": "ghbnode", "options": {"steps": 3}},
+    "hbnode-blanes_moan4": {"method": "blanes_moan4", "steps": 2},
+    "node-steps": {"field": "node", "steps": 2},
+    "ghbnode-steps": {"field": "ghbnode", "steps": 3},
     "residual": {"residual": True},
     "rnn-cell": {"cell": "rnn", "missing": "decay", "mask_features": True},
     "own-cell": {"cell": lambda inputs, size: OwnCell(inputs, size), "residual": True},
@@ -200,7 +200,7 @@ def test_second_derivatives_and_second_passes(case, gradient, by_autograd):
 
 
 def test_transforms_of_torch_func():
-    rnn = make_rnn(options={"steps": 2})
+    rnn = make_rnn(steps=2)
     x, t, mask = make_series()
     parameters = dict(rnn.named_parameters())
 
@@ -368,10 +368,10 @@ def test_a_class_of_torch_whose_call_was_replaced(kind, monkeypatch):
     assert calls
 
 
-@pytest.mark.parametrize("options", [{"step_size": 0.1}, {"steps": 2}, None], ids=str)
-def test_one_sample_and_no_gap(options):
+@pytest.mark.parametrize("solver", [{"options": {"step_size": 0.1}}, {"steps": 2}, {}], ids=str)
+def test_one_sample_and_no_gap(solver):
     x, t = series(length=1)
-    rnn = hbnode.ODERNN(3, 4, options=options).double()
+    rnn = hbnode.ODERNN(3, 4, **solver).double()
     output, state = rnn(x, t)
     assert output.shape == (5, 1, 4)
     assert rnn(x, t + 1, state)[0].shape == (5, 1, 4)

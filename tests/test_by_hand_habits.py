@@ -171,7 +171,7 @@ def test_a_module_in_data_parallel():
     assert_alike(solved(rnn, nn.DataParallel(rnn)), solved(make_rnn()))
 
 
-@pytest.mark.parametrize("options", [{}, {"options": {"steps": 1}}], ids=["adaptive", "steps"])
+@pytest.mark.parametrize("options", [{}, {"steps": 1}], ids=["adaptive", "steps"])
 def test_a_module_that_torch_compiles(options):
     rnn = make_rnn(**options)
     expected = solved(make_rnn(**options))

@@ -227,7 +227,7 @@ def test_the_cde_follows_its_control():
         control.net[2].weight.zero_()
     control.change = torch.tensor([[0.5, -1.0]])
     matrix = control.net[2].bias.tanh().view(3, 2)
-    z = hbnode.odeint(hbnode.NODE(control), torch.zeros(1, 3), [0.0, 1.0], method="rk4", options={"steps": 1})[-1]
+    z = hbnode.odeint(hbnode.NODE(control), torch.zeros(1, 3), [0.0, 1.0], method="rk4", steps=1)[-1]
     torch.testing.assert_close(z[0], matrix @ torch.tensor([0.5, -1.0]))
 
 

@@ -61,7 +61,7 @@ def test_errors_stay_within_the_tolerance(method, problem):
     for tolerance in TOLERANCES:
         solve = functools.partial(hbnode.odeint, field, start(exact), method=method, rtol=tolerance, atol=tolerance)
         with hbnode.count_nfe(field) as nfe:
-            found = solve(t, options={"dense": True})
+            found = solve(t, save="interpolate")
         ends = solve(t[[0, -1]])
         at_the_end = worst(ends, [x[[0, -1]] for x in exact], tolerance)
         assert worst(found, exact, tolerance) < 1.0 + 3.0 * max(at_the_end, 1.0)
@@ -85,7 +85,7 @@ def test_order_of_convergence(method, size, orders, t):
     exact = driven_exact(0.4, t)
     found = []
     for step in (size, size / 2):
-        options = {"dense": True, "first_step": step, "max_step": step}
+        options = {"first_step": step, "max_step": step}
         got = hbnode.odeint(driven(), start(exact), t, method=method, options=options, rtol=1.0, atol=1.0)
         found.append([np.abs(x[:, 0].numpy() - e).max() for x, e in zip(got, exact, strict=True)])
     for first, second, order in zip(*found, orders, strict=True):
@@ -100,7 +100,7 @@ def test_a_damping_for_each_channel(method):
     h, m = torch.randn(2, 2, 3, dtype=torch.float64)
     force = lambda h: -torch.sin(2 * h)
     t = np.linspace(0.0, 1.0, 12)
-    settings = {"method": method, "options": {"dense": True, "max_step": 0.25}, "rtol": 1.0, "atol": 1.0}
+    settings = {"method": method, "options": {"max_step": 0.25}, "rtol": 1.0, "atol": 1.0}
     field = hbnode.HBNODE(force, damping=gammas, learn_damping=True).double()
     together = hbnode.odeint(field, (h, m), t, **settings)
     for i, gamma in enumerate(field.damping.detach().tolist()):
@@ -144,11 +144,11 @@ def test_gradients_agree_with_a_tight_reference(model, gradient):
         value = sum(((i + 1) * weights * part).sum() for i, part in enumerate(states))
         return torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, leaves)])
 
-    tight = {"rtol": 1e-12, "atol": 1e-12, "options": {"dense": False}, "gradient": "direct"}
+    tight = {"rtol": 1e-12, "atol": 1e-12, "save": "exact", "gradient": "direct"}
     reference = gradients(**tight, method="nystrom8" if model == "hbnode" else "tsit5")
     for method in ADAPTIVE if model == "hbnode" else RUNGE_KUTTA:
         for tolerance in (1e-3, 1e-9):
-            found = gradients(method=method, gradient=gradient, rtol=tolerance, atol=tolerance, options={"dense": True})
+            found = gradients(method=method, gradient=gradient, rtol=tolerance, atol=tolerance, save="interpolate")
             error = (found - reference).norm() / reference.norm()
             assert error < 20 * tolerance, (method, tolerance)
 
@@ -160,7 +160,7 @@ def test_the_gradient_for_the_times_is_that_of_the_map(method, gradient):
     field = driven()
     t = float64(0.0, 0.3, 0.5, 0.6, 1.1, 1.2).requires_grad_()
     state = (float64(1.5), float64(0.2))
-    settings = {"method": method, "options": {"dense": True, "first_step": 0.3, "max_step": 0.3}}
+    settings = {"method": method, "options": {"first_step": 0.3, "max_step": 0.3}}
     got = hbnode.odeint(field, state, t, gradient=gradient, rtol=1.0, atol=1.0, **settings)
     weights = torch.arange(1.0, 7.0, dtype=torch.float64)
     found = torch.autograd.grad((weights[:, None] * (got[0] + 2 * got[1])).sum(), t)[0]
@@ -230,10 +230,9 @@ def test_steps_that_are_longer_than_the_intervals_pass_them(method):
     for times in (t, t[::-1].copy()):
         exact = driven_exact(0.4, times)
         settings = {"method": method, "rtol": 1e-4, "atol": 1e-4}
-        by_itself, found = nfe_of(driven(), start(exact), times, **settings)
-        passing, _ = nfe_of(driven(), start(exact), times, **settings, options={"dense": True})
-        landing, there = nfe_of(driven(), start(exact), times, **settings, options={"dense": False})
-        assert by_itself.forward == passing.forward < landing.forward / 5
+        passing, found = nfe_of(driven(), start(exact), times, **settings)
+        landing, there = nfe_of(driven(), start(exact), times, **settings, save="exact")
+        assert passing.forward < landing.forward / 5
         assert landing.steps == 100
         assert worst(there, exact, 1e-4) < 1
         for one, other in zip(found, there, strict=True):
@@ -241,18 +240,20 @@ def test_steps_that_are_longer_than_the_intervals_pass_them(method):
 
 
 @every_method
-def test_shorter_steps_land_on_the_output_times(method):
-    """The numbers are those of ``dense=False``."""
+def test_a_step_ends_on_each_output_time_if_that_is_asked_for(method):
     t = [0.0, 0.5, 1.0, 2.0]
-    state = start(driven_exact(0.4, np.zeros(1)))
-    settings = {"method": method, "rtol": 1e-8, "atol": 1e-8}
-    if method == "nystrom8":
-        settings["options"] = {"max_step": 0.1}
-    one, found = nfe_of(driven(), state, t, **settings)
-    options = settings.pop("options", {}) | {"dense": False}
-    other, wanted = nfe_of(driven(), state, t, **settings, options=options)
-    assert one.forward == other.forward
-    assert torch.equal(torch.stack(found), torch.stack(wanted))
+    exact = driven_exact(0.4, np.array(t))
+    settings = {"method": method, "rtol": 1e-6, "atol": 1e-6}
+    ends = {}
+    for save in ("interpolate", "exact"):
+        field = driven()
+        with hbnode.record_steps(field) as steps:
+            found = hbnode.odeint(field, start(exact), t, **settings, save=save)
+        assert worst(found, exact, 1e-6) < 20
+        taken = zip(steps.t, steps.size, steps.accepted, strict=True)
+        ends[save] = {round(begin + size, 9) for begin, size, accepted in taken if accepted}
+    assert ends["exact"] >= set(t[1:])
+    assert not ends["interpolate"] >= set(t[1:])
 
 
 def test_irregular_times():
@@ -274,16 +275,16 @@ def test_an_output_at_the_very_end_of_a_step():
     settings = {"method": "nystrom4", "rtol": 1.0, "atol": 1.0}
     options = {"max_step": 0.25, "first_step": 0.25}
     _, passed = nfe_of(oscillator(0.3), state, t, **settings, options=options)
-    _, landed = nfe_of(oscillator(0.3), state, t[::2], **settings, options={**options, "dense": False})
+    _, landed = nfe_of(oscillator(0.3), state, t[::2], **settings, options=options, save="exact")
     for one, other in zip(passed, landed, strict=True):
         torch.testing.assert_close(one[::2], other, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
-@pytest.mark.parametrize("dense", [None, True, False])
-def test_one_time_and_an_empty_batch(dense, gradient):
+@pytest.mark.parametrize("save", ["interpolate", "exact"])
+def test_one_time_and_an_empty_batch(save, gradient):
     for field in (make_field("hbnode"), make_field("node")):
-        settings = {"gradient": gradient, "options": {"dense": dense}}
+        settings = {"gradient": gradient, "save": save}
         x = make_input(dtype=torch.float32).requires_grad_()
         once = field.readout(hbnode.odeint(field, field.initial_state(x), [0.3], **settings))
         torch.testing.assert_close(once[0], field.readout(field.initial_state(x)))

@@ -66,11 +66,11 @@ def test_the_device_refuses_to_mix_and_counts(device):
 # Solves
 
 
-@pytest.mark.parametrize("step_control", ["batch", "sample"])
+@pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", [None, *ADAPTIVE])
-def test_an_adaptive_solve_waits_once_for_each_step(device, method, step_control):
+def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
     field = make_field("hbnode").float()
-    block = hbnode.ODEBlock(field, method=method, step_control=step_control, rtol=1e-3, atol=1e-3)
+    block = hbnode.ODEBlock(field, method=method, per_sample=per_sample, rtol=1e-3, atol=1e-3)
     nfe, waited = train(device, device.move(block), [0.0, 1.0, 3.0])
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK
 
@@ -87,23 +87,22 @@ def test_every_model_and_gradient(device, model, gradient):
 @pytest.mark.parametrize("method", [*ADAPTIVE, *SPLITTING])
 def test_a_fixed_grid_waits_for_its_end_alone(device, method):
     for gradient in ("checkpoint", "reversible") if method in SPLITTING else ("checkpoint",):
-        options = {"steps": 5}
-        block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, options=options)
+        block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, steps=5)
         _, waited = train(device, device.move(block))
         assert waited <= A_SOLVE + (gradient == "reversible")  # which looks whether it came back to the start
 
 
 @pytest.mark.parametrize("method", ["nystrom6", "tsit5"])
 def test_dense_output(device, method):
-    block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, options={"dense": True})
+    block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, save="interpolate")
     times = device.move(torch.linspace(0, 1, 9))
     nfe, waited = train(device, device.move(block), times)
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + 1  # the times
 
 
-@pytest.mark.parametrize("step_control", ["batch", "sample"])
-def test_times_of_each_samples_own_that_need_a_gradient(device, step_control):
-    block = device.move(hbnode.ODEBlock(make_field("hbnode").float(), step_control=step_control))
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_times_of_each_samples_own_that_need_a_gradient(device, per_sample):
+    block = device.move(hbnode.ODEBlock(make_field("hbnode").float(), per_sample=per_sample))
     t = device.move(torch.rand(3, 5).cumsum(1)).requires_grad_()
     nfe, waited = train(device, block, t)
     assert t.grad.is_cuda
@@ -146,7 +145,7 @@ def test_a_pair_of_states_of_unlike_shapes(device):
     assert all(end.is_cuda for end in ends)
 
 
-@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}, {"step_control": "sample"}], ids=str)
+@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}, {"per_sample": True}], ids=str)
 def test_an_integral_along_the_path(device, solver):
     block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), rtol=1e-3, atol=1e-3, **solver))
     h, q = block.with_integral(device.move(torch.randn(2, 3)), lambda t, state, dh: dh[0].square().sum(1))
@@ -165,28 +164,28 @@ def test_nfe_vs_tolerance(device):
 @every_model
 def test_diagnostics(device, model):
     """Their numbers end on the host."""
-    block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", options={"steps": 2}))
+    block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", steps=2))
     x = device.move(make_input("vector", torch.float32))
     assert hbnode.adjoint_norms(block, x).h[0] > 0
     assert hbnode.spectrum(block, x).eigenvalues.is_cpu
 
 
-@pytest.mark.parametrize("step_control", ["batch", "sample"])
-def test_recorded_steps_wait_for_the_device_only_where_each_sample_has_its_own(device, step_control):
-    block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="tsit5", step_control=step_control))
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_recorded_steps_wait_for_the_device_only_where_each_sample_has_its_own(device, per_sample):
+    block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="tsit5", per_sample=per_sample))
     torch.manual_seed(1)
     _, waited = train(device, block)
     torch.manual_seed(1)
     with hbnode.record_steps(block) as steps:
         _, waited_recording = train(device, block)
     assert len(steps) >= block.nfe.steps
-    assert waited_recording <= waited + (0 if step_control == "batch" else 3 * attempts(block.nfe))
+    assert waited_recording <= waited + (0 if not per_sample else 3 * attempts(block.nfe))
 
 
 @pytest.mark.parametrize("model", ["anode", "hbnode"])
 def test_plots(device, model):
     plt = pytest.importorskip("matplotlib.pyplot")
-    block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", options={"steps": 2}))
+    block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", steps=2))
     x = device.move(make_input("vector", torch.float32)).requires_grad_()
     drawn = [
         hbnode.plot.trajectories(block(x, [0.0, 0.5, 1.0]), [0.0, 0.5, 1.0]),
@@ -200,7 +199,7 @@ def test_plots(device, model):
 
 @every_model
 def test_images(device, model):
-    block = device.move(hbnode.ODEBlock(make_field(model, "image").float(), method="tsit5", options={"steps": 1}))
+    block = device.move(hbnode.ODEBlock(make_field(model, "image").float(), method="tsit5", steps=1))
     assert block(device.move(make_input("image", torch.float32))).is_cuda
 
 
@@ -224,12 +223,12 @@ def driven(device, kind="linear", ahead=0.0, **options):
 
 METHODS = {
     "adaptive": {},
-    "sample": {"step_control": "sample"},
+    "sample": {"per_sample": True},
     "adjoint": {"gradient": "adjoint"},
-    "grid": {"method": "nystrom6", "options": {"steps": 4}},
-    "reversible": {"method": "leapfrog", "gradient": "reversible", "options": {"steps": 4}},
-    "dopri5": {"method": "dopri5", "options": {"land": True}},
-    "rk4": {"method": "rk4", "options": {"steps": 4}},
+    "grid": {"method": "nystrom6", "steps": 4},
+    "reversible": {"method": "leapfrog", "gradient": "reversible", "steps": 4},
+    "dopri5": {"method": "dopri5", "save": "exact"},
+    "rk4": {"method": "rk4", "steps": 4},
 }
 
 
@@ -267,10 +266,10 @@ def test_a_signal_outside_of_a_solve_is_checked_at_once(device):
 # Sequences
 
 
-@pytest.mark.parametrize("step_control", ["sample", "batch"])
+@pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize("field", ["node", "anode", "sonode", "hbnode", "ghbnode"])
-def test_an_ode_rnn_waits_once_for_each_step(device, field, step_control):
-    rnn = device.move(hbnode.ODERNN(3, 8, field=field, rtol=1e-3, atol=1e-3, step_control=step_control))
+def test_an_ode_rnn_waits_once_for_each_step(device, field, per_sample):
+    rnn = device.move(hbnode.ODERNN(3, 8, field=field, rtol=1e-3, atol=1e-3, per_sample=per_sample))
     x, t = device.move(torch.randn(4, 6, 3)), device.move(torch.rand(4, 6).cumsum(1))
     mask = device.move(torch.rand(4, 6) > 0.2)
     output, state = rnn(x, t, mask=mask, lengths=torch.tensor([6, 5, 3, 1]))
@@ -280,7 +279,7 @@ def test_an_ode_rnn_waits_once_for_each_step(device, field, step_control):
     taken += attempts(rnn.nfe)
     assert ahead.is_cuda
     assert rnn.cell.weight_hh.grad.is_cuda
-    starts = 2 * 7 if step_control == "batch" else 0  # where samples rest, a gap is a solve of its own
+    starts = 2 * 7 if not per_sample else 0  # where samples rest, a gap is a solve of its own
     assert device.synchronisations <= taken + 2 * A_SOLVE + starts
 
 
@@ -305,7 +304,7 @@ def test_an_ode_rnn_with_all_its_options(device):
 
 
 def test_an_ode_rnn_of_a_packed_batch_with_torchdiffeqs_method(device):
-    rnn = device.move(hbnode.ODERNN(3, 4, method="rk4", options={"steps": 2}, step_control="batch"))
+    rnn = device.move(hbnode.ODERNN(3, 4, method="rk4", steps=2, per_sample=False))
     packed = [
         nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2]), batch_first=True)
         for x in (device.move(torch.randn(2, 4, 3)), device.move(torch.rand(2, 4).cumsum(1)))

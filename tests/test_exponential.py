@@ -117,7 +117,7 @@ def test_the_plain_twin(gamma, gradient):
     for leaf in leaves:
         leaf.requires_grad_()
     times = [0.3, 0.8, 1.3, 1.8]
-    settings = {"method": "exponential", "options": {"steps": 3}, "gradient": gradient}
+    settings = {"method": "exponential", "steps": 3, "gradient": gradient}
     found = [x[-1] for x in hbnode.odeint(field, tuple(leaves[:2]), times[:: len(times) - 1], **settings)]
     twin = exponential_grid(field.force, *leaves[:2], field.damping, times)
     for one, other in zip(found, twin, strict=True):
@@ -137,7 +137,7 @@ def test_orders(gamma, order):
     state = tuple(float64(x) for x in driven_exact(gamma, 0.0))
     found = []
     for steps in (8, 16):
-        h, _ = hbnode.odeint(field, state, [0.0, 2.0], method="exponential", options={"steps": steps})
+        h, _ = hbnode.odeint(field, state, [0.0, 2.0], method="exponential", steps=steps)
         found.append(abs(h[-1].item() - driven_exact(gamma, 2.0)[0]))
     assert order - 0.4 < math.log2(found[0] / found[1]) < order + 1
 
@@ -204,10 +204,10 @@ def test_evaluations_where_the_damping_is_strong(gamma, start, most):
     """To an error of 1e-4 at T = 2γ, with the first steps through the fast transient. The targets were 400 and 800."""
     field, h, momenta = network(gamma)
     exact = with_scipy(gamma, start, 2 * gamma)
-    for control in ("batch", "sample"):
+    for per_sample in (False, True):
         with hbnode.count_nfe(field) as nfe, torch.no_grad():
             state, t = (h, momenta[start]), [0.0, 2 * gamma]
-            found = hbnode.odeint(field, state, t, method="exponential", step_control=control, rtol=1e-4, atol=1e-4)
+            found = hbnode.odeint(field, state, t, method="exponential", per_sample=per_sample, rtol=1e-4, atol=1e-4)
         assert error(found, exact) < 1e-4
         assert nfe.forward < most / 4
         assert nfe.forward == 1 + 4 * (nfe.steps + nfe.rejected)
@@ -245,14 +245,11 @@ def test_outputs_in_the_fast_transient(gamma):
     field, h, momenta = network(gamma)
     t = np.concatenate([np.linspace(0.0, 10 / gamma, 41), np.linspace(10 / gamma, 2 * gamma, 41)[1:]])
     exact = with_scipy(gamma, "fast", *t)
-    for dense in (True, False):
+    for save in ("interpolate", "exact"):
         with hbnode.count_nfe(field) as nfe, torch.no_grad():
-            options = {"dense": dense}
-            found = hbnode.odeint(
-                field, (h, momenta["fast"]), t, method="exponential", options=options, rtol=1e-5, atol=1e-5
-            )
+            found = hbnode.odeint(field, (h, momenta["fast"]), t, method="exponential", save=save, rtol=1e-5, atol=1e-5)
         assert (torch.stack(found, 1) - exact).abs().max() < 1e-4
-        assert not dense or nfe.forward < 400
+        assert save == "exact" or nfe.forward < 400
 
 
 def test_float32():
@@ -303,10 +300,10 @@ def test_other_fields_are_refused(name):
     block(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("control", ["batch", "sample"])
-def test_failures_by_name(control):
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_failures_by_name(per_sample):
     start = (float64([1.0]), float64([0.0]))
-    solve = functools.partial(hbnode.odeint, y0=start, method="exponential", step_control=control)
+    solve = functools.partial(hbnode.odeint, y0=start, method="exponential", per_sample=per_sample)
     broken = hbnode.HBNODE(lambda t, h: torch.where(t < 1.0, -h, torch.nan), damping=50.0, learn_damping=False)
     with pytest.raises(hbnode.NonFiniteError, match="the field returned non-finite values") as failure:
         solve(broken, t=[0.0, 2.0])

@@ -83,7 +83,7 @@ MODELS = {
         for name in ("AdamLSTM", "AdaptiveMomentumGRU")
     },
     "ODERNN": lambda: Timed(hbnode.ODERNN(3, 4, field="hbnode")),
-    "ODEBlock": lambda: Net(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), options={"steps": 4}, method="nystrom4"), 3),
+    "ODEBlock": lambda: Net(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), steps=4, method="nystrom4"), 3),
     "adjoint": lambda: Net(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), 3),
     "encoder": encoder,
     "checkpoint": lambda: Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh())),

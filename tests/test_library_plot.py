@@ -167,7 +167,7 @@ def test_trajectories_of_a_block_are_its_own():
 
 @pytest.mark.parametrize("method", ["leapfrog", "rk4", "nystrom4"])
 def test_a_block_on_a_grid_is_drawn_at_the_points_of_its_grid(method):
-    block = spring(method=method, options={"steps": 4})
+    block = spring(method=method, steps=4)
     x = torch.ones(1, 1)
     with torch.no_grad():
         end = block(x)

@@ -27,10 +27,10 @@ def driven(gamma=0.4, **options):
     return hbnode.HBNODE(Driven(gamma), damping=gamma, learn_damping=False, **options), (float64(h), float64(m))
 
 
-def errors(method, options, t, **settings):
+def errors(method, t, **settings):
     """Of h and m at the last time."""
     field, state = driven()
-    h, m = hbnode.odeint(field, state, t, method=method, options=options, **settings)
+    h, m = hbnode.odeint(field, state, t, method=method, **settings)
     exact = driven_exact(0.4, t[-1])
     return abs(h[-1].item() - exact[0]), abs(m[-1].item() - exact[1])
 
@@ -46,7 +46,7 @@ def test_order_of_convergence(method, t):
     coarse, fine = STEPS.get(method, (16, 32))
     found = []
     for steps in (coarse, fine):
-        got = hbnode.odeint(field, (float64(h), float64(m)), t, method=method, options={"steps": steps})
+        got = hbnode.odeint(field, (float64(h), float64(m)), t, method=method, steps=steps)
         found.append([abs(x[-1].item() - e) for x, e in zip(got, driven_exact(0.4, t[1]), strict=True)])
     for first, second in zip(*found, strict=True):
         assert math.log2(first / second) > ORDERS[method] - 0.4
@@ -58,10 +58,10 @@ def test_order_of_the_splittings_for_ghbnode(method):
     torch.manual_seed(0)
     field = make_field("ghbnode").double()
     state = (make_input(), make_input())
-    exact, _ = hbnode.odeint(field, state, [0.0, 1.0], method="dopri8", options={"land": True}, rtol=1e-12, atol=1e-13)
+    exact, _ = hbnode.odeint(field, state, [0.0, 1.0], method="dopri8", save="exact", rtol=1e-12, atol=1e-13)
     found = []
     for steps in (8, 16):
-        h, _ = hbnode.odeint(field, state, [0.0, 1.0], method=method, options={"steps": steps})
+        h, _ = hbnode.odeint(field, state, [0.0, 1.0], method=method, steps=steps)
         found.append((h[-1] - exact[-1]).norm().item())
     assert math.log2(found[0] / found[1]) == pytest.approx(ORDERS[method], abs=0.3)
 
@@ -70,7 +70,7 @@ def test_order_of_the_splittings_for_ghbnode(method):
 def test_tighter_tolerances_reach_smaller_errors(method):
     previous = math.inf
     for tolerance in (1e-3, 1e-5, 1e-7, 1e-9):
-        error = max(errors(method, None, [0.0, 2.0], rtol=tolerance, atol=tolerance))
+        error = max(errors(method, [0.0, 2.0], rtol=tolerance, atol=tolerance))
         assert error < 30 * tolerance
         assert error < previous
         previous = error
@@ -84,8 +84,8 @@ def test_two_bodies(method):
     field = hbnode.HBNODE(Kepler(), damping=0.0, learn_damping=False)
     tolerance = 1e-7 if method == "nystrom4" else 1e-9
     tight = {"rtol": tolerance, "atol": tolerance}
-    for control in ("batch", "sample"):
-        got = hbnode.odeint(field, kepler_start(e), [0.0, 20.0], method=method, step_control=control, **tight)
+    for per_sample in (False, True):
+        got = hbnode.odeint(field, kepler_start(e), [0.0, 20.0], method=method, per_sample=per_sample, **tight)
         np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e4 * tolerance)
         np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e5 * tolerance)
 
@@ -98,8 +98,8 @@ def test_damping_without_a_force(method, gamma):
     Exponential methods solve it exactly.
     """
     field = hbnode.HBNODE(lambda h: 0.0 * h, damping=gamma, learn_damping=False)
-    options = {"steps": 20 if method in NYSTROM else 1}
-    h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, options=options)
+    steps = 20 if method in NYSTROM else 1
+    h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, steps=steps)
     decay = math.exp(-1.5 * gamma)
     assert m[-1].item() == pytest.approx(2 * decay, rel=1e-3 if method in NYSTROM else 1e-14)
     if method not in SPLITTING:
@@ -114,15 +114,15 @@ def test_a_damping_for_each_channel(method, learn):
     gammas = float64(0.05, 0.4, 0.9)
     h0, m0 = torch.randn(2, 5, 3, dtype=torch.float64)
     force = lambda h: -torch.sin(2 * h)
-    options = {"steps": 4}
+    steps = 4
     field = hbnode.HBNODE(force, damping=gammas, learn_damping=learn).double()
-    h, _ = hbnode.odeint(field, (h0, m0), [0.0, 1.0], method=method, options=options)
+    h, _ = hbnode.odeint(field, (h0, m0), [0.0, 1.0], method=method, steps=steps)
     assert ("omega" in field.state_dict()) == learn
     torch.testing.assert_close(field.damping.detach(), gammas, rtol=1e-7, atol=0)
     for i, gamma in enumerate(field.damping.detach().tolist()):
         single = hbnode.HBNODE(force, damping=gamma, learn_damping=learn).double()
         state = (h0[:, i : i + 1], m0[:, i : i + 1])
-        expected, _ = hbnode.odeint(single, state, [0.0, 1.0], method=method, options=options)
+        expected, _ = hbnode.odeint(single, state, [0.0, 1.0], method=method, steps=steps)
         torch.testing.assert_close(h[..., i : i + 1], expected, rtol=1e-6, atol=1e-7)
         if learn:
             (got,) = torch.autograd.grad(h[-1][:, i].sum(), field.omega, retain_graph=True)
@@ -137,8 +137,8 @@ def test_a_damping_for_each_channel(method, learn):
 def test_several_outputs_and_the_way_back(method):
     field = make_field("hbnode").double()
     state = field.initial_state(make_input())
-    options = {"steps": 40} if method in SPLITTING else None
-    tight = {"method": method, "options": options, "rtol": 1e-10, "atol": 1e-10}
+    steps = 40 if method in SPLITTING else None
+    tight = {"method": method, "steps": steps, "rtol": 1e-10, "atol": 1e-10}
     t = [0.0, 0.3, 0.35, 1.0]
     there = hbnode.odeint(field, state, t, **tight)
     for k in range(1, 4):
@@ -151,17 +151,17 @@ def test_several_outputs_and_the_way_back(method):
 
 @every_model
 @pytest.mark.parametrize(
-    ("control", "options", "sign"),
-    [("batch", None, 1.0), ("sample", None, -1.0), ("batch", {"steps": 3}, -1.0)],
+    ("per_sample", "steps", "sign"),
+    [(False, None, 1.0), (True, None, -1.0), (False, 3, -1.0)],
     ids=["batch", "sample", "grid"],
 )
-def test_times_of_ones_own_are_a_loop_over_samples(model, control, options, sign):
+def test_times_of_ones_own_are_a_loop_over_samples(model, per_sample, steps, sign):
     """In values and in all gradients, those for the times included."""
     field = make_field(model).double()
     x = make_input().requires_grad_()
     t = sign * float64([0.0, 0.5, 1.5], [0.2, 0.3, 0.3], [-1.0, 1.0, 1.25])
     t = t.requires_grad_()
-    settings = {"options": options, "step_control": control, "rtol": 1e-11, "atol": 1e-11}
+    settings = {"steps": steps, "per_sample": per_sample, "rtol": 1e-11, "atol": 1e-11}
 
     def flat(h):
         tensors = [x, t, *field.parameters()]
@@ -189,8 +189,8 @@ def test_gradients_for_times(gradient):
     t = float64(0.1, 0.6, 1.3).requires_grad_()
 
     def end(t, method):
-        options = {"steps": 2}
-        return hbnode.odeint(field, state, t, method=method, options=options, gradient=gradient)[0][1:].sum(1)
+        steps = 2
+        return hbnode.odeint(field, state, t, method=method, steps=steps, gradient=gradient)[0][1:].sum(1)
 
     for method in ("nystrom4", "nystrom8", "blanes_moan4", "tsit5"):
         assert torch.autograd.gradcheck(lambda t, method=method: end(t, method), (t,), nondet_tol=1e-12)
@@ -211,20 +211,20 @@ def test_a_sample_does_not_depend_on_its_batch_mates(model):
         state = field.initial_state(x)
         return field.readout(hbnode.odeint(field, state, [0.0, 3.0], rtol=1e-4, atol=1e-4, **settings))[-1]
 
-    alone = torch.cat([solve(x[i : i + 1], step_control="sample") for i in range(6)])
-    together = solve(x, step_control="sample")
+    alone = torch.cat([solve(x[i : i + 1], per_sample=True) for i in range(6)])
+    together = solve(x, per_sample=True)
     order = torch.tensor([5, 2, 0, 4, 1, 3])
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(solve(x[order], step_control="sample"), alone[order], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(solve(x[order], per_sample=True), alone[order], rtol=1e-12, atol=1e-12)
     assert (solve(x) - torch.cat([solve(x[i : i + 1]) for i in range(6)])).abs().max() > 1e-9
 
 
 def test_steps_of_one_sample_are_those_of_the_batch_of_one():
     field, state = driven()
     batch, sample = hbnode.NFE(), hbnode.NFE()
-    for nfe, control in ((batch, "batch"), (sample, "sample")):
+    for nfe, per_sample in ((batch, False), (sample, True)):
         with hbnode.count_nfe(field) as count:
-            hbnode.odeint(field, tuple(part[None] for part in state), [0.0, 1.0, 5.0], step_control=control)
+            hbnode.odeint(field, tuple(part[None] for part in state), [0.0, 1.0, 5.0], per_sample=per_sample)
         nfe.forward, nfe.steps, nfe.rejected = count.forward, count.steps, count.rejected
     assert abs(batch.forward - sample.forward) <= 2 * 8
 
@@ -256,7 +256,7 @@ def test_evaluations_are_counted(method):
             calls.append(1)
             return -h.sin()
 
-    block = hbnode.HeavyBallODEBlock(Counted(), method=method, options={"steps": 17})
+    block = hbnode.HeavyBallODEBlock(Counted(), method=method, steps=17)
     block.double()(make_input().requires_grad_()).sum().backward()
     assert block.nfe.total == len(calls)
     # a splitting method makes the first evaluation for its gradient's sake only
@@ -266,7 +266,7 @@ def test_evaluations_are_counted(method):
 
 
 def test_a_graph_serves_one_backward_pass_and_a_second_one_replays():
-    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="nystrom4", options={"steps": 6}).double()
+    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="nystrom4", steps=6).double()
     x = make_input().requires_grad_()
     h = block(x).sum()
     first = torch.autograd.grad(h, [x, *block.parameters()], retain_graph=True)
@@ -278,7 +278,7 @@ def test_a_graph_serves_one_backward_pass_and_a_second_one_replays():
 
 
 def test_short_solves_are_not_replayed():
-    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="nystrom8", options={"steps": 2}).double()
+    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="nystrom8", steps=2).double()
     x = make_input().requires_grad_()
     h = block(x).sum()
     first = torch.autograd.grad(h, [x, *block.parameters()], retain_graph=True)
@@ -292,13 +292,13 @@ def test_short_solves_are_not_replayed():
 # Failures by name
 
 
-@pytest.mark.parametrize("control", ["batch", "sample"])
+@pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5"])
-def test_nan_in_f_is_named_with_its_time(method, control):
+def test_nan_in_f_is_named_with_its_time(method, per_sample):
     field = hbnode.HBNODE(lambda t, h: torch.where(t > 0.5, torch.nan, -h), learn_damping=False)
     state = (torch.ones(2, 1), torch.zeros(2, 1))
     with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
-        hbnode.odeint(field, state, [0.0, 1.0], method=method, step_control=control)
+        hbnode.odeint(field, state, [0.0, 1.0], method=method, per_sample=per_sample)
     assert 0.5 < error.value.t < 0.51
     assert 0 < error.value.step_size < 0.1
     assert error.value.nfe < 1000
@@ -308,20 +308,20 @@ def test_nan_in_f_is_named_with_its_time(method, control):
 def test_nan_on_a_grid_is_named_with_its_time(method):
     field = hbnode.HBNODE(lambda t, h: torch.where(t > 0.5, torch.nan, -h), learn_damping=False)
     for gradient in ("checkpoint", "direct"):
-        settings = {"method": method, "options": {"steps": 20}, "gradient": gradient}
+        settings = {"method": method, "steps": 20, "gradient": gradient}
         state = (torch.ones(2), torch.zeros(2, requires_grad=True))
         with pytest.raises(hbnode.NonFiniteError, match="field returned non-finite values") as error:
             hbnode.odeint(field, state, [0.0, 1.0], **settings)
         assert 0.5 < error.value.t <= 0.55
 
 
-@pytest.mark.parametrize("control", ["batch", "sample"])
-def test_what_is_not_finite_at_the_start(control):
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_what_is_not_finite_at_the_start(per_sample):
     field = hbnode.HBNODE(lambda h: -h, learn_damping=False)
     root = hbnode.HBNODE(lambda h: h.log(), learn_damping=False)
     one, bad = torch.ones(2, 1), torch.tensor([[1.0], [math.inf]])
-    for options in (None, {"steps": 3}):
-        settings = {"step_control": control, "options": options}
+    for steps in (None, 3):
+        settings = {"per_sample": per_sample, "steps": steps}
         with pytest.raises(hbnode.NonFiniteError, match="initial state is not finite") as error:
             hbnode.odeint(field, (bad, one), [0.5, 1.0], **settings)
         assert error.value.t == 0.5
@@ -330,22 +330,22 @@ def test_what_is_not_finite_at_the_start(control):
         assert error.value.t == 0.5
 
 
-@pytest.mark.parametrize("control", ["batch", "sample"])
+@pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("method", ["nystrom4", "nystrom8", "tsit5"])
-def test_blow_up_underflows_soon(method, control):
+def test_blow_up_underflows_soon(method, per_sample):
     """H'' = 6 h² from 1, 2 is 1/(1 - t)²."""
     field = hbnode.HBNODE(lambda h: 6 * h**2, damping=0.0, learn_damping=False)
     with pytest.raises((hbnode.StepSizeUnderflowError, hbnode.NonFiniteError)) as error:
-        hbnode.odeint(field, (float64([1.0]), float64([2.0])), [0.0, 2.0], method=method, step_control=control)
+        hbnode.odeint(field, (float64([1.0]), float64([2.0])), [0.0, 2.0], method=method, per_sample=per_sample)
     assert error.value.t == pytest.approx(1.0, abs=1e-3)
     assert error.value.nfe < 20_000
 
 
-@pytest.mark.parametrize("control", ["batch", "sample"])
-def test_limits(control):
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_limits(per_sample):
     fast = hbnode.HBNODE(lambda t, h: torch.cos(1e3 * t) - h, learn_damping=False)
     state = (torch.zeros(2, 1), torch.zeros(2, 1))
-    settings = {"step_control": control, "method": "nystrom4"}
+    settings = {"per_sample": per_sample, "method": "nystrom4"}
     with pytest.raises(hbnode.MaxStepsError, match="max_steps=20 steps") as error:
         hbnode.odeint(fast, state, [0.0, 10.0], max_steps=20, **settings)
     assert error.value.nfe == 1 + 3 * 20
@@ -357,7 +357,7 @@ def test_limits(control):
         hbnode.odeint(fast, state, [0.0, 10.0], options={"min_step": 0.1}, rtol=1e-6, atol=1e-6, **settings)
     assert 0 < error.value.step_size < 0.1
     with pytest.raises(hbnode.MaxNFEError):
-        hbnode.odeint(fast, state, [0.0, 1.0], method="leapfrog", options={"steps": 50, "max_nfe": 30})
+        hbnode.odeint(fast, state, [0.0, 1.0], method="leapfrog", steps=50, options={"max_nfe": 30})
 
 
 def test_a_tolerance_too_tight_for_float32():
@@ -377,15 +377,15 @@ PAIR = (torch.ones(2, 1), torch.zeros(2, 1))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"method": "leapfrog"}, r"has a fixed grid. Fix: options=\{'steps': n\}"),
+        ({"method": "leapfrog"}, "has a fixed grid. Fix: steps=n"),
         ({"method": "nystrom4", "field": hbnode.NODE(lambda h: -h), "y0": torch.ones(2)}, "an HBNODE, got NODE"),
         ({"method": "nystrom4", "field": hbnode.GHBNODE(lambda h: -h)}, "got GHBNODE.*Fix: method='tsit5'"),
-        ({"method": "leapfrog", "options": {"steps": 2}, "field": hbnode.SONODE(lambda h, v: -h)}, "got SONODE"),
-        ({"options": {"dense": 3}}, r"options\['dense'\] must be True, False or None, got 3"),
-        ({"method": "leapfrog", "options": {"steps": 2, "dense": True}}, r"has \['dense'\], which method='leapfrog'"),
-        ({"method": "nystrom6", "options": {"dense": True, "steps": 3}}, "'steps' and 'dense'"),
+        ({"method": "leapfrog", "steps": 2, "field": hbnode.SONODE(lambda h, v: -h)}, "got SONODE"),
+        ({"save": True}, r"save must be one of \('interpolate', 'exact'\), got True"),
+        ({"method": "leapfrog", "steps": 2, "options": {"dense": True}}, r"has \['dense'\], which method='leapfrog'"),
+        ({"jump_times": [1.0], "steps": 3}, "jump_times are for adaptive steps, got steps=3"),
         ({"options": {"max_step": 0.0}}, r"options\['max_step'\] must be positive"),
-        ({"options": {"steps": 1.5}}, r"options\['steps'\] must be an integer >= 1, got 1.5"),
+        ({"steps": 1.5}, "steps must be a positive integer, got 1.5"),
         ({"options": {"land": True}}, r"has \['land'\]"),
         ({"gradient": "reversible"}, "has a fixed grid"),
         (
@@ -393,13 +393,13 @@ PAIR = (torch.ones(2, 1), torch.zeros(2, 1))
             "one of .'leapfrog', 'blanes_moan4'., got method='nystrom4'",
         ),
         ({"adjoint_options": {}}, "adjoint_options are for torchdiffeq's methods"),
-        ({"step_control": "each"}, "step_control must be 'batch' or 'sample', got 'each'"),
+        ({"per_sample": "each"}, "per_sample must be True or False, got 'each'"),
         ({"t": torch.zeros(3, 2)}, r"t has shape \(3, 2\) for a batch of 2"),
         ({"t": torch.tensor([[0.0, 1.0], [1.0, 0.0]])}, "must increase along each row, or decrease"),
         ({"t": torch.tensor([[0.0, 1.0]] * 2), "gradient": "adjoint"}, "gradient='adjoint' does not know t of shape"),
-        ({"step_control": "sample", "gradient": "adjoint"}, "does not know step_control='sample'"),
-        ({"step_control": "sample", "options": {"dense": True}}, "dense output does not know step_control='sample'"),
-        ({"step_control": "sample", "y0": (torch.ones(()), torch.ones(()))}, r"parts have one shape \(batch, ...\)"),
+        ({"per_sample": True, "gradient": "adjoint"}, "does not know per_sample=True"),
+        ({"per_sample": True, "save": "interpolate"}, "dense output does not know per_sample=True"),
+        ({"per_sample": True, "y0": (torch.ones(()), torch.ones(()))}, r"parts have one shape \(batch, ...\)"),
         ({"y0": (torch.ones(2, 1), torch.ones(2, 2))}, "h and m must have one shape"),
         ({"event_fn": lambda t, y: y[0].sum(), "method": "tsit5"}, "event_fn is for torchdiffeq's methods"),
         ({"compile": True, "method": "dopri5"}, "compile=True is for native methods"),
@@ -441,7 +441,7 @@ def test_states_of_every_structure():
     for model in ("node", "hbnode", "sonode"):
         field = make_field(model).double()
         state = field.initial_state(torch.zeros(0, 4, dtype=torch.float64))
-        for settings in ({}, {"step_control": "sample"}, {"gradient": "direct"}):
+        for settings in ({}, {"per_sample": True}, {"gradient": "direct"}):
             h = field.readout(hbnode.odeint(field, state, [0.0, 1.0], **settings))
             assert h.shape == (2, 0, 4)
     one = hbnode.odeint(SPRING, PAIR, [0.5])
@@ -449,29 +449,29 @@ def test_states_of_every_structure():
 
 
 @pytest.mark.parametrize(
-    ("gamma", "method", "control"),
+    ("gamma", "method", "per_sample"),
     [
-        (200.0, "nystrom4", "batch"),
-        (500.0, "nystrom8", "sample"),
-        (500.0, "nystrom4", "sample"),
-        (1000.0, "nystrom8", "batch"),
-        (200.0, "exponential", "batch"),
-        (1000.0, "exponential", "sample"),
+        (200.0, "nystrom4", False),
+        (500.0, "nystrom8", True),
+        (500.0, "nystrom4", True),
+        (1000.0, "nystrom8", False),
+        (200.0, "exponential", False),
+        (1000.0, "exponential", True),
     ],
 )
-def test_strong_damping_does_not_hide_errors(gamma, method, control):
+def test_strong_damping_does_not_hide_errors(gamma, method, per_sample):
     """A step far beyond 1/gamma would map everything to 0, error included."""
     slow = (gamma - math.sqrt(gamma**2 - 4)) / 2  # the root of h'' + gamma h' + h = 0 that lasts
     field = hbnode.HBNODE(lambda h: -h, damping=gamma, learn_damping=False)
     start = (float64([1.0]), float64([-slow]))
-    h, _ = hbnode.odeint(field, start, [0.0, 1.0], method=method, step_control=control, rtol=1e-3, atol=1e-3)
+    h, _ = hbnode.odeint(field, start, [0.0, 1.0], method=method, per_sample=per_sample, rtol=1e-3, atol=1e-3)
     assert h[-1].item() == pytest.approx(math.exp(-slow), abs=1e-3)
 
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "direct"])
-@pytest.mark.parametrize("control", ["batch", "sample"])
-def test_an_interval_that_is_empty_for_all(gradient, control):
-    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient=gradient, step_control=control).double()
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_an_interval_that_is_empty_for_all(gradient, per_sample):
+    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient=gradient, per_sample=per_sample).double()
     x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
     path = block(x, float64([0.0, 0.5, 0.5, 1.0]))
     torch.testing.assert_close(path[1], path[2])
@@ -486,7 +486,7 @@ def test_unequal_intervals_with_a_learned_damping():
         found = []
         for gradient in ("direct", "checkpoint", *(["reversible"] if method in SPLITTING else [])):
             torch.manual_seed(0)
-            block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method=method, gradient=gradient, options={"steps": 4})
+            block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method=method, gradient=gradient, steps=4)
             block = block.double()
             block(x, [0.0, 0.4, 1.0]).sin().sum().backward()
             found.append(torch.cat([p.grad.reshape(-1) for p in block.parameters()]))
@@ -518,14 +518,14 @@ def test_the_result_may_be_changed_in_place():
 @pytest.mark.parametrize("gradient", ["checkpoint", "direct", "adjoint"])
 def test_an_f_that_changes_its_input_is_named(method, gradient):
     func = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
-    options = {"steps": 2} if method == "leapfrog" else None
-    block = hbnode.HeavyBallODEBlock(func, method=method, gradient=gradient, options=options)
+    steps = 2 if method == "leapfrog" else None
+    block = hbnode.HeavyBallODEBlock(func, method=method, gradient=gradient, steps=steps)
     for leaf in (False, True):
         for mode in (torch.no_grad, torch.enable_grad):
             with mode(), pytest.raises(ValueError, match="func changes its input in place"):
                 block(torch.ones(1, 2, requires_grad=leaf))
     with torch.inference_mode():  # has no versions to tell by: f gets a copy
-        expected = hbnode.HeavyBallODEBlock(nn.Sequential(nn.ReLU(), func[1]), method=method, options=options)
+        expected = hbnode.HeavyBallODEBlock(nn.Sequential(nn.ReLU(), func[1]), method=method, steps=steps)
         torch.testing.assert_close(block(torch.ones(1, 2)), expected(torch.ones(1, 2)))
 
 
@@ -571,7 +571,7 @@ def test_a_constant_damping_that_is_strong_gets_the_exponential_method():
     assert 1 + 4 * (block.nfe.steps + block.nfe.rejected) == block.nfe.forward  # a step of "exponential"
     weaker, _ = strongly_damped(16.0, t_span=(0.0, 3.0))
     assert "method='nystrom8'" in repr(weaker)
-    grid, _ = strongly_damped(20.0, t_span=(0.0, 3.0), options={"steps": 4})
+    grid, _ = strongly_damped(20.0, t_span=(0.0, 3.0), steps=4)
     assert "method='nystrom8'" in repr(grid)
     field = hbnode.HBNODE(lambda h: -h, damping=[3.0, 400.0], learn_damping=False)
     assert "method='exponential'" in repr(hbnode.ODEBlock(field, t_span=(0.0, -3.0)))
@@ -598,7 +598,7 @@ def test_too_many_steps_for_the_damping_of_a_ghbnode_are_named_at_once():
     block = hbnode.ODEBlock(field, t_span=(0.0, 10.0))
     with pytest.raises(hbnode.MaxStepsError, match="Fix: max_steps=33334, a grid of method='leapfrog'"):
         block(ONE)
-    block.method, block.options = "leapfrog", {"steps": 40}  # the fix
+    block.method, block.steps = "leapfrog", 40  # the fix
     assert block(ONE).item() == pytest.approx(math.exp(-1e-3), abs=1e-4)
 
 
@@ -638,7 +638,7 @@ def test_a_field_whose_call_was_changed_is_called(change, make):
     assert "method='tsit5'" in repr(block)
     for method in ("nystrom4", "leapfrog"):
         if make is hbnode.HBNODE or method == "leapfrog":
-            block.method, block.options = method, {"steps": 1}
+            block.method, block.steps = method, 1
             with pytest.raises(ValueError, match=f"{CHANGES[change][1]}. Fix: method='tsit5'"):
                 block(torch.ones(1, 2))
 
@@ -671,11 +671,11 @@ def test_a_compiled_field_is_called(method, make):
     def backend(graph, _):
         return lambda *args: (calls.append(1), graph.forward(*args))[1]
 
-    options = {"steps": 2} if method == "leapfrog" else None
+    steps = 2 if method == "leapfrog" else None
     field = make(nn.Linear(2, 2)).double()
-    plain = hbnode.ODEBlock(field, method=method, options=options)
-    around = hbnode.ODEBlock(torch.compile(field, backend=backend), method=method, options=options)
-    inside = hbnode.ODEBlock(copy.deepcopy(field), method=method, options=options)
+    plain = hbnode.ODEBlock(field, method=method, steps=steps)
+    around = hbnode.ODEBlock(torch.compile(field, backend=backend), method=method, steps=steps)
+    inside = hbnode.ODEBlock(copy.deepcopy(field), method=method, steps=steps)
     inside.field.compile(backend=backend)
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     wanted = [x, *field.parameters()]

@@ -46,42 +46,38 @@ def test_all_gradients_agree_with_a_tight_reference(model, shape):
     """In x, in the output times, in gamma, xi and all parameters of f and of the initial momentum."""
     field = make_field(model, shape).double()
     x, t = make_input(shape), float64(0.2, 0.7, 1.5)
-    reference, _ = gradients(
-        field, x, t, method="dopri8", options={"land": True}, rtol=1e-12, atol=1e-12, gradient="adjoint"
-    )
+    reference, _ = gradients(field, x, t, method="dopri8", save="exact", rtol=1e-12, atol=1e-12, gradient="adjoint")
     methods = methods_of(model) if shape == "vector" else {methods_of(model)[0], methods_of(model)[-1]}
     for i, method in enumerate(methods):
         gradients_of = ["direct", "reversible"] if method in SPLITTING else ["direct"]
         for gradient in (*gradients_of, *(("checkpoint", "adjoint") if i == 0 else ())):
             settings = {"method": method, "gradient": gradient, **TIGHT}
             if method in SPLITTING:
-                settings["options"] = {"steps": 100}
+                settings["steps"] = 100
             found, _ = gradients(field, x, t, **settings)
             error = (found - reference).norm() / reference.norm()
             assert error < (1e-4 if method == "leapfrog" else 1e-8), (method, gradient)
 
 
 @every_model
-@pytest.mark.parametrize("options", [None, {"steps": 3}, {"dense": True}], ids=["adaptive", "grid", "dense"])
-@pytest.mark.parametrize("control", ["batch", "sample"])
-def test_checkpoint_and_direct_are_the_same_number(model, options, control):
+@pytest.mark.parametrize("solver", [{}, {"steps": 3}, {"save": "exact"}], ids=["adaptive", "grid", "exact"])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_checkpoint_and_direct_are_the_same_number(model, solver, per_sample):
     """At any tolerance: both are exact for the numbers that were computed."""
-    if options == {"dense": True} and control == "sample":
-        pytest.skip("refused")
     field = make_field(model).double()
     x, t = make_input(), float64(0.0, 0.4, 0.45, 2.0)
     for method in methods_of(model):
-        if method in SPLITTING and options != {"steps": 3}:
+        if method in SPLITTING and "steps" not in solver:
             continue
-        settings = {"method": method, "options": options, "step_control": control, "rtol": 1e-3, "atol": 1e-3}
+        settings = {"method": method, "per_sample": per_sample, "rtol": 1e-3, "atol": 1e-3} | solver
         direct, count = gradients(field, x, t, gradient="direct", **settings)
         replayed, again = gradients(field, x, t, gradient="checkpoint", **settings)
         torch.testing.assert_close(replayed, direct, rtol=1e-9, atol=1e-11)
         assert (count.forward, count.backward) == (again.forward - (not METHODS[method].carries), 0)
-        per_sample = control == "sample" and options is None
-        replays = again.steps if per_sample else again.steps - 1  # the last step keeps its graph
+        of_samples = per_sample and "steps" not in solver
+        replays = again.steps if of_samples else again.steps - 1  # the last step keeps its graph
         expected = METHODS[method].evaluations * replays
-        passes = control == "batch" and options != {"steps": 3}  # then the end of a short solve keeps its graph
+        passes = not per_sample and "steps" not in solver  # then the end of a short solve keeps its graph
         assert again.backward == expected or (passes and again.backward < expected)
         assert again.backward_steps == again.steps
         if method in SPLITTING:
@@ -98,7 +94,7 @@ def test_gradcheck(model, gradient):
     for method in methods_of(model):
         if gradient == "reversible" and method not in SPLITTING:
             continue
-        block = hbnode.ODEBlock(field, method=method, gradient=gradient, options={"steps": 2})
+        block = hbnode.ODEBlock(field, method=method, gradient=gradient, steps=2)
         x = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
         t = float64(0.1, 0.5, 0.9).requires_grad_()
         assert torch.autograd.gradcheck(block, (x, t), nondet_tol=1e-12)  # a second pass replays
@@ -114,7 +110,7 @@ def test_gradcheck_of_the_damping_and_of_a_parameter(method, gradient):
     field = hbnode.HBNODE(lambda t, h: -rate * h.sin(), damping=0.3).double()
 
     def end(rate, omega):
-        settings = {"method": method, "gradient": gradient, "options": {"steps": 2}}
+        settings = {"method": method, "gradient": gradient, "steps": 2}
         return hbnode.odeint(field, (x, x), [0.0, 1.0], **settings)[0][-1]
 
     assert torch.autograd.gradcheck(end, (rate, field.omega), nondet_tol=1e-12)  # a second pass replays
@@ -131,7 +127,7 @@ def test_second_derivatives_of_direct(method):
         field = hbnode.HBNODE(lambda t, h: -rate * torch.sin(h) * t, damping=0.2).double()
         del field.omega
         field.omega = omega
-        settings = {"method": method, "options": {"steps": 2}, "gradient": "direct"}
+        settings = {"method": method, "steps": 2, "gradient": "direct"}
         return hbnode.odeint(field, (x, torch.zeros_like(x)), t, **settings)[0][-1]
 
     assert torch.autograd.gradcheck(end, (x, rate, omega, t))
@@ -139,11 +135,11 @@ def test_second_derivatives_of_direct(method):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, inside torch.func
-@pytest.mark.parametrize("options", [None, {"steps": 3}], ids=["adaptive", "grid"])
+@pytest.mark.parametrize("steps", [None, 3], ids=["adaptive", "grid"])
 @every_model
-def test_direct_under_the_transforms_of_torch_func(model, options):
+def test_direct_under_the_transforms_of_torch_func(model, steps):
     field = make_field(model).double()
-    block = hbnode.ODEBlock(field, gradient="direct", options=options, rtol=1e-4, atol=1e-4)
+    block = hbnode.ODEBlock(field, gradient="direct", steps=steps, rtol=1e-4, atol=1e-4)
     x, v = make_input(), torch.randn(3, 4, dtype=torch.float64)
     value, tangent = torch.func.jvp(block, (x,), (v,))
     out, pull = torch.func.vjp(block, x)
@@ -168,7 +164,7 @@ def test_direct_under_the_transforms_of_torch_func(model, options):
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint"])
 def test_the_others_say_that_they_have_one_derivative_and_no_transforms(gradient):
-    settings = {"gradient": gradient, "method": "blanes_moan4", "options": {"steps": 3}}
+    settings = {"gradient": gradient, "method": "blanes_moan4", "steps": 3}
     block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), **settings).double()
     x = make_input().requires_grad_()
     with pytest.raises(ValueError, match=f"gradient='{gradient}' does not work under the transforms of torch.func"):
@@ -179,7 +175,7 @@ def test_the_others_say_that_they_have_one_derivative_and_no_transforms(gradient
 
 def test_a_short_solve_that_keeps_its_graph_has_all_derivatives():
     """Of known layers, on a grid of up to 16 evaluations, ``"checkpoint"`` is ``"direct"``; not if f has buffers."""
-    settings = {"method": "nystrom4", "options": {"steps": 2}}
+    settings = {"method": "nystrom4", "steps": 2}
     block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(4, [6], 4, activation=nn.Tanh), **settings).double()
     direct, x = copy.deepcopy(block), make_input().requires_grad_()
     direct.gradient = "direct"
@@ -200,7 +196,7 @@ def test_a_short_solve_that_keeps_its_graph_has_all_derivatives():
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint", "direct"])
 def test_frozen_and_partly_frozen_fields(gradient):
-    settings = {"gradient": gradient, "method": "blanes_moan4", "options": {"steps": 4}}
+    settings = {"gradient": gradient, "method": "blanes_moan4", "steps": 4}
     block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(4, [6], 4), **settings).double()
     block.field.func.layers[0].requires_grad_(False)
     x = make_input()
@@ -231,7 +227,7 @@ def test_closures_over_leaves_get_their_gradient(gradient):
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "adjoint", "reversible"])
 def test_what_would_be_dropped_is_refused(gradient):
-    method = {"method": "leapfrog", "options": {"steps": 4}} if gradient == "reversible" else {}
+    method = {"method": "leapfrog", "steps": 4} if gradient == "reversible" else {}
     leaf = torch.tensor(0.7, requires_grad=True)
     computed = leaf * 2
     state = (torch.ones(2), torch.zeros(2))
@@ -266,7 +262,7 @@ class Late(nn.Module):
 @pytest.mark.parametrize("gradient", ["checkpoint", "adjoint", "reversible"])
 @pytest.mark.parametrize("computed", [False, True])
 def test_a_network_that_uses_other_tensors_later(gradient, computed):
-    method = {"method": "leapfrog", "options": {"steps": 4}} if gradient == "reversible" else {}
+    method = {"method": "leapfrog", "steps": 4} if gradient == "reversible" else {}
     leaf = torch.tensor(0.7, requires_grad=True)
     block = hbnode.HeavyBallODEBlock(Late(leaf * 2 if computed else leaf), gradient=gradient, **method)
     with pytest.raises(ValueError, match="whose gradient this gradient mode would drop"):
@@ -279,7 +275,7 @@ def test_an_activation_that_closes_over_a_leaf(gradient):
     field = hbnode.GHBNODE(nn.Linear(4, 4), activation=lambda m: torch.tanh(slope * m)).double()
     x, found = make_input(), []
     for mode in ("direct", gradient):
-        block = hbnode.ODEBlock(field, method="leapfrog", options={"steps": 20}, gradient=mode)
+        block = hbnode.ODEBlock(field, method="leapfrog", steps=20, gradient=mode)
         found.append(torch.autograd.grad(block(x).sum(), slope)[0])
     torch.testing.assert_close(*found)
 
@@ -302,7 +298,7 @@ def test_functional_call(gradient, frozen, compile, request):
         request.getfixturevalue("eager_compiler")
     torch.manual_seed(0)
     steps = 4 if compile and gradient == "checkpoint" else 30
-    settings = {"method": "leapfrog", "options": {"steps": steps}, "rtol": 1e-9, "atol": 1e-9}
+    settings = {"method": "leapfrog", "steps": steps, "rtol": 1e-9, "atol": 1e-9}
     block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **settings, compile=compile).double().requires_grad_(not frozen)
     x, found = torch.ones(1, 2, dtype=torch.float64), []
     block(x)
@@ -335,7 +331,7 @@ def test_parameters_modes_and_buffers_of_each_solve_are_its_own(compile, request
     x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
     func = Conditioned()
     for gradient in ("direct", "checkpoint"):
-        solver = {"method": "nystrom4", "options": {"steps": 2 if compile else 8}, "compile": compile}
+        solver = {"method": "nystrom4", "steps": 2 if compile else 8, "compile": compile}
         block = hbnode.HeavyBallODEBlock(func, gradient=gradient, **solver).double().train()
         func.condition = torch.full((2,), 1.5, dtype=torch.float64)
         first = block(x)
@@ -352,7 +348,7 @@ def test_parameters_modes_and_buffers_of_each_solve_are_its_own(compile, request
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint"])
 def test_freezing_between_the_passes(gradient):
-    settings = {"method": "leapfrog", "options": {"steps": 30}, "gradient": gradient}
+    settings = {"method": "leapfrog", "steps": 30, "gradient": gradient}
     block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **settings)
     x = torch.ones(1, 2, requires_grad=True)
     h = block(x)
@@ -366,7 +362,7 @@ def test_freezing_between_the_passes(gradient):
 
 def test_saved_tensor_hooks():
     for gradient in ("checkpoint", "adjoint"):
-        block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), options={"steps": 30}, gradient=gradient).double()
+        block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), steps=30, gradient=gradient).double()
         x = torch.ones(1, 2, dtype=torch.float64)
         expected = torch.autograd.grad(block(x).sum(), block.field.func.weight)
         with torch.autograd.graph.save_on_cpu():
@@ -389,7 +385,7 @@ def test_forward_mode():
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint"])
 def test_weights_changed_between_the_passes_are_noticed(gradient):
-    settings = {"method": "leapfrog", "options": {"steps": 4}, "gradient": gradient}
+    settings = {"method": "leapfrog", "steps": 4, "gradient": gradient}
     block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **settings)
     h = block(torch.ones(1, 2))
     with torch.no_grad():
@@ -418,9 +414,9 @@ def test_ordinary_dropout_is_refused_in_training(method):
         {},
         {"gradient": "direct"},
         {"gradient": "adjoint"},
-        {"gradient": "reversible", "options": {"steps": 30}},
+        {"gradient": "reversible", "steps": 30},
         {"method": "dopri5", "gradient": "adjoint"},
-        {"step_control": "sample"},
+        {"per_sample": True},
     ],
     ids=str,
 )
@@ -491,8 +487,8 @@ def test_the_mode_of_the_forward_pass_is_restored_in_the_backward_pass():
     assert not block.field.func.training
 
 
-@pytest.mark.parametrize("options", [{"steps": 3}, None], ids=["grid", "adaptive"])
-def test_random_numbers_in_f_are_drawn_again(options):
+@pytest.mark.parametrize("steps", [3, None], ids=["grid", "adaptive"])
+def test_random_numbers_in_f_are_drawn_again(steps):
     """Each evaluation draws; the replay draws the same, and leaves the generator where it was."""
 
     def noisy(h):
@@ -502,7 +498,7 @@ def test_random_numbers_in_f_are_drawn_again(options):
     found = []
     for gradient in ("direct", "checkpoint"):
         torch.manual_seed(5)
-        block = hbnode.HeavyBallODEBlock(noisy, gradient=gradient, options=options, rtol=0.1, atol=0.1).double()
+        block = hbnode.HeavyBallODEBlock(noisy, gradient=gradient, steps=steps, rtol=0.1, atol=0.1).double()
         h = block(x)
         torch.rand(3)
         before = torch.get_rng_state()
@@ -550,9 +546,7 @@ class Live(TorchDispatchMode):
 def kept(gradient, steps, method="blanes_moan4"):
     """Bytes between the forward and the backward pass."""
     torch.manual_seed(0)
-    block = hbnode.HeavyBallODEBlock(
-        hbnode.nets.MLP(8, [64, 64], 8), method=method, gradient=gradient, options={"steps": steps}
-    )
+    block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(8, [64, 64], 8), method=method, gradient=gradient, steps=steps)
     x = torch.randn(64, 8, requires_grad=True)
     with Live() as live:
         h = block(x)
@@ -570,7 +564,7 @@ def test_memory():
 @pytest.mark.parametrize("gradient", ["checkpoint", "reversible"])
 def test_the_replay_keeps_nothing_alive(gradient):
     func, x = Watched(), make_input().requires_grad_()
-    settings = {"gradient": gradient, "method": "leapfrog", "options": {"steps": 20}}
+    settings = {"gradient": gradient, "method": "leapfrog", "steps": 20}
     block = hbnode.HeavyBallODEBlock(func, **settings).double()
     gc.disable()
     try:
@@ -590,9 +584,9 @@ def test_the_replay_keeps_nothing_alive(gradient):
 def test_the_way_there_and_back_is_exact(model, method):
     field = make_field(model).double()
     state = field.initial_state(make_input())
-    options = {"steps": 64}
-    there = hbnode.odeint(field, state, [0.0, 1.0], method=method, options=options)
-    back = hbnode.odeint(field, tuple(part[-1] for part in there), [1.0, 0.0], method=method, options=options)
+    steps = 64
+    there = hbnode.odeint(field, state, [0.0, 1.0], method=method, steps=steps)
+    back = hbnode.odeint(field, tuple(part[-1] for part in there), [1.0, 0.0], method=method, steps=steps)
     for part, start in zip(back, state, strict=True):
         assert (part[-1] - start).abs().max() < 1e-12
 
@@ -605,7 +599,7 @@ def test_long_times_in_float32_are_accurate_or_refused(gamma):
     x = torch.randn(8, 4)
 
     def solve(gradient, dtype):
-        settings = {"method": "blanes_moan4", "options": {"steps": 100}, "gradient": gradient}
+        settings = {"method": "blanes_moan4", "steps": 100, "gradient": gradient}
         field = hbnode.HBNODE(copy.deepcopy(func), damping=gamma, learn_damping=False)
         block = hbnode.ODEBlock(field, **settings).to(dtype)
         block(x.to(dtype)).pow(2).sum().backward()
@@ -636,19 +630,19 @@ def eager_compiler(monkeypatch):
     ("model", "settings"),
     [
         ("hbnode", {"method": "nystrom4"}),
-        ("hbnode", {"method": "nystrom4", "options": {"steps": 2}}),
-        ("hbnode", {"method": "nystrom4", "options": {"steps": 25}}),  # too long for one program
-        ("node", {"step_control": "sample"}),
+        ("hbnode", {"method": "nystrom4", "steps": 2}),
+        ("hbnode", {"method": "nystrom4", "steps": 25}),  # too long for one program
+        ("node", {"per_sample": True}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("ghbnode", {"method": "leapfrog", "options": {"steps": 2}}),
+                ("ghbnode", {"method": "leapfrog", "steps": 2}),
                 ("hbnode", {}),
                 ("hbnode", {"gradient": "direct"}),
-                ("hbnode", {"step_control": "sample"}),
+                ("hbnode", {"per_sample": True}),
                 ("sonode", {}),
-                ("sonode", {"options": {"steps": 3}}),
-                ("ghbnode", {"method": "blanes_moan4", "options": {"steps": 2}}),
+                ("sonode", {"steps": 3}),
+                ("ghbnode", {"method": "blanes_moan4", "steps": 2}),
             )
         ),
     ],
@@ -671,8 +665,8 @@ def test_compiled_steps_compute_the_same(model, settings, eager_compiler):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("default:The .grad attribute")
-@pytest.mark.parametrize("options", [None, {"steps": 2}], ids=str)
-def test_a_closure_over_a_leaf_with_compiled_steps(options, eager_compiler):
+@pytest.mark.parametrize("steps", [None, 2], ids=str)
+def test_a_closure_over_a_leaf_with_compiled_steps(steps, eager_compiler):
     leaf = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
 
     class Scaled(nn.Module):
@@ -685,7 +679,7 @@ def test_a_closure_over_a_leaf_with_compiled_steps(options, eager_compiler):
 
     func, x, found = Scaled().double(), make_input(), []
     for compile in (False, True):
-        solver = {"method": "nystrom4", "rtol": 1e-6, "atol": 1e-6, "options": options}
+        solver = {"method": "nystrom4", "rtol": 1e-6, "atol": 1e-6, "steps": steps}
         block = hbnode.HeavyBallODEBlock(func, compile=compile, **solver).double()
         found.append(torch.autograd.grad(block(x).sum(), [leaf, *func.parameters()]))
     for one, two in zip(*found, strict=True):
@@ -695,7 +689,7 @@ def test_a_closure_over_a_leaf_with_compiled_steps(options, eager_compiler):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_another_activation_of_compiled_steps(eager_compiler):
     field = hbnode.GHBNODE(MLP(4, [6], 4, activation=nn.Tanh))
-    block = hbnode.ODEBlock(field, method="leapfrog", options={"steps": 3}, compile=True).double()
+    block = hbnode.ODEBlock(field, method="leapfrog", steps=3, compile=True).double()
     x = make_input()
     with torch.no_grad():
         block(x)
@@ -786,7 +780,7 @@ def test_a_short_compiled_solve_is_one_program(method, gradient, eager_compiler)
     for compile in (False, True):
         torch.manual_seed(0)
         net = MLP(4, [6], 4, activation=nn.Tanh, time_dependent=True)
-        solver = {"method": method, "options": {"steps": 2}, "gradient": gradient, "compile": compile}
+        solver = {"method": method, "steps": 2, "gradient": gradient, "compile": compile}
         block = hbnode.HeavyBallODEBlock(net, **solver).double()
         found.append(ends_of_short_solves(block))
     (expected, counts), (got, compiled_counts) = found
@@ -805,7 +799,7 @@ def test_a_short_compiled_solve_is_one_program(method, gradient, eager_compiler)
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("model", ["hbnode", "sonode"])
-@pytest.mark.parametrize("settings", [{}, {"options": {"steps": 3}}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"steps": 3}], ids=str)
 def test_compiled_by_inductor(model, settings):
     field = make_field(model).double()
     x, t = make_input(), float64(0.0, 1.0)
@@ -834,9 +828,7 @@ def test_a_way_back_to_zero(method):
     field, zero = hbnode.HBNODE(nn.Linear(2, 2)), torch.zeros(3, 2)
     found = []
     for gradient in ("direct", "reversible"):
-        h, m = hbnode.odeint(
-            field, (zero, zero), [0.0, 0.5, 1.0], method=method, gradient=gradient, options={"steps": 8}
-        )
+        h, m = hbnode.odeint(field, (zero, zero), [0.0, 0.5, 1.0], method=method, gradient=gradient, steps=8)
         grads = torch.autograd.grad(h.sum() + m.square().sum(), [*field.parameters()])
         found.append(torch.cat([g.reshape(-1) for g in grads]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
@@ -845,7 +837,7 @@ def test_a_way_back_to_zero(method):
 @pytest.mark.parametrize("gradient", ["checkpoint", "reversible", "adjoint"])
 def test_func_may_be_replaced_before_the_backward_pass(gradient):
     nets = nn.Linear(2, 2), nn.Linear(2, 2)
-    solver = {"method": "leapfrog", "options": {"steps": 50}}
+    solver = {"method": "leapfrog", "steps": 50}
     for func, other in (nets, (lambda h: nets[0](h), nets[1]), (nets[0], lambda h: nets[1](h))):
         found = []
         for way in ("direct", gradient):

@@ -24,7 +24,7 @@ def network(dim=3, hidden=8):
 
 
 def a_block(**kwargs):
-    kwargs = {"damping": 0.3, "method": "nystrom4", "options": {"steps": 3}} | kwargs
+    kwargs = {"damping": 0.3, "method": "nystrom4", "steps": 3} | kwargs
     return hbnode.HeavyBallODEBlock(network(), **kwargs).double()
 
 
@@ -89,11 +89,11 @@ def another_value(block):
 
 
 def another_hyperparameter(block):
-    block.rtol, block.method, block.options = 1e-3, "nystrom6", {"steps": 2}
+    block.rtol, block.method, block.steps = 1e-3, "nystrom6", 2
 
 
 def more_steps(block):
-    block.options["steps"] = 5
+    block.steps = 5
 
 
 def another_gradient(block):
@@ -165,7 +165,7 @@ def test_a_weight_that_is_a_computed_tensor_by_now(gradient):
 
 def test_ordinary_dropout_is_refused_when_it_is_switched_on():
     net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
-    block = hbnode.HeavyBallODEBlock(net, options={"steps": 2}).double().eval()
+    block = hbnode.HeavyBallODEBlock(net, steps=2).double().eval()
     block(torch.zeros(1, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="SolveDropout"):
         block.train()(torch.zeros(1, 3, dtype=torch.float64))
@@ -173,7 +173,7 @@ def test_ordinary_dropout_is_refused_when_it_is_switched_on():
 
 def test_buffers_that_begin_to_change_are_refused():
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    block = hbnode.HeavyBallODEBlock(net, options={"steps": 2}).double().eval()
+    block = hbnode.HeavyBallODEBlock(net, steps=2).double().eval()
     x = torch.randn(4, 3, dtype=torch.float64)
     block(x).sum().backward()
     with pytest.raises(ValueError, match="buffers"):
@@ -230,7 +230,7 @@ def test_two_threads_use_one_block():
 @pytest.mark.parametrize("t", [None, [0.0, 0.3, 1.0], torch.linspace(0, 1, 4, dtype=torch.float64)])
 @pytest.mark.parametrize("steps", [1, 4, 5, 17])
 def test_steps_recomputed_in_stretches_have_the_gradient_of_direct(steps, t):
-    block, x = a_block(options={"steps": steps}), torch.randn(2, 3, dtype=torch.float64)
+    block, x = a_block(steps=steps), torch.randn(2, 3, dtype=torch.float64)
     direct = copy.deepcopy(block)
     direct.gradient = "direct"
     assert_same(values(block, x, t), values(direct, x, t))
@@ -258,7 +258,7 @@ class DrawsLater(nn.Module):
 
 def test_an_f_that_draws_only_later():
     block, x = (
-        hbnode.HeavyBallODEBlock(DrawsLater(), method="nystrom4", options={"steps": 12}).double(),
+        hbnode.HeavyBallODEBlock(DrawsLater(), method="nystrom4", steps=12).double(),
         torch.ones(2, 3),
     )
     direct = copy.deepcopy(block)
@@ -282,12 +282,12 @@ class ChangesTime(nn.Module):
         return self.net(h) * (1 + t)
 
 
-@pytest.mark.parametrize("options", [{"steps": 8}, None], ids=["grid", "adaptive"])
+@pytest.mark.parametrize("steps", [8, None], ids=["grid", "adaptive"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["NODE", "HBNODE"])
-def test_an_f_that_changes_the_time_that_it_is_given(kind, dtype, options):
+def test_an_f_that_changes_the_time_that_it_is_given(kind, dtype, steps):
     torch.manual_seed(0)
-    block = hbnode.ODEBlock(getattr(hbnode, kind)(ChangesTime()), options=options).to(dtype)
+    block = hbnode.ODEBlock(getattr(hbnode, kind)(ChangesTime()), steps=steps).to(dtype)
     direct, x = copy.deepcopy(block), torch.randn(3, 2, dtype=dtype)
     direct.gradient = "direct"
     expected = values(direct, x)
@@ -296,15 +296,13 @@ def test_an_f_that_changes_the_time_that_it_is_given(kind, dtype, options):
             torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize(
-    ("method", "options"), [("dopri5", None), ("rk4", None), ("tsit5", {"steps": 4}), ("tsit5", None)]
-)
-def test_times_that_the_user_changes_afterwards(method, options):
+@pytest.mark.parametrize(("method", "steps"), [("dopri5", None), ("rk4", None), ("tsit5", 4), ("tsit5", None)])
+def test_times_that_the_user_changes_afterwards(method, steps):
     field, x = hbnode.NODE(lambda t, h: torch.cos(5 * t) * h, time_dependent=True), torch.ones(1, 1)
     t = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    first = hbnode.odeint(field, x, t, method=method, options=options)
+    first = hbnode.odeint(field, x, t, method=method, steps=steps)
     t.mul_(3.0)
-    torch.testing.assert_close(hbnode.odeint(field, x, [0.0, 1.0], method=method, options=options), first)
+    torch.testing.assert_close(hbnode.odeint(field, x, [0.0, 1.0], method=method, steps=steps), first)
 
 
 def closes_over(change):
@@ -313,7 +311,7 @@ def closes_over(change):
     for gradient in ("checkpoint", "direct"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-        block = hbnode.ODEBlock(hbnode.NODE(net), gradient=gradient, options={"steps": 20}).double()
+        block = hbnode.ODEBlock(hbnode.NODE(net), gradient=gradient, steps=20).double()
         x, w = torch.randn(3, 2, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         if change.__name__ != "of_the_field":
             block(x)
@@ -351,7 +349,7 @@ def test_a_layer_of_torch_whose_call_is_replaced_has_the_gradient_of_what_it_clo
 
 
 def test_parameters_in_another_dict():
-    block, x = a_block(options={"steps": 20}), torch.randn(2, 3, dtype=torch.float64)
+    block, x = a_block(steps=20), torch.randn(2, 3, dtype=torch.float64)
     block(x)
     block.field.func[0].__setstate__(copy.deepcopy(block.field.func[0].__dict__))
     direct = copy.deepcopy(block)
@@ -362,7 +360,7 @@ def test_parameters_in_another_dict():
 def test_a_field_is_freed_at_once_and_options_are_not_kept():
     gc.disable()
     try:
-        block = a_block(options={"steps": 20})
+        block = a_block(steps=20)
         block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
         weight = weakref.ref(block.field.func[0].weight)
         del block
@@ -400,7 +398,7 @@ def test_an_output_without_a_gradient(steps):
         def backward(ctx, gradient):
             return None
 
-    block, x = a_block(options={"steps": steps}), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    block, x = a_block(steps=steps), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     (Stop.apply(block(x)).sum() + 2 * x.sum()).backward()
     assert (x.grad == 2).all()
 
@@ -418,7 +416,7 @@ def test_an_ensemble_without_gradients():
 
 @pytest.mark.parametrize("gradient", ["checkpoint", "adjoint"])
 def test_tensor_hooks_of_parameters_are_refused(gradient):
-    block = a_block(options={"steps": 20}, gradient=gradient)
+    block = a_block(steps=20, gradient=gradient)
     handle = block.field.func[0].weight.register_hook(lambda g: 2 * g)
     with pytest.raises(ValueError, match="has a hook of register_hook"):
         block(torch.randn(2, 3, dtype=torch.float64))

@@ -235,7 +235,7 @@ def test_temperature_zero_is_the_ode(method):
 def test_nystrom4_at_temperature_zero_takes_the_steps_of_odeint():
     sde, state = double_well(0.6, 0.0), (torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
     ours = torch.stack(hbnode.sdeint(sde, state, [0.0, 1.0, 2.0], method="nystrom4", dt=0.1))
-    grid = torch.stack(hbnode.odeint(sde, state, [0.0, 1.0, 2.0], method="nystrom4", options={"steps": 10}))
+    grid = torch.stack(hbnode.odeint(sde, state, [0.0, 1.0, 2.0], method="nystrom4", steps=10))
     torch.testing.assert_close(ours, grid, rtol=1e-13, atol=1e-13)
 
 

@@ -97,10 +97,8 @@ def test_the_literals_are_the_registries():
         ({"gradient": "aca"}, "gradient='checkpoint'"),
         ({"gradient": "adjoint_method", "method": "dopri5"}, "gradient='adjoint'"),
         ({"gradient": "checkpoint", "method": "dopri5"}, "gradient='direct'"),
-        ({"step_control": "samples"}, "step_control='sample'"),
-        ({"step_control": "per-sample"}, "step_control='sample'"),
-        ({"step_control": "global"}, "step_control='batch'"),
-        ({"step_control": 3}, "leave it out"),
+        ({"per_sample": "sample"}, "per_sample=True"),
+        ({"steps": "four"}, "steps=8"),
     ],
     ids=str,
 )

@@ -220,7 +220,7 @@ class Known(nn.Module):
 
 def true_model(past, velocity):
     """An HBNODE with the oscillator's own parameters, and its own state at the last sample of the past."""
-    model = silverbox.Simulator("hbnode", past, rtol=1e-3, options={"steps": 4}).double()
+    model = silverbox.Simulator("hbnode", past, rtol=1e-3, steps=4).double()
     model.block.field = hbnode.HBNODE(Duffing(), damping=GAMMA, learn_damping=False)
     model.block.field.func.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     model.block.initial_state = Known(velocity)
@@ -294,7 +294,7 @@ def test_identification_learns_and_writes_its_files(model, record, tmp_path):
     assert float(rows[-1]["train_loss"]) < 0.9 * float(rows[0]["train_loss"])
     assert float(rows[-1]["nfe_forward"]) >= 20
     summary = json.loads((folder / "summary.json").read_text())
-    trained = silverbox.Simulator(model, 5, rtol=1e-3, options={"steps": 1})
+    trained = silverbox.Simulator(model, 5, rtol=1e-3, steps=1)
     trained.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True)["model"])
     config = silverbox.SilverboxConfig(past=5)
     splits = silverbox.Splits.of(record, 120)

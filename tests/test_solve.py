@@ -33,7 +33,7 @@ def test_all_of_torchdiffeqs_methods_are_offered():
 def test_every_method_solves_decay(method, gradient):
     rate = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     steps = 400 if "adams" in method else 100
-    options = {"steps": steps} if method in backend.FIXED else None
+    steps = steps if method in backend.FIXED else None
     margin = 2e-2 if method == "euler" else 3e-3  # Euler's error is 1.5² · 1.0 · step / 2, relative to the solution
     y = hbnode.odeint(
         lambda t, y: -rate * y,
@@ -41,7 +41,7 @@ def test_every_method_solves_decay(method, gradient):
         [0.0, 0.4, 1.0],
         method=method,
         gradient=gradient,
-        options=options,
+        steps=steps,
         rtol=1e-6,
     )[-1]
     (slope,) = torch.autograd.grad(y.sum(), rate)
@@ -104,7 +104,7 @@ def test_the_adjoints_default_is_the_seminorm_and_inherits_options():
         return nfe.backward
 
     assert backward_nfe() == backward_nfe(adjoint_options={"norm": "seminorm"}) < backward_nfe(adjoint_options={})
-    grid = {"method": "rk4", "options": {"steps": 9}}
+    grid = {"method": "rk4", "steps": 9}
     assert backward_nfe(**grid) == backward_nfe(**grid, adjoint_options={}) == 36
 
 
@@ -114,7 +114,7 @@ def test_land_steps_exactly_onto_the_output_times():
     state = (float64(1.0), float64(0.0))
     tight = {"method": "dopri8", "rtol": 1e-9, "atol": 1e-9}
     past = hbnode.odeint(spring, state, [0.0, 3.0], **tight)[0][-1].item()
-    on = hbnode.odeint(spring, state, [0.0, 3.0], **tight, options={"land": True})[0][-1].item()
+    on = hbnode.odeint(spring, state, [0.0, 3.0], **tight, save="exact")[0][-1].item()
     assert abs(on - exact) < 1e-8 < abs(past - exact)
     latest = []
 
@@ -122,7 +122,7 @@ def test_land_steps_exactly_onto_the_output_times():
         latest.append(float(t))
         return -y
 
-    hbnode.odeint(field, float64(1.0), [0.0, 0.7], method="dopri5", options={"land": True})
+    hbnode.odeint(field, float64(1.0), [0.0, 0.7], method="dopri5", save="exact")
     assert max(latest) <= 0.7
 
 
@@ -131,7 +131,7 @@ def test_gradients_for_t_differentiate_steps_that_are_fractions_of_their_interva
     t = float64(0.0, 0.5, 1.2).requires_grad_()
 
     def end(t):
-        return hbnode.odeint(lambda t, y: t * y.sin() + y, float64(0.3), t, method=method, options={"steps": 3})[1:]
+        return hbnode.odeint(lambda t, y: t * y.sin() + y, float64(0.3), t, method=method, steps=3)[1:]
 
     assert torch.autograd.gradcheck(end, (t,))
 
@@ -268,12 +268,10 @@ def nan_after_half(t, y):
     return torch.where(t > 0.5, torch.nan, -y)
 
 
-@pytest.mark.parametrize(
-    ("method", "options"), [("dopri5", None), ("bosh3", None), ("rk4", {"steps": 10}), ("scipy_solver", None)]
-)
-def test_a_field_that_turns_nan_is_named_with_its_time(method, options):
+@pytest.mark.parametrize(("method", "steps"), [("dopri5", None), ("bosh3", None), ("rk4", 10), ("scipy_solver", None)])
+def test_a_field_that_turns_nan_is_named_with_its_time(method, steps):
     with torch.no_grad(), pytest.raises(hbnode.NonFiniteError, match="returned non-finite values") as error:
-        hbnode.odeint(nan_after_half, torch.ones(2), [0.0, 1.0], method=method, options=options)
+        hbnode.odeint(nan_after_half, torch.ones(2), [0.0, 1.0], method=method, steps=steps)
     assert 0.5 < error.value.t < 0.8
     assert error.value.nfe > 0
     assert "step size=" in str(error.value)
@@ -294,9 +292,9 @@ def test_a_long_grid_is_no_runaway():
 
 def test_scalar_states():
     weight = torch.tensor(1.5, requires_grad=True)
-    for method, options in (("rk4", {"steps": 20}), ("dopri5", None), ("implicit_adams", {"steps": 20})):
+    for method, steps in (("rk4", 20), ("dopri5", None), ("implicit_adams", 20)):
         for gradient in ("direct", "adjoint"):
-            settings = {"method": method, "options": options, "gradient": gradient}
+            settings = {"method": method, "steps": steps, "gradient": gradient}
             y = hbnode.odeint(lambda t, y: -weight * y, torch.tensor(1.0), [0.0, 1.0], **settings)[-1]
             (slope,) = torch.autograd.grad(y, weight)
             assert y.dtype == torch.float32
@@ -306,7 +304,7 @@ def test_scalar_states():
 
 def test_learned_times_in_a_list_get_their_gradient():
     end = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    y = hbnode.odeint(lambda t, y: -y, float64(1.0), [0.0, end], method="rk4", options={"steps": 20})
+    y = hbnode.odeint(lambda t, y: -y, float64(1.0), [0.0, end], method="rk4", steps=20)
     (slope,) = torch.autograd.grad(y[-1].sum(), end)
     assert slope.item() == pytest.approx(-math.exp(-1), abs=1e-6)
 
@@ -314,14 +312,14 @@ def test_learned_times_in_a_list_get_their_gradient():
 def test_adjoint_options_may_set_another_grid():
     y0 = torch.ones(1, requires_grad=True)
     field = lambda t, y: -y
-    for adjoint, evaluations in (({"steps": 7}, 7), ({"step_size": 0.1}, 10), ({}, 3)):
+    for adjoint, evaluations in (({"step_size": 0.2}, 5), ({"step_size": 0.1}, 10), ({}, 3)):
         with hbnode.count_nfe(field) as nfe:
             y = hbnode.odeint(
                 field,
                 y0,
                 torch.tensor([0.0, 1.0]),
                 method="euler",
-                options={"steps": 3},
+                steps=3,
                 gradient="adjoint",
                 adjoint_options=adjoint,
             )
@@ -459,9 +457,9 @@ def closure_over_a_leaf():
         ({"method": "dopri6"}, ValueError, "unknown method 'dopri6'; expected one of .*dopri5"),
         ({"gradient": "backprop"}, ValueError, "unknown gradient 'backprop'.*expected one of .*'checkpoint'"),
         (
-            {"step_control": "sample", "method": "dopri5"},
+            {"per_sample": True, "method": "dopri5"},
             ValueError,
-            "step_control='sample' is not possible with method='dopri5'",
+            "per_sample=True is not possible with method='dopri5'",
         ),
         ({"rtol": 0.0}, ValueError, "rtol must be a positive number, got 0.0"),
         ({"atol": -1e-3}, ValueError, "atol must be a positive number, got -0.001"),
@@ -497,18 +495,12 @@ def closure_over_a_leaf():
         ({"field": hbnode.NODE(lambda h: h.sum())}, ValueError, r"func returned shape \(\); expected .* \(1,\)"),
         ({"field": hbnode.NODE(lambda h: 1.0)}, ValueError, "func returned type float"),
         ({"field": hbnode.NODE(nn.Linear(1, 1).double())}, TypeError, "state is torch.float32, the field's parameters"),
-        (
-            {"options": {"steps": 4}, "method": "dopri5"},
-            ValueError,
-            r"options has \['steps'\], which method='dopri5' does not know",
-        ),
-        ({"options": {"steps": 0}, "method": "rk4"}, ValueError, "must be an integer >= 1, got 0"),
-        ({"options": {"steps": 2, "step_size": 0.1}, "method": "rk4"}, ValueError, "more than one of"),
-        (
-            {"options": {"land": True}, "method": "rk4"},
-            ValueError,
-            r"options has \['land'\], which method='rk4' does not know",
-        ),
+        ({"steps": 4, "method": "dopri5"}, ValueError, "steps=4 is a fixed grid, which method='dopri5' has not"),
+        ({"steps": 0, "method": "rk4"}, ValueError, "steps must be a positive integer, got 0. Fix: steps=8"),
+        ({"steps": 2, "options": {"step_size": 0.1}, "method": "rk4"}, ValueError, "Fix: give one of them"),
+        ({"adjoint_options": {"steps": 2}, "method": "rk4", "gradient": "adjoint"}, ValueError, "Fix: steps=n"),
+        ({"save": "exact", "method": "scipy_solver"}, ValueError, "not possible with method='scipy_solver'"),
+        ({"jump_times": [0.5], "method": "rk4"}, ValueError, "jump_times are for adaptive steps, got method='rk4'"),
         ({"event_fn": lambda t, y: y.sum(), "t": [0.0, 1.0, 2.0]}, ValueError, "t must hold two times .* got 3"),
         ({"event_fn": lambda t, y: y.sum(), "method": "rk4"}, ValueError, "without options={'step_size': dt}"),
         ({"method": "scipy_solver", "y0": ONE.clone().requires_grad_()}, ValueError, "no direct gradient"),
@@ -549,9 +541,9 @@ class Recording(nn.Module):
 @pytest.mark.parametrize("gradient", ["direct", "adjoint"])
 def test_a_scalar_state_and_its_time_are_of_one_dtype(method, gradient):
     field, y0 = Recording(), torch.tensor(2.0)
-    options = {"steps": 12} if method in backend.FIXED else None
+    steps = 12 if method in backend.FIXED else None
     with torch.set_grad_enabled(method != "scipy_solver"):
-        y = hbnode.odeint(field, y0, [0.0, 1.0], method=method, gradient=gradient, options=options, rtol=1e-3)
+        y = hbnode.odeint(field, y0, [0.0, 1.0], method=method, gradient=gradient, steps=steps, rtol=1e-3)
         if y.requires_grad:
             y[-1].backward()
     assert y.dtype == torch.float32
@@ -616,9 +608,8 @@ def test_callbacks_that_a_method_does_not_call_are_mentioned(method):
 @pytest.mark.parametrize("gradient", ["direct", "adjoint"])
 def test_perturb_keeps_away_from_the_start(gradient, t):
     field, y0 = Recording(), torch.ones(3)
-    options = {"steps": 2, "perturb": True}
     with hbnode.count_nfe(field) as nfe:
-        hbnode.odeint(field, y0, t, method="euler", gradient=gradient, options=options, adjoint_options={"steps": 2})
+        hbnode.odeint(field, y0, t, method="euler", gradient=gradient, steps=2, options={"perturb": True})
     assert nfe.forward == len(field.times) == 2
     assert all(time != 0 for time in field.times)
     assert field.times[0].item() == pytest.approx(0.0, abs=1e-6)

@@ -9,11 +9,11 @@ from hbnode.solvers import compiled_steps
 
 SOLVERS = {
     "nystrom8": {"method": "nystrom8"},
-    "tsit5, past outputs": {"method": "tsit5", "options": {"dense": True}},
-    "grid": {"method": "leapfrog", "options": {"steps": 5}},
-    "compiled grid": {"method": "nystrom8", "options": {"steps": 3}, "compile": True},
+    "tsit5, past outputs": {"method": "tsit5", "save": "interpolate"},
+    "grid": {"method": "leapfrog", "steps": 5},
+    "compiled grid": {"method": "nystrom8", "steps": 3, "compile": True},
     "dopri5": {"method": "dopri5"},
-    "rk4": {"method": "rk4", "options": {"steps": 5}},
+    "rk4": {"method": "rk4", "steps": 5},
 }
 
 
@@ -65,7 +65,7 @@ def test_rejected_steps_are_longer_than_what_follows(method):
 
 
 def test_every_sample_has_steps_of_its_own():
-    block = make_block(step_control="sample", method="tsit5")
+    block = make_block(per_sample=True, method="tsit5")
     x = torch.tensor([[0.0], [30.0], [-1.0]], dtype=torch.float64)
     with torch.no_grad(), hbnode.record_steps(block) as steps:
         block(x)
@@ -120,8 +120,8 @@ def test_an_ode_rnn_records_the_gaps_of_each_sequence():
 @pytest.mark.parametrize("method", [None, "rk4", "dopri5"])
 def test_a_common_step_of_an_ode_rnn_has_the_samples_and_times_of_the_batch(method):
     """Sequences that have ended take no part; the others keep their numbers and their own times."""
-    options = {"method": method, "options": {"steps": 2}} if method == "rk4" else {"method": method}
-    rnn = hbnode.ODERNN(2, 3, step_control="batch", rtol=0.1, atol=0.1, **options)
+    options = {"method": method, "steps": 2} if method == "rk4" else {"method": method}
+    rnn = hbnode.ODERNN(2, 3, per_sample=False, rtol=0.1, atol=0.1, **options)
     t = torch.tensor([[0.0], [100.0], [200.0]]) + 10 * torch.arange(3.0)
     with hbnode.record_steps(rnn) as steps:
         rnn(torch.randn(3, 3, 2), t, lengths=torch.tensor([1, 3, 2]))
@@ -134,7 +134,7 @@ def test_a_common_step_of_an_ode_rnn_has_the_samples_and_times_of_the_batch(meth
 
 
 def test_steps_of_an_adjoint_between_samples_are_in_time():
-    rnn = hbnode.ODERNN(2, 3, method="dopri5", step_control="batch", gradient="adjoint", rtol=0.1, atol=0.1)
+    rnn = hbnode.ODERNN(2, 3, method="dopri5", per_sample=False, gradient="adjoint", rtol=0.1, atol=0.1)
     with hbnode.record_steps(rnn) as steps:
         rnn(torch.randn(2, 2, 2), torch.tensor([[0.0, 10.0], [100.0, 101.0]]))[0].sum().backward()
     back = [(t, sample) for t, sample, is_back in zip(steps.t, steps.sample, steps.backward, strict=True) if is_back]
@@ -158,9 +158,9 @@ class Counted(nn.Linear):
 @pytest.mark.parametrize(
     ("method", "solver"),
     [
-        ("nystrom8", {"options": {"steps": 3}}),
-        ("leapfrog", {"options": {"steps": 20}}),
-        ("tsit5", {"options": {"steps": 12}}),
+        ("nystrom8", {"steps": 3}),
+        ("leapfrog", {"steps": 20}),
+        ("tsit5", {"steps": 12}),
         ("tsit5", {}),
         ("nystrom4", {"rtol": 1e-7, "atol": 1e-7}),
     ],

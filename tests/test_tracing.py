@@ -80,7 +80,7 @@ def _compiler():
 
 @pytest.mark.parametrize(("field", "method"), CASES)
 def test_what_is_traced_computes_what_an_eager_solve_does(field, method, request):
-    model, x = Model(field, method=method, options={"steps": 2}, gradient="direct"), make_input()
+    model, x = Model(field, method=method, steps=2, gradient="direct"), make_input()
     parameters = list(model.parameters())
     expected, eager = outputs_and_gradients(model, x, parameters), model.block.nfe
     request.getfixturevalue("_traced")
@@ -98,7 +98,7 @@ def test_times_and_their_gradients(method, rows, request):
     for times in ([0.0, 0.5, 2.0], [1.0, 0.2, -0.1]):
         t = torch.tensor([times, [times[0], times[2], times[2]]] if rows else times, dtype=torch.float64)
         t.requires_grad_()
-        solver = {"method": method, "options": {"steps": 3}, "gradient": "direct"}
+        solver = {"method": method, "steps": 3, "gradient": "direct"}
 
         def solve(t=t, solver=solver):
             h, m = hbnode.odeint(field, state, t, **solver)
@@ -111,7 +111,7 @@ def test_times_and_their_gradients(method, rows, request):
 
 
 def test_trajectories_and_integrals_as_they_are_traced():
-    block = hbnode.HeavyBallODEBlock(nn.Tanh(), initial_momentum=nn.Tanh(), gradient="direct", options={"steps": 4})
+    block = hbnode.HeavyBallODEBlock(nn.Tanh(), initial_momentum=nn.Tanh(), gradient="direct", steps=4)
     x = torch.randn(2, 2, dtype=torch.float64)
 
     def solve():
@@ -135,10 +135,10 @@ def test_times_of_torchdiffeqs_methods(method):
     def field(t, state):
         return t * state[0] - state[1].sum(), state[1].cos()
 
-    found = hbnode.odeint(field, y0, t, method=method, options={"steps": 3})
+    found = hbnode.odeint(field, y0, t, method=method, steps=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hbnode.solve.is_tracing", lambda: False)
-        expected = hbnode.odeint(field, y0, t, method=method, options={"steps": 3})
+        expected = hbnode.odeint(field, y0, t, method=method, steps=3)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
 
 
@@ -147,7 +147,7 @@ def test_a_func_that_begins_in_place():
     x = torch.randn(2, 3)
     in_place, plain = (nn.Sequential(nn.ReLU(inplace=flag), nn.Linear(3, 3)) for flag in (True, False))
     in_place.load_state_dict(plain.state_dict())
-    found, expected = (hbnode.HeavyBallODEBlock(func, options={"steps": 2})(x) for func in (in_place, plain))
+    found, expected = (hbnode.HeavyBallODEBlock(func, steps=2)(x) for func in (in_place, plain))
     torch.testing.assert_close(found, expected)
 
 
@@ -159,7 +159,7 @@ EVERY = [pytest.param(field, method, marks=marks) for field, method, marks in EV
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(("field", "method"), EVERY)
 def test_one_graph_of_torch_compile(field, method):
-    model, x = Model(field, method=method, options={"steps": 2}), make_input()
+    model, x = Model(field, method=method, steps=2), make_input()
     parameters = list(model.parameters())
     expected, eager = outputs_and_gradients(model, x, parameters), model.block.nfe
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -173,7 +173,7 @@ def test_one_graph_of_torch_compile(field, method):
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(("field", "method"), EVERY)
 def test_exported_for_any_batch(field, method):
-    model, x = Model(field, method=method, options={"steps": 2}, gradient="adjoint"), make_input()
+    model, x = Model(field, method=method, steps=2, gradient="adjoint"), make_input()
     batch = torch.export.Dim("batch")
     exported = torch.export.export(model, (x.detach(),), dynamic_shapes=({0: batch},)).module()
     for count in (1, 2, 7):
@@ -184,7 +184,7 @@ def test_exported_for_any_batch(field, method):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize(("field", "method"), [("hbnode", "nystrom4"), ("sonode", "heun3")])
 def test_jit_trace(field, method):
-    model = Model(field, method=method, options={"steps": 2})
+    model = Model(field, method=method, steps=2)
     traced = torch.jit.trace(model, (make_input().detach(),))
     x = make_input(7)
     torch.testing.assert_close(traced(x), model(x), rtol=1e-12, atol=1e-13)
@@ -195,16 +195,16 @@ def test_jit_trace(field, method):
 def test_adaptive_steps_are_no_graph_and_say_so():
     model, x = Model("hbnode"), make_input().detach()
     for trace in (lambda: torch.export.export(model, (x,)), lambda: torch.jit.trace(model, (x,))):
-        with pytest.raises(ValueError, match=r"Fix: options=\{'steps': n\}"):
+        with pytest.raises(ValueError, match="Fix: steps=n"):
             trace()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Fix: options=\{'steps': n\}"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Fix: steps=n"):
         torch.compile(model, fullgraph=True, backend="eager")(x)
 
 
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_a_gradient_that_saves_memory_is_taken_outside_of_the_graph():
-    model, x = Model("hbnode", options={"steps": 30}, gradient="checkpoint"), make_input()
+    model, x = Model("hbnode", steps=30, gradient="checkpoint"), make_input()
     torch.compile(model, backend="eager")(x).sum().backward()
     assert model.block.nfe.backward > 0
 

@@ -193,7 +193,7 @@ def test_the_papers_parameter_counts():
     config = parse(walker2d.WalkerConfig, walker2d.PRESETS, "", ["--preset", "paper"])
     assert (config.tol, config.epochs, config.batch_size, config.lr, config.clip) == (1e-7, 500, 256, 3e-3, 1.0)
     options = config.rnn_options()
-    assert (options["method"], options["gradient"], options["step_control"]) == ("dopri5", "adjoint", "batch")
+    assert (options["method"], options["gradient"], options["per_sample"]) == ("dopri5", "adjoint", False)
     assert options["adjoint_options"] == {}
     counts = [count_parameters(make(model)) for model in MODELS]
     assert counts == [8_729, 8_819, 8_757, 8_898, 8_899]

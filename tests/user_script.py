@@ -76,7 +76,7 @@ def readme_irregular_times() -> None:
     print(path[:, 0, 0], m[:, 0, 0])
 
     own = torch.tensor([[0.0, 0.3, 1.0], [0.1, 0.2, 2.0]])  # each sample at times of its own, in one solve
-    print(hbnode.ODEBlock(spring, step_control="sample")(torch.zeros(2, 1), own)[:, :, 0])
+    print(hbnode.ODEBlock(spring, per_sample=True)(torch.zeros(2, 1), own)[:, :, 0])
 
 
 def readme_integrals_along_the_path() -> None:
@@ -262,11 +262,9 @@ def readme_solvers_and_gradients() -> None:
     func = hbnode.nets.MLP(2, [32, 32], 2)
     x = torch.randn(64, 2)
     hbnode.HeavyBallODEBlock(func, rtol=1e-6, atol=1e-6)(x)  # picks nystrom4 or nystrom8 by the tolerance
-    hbnode.HeavyBallODEBlock(func, method="nystrom8", options={"steps": 2})(x)  # a fixed grid
-    hbnode.HeavyBallODEBlock(func, gradient="reversible", options={"steps": 20})(
-        x
-    )  # memory that does not grow with steps
-    hbnode.HeavyBallODEBlock(func, step_control="sample")(x)  # a sample's answer does not depend on its batch-mates
+    hbnode.HeavyBallODEBlock(func, method="nystrom8", steps=2)(x)  # a fixed grid
+    hbnode.HeavyBallODEBlock(func, gradient="reversible", steps=20)(x)  # memory that does not grow with steps
+    hbnode.HeavyBallODEBlock(func, per_sample=True)(x)  # a sample's answer does not depend on its batch-mates
     print(hbnode.methods())  # all methods: order, evaluations a step, what they need
 
 
@@ -352,7 +350,7 @@ def blocks() -> None:
     h, m = block.trajectory(x, torch.linspace(0, 2, 3))
     z, energy = block.with_integral(x, lambda t, state, derivative: derivative[0].square().sum(1))
     assert out.shape == z.shape and path.shape == h.shape == m.shape and energy.shape == (4,)
-    plain = hbnode.ODEBlock(hbnode.NODE(net), (0.0, 1.0), method="rk4", options={"steps": 4})
+    plain = hbnode.ODEBlock(hbnode.NODE(net), (0.0, 1.0), method="rk4", steps=4)
     states = plain.trajectory(torch.randn(4, 3), [0.0, 1.0])
     assert isinstance(states, Tensor)
     start: Callable[[Tensor], tuple[Tensor, Tensor]] = lambda x: (x, torch.zeros_like(x))

@@ -80,10 +80,9 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
                 f"t must hold two or more times (T,), got shape {tuple(times.shape)}. Fix: [0.0, 0.5, 1.0]."
             )
         return times, settings
-    options = settings.options or {}
-    if "steps" in options:  # a grid: n steps between two outputs become one step between each two of n + 1 outputs
-        points = int(options["steps"]) + 1
-        settings = dataclasses.replace(settings, options=options | {"steps": 1})
+    if settings.steps is not None:  # a grid: n steps between two outputs become one between each two of n + 1 outputs
+        points = settings.steps + 1
+        settings = dataclasses.replace(settings, steps=1)
     return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
 
 

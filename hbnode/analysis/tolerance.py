@@ -117,9 +117,11 @@ def nfe_vs_tolerance(
 _TIGHT = {
     "method": "dopri8",
     "gradient": "direct",
-    "options": {"land": True},
+    "steps": None,
+    "per_sample": False,
+    "save": "exact",
+    "options": None,
     "adjoint_options": None,
-    "step_control": "batch",
     "compile_steps": False,
     "max_steps": 10**6,
 }

@@ -308,8 +308,7 @@ class HeavyBallFlow(nn.Module):
             rows = condition.reshape(-1, self.condition_dim)
             state = torch.cat([state[0], rows], 1), torch.cat([state[1], torch.zeros_like(rows)], 1)
         start, end = self.t_span if forwards else self.t_span[::-1]
-        grid = {"steps": self.steps}
-        points = odeint(self.field, state, [start, end], method=self.method, gradient=self.gradient, options=grid)
+        points = odeint(self.field, state, [start, end], method=self.method, gradient=self.gradient, steps=self.steps)
         moved = [x[-1, :, : self.dim].reshape(h.shape) for x in points]
         damping = self.field.damping
         total = damping.expand(self.dim).sum() if isinstance(damping, Tensor) else self.dim * damping

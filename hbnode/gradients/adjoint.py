@@ -127,5 +127,5 @@ def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
 
 def _backward_options(options: dict[str, Any] | None) -> dict[str, Any] | None:
     """Of the forward solve's options, what holds for the backward one: its grid and its limits."""
-    kept = {k: v for k, v in (options or {}).items() if k not in ("dense", "first_step")}
+    kept = {k: v for k, v in (options or {}).items() if k != "first_step"}
     return kept or None

@@ -34,7 +34,7 @@ class Reversible(torch.autograd.Function):
         trajectory, *_ = ctx.saved_tensors
         accumulator = GradientAccumulator(forward, *ctx.needs_input_grad[1:3])
         carried = torch.zeros_like(trajectory[0])
-        steps = stepper.options.steps or 1
+        steps = stepper.settings.steps or 1
         with forward.context(), no_autocast(gradient.device.type):
             for interval in reversed(range(stepper.grid.count)):
                 point, carried = trajectory[interval + 1], carried + gradient[interval + 1]

@@ -49,19 +49,17 @@ def checked_solver(settings: Settings, field: Field) -> Solver:
         step_size = options.pop("step_size")
         if not isinstance(step_size, numbers.Real) or not 0 < float(step_size) < math.inf:
             raise ValueError(f"step_size must be a positive number, got {step_size!r}. Fix: a tenth of a time_unit.")
-        if "steps" in options:
-            raise ValueError("options has both 'steps' and 'step_size'; expected one of them. Fix: drop 'steps'.")
-        settings = dataclasses.replace(settings, options=options | {"steps": 1})
+        if settings.steps is not None:
+            raise ValueError("steps and options={'step_size': h} were both given. Fix: leave steps out.")
+        settings = dataclasses.replace(settings, options=options or None, steps=1)
         step_size = float(step_size)
     settings = checked_settings(settings)
     known = resolved(settings, field)
     if known.method in METHODS and known.gradient == "adjoint":
         raise ValueError(
             "gradient='adjoint' of native methods does not know times of each sample's own. Fix: leave gradient "
-            "out, or method='dopri5' with step_control='batch'."
+            "out, or method='dopri5' with per_sample=False."
         )
-    if (known.options or {}).get("dense"):
-        raise ValueError("options has 'dense', but every gap ends on its sample. Fix: leave it out.")
     return Solver(settings, step_size)
 
 

@@ -56,7 +56,7 @@ class Gaps:
         if self.idle[interval]:
             return rows
         t = self.t[:, interval : interval + 2]
-        if self.resting[interval] and self.settings.step_control == "batch":
+        if self.resting[interval] and not self.settings.per_sample:
             # whoever stays must not count in the error of the common step
             moving = (t.diff() != 0)[:, 0].nonzero()[:, 0]
             index = moving.to(rows.device)

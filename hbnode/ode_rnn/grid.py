@@ -55,8 +55,7 @@ class Grid:
         fraction = (place / needed[:, interval]).clamp(max=1.0)
         first, last = t[:, interval], t[:, interval + 1]
         times = torch.where(fraction < 1, torch.lerp(first, last, fraction), last)
-        options = {**(settings.options or {}), "steps": 1}
-        settings = dataclasses.replace(settings, options=options, step_control="sample")  # samples that rest stay in it
+        settings = dataclasses.replace(settings, steps=1, per_sample=True)  # samples that rest stay in it
         self.steps = Gaps(field, y0, torch.cat([t[:, :1], times], 1), settings)
 
     @property

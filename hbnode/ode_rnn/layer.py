@@ -18,7 +18,7 @@ from hbnode.ode_rnn.inputs import Inputs, Missing
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.ode_rnn.stack import Stack
 from hbnode.ode_rnn.state import Filtered, ODERNNState, check_kind
-from hbnode.solvers.names import Gradient, Method, StepControl
+from hbnode.solvers.names import Gradient, Method
 from hbnode.solvers.settings import Settings
 
 
@@ -32,7 +32,7 @@ class ODERNN(Stack):
         s(t_i) = \mathrm{cell}(x_i, s(t_i^-)), \quad\text{or}\quad s(t_i^-) + \mathrm{cell}(x_i, s(t_i^-)).
 
     The cell is the same for all fields but for the size of s, so models differ in their field alone. The gaps, each
-    sample's own, are part of the solve. With ``step_control="sample"`` every sample takes steps of its own: padding and
+    sample's own, are part of the solve. With ``per_sample=True`` every sample takes steps of its own: padding and
     batch-mates change no result, but for the rounding of the networks themselves.
 
     A fresh network acts over about one unit of time. Set the unit with :meth:`fit_time_unit` before training: gaps that
@@ -77,20 +77,20 @@ class ODERNN(Stack):
             the end. The output is both h, (batch, T, 2 hidden_size). For classification: it sees the future.
             Default: ``False``.
         method: solver, as in :func:`hbnode.odeint`; so are the following arguments. torchdiffeq's methods need
-            ``step_control="batch"``. Default: ``None``.
+            ``per_sample=False``. Default: ``None``.
         rtol: relative tolerance. Default: ``1e-5``.
         atol: absolute tolerance. Default: ``1e-5``.
         gradient: gradient mode. None is ``"direct"``. With ``"checkpoint"`` the backward pass takes the steps again, a
             gap at a time, or about the root of T gaps where f is a network of known layers. Default: ``None``.
-        options: options of the method; ``{"steps": n}`` is n equal steps in each gap, ``{"step_size": h}`` equal steps
-            no longer than h, as many as the gap needs. Lengths of time are in units of ``time_unit``. Limits such as
-            ``max_nfe`` hold for each gap. Lengths of time among the options of torchdiffeq's methods are fractions of a
-            gap. Default: ``None``.
-        adjoint_options: options of the adjoint's solve. Default: ``None``.
-        step_control: ``"sample"``, or ``"batch"`` for a common step in units of each sample's gap. Series that have
-            ended take no part in it, so that f must not close over tensors with a row for each of the batch.
-            Default: ``"sample"``.
+        steps: a fixed grid: the number of equal steps in each gap. Default: ``None``, steps are adaptive.
+        per_sample: whether each sample has steps of its own. ``False`` takes a common step in units of each sample's
+            gap. Series that have ended take no part in it, so that f must not close over tensors with a row for each of
+            the batch. Default: ``True``.
         max_steps: steps after which the solve of a gap is given up. Default: ``10000``.
+        options: further options of the method; ``{"step_size": h}`` is equal steps no longer than h, as many as the gap
+            needs. Lengths of time are in units of ``time_unit``. Limits such as ``max_nfe`` hold for each gap. Lengths
+            of time among the options of torchdiffeq's methods are fractions of a gap. Default: ``None``.
+        adjoint_options: options of the adjoint's solve. Default: ``None``.
         compile: compile the steps of native methods. Has no effect on the CPU where f is a network of known layers,
             whose gaps are solved without autograd. Default: ``False``.
 
@@ -139,10 +139,11 @@ class ODERNN(Stack):
         rtol: float = 1e-5,
         atol: float = 1e-5,
         gradient: Gradient | None = None,
+        steps: int | None = None,
+        per_sample: bool = True,
+        max_steps: int = 10_000,
         options: dict[str, Any] | None = None,
         adjoint_options: dict[str, Any] | None = None,
-        step_control: StepControl = "sample",
-        max_steps: int = 10_000,
         compile: bool = False,
     ) -> None:
         core: dict[str, Any] = {"field": field, "cell": cell, "residual": residual, "initial_state": initial_state}
@@ -151,7 +152,18 @@ class ODERNN(Stack):
             Inputs(input_size, missing, mask_features, elapsed_features, static_size),
             hidden_size,
             core,
-            Settings(method, rtol, atol, gradient, options, adjoint_options, step_control, max_steps, compile),
+            Settings(
+                method=method,
+                rtol=rtol,
+                atol=atol,
+                gradient=gradient,
+                steps=steps,
+                per_sample=per_sample,
+                max_steps=max_steps,
+                options=options,
+                adjoint_options=adjoint_options,
+                compile=compile,
+            ),
             num_layers=num_layers,
             bidirectional=bidirectional,
             dropout=dropout,
@@ -305,7 +317,7 @@ class ODERNN(Stack):
         return (
             f"{self.input_size}, {self.hidden_size}, residual={self.residual}, initial_state={start}, "
             f"time_unit={self.time_unit:g}{layers}{both}{dropout}, method={settings.method!r}, rtol={settings.rtol:g}, "
-            f"atol={settings.atol:g}{grid}, gradient={settings.gradient!r}, step_control={settings.step_control!r}"
+            f"atol={settings.atol:g}{grid}, gradient={settings.gradient!r}, per_sample={settings.per_sample}"
         )
 
 

@@ -171,7 +171,7 @@ class Stack(Core):
     def _warn(self, times: Tensor) -> None:
         """Once, if the unit of time is far too short."""
         settings = self.settings
-        is_adaptive = "steps" not in (settings.options or {})
+        is_adaptive = settings.steps is None
         if not self.has_warned and is_adaptive and settings.rtol > timing.TIGHT:
             networks = self.num_layers * (1 + self.bidirectional)
             self.has_warned = timing.warn_if_too_short(self.time_unit, times, self.counts, networks)

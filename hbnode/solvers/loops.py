@@ -68,13 +68,13 @@ def integrate_to_end(stepper: Stepper, point: Tensor, recorder: StepRecorder | N
 
 
 class _FixedGrid:
-    """``options={"steps": n}``: n equal steps in each interval."""
+    """``steps=n``: n equal steps in each interval."""
 
     def __init__(self, stepper: Stepper, recorder: StepRecorder | None, differentiable: bool, watch: bool) -> None:
-        assert stepper.options.steps is not None
+        assert stepper.settings.steps is not None
         self.stepper, self.recorder = stepper, recorder
         self.differentiable, self.watch = differentiable, watch
-        self.count = stepper.options.steps
+        self.count = stepper.settings.steps
         self.limits = Limits(stepper)
         evaluations = self.count * stepper.method.evaluations
         self.is_one_program = not (watch or differentiable) and evaluations <= LONGEST_GRID

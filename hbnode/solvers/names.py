@@ -23,4 +23,4 @@ TorchdiffeqMethod = Literal[
 ]
 Method = Literal[NativeMethod, TorchdiffeqMethod]
 Gradient = Literal["checkpoint", "direct", "reversible", "adjoint"]
-StepControl = Literal["batch", "sample"]
+Save = Literal["interpolate", "exact"]

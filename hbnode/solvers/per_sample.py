@@ -1,4 +1,4 @@
-"""``step_control="sample"``: every sample has its own step, its own acceptance and its own end.
+"""``per_sample=True``: every sample has its own step, its own acceptance and its own end.
 
 One call of the field serves all samples. A sample that has arrived takes steps of size 0 until the last one has; what
 it was given as neighbours changes none of its numbers.

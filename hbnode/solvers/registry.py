@@ -28,6 +28,7 @@ from hbnode.solvers.tableaus import (
     STRANG_KICKS,
     TSIT5,
 )
+from hbnode.solvers.torchdiffeq_options import ARGUMENTS
 
 NYSTROM = {"nystrom4": Nystrom(RKN4), "nystrom6": Nystrom(RKN6), "nystrom8": Nystrom(RKN8)}
 EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
@@ -40,14 +41,15 @@ SECOND_ORDER: dict[str, StepMethod] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  #
 METHODS: dict[str, StepMethod] = {**SECOND_ORDER, **RUNGE_KUTTA}
 STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods short
 GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
-_ADAPTIVE_OPTIONS = ("steps", "first_step", "max_step", "min_step", "max_nfe", "dense")
-_SPLITTING_OPTIONS = ("steps", "max_nfe")
+_ADAPTIVE_OPTIONS = ("first_step", "max_step", "min_step", "max_nfe")
+_SPLITTING_OPTIONS = ("max_nfe",)
 
 
 def native_options(given: dict[str, Any] | None, method: str) -> Options:
     """The options, checked for a method."""
     if given is not None and not isinstance(given, dict):
-        raise TypeError(f"options must be a dict, got {type(given).__name__}. Fix: options={{'steps': 8}}.")
+        fix = "steps=8 for a grid, else options={'max_nfe': 1000}"
+        raise TypeError(f"options must be a dict, got {type(given).__name__}. Fix: {fix}.")
     given = dict(given or {})
     known = _SPLITTING_OPTIONS if method in SPLITTING else _ADAPTIVE_OPTIONS
     unknown = [option for option in given if option not in known]
@@ -59,34 +61,22 @@ def native_options(given: dict[str, Any] | None, method: str) -> Options:
     for name in ("first_step", "max_step", "min_step"):
         if name in given and not given[name] > 0:
             raise ValueError(f"options[{name!r}] must be positive, got {given[name]!r}. Fix: a length of time.")
-    for name in ("steps", "max_nfe"):
-        if name in given:
-            given[name] = as_count(given[name], f"options[{name!r}]")
-    if method in SPLITTING and "steps" not in given:
-        raise ValueError(
-            f"method={method!r} has a fixed grid. Fix: options={{'steps': n}}, n steps in each output interval."
-        )
-    if given.get("dense") not in (None, True, False):
-        raise ValueError(
-            f"options['dense'] must be True, False or None, got {given['dense']!r}. Fix: leave it out, and output "
-            "times are interpolated where they outnumber the steps."
-        )
-    if given.get("dense") and "steps" in given:
-        raise ValueError("options has 'steps' and 'dense'. Fix: a fixed grid steps onto the output times.")
+    if "max_nfe" in given:
+        given["max_nfe"] = as_count(given["max_nfe"], "options['max_nfe']")
     return Options(**given)
 
 
-_THEIRS = ("norm", "step_t", "jump_t", "dtype", "safety", "ifactor", "dfactor")  # options of torchdiffeq's methods
+_THEIRS = ("norm", "step_t", "dtype", "safety", "ifactor", "dfactor")  # options of torchdiffeq's methods
 
 
 def _instead(option: str, method: str, known: Sequence[str]) -> str:
     """What to write in place of an unknown option."""
     if option == "max_num_steps":
         return "max_steps=n, an argument and no option"
-    if option == "land":
-        return "options={'dense': False}, with which native methods step onto the output times"
+    if option in ARGUMENTS:
+        return ARGUMENTS[option]
     if option in ("step_size", "grid_constructor"):
-        return "options={'steps': n}, n steps in each output interval"
+        return "steps=n, an argument: n steps in each output interval"
     if option in _ADAPTIVE_OPTIONS:
         return f"leave it out, the steps of {method!r} are a grid"
     if option in _THEIRS:
@@ -105,7 +95,7 @@ def best_method(field: Callable, settings: Settings, span: float) -> str:
         return "blanes_moan4"
     if not is_heavy_ball(field, HBNODE):
         return "tsit5"
-    if "steps" not in (settings.options or {}) and constant_damping(field) * span > STRONG:
+    if settings.steps is None and constant_damping(field) * span > STRONG:
         return "exponential"
     return "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
 
@@ -125,10 +115,12 @@ def check(settings: Settings) -> None:
     if method is None:
         method = "blanes_moan4" if gradient == "reversible" else "tsit5"
     native_options(settings.options, method)
+    if method in SPLITTING and settings.steps is None:
+        raise ValueError(f"method={method!r} has a fixed grid. Fix: steps=n, n steps in each output interval.")
     if gradient == "reversible" and method not in SPLITTING:
         raise ValueError(
             f"gradient='reversible' needs a method that can be undone exactly, one of {tuple(SPLITTING)}, got "
-            f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with options={{'steps': n}}."
+            f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with steps=n."
         )
     if settings.adjoint_options is not None:
         raise ValueError(

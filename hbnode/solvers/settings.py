@@ -16,11 +16,14 @@ class Settings:
     rtol: float
     atol: float
     gradient: str | None
-    options: dict[str, Any] | None
-    adjoint_options: dict[str, Any] | None
-    step_control: str
-    max_steps: int
-    compile: bool
+    steps: int | None = None
+    per_sample: bool = False
+    save: str = "interpolate"
+    jump_times: tuple[float, ...] | None = None
+    max_steps: int = 10_000
+    options: dict[str, Any] | None = None
+    adjoint_options: dict[str, Any] | None = None
+    compile: bool = False
 
     @functools.cached_property
     def key(self) -> tuple:
@@ -56,9 +59,7 @@ def _items(value: Any) -> Any:
 class Options:
     """What ``options=`` of a native method may hold."""
 
-    steps: int | None = None
     first_step: float | None = None
     max_step: float = math.inf
     min_step: float = 0.0
     max_nfe: float = math.inf
-    dense: bool | None = None

@@ -48,7 +48,7 @@ class Stepper:
         max_step: no step is longer.
         strongest: the largest γ, if it limits the steps.
         sees_time: whether f takes the time.
-        knots: those of the signals in f, in increasing order.
+        knots: those of the signals in f and the jumps of f, in increasing order.
         most_knots: how many of them one step may pass.
         passes: whether steps pass output times; None where they are longer than the intervals.
     """
@@ -72,11 +72,13 @@ class Stepper:
         self.compiled: Programs | None = None
         self._of_constant: list[StepCoefficients] = []  # at most one; that of all copies
         self.sees_time: bool = getattr(term.inner, "time_dependent", True)
-        self.knots: list[float] = []
-        self.most_knots = most_knots(self.method.nodes) if self.adaptive else 0
+        near = 4.0 * torch.finfo(term.template.dtype).eps * max(grid.furthest, 1e-300)
+        self.jumps = [jump + side for jump in settings.jump_times or () for side in (-near, near)]
+        self.knots: list[float] = self.jumps
+        self.most_knots = most_knots(self.method.nodes) if self.adaptive and not self.jumps else 0
         self.max_step, self.strongest = self.options.max_step, 0.0
         shared = self.adaptive and bool(grid.elapsed) and settings.gradient != "reversible"
-        self.passes = self.options.dense if shared else False
+        self.passes = shared and settings.save == "interpolate"
 
     def of(self, field: Callable | None) -> Stepper:
         """The same for a field, or for none, as it is kept with a field."""
@@ -123,7 +125,7 @@ class Stepper:
     @property
     def adaptive(self) -> bool:
         """Whether steps are chosen by their error."""
-        return self.options.steps is None
+        return self.settings.steps is None
 
     def samples(self) -> int | None:
         """The dimension of the batch in a row, if every sample has steps of its own."""
@@ -143,7 +145,7 @@ class Stepper:
         with listening() as signals:
             value = evaluate()
         if signals and self.sees_time:
-            self.knots = sorted({knot for signal in signals for knot in signal.knots})
+            self.knots = sorted({*self.jumps, *(knot for signal in signals for knot in signal.knots)})
             if torch.is_grad_enabled() and any(signal.u.requires_grad for signal in signals):
                 self.most_knots = 0  # the gradient for a sample is an integral with kinks at its neighbours
         return value

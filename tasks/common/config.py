@@ -133,7 +133,7 @@ class ODEConfig(TaskConfig):
             "rtol": self.tol,
             "atol": self.tol,
             "gradient": self.gradient or None,
-            "options": {"steps": self.steps} if self.steps else None,
+            "steps": self.steps or None,
         }
         if self.solver == "native":
             return options

@@ -211,8 +211,7 @@ class IrregularSeriesConfig(ODEConfig):
 
     def rnn_options(self) -> dict[str, typing.Any]:
         """The arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
-        control = "sample" if self.solver == "native" else "batch"
-        return self.ode_options() | {"step_control": control, "time_unit": self.time_unit or 1.0}
+        return self.ode_options() | {"per_sample": self.solver == "native", "time_unit": self.time_unit or 1.0}
 
     def try_out(self, model: str) -> None:
         """Solve a small ODE-RNN with these options, or make a baseline: what it needs must be installed."""

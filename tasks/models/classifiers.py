@@ -137,7 +137,7 @@ class CDEReader(Reader):
         z = self.start(first)
         for change in changes.unbind(1):
             self.control.change = change
-            z = hbnode.odeint(self.field, z, [0.0, 1.0], method="rk4", options={"steps": 1})[-1]
+            z = hbnode.odeint(self.field, z, [0.0, 1.0], method="rk4", steps=1)[-1]
         self.control.change = torch.zeros(())  # which keeps no graph
         return z
 

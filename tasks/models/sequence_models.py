@@ -106,8 +106,7 @@ def with_rule(name: str) -> MakeLayer:
 
 def ode_rnn(input_size: int, hidden: int, length: int) -> nn.Module:
     """An ODE-RNN with a heavy ball, in one step from sample to sample."""
-    options = {"steps": 1}
-    return Regular(hbnode.ODERNN(input_size, hidden, method="leapfrog", options=options, step_control="batch"))
+    return Regular(hbnode.ODERNN(input_size, hidden, method="leapfrog", steps=1, per_sample=False))
 
 
 LAYERS: dict[str, MakeLayer] = {

@@ -78,7 +78,7 @@ class Draws:
         field = self.field()
         state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
         try:
-            solved = hbnode.odeint(field, state, times, rtol=tol, atol=tol, step_control="sample", max_steps=100_000)
+            solved = hbnode.odeint(field, state, times, rtol=tol, atol=tol, per_sample=True, max_steps=100_000)
             return field.readout(solved).norm(dim=-1)
         except hbnode.SolverError as error:
             if len(self.weight) > 1:  # one at a time: the others go on

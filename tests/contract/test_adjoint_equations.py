@@ -10,7 +10,7 @@ from tests.models import make_field
 
 T, D = 1.3, 4
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
-REFERENCE = {"method": "dopri8", "rtol": 1e-12, "atol": 1e-12, "options": {"land": True}}
+REFERENCE = {"method": "dopri8", "rtol": 1e-12, "atol": 1e-12, "save": "exact"}
 
 
 @pytest.fixture(params=["hbnode", "ghbnode"])

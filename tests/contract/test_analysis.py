@@ -33,7 +33,7 @@ def test_errors_are_against_the_exact_solution():
         def forward(self, h):
             return -self.rate * h
 
-    block = hbnode.ODEBlock(hbnode.NODE(Decay()), method="rk4", options={"steps": 2})
+    block = hbnode.ODEBlock(hbnode.NODE(Decay()), method="rk4", steps=2)
     x = torch.ones(1, 1, dtype=torch.float64)
     curve = hbnode.nfe_vs_tolerance(block, x, [1e-3])
     z = -1.0  # rate times step, negative
@@ -95,7 +95,7 @@ def test_bad_input():
 
 
 def test_any_solver_has_a_curve():
-    for settings in ({}, {"step_control": "sample"}, {"gradient": "adjoint"}):
+    for settings in ({}, {"per_sample": True}, {"gradient": "adjoint"}):
         block = hbnode.HeavyBallODEBlock(hbnode.nets.MLP(3, [8], 3), **settings)
         curve = hbnode.nfe_vs_tolerance(block, torch.randn(5, 3), [1e-2, 1e-5])
         assert curve.error[1] < 1e-5

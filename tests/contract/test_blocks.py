@@ -71,7 +71,7 @@ def test_blocks_learn_in_a_sequential():
     x = torch.randn(64, 2)
     y = (x.norm(dim=1) > 1).long()
     model = nn.Sequential(
-        hbnode.HeavyBallODEBlock(hbnode.nets.MLP(4, [16], 4), augment=2, method="rk4", options={"steps": 4}),
+        hbnode.HeavyBallODEBlock(hbnode.nets.MLP(4, [16], 4), augment=2, method="rk4", steps=4),
         nn.Linear(4, 2),
     )
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
@@ -126,13 +126,13 @@ def test_bad_input(make, kind, message):
     [
         ({"gradient": "direct"}, False),
         ({"gradient": "checkpoint"}, False),
-        ({"gradient": "checkpoint", "options": {"steps": 20}}, True),
+        ({"gradient": "checkpoint", "steps": 20}, True),
         ({"gradient": "adjoint"}, False),
-        ({"gradient": "adjoint", "options": {"dense": True}}, True),
-        ({"gradient": "reversible", "options": {"steps": 3}}, True),
+        ({"gradient": "adjoint", "save": "interpolate"}, True),
+        ({"gradient": "reversible", "steps": 3}, True),
         ({"method": "dopri5"}, False),
         ({"method": "dopri5", "gradient": "adjoint"}, False),
-        ({"method": "rk4", "gradient": "adjoint", "options": {"steps": 3}}, True),
+        ({"method": "rk4", "gradient": "adjoint", "steps": 3}, True),
     ],
 )
 def test_an_output_may_be_changed_in_place(solver, generalized):
@@ -165,9 +165,9 @@ class Forced(nn.Module):
     "solver",
     [
         {"gradient": "direct"},
-        {"gradient": "checkpoint", "options": {"steps": 20}},
+        {"gradient": "checkpoint", "steps": 20},
         {"gradient": "adjoint"},
-        {"gradient": "reversible", "options": {"steps": 3}},
+        {"gradient": "reversible", "steps": 3},
         {"method": "dopri5"},
         {"method": "dopri5", "gradient": "adjoint"},
     ],
@@ -211,7 +211,7 @@ def test_constructed_on_the_meta_device(make):
 def test_steps_for_each_sample_under_vmap():
     x = torch.randn(4, 3, 2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 5.0, 20.0]).view(-1, 1, 1)
     func = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
-    solver = {"method": "tsit5", "rtol": 1e-8, "atol": 1e-8, "step_control": "sample"}
+    solver = {"method": "tsit5", "rtol": 1e-8, "atol": 1e-8, "per_sample": True}
     block = hbnode.HeavyBallODEBlock(func, gradient="direct", t_span=(0.0, 5.0), **solver).double()
     torch.testing.assert_close(
         torch.func.vmap(block)(x), torch.stack([block(part) for part in x]), rtol=1e-6, atol=1e-6
@@ -315,28 +315,52 @@ def test_an_unknown_method_suggests_the_nearest(name, fix):
     ("wrong", "fix", "right"),
     [
         ({"options": {"max_num_steps": 9}}, "max_steps=n", {"max_steps": 9}),
-        ({"options": {"step_size": 0.1}}, "options={'steps': n}", {"options": {"steps": 9}}),
-        ({"options": {"land": True}}, "options={'dense': False}", {"options": {"dense": False}}),
+        ({"options": {"step_size": 0.1}}, "steps=n", {"steps": 9}),
+        ({"options": {"steps": 9}}, "steps=n", {"steps": 9}),
+        ({"options": {"land": True}}, "save='exact'", {"save": "exact"}),
+        ({"options": {"dense": False}}, "save='interpolate' or save='exact'", {"save": "exact"}),
+        ({"options": {"jump_t": [0.5]}}, "jump_times=[...]", {"jump_times": [0.5]}),
+        ({"steps": 0}, "steps=8", {"steps": 8}),
+        ({"steps": True}, "steps=8", {"steps": 8}),
+        ({"steps": 2.0}, "steps=8", {"steps": 8}),
+        ({"method": "leapfrog"}, "steps=n", {"method": "leapfrog", "steps": 9}),
+        ({"per_sample": "sample"}, "per_sample=True", {"per_sample": True}),
+        ({"per_sample": True, "method": "dopri5"}, "per_sample=False", {"per_sample": False, "method": "dopri5"}),
+        ({"save": "land"}, "save='exact'", {"save": "exact"}),
+        ({"save": "interpolation"}, "save='interpolate'", {"save": "interpolate"}),
+        ({"save": 3}, "leave it out", {}),
+        ({"save": "exact", "method": "rk4", "options": {"step_size": 0.3}}, "leave save out", {"method": "rk4"}),
+        ({"jump_times": 0.5}, "jump_times=[0.5]", {"jump_times": [0.5]}),
+        ({"jump_times": [float("nan")]}, "jump_times=[0.5]", {"jump_times": [0.5]}),
+        ({"jump_times": [0.5], "steps": 9}, "leave steps out", {"jump_times": [0.5]}),
+        ({"jump_times": [0.5], "method": "rk4"}, "method='dopri5'", {"jump_times": [0.5], "method": "dopri5"}),
+        (
+            {"jump_times": [0.5], "method": "dopri5", "options": {"jump_t": torch.tensor([0.5])}},
+            "jump_times alone",
+            {"jump_times": [0.5], "method": "dopri5"},
+        ),
         (
             {"options": {"norm": max}},
             "method='dopri5'",
             {"method": "dopri5", "options": {"norm": lambda state: state[0].norm()}},
         ),
         ({"options": {"min_steps": 0.1}}, "options={'min_step': ...}", {"options": {"min_step": 1e-3}}),
-        ({"options": 8}, "options={'steps': 8}", {"options": {"steps": 8}}),
+        ({"options": 8}, "steps=8 for a grid, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),
         (
-            {"method": "leapfrog", "options": {"steps": 9, "max_step": 1.0}},
+            {"method": "leapfrog", "steps": 9, "options": {"max_step": 1.0}},
             "leave it out",
-            {"method": "leapfrog", "options": {"steps": 9}},
+            {"method": "leapfrog", "steps": 9},
         ),
         (
-            {"method": "dopri5", "options": {"steps": 9}},
+            {"method": "dopri5", "steps": 9},
             "method='rk4'",
-            {"method": "rk4", "options": {"steps": 9}},
+            {"method": "rk4", "steps": 9},
         ),
         ({"method": "rk4", "options": {"first_step": 0.1}}, "method='dopri5'", {"method": "dopri5"}),
         ({"method": "dopri5", "options": {"max_num_steps": 9}}, "max_steps=n", {"method": "dopri5", "max_steps": 9}),
-        ({"method": "dopri5", "options": {"dense": True}}, "method=None", {}),
+        ({"method": "dopri5", "options": {"land": True}}, "save='exact'", {"method": "dopri5", "save": "exact"}),
+        ({"method": "dopri5", "options": {"max_nfe": 99}}, "method=None", {"options": {"max_nfe": 99}}),
+        ({"method": "rk4", "options": {"steps": 9}}, "steps=n", {"method": "rk4", "steps": 9}),
         (
             {"method": "rk4", "options": 8},
             "options={'step_size': 0.1}",
@@ -344,8 +368,8 @@ def test_an_unknown_method_suggests_the_nearest(name, fix):
         ),
         (
             {"method": "tsit5", "gradient": "reversible"},
-            "gradient='checkpoint', or method='leapfrog' with options={'steps': n}",
-            {"method": "leapfrog", "gradient": "reversible", "options": {"steps": 9}},
+            "gradient='checkpoint', or method='leapfrog' with steps=n",
+            {"method": "leapfrog", "gradient": "reversible", "steps": 9},
         ),
         (
             {"adjoint_options": {}},
@@ -363,7 +387,7 @@ def test_the_fix_helps(wrong, fix, right):
 
 
 def test_a_splitting_of_another_field_suggests_what_works():
-    block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), gradient="reversible", options={"steps": 2})
+    block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), gradient="reversible", steps=2)
     with pytest.raises(ValueError, match=r"Fix: method='tsit5' with gradient='checkpoint'"):
         block(torch.ones(1, 2))
     block.method, block.gradient = "tsit5", "checkpoint"

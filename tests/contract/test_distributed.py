@@ -36,7 +36,7 @@ class Streamed(nn.Module):
 
 def block(method, gradient, **kind):
     func = hbnode.nets.MLP(3, [6], 3)
-    solver = {"method": method, "options": {"steps": 3}, "gradient": gradient}
+    solver = {"method": method, "steps": 3, "gradient": gradient}
     return nn.Sequential(hbnode.HeavyBallODEBlock(func, **kind, **solver), nn.Linear(3, 1))
 
 

@@ -11,7 +11,7 @@ import hbnode
 from tests import problems
 from tests.models import every_model, make_field, make_input
 
-TIGHT = {"rtol": 1e-10, "atol": 1e-10, "method": "dopri8", "options": {"land": True}}
+TIGHT = {"rtol": 1e-10, "atol": 1e-10, "method": "dopri8", "save": "exact"}
 A = np.array([[-1.0, 0.5, 0.0], [0.2, -2.0, 0.7], [-0.3, 0.1, 0.4]])
 
 

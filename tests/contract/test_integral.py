@@ -15,11 +15,11 @@ SOLVERS = [
     {},
     {"gradient": "direct"},
     {"gradient": "adjoint"},
-    {"step_control": "sample"},
-    {"method": "tsit5", "options": {"steps": 60}},
+    {"per_sample": True},
+    {"method": "tsit5", "steps": 60},
     {"method": "dopri5"},
     {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}},
-    {"method": "rk4", "options": {"steps": 200}},
+    {"method": "rk4", "steps": 200},
 ]
 every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=str)
 
@@ -69,7 +69,7 @@ def test_the_kinetic_energy_of_an_oscillator_and_its_gradients(solver):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("solver", [*SOLVERS[:4], {"options": {"steps": 3}}, SOLVERS[6]], ids=str)
+@pytest.mark.parametrize("solver", [*SOLVERS[:4], {"steps": 3}, SOLVERS[6]], ids=str)
 def test_the_log_density_of_a_linear_flow(solver):
     """Its trace times the length of time, exact or estimated with noise e: eᵀAe."""
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_the_log_density_of_a_nonlinear_flow_is_that_of_its_map():
     torch.testing.assert_close(q, slope.log().sum(1), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}, {"step_control": "sample"}], ids=str)
+@pytest.mark.parametrize("solver", [{}, {"method": "dopri5"}, {"per_sample": True}], ids=str)
 def test_at_many_times(solver):
     block, x, times = spring_block(**solver), make_x(2, 3), torch.linspace(-1.0, 3.0, 9, dtype=torch.float64)
     h, q = block.with_integral(x, energy, times)
@@ -136,7 +136,7 @@ def test_every_field(model):
     assert all(p.grad is not None for p in field.parameters())
 
 
-@pytest.mark.parametrize("solver", [{"method": "tsit5"}, {"method": "dopri5"}, {"step_control": "sample"}], ids=str)
+@pytest.mark.parametrize("solver", [{"method": "tsit5"}, {"method": "dopri5"}, {"per_sample": True}], ids=str)
 def test_the_error_norms_of_the_state_and_the_integral_are_apart(solver):
     """A thousand features at rest do not hide the error of q, and an easy q does not loosen the steps of h."""
     rest = hbnode.ODEBlock(hbnode.NODE(lambda h: 0 * h), t_span=(0.0, 3.0), rtol=1e-7, atol=1e-7, **solver)
@@ -152,7 +152,7 @@ def test_the_error_norms_of_the_state_and_the_integral_are_apart(solver):
     assert not q.any()
 
 
-@pytest.mark.parametrize("solver", [{"method": "tsit5"}, {"method": "dopri5"}, {"step_control": "sample"}], ids=str)
+@pytest.mark.parametrize("solver", [{"method": "tsit5"}, {"method": "dopri5"}, {"per_sample": True}], ids=str)
 def test_an_empty_batch_has_an_empty_integral(solver):
     block, x = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), **solver), torch.randn(0, 2, requires_grad=True)
     h, q = block.with_integral(x, energy)
@@ -163,18 +163,18 @@ def test_an_empty_batch_has_an_empty_integral(solver):
     assert not block.field.func.weight.grad.any()
 
 
-@pytest.mark.parametrize("step_control", ["batch", "sample"])
-def test_the_time_that_an_integrand_gets_broadcasts_with_the_state(step_control):
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_the_time_that_an_integrand_gets_broadcasts_with_the_state(per_sample):
     shapes = set()
 
     def squared_time(t, h, derivative):
         shapes.add(t.shape)
         return t.reshape(-1) ** 2 + 0 * h.flatten(1).sum(1)
 
-    block = hbnode.ODEBlock(hbnode.NODE(lambda h: -h), step_control=step_control, **TIGHT)
+    block = hbnode.ODEBlock(hbnode.NODE(lambda h: -h), per_sample=per_sample, **TIGHT)
     _, q = block.with_integral(make_x(3, 2, 2), squared_time)
     torch.testing.assert_close(q, torch.full_like(q, 1 / 3), rtol=1e-8, atol=1e-8)
-    assert shapes == ({(1, 1, 1), (3, 1, 1)} if step_control == "sample" else {()})
+    assert shapes == ({(1, 1, 1), (3, 1, 1)} if per_sample else {()})
     _, q = block.with_integral(make_x(2, 2, 2), squared_time, torch.tensor([[0.0, 1.0], [0.0, 2.0]]).double())
     torch.testing.assert_close(q[1], torch.tensor([1.0, 8.0]).double() / 3, rtol=1e-8, atol=1e-8)
     assert (2, 1, 1) in shapes
@@ -207,8 +207,8 @@ def test_counts_modules_and_masks():
     "solver",
     [
         {"method": "nystrom8"},
-        {"method": "leapfrog", "options": {"steps": 8}},
-        {"gradient": "reversible", "options": {"steps": 8}},
+        {"method": "leapfrog", "steps": 8},
+        {"gradient": "reversible", "steps": 8},
     ],
 )
 def test_a_method_of_the_heavy_ball_alone_is_refused(solver):

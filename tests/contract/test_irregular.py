@@ -203,7 +203,7 @@ def test_static_features_move_a_learned_start():
         ({"bidirectional": True, "cell": nn.GRUCell(2, 8)}, "cell is one module, and there are 2 networks"),
         ({"bidirectional": True, "initial_state": nn.Flatten()}, "initial_state is one module"),
         ({"options": {"step_size": 0}}, "step_size must be a positive number"),
-        ({"options": {"step_size": 0.5, "steps": 2}}, "both 'steps' and 'step_size'"),
+        ({"steps": 2, "options": {"step_size": 0.5}}, "were both given. Fix: leave steps out"),
     ],
 )
 def test_wrong_options(options, message):
@@ -236,7 +236,7 @@ def test_a_grid_follows_the_gaps(method, gradient):
                     state,
                     GAPS[b, i - 1 : i + 1],
                     method=method or rnn.settings.method,
-                    options={"steps": steps[b][i - 1]},
+                    steps=steps[b][i - 1],
                     gradient="direct",
                 )
                 rows.append(torch.cat([part[-1] for part in ends], 1))
@@ -256,8 +256,8 @@ def test_a_grid_follows_the_gaps(method, gradient):
 def test_a_grid_is_exact_enough_on_long_gaps():
     """Where a single step of a gap of 4 is worthless."""
     grid, one, tight = (
-        hbnode.ODERNN(2, 16, field="ghbnode", options=options, rtol=1e-9, atol=1e-9).double()
-        for options in ({"step_size": 0.25}, {"steps": 1}, None)
+        hbnode.ODERNN(2, 16, field="ghbnode", **solver, rtol=1e-9, atol=1e-9).double()
+        for solver in ({"options": {"step_size": 0.25}}, {"steps": 1}, {})
     )
     with torch.no_grad():
         for p in tight.field.parameters():

@@ -17,8 +17,8 @@ SOLVERS = {
     "checkpoint": {},
     "direct": {"gradient": "direct"},
     "adjoint": {"gradient": "adjoint"},
-    "sample": {"step_control": "sample"},
-    "grid": {"options": {"steps": 3}},
+    "sample": {"per_sample": True},
+    "grid": {"steps": 3},
     "dopri5": {"method": "dopri5"},
     "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint"},
 }
@@ -88,7 +88,7 @@ def test_repr_names_the_parts(model):
 @every_model
 def test_gradcheck_direct(model):
     torch.manual_seed(1)
-    block = make_block(model, method="rk4", options={"steps": 2})
+    block = make_block(model, method="rk4", steps=2)
     x = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(block, (x,))
 
@@ -101,7 +101,7 @@ def test_adjoint_and_direct_agree_with_a_tight_reference(model, shape):
     solvers = {
         "direct": {"gradient": "direct", "rtol": 1e-9, "atol": 1e-9},
         "adjoint": {"gradient": "adjoint", "rtol": 1e-9, "atol": 1e-9},
-        "reference": {"method": "dopri8", "options": {"land": True}, "rtol": 1e-12, "atol": 1e-12},
+        "reference": {"method": "dopri8", "save": "exact", "rtol": 1e-12, "atol": 1e-12},
     }
     for name, solver in solvers.items():
         torch.manual_seed(3)
@@ -168,7 +168,7 @@ def test_autocast_with_weights_that_were_used_before():
 
 
 def test_bfloat16_state_on_a_fixed_grid():
-    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="rk4", options={"steps": 4})
+    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method="rk4", steps=4)
     x = make_input(dtype=torch.float32)
     expected = block(x)
     got = copy.deepcopy(block).bfloat16()(x.bfloat16())

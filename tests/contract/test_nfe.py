@@ -64,7 +64,7 @@ def test_backward_over_n_output_intervals(outputs, learn_t):
 @pytest.mark.parametrize("gradient", ["direct", "adjoint"])
 def test_every_kind_of_method_is_counted(method, gradient):
     fixed = method in ("rk4", "implicit_adams", "euler")
-    block = counted_block("ghbnode", method=method, gradient=gradient, options={"steps": 5} if fixed else None)
+    block = counted_block("ghbnode", method=method, gradient=gradient, steps=5 if fixed else None)
     block(make_input()).sum().backward()
     assert block.nfe.total == block.field.func.calls
     assert (block.nfe.backward > 0) == (gradient == "adjoint")
@@ -118,7 +118,7 @@ def test_count_nfe_sums_over_two_blocks_and_repeated_calls():
 
 
 def test_a_block_inside_the_func_of_a_block():
-    inner = counted_block("node", method="rk4", options={"steps": 2}, gradient="adjoint")
+    inner = counted_block("node", method="rk4", steps=2, gradient="adjoint")
     calls = []
 
     class Outer(nn.Module):
@@ -130,7 +130,7 @@ def test_a_block_inside_the_func_of_a_block():
             calls.append(1)
             return -self.inner(h)
 
-    outer = hbnode.HeavyBallODEBlock(Outer(), method="rk4", options={"steps": 3}, gradient="adjoint").double()
+    outer = hbnode.HeavyBallODEBlock(Outer(), method="rk4", steps=3, gradient="adjoint").double()
     with hbnode.count_nfe(outer) as nfe:
         h = outer(make_input())
         outer_forward, inner_forward = len(calls), inner.field.func.calls
@@ -168,7 +168,7 @@ def test_recomputation_by_checkpointing_counts_as_backward():
 def test_count_nfe_of_a_plain_function_and_bad_input():
     field = lambda t, y: -y
     with hbnode.count_nfe(field) as nfe:
-        hbnode.odeint(field, torch.ones(2), [0.0, 1.0], method="euler", options={"steps": 7})
+        hbnode.odeint(field, torch.ones(2), [0.0, 1.0], method="euler", steps=7)
     assert nfe.forward == 7
     with pytest.raises(TypeError, match="count_nfe expected a module or a callable"), hbnode.count_nfe(3):
         pass
@@ -181,7 +181,7 @@ def test_count_nfe_of_a_bound_method():
 
     owner = Owner()
     with hbnode.count_nfe(owner.dynamics) as nfe:
-        hbnode.odeint(owner.dynamics, torch.ones(2), [0.0, 1.0], method="euler", options={"steps": 3})
+        hbnode.odeint(owner.dynamics, torch.ones(2), [0.0, 1.0], method="euler", steps=3)
     assert nfe.forward == 3
 
 

@@ -18,10 +18,10 @@ from tests.models import every_model
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SOLVERS = {
     "sample": {},
-    "batch": {"step_control": "batch"},
+    "batch": {"per_sample": False},
     "checkpoint": {"gradient": "checkpoint"},
-    "dopri5": {"method": "dopri5", "step_control": "batch"},
-    "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint", "step_control": "batch"},
+    "dopri5": {"method": "dopri5", "per_sample": False},
+    "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint", "per_sample": False},
 }
 every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 # Every model, and every solver with one that suits it least: with an extra dimension, two rows of state, an activation
@@ -229,8 +229,8 @@ def test_in_parts_under_checkpoint():
 
 def test_reversible_gradient():
     """The gaps of a fixed grid undone one after the other, against the graph of the same steps."""
-    undone = make_rnn(gradient="reversible", options={"steps": 6})
-    kept = make_rnn(method="blanes_moan4", options={"steps": 6})
+    undone = make_rnn(gradient="reversible", steps=6)
+    kept = make_rnn(method="blanes_moan4", steps=6)
     x, t = make_series()
     (output, _), (expected, _) = undone(x, t, lengths=LENGTHS), kept(x, t, lengths=LENGTHS)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
@@ -319,7 +319,7 @@ def test_copies_state_dict_and_repr(model):
     for twin in (copy.deepcopy(rnn), fresh):
         assert twin(x, t)[0].equal(output)
     assert pickle.loads(pickle.dumps(rnn))(x, t)[0].equal(output)
-    assert "step_control='sample'" in repr(rnn)
+    assert "per_sample=True" in repr(rnn)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
@@ -338,11 +338,11 @@ def test_under_torch_compile_and_autocast():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
-@pytest.mark.parametrize("step_control", ["sample", "batch"])
+@pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize("model", ["hbnode", "ghbnode"])
-def test_compiled_steps(model, step_control):
-    rnn = make_rnn(model, rtol=1e-6, atol=1e-6, step_control=step_control)
-    compiled = make_rnn(model, rtol=1e-6, atol=1e-6, step_control=step_control, compile=True)
+def test_compiled_steps(model, per_sample):
+    rnn = make_rnn(model, rtol=1e-6, atol=1e-6, per_sample=per_sample)
+    compiled = make_rnn(model, rtol=1e-6, atol=1e-6, per_sample=per_sample, compile=True)
     x, t = make_series()
     (expected, _), (output, _) = rnn(x, t), compiled(x, t)
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
@@ -428,7 +428,7 @@ def test_wrong_states_and_forecasts():
         ({"field": lambda n: nn.Linear(n, n)}, TypeError, "function hidden_size -> field"),
         ({"cell": "lstm"}, ValueError, "cell must be one of"),
         ({"initial_state": "ones"}, ValueError, "initial_state must be"),
-        ({"method": "dopri5"}, ValueError, "step_control"),
+        ({"method": "dopri5"}, ValueError, "per_sample"),
         ({"rtol": -1.0}, ValueError, "rtol"),
         ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
     ],
@@ -478,19 +478,19 @@ def field_with_dampings(n):
 
 
 @pytest.mark.parametrize(
-    ("field", "step_control"),
+    ("field", "per_sample"),
     [
-        ("hbnode", "sample"),
-        ("ghbnode", "batch"),
-        (timed_field, "sample"),
-        (timed_field, "batch"),
-        (field_with_dampings, "sample"),
+        ("hbnode", True),
+        ("ghbnode", False),
+        (timed_field, True),
+        (timed_field, False),
+        (field_with_dampings, True),
     ],
     ids=["hbnode-sample", "ghbnode-batch", "timed-sample", "timed-batch", "dampings-sample"],
 )
-def test_long_series_with_few_steps_a_gap(field, step_control):
+def test_long_series_with_few_steps_a_gap(field, per_sample):
     """More gaps than have their coefficients made at once, against each solved by itself."""
-    options = {"rtol": 1e-2, "atol": 1e-2, "step_control": step_control}
+    options = {"rtol": 1e-2, "atol": 1e-2, "per_sample": per_sample}
     rnn, plain = make_rnn(field, **options), make_rnn(field, gradient="checkpoint", **options)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 140, 3, generator=generator, dtype=torch.float64)
@@ -517,11 +517,11 @@ def test_gradients_of_times(solver):
 
 
 @pytest.mark.filterwarnings("ignore:the gaps between samples take:UserWarning")
-@pytest.mark.parametrize("step_control", ["sample", "batch"])
-def test_times_since_1970(step_control):
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_times_since_1970(per_sample):
     """Only gaps count: large times in float64 beside samples in float32."""
     field = hbnode.HBNODE(lambda h: -4e-4 * h * (1 + 20 * h * h), damping=0.001)
-    rnn = hbnode.ODERNN(3, 4, field=field, step_control=step_control)
+    rnn = hbnode.ODERNN(3, 4, field=field, per_sample=per_sample)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 5, 3, generator=generator)
     t = 600.0 * torch.arange(5, dtype=torch.float64)
@@ -581,9 +581,7 @@ def test_limits_hold_for_each_gap():
         hbnode.ODERNN(1, 2, rtol=1e-12)(x, t)
 
 
-@pytest.mark.parametrize(
-    "solver", [{}, {"step_control": "batch"}, {"method": "tsit5", "options": {"steps": 2}}, SOLVERS["dopri5"]]
-)
+@pytest.mark.parametrize("solver", [{}, {"per_sample": False}, {"method": "tsit5", "steps": 2}, SOLVERS["dopri5"]])
 def test_failures_tell_the_time(solver):
     """The cell explodes at the third sample, at 102."""
 
@@ -603,7 +601,7 @@ def test_failures_tell_the_time(solver):
     ("options", "message"),
     [
         ({"gradient": "adjoint"}, "does not know times of each sample's own"),
-        ({"method": "nystrom6", "options": {"dense": True}}, "every gap ends on its sample"),
+        ({"method": "nystrom6", "save": "interpolate"}, "every gap ends on its sample"),
     ],
 )
 def test_what_no_gaps_can_have_is_refused_at_once(options, message):
@@ -732,10 +730,10 @@ def test_an_adjoint_without_gradients_of_times_says_so():
     assert slope.any()
 
 
-@pytest.mark.parametrize("step_control", ["sample", "batch"])
-def test_spans_that_are_huge_against_the_dynamics_are_given_up_early(step_control):
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_spans_that_are_huge_against_the_dynamics_are_given_up_early(per_sample):
     field = hbnode.HBNODE(lambda h: -h)
-    rnn = hbnode.ODERNN(3, 4, field=field, step_control=step_control, max_steps=1000, method="nystrom4")
+    rnn = hbnode.ODERNN(3, 4, field=field, per_sample=per_sample, max_steps=1000, method="nystrom4")
     x, _ = make_series(torch.float32)
     days = 1.7e9 + 86400.0 * torch.arange(5, dtype=torch.float64)
     with pytest.raises(

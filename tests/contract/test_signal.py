@@ -138,8 +138,8 @@ def test_the_exact_end_in_another_dtype_is_inside(end, kind, dtype):
         torch.testing.assert_close(signal(t), torch.full_like(t, 10.0))
     field = hbnode.HBNODE(lambda t, h: signal(t) - h, damping=0.1, learn_damping=False)
     state = torch.zeros(2, 1, dtype=dtype)
-    for control in ("batch", "sample"):
-        hbnode.odeint(field, (state, state), [0.0, end], step_control=control, options={"steps": 2})
+    for per_sample in (False, True):
+        hbnode.odeint(field, (state, state), [0.0, end], per_sample=per_sample, steps=2)
     for t in (end * (1 + 1e-5), -1e-5 * end):
         with pytest.raises(ValueError, match="outside of its samples"):
             signal(torch.tensor(t, dtype=dtype))

@@ -18,7 +18,7 @@ def _oscillator(**solver):
     return block, torch.tensor([[0.5], [-1.0]], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("solver", [{}, {"method": "tsit5"}, {"method": "dopri5"}, {"step_control": "sample"}], ids=str)
+@pytest.mark.parametrize("solver", [{}, {"method": "tsit5"}, {"method": "dopri5"}, {"per_sample": True}], ids=str)
 def test_the_position_and_momentum_of_an_oscillator(solver):
     block, x = _oscillator(**solver)
     h, m = block.trajectory(x, TIMES)
@@ -80,10 +80,10 @@ def test_an_initial_state_and_augmentation():
 
 @every_model
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
-@pytest.mark.parametrize("options", [{"steps": 2}, None], ids=["grid", "adaptive"])
-def test_a_block_gives_the_end_of_its_trajectory(model, options, gradient):
+@pytest.mark.parametrize("steps", [2, None], ids=["grid", "adaptive"])
+def test_a_block_gives_the_end_of_its_trajectory(model, steps, gradient):
     """Which it solves without a trajectory: the gradient of h does not pass through the last value of f."""
-    block = hbnode.ODEBlock(make_field(model), gradient=gradient, options=options).double()
+    block = hbnode.ODEBlock(make_field(model), gradient=gradient, steps=steps).double()
     x = make_input().requires_grad_()
     inputs = [x, *block.parameters()]
 

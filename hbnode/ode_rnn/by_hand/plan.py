@@ -110,10 +110,9 @@ def planned(core: Network, s: Tensor, times: Tensor, given: Settings, step_size:
     """
     settings = resolved(given, core.field)
     method = METHODS.get(settings.method)
-    options = settings.options or {}
-    if method is None or options.keys() - {"steps"} or settings.gradient not in ("direct", "checkpoint"):
+    if method is None or settings.options or settings.gradient not in ("direct", "checkpoint"):
         return None
-    if not options and (settings.step_control != "sample" or not s.is_cpu):  # whose steps the host chooses
+    if settings.steps is None and (not settings.per_sample or not s.is_cpu):  # whose steps the host chooses
         return None
     if not _is_plain(core, s, times, settings):
         return None
@@ -176,8 +175,8 @@ def _gaps(
         ]
         ends = [0, *torch.tensor(most).long().cumsum(0).tolist()]
         grid = torch.cat([lengths[:0], *sizes]), [list(range(*pair)) for pair in itertools.pairwise(ends)]
-    elif settings.options:
-        count = settings.options["steps"]
+    elif settings.steps is not None:
+        count = settings.steps
         grid = lengths / count, [[gap] * count for gap in range(len(lengths))]
     longest = math.inf
     if settings.method in NYSTROM and grid is None and (gamma := abs(float(damping))) != 0:
