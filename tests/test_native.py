@@ -398,7 +398,6 @@ PAIR = (torch.ones(2, 1), torch.zeros(2, 1))
         ({"t": torch.tensor([[0.0, 1.0], [1.0, 0.0]])}, "must increase along each row, or decrease"),
         ({"t": torch.tensor([[0.0, 1.0]] * 2), "gradient": "adjoint"}, "gradient='adjoint' does not know t of shape"),
         ({"per_sample": True, "gradient": "adjoint"}, "does not know per_sample=True"),
-        ({"per_sample": True, "save": "interpolate"}, "dense output does not know per_sample=True"),
         ({"per_sample": True, "y0": (torch.ones(()), torch.ones(()))}, r"parts have one shape \(batch, ...\)"),
         ({"y0": (torch.ones(2, 1), torch.ones(2, 2))}, "h and m must have one shape"),
         ({"event_fn": lambda t, y: y[0].sum(), "method": "tsit5"}, "event_fn is for torchdiffeq's methods"),
