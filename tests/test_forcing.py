@@ -15,7 +15,7 @@ from hbnode.solvers.registry import METHODS
 from tests.problems import Forced
 
 METHODS = [name for name, method in METHODS.items() if hasattr(method, "error_order")]
-CONTROLS = ["batch", "sample"]
+CONTROLS = [False, True]
 
 
 def solve(force, t, **settings):
