@@ -495,7 +495,7 @@ def closure_over_a_leaf():
         ({"field": hbnode.NODE(lambda h: h.sum())}, ValueError, r"func returned shape \(\); expected .* \(1,\)"),
         ({"field": hbnode.NODE(lambda h: 1.0)}, ValueError, "func returned type float"),
         ({"field": hbnode.NODE(nn.Linear(1, 1).double())}, TypeError, "state is torch.float32, the field's parameters"),
-        ({"steps": 4, "method": "dopri5"}, ValueError, "steps=4 is a fixed grid, which method='dopri5' has not"),
+        ({"steps": 4, "method": "dopri5"}, ValueError, "steps=4 is a fixed grid, which method='dopri5' does not have"),
         ({"steps": 0, "method": "rk4"}, ValueError, "steps must be a positive integer, got 0. Fix: steps=8"),
         ({"steps": 2, "options": {"step_size": 0.1}, "method": "rk4"}, ValueError, "Fix: give one of them"),
         ({"adjoint_options": {"steps": 2}, "method": "rk4", "gradient": "adjoint"}, ValueError, "Fix: steps=n"),

@@ -307,7 +307,7 @@ def test_two_processes_under_torchrun(undrawn, tmp_path):
 
 def test_wrong_options_do_not_take_the_folder(tmp_path, capsys):
     for wrong, message in (
-        (["--steps", "5", "--solver", "torchdiffeq"], "options has"),
+        (["--steps", "5", "--solver", "torchdiffeq"], "steps=5 is a fixed grid"),
         (["--method", "foo"], "unknown method 'foo'"),
         (["--method", "rk4"], "--method rk4 is not one of --solver native"),
         (["--method", "tsit5", "--solver", "torchdiffeq"], "Fix: --solver native"),

@@ -59,7 +59,9 @@ def check(settings: Settings) -> None:
     """Refuse arguments that the method does not know."""
     method, options = settings.method, settings.options if isinstance(settings.options, dict) else {}
     if settings.steps is not None and method not in FIXED:
-        raise ValueError(f"steps={settings.steps} is a fixed grid, which method={method!r} has not. Fix: method='rk4'.")
+        raise ValueError(
+            f"steps={settings.steps} is a fixed grid, which method={method!r} does not have. Fix: method='rk4'."
+        )
     if settings.steps is not None and any(option in options for option in _GRID_OPTIONS):
         raise ValueError(f"steps was given, and options has one of {_GRID_OPTIONS}. Fix: give one of them.")
     if settings.jump_times is not None and "jump_t" in options:

@@ -601,7 +601,6 @@ def test_failures_tell_the_time(solver):
     ("options", "message"),
     [
         ({"gradient": "adjoint"}, "does not know times of each sample's own"),
-        ({"method": "nystrom6", "save": "interpolate"}, "every gap ends on its sample"),
     ],
 )
 def test_what_no_gaps_can_have_is_refused_at_once(options, message):
