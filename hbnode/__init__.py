@@ -18,11 +18,12 @@ from hbnode.errors import (
     MaxNFEError,
     MaxStepsError,
     NonFiniteError,
+    RecomputationError,
     ReversalError,
     SolverError,
     StepSizeUnderflowError,
 )
-from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
+from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field, HeavyBallSDE
 from hbnode.flows import HeavyBallFlow
 from hbnode.nfe import NFE, StepRecord, count_nfe, record_steps
 from hbnode.ode_rnn import ODERNN, Filtered, ODERNNState
@@ -94,10 +95,11 @@ from hbnode.recurrent import (
     SRRNNCell,
     TanhRNN,
 )
-from hbnode.sde import BrownianIncrements, HeavyBallSDE, sdeint
 from hbnode.signal import Signal
 from hbnode.solve import odeint
-from hbnode.solvers.names import Gradient, Method, Save
+from hbnode.solve.noise import BrownianIncrements
+from hbnode.solve.sde import sdeint
+from hbnode.solve.settings import Gradient, Method, Save
 from hbnode.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
 
 __version__ = "0.1.0"
@@ -124,6 +126,7 @@ __all__ = [
     "StepSizeUnderflowError",
     "MaxStepsError",
     "MaxNFEError",
+    "RecomputationError",
     "ReversalError",
     # noise
     "HeavyBallSDE",

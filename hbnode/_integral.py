@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hbnode._state import State, cast, describe, like, parts
 from hbnode._tracing import is_tracing
-from hbnode.solvers.registry import SECOND_ORDER
-from hbnode.solvers.settings import Settings
+from hbnode.solve.methods import SECOND_ORDER
+from hbnode.solve.settings import Settings
 
 Integrand = Callable[[Tensor, Any, Any], Tensor]  # of t and the state and its derivative, tensors or tuples
 
@@ -33,7 +33,7 @@ class WithIntegral(nn.Module):
         state: the state at the start, whose parts have the shapes (batch, ...).
     """
 
-    apart = 1  # elements at the end of each row whose error has a norm of its own, not averaged with the others
+    separate = 1  # elements at the end of each row whose error has a norm of its own, not averaged with the others
 
     def __init__(self, field: nn.Module, integrand: Integrand, state: State) -> None:
         super().__init__()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from hbnode.sde.methods import SPLITTINGS
-from hbnode.sde.names import NativeSDEMethod, SDEMethodName, TorchsdeMethod
-from hbnode.solvers.names import Gradient, Method, NativeMethod, TorchdiffeqMethod
-from hbnode.solvers.registry import METHODS, SECOND_ORDER, SPLITTING
-from hbnode.solvers.torchdiffeq_options import FIXED, SCIPY
+from hbnode.solve.methods import METHODS, SECOND_ORDER, SPLITTING
+from hbnode.solve.sde import NativeSDEMethod, SDEMethodName, gradients_of
+from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, TorchdiffeqMethod
+from hbnode.solve.torchsde import TorchsdeMethod
 
 
 class MethodInfo(NamedTuple):
@@ -131,12 +130,14 @@ def sde_methods() -> Methods[SDEMethodInfo]:
         >>> [method.name for method in hbnode.sde_methods() if method.order >= 2]
         ['ubu', 'nystrom4']
     """
-    rows: list[SDEMethodInfo] = []
-    for name in get_args(NativeSDEMethod):
-        gradients: tuple[Gradient, ...] = ("direct", "checkpoint", *(("reversible",) if name in SPLITTINGS else ()))
-        rows.append(SDEMethodInfo(name, *_OF_SDES[name], gradients, "hbnode"))
-    for name in get_args(TorchsdeMethod):
-        rows.append(SDEMethodInfo(name, *_OF_SDES[name], ("direct", "adjoint"), "torchsde"))
+    libraries: dict[Literal["hbnode", "torchsde"], tuple[SDEMethodName, ...]] = {
+        "hbnode": get_args(NativeSDEMethod), "torchsde": get_args(TorchsdeMethod)
+    }  # fmt: skip
+    rows = [
+        SDEMethodInfo(name, *_OF_SDES[name], gradients_of(name), library)
+        for library, names in libraries.items()
+        for name in names
+    ]
     return Methods(rows)
 
 

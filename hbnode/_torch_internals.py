@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -91,6 +92,13 @@ def plain(x: Tensor) -> Tensor:
         x = torch._C._functorch.get_unwrapped(x)
         x = x.movedim(dim, 0) if dim > 0 else x
     return x
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """The values of a tensor in float64 on the host, as :func:`plain` gives them."""
+    x = plain(x)
+    with torch._C._DisableFuncTorch():
+        return x.double().cpu().numpy()
 
 
 def numbers(x: Tensor) -> list[Any]:

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hbnode._arguments import checked_jump_times, checked_settings, checked_span, resolved
 from hbnode._checks import as_count
 from hbnode._integral import Integrand, WithIntegral, settings_of_integral
 from hbnode._state import State, Times, append_zeros, parts
 from hbnode._tracing import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
-from hbnode.solve import solve
-from hbnode.solvers.names import Gradient, Method, Save
-from hbnode.solvers.settings import Settings
+from hbnode.solve.odeint import checked_span, solve
+from hbnode.solve.settings import Gradient, Method, Save, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import override
@@ -240,13 +238,11 @@ class ODEBlock(nn.Module):
 
     def settings(self) -> Settings:
         """How the block solves, from its attributes, which may be changed at any time."""
-        values = {name: getattr(self, name) for name in _SETTINGS} | {"compile": self.compile_steps}
-        values["jump_times"] = checked_jump_times(self.jump_times)
-        return checked_settings(Settings(**values))
+        return Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps).checked()
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
-        settings = resolved(self.settings(), self.field, span=abs(self.t_span[1] - self.t_span[0]))
+        settings = self.settings().resolved(self.field, abs(self.t_span[1] - self.t_span[0]))
         augment = f", augment={self.augment}" if self.augment else ""
         return (
             f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "

@@ -48,3 +48,7 @@ class MaxNFEError(MaxStepsError):
 
 class ReversalError(SolverError):
     """A solve that is undone for its gradient does not come back to where it started."""
+
+
+class RecomputationError(SolverError):
+    """A step that the backward pass computed again does not end where it ended in the forward pass."""

@@ -155,27 +155,27 @@ class SolveDropout(nn.Module):
         if not 0 <= p < 1:
             raise ValueError(f"p must be a probability in [0, 1), got {p}. Fix: SolveDropout(0.1).")
         self.p = float(p)
-        self.mask: Tensor | None = None  # of the solve that runs, or ran last
-        self.solving = False
+        self.solve: dict[str, Tensor] | None = None  # the mask of the solve that runs, put here by it
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` times the solve's mask."""
         if not self.training or self.p == 0:
             return x
-        if not self.solving:
+        if self.solve is None:
             return nn.functional.dropout(x, self.p)
-        if self.mask is None:
-            self.mask = nn.functional.dropout(torch.ones_like(x, requires_grad=False).detach(), self.p)
-        if self.mask.shape != x.shape:
+        if "mask" not in self.solve:
+            self.solve["mask"] = nn.functional.dropout(torch.ones_like(x, requires_grad=False).detach(), self.p)
+        mask = self.solve["mask"]
+        if mask.shape != x.shape:
             raise ValueError(
-                f"SolveDropout drew a mask of shape {tuple(self.mask.shape)} in this solve and now got an input of "
+                f"SolveDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got an input of "
                 f"shape {tuple(x.shape)}. Fix: use one SolveDropout for each place in the network."
             )
-        return x * self.mask.to(x.dtype)
+        return x * mask.to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the mask, which belongs to a solve and not to the module."""
-        return {**self.__dict__, "mask": None, "solving": False}
+        return {**self.__dict__, "solve": None}
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hbnode._torch_internals import backward_pass, numbers
+from hbnode._torch_internals import backward_pass
 
 
 @dataclass
@@ -133,7 +134,8 @@ class Tally:
 
     def add(self, event: str, count: int = 1) -> None:
         """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the pass that is running."""
-        name = (_FORWARD if backward_pass() == -1 else _BACKWARD)[event]
+        is_forward = torch.compiler.is_compiling() or backward_pass() == -1
+        name = (_FORWARD if is_forward else _BACKWARD)[event]
         own = self.nfe
         setattr(own, name, getattr(own, name) + count)
         for watched, total in _open_counters:
@@ -141,14 +143,19 @@ class Tally:
                 setattr(total, name, getattr(total, name) + count)
                 total.keeps_graph |= own.keeps_graph
 
-    def report(self, start: Tensor, size: Tensor, *, accepted: bool | Tensor) -> None:
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a :func:`record_steps` context is open."""
+        return len(_open_records) > 0
+
+    def report(self, start: Any, size: Any, accepted: Any) -> None:
         """Pass a step, or one step for each sample (batch,), on to the open :func:`record_steps` contexts."""
+        start, size = (x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (start, size))
+        samples = [None] if size.ndim == 0 else self.nfe.samples or range(len(size))
+        columns = [np.broadcast_to(x, size.shape).reshape(-1).tolist() for x in (start, abs(size), accepted)]
         for watched, record in _open_records:
             if self.identity in watched:
-                taken = numbers(torch.as_tensor(accepted, device=size.device).expand(size.shape).reshape(-1))
-                starts, sizes = (numbers(x.detach().double().reshape(-1)) for x in (start, size))
-                samples = [None] if size.dim() == 0 else self.nfe.samples or range(len(sizes))
-                for row in zip(starts, map(abs, sizes), taken, samples, strict=True):
+                for row in zip(*columns, samples, strict=True):
                     if row[1] > 0:  # a sample that has arrived waits for the others in steps of size 0
                         for name, value in zip(("t", "size", "accepted", "sample"), row, strict=True):
                             getattr(record, name).append(value)

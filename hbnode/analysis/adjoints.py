@@ -15,7 +15,7 @@ from hbnode.analysis import figures
 from hbnode.analysis.paths import as_input, check_block, evaluating, schedule, solved, with_graphs
 from hbnode.analysis.results import Result
 from hbnode.blocks import ODEBlock
-from hbnode.solvers.settings import Settings
+from hbnode.solve.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

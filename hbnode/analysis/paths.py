@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hbnode._state import State, parts
 from hbnode.blocks import ODEBlock
 from hbnode.nfe import NFE
-from hbnode.solve import solve
-from hbnode.solvers.settings import Settings
+from hbnode.solve.odeint import solve
+from hbnode.solve.settings import Settings
 
 POINTS = 200  # output times where none are given
 

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 from typing_extensions import override
 
-from hbnode._arguments import checked_span
 from hbnode._checks import as_count, check_input
 from hbnode._state import describe
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.flows.conditioned import ConditionedGHBNODE, ConditionedHBNODE
 from hbnode.nets import MLP
-from hbnode.solve import odeint
-from hbnode.solvers.registry import SPLITTING
+from hbnode.solve.methods import SPLITTING
+from hbnode.solve.odeint import checked_span, odeint
 
 GRADIENTS = ("reversible", "checkpoint", "direct")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._recompute import random_state, set_random_state
+from hbnode._random import random_state, set_random_state
 from hbnode._tracing import is_tracing
 from hbnode.optim.gauss_newton import Linearized
 from hbnode.optim.losses import MatchingLoss

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solvers import torchdiffeq_options
+from hbnode.solve.settings import FIXED, TORCHDIFFEQ
 
 MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
 SCHEDULES = ("constant", "cosine", "step")
@@ -145,12 +145,12 @@ class ODEConfig(TaskConfig):
         """Refuse options that no run can have; a small solve with each model finds the rest."""
         super().check()
         theirs = self.solver == "torchdiffeq"
-        if self.method and theirs != (self.method in torchdiffeq_options.METHODS):
+        if self.method and theirs != (self.method in TORCHDIFFEQ):
             raise ValueError(
                 f"--method {self.method} is not one of --solver {self.solver}. "
                 f"Fix: --solver {'native' if theirs else 'torchdiffeq'}, or leave --method out."
             )
-        if self.method in torchdiffeq_options.FIXED and not self.steps:
+        if self.method in FIXED and not self.steps:
             raise ValueError(f"--method {self.method} has a fixed grid; say how fine with --steps")
         for model in self.chosen():
             self.try_out(model)

@@ -1,0 +1,528 @@
+"""Gradients of a solve: by its graph, by steps that are computed again or undone, or by the adjoint ODE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hbnode import _torch_internals
+from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
+from hbnode._random import random_state
+from hbnode._state import parts
+from hbnode.errors import RecomputationError, ReversalError
+from hbnode.solve.control import Attempt, FixedSteps
+from hbnode.solve.loop import Problem, Rows, integrate
+from hbnode.solve.methods import METHODS
+from hbnode.solve.settings import Settings
+from hbnode.solve.term import ODETerm, Snapshot
+
+SHORT = 16  # evaluations whose graph is kept in any case
+REVERSAL_TOLERANCE = 1e-3  # how far from where it began an undone solve may end, relative to the state
+MOST_MISSED = 0.1  # the same of the adjoint, whose gradient is off by about that
+
+_CHANGES_BUFFERS = (
+    "func changes its buffers (BatchNorm or spectral_norm in training mode?), and gradient={!r} would evaluate it "
+    "again in the backward pass. Fix: put that layer in eval mode, use GroupNorm, or gradient='direct'."
+)
+_HOOKS = (
+    "a parameter or another leaf that func depends on has a hook of register_hook. With gradient={!r} it would run on "
+    "each part of the gradient and once more on their sum. Fix: register_post_accumulate_grad_hook, or "
+    "gradient='direct'."
+)
+
+
+@dataclass(frozen=True)
+class Direct:
+    """``gradient="direct"``: backpropagation through the steps."""
+
+    name = "direct"
+
+    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+        """The rows at the output times."""
+        problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
+
+        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
+            return problem.step(state, problem.coefficients(attempt), attempt)
+
+        return integrate(problem, problem.start(y0), take)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``gradient="checkpoint"``: the graph is kept up to a number of bytes; steps beyond it are computed again.
+
+    The gradient is that of ``"direct"``: the exact one of the numbers computed. The bytes of a step are estimated from
+    the first one after 16 evaluations, whose graph is kept in any case. What is computed again must end where it ended
+    before, else a :class:`~hbnode.errors.RecomputationError` says so.
+
+    References:
+        Zhuang et al., arXiv:2006.02493, for gradients of the accepted steps that are computed again.
+
+    Arguments:
+        keep_bytes: of the graph; with 0 every step is computed again. Default: 64 MiB.
+        every: steps of a fixed grid that are computed again together. Default: 4.
+    """
+
+    keep_bytes: int = 64 * 2**20
+    every: int = 4
+    name = "checkpoint"
+
+    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+        """The rows at the output times."""
+        if not torch.is_grad_enabled():
+            return Direct().solve(problem, y0, snapshot)
+        start = problem.start(y0)
+        _check_buffers(snapshot, "checkpoint")
+        count = 1 if problem.settings.steps is None else sum(problem.counts())
+        kept, of_step, keeps_all = 0, -1.0, False
+        problem.tally.nfe.keeps_graph = True
+
+        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
+            nonlocal kept, of_step, keeps_all
+            coefficients, steps = problem.coefficients(attempt), len(attempt.times)
+            kept += steps
+            if keeps_all or (kept * problem.method.evaluations <= SHORT and self.keep_bytes):
+                return problem.step(state, coefficients, attempt)
+            try:
+                if of_step < 0 and self.keep_bytes:
+                    with _Bytes() as counted:
+                        result = problem.step(state, coefficients, attempt)
+                    of_step = counted.bytes / steps
+                    return result
+                if not self.keep_bytes or max(kept, count) * of_step > self.keep_bytes:
+                    problem.tally.nfe.keeps_graph = False
+                    again = _Again(problem, attempt, snapshot)
+                    with set_checkpoint_early_stop(False):
+                        return checkpoint(
+                            again, state, coefficients, use_reentrant=False, preserve_rng_state=True,
+                            determinism_check="none", context_fn=lambda: (nullcontext(), snapshot),
+                        )  # fmt: skip
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                keeps_all = True  # torch.func inside of f, which torch has in no checkpoint
+            return problem.step(state, coefficients, attempt)
+
+        rows = integrate(problem, start, take, every=self.every)
+        _check_buffers(snapshot, "checkpoint")
+        return rows
+
+
+class _Again:
+    """A step that is taken twice, forwards and in the backward pass, and must end in the same state."""
+
+    def __init__(self, problem: Problem, attempt: Attempt, snapshot: Snapshot) -> None:
+        self.problem, self.attempt, self.snapshot = problem, attempt, snapshot
+        self.end: Rows | None = None
+
+    def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
+        times: list[Any] = [
+            [t.clone() for t in of_step] for of_step in self.attempt.times
+        ]  # f may change what it is given
+        result = self.problem.step(state, coefficients, replace(self.attempt, times=times))
+        if self.end is None:
+            self.end = tuple([x.detach() for x in result[0]])
+            return result
+        self.problem.tally.add("accepted", len(self.attempt.times))
+        if self.snapshot.changed() or not is_same(result[0], self.end):
+            raise self.problem.failure(
+                RecomputationError,
+                "the backward pass computed a step again, and it ends in another state: a parameter, a hook, a module "
+                "or an activation of the field was changed after the forward pass. Fix: call backward() before the "
+                "change, or use gradient='direct'",
+                self.problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
+                _number(self.attempt.size),
+            )
+        return result
+
+
+def is_same(new: Rows, old: Rows) -> bool:
+    """Whether two states are equal, up to the rounding of sums in another order."""
+    one, two = (torch.stack([x.detach() for x in rows]) for rows in (new, old))
+    if torch.equal(one, two):
+        return True
+    slack = torch.finfo(one.dtype).eps ** 0.5
+    return bool(torch.allclose(one, two, rtol=slack, atol=slack * float(two.abs().amax()), equal_nan=True))
+
+
+class _Bytes(torch.autograd.graph.saved_tensors_hooks):
+    """Adds up the bytes that a graph keeps, but for parameters."""
+
+    def __init__(self) -> None:
+        self.bytes, self.known = 0, set[int]()
+        super().__init__(self._pack, lambda x: x)
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        return self
+
+    def _pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage() if not (isinstance(x, torch.nn.Parameter) or x.is_sparse) else None
+        if storage is not None and storage.data_ptr() not in self.known:
+            self.known.add(storage.data_ptr())
+            self.bytes += x.numel() * x.element_size()
+        return x
+
+
+class _OfSolve(torch.autograd.Function):
+    """A solve without a graph, whose gradient with respect to γ, t, the first rows and leaves of the field is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: Any, problem: Problem, snapshot: Snapshot, known: frozenset[int], carried: Rows,
+        gamma: Tensor, t: Tensor, *tensors: Tensor,
+    ) -> Rows:  # fmt: skip
+        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
+            return problem.step(state, problem.coefficients(attempt), attempt)
+
+        ctx.gradient, ctx.problem, ctx.snapshot, n = gradient, problem, snapshot, problem.term.rows
+        ctx.start, ctx.leaves, ctx.known = tensors[:n], tensors[n:], known
+        rows = integrate(problem, (*ctx.start, *carried), take)
+        ctx.trajectory = tuple([row.clone() for row in rows])  # the user may change his in place
+        slots = [tensor for _, _, tensor in snapshot.slots if not tensor.is_inference()]
+        ctx.save_for_backward(gamma, t, *tensors, *slots)  # the last so that changes in place are noticed
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        problem: Problem = ctx.problem
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"gradient={ctx.gradient.name!r} gives first derivatives only, and create_graph=True asks for more. "
+                "Fix: gradient='direct'."
+            )
+        gamma, t, *_ = ctx.saved_tensors
+        gamma, t = (x.detach().requires_grad_(x.requires_grad) for x in (gamma, t))
+        before, leaves = (problem.gamma, problem.t), list(ctx.leaves)
+        problem.replace(gamma, t if t.requires_grad else None)
+        no_autocast = torch.autocast(gradients[0].device.type, enabled=False)
+        try:
+            with ctx.snapshot, no_autocast, torch.enable_grad():
+                of_gamma, of_t, carry, found = ctx.gradient.backward(ctx, problem, gradients, gamma, t, leaves)
+        finally:
+            problem.replace(*before)
+        if not problem.end_only:
+            carry = tuple([c + g[0] for c, g in zip(carry, gradients, strict=True)])
+        return None, None, None, None, None, of_gamma, of_t, *carry, *found
+
+
+def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+    """A solve whose gradient is that of an :class:`_OfSolve`."""
+    if not torch.is_grad_enabled():
+        return Direct().solve(problem, y0, snapshot)
+    rows = problem.term.flatten(y0)
+    found, known, carried = _leaves(gradient, problem, rows, snapshot)
+    gamma = problem.gamma if isinstance(problem.gamma, Tensor) else torch.tensor(problem.gamma, dtype=torch.float64)
+    t = torch.zeros(()) if problem.t is None else problem.t
+    return _OfSolve.apply(gradient, problem, snapshot, known, carried, gamma, t, *rows, *found)
+
+
+def _leaves(
+    gradient: Any, problem: Problem, rows: Rows, snapshot: Snapshot
+) -> tuple[list[Tensor], frozenset[int], Rows]:
+    """Evaluate the field where a solve starts, and find the leaves that it depends on.
+
+    Returns them, the ids of all that it may depend on, and the value if it is carried.
+    """
+    term, name, carries = problem.term, gradient.name, problem.method.carries
+    start = tuple([row.detach().requires_grad_() for row in rows])
+    random = random_state(rows[0].device)
+    with torch.enable_grad():
+        x = start[0].clone()
+        activation = getattr(problem.method, "activation", None)
+
+        def evaluate() -> Any:
+            if carries:
+                return problem.start(term.unflatten((x, *start[1:])))[term.rows :]
+            (t,) = problem.stages([problem.grid()[0]])
+            value = term(t.detach(), x)
+            return value if activation is None else (value, activation(start[1].clone()))
+
+        found, value = closed_over_leaves(evaluate, (*start, x, *([] if problem.t is None else [problem.t])))
+    _check_buffers(snapshot, name)
+    if not all(map(torch.equal, random, random_state(rows[0].device))) and not snapshot.masks:
+        raise ValueError(
+            f"func draws random numbers, which gradient={name!r} cannot draw again. "
+            "Fix: gradient='checkpoint', or hbnode.nets.SolveDropout for dropout."
+        )
+    known = {id(x): x for x in (*found, *own_parameters(term.inner), *(tensor for _, _, tensor in snapshot.slots))}
+    leaves = [x for x in known.values() if x.requires_grad]
+    if any(map(_torch_internals.has_hooks, leaves)):
+        raise ValueError(_HOOKS.format(name))
+    return leaves, frozenset(known), tuple([x.detach() for x in value]) if carries else ()
+
+
+def _check_buffers(snapshot: Snapshot, name: str) -> None:
+    """Refuse a field that changes its buffers when it is evaluated."""
+    if snapshot.changed():
+        raise ValueError(_CHANGES_BUFFERS.format(name))
+
+
+@dataclass(frozen=True)
+class Reversible:
+    """``gradient="reversible"``: the steps of a splitting method are undone, and only the outputs are stored."""
+
+    name = "reversible"
+
+    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+        """The rows at the output times."""
+        return _solve_without_graph(self, problem, y0, snapshot)
+
+    def backward(
+        self, ctx: Any, problem: Problem, gradients: Rows, gamma: Tensor, t: Tensor, leaves: list[Tensor]
+    ) -> tuple[Any, ...]:
+        """Undo each step, from the last to the first, starting anew from every output. One evaluation for each kick."""
+        n, place, carries = problem.term.rows, len(gradients[0]), problem.method.carries
+        sums = _Sums([gamma, t, *leaves])
+        way = _WayBack(problem, sums, ctx.known)
+        steps, attempts = FixedSteps(problem, 1), []
+        while (attempt := steps.next()) is not None:
+            attempts.append(attempt)
+            steps.advance(1)
+        times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
+        carry: Rows = tuple([torch.zeros_like(row) for row in (*ctx.start, *ctx.start[:carries])])
+        state = end = ctx.start
+        for i, attempt in reversed([*enumerate(attempts)]):
+            if attempt.outputs is not None:
+                place -= 1
+                output = tuple([x[place] for x in ctx.trajectory])
+                if i < len(attempts) - 1:
+                    self._check_return(problem, state, output, end)
+                elif carries:
+                    state = (*state, way.evaluate(times[-1], output[0]))
+                state, end = (*output, *state[n:]), output
+                carry = (*(c + g[place] for c, g in zip(carry, gradients, strict=False)), *carry[n:])
+            known = None  # the position where the step begins
+            if i == 0:
+                known = ctx.start[0]
+            elif attempts[i - 1].outputs is not None:
+                known = ctx.trajectory[0][place - 1]
+            state, carry = way.undo(attempt, times[i], state, carry, known)
+        if attempts:
+            self._check_return(problem, state, ctx.start, end)
+            carry = way.first(carry)
+        return sums.found(gamma), sums.found(t), carry, [sums.found(leaf) for leaf in leaves]
+
+    def _check_return(self, problem: Problem, reached: Rows, start: Rows, end: Rows) -> None:
+        _check_missed(
+            problem, reached[: problem.term.rows], start, end, REVERSAL_TOLERANCE,
+            "the steps, undone, end {:.2g} (relative) away from where they began: rounding errors grew too much. "
+            "Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping",
+        )  # fmt: skip
+
+
+class _WayBack:
+    """Undoes steps. What is evaluated for that, is differentiated when the step is taken again."""
+
+    def __init__(self, problem: Problem, sums: _Sums, known: frozenset[int]) -> None:
+        self.problem, self.sums, self.known = problem, sums, known
+        self.records: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def evaluate(self, time: Tensor, x: Tensor) -> Tensor:
+        """The value of the field, whose graph is kept."""
+        time, x = time.detach().requires_grad_(time.requires_grad), x.detach().requires_grad_()
+        with torch.enable_grad():
+            found, value = closed_over_leaves(lambda: self.problem.term(time, x.clone()), (time, x))
+        refuse_unknown(found, self.known)
+        self.records.append((time, x, value))
+        return value.detach()
+
+    def undo(self, attempt: Attempt, begin: Tensor, state: Rows, carry: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
+        """The state before a step, and the gradient with respect to it.
+
+        A method that carries the value of the field evaluates it where the step begins; the position h there may
+        be known.
+        """
+        problem, carries = self.problem, self.problem.method.carries
+
+        def at(time: Tensor, x: Tensor) -> Tensor:
+            return self.evaluate(time, x if h is None or not carries else h)
+
+        def again(time: Tensor, x: Tensor) -> Tensor:
+            return _Evaluated.apply(x, time, self.records.pop(-2 if carries else -1), self.sums)
+
+        with torch.no_grad():
+            coefficients = problem.with_noise(problem.coefficients(attempt)[0], attempt.number)
+            before = problem.method.undo(state, coefficients, [begin] if carries else attempt.times[0], at)
+        start = tuple([x.detach().requires_grad_() for x in before])
+        problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
+        after, _, _ = problem.step(start, problem.coefficients(attempt), attempt, again)
+        problem.tally.add("accepted")
+        return before, self.sums.pull(after, carry, start)
+
+    def first(self, carry: Rows) -> Rows:
+        """The gradient with respect to the first rows, from that of the first state."""
+        if not self.problem.method.carries:
+            return carry
+        *rows, of_value = carry
+        ((_, x, value),) = self.records
+        (of_h,) = self.sums.pull((value,), (of_value,), (x,))
+        return (rows[0] + of_h, *rows[1:])
+
+
+class _Evaluated(torch.autograd.Function):
+    """A value of the field that is known, with the gradient of the evaluation that gave it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, time: Tensor, record: Any, sums: _Sums) -> Tensor:
+        ctx.record, ctx.sums = record, sums
+        return record[-1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        time, x, value = ctx.record
+        inputs = (x, time) if time.requires_grad else (x,)
+        found = ctx.sums.pull((value,), (gradient,), inputs)
+        return found[0], found[1] if len(found) > 1 else None, None, None
+
+
+class _Sums:
+    """Gradients with respect to leaves, added up."""
+
+    def __init__(self, leaves: list[Tensor]) -> None:
+        self.leaves = [x for x in leaves if x.requires_grad]
+        self.sums: dict[int, Tensor] = {}
+
+    def pull(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
+        """The VJP with respect to inputs; that with respect to the leaves is added to the sums."""
+        wanted = [*inputs, *self.leaves]
+        found = vjp(outputs, wanted, gradients)
+        for leaf, gradient in zip(self.leaves, found[len(inputs) :], strict=True):
+            if gradient is not None:
+                known = self.sums.get(id(leaf))
+                self.sums[id(leaf)] = gradient if known is None else known + gradient
+        return tuple([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)])
+
+    def found(self, leaf: Tensor) -> Tensor | None:
+        """The sum of a leaf."""
+        return self.sums.get(id(leaf))
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    r"""``gradient="adjoint"``: the continuous adjoint, solved backwards by ``"tsit5"`` together with the state.
+
+    With a = ∂L/∂y, a' = -a ∂F/∂y and dL/dθ = ∫ a ∂F/∂θ dt, where y' = F(t, y) is the whole first-order equation; for an
+    HBNODE that is the heavy-ball adjoint of arXiv:2110.04840. y is solved backwards from each output anew. What a
+    damping γ shrinks on the way there, its error too, grows by e^{γT} on the way back.
+    """
+
+    name = "adjoint"
+
+    def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
+        """The rows at the output times."""
+        return _solve_without_graph(self, problem, y0, snapshot)
+
+    def backward(
+        self, ctx: Any, problem: Problem, gradients: Rows, gamma: Tensor, t: Tensor, leaves: list[Tensor]
+    ) -> tuple[Any, ...]:
+        """One solve for each interval between outputs, from the last to the first."""
+        augmented, n = _Augmented(problem, leaves, ctx.known), len(gradients)
+        with torch.no_grad():
+            times = torch.from_numpy(problem.begin + problem.sign * np.append(0.0, problem.outputs))
+            states = list(zip(*ctx.trajectory, strict=True))
+            states = [ctx.start, *states] if problem.end_only else states
+            adjoint: Rows = tuple([torch.zeros_like(row) for row in ctx.start])
+            sums: Rows = tuple([torch.zeros_like(leaf) for leaf in leaves])
+            of_t = torch.zeros_like(times)
+            for k in reversed(range(1, len(times))):
+                of_output = [g[k - problem.end_only] for g in gradients]
+                if t.requires_grad:
+                    of_t[k] = augmented.rate(times[k], states[k], of_output)
+                adjoint = tuple([a + g for a, g in zip(adjoint, of_output, strict=True)])
+                end = augmented.solve(times[k - 1 : k + 1].flip(0), (*states[k], *adjoint, *sums))
+                _check_missed(
+                    problem, end[:n], states[k - 1], states[k], MOST_MISSED,
+                    "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
+                    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
+                    f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
+                    "closer together, or a smaller rtol and atol",
+                )  # fmt: skip
+                adjoint, sums = end[n : 2 * n], end[2 * n :]
+            if t.requires_grad:
+                of_t[0] = -augmented.rate(times[0], states[0], adjoint)
+        return None, of_t.to(t) if t.requires_grad else None, adjoint, list(sums)
+
+
+class _Augmented:
+    """The field of the adjoint ODE, on the state, the adjoint, and the integrals of the leaves' gradients."""
+
+    def __init__(self, problem: Problem, leaves: list[Tensor], known: frozenset[int]) -> None:
+        self.problem, self.leaves, self.known = problem, leaves, known
+        self.time_dependent = problem.term.time_dependent
+        self.counted_as = problem.term.field
+
+    def __call__(self, t: Tensor, state: Rows) -> Rows:
+        n, derivative = self.problem.term.rows, self.problem.term.derivative
+        y = tuple([x.detach().requires_grad_() for x in state[:n]])
+        with torch.enable_grad():
+            found, value = closed_over_leaves(lambda: derivative(t, y), (t, *y))
+            refuse_unknown(found, self.known)
+            gradients = vjp(value, [*y, *self.leaves], tuple([-a for a in state[n : 2 * n]]))
+        rest = zip((*y, *self.leaves), gradients, strict=True)
+        return (*(v.detach() for v in value), *(torch.zeros_like(x) if g is None else g for x, g in rest))
+
+    def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
+        """The rate a y' at which a function with the gradient a changes in time."""
+        self.problem.tally.add("evaluation")
+        slope = self.problem.term.derivative(t.to(rows[0]), tuple(rows))
+        return sum((s * a).sum() for s, a in zip(slope, adjoint, strict=True)).to(t)
+
+    def solve(self, t: Tensor, state: Rows) -> Rows:
+        """The state at the other end of an interval."""
+        s, n = self.problem.settings, self.problem.term.rows
+        term = ODETerm(self, state, self.problem.tally, second_order=False)
+        term.counted = sum(x.numel() for x in state[: 2 * n])  # the integrals do not feed back: no step is refused
+        options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
+        settings = Settings("tsit5", s.rtol, s.atol, steps=s.steps, max_steps=s.max_steps, options=options)
+        problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
+        rows = integrate(problem, problem.start(state), lambda y, a: problem.step(y, problem.coefficients(a), a))
+        return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
+
+
+def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:
+    """The gradients with respect to inputs; None for those that the outputs do not depend on."""
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    of = {id(x): g for x, g in zip(wanted, found, strict=True)}
+    return [of.get(id(x)) for x in inputs]
+
+
+def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
+    """Raise where a way back from the end missed the start, relative to the larger of both; one may be 0."""
+    reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
+    size = torch.maximum(torch.linalg.vector_norm(start), torch.linalg.vector_norm(end)) + problem.settings.atol
+    missed = float(torch.linalg.vector_norm(reached - start) / size)
+    if not missed <= most:
+        raise problem.failure(ReversalError, message.format(missed), problem.begin, float("nan"))
+
+
+def _number(x: Any) -> float:
+    x = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+    return float(np.abs(x).ravel()[0]) if x.size else float("nan")
+
+
+GRADIENTS: dict[str, Callable[[], Any]] = {
+    "checkpoint": Checkpoint, "direct": Direct, "reversible": Reversible, "adjoint": Adjoint
+}  # fmt: skip
+
+
+def chosen(gradient: Any) -> Any:
+    """A gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
+    made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
+    if not isinstance(made, Direct) and (_torch_internals.is_active() or _torch_internals.in_forward_mode()):
+        raise ValueError(
+            f"gradient={made.name!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
+            "forward mode. Fix: gradient='direct'."
+        )
+    return made

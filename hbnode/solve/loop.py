@@ -1,0 +1,492 @@
+"""The loop of a solve: attempt a step, accept it, save what lies in it, go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hbnode import _torch_internals
+from hbnode._tracing import is_tracing, may_look
+from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
+from hbnode.signal import listening, refuse_queries_outside
+from hbnode.solve.control import FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt, FixedSteps
+from hbnode.solve.methods import (
+    NYSTROM,
+    Explicit,
+    Field,
+    HostFormula,
+    Method,
+    Splitting,
+    from_host,
+    value_on_host,
+)
+from hbnode.solve.settings import Settings
+from hbnode.solve.term import ODETerm
+
+Rows = tuple[Tensor, ...]
+Take = Callable[[Rows, Attempt], tuple[Rows, Any, Rows]]  # the state after an attempt, its error, the outputs in it
+STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods short
+LONGEST_DECAY = 16.0  # γH: beyond 32 the decay of a single step hides its error, and any answer would pass
+
+
+class Problem:
+    """A term with its method, its output times and how to solve; takes single steps.
+
+    Arguments:
+        term: the right-hand side.
+        method: of :data:`hbnode.solve.methods.METHODS`.
+        t: times (T,) or (lanes, T), checked.
+        settings: checked, with the method's name filled in.
+        end_only: whether only the state at the last of two times is wanted.
+
+    Attributes:
+        gamma: the damping: a number, or a tensor; in float64 on the host, but where its number is known.
+        number: the damping where it is a number that the host knows; else None.
+        t: the times, where gradients flow to them or a graph is traced; else None.
+        begin, sign: of times: the start, and the direction.
+        outputs, end: times elapsed since the start, (T - 1,) or (lanes, T - 1), and their last.
+        common: whether lanes with times of their own take the same fraction of their spans in each step.
+        jumps: elapsed times of the jumps of f, in order, (K,) or (lanes, K); None if there are none.
+    """
+
+    def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
+        self.term, self.settings, self.tally, self.end_only = term, settings, term.tally, end_only
+        self.method = method
+        if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
+            shape = term.template.shape  # rows may be flat, and σ need not act on each element alone
+            self.method = method.with_activation(lambda m: activation(m.view(shape)).reshape(m.shape))
+        self.lanes, self.template = term.lanes, term.template.detach()  # as an argument it must add no edge
+        self.wants_time = not term.second_order or term.time_dependent
+        self.no_times = [self.template.new_zeros(())] * method.evaluations
+        self.gamma = term.damping
+        self.number: float | None = self.gamma if isinstance(self.gamma, float) else None
+        self.traced = is_tracing()
+        self.jumps: Array | None = None
+        self.common = False
+        self.program: Callable[..., Any] | None = None  # a compiled step
+        self.first: Tensor | None = None  # the field's value at the start, where it is known
+        self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
+        if isinstance(self.gamma, Tensor) and not self.traced:
+            if not self.gamma.dim() and may_look() and not _torch_internals.in_forward_mode():
+                term.number = self.gamma.item() if term.number is None else term.number
+                self.number = term.number
+            if self.number is None or self.gamma.is_cpu:  # else its gradients would wait for the device
+                self.gamma = self.gamma.to("cpu", torch.float64)
+        if self.traced:
+            self.t: Tensor | None = t
+            return
+        self.t = t.to(self.template.device) if t.requires_grad and torch.is_grad_enabled() else None
+        values = _torch_internals.to_numpy(t)
+        self.begin, self.sign = values[..., 0], np.where(values[..., -1] >= values[..., 0], 1.0, -1.0)
+        elapsed = abs(values - self.begin[..., None])
+        if self.lanes is not None and values.ndim == 1:
+            self.begin, self.sign = (np.broadcast_to(x, self.lanes) for x in (self.begin, self.sign))
+            elapsed = np.broadcast_to(elapsed, (self.lanes, len(values)))
+        self.outputs, self.end = elapsed[..., 1:], elapsed[..., -1]
+        self.furthest = abs(values).max() if values.size else 0.0
+
+    def replace(self, gamma: Any, t: Tensor | None) -> None:
+        """Go on with another damping and other times of the same values, which gradients are wanted of."""
+        self.gamma, self.t, self._equal = gamma, t, (None, None, None)
+
+    # Times and sizes
+
+    def grid(self) -> Any:
+        """The output times, first: (T,) or (T, lanes)."""
+        if self.t is not None:
+            return self.t.movedim(-1, 0)
+        first = np.zeros_like(self.end)[..., None]
+        times = np.concatenate([first, self.outputs], -1)
+        return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
+
+    def counts(self) -> Sequence[int]:
+        """How many steps of a grid there are in each output interval."""
+        return [self.settings.steps or 1] * (self.grid().shape[0] - 1)
+
+    def time(self, elapsed: Array) -> Any:
+        """A time, () or (lanes,), from the time elapsed since the start."""
+        return self.begin + self.sign * elapsed
+
+    def stages(self, times: Sequence[Any] | None) -> Sequence[Tensor]:
+        """Times of evaluations as the field gets them: scalars, or (lanes, 1, ...) to broadcast with the state."""
+        if times is None:
+            return self.no_times
+        if isinstance(times[0], Tensor):
+            stages = torch.stack(list(times)).to(self.template)
+        else:
+            stages = from_host(np.stack(times), self.template)
+        if stages.dim() > 1:
+            stages = stages.reshape(*stages.shape, *[1] * (self.template.dim() - 1))
+        return stages.unbind(0)
+
+    def attempt(self, now: Array, then: Array, taken: Array) -> Attempt:
+        """The step from a time to another."""
+        nodes = self.method.nodes
+        if self.t is None:
+            times = [self.time(np.minimum(now + c * taken, then)) for c in nodes] if self.wants_time else None
+            return Attempt(self.sign * taken, [self.stages(times)], now)
+        begin, end = self._differentiable(now), self._differentiable(then, at_rest=1.0)
+        times = [begin * (1.0 - c) + end * c for c in nodes] if self.wants_time else None
+        return Attempt(end - begin, [self.stages(times)], now)
+
+    def _differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
+        """A time that moves with the output times around it, at a constant fraction between them.
+
+        Jumps of f do not move, and what lies between a jump and an output time moves by its fraction of that,
+        or by the fraction ``at_rest`` of an interval of length 0.
+        """
+        assert self.t is not None
+        values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.t
+        if self.lanes is not None and known.dim() == 1:
+            known = known.expand(self.lanes, -1)
+        if self.jumps is not None:
+            jumps = np.minimum(self.jumps, self.end[..., None])
+            fixed = self._there(self.begin[..., None] + self.sign[..., None] * jumps)
+            fixed = torch.where(self._there(self.jumps < self.end[..., None]), fixed, known[..., -1:])
+            values, known = np.concatenate([values, jumps], -1), torch.cat([known, fixed], -1)
+            order = values.argsort(-1, kind="stable")
+            values = np.take_along_axis(values, order, -1)
+            known = known.gather(-1, self._there(order))
+        i = np.clip((values <= elapsed[..., None]).sum(-1) - 1, 0, values.shape[-1] - 2)[..., None]
+        first, last = (np.take_along_axis(values, i + k, -1)[..., 0] for k in (0, 1))
+        with np.errstate(all="ignore"):
+            fraction = self._there(np.where(last > first, (elapsed - first) / (last - first), at_rest))
+        begin, end = (known.gather(-1, self._there(i + k)).squeeze(-1) for k in (0, 1))
+        return begin + fraction * (end - begin)
+
+    def _there(self, x: Array) -> Tensor:
+        """An array on the device of the state, where the times are that gradients flow to."""
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.template.device)
+
+    def set_jumps(self, times: Sequence[float]) -> None:
+        """Let adaptive steps end on these times where they lie inside of the solve."""
+        if not len(times) or self.method.error_order is None or self.settings.steps is not None:
+            return
+        elapsed = self.sign[..., None] * (np.asarray(times, dtype=float) - self.begin[..., None])
+        inside = (elapsed > 0) & (elapsed < self.end[..., None])
+        if inside.any():
+            self.jumps = np.sort(np.where(inside, elapsed, self.end[..., None]), -1)
+
+    # Steps
+
+    def start(self, y0: Any) -> Rows:
+        """The state of the method where the solve begins; finds the signals that the field asks for their values."""
+        rows = self.term.flatten(y0)
+        near = 0.0 if self.traced else 4.0 * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
+        jumps = [jump + side for jump in self.settings.jump_times for side in (-near, near)]  # f has two values there
+        if self.method.carries:
+            (t,) = self.stages([self.grid()[0] if self.t is not None else self.begin] if self.wants_time else None)[:1]
+            if self.traced:
+                return (*rows, self.term(t, rows[0]))
+            with listening() as signals:
+                rows = (*rows, self.term(t, rows[0].clone()))  # f may try to change it in place
+            jumps += [knot for signal in signals for knot in signal.knots]
+        self.set_jumps(sorted(set(jumps)))
+        return rows
+
+    def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
+        """What a step and the outputs inside of it are made with; differentiable in γ and the times."""
+        method, size = self.method, attempt.size
+        kept, error, coefficients = self._equal
+        if isinstance(size, Tensor) or error != attempt.error or (kept is not size and (kept != size).any()):
+            packed = self._of_gamma(lambda xp, g, h: method.packed(xp, g, h, error=attempt.error), size)
+            coefficients = method.unpack(packed, self._dims, error=attempt.error)
+            self._equal = (None if isinstance(size, Tensor) else size, attempt.error, coefficients)
+        if attempt.theta is None:
+            return coefficients, None
+        assert isinstance(method, Explicit)
+        assert attempt.lanes is not None
+        theta, lanes = attempt.theta, attempt.lanes
+        if isinstance(size, Tensor):
+            assert self.t is not None
+            assert attempt.outputs is not None
+            begin, outputs = self._differentiable(attempt.begin), self._there(attempt.outputs)
+            if self.lanes is not None:
+                index, t = self._there(lanes), self.t.expand(self.lanes, -1)
+                begin, size, t = begin[index], size[index], t[index, outputs + 1]
+            else:
+                t, size = self.t[outputs + 1], size.expand(len(outputs))
+            theta = (t - begin) / size
+        elif size.ndim:
+            size = size[lanes]
+        else:
+            size = np.full_like(theta, size)
+
+        def blend(xp: Any, gamma: Any, size: Any, theta: Any) -> Any:
+            values = method.blend(xp, gamma, size, theta)
+            return xp.moveaxis(values, (-2, -1), (1, 2)) if values.ndim > 3 else values
+
+        return coefficients, self._of_gamma(blend, size, theta)
+
+    @property
+    def _dims(self) -> int:
+        """Dimensions of a row."""
+        return self.template.dim() if self.term.per_channel else 1 if self.lanes is None else 2
+
+    def _of_gamma(self, formula: Callable[..., Any], *args: Any) -> Tensor:
+        """A formula of γ, sizes and fractions: in NumPy where all are numbers, in torch where one is an array."""
+        gamma = self.gamma
+        needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
+        is_host = self.number is not None and not self.traced and not isinstance(args[0], Tensor)
+        if is_host and needs_gradient and args[0].ndim and not self.template.is_cpu:
+            is_host = False  # the derivative of an array by γ would wait for the device
+        if is_host:
+            assert self.number is not None
+            xp = torch if args[0].ndim else np
+
+            def of_gamma(xp: Any, gamma: Any) -> Any:
+                return formula(xp, gamma, *(args if xp is np else map(torch.as_tensor, args)))
+
+            if needs_gradient:
+                return HostFormula.apply(gamma, of_gamma, self.number, xp, self.template)
+            return value_on_host(of_gamma, self.number, xp, self.template)
+        args = tuple([x.double() if isinstance(x, Tensor) else self._there(x) for x in args])
+        gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
+        if gamma.dim():  # behind the lanes, or the outputs
+            args = tuple(
+                [x.reshape(*x.shape, *[1] * (gamma.dim() - (x.dim() if self.lanes is not None else 0))) for x in args]
+            )
+        return formula(torch, gamma, *args).to(self.template)
+
+    def step(
+        self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: Field | None = None
+    ) -> tuple[Rows, Any, Rows]:
+        """The steps of an attempt: the state after it, its error, and the rows of the outputs in it, outputs first."""
+        packed, blend = coefficients
+        program = self.program if blend is None and field is None else None
+        field, error, columns = self.term if field is None else field, None, None
+        keep = blend is not None or attempt.keep
+        for number, times in enumerate(attempt.times, attempt.number):
+            if program is not None and (result := program(state, packed, list(times), self.term.like)) is not None:
+                self.tally.add("evaluation", self.method.evaluations)
+                state, error = result
+                continue
+            own = self.with_noise(packed, number)
+            state, error, columns = self.method.step(state, own, times, field, error=attempt.error, keep=keep)
+        if blend is not None and columns is not None:
+            inside, rows = self._interpolated(columns, blend, attempt.lanes), state[: self.term.rows]
+            at_end = attempt.theta == 1.0
+            if at_end.any():  # there the step itself is meant
+                mask = torch.from_numpy(at_end).to(self.template.device)
+                ends = [row.unsqueeze(0) if self.lanes is None else row[attempt.lanes] for row in rows]
+                inside = tuple(
+                    [
+                        torch.where(mask.view(-1, *[1] * (x.dim() - 1)), end, x)
+                        for end, x in zip(ends, inside, strict=True)
+                    ]
+                )
+            return state, error, inside
+        return state, error, self._reached(state, attempt)
+
+    def _reached(self, state: Rows, attempt: Attempt) -> Rows:
+        """The rows of the outputs at the end of a step."""
+        if attempt.outputs is None:
+            return ()
+        rows = state[: self.term.rows]
+        if self.lanes is None or attempt.lanes is None:
+            return tuple([row.unsqueeze(0) for row in rows])
+        return tuple([row[attempt.lanes] for row in rows])
+
+    def with_noise(self, coefficients: Any, number: int) -> Any:
+        """The coefficients of one step of a grid, by its number, with its noise; an ODE has none."""
+        return coefficients
+
+    def _interpolated(self, columns: Tensor, blend: Tensor, lanes: Any) -> Rows:
+        """The rows of the state inside of a step, (outputs, ...) or, one of a lane each, (outputs, elements)."""
+        if self.lanes is not None:
+            return torch.einsum("pnc...,cp...->pn...", blend, columns[:, lanes]).unbind(1)
+        if blend.dim() > 3:  # a damping of each channel
+            return torch.einsum("pnc...,c...->pn...", blend, columns).unbind(1)
+        rows = blend.flatten(0, 1) @ columns
+        return rows.view(*blend.shape[:2], -1).unbind(1)
+
+    # Norms
+
+    def norms(self, rows: Rows) -> Array:
+        """Root mean square of each row: (rows,), or (rows, lanes)."""
+        x = torch.stack(rows).detach()
+        x = x.unsqueeze(-1).flatten(1 if self.lanes is None else 2)
+        wide = torch.float64 if self.lanes is not None else None
+        return host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
+
+    def ratio(self, before: Rows, after: Rows, error: Tensor) -> Array:
+        """Norm of (error / tolerance), the RMS over all elements: the one transfer to the host in a step."""
+        n = self.term.rows
+        if self.program is not None and error.dim() < after[0].dim():  # the norm was a part of the program
+            ratio = host(error.detach())
+            return np.where(np.isfinite(ratio), ratio, np.inf)
+        with torch.no_grad():
+            scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
+            x = error / scale.mul_(self.settings.rtol).add_(self.settings.atol)
+            x = x[..., : self.term.counted]
+            pieces: tuple[Tensor, ...] = (x,)
+            if self.term.separate:  # an integral's error is not averaged with that of the state
+                x = x.view(n, *self.template.shape)
+                pieces = x.split((x.shape[-1] - self.term.separate, self.term.separate), -1)
+            if self.lanes is None:
+                norms = [torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1)) for x in pieces]
+            else:
+                dims = [0, *range(2, x.dim())]
+                size = [math.sqrt(max(x[:, :1].numel(), 1)) for x in pieces]
+                norms = [
+                    torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64) / k
+                    for x, k in zip(pieces, size, strict=True)
+                ]
+            ratio = host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
+        return np.where(np.isfinite(ratio), ratio, np.inf)
+
+    # Limits and failures
+
+    @property
+    def longest_step(self) -> float:
+        """No adaptive step is longer: γH stays below 16 for Nystrom methods."""
+        longest, strongest = self.settings.option("max_step", math.inf), self.strongest
+        return min(longest, LONGEST_DECAY / strongest) if strongest else longest
+
+    @property
+    def strongest(self) -> float:
+        """The largest γ, if it limits the steps."""
+        if self.settings.method not in NYSTROM:
+            return 0.0
+        if self.number is not None:
+            return abs(self.number)
+        return float(_torch_internals.plain(torch.as_tensor(self.gamma)).abs().max())
+
+    @property
+    def resolution(self) -> float:
+        """Relative rounding of the time: that of the host, or of the dtype in which f receives it."""
+        return torch.finfo(self.template.dtype if self.term.time_dependent else torch.float64).eps
+
+    def check_nfe(self, now: Any, steps: int) -> None:
+        """Before steps: raise if they would exceed ``max_nfe``."""
+        most, nfe = self.settings.option("max_nfe", math.inf), self.tally.nfe
+        if most == math.inf:
+            return
+        spent = nfe.forward if _torch_internals.backward_pass() == -1 else nfe.backward
+        if spent + steps * self.method.evaluations > most:
+            message = (
+                f"the solve needs more than max_nfe={most} evaluations. "
+                "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
+            )
+            raise self.failure(MaxNFEError, message, now if self.settings.steps else self.time(now), math.nan)
+
+    def check_start(self, norm: Array) -> None:
+        """Raise if the first state is not finite, given the norms of its rows."""
+        bad = ~np.isfinite(norm)
+        if bad.any():
+            lane = tuple(int(i[0]) for i in np.nonzero(bad.any(0))) if bad.ndim > 1 else ()
+            message = FIELD_NOT_FINITE
+            of_rows = (slice(self.term.rows), *lane)
+            if bad[of_rows].any():
+                message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
+            raise self.failure(NonFiniteError, message, self.begin[lane], math.nan)
+
+    def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
+        """An error with the time, the step size and the evaluations; a query outside of a signal is raised instead."""
+        refuse_queries_outside()
+        t, size = (float(np.ravel(x)[0]) for x in (t, size))
+        return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=size, nfe=self.tally.nfe.total)
+
+    def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
+        """The error for a step that is not finite. It takes the step once more to find the first such evaluation."""
+        found: list[Any] = []
+        size = attempt.size.detach().numpy() if isinstance(attempt.size, Tensor) else np.asarray(attempt.size)
+        begin = self.time(attempt.begin) if attempt.error else attempt.begin
+        begin, size = float(np.asarray(begin)[lane]), float(size[lane])  # type: ignore[assignment]
+        nodes = iter(self.method.nodes * len(attempt.times))
+
+        def watched(t: Tensor, x: Tensor) -> Tensor:
+            f, node = self.term(t, x), next(nodes)
+            if not found and bool(torch.isfinite(x[lane]).all()) and not bool(torch.isfinite(f[lane]).all()):
+                found.append(begin + node * size)
+            return f
+
+        with torch.no_grad():
+            coefficients, _ = self.coefficients(attempt)
+            self.step(state, (coefficients, None), attempt, watched)
+        if found:
+            return self.failure(NonFiniteError, FIELD_NOT_FINITE, found[0], abs(size))
+        message = "the state or its error is not finite. Look for: a field that grows without bound"
+        return self.failure(NonFiniteError, message, begin, abs(size))
+
+    def advice(self) -> str:
+        """Advice where steps are short because of the damping."""
+        if self.strongest <= max(1.0, STRONG / max(float(self.end.max()), 1e-300)):  # with less, the span is long
+            return ""
+        return (
+            f"method='exponential', because the damping of {self.strongest:g} keeps the steps of "
+            f"{self.settings.method!r} short, or "
+        )
+
+
+def integrate(problem: Problem, state: Rows, take: Take, *, every: int = 1_000_000) -> Rows:
+    """Solve: the rows at the output times, (T, elements) or (T, lanes, elements).
+
+    Arguments:
+        problem: what to solve.
+        state: of the method, at the start.
+        take: takes the steps of an attempt.
+        every: the most steps of a grid in one attempt.
+    """
+    fixed = problem.settings.steps is not None
+    steps: FixedSteps | AdaptiveSteps = FixedSteps(problem, every) if fixed else AdaptiveSteps(problem, state)
+    saved = Saved(problem, state[: problem.term.rows])
+    while (attempt := steps.next()) is not None:
+        after, error, outputs = take(state, attempt)
+        accepted: Any = steps.judge(attempt, state, after, error)
+        if accepted is True or accepted.all():
+            state = after
+        elif accepted.any():
+            moved = torch.from_numpy(accepted).to(problem.template.device)
+            moved = moved.view(-1, *[1] * (state[0].dim() - 1))
+            state = tuple([torch.where(moved, new, old) for new, old in zip(after, state, strict=True)])
+        saved.add(attempt, outputs, accepted)
+    return saved.rows()
+
+
+class Saved:
+    """The rows at the output times, in the order in which they are made, and the place of each."""
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self.problem = problem
+        self.scattered = problem.lanes is not None and problem.settings.steps is None
+        self.pieces: list[Rows] = []
+        self.count, starts = 0, not problem.end_only
+        if self.scattered:
+            at_start = np.concatenate([np.zeros_like(problem.end)[:, None], problem.outputs], -1).T == 0
+            self.place = np.where(at_start, np.arange(problem.lanes or 0), 0)  # a lane may rest there
+            starts |= bool(at_start[1:].any())
+        if starts:
+            self.pieces.append(rows if self.scattered else tuple([row.unsqueeze(0) for row in rows]))
+            self.count = problem.lanes or 0
+
+    def add(self, attempt: Attempt, rows: Rows, accepted: Any) -> None:
+        """The outputs of an attempt."""
+        if attempt.outputs is None or not (accepted is True or accepted.any()):
+            return
+        self.pieces.append(rows)
+        if self.scattered:
+            assert attempt.lanes is not None
+            good = accepted[attempt.lanes]
+            self.place[attempt.outputs[good] + 1, attempt.lanes[good]] = self.count + np.nonzero(good)[0]
+            self.count += len(good)
+
+    def rows(self) -> Rows:
+        """(T, elements) or (T, lanes, elements)."""
+        made = [torch.cat(x) if len(x) > 1 else x[0].clone() for x in zip(*self.pieces, strict=True)]
+        if not self.scattered:
+            return tuple(made)
+        place = torch.from_numpy(self.place[1:] if self.problem.end_only else self.place).to(made[0].device)
+        return tuple([x[place] for x in made])
+
+
+def host(x: Tensor) -> Array:
+    """The values of a norm on the host; what the transforms of torch.func put around it counts as more elements."""
+    if _torch_internals.is_active():
+        return np.sqrt((_torch_internals.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
+    return x.double().cpu().numpy()

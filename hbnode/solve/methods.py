@@ -1,0 +1,669 @@
+r"""Methods: what a tableau makes of a step size and a damping, and one step with that.
+
+A method works on *rows*, tensors of one shape: y for :math:`y' = f(t, y)`, and h, m for :math:`h'' + \gamma h' = f`.
+Its state is a tuple of rows; explicit methods carry the field's value at the end of a step, the first of the next
+(FSAL), as one more. A step is a pure function ``step(state, coefficients, times, field) -> Step``.
+
+All that depends on the step size H and on γ is in the coefficients. One formula makes them, in NumPy where both are
+numbers (with the derivative in γ by a complex step), and in torch where they are tensors: under torch.compile and
+torch.export, for a γ of each channel, for gradients of the times, and for derivatives of any order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hbnode._tracing import may_look
+from hbnode.solve import tableaus
+from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RungeKuttaTableau
+
+Array = Any  # of NumPy or of torch
+Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
+
+NEAR = 2.0  # |z| below which the φ functions come from their series,
+TERMS = 32  # of so many terms, a power of 2; the next is below 1e-25
+
+
+class Step(NamedTuple):
+    """The outcome of a step.
+
+    Attributes:
+        state: after it.
+        error: of each row, (rows, ...); None without an estimate.
+        columns: what dense output is made of, (columns, ...); None unless kept.
+    """
+
+    state: tuple[Tensor, ...]
+    error: Tensor | None = None
+    columns: Tensor | None = None
+
+
+class Method:
+    """A one-step method.
+
+    Attributes:
+        rows: of the state, 1 for y and 2 for h, m.
+        nodes: times of the evaluations in a step, as fractions of it.
+        error_order: order of the embedded solution; None for a method of fixed steps.
+        carries: whether the state ends with the field's value.
+        inside: by which factor the error of dense output may exceed the estimate of the step's error.
+    """
+
+    rows: int
+    nodes: tuple[float, ...]
+    error_order: int | None = None
+    carries = False
+    inside = 1.0
+
+    @property
+    def evaluations(self) -> int:
+        """Of the field in one step."""
+        return len(self.nodes)
+
+    @functools.cached_property
+    def widest_gap(self) -> float:
+        """Between two nodes of a step, as a fraction of it."""
+        return max(b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes})))
+
+    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+        """The coefficients of a step in one array, (elements, ...) for γ and H that broadcast to (...)."""
+        raise NotImplementedError
+
+    def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
+        """The coefficients as :meth:`step` takes them, to broadcast with a row of so many dimensions."""
+        raise NotImplementedError
+
+    def step(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
+        *, error: bool = False, keep: bool = False,
+    ) -> Step:  # fmt: skip
+        """Take one step, from times of the evaluations in it; with an error estimate, and with columns, if asked."""
+        raise NotImplementedError
+
+    def undo(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
+    ) -> tuple[Tensor, ...]:
+        """The state before a step. A method that carries the field's value gets the time where the step began."""
+        raise NotImplementedError
+
+
+class Explicit(Method):
+    r"""A method whose stages are linear in the rows of the state and in the values of the field.
+
+    With the columns :math:`K = [\text{rows}, F_1, \dots, F_s]`, stage i is :math:`x_i = \sum_k C_{ik} K_k`, and
+    :math:`F_i = f(t_i, x_i)`. The new state and its error are further such rows. The last stage is at the new state.
+    """
+
+    carries = True
+
+    def __init__(self, nodes: Sequence[float]) -> None:
+        self.nodes = tuple(map(float, nodes))
+        self._order = {error: self._order_of_use(error) for error in (False, True)}
+
+    def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
+        """Where the elements of C are in the order of their use, and how many belong to each value of the field."""
+        n, s = self.rows, self.evaluations
+        count, width = s + n - 1 + n * error, n + 1 + s
+        first = [r * width + k for r in range(count) for k in range(n + 1)]
+        later = [[r * width + n + 1 + i for r in range(i + 1, count)] for i in range(s)]
+        order = np.array([*first, *(place for places in later for place in places)])
+        return order, torch.from_numpy(order), [len(first), *map(len, later)]
+
+    def places(self, error: bool) -> Tensor:
+        """Where in C, flat, the elements of :meth:`packed` are."""
+        return self._order[error][1]
+
+    def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
+        """C for step sizes (...): (..., stages + other rows + errors, columns)."""
+        raise NotImplementedError
+
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        """The rows of the state at fractions θ (k, ...) of steps (k, ...): (k, ..., rows, columns)."""
+        raise NotImplementedError
+
+    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+        matrix = self.matrix(xp, gamma, size)
+        order = self._order[error]
+        flat = matrix.reshape(*matrix.shape[:-2], math.prod(matrix.shape[-2:]))
+        return xp.moveaxis(flat[..., order[0] if xp is np else order[1].to(flat.device)], -1, 0)
+
+    def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
+        if packed.dim() > 1:
+            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
+        first, *later = packed.split_with_sizes(self._order[error][2])
+        return (first.reshape(len(first) // (self.rows + 1), self.rows + 1, *packed.shape[1:]), *later)
+
+    def step(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
+        *, error: bool = False, keep: bool = False,
+    ) -> Step:  # fmt: skip
+        n, shape, (first, *later) = self.rows, state[0].shape, coefficients
+        uniform = first.dim() == 2  # one step size and one damping for all elements
+        push: Any
+        in_place = not torch.is_grad_enabled() and may_look()
+        point = torch.stack(state)
+        if uniform:
+            rows = first @ point.view(n + 1, -1)
+            push = torch.Tensor.addr_ if in_place else torch.addr
+        else:
+            rows = first[:, 0] * point[0]
+            push = torch.Tensor.addcmul_ if in_place and rows.shape[1:] == shape else torch.addcmul
+            for k in range(1, n + 1):
+                rows = push(rows, first[:, k], point[k])
+        columns = [point]
+        for t, column in zip(times, later, strict=True):
+            x, rows = rows.split_with_sizes((1, len(rows) - 1))
+            x = x.view(shape)
+            f = field(t, x)
+            rows = push(rows, column, f.reshape(-1) if uniform else f)
+            if keep:
+                columns.append(f.unsqueeze(0))
+        others, errors = rows.split_with_sizes((n - 1, n if error else 0))
+        after = (x, *(row.view(shape) for row in others.unbind(0)), f)
+        return Step(after, errors.view(n, *shape) if error else None, torch.cat(columns) if keep else None)
+
+
+class RungeKutta(Explicit):
+    """An explicit Runge-Kutta pair for y' = f(t, y)."""
+
+    rows = 1
+    inside = 3.0  # measured over fields of many kinds
+
+    def __init__(self, tableau: RungeKuttaTableau) -> None:
+        super().__init__(tableau.c[1:])
+        self.error_order = tableau.error_order
+        weights = np.vstack([lower(tableau.a)[1:], tableau.error])
+        of_y = np.hstack([np.ones((len(weights), 1)), 0 * weights])
+        of_y[-1] = 0.0  # the error
+        of_f = np.hstack([np.zeros((len(weights), 1)), weights])
+        self.constants = both(of_y, of_f, np.array(tableau.dense).T)
+
+    def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
+        of_y, of_f, _ = constants(self, xp, size)
+        return of_y + size[..., None, None] * of_f
+
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        _, _, dense = constants(self, xp, size)
+        powers = xp.stack([theta ** (k + 1) for k in range(len(dense))], -1)
+        weights = size[..., None] * (powers @ dense)
+        return xp.concatenate([xp.ones_like(weights[..., :1]), weights], -1)[..., None, :]
+
+
+class Nystrom(Explicit):
+    r"""A Runge-Kutta-Nystrom pair for :math:`h'' + \gamma h' = f(h, t)`, which takes the damping out exactly.
+
+    With :math:`u(s) = e^{\gamma s/2} h(t_n + s)`, local to the step from :math:`t_n`, the velocity disappears:
+
+    .. math::
+        u'' = (\gamma^2/4) u + e^{\gamma s/2} f =: g, \quad u(0) = h_n, \quad u'(0) = m_n + (\gamma/2) h_n.
+
+    With z = γH, E = diag(e^{zc/2}) and the nilpotent A of the tableau the stages' forces are
+
+    .. math:: g = (I - z^2 A/4)^{-1} [(\gamma^2/4) ((1 + cz/2) h_n + c H m_n) + E f],
+
+    and at a fraction θ of the step, with weights w of the position and v of the velocity,
+    u = h + θH (m + γh/2) + H² w·g, u' = m + γh/2 + H v·g, h(θ) = e^{-zθ/2} u, m(θ) = e^{-zθ/2} (u' - γu/2).
+    """
+
+    rows = 2
+
+    def __init__(self, tableau: NystromTableau) -> None:
+        super().__init__(tableau.c[1:])
+        self.error_order = tableau.error_order
+        a, c = lower(tableau.a), np.array(tableau.c, float)
+        s, zero = len(c), np.zeros(len(c))
+        theta = np.array([*c[1:], 1, 1, 1])
+        is_h = np.array([1.0] * (s - 1) + [0, 0, 0])
+        is_m = np.array([0.0] * (s - 1) + [1, 0, 0])
+        w = np.vstack([a[1:], zero, tableau.error, zero])  # of the position, in rows of h
+        v = np.vstack([0 * a[1:], tableau.b_velocity, zero, tableau.error_velocity])  # of the velocity, in rows of m
+        w_of_m = np.vstack([0 * a[1:], a[-1], zero, tableau.error])  # of the position, in rows of m
+        powers = [np.eye(s)]
+        while powers[-1].any():
+            powers.append(powers[-1] @ a)
+        flat = np.stack(powers[:-1]).reshape(len(powers) - 1, -1)
+        self.rows_of_step = both(theta, is_h, is_m, w, v, w_of_m)
+        self.constants = both(c, flat, np.eye(2, s + 2), _interpolant(tableau, a))
+        self.polynomials = self._polynomials(flat)
+
+    def _polynomials(self, powers: np.ndarray) -> dict[bool, Any]:
+        r"""The coefficients of a step in the order of their use: :math:`Q(z) e^{rz}`, times 1, H, H² or γ.
+
+        The forces H² g are polynomials in z of h, H m and E H² f, from the powers of A. With them the rows of h, and
+        those of H m, are such polynomials too. With the error or not.
+        """
+        (theta, is_h, is_m, w, v, w_of_m), _ = self.rows_of_step
+        (c, *_), _ = self.constants
+        s = len(c)
+        forces = np.zeros((2 * len(powers) + 2, s, s + 2))
+        for k, power in enumerate(powers.reshape(-1, s, s) / 4.0 ** np.arange(len(powers))[:, None, None]):
+            forces[2 * k, :, 2:] += power
+            forces[2 * k + 2, :, 0] += power.sum(1) / 4
+            forces[2 * k + 2, :, 1] += power @ c / 4
+            forces[2 * k + 3, :, 0] += power @ c / 8
+        none = np.zeros((1, len(theta), s + 2))
+        q = np.concatenate([np.array([(w + v) @ x for x in forces]), none])
+        q -= np.concatenate([none, np.array([w_of_m @ x / 2 for x in forces])])
+        q[0, :, 0] += is_h
+        q[1, :, 0] += is_h * theta / 2
+        q[2, :, 0] -= is_m * theta / 4
+        q[0, :, 1] += is_h * theta + is_m
+        q[1, :, 1] -= is_m * theta / 2
+        of_m = (is_m > 0) | (np.arange(len(theta)) == len(theta) - 1)  # the momentum and its error
+        units = np.where(of_m[:, None], [-1, 0, *[1] * s], [0, 1, *[2] * s])
+        q = np.where(units < 0, np.roll(q, -1, 0), q)  # z Q(z) / H is γ Q(z)
+        rates = (np.concatenate([0 * c[:2], c]) - theta[:, None]) / 2
+        packed = {}
+        for error, (order, *_) in self._order.items():
+            flat = [x.reshape(*x.shape[:-2], -1)[..., order] for x in (q, rates, units)]
+            different, which = np.unique(flat[1], return_inverse=True)
+            packed[error] = both(flat[0].T, different, which, flat[2] % 4)
+        return packed
+
+    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+        constants = self.polynomials[error][xp is not np]
+        q, rates, which, units = constants if xp is np else (x.to(size.device) for x in constants)
+        z = gamma * size
+        powers: Any = [xp.ones_like(z)]
+        for _ in range(q.shape[1] - 1):
+            powers.append(powers[-1] * z)  # products have all derivatives at 0
+        stack = np.array if xp is np else torch.stack
+        powers, scales = stack(powers), stack([1 + 0 * z, size + 0 * z, size * size + 0 * z, gamma + 0 * z])
+        values = (q @ powers.reshape(len(powers), math.prod(z.shape))).reshape(len(q), *z.shape)
+        return values * xp.exp(_column(rates, z) * z)[which] * scales[units]
+
+    def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
+        rows = self.rows_of_step[xp is not np]
+        return self._decayed(xp, gamma, size, rows[0], self._rows(xp, gamma, size, *rows))
+
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        *_, unit, inner = constants(self, xp, size)
+        powers = xp.stack([theta ** (k + 1) / (k + 1) for k in range(len(inner))], -1)
+        more = xp.stack([theta ** (k + 2) / ((k + 1) * (k + 2)) for k in range(len(inner))], -1)
+        v, w = powers @ inner, more @ inner  # the polynomials of the forces, integrated once and twice
+        none, of_h, of_m = 0 * w, unit[0, :2], unit[1, :2]
+        v, w_of_m, w = xp.stack([none, v], -2), xp.stack([none, w], -2), xp.stack([w, none], -2)
+        theta = xp.stack([theta, theta], -1)
+        return self._decayed(xp, gamma, size, theta, self._rows(xp, gamma, size, theta, of_h, of_m, w, v, w_of_m))
+
+    def _rows(
+        self, xp: Any, gamma: Array, size: Array, theta: Array, is_h: Array, is_m: Array, w: Array, v: Array,
+        w_of_m: Array,
+    ) -> Array:  # fmt: skip
+        """Rows of C at fractions θ, of the position or of the momentum, without their exponentials."""
+        *_, c, powers, unit, _ = constants(self, xp, size)
+        half = gamma * xp.ones_like(size) / 2
+        z, half, size = (2 * half * size)[..., None], half[..., None, None], (size + 0 * half)[..., None, None]
+        square, of_z = (z / 2) ** 2, [xp.ones_like(z)]
+        for _ in range(len(powers) - 1):
+            of_z.append(of_z[-1] * square)  # products have all derivatives at 0
+        inverse = (xp.concatenate(of_z, -1) @ powers).reshape(*z.shape[:-1], len(c), len(c))
+        by_h = inverse @ (1 + c * z / 2)[..., None] * half**2
+        by_m = inverse @ c[:, None] * half**2 * size
+        forces = xp.concatenate([by_h, by_m, inverse], -1)
+        weights = size * size * w + size * v - half * size * size * w_of_m
+        of_h = is_h * (1 + theta * z / 2) - is_m * (half[..., 0] * theta * z / 2)
+        of_m = is_h * theta * size[..., 0] + is_m * (1 - theta * z / 2)
+        return of_h[..., None] * unit[0] + of_m[..., None] * unit[1] + weights @ forces
+
+    def _decayed(self, xp: Any, gamma: Array, size: Array, theta: Array, rows: Array) -> Array:
+        """Rows of C with their exponentials: that of the row's time, and E of the stages."""
+        c, *_ = constants(self, xp, size)
+        at = xp.concatenate([0 * c[:2], c])
+        return xp.exp((gamma * size)[..., None, None] / 2 * (at - theta[..., None])) * rows
+
+
+def _interpolant(tableau: NystromTableau, a: np.ndarray) -> np.ndarray:
+    r"""Polynomials :math:`\ell_i` with :math:`u''(\theta) \approx \sum_i \ell_i(\theta) g_i`: (powers, stages).
+
+    The weights b' are those of the quadrature that interpolates g at the nodes where b' is not 0. The same polynomial,
+    integrated from 0 to θ only, gives u' and u, which end where the step ends. For RKN6 this is the interpolant of
+    Dormand and Prince. RKN8 has two stages at the end of the step, of which only the first has a weight. The second
+    takes over as much of it as makes :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` hold as well, an
+    order condition that is missed by most otherwise. What the conditions of order 7 then still miss is 1e-8.
+    """
+    c = np.array(tableau.c, float)
+    nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]
+    inner = np.zeros((len(nodes), len(c)))
+    for i in nodes:
+        polynomial = np.ones(1)
+        for j in nodes:
+            if j != i:
+                longer = np.pad(polynomial, 1)
+                polynomial = (longer[:-1] - c[j] * longer[1:]) / (c[i] - c[j])
+        inner[:, i] = polynomial
+    if tableau.b_velocity[-1] == 0:
+        defect = a @ c**3 - c**5 / 20
+        share = inner @ defect / (defect[-2] - defect[-1])
+        inner[:, -2:] += np.stack([-share, share], -1)
+    return inner
+
+
+class Exponential(Explicit):
+    r"""An exponential pair for :math:`h'' + \gamma h' = f(h, t)`, which solve the damping exactly.
+
+    If f along a step of size H is a polynomial Σ_k p_k θ^k in the fraction θ = τ / H, then
+
+        h(τ) = h_n + τ φ_1(z) m_n + τ² Σ_k k! φ_{k+2}(z) θ^k p_k,
+        m(τ) = φ_0(z) m_n + τ Σ_k k! φ_{k+1}(z) θ^k p_k,                            z = -γτ,
+
+    with φ_0(z) = e^z and φ_{k+1}(z) = (φ_k(z) - 1/k!) / z, whose value at 0 is 1/(k+1)!. Stage i takes the polynomial
+    P_i through the values at the nodes before it. Let h(c; P) be the position at the node c for the polynomial P. Then
+
+        h_i = h(c_i; P_i) + Σ_{1<j<i} κ_ij (h(c_j; P_i) - h_j),
+
+    where the sum corrects what earlier stages have missed. The step takes the polynomial through all values.
+
+    The κ are such that the defects d_i of the stages, times the weights w_i of the quadrature on [0, 1], cancel:
+    Σ w_i d_i = 0. The position h + m/γ, where the ball would come to rest, is integrated with these weights for any γ,
+    so the defects cancel for every γ, and for a γ of each channel.
+
+    Without damping such a method is a Nystrom method. Where the damping is strong it is a Runge-Kutta method for
+    :math:`h' = f/\gamma`, because τ² k! φ_{k+2}(z) tends to τ / ((k + 1) γ).
+
+    References:
+        Hochbruck and Ostermann, "Exponential integrators", Acta Numerica 19 (2010) 209-286.
+    """
+
+    rows = 2
+
+    def __init__(self, tableau: ExponentialTableau) -> None:
+        self.c = np.array(tableau.c, float)
+        ends = self.c[1:]  # where polynomials are integrated to
+        super().__init__((*ends, 1.0))  # the last evaluation is that at the new state
+        self.error_order = tableau.error_order
+        self.powers = len(self.c)
+        rows: list[np.ndarray] = []
+        for i, corrections in enumerate(tableau.corrections):
+            row = self._integral(i + 1, i)
+            for j, weight in enumerate(corrections):
+                row = row + weight * (self._integral(i + 1, j) - rows[j])
+            rows.append(row)
+        whole = self._interpolation(list(range(self.powers)))
+        positions = np.stack([*rows, self._integral(self.powers, len(ends) - 1)])  # (rows, ends, powers, columns)
+        *others, _ = range(self.powers)
+        values = [*others, self.powers]  # those whose stages have no defect at the end of the step
+        kept = [i for i in values if i != tableau.left_out]
+        error = self._interpolation(values) - self._interpolation(kept)
+        self.constants = both(ends, positions, whole, error, self._interpolant(whole))
+
+    def _interpolation(self, values: list[int]) -> np.ndarray:
+        """The polynomial through some of the values of f, (powers, columns)."""
+        polynomial = np.zeros((self.powers, self.powers + 1))
+        nodes = np.append(self.c, self.c[-1])[values]
+        polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
+        return polynomial
+
+    def _integral(self, count: int, end: int) -> np.ndarray:
+        """The polynomial through the first ``count`` values, integrated to one of the ends: (ends, powers, columns)."""
+        row = np.zeros((len(self.c) - 1, self.powers, self.powers + 1))
+        row[end] = self._interpolation(list(range(count)))
+        return row
+
+    def _interpolant(self, whole: np.ndarray) -> np.ndarray:
+        """The cubic with f at both ends of the step, and with the moments 0 and 1 of the method: (powers, columns).
+
+        The moments are Σ w_i F_i and Σ w_i c_i F_i, in which the defects of the stages cancel. The values at the inner
+        nodes would bring them in.
+        """
+        weights = (1 / np.arange(1, self.powers + 1)) @ whole
+        first, second = np.eye(self.powers + 1)[[0, -1]]
+        moment = weights - (first + second) / 2  # without that of the straight line between the ends
+        other = weights * np.append(self.c, self.c[-1]) - first / 6 - second / 3
+        bump, skew = 36 * moment - 60 * other, 120 * other - 60 * moment  # of θ(1 - θ) and θ²(1 - θ)
+        return np.stack([first, second - first + bump, skew - bump, -skew])
+
+    def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
+        ends, positions, whole, error, _ = constants(self, xp, size)
+        gamma = gamma * xp.ones_like(size)
+        of_h, of_m = self._weights(xp, gamma[..., None], (size + 0 * gamma)[..., None], ends)
+        of_end = of_m[..., -1:, :]
+        none = 0 * of_end[..., :2]
+        state = xp.concatenate([of_h[..., :2], of_h[..., -1:, :2], of_end[..., :2], none, none], -2)
+        h = xp.einsum("...ek,rekc->...rc", of_h[..., 2:], positions)
+        m = of_end[..., 2:]
+        forces = xp.concatenate([h, m @ whole, of_h[..., -1:, 2:] @ error, m @ error], -2)
+        return xp.concatenate([state, forces], -1)
+
+    def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
+        """The rows of the state from the cubic interpolant of f."""
+        *_, inner = constants(self, xp, size)
+        gamma = gamma * xp.ones_like(size)
+        weights = self._weights(xp, gamma, size + 0 * gamma, theta + 0 * gamma)
+        return xp.stack([xp.concatenate([x[..., :2], x[..., 2:] @ inner], -1) for x in weights], -2)
+
+    def _weights(self, xp: Any, gamma: Array, size: Array, at: Array) -> tuple[Array, Array]:
+        """Weights of h, m and of a polynomial, in h and in m at fractions of steps: (..., 2 + powers)."""
+        time = at * size
+        phi = phi_functions(xp, -gamma * time, self.powers + 2)
+        time = time + 0 * phi[0]
+        scales = [math.factorial(k) * at**k * time for k in range(self.powers)]
+        of_h = [xp.ones_like(time), time * phi[1], *(scale * time * phi[k + 2] for k, scale in enumerate(scales))]
+        of_m = [xp.zeros_like(time), phi[0], *(scale * phi[k + 1] for k, scale in enumerate(scales))]
+        return xp.stack(of_h, -1), xp.stack(of_m, -1)
+
+
+def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
+    r"""The functions φ_0(z) to φ_{count - 1}(z), in float64 to about 14 digits.
+
+    Near 0, where their recursion would subtract equal numbers, they come from :math:`\sum_j z^j / (j + k)!`.
+    """
+    is_near = abs(z) < NEAR
+    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, NEAR + 0.0 * z, z)  # finite, with finite derivatives
+    series: Any = [[1 / math.factorial(j + k) for k in range(count)] for j in range(TERMS)]
+    series = np.array(series) if xp is np else torch.tensor(series, dtype=z.dtype, device=z.device)
+    powers, factor = xp.ones_like(z)[..., None], near[..., None]
+    while powers.shape[-1] < TERMS:  # not by torch's power, which has no second derivative at 0
+        powers, factor = xp.concatenate([powers, powers * factor], -1), factor * factor
+    of_near = powers @ series
+    phi = [xp.exp(far)]
+    for k in range(count - 1):
+        phi.append((phi[-1] - 1 / math.factorial(k)) / far)
+    return [xp.where(is_near, of_near[..., k], far_k) for k, far_k in enumerate(phi)]
+
+
+class Splitting(Method):
+    r"""A reversible splitting of :math:`h' = \sigma(m),\; m' = -\gamma m + F(h, t)`, F = f or f - ξh.
+
+    A composition of drifts and kicks, each solved exactly, that begins and ends with a drift:
+
+        drift (τ):  h ← h + τ σ(m);    kick (τ):  m ← e^{-γτ} m + (1 - e^{-γτ})/γ F(h, t).
+
+    Undoing a kick divides by e^{-γτ}: a rounding error grows by e^{γT} over the time T.
+
+    Arguments:
+        drifts: fractions of the step, one more than the kicks.
+        kicks: fractions of the step.
+    """
+
+    rows = 2
+
+    def __init__(self, drifts: Sequence[float], kicks: Sequence[float]) -> None:
+        self.constants = both(np.array(drifts, float), np.array(kicks, float))
+        self.nodes = tuple(np.cumsum(drifts)[:-1].tolist())
+        self.activation: Callable[[Tensor], Tensor] | None = None
+
+    def with_activation(self, activation: Callable[[Tensor], Tensor] | None) -> Splitting:
+        """The same method for h' = σ(m); None is h' = m."""
+        if activation is None:
+            return self
+        other = object.__new__(Splitting)
+        other.__dict__.update(self.__dict__, activation=activation)
+        return other
+
+    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+        """Lengths of the drifts, then decays and weights of the kicks."""
+        drifts, kicks = constants(self, xp, size)
+        lengths = size[..., None] * kicks
+        z = (gamma * xp.ones_like(size))[..., None] * lengths
+        small = abs(z) < 1e-4  # (1 - e^{-z})/z by its series, where the quotient would divide 0 by 0
+        safe = xp.where(small, xp.ones_like(z), z)
+        phi = xp.where(small, 1 - z / 2 + z * z / 6 - z**3 / 24, -xp.expm1(-safe) / safe)
+        drifts = size[..., None] * drifts + 0 * z[..., :1]
+        return xp.moveaxis(xp.concatenate([drifts, xp.exp(-z), lengths * phi], -1), -1, 0)
+
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+        if packed.dim() > 1:
+            packed = packed.reshape(*packed.shape, *[1] * (dims + 1 - packed.dim()))
+        return packed.unbind(0)
+
+    def step(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
+        *, error: bool = False, keep: bool = False,
+    ) -> Step:  # fmt: skip
+        k, (h, m) = self.evaluations, state
+        drifts, decays, weights = coefficients[: k + 1], coefficients[k + 1 : 2 * k + 1], coefficients[2 * k + 1 :]
+        h = self._drift(h, m, drifts[0])
+        for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
+            m = decay * m + weight * field(t, h)
+            h = self._drift(h, m, drift)
+        return Step((h, m))
+
+    def undo(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
+    ) -> tuple[Tensor, ...]:
+        """The state before a step."""
+        k, (h, m) = self.evaluations, state
+        drifts, decays, weights = coefficients[: k + 1], coefficients[k + 1 : 2 * k + 1], coefficients[2 * k + 1 :]
+        for i in reversed(range(k)):
+            h = self._drift(h, m, -drifts[i + 1])
+            m = (m - weights[i] * field(times[i], h)) / decays[i]
+        return self._drift(h, m, -drifts[0]), m
+
+    def _drift(self, h: Tensor, m: Tensor, length: Tensor) -> Tensor:
+        return h + length * (m if self.activation is None else self.activation(m))
+
+
+class ExplicitGrid(Method):
+    """One of torchdiffeq's explicit Runge-Kutta methods of fixed steps, for graphs of torch.compile and torch.export.
+
+    Arguments:
+        a: rows of A after the first.
+        b: weights.
+    """
+
+    rows = 1
+
+    def __init__(self, a: Sequence[Sequence[float]], b: Sequence[float]) -> None:
+        self.a, self.b = ((), *a), b
+        self.nodes = tuple([sum(row) for row in self.a])
+
+    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+        return size
+
+    def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
+        return (packed.reshape(*packed.shape, *[1] * (dims - packed.dim())) if packed.dim() else packed,)
+
+    def step(
+        self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
+        *, error: bool = False, keep: bool = False,
+    ) -> Step:  # fmt: skip
+        (y,), (size,) = state, coefficients
+        slopes: list[Tensor] = []
+        for t, row in zip(times, self.a, strict=True):
+            x = y + size * sum(w * k for w, k in zip(row, slopes, strict=True) if w) if any(row) else y.clone()
+            slopes.append(field(t, x))
+        return Step((y + size * sum(w * k for w, k in zip(self.b, slopes, strict=True) if w),))
+
+
+class HostFormula(torch.autograd.Function):
+    """A formula of a number γ, with its derivative by a complex step; that one's own derivative is torch's.
+
+    Arguments:
+        gamma: γ as a tensor.
+        formula: of (xp, γ).
+        number: γ as a number.
+        xp: NumPy or torch.
+        like: of the dtype and device of the result.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gamma: Tensor, formula: Callable[[Any, Any], Any], number: float, xp: Any, like: Tensor
+    ) -> Tensor:
+        ctx.formula, ctx.number, ctx.xp, ctx.slope = formula, number, xp, None
+        ctx.gamma = gamma  # not saved_tensors: equal steps share this node, and segments free what is saved
+        return value_on_host(formula, number, xp, like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gamma, again = ctx.gamma, torch.is_grad_enabled()
+        if again or ctx.xp is torch:
+            with torch.enable_grad():
+                number = gamma if again else torch.tensor(ctx.number, dtype=torch.float64, requires_grad=True)
+                value = ctx.formula(torch, number.cpu().double())
+                (found,) = torch.autograd.grad(value, number, gradient.to(value), create_graph=again)
+            return found.to(gamma), None, None, None, None
+        gradient = gradient.double()
+        if ctx.slope is None:
+            ctx.slope = value_on_host(lambda xp, g: ctx.formula(xp, g).imag / 1e-30, ctx.number + 1e-30j, np, gradient)
+        return (gradient * ctx.slope).sum().to(gamma), None, None, None, None
+
+
+def value_on_host(formula: Callable[[Any, Any], Any], number: complex, xp: Any, like: Tensor) -> Tensor:
+    """A formula of a number, in NumPy or in torch on the host, as a tensor of the dtype and device of another."""
+    if xp is np:
+        with np.errstate(all="ignore"):
+            return from_host(formula(np, np.asarray(number)), like)
+    with torch.no_grad():
+        return formula(torch, torch.tensor(number, dtype=torch.float64)).to(like)
+
+
+def from_host(x: np.ndarray, like: Tensor) -> Tensor:
+    """An array as a tensor of the dtype and device of another."""
+    return torch.from_numpy(np.ascontiguousarray(x)).to(like)
+
+
+def _column(x: Array, like: Array) -> Array:
+    """A vector, to broadcast in front of an array."""
+    return x.reshape(-1, *[1] * like.ndim)
+
+
+def lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """The square matrix A of a tableau from its rows after the first."""
+    a = np.zeros((len(rows) + 1, len(rows) + 1))
+    for i, row in enumerate(rows):
+        a[i + 1, : len(row)] = row
+    return a
+
+
+def both(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
+    """Constants of a formula for NumPy and for torch, whatever the mode in which they are first made."""
+    with torch.inference_mode(False):
+        return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
+
+
+def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
+    """The constants of a method for a formula in NumPy, or in torch where the step sizes are."""
+    of_numpy, of_torch = method.constants
+    return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
+
+
+NYSTROM = {
+    "nystrom4": Nystrom(tableaus.RKN4),
+    "nystrom6": Nystrom(tableaus.RKN6),
+    "nystrom8": Nystrom(tableaus.RKN8),
+}
+EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
+SPLITTING = {
+    "leapfrog": Splitting(tableaus.STRANG_DRIFTS, tableaus.STRANG_KICKS),
+    "blanes_moan4": Splitting(tableaus.BLANES_MOAN4_DRIFTS, tableaus.BLANES_MOAN4_KICKS),
+}
+RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
+SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # h and m are rows of their own
+METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA}
+EXPLICIT: dict[str, Method] = {
+    "euler": ExplicitGrid((), (1.0,)),
+    "midpoint": ExplicitGrid(((0.5,),), (0.0, 1.0)),
+    "heun2": ExplicitGrid(((1.0,),), (0.5, 0.5)),
+    "heun3": ExplicitGrid(((1 / 3,), (0.0, 2 / 3)), (0.25, 0.0, 0.75)),
+    "rk4": ExplicitGrid(((1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)), (0.125, 0.375, 0.375, 0.125)),
+}

@@ -1,0 +1,583 @@
+"""One entry to every solver."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from hbnode import _torch_internals
+from hbnode._checks import ONLY_FIXED_GRIDS, conversion
+from hbnode._signature import check_call
+from hbnode._state import State, Times, apply, describe, is_finite, last_of, parts
+from hbnode._tracing import is_exporting, is_tracing, untraced
+from hbnode.errors import MaxStepsError, NonFiniteError
+from hbnode.fields import HBNODE
+from hbnode.nfe import NFE, Tally, is_counting
+from hbnode.solve import compiled, torchdiffeq
+from hbnode.solve.adjoints import Direct, chosen
+from hbnode.solve.control import Attempt
+from hbnode.solve.loop import LONGEST_DECAY, Problem, Rows, integrate
+from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER
+from hbnode.solve.settings import (
+    FIXED,
+    Gradient,
+    Method,
+    Save,
+    Settings,
+    TorchdiffeqMethod,
+    check_field,
+    constant_damping,
+)
+from hbnode.solve.term import ODETerm, Snapshot, _tensors_of, is_heavy_ball, modules_of, solving
+
+logger = logging.getLogger("hbnode")
+LONGEST_GRID = 64  # evaluations of the field in one compiled program
+
+StateT = TypeVar("StateT", bound=State)
+
+
+# A tensor gives a tensor, a pair of tensors a pair; with an event, its time and the state there.
+@overload
+def odeint(
+    field: Callable[[Tensor, StateT], State],
+    y0: StateT,
+    t: Times,
+    *,
+    method: Method | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    gradient: Gradient | None = None,
+    steps: int | None = None,
+    per_sample: bool = False,
+    save: Save = "interpolate",
+    jump_times: Times | None = None,
+    event_fn: None = None,
+    max_steps: int = 10_000,
+    options: dict[str, Any] | None = None,
+    adjoint_options: dict[str, Any] | None = None,
+    compile: bool = False,
+) -> StateT: ...
+
+
+@overload
+def odeint(
+    field: Callable[[Tensor, StateT], State],
+    y0: StateT,
+    t: Times,
+    *,
+    method: TorchdiffeqMethod | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    gradient: Literal["direct", "adjoint"] | None = None,
+    steps: int | None = None,
+    per_sample: Literal[False] = False,
+    save: Save = "interpolate",
+    jump_times: Times | None = None,
+    event_fn: Callable[[Tensor, StateT], Tensor],
+    max_steps: int = 10_000,
+    options: dict[str, Any] | None = None,
+    adjoint_options: dict[str, Any] | None = None,
+    compile: Literal[False] = False,
+) -> tuple[Tensor, StateT]: ...
+
+
+def odeint(
+    field: Callable[[Tensor, Any], State],
+    y0: State,
+    t: Times,
+    *,
+    method: Method | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    gradient: Gradient | None = None,
+    steps: int | None = None,
+    per_sample: bool = False,
+    save: Save = "interpolate",
+    jump_times: Times | None = None,
+    event_fn: Callable[[Tensor, Any], Tensor] | None = None,
+    max_steps: int = 10_000,
+    options: dict[str, Any] | None = None,
+    adjoint_options: dict[str, Any] | None = None,
+    compile: bool = False,
+) -> State | tuple[Tensor, State]:
+    r"""Solve :math:`y' = \mathrm{field}(t, y),\; y(t_0) = y_0` and return y at the times ``t``.
+
+    An adaptive method accepts a step when the root mean square of (error / (atol + rtol * max \|y\|)), over all
+    elements of the batch and of all parts of the state together, is at most 1. Adaptive steps pass output times; the
+    outputs inside of a step are interpolated within the tolerance, at no further evaluations.
+
+    References:
+        ``hbnode/solve/tableaus.py`` cites the paper of each native method; :doc:`solvers` explains the idea. Chen,
+        torchdiffeq (github.com/rtqichen/torchdiffeq), for its methods; Chen et al., arXiv:1806.07366, for the adjoint;
+        Kidger, Chen and Lyons, "Hey, that's not an ODE", arXiv:2009.09457, for its seminorm; Gholami, Keutzer and
+        Biros, arXiv:1902.10298, and Zhuang et al., arXiv:2006.02493, for gradients from checkpoints.
+
+    Arguments:
+        field: the right-hand side, called ``(t, state)``: one of hbnode's fields, any module, or a function. It returns
+            d state/dt in the structure of the state. t is a scalar tensor, or (batch, 1, ...) where samples have times
+            of their own.
+        y0: state at ``t[0]``: a floating-point tensor (batch, ...), or a tuple of them.
+        t: times (T,), strictly increasing or strictly decreasing. Native methods also take (batch, T), a row of times
+            for each sample, in which times may repeat. If t requires a gradient it gets one: that of the map in which
+            each step ends at a constant fraction of its output interval. (torchdiffeq's adaptive methods with
+            ``"direct"`` differentiate their interpolation instead, which is much less exact than their values.)
+        method: name of the solver; :func:`hbnode.methods` lists them with their orders. Default: None, which picks a
+            native method: for an HBNODE ``"nystrom4"`` if rtol >= 1e-3, else ``"nystrom8"``, or ``"exponential"`` if
+            its damping is constant and exceeds 50 over the length of the solve; for all others ``"tsit5"``, also for an
+            HBNODE that has hooks or a ``forward`` or ``__call__`` of its own. On a grid (``steps``) the damping is not
+            looked at.
+        rtol: relative tolerance of adaptive methods. Default: 1e-5.
+        atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
+        gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for
+            torchdiffeq's.
+
+            - ``"checkpoint"`` keeps the graph of the steps up to 64 MiB, and computes later steps again in the backward
+              pass (``torch.utils.checkpoint``): the exact gradient of the numbers computed (discretise-then-optimise).
+            - ``"direct"`` backpropagates through the solver's operations, and is the only mode for higher derivatives
+              and torch.func.
+            - ``"reversible"`` undoes the steps of the splitting methods, and stores the outputs only.
+            - ``"adjoint"`` solves the adjoint ODE backwards, in memory that does not grow with the number of steps.
+              A damping γ makes errors grow by e^{γT} on the way back. Native methods refuse what misses its start.
+        steps: a fixed grid: the number of equal steps in each output interval, whatever the tolerances (native methods,
+            and torchdiffeq's with fixed steps). Default: None, steps are adaptive. The splitting methods need it;
+            torchdiffeq's methods with fixed steps take one step without it.
+        per_sample: whether each sample has its own steps and its own acceptance, so that its answer does not depend on
+            the rest of the batch (apart from the rounding of f); native methods. One call of f serves all samples
+            either way. Default: False, one step size for the whole batch.
+        save: ``"interpolate"``: adaptive steps pass output times, which are interpolated within the tolerance.
+            ``"exact"``: a step ends on each. torchdiffeq's methods interpolate to order 4, which for dopri8 can be far
+            worse than the tolerance. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. A
+            :class:`hbnode.Signal` in f gives its own to native methods. Default: None.
+        event_fn: as in torchdiffeq, for its methods: the solve ends where ``event_fn(t, state)`` changes its sign.
+            ``t`` then holds the start and a second time that gives the direction only. The result is ``(event_time,
+            state)``. The time has no gradient; ``torchdiffeq.odeint_event(..., odeint_interface=hbnode.odeint)`` gives
+            it one. Default: None.
+        max_steps: number of accepted and rejected steps after which a forward or backward pass of an adaptive method is
+            given up with an error; each further output interval adds one. It limits evaluations where a method does not
+            report its steps (``"scipy_solver"``, and events on a fixed grid), and does not limit a fixed grid.
+            Default: 10000.
+        options: further options of the method. Native methods know ``first_step``, ``max_step`` and ``min_step``,
+            lengths of time (set ``max_step`` where f has pulses narrower than a tenth of the time span), and
+            ``max_nfe``, the most evaluations of a solve. torchdiffeq's methods know their own. Default: None.
+        adjoint_options: torchdiffeq's options of the backward solve, added to those of the forward one. Default: None,
+            which is ``{"norm": "seminorm"}``; ``{}`` is torchdiffeq's own default, as the papers used it.
+        compile: compile the steps of a native method, and their gradients, with torch.compile. The first calls take
+            tens of seconds. Needs one of hbnode's fields. If the network cannot be compiled, a warning says so and the
+            solve runs without. Default: False.
+
+    Returns:
+        The states at the times, time first: (T, batch, ...), in the structure of ``y0``. With ``event_fn``, the pair
+        ``(event_time, state)``.
+
+    Raises:
+        ValueError: an argument is out of its range, or the field returns another shape.
+        TypeError: an argument has the wrong type or dtype.
+        NonFiniteError: the state, the field or the adjoint became infinite or NaN.
+        StepSizeUnderflowError: the tolerance cannot be met.
+        MaxStepsError: more than ``max_steps`` steps, or (:class:`MaxNFEError`) more than ``max_nfe`` evaluations.
+        RecomputationError: a step that the backward pass computed again ends elsewhere: the field was changed.
+        ReversalError: rounding errors grew too much to undo the steps of ``"reversible"``. This and the four errors
+            above are :class:`SolverError`: they carry the time, the step size and the evaluations so far.
+
+    Example:
+        >>> import math, torch, hbnode
+        >>> spin = lambda t, y: (y[1], -y[0])
+        >>> one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        >>> cos, _ = hbnode.odeint(spin, (one, zero), [0.0, 1.0, 2.0], rtol=1e-9, atol=1e-9)
+        >>> torch.allclose(cos[:, 0], torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).cos())
+        True
+    """
+    settings = Settings(
+        method=method,
+        rtol=rtol,
+        atol=atol,
+        gradient=gradient,
+        steps=steps,
+        per_sample=per_sample,
+        save=save,
+        jump_times=jump_times,
+        max_steps=max_steps,
+        options=options,
+        adjoint_options=adjoint_options,
+        compile=compile,
+    ).checked()
+    if event_fn is None:
+        return solve(field, y0, t, settings, NFE())
+    if is_tracing():
+        _refuse_tracing()
+    return _find_event(field, y0, t, settings, NFE(), event_fn)
+
+
+def solve(
+    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False
+) -> State:
+    """:func:`odeint` with checked settings, which counts into ``nfe``; with ``end``, the last state alone."""
+    if not is_tracing():
+        return _solve(field, y0, t, settings, nfe, end)
+    if is_traceable(settings):
+        return _traced(field, y0, t, settings, Tally(field, nfe), end)
+    _refuse_tracing()
+    return _untraced_solve(field, y0, t, settings, nfe, end)
+
+
+def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, end: bool) -> State:
+    y0 = checked_state(field, y0)
+    check_call(field)
+    template = parts(y0)[0]
+    times = checked_times(t, template.device, rows=settings.is_native)
+    settings = settings.resolved(field, _span(times))
+    check_precision(settings, template.dtype)
+    tally, snapshot = Tally(field, nfe), Snapshot(field)
+    if not settings.is_native:
+        nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
+        with _torch_internals.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
+            trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot)
+            return last_of(trajectory) if end else trajectory
+    torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
+    gradient = chosen(settings.gradient)
+    is_empty = template.shape[:1] == (0,)  # of no samples, none has steps of its own
+    per_sample = (settings.per_sample and settings.steps is None and not is_empty) or times.dim() == 2
+    term = _term(field, y0, settings, tally, times, per_sample)
+    problem = Problem(term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2)
+    check_damping(problem, field)
+    if settings.compile and not _torch_internals.is_active():
+        solution = compile_steps(problem, field, y0, times, snapshot)
+        if solution is not None:
+            return last_of(solution) if end else solution
+    with solving(snapshot, template.device.type):
+        rows = gradient.solve(problem, y0, snapshot)
+        if settings.steps is not None:
+            check_finite(problem, y0, rows)
+    trajectory = term.unflatten(rows, (len(rows[0]),))
+    return last_of(trajectory) if end else trajectory
+
+
+def _nobody() -> None:
+    """A field that nobody counts: the evaluations of a compiled grid are counted outside of its graph."""
+
+
+def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> State | None:
+    """Solve on a short grid by one compiled program; else let the problem take compiled steps."""
+    settings, method, term = problem.settings, problem.method, problem.term
+    if snapshot.masks:
+        compiled.warn("func draws random numbers")
+        return None
+    steps = (settings.steps or 0) * (t.shape[-1] - 1)
+    evaluations = steps * method.evaluations + method.carries
+    if settings.steps is None or evaluations > LONGEST_GRID or t.requires_grad or problem.tally.is_recorded:
+        activation, error = getattr(term.inner, "activation", None), settings.steps is None
+        make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
+        step_key = (settings.method, settings.rtol, settings.atol, error, activation, term.lanes is None)
+        problem.program = compiled.program(term, step_key, make)
+        return None
+
+    def grid(y0: State, t: Tensor) -> State:
+        return _traced(field, y0, t, settings, Tally(_nobody, NFE()), False)
+
+    key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
+    trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
+    if trajectory is not None:
+        problem.tally.add("evaluation", evaluations)
+        problem.tally.add("accepted", steps)
+        problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
+    return trajectory
+
+
+def _term(field: Any, y0: State, settings: Settings, tally: Tally, t: Tensor, per_sample: bool) -> ODETerm:
+    """The right-hand side of a native solve; refuses what has no samples where samples have times of their own."""
+    check_field(settings.method, field)
+    second_order = settings.method in SECOND_ORDER
+    if not per_sample:
+        return ODETerm(field, y0, tally, second_order=second_order)
+    what = "per_sample=True" if t.dim() == 1 else "t of shape (batch, T)"
+    tensors = parts(y0)
+    if any(part.dim() == 0 or len(part) != len(tensors[0]) for part in tensors):
+        raise ValueError(
+            f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
+        )
+    if t.dim() == 2 and not is_tracing() and len(t) != len(tensors[0]):
+        raise ValueError(
+            f"t has shape {tuple(t.shape)} for a batch of {len(tensors[0])}; expected (batch, T). "
+            "Fix: one row of times for each sample, or t of shape (T,)."
+        )
+    if getattr(settings.gradient, "name", settings.gradient) == "adjoint":
+        raise ValueError(f"gradient='adjoint' does not know {what}. Fix: gradient='checkpoint'.")
+    return ODETerm(field, y0, tally, second_order=second_order, lanes=len(tensors[0]))
+
+
+def is_traceable(settings: Settings) -> bool:
+    """Whether a solve can be one graph of torch.compile, torch.export or torch.jit.trace that does what was asked.
+
+    Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
+    """
+    if settings.steps is None or settings.method not in (None, *METHODS, *EXPLICIT):
+        return False
+    if not torch.compiler.is_dynamo_compiling() or is_exporting():
+        return True
+    if not hasattr(torch.compiler, "is_exporting"):  # torch.compile before torch 2.7 rounds what it traces here
+        return False
+    return settings.gradient in (None, "direct") and not is_counting()
+
+
+def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, tally: Tally, end: bool) -> State:
+    """A solve on a grid as tensor operations and nothing else; no value is looked at."""
+    y0 = checked_state(field, y0)
+    settings = dataclasses.replace(settings, gradient="direct").resolved(field)
+    times = traced_times(t, parts(y0)[0].device)
+    method = {**METHODS, **EXPLICIT}[settings.method]
+    term = _term(field, y0, settings, tally, times, times.dim() == 2)
+    problem = Problem(term, method, times, settings)
+    snapshot = Snapshot(field, traced=True)
+    with solving(snapshot, parts(y0)[0].device.type):
+        rows = Direct().solve(problem, y0, snapshot)
+    trajectory = term.unflatten(rows, (times.shape[-1],))
+    return last_of(trajectory) if end else trajectory
+
+
+def _refuse_tracing() -> None:
+    """Raise where a solve would have to be part of a graph; torch.compile can call it from outside of its graphs."""
+    if not torch.compiler.is_dynamo_compiling():
+        raise ValueError(ONLY_FIXED_GRIDS)
+
+
+_untraced_solve = untraced(_solve)
+
+
+@untraced
+def _find_event(
+    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, event_fn: Callable[..., Tensor]
+) -> tuple[Tensor, State]:
+    """The time of an event and the states at the start and there."""
+    y0 = checked_state(field, y0)
+    check_call(field)
+    times = checked_times(t, parts(y0)[0].device, rows=False)
+    settings = settings.resolved(field, event=True)
+    nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
+    check_precision(settings, parts(y0)[0].dtype)
+    if settings.is_native:
+        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
+    if len(times) != 2:
+        raise ValueError(
+            f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
+        )
+    return torchdiffeq.find_event(field, y0, times, settings, Tally(field, nfe), Snapshot(field), event_fn)
+
+
+def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
+    """Raise at once where the damping alone takes more steps than there may be."""
+    settings, span = problem.settings, float(problem.end.max()) if problem.end.size else 0.0
+    nystrom = settings.method in NYSTROM
+    if settings.steps is not None or settings.method in EXPONENTIAL:
+        return
+    damping, reach = (problem.strongest, LONGEST_DECAY) if nystrom else (constant_damping(field), 4.0)
+    needed = damping * span / (1.0 if nystrom else reach)
+    if needed < settings.max_steps:
+        return
+    if is_heavy_ball(field, HBNODE):
+        advice = "method='exponential', which solves the damping exactly"
+    else:
+        advice = (
+            f"max_steps={math.ceil(damping * span / 3)}, a grid of method='leapfrog', which solves the damping exactly"
+        )
+    raise problem.failure(
+        MaxStepsError,
+        f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
+        f"max_steps={settings.max_steps}. Fix: {advice}, or a shorter time",
+        problem.begin,
+        reach / damping,
+    )
+
+
+def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
+    """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
+    if is_finite(tuple([_torch_internals.plain(row) for row in rows])):
+        return
+
+    def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
+        after = problem.step(state, problem.coefficients(attempt), attempt)
+        if not is_finite(tuple([_torch_internals.plain(x) for x in after[0]])):
+            raise problem.not_finite(attempt, state)
+        return after
+
+    with torch.no_grad():
+        start = problem.start(y0)
+        problem.check_start(problem.norms(start))
+        integrate(problem, start, take, every=1)
+    raise problem.failure(NonFiniteError, "the solution is not finite", problem.begin, math.nan)
+
+
+def _span(t: Tensor) -> float:
+    """The length of a solve; 0 where a device would have to be asked for it."""
+    t = _torch_internals.plain(t)
+    return float(t.max() - t.min()) if t.is_cpu and t.numel() else 0.0
+
+
+def traced_times(t: Times, device: torch.device) -> Tensor:
+    """Times (T,) or (batch, T) in float64 on the device of the state; not checked if they are a tensor."""
+    if isinstance(t, Tensor):
+        return t.to(device, torch.float64)
+    given = list(t)
+    if any(isinstance(time, Tensor) for time in given):
+        return torch.stack([torch.as_tensor(time, dtype=torch.float64, device=device).reshape(()) for time in given])
+    times = [float(time) for time in given]
+    rising, falling = ([sign * times[i] < sign * times[i + 1] for i in range(len(times) - 1)] for sign in (1, -1))
+    if not (all(rising) or all(falling)):
+        raise ValueError(f"t must be strictly increasing or strictly decreasing, got {times}. Fix: sort the times.")
+    return torch.tensor(times, dtype=torch.float64, device=device)
+
+
+def checked_span(t_span: Sequence[float]) -> tuple[float, float]:
+    """Two different times, of a block or a flow."""
+    if not isinstance(t_span, Sequence) or any(isinstance(t, Tensor) for t in t_span):
+        raise TypeError(
+            f"t_span must be two numbers (t0, T), got {t_span!r}. Fix: (0.0, 1.0); learned times go to block(x, t)."
+        )
+    span = tuple(float(t) for t in t_span)
+    if len(span) != 2 or span[0] == span[1] or not all(map(math.isfinite, span)):
+        raise ValueError(f"t_span must be two different times (t0, T), got {span}. Fix: (0.0, 1.0).")
+    return span
+
+
+def check_precision(settings: Settings, dtype: torch.dtype) -> None:
+    """Refuse a tolerance that is not within what the dtype can carry, if the method goes by it."""
+    if settings.method in FIXED or settings.steps is not None:
+        return
+    rtol, eps = settings.rtol, torch.finfo(dtype).eps
+    if rtol < eps / 100:
+        raise ValueError(
+            f"rtol={rtol:g} is far below what {dtype} carries (eps={eps:.2g}); expected at least {eps / 100:.2g}. "
+            "Fix: solve in float64, or loosen rtol."
+        )
+    if rtol < eps:
+        _log_tight_tolerance(rtol, dtype)
+
+
+@functools.cache
+def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
+    """Cached, so that each tolerance is mentioned once."""
+    logger.warning("rtol=%g is below the rounding of %s: steps may be refused for rounding errors alone", rtol, dtype)
+
+
+def checked_state(field: Callable, y0: State) -> State:
+    """The state, floating point and of the field's dtype; under autocast at least float32."""
+    if not callable(field):
+        raise TypeError(
+            f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
+        )
+    tensors = parts(y0)
+    if not isinstance(tensors, tuple) or not tensors or not all(isinstance(part, Tensor) for part in tensors):
+        raise TypeError(
+            f"the state must be a tensor or a tuple of tensors, got {_kinds(y0)}. Fix: {_made_state(y0, field)}."
+        )
+    dtype = tensors[0].dtype
+    if not all(part.is_floating_point() and part.dtype == dtype for part in tensors):
+        raise TypeError(
+            f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in tensors)}. "
+            f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
+        )
+    if torch.is_autocast_enabled(tensors[0].device.type):  # the networks may run in half precision, the state may not
+        return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
+    if isinstance(field, nn.Module):
+        dtypes = []
+        for module in modules_of(field):
+            for p in _tensors_of(module)[0].values():
+                dtypes += [p.dtype] if p is not None and p.is_floating_point() else []
+                if dtype in dtypes:
+                    return y0
+        if dtypes:
+            kinds = ", ".join(map(str, set(dtypes)))
+            raise TypeError(
+                f"the state is {dtype}, the field's parameters are {kinds}; expected one dtype. "
+                "Fix: convert the input (x.float(), x.double()) or the field (field.float(), field.double())."
+            )
+    return y0
+
+
+def _kinds(y0: object) -> str:
+    """The types of a state, for messages."""
+    if isinstance(y0, (list, tuple)):
+        return f"{type(y0).__name__} of ({', '.join(type(part).__name__ for part in y0)})"
+    return type(y0).__name__
+
+
+def _made_state(y0: object, field: Callable) -> str:
+    """How to make a state of what is none, for messages."""
+    if isinstance(y0, list) and y0 and all(isinstance(part, Tensor) for part in y0):
+        return "tuple(y0)"
+    if isinstance(y0, tuple):
+        return f"make each part a tensor, x -> {conversion(next((x for x in y0 if not isinstance(x, Tensor)), None))}"
+    made = conversion(y0).replace("(x", "(y0")
+    return f"field.initial_state({made})" if hasattr(field, "initial_state") else made
+
+
+def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
+    """Finite, ordered times as a tensor: (T,), or (batch, T) if each sample may have a row of its own.
+
+    Native methods (``rows``) have them on the host, which plans the steps; torchdiffeq's on the device of the state.
+    """
+    if not isinstance(t, Tensor):
+        if (
+            rows
+            and type(t) is tuple
+            and len(t) == 2
+            and type(t[0]) is type(t[1]) is float
+            and 0 < abs(t[1] - t[0]) < math.inf
+        ):
+            return torch.tensor(t, dtype=torch.float64)  # the span of a block
+        if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
+            fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
+            raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: {fix}.")
+        given = list(t)
+        if any(isinstance(time, Tensor) for time in given):  # keep the gradients of learned times
+            times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
+            if any(time.numel() != 1 for time in times):
+                raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
+            t = torch.stack([time.reshape(()) for time in times])
+        else:
+            t = torch.as_tensor(given, dtype=torch.float64)
+    elif not t.is_floating_point():
+        t = t.to(torch.float64)
+    if t.dim() != 1 and not (rows and t.dim() == 2):
+        raise ValueError(
+            f"t must be one-dimensional, got shape {tuple(t.shape)}. "
+            "Fix: (T,); native methods also take (batch, T), a row of times for each sample."
+        )
+    if t.shape[-1] == 0:
+        raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: [0.0, 1.0].")
+    on_host = t.cpu()
+    values = on_host.detach()
+    if not bool(torch.isfinite(values).all()):
+        where = torch.nonzero(~torch.isfinite(values))[0].tolist()
+        raise ValueError(
+            f"t must be finite, but t{where} is {float(values[tuple(where)])}. Fix: drop infinite times and NaNs."
+        )
+    _check_order(values)
+    return on_host if rows else t.to(device)
+
+
+def _check_order(t: Tensor) -> None:
+    """Shared times must be strictly monotone; of a sample's own, some may be repeated: it stays where it is."""
+    steps = t.diff()
+    if t.dim() == 2:
+        up, down = (steps >= 0).all(), (steps <= 0).all()
+        if not bool(up | down):
+            raise ValueError(
+                "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."
+            )
+        return
+    if not bool((steps > 0).all() | (steps < 0).all()):
+        sign = -1.0 if bool(steps[0] < 0) else 1.0
+        where = int(torch.nonzero(torch.sign(steps) != sign)[0])
+        raise ValueError(
+            f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
+            f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones."
+        )

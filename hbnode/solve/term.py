@@ -1,0 +1,296 @@
+"""An equation as solvers see it: a field on rows of tensors, and its modules as they are during a solve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._checks import CHANGES_INPUT
+from hbnode._state import State, cast, like, parts
+from hbnode._tracing import is_tracing
+from hbnode.fields import GHBNODE, HBNODE
+from hbnode.nets import SolveDropout
+from hbnode.nfe import Tally
+from hbnode.signal import checking_later
+
+_FORWARDS = tuple(kind.forward for kind in (HBNODE, GHBNODE))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ODETerm:
+    r"""The right-hand side of a solve.
+
+    A first-order term, :math:`y' = \mathrm{field}(t, y)` for any field, has one row: all parts of the state behind each
+    other. A second-order term, :math:`h'' + \gamma h' = F(h, t)` of an HBNODE or GHBNODE, has the rows h and m, and its
+    value is F alone. A row is flat, (elements,), where one step size and one γ serve all elements; (batch, elements)
+    where samples have steps of their own; and of the shape of h where channels have a γ of their own.
+
+    Arguments:
+        field: called ``(t, state)``.
+        y0: a state.
+        tally: counts evaluations.
+        second_order: whether to solve for h and m.
+        lanes: how many samples have steps of their own; None if all have the same.
+    """
+
+    def __init__(
+        self, field: Callable[..., Any], y0: State, tally: Tally, *, second_order: bool, lanes: int | None = None
+    ) -> None:
+        self.field: Any = field
+        self.inner: Any = unwrapped(field)
+        self.tally, self.like, self.lanes, self.traced = tally, y0, lanes, is_tracing()
+        self.second_order, self.rows = second_order, 2 if second_order else 1
+        self.template = parts(y0)[0]
+        if second_order:
+            self.inner._pair(y0)
+            if y0[0].shape != y0[1].shape:
+                shapes = " and ".join(str(tuple(part.shape)) for part in y0)
+                raise ValueError(f"h and m must have one shape, got {shapes}. Fix: make m like h.")
+        self.number: float | None = None  # the damping, once the host has asked for it
+        self.damping = self.aligned(self.inner.solver_damping(), "damping", "γ") if second_order else 0.0
+        device = self.template.device.type
+        autocast = torch.is_autocast_enabled(device)
+        self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None
+        self.counted: int | None = None  # elements of a row that the error is estimated of; None for all
+        self.separate: int = 0 if second_order else getattr(self.inner, "separate", 0)
+        self.calls_field = second_order and is_compiled(field)
+        self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
+        self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
+
+    def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
+        """A constant of the equation: a number, a tensor without dimensions, or one of the dimensions of h."""
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        shape = self.template.shape
+        if value.dim() > len(shape) or any(
+            a not in (1, b) for a, b in zip(value.shape[::-1], shape[::-1], strict=False)
+        ):
+            raise ValueError(
+                f"the {name} has shape {tuple(value.shape)}, which does not broadcast to that of h, {tuple(shape)}. "
+                f"Fix: (d,) for one {symbol} a feature, (d, 1, 1) for one a channel."
+            )
+        return value.view(*[1] * (len(shape) - value.dim()), *value.shape)
+
+    def flatten(self, state: State) -> tuple[Tensor, ...]:
+        """The rows of a state."""
+        flat = tuple([self._flat(part) for part in parts(state)])
+        return flat if self.second_order or len(flat) == 1 else (torch.cat(flat, -1),)
+
+    def _flat(self, part: Tensor) -> Tensor:
+        if self.per_channel:
+            return part
+        return part.reshape(-1) if self.lanes is None else part.unsqueeze(-1).flatten(1)
+
+    def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
+        """The state of rows, or a trajectory of rows (T, ...)."""
+        if self.second_order or isinstance(self.like, Tensor):
+            state = tuple([row.reshape((*times, *self.template.shape)) for row in rows])
+            return state if self.second_order else state[0]
+        pieces: list[Tensor] = []
+        begin = 0
+        for part in self.like:
+            size = part.numel() if self.lanes is None else math.prod(part.shape[1:])
+            pieces.append(rows[0].narrow(-1, begin, size).reshape((*times, *part.shape)))
+            begin += size
+        return tuple(pieces)
+
+    def __call__(self, t: Tensor, row: Tensor) -> Tensor:
+        """The value at a row, the force on h or y', of the row's shape and dtype; counted. The row stays as it is."""
+        self.tally.add("evaluation")
+        version = -1
+        if self.traced or row.is_inference():
+            row = row.clone()  # it has no version by which a change would be seen
+        else:
+            version = row._version
+        value = self._value(t, row)
+        if version >= 0 and row._version != version:
+            raise ValueError(CHANGES_INPUT)
+        return value
+
+    def _value(self, t: Tensor, row: Tensor) -> Tensor:
+        if self.autocast is None:
+            return self._bare(t, row)
+        with torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False):
+            return self._bare(t, row)
+
+    def _bare(self, t: Tensor, row: Tensor) -> Tensor:
+        if self.second_order:
+            h = row if row.shape == self.template.shape else row.view(self.template.shape)
+            f = self.field(t, (h, torch.zeros_like(h)))[1] if self.calls_field else self.inner.force(t, h)
+            f = f if f.dtype == h.dtype else cast(f, h)
+            return f if f.shape == row.shape else f.reshape(row.shape)
+        state = self.unflatten((row,))
+        return self.flatten(like(self.field(t, state), state))[0].reshape(row.shape)
+
+    def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The derivative of all rows, by a call of the field; not counted."""
+        state = self.unflatten(rows)
+        with (
+            nullcontext()
+            if self.autocast is None
+            else torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
+        ):
+            return self.flatten(like(self.field(t, state), state))
+
+
+class Snapshot:
+    """The parameters, buffers, modes and dropout masks of a field's modules during a solve.
+
+    As a context it puts them back where a backward pass evaluates the field again: parameters may be lent
+    (``torch.func.functional_call``), and a model may be in another mode by then.
+    """
+
+    def __init__(self, field: Callable[..., Any], *, traced: bool = False) -> None:
+        modules = modules_of(field)
+        self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
+        self._find_masks(modules)
+        if traced:  # a graph evaluates the field once
+            return
+        self.modes = [(module, module.training) for module in modules]
+        self.slots = [
+            (own, name, tensor)
+            for module in modules
+            for own in _tensors_of(module)
+            for name, tensor in own.items()
+            if tensor is not None
+        ]
+        self.versions = [None if tensor.is_inference() else tensor._version for _, _, tensor in self.slots]
+        self.needed = [(tensor, tensor.requires_grad) for _, _, tensor in self.slots if tensor.is_leaf]
+        self._before: list[Any] = []  # torch enters a context again for each backward pass
+
+    def _find_masks(self, modules: list[nn.Module]) -> None:
+        """The masks of all :class:`SolveDropout`, those of a solve around this one if there is one."""
+        for module in modules:
+            if isinstance(module, SolveDropout):
+                self.masks.append((module, {} if module.solve is None else module.solve))
+            elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                raise ValueError(
+                    f"{type(module).__name__} is in training mode inside a solve, where each evaluation would draw "
+                    "another mask and no step size would meet the tolerance. Fix: hbnode.nets.SolveDropout(p) draws "
+                    "one mask for the whole solve; or move it out of func."
+                )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Parameters and buffers that require a gradient."""
+        return list({id(tensor): tensor for _, _, tensor in self.slots if tensor.requires_grad}.values())
+
+    def changed(self) -> bool:
+        """Whether a parameter or buffer was changed in place or replaced since."""
+        return any(
+            own.get(name) is not tensor or (version is not None and tensor is not None and tensor._version != version)
+            for (own, name, tensor), version in zip(self.slots, self.versions, strict=True)
+        )
+
+    def __enter__(self) -> None:
+        self._before.append((
+            [(module, module.training) for module, _ in self.modes],
+            [(own, name, own.get(name)) for own, name, _ in self.slots],
+            [(module, module.solve) for module, _ in self.masks],
+            [(tensor, tensor.requires_grad) for tensor, _ in self.needed],
+            later := checking_later(),
+        ))  # fmt: skip
+        _put(self.modes, self.slots, self.masks, self.needed)
+        later.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        *before, later = self._before.pop()
+        later.__exit__(*error)
+        _put(*before)
+
+
+def modules_of(field: Any) -> list[nn.Module]:
+    """All modules of a field, each once; quicker than ``field.modules()``, which makes their names."""
+    if torch.compiler.is_compiling() or not isinstance(field, nn.Module):
+        return list(field.modules()) if isinstance(field, nn.Module) else []
+    pending: list[nn.Module] = [field]
+    found: dict[int, nn.Module] = {}
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            pending += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
+
+
+def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    if isinstance(module, torch.jit.ScriptModule):  # whose dicts are copies
+        return dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+    return module._parameters, module._buffers
+
+
+def _put(
+    modes: Sequence[Any],
+    slots: Sequence[Any],
+    masks: Sequence[Any],
+    needed: Sequence[Any] = (),
+) -> None:
+    for module, mode in modes:
+        if module.training != mode:
+            module.training = mode
+    for own, name, tensor in slots:
+        if own.get(name) is not tensor:
+            own[name] = tensor
+    for module, masks_of_solve in masks:
+        module.solve = masks_of_solve
+    for tensor, needs_gradient in needed:
+        if tensor.requires_grad != needs_gradient:
+            tensor.requires_grad_(needs_gradient)
+
+
+@contextmanager
+def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
+    """The context of a solve: dropout masks are kept, autocast is for the field alone, and no query of a signal raises.
+
+    A query outside of a signal gives NaN, which the solver does not accept and then names.
+    """
+    before = [(module, module.solve) for module, _ in snapshot.masks]
+    autocast = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    _put([], [], snapshot.masks)
+    try:
+        with checking_later(), autocast:
+            yield
+    finally:
+        _put([], [], before)
+
+
+def unwrapped(field: Any) -> Any:
+    """The field inside of what torch.compile puts around it."""
+    while hasattr(field, "_orig_mod"):
+        field = field._orig_mod
+    return field
+
+
+def is_compiled(field: Callable[..., Any]) -> bool:
+    """Whether torch.compile is around a field, or in it after ``field.compile()``."""
+    return hasattr(field, "_orig_mod") or getattr(field, "_compiled_call_impl", None) is not None
+
+
+def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:
+    """Whether a field is one of these kinds and obeys its equation.
+
+    One inside of DistributedDataParallel is not taken for one, because only the wrapper's own call reduces gradients.
+    """
+    return isinstance(unwrapped(field), kinds) and change_of_call(field) is None
+
+
+def change_of_call(field: Callable[..., Any]) -> str | None:
+    """What the call of a heavy-ball field does beside its equation, which methods that call func would miss."""
+    inner = unwrapped(field)
+    if type(inner).forward not in _FORWARDS:
+        return f"{type(inner).__name__} has a forward of its own"
+    if type(inner).friction is not HBNODE.friction:
+        return f"{type(inner).__name__} has a friction of its own"
+    for name in ("forward", "friction"):
+        if name in inner.__dict__:
+            return f"its {name} was replaced"
+    if type(inner).__call__ is not nn.Module.__call__:
+        return f"{type(inner).__name__} has a __call__ of its own"
+    if any(getattr(module, hooks) for module in (field, inner) for hooks in _HOOKS):
+        return "it has hooks"
+    return None

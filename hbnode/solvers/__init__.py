@@ -1,1 +1,0 @@
-"""Solvers, one family a file; :func:`hbnode.odeint` picks one by its method's name."""
