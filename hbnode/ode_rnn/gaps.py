@@ -1,127 +1,202 @@
-"""A solve over many short intervals, between which the state is changed: what an ODE-RNN does."""
+"""The gaps of irregular series solved one after the other, for any field, method and gradient."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+import dataclasses
+import math
+import numbers
+from contextlib import nullcontext
+from dataclasses import dataclass
 
-from hbnode import _native_solve, _torch_internals
-from hbnode._arguments import check_precision, checked_times, resolved
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hbnode import _torch_internals
 from hbnode._closures import own_parameters
 from hbnode._state import State, apply, parts
-from hbnode.errors import SolverError
+from hbnode.errors import MaxStepsError, RecomputationError, SolverError
 from hbnode.fields import Field
 from hbnode.nfe import NFE, Tally
-from hbnode.solve import solve
-from hbnode.solvers import torchdiffeq_options
-from hbnode.solvers.settings import Settings
-from hbnode.solvers.stepper import Stepper
+from hbnode.solve.adjoints import GRADIENTS, is_same
+from hbnode.solve.loop import Problem
+from hbnode.solve.methods import METHODS, SECOND_ORDER
+from hbnode.solve.odeint import check_finite, check_precision, checked_state, checked_times, compile_steps, solve
+from hbnode.solve.settings import Settings, check_field
+from hbnode.solve.term import ODETerm, Snapshot, solving
+
+_ROUNDING = 1e-9  # relative; a gap of three steps, but for its rounding, takes three
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How gaps are solved: the settings of a solve, and the longest step of a grid if there is one."""
+
+    settings: Settings
+    step_size: float | None = None
+
+
+def checked_solver(settings: Settings, field: Field) -> Solver:
+    """How to solve; refuse what no times of each sample's own can be solved with."""
+    options = dict(settings.options or {})
+    step_size = None
+    if "step_size" in options and settings.is_native:
+        step_size = options.pop("step_size")
+        if not isinstance(step_size, numbers.Real) or not 0 < float(step_size) < math.inf:
+            raise ValueError(f"step_size must be a positive number, got {step_size!r}. Fix: a tenth of a time_unit.")
+        if settings.steps is not None:
+            raise ValueError("steps and options={'step_size': h} were both given. Fix: leave steps out.")
+        settings = dataclasses.replace(settings, options=options or None, steps=1)
+        step_size = float(step_size)
+    settings = settings.checked()
+    if settings.is_native and settings.resolved(field).gradient == "adjoint":
+        raise ValueError(
+            "gradient='adjoint' of native methods does not know times of each sample's own. Fix: leave gradient "
+            "out, or method='dopri5' with per_sample=False."
+        )
+    return Solver(settings, step_size)
+
+
+def steps_needed(t: Tensor, step_size: float) -> Tensor:
+    """How many equal steps no longer than a size each gap between times (batch, T) takes, (batch, T - 1)."""
+    return (t.detach().diff() / step_size * (1 - _ROUNDING)).ceil().clamp(min=1)
 
 
 class Gaps:
     """Solves a field from each of a row of times to the next, for each sample at times of its own.
 
-    Native methods with the direct gradient are set up once for all intervals; all others solve each by itself.
-
     Arguments:
         field: what is solved.
-        y0: a checked state like those that will come: their structure, shapes and dtype.
+        s: a state like those that will come, (batch, n), h or h and m side by side.
         t: times (batch, T); a sample stays where it is while its times repeat.
-        settings: how to solve.
+        solver: how to solve.
+
+    Attributes:
+        nfe: the evaluations of each gap.
     """
 
-    def __init__(self, field: Field, y0: State, t: Tensor, settings: Settings) -> None:
-        self.field, self.is_pair = field, not isinstance(y0, Tensor)
-        self.settings = resolved(settings, field)
-        self.nfe: list[NFE] = []
-        check_precision(self.settings, parts(y0)[0].dtype)
+    def __init__(self, field: Field, s: Tensor, t: Tensor, solver: Solver, *, second_order: bool) -> None:
+        self.field, self.step_size, self.second_order = field, solver.step_size, second_order
+        self.settings = solver.settings.resolved(field)
+        self.dtype = parts(checked_state(field, self._state(s)))[0].dtype
+        check_precision(self.settings, self.dtype)
         if self.settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "gradient='adjoint' gives no gradient with respect to times of each sample's own, and these require "
                 "one. Fix: gradient='direct', or t.detach()."
             )
         self.t = checked_times(t.to(torch.float64), t.device, rows=True)  # on the host
-        resting = (self.t.detach().diff() == 0) & (not t.requires_grad)  # a gap of 0 may have a gradient
-        self.idle, self.resting = (_torch_internals.numbers(x) for x in (resting.all(0), resting.any(0)))
-        self.stepper: Stepper | None = None
-        native = self.settings.method not in torchdiffeq_options.METHODS
-        if native and self.settings.gradient == "direct" and not _torch_internals.is_active():
-            stepper = _native_solve.stepper_for(field, y0, self.t, self.settings, interrupted=True)
-            self.stepper, _ = _native_solve.begin(stepper, NFE())
+        self.moving = self.t.detach().diff() != 0
+        rests = ~self.moving.any(0) & (not t.requires_grad)  # a gap of 0 may have a gradient
+        self.rests = _torch_internals.numbers(rests)
+        self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
+        if self.settings.is_native:
+            check_field(self.settings.method, field)
+            state, second_order = self._state(s.detach().to(self.dtype)), self.settings.method in SECOND_ORDER
+            self.term = ODETerm(field, state, Tally(field, NFE()), second_order=second_order, lanes=len(s))
 
-    def advance(self, interval: int, rows: Tensor) -> Tensor:
-        """The state at the end of an interval from that at its beginning: (parts, batch, ...), h alone or h and m."""
-        self.nfe.append(NFE())
-        self.nfe[-1].keeps_graph = self.settings.gradient == "direct" and torch.is_grad_enabled()
-        if self.idle[interval]:
-            return rows
-        t = self.t[:, interval : interval + 2]
-        if self.resting[interval] and not self.settings.per_sample:
-            # whoever stays must not count in the error of the common step
-            moving = (t.diff() != 0)[:, 0].nonzero()[:, 0]
-            index = moving.to(rows.device)
-            self.nfe[-1].samples = moving.tolist()
-            return rows.index_copy(1, index, self._solve(rows[:, index], t[moving]))
-        if self.stepper is None:
-            return self._solve(rows, t)
-        self.stepper.tally = Tally(self.field, self.nfe[-1])
-        end = _native_solve.advance(self.stepper, self._stacked(rows), interval)
-        if end is None:
-            self.stepper = None
-            return self._solve(rows, t)
-        return end.view(rows.shape)
+    def __call__(self, gap: int, s: Tensor) -> Tensor:
+        """The state at the end of a gap from that at its beginning."""
+        t, nfe = self.t[:, gap : gap + 2], self.nfe[gap]
+        if self.rests[gap]:
+            return s
+        if not self.settings.is_native:
+            return self._by_torchdiffeq(s, t, self.moving[:, gap], nfe)
+        if self.step_size is not None:
+            t = self._grid(t, self.step_size)
+        snapshot, end = Snapshot(self.field), None
 
-    def _stacked(self, rows: Tensor) -> Tensor:
-        """The rows of the solver: h and m of a second-order solve, else one row that holds them both."""
-        assert self.stepper is not None
-        return rows.unsqueeze(0) if self.stepper.term.stacked else rows
+        def solved(s: Tensor) -> Tensor:
+            nonlocal end
+            found = self._solve(s, t, nfe, snapshot)
+            if end is None:
+                end = found.detach()
+            elif not is_same((found,), (end,)):
+                raise RecomputationError(
+                    "the backward pass solved a gap again, and it ends in another state: a parameter, a hook or a "
+                    "module of the field was changed after the forward pass. Fix: call backward() before the change, "
+                    "or use gradient='direct'", t=float(t[0, 0]), step_size=math.nan, nfe=nfe.total,
+                )  # fmt: skip
+            return found
 
-    def _solve(self, rows: Tensor, t: Tensor) -> Tensor:
-        """From the first of two times to the second, by itself."""
-        state: State = tuple(rows[i] for i in range(len(rows))) if self.is_pair else rows[0]
-        if self.settings.method not in torchdiffeq_options.METHODS:
-            return _last(solve(self.field, state, t, self.settings, self.nfe[-1]))
-        rescaled = Rescaled(self.field, t, rows[0])
+        nfe.keeps_graph = self.settings.gradient == "direct" and torch.is_grad_enabled()
+        if self.settings.gradient != "checkpoint" or not torch.is_grad_enabled():
+            return solved(s)
+        with set_checkpoint_early_stop(False):
+            return checkpoint(
+                solved, s, use_reentrant=False, determinism_check="none", context_fn=lambda: (nullcontext(), snapshot)
+            )
+
+    def _state(self, s: Tensor) -> State:
+        return tuple(s.chunk(2, 1)) if self.second_order else s
+
+    def _solve(self, s: Tensor, t: Tensor, nfe: NFE, snapshot: Snapshot) -> Tensor:
+        """From the first of some times to the last, by a native method."""
+        settings, state = self.settings, self._state(s.to(self.dtype))
+        self.term.tally = Tally(self.field, nfe)
+        problem = Problem(self.term, METHODS[settings.method], t, settings, end_only=t.shape[1] == 2)
+        problem.common = not settings.per_sample
+        if settings.compile and not _torch_internals.is_active():
+            trajectory = compile_steps(problem, self.field, state, t, snapshot)
+            if trajectory is not None:
+                return torch.cat([part[-1] for part in parts(trajectory)], -1)
+        gradient = GRADIENTS["direct" if settings.gradient == "checkpoint" else settings.gradient]()
+        with solving(snapshot, s.device.type):
+            rows = gradient.solve(problem, state, snapshot)
+            if settings.steps is not None:
+                check_finite(problem, state, rows)
+        return torch.cat([row[-1] for row in rows], -1)
+
+    def _grid(self, t: Tensor, step_size: float) -> Tensor:
+        """The times (batch, K) of steps no longer than a size; samples that need fewer rest in the last."""
+        needed = steps_needed(t, step_size)
+        most = float(needed.max())
+        if not most <= self.settings.max_steps:
+            raise MaxStepsError(
+                f"step_size={step_size:g} makes {most:.0f} steps of a gap, more than "
+                f"max_steps={self.settings.max_steps}. Fix: a longer step_size, or divide t by a typical gap",
+                t=float(t[0, 0]), step_size=step_size, nfe=0,
+            )  # fmt: skip
+        fraction = (torch.arange(int(most) + 1) / needed).clamp(max=1.0)
+        return torch.where(fraction < 1, torch.lerp(t[:, :1], t[:, 1:], fraction), t[:, 1:])
+
+    def _by_torchdiffeq(self, s: Tensor, t: Tensor, moving: Tensor, nfe: NFE) -> Tensor:
+        """By one of torchdiffeq's methods, from 0 to 1 of each gap; samples that rest do not count in its error."""
+        index = None if bool(moving.all()) or t.requires_grad else moving.nonzero()[:, 0]
+        given = s.to(self.dtype)
+        if index is not None:
+            nfe.samples = index.tolist()
+            t, index = t[index], index.to(s.device)
+            given = given[index]
         try:
-            return _last(solve(rescaled, state, [0.0, 1.0], self.settings, self.nfe[-1]))
+            end = solve(
+                _InFractions(self.field, t, given), self._state(given), [0.0, 1.0], self.settings, nfe, end=True
+            )
         except SolverError as error:
-            begin, end = (float(time) for time in t[0].detach())
-            message = f"{error.message}; the time is that of the first sample, in its gap from {begin:g} to {end:g}"
-            time, size = begin + (end - begin) * error.t, (end - begin) * error.step_size
+            first, last = t[0].tolist()
+            message = f"{error.message}; the time is that of the first sample, in its gap from {first:g} to {last:g}"
+            time, size = first + (last - first) * error.t, (last - first) * error.step_size
             raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
+        end = torch.cat(parts(end), 1)
+        return end if index is None else s.to(self.dtype).index_copy(0, index, end)
 
 
-def _last(trajectory: State) -> Tensor:
-    """The state at the last of the times, (parts, batch, ...)."""
-    return torch.stack([part[-1] for part in parts(trajectory)])
-
-
-class Rescaled(nn.Module):
-    """A field over intervals of unlike lengths, each run through while s goes from 0 to 1: dy/ds = (t1 - t0) dy/dt.
-
-    The intervals belong to this object and not to the field, so that an adjoint that evaluates it again much later
-    finds them as they were.
-    """
+class _InFractions(torch.nn.Module):
+    """A field over gaps of unlike lengths, each run through while c goes from 0 to 1: dy/dc = (t1 - t0) dy/dt."""
 
     def __init__(self, field: Field, t: Tensor, like: Tensor) -> None:
         super().__init__()
-        self.field = field
-        shape = (-1, *[1] * (like.dim() - 1))
-        self.begin, self.length = t[:, 0].to(like).view(shape), t.diff()[:, 0].to(like).view(shape)
-
-    @property
-    def __self__(self) -> Field:
-        """What its evaluations are counted for."""
-        return self.field
+        self.field = self.counted_as = field
+        self.begin, self.length = (z.to(like).view(-1, 1) for z in (t[:, 0], t.diff()[:, 0]))
 
     def dynamics_parameters(self) -> list[Tensor]:
         """Those of the field."""
         return own_parameters(self.field)
 
-    def in_time(self, s: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """The start and length of a step of s, for each sample in its own time, (batch,)."""
-        return (self.begin + s * self.length).flatten(), (length * self.length).flatten()
+    def in_time(self, c: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """The start and length of a step in c, for each sample in its own time, (batch,)."""
+        return (self.begin + c * self.length).flatten(), (length * self.length).flatten()
 
-    def forward(self, s: Tensor, state: State) -> State:
-        """The derivative with respect to s."""
-        return apply(lambda part: self.length * part, self.field(self.begin + s * self.length, state))
+    def forward(self, c: Tensor, state: State) -> State:
+        """The derivative with respect to c."""
+        return apply(lambda part: self.length * part, self.field(self.begin + c * self.length, state))

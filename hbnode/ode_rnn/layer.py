@@ -2,27 +2,217 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+import dataclasses
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import Self, override
 
-from hbnode._arguments import resolved
-from hbnode._checks import ArrayLike
-from hbnode.ode_rnn import checks, timing
-from hbnode.ode_rnn.core import CellArgument, FieldArgument
-from hbnode.ode_rnn.inputs import Inputs, Missing
-from hbnode.ode_rnn.sequences import Sequences
-from hbnode.ode_rnn.stack import Stack
-from hbnode.ode_rnn.state import Filtered, ODERNNState, check_kind
-from hbnode.solvers.names import Gradient, Method
-from hbnode.solvers.settings import Settings
+from hbnode import nets
+from hbnode._checks import ArrayLike, as_count, check_input
+from hbnode._constants import KeepsConstants
+from hbnode._state import parts
+from hbnode._suggestions import nearest
+from hbnode._times import as_duration, as_times
+from hbnode._tracing import untraced
+from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
+from hbnode.nfe import NFE
+from hbnode.ode_rnn.fused import Fused
+from hbnode.ode_rnn.gaps import Gaps, Solver, checked_solver
+from hbnode.ode_rnn.sequences import Inputs, Missing, Sequences, fitted_unit, in_user_units, warn_if_too_short
+from hbnode.ode_rnn.state import Filtered, ODERNNState, by_layer, check_start, check_state, joined, state_of
+from hbnode.solve.settings import Gradient, Method, Settings
+
+FieldName = Literal["node", "anode", "sonode", "hbnode", "ghbnode"]
+CellName = Literal["gru", "rnn"]
+FieldArgument = FieldName | nn.Module | Callable[[int], nn.Module]
+CellArgument = CellName | nn.Module | Callable[[int, int], nn.Module]
 
 
-class ODERNN(Stack):
+def _net(inputs: int, n: int) -> nn.Module:
+    return nets.MLP(inputs, [n], n, activation=nn.Tanh)
+
+
+FIELDS: dict[str, Callable[[int], Field]] = {
+    "node": lambda n: NODE(_net(n, n)),
+    "anode": lambda n: ANODE(_net(n, n), augment=n // 2),
+    "sonode": lambda n: SONODE(_net(2 * n, n)),
+    "hbnode": lambda n: HBNODE(_net(n, n)),
+    "ghbnode": lambda n: GHBNODE(_net(n, n)),
+}
+CELLS: dict[str, Callable[[int, int], nn.Module]] = {"gru": nn.GRUCell, "rnn": nn.RNNCell}
+
+
+@dataclasses.dataclass
+class LayerOutput:
+    """What one direction of one layer makes of a batch.
+
+    Attributes:
+        before: the states just before each sample, (batch, T, S).
+        after: those just after.
+        end: the last of those.
+        nfe: the evaluations of each gap.
+    """
+
+    before: Tensor
+    after: Tensor
+    end: Tensor
+    nfe: list[NFE]
+
+
+class ODERNNLayer(nn.Module):
+    """One direction of one layer: a state that follows an ODE from sample to sample, where a cell changes it.
+
+    A state s is (batch, S), h or h and m side by side, as the cell has them. Times are in units of time.
+
+    Arguments:
+        input_size: of the cell.
+        hidden_size: size of h.
+        field, cell, residual, initial_state: as for :class:`ODERNN`.
+        static_size: number of static features that move a learned initial state. Default: ``0``.
+    """
+
+    def __init__(
+        self, input_size: int, hidden_size: int, *, field: FieldArgument, cell: CellArgument, residual: bool,
+        initial_state: Literal["learned", "zeros"] | nn.Module, static_size: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.hidden_size, self.residual = hidden_size, bool(residual)
+        self.field = _make_field(field, hidden_size)
+        self.augment = getattr(self.field, "augment", 0)
+        if self.augment > hidden_size:
+            raise ValueError(
+                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: a larger one."
+            )
+        like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
+        with torch.no_grad():
+            start = self.field.initial_state(like.new_zeros(1, hidden_size - self.augment))
+        self.second_order = isinstance(start, tuple)
+        self.state_size = hidden_size * (2 if self.second_order else 1)
+        self.cell = _make_cell(cell, input_size, self.state_size)
+        self.start: nn.Parameter | None = None
+        self.static_start: nn.Linear | None = None
+        self.encoder = initial_state if isinstance(initial_state, nn.Module) else None
+        if initial_state == "learned":
+            makes = [getattr(self.field, name, None) for name in ("initial_momentum", "initial_velocity")]
+            size = hidden_size if any(net is not None for net in makes) else self.state_size - self.augment
+            self.start = nn.Parameter(torch.zeros(size))  # of h alone, if the field makes m out of it
+            if static_size:
+                self.static_start = nn.Linear(static_size, size, bias=False)
+        elif initial_state != "zeros" and self.encoder is None:
+            raise ValueError(
+                f"initial_state must be 'learned', 'zeros' or a module, got {initial_state!r}. Fix: 'learned'."
+            )
+
+    def begin(self, window: Tensor, static: Tensor | None) -> Tensor:
+        """The state that a series starts from, given its samples (batch, T, ...)."""
+        batch, size = window.shape[0], self.hidden_size - self.augment
+        if self.encoder is not None:
+            s = self.encoder(window)
+        elif self.start is not None:
+            s = self.start.expand(batch, -1)
+            if self.static_start is not None and static is not None:
+                s = s + self.static_start(static)
+        else:
+            s = window.new_zeros(batch, size)
+        if s.shape[:-1] != (batch,) or s.shape[-1] not in (size, self.state_size):
+            raise ValueError(
+                f"initial_state returned shape {tuple(s.shape)}; expected (batch, size) = ({batch}, {size}) for h"
+                + (f", or ({batch}, {self.state_size}) for h and m side by side." if self.second_order else ".")
+                + " Fix: the size of its last layer."
+            )
+        return s if s.shape[1] == self.state_size else torch.cat(parts(self.field.initial_state(s)), 1)
+
+    def forward(
+        self, x: Tensor, t: Tensor, seen: Tensor | None, s: Tensor, start: Tensor | None, solver: Solver
+    ) -> LayerOutput:
+        """The states before and after each sample.
+
+        Arguments:
+            x: what the cell is fed, (batch, T, input_size).
+            t: times (batch, T).
+            seen: which samples the cell sees, (batch, T); None for all.
+            s: the state at the start.
+            start: its time, (batch,); None if that is the first of ``t``.
+            solver: how to solve.
+        """
+        times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
+        first = times.shape[1] - t.shape[1]  # gaps before the first sample
+        solve = self._gaps(s, times, solver)
+        if isinstance(solve, Fused) and solve.cell is not None:
+            found = solve.read(x, seen, s, first)
+            if found is not None:
+                return LayerOutput(*found, found[1][:, -1], solve.nfe)
+            solve = Gaps(self.field, s, times, solver, second_order=self.second_order)
+        before, after = [], []
+        for i in range(x.shape[1]):
+            s = solve(i + first - 1, s) if i + first else s
+            new = self.update(x[:, i], s)
+            before.append(s)
+            s = new if seen is None else torch.where(seen[:, i, None], new, s)
+            after.append(s)
+        return LayerOutput(torch.stack(before, 1), torch.stack(after, 1), s, solve.nfe)
+
+    def update(self, x: Tensor, s: Tensor) -> Tensor:
+        """The state after a sample."""
+        new = self.cell(x, s.clone())  # the cell may change what it is given
+        if not isinstance(new, Tensor) or new.shape != s.shape:
+            got = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
+            raise ValueError(f"the cell returned {got}; expected the shape of the state, {tuple(s.shape)}.")
+        new = new.to(s.dtype)  # autocast may have made it smaller
+        return s + new if self.residual else new
+
+    def flow(self, s: Tensor, times: Tensor, solver: Solver) -> LayerOutput:
+        """The states at each of the times (batch, K) but the first, without samples."""
+        solve, path = self._gaps(s, times, solver), []
+        for gap in range(times.shape[1] - 1):
+            s = solve(gap, s)
+            path.append(s)
+        states = torch.stack(path, 1)
+        return LayerOutput(states, states, s, solve.nfe)
+
+    def _gaps(self, s: Tensor, times: Tensor, solver: Solver) -> Fused | Gaps:
+        fused = Fused.of(self, s, times, solver)
+        return Gaps(self.field, s, times, solver, second_order=self.second_order) if fused is None else fused
+
+
+def _make_field(field: FieldArgument, n: int) -> Field:
+    """A field on states of size n."""
+    if isinstance(field, str):
+        if field not in FIELDS:
+            near = nearest(field, tuple(FIELDS)) or "hbnode"
+            raise ValueError(f"field must be one of {tuple(FIELDS)}, got {field!r}. Fix: {near!r}, or give a field.")
+        return FIELDS[field](n)
+    made = field if isinstance(field, nn.Module) else field(n) if callable(field) else None
+    if not (isinstance(made, nn.Module) and hasattr(made, "initial_state") and hasattr(made, "readout")):
+        raise TypeError(
+            f"field must be a name, a field, or a function hidden_size -> field, got {type(field).__name__} that gave "
+            f"{type(made).__name__}. Fix: field=lambda n: hbnode.HBNODE(net(n))."
+        )
+    return cast(Field, made)  # or what has its methods
+
+
+def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
+    """A cell on states of a size."""
+    if isinstance(cell, str) and cell in CELLS:
+        return CELLS[cell](input_size, size)
+    made = cell(input_size, size) if callable(cell) and not isinstance(cell, nn.Module) else cell
+    if not isinstance(made, nn.Module):
+        raise ValueError(
+            f"cell must be one of {tuple(CELLS)}, a module cell(x, s), or a function (input_size, state_size) -> "
+            f"module, got {cell!r}. Fix: 'gru'."
+        )
+    return made
+
+
+_OF_FIRST = ("field", "cell", "residual", "start", "static_start", "encoder", "augment", "second_order", "state_size")
+
+
+class ODERNN(KeepsConstants):
     r"""A recurrent network for irregular series, whose state follows an ODE between the samples.
 
     From one time to the next the state s, h or the pair (h, m), solves the field's equation; there the cell sees the
@@ -118,6 +308,13 @@ class ODERNN(Stack):
         (torch.Size([4, 10, 8]), torch.Size([4, 2, 8]))
     """
 
+    defaults: ClassVar[dict[str, float]] = {"_time_unit": 1.0}
+    field: Field
+    cell: nn.Module
+    start: nn.Parameter | None
+    static_start: nn.Linear | None
+    encoder: nn.Module | None
+
     def __init__(
         self,
         input_size: int,
@@ -146,29 +343,71 @@ class ODERNN(Stack):
         adjoint_options: dict[str, Any] | None = None,
         compile: bool = False,
     ) -> None:
-        core: dict[str, Any] = {"field": field, "cell": cell, "residual": residual, "initial_state": initial_state}
-        gradient = gradient or ("adjoint" if adjoint_options is not None else "direct")
-        super().__init__(
-            Inputs(input_size, missing, mask_features, elapsed_features, static_size),
+        super().__init__()
+        hidden_size, num_layers = as_count(hidden_size, "hidden_size"), as_count(num_layers, "num_layers")
+        self.inputs = Inputs(input_size, missing, mask_features, elapsed_features, static_size)
+        self.input_size, self.static_size, self.hidden_size = (
+            self.inputs.input_size,
+            self.inputs.static_size,
             hidden_size,
-            core,
-            Settings(
-                method=method,
-                rtol=rtol,
-                atol=atol,
-                gradient=gradient,
-                steps=steps,
-                per_sample=per_sample,
-                max_steps=max_steps,
-                options=options,
-                adjoint_options=adjoint_options,
-                compile=compile,
-            ),
-            num_layers=num_layers,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            time_unit=time_unit,
         )
+        self.num_layers, self.bidirectional = num_layers, bool(bidirectional)
+        given = {"field": field, "cell": cell, "initial_state": initial_state}
+        self.dropout = _check_layers(num_layers, self.bidirectional, dropout, given)
+
+        def make(layer: int) -> ODERNNLayer:
+            options: dict[str, Any] = {**given, "residual": residual}
+            if layer:
+                options["initial_state"] = "learned" if isinstance(initial_state, nn.Module) else initial_state
+                return ODERNNLayer(hidden_size * (1 + self.bidirectional), hidden_size, **options)
+            return ODERNNLayer(self.inputs.size, hidden_size, static_size=self.static_size, **options)
+
+        self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
+        self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
+        self.time_unit = time_unit
+        gradient = gradient or ("adjoint" if adjoint_options is not None else "direct")
+        settings = Settings(
+            method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
+            max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,
+        )  # fmt: skip
+        solver = checked_solver(settings, self.field)
+        self.settings, self.step_size = solver.settings, solver.step_size
+        self.counts: list[list[NFE]] = []
+        self.has_warned = False
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not the module's own is that of its first layer."""
+        own = self.__dict__.get("_modules", {})
+        return getattr(own["layers"][0], name) if name in _OF_FIRST and "layers" in own else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_FIRST:
+            setattr(self.layers[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def time_unit(self) -> float:
+        """The length of time that is one unit to the field."""
+        return self._time_unit
+
+    @time_unit.setter
+    def time_unit(self, value: float) -> None:
+        self._time_unit = as_duration(value, "time_unit")
+
+    @override
+    def constants(self) -> dict[str, str]:
+        return {"time_unit": "_time_unit"}
+
+    @property
+    def nfe_per_gap(self) -> list[NFE]:
+        """Evaluations of each gap of the last call."""
+        return [sum(gap, NFE()) for gap in self.counts]
+
+    @property
+    def nfe(self) -> NFE:
+        """Evaluations of the last call, all gaps together."""
+        return sum(self.nfe_per_gap, NFE())
 
     def fit_time_unit(
         self, t: ArrayLike, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None
@@ -186,7 +425,7 @@ class ODERNN(Stack):
         Returns:
             The module itself.
         """
-        self.time_unit = timing.fitted_unit(t, mask, lengths)
+        self.time_unit = fitted_unit(t, mask, lengths)
         return self
 
     if TYPE_CHECKING:  # nn.Module's returns Any
@@ -268,23 +507,58 @@ class ODERNN(Stack):
         return self._checked(x, t, state, mask, lengths, static)
 
     def _checked(
-        self,
-        x: Tensor,
-        t: ArrayLike,
-        state: ODERNNState | None,
-        mask: Tensor | None,
-        lengths: Tensor | Sequence[int] | None,
-        static: Tensor | None,
-    ) -> Filtered:
+        self, x: Tensor, t: ArrayLike, state: ODERNNState | None, mask: Tensor | None,
+        lengths: Tensor | Sequence[int] | None, static: Tensor | None,
+    ) -> Filtered:  # fmt: skip
         """All that has been read, for checked arguments."""
         sequences = Sequences(self.input_size, x, t, mask, lengths)
-        checks.check_dtype(self, sequences.x)
-        static = checks.checked_static(static, self.static_size, sequences.x)
+        x = sequences.x
+        dtypes = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        if dtypes and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
+            kinds = ", ".join(map(str, dtypes))
+            raise TypeError(
+                f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. "
+                f"Fix: x.to({kinds.split(', ')[0]}), or .to({x.dtype}) of the module."
+            )
+        static = _checked_static(static, self.static_size, x)
         if state is not None:
-            checks.check_layers_of(state, self.num_layers, self.bidirectional)
-            checks.check_state(state, sequences.x.shape[:1], self)
-            checks.check_time_of(state, sequences.t)
+            if self.bidirectional:
+                raise ValueError(
+                    "a bidirectional ODERNN reads whole series. Fix: leave the state out, or bidirectional=False."
+                )
+            check_state(state, x.shape[:1], self.hidden_size, second_order=self.second_order)
+            check_start(state, sequences.t, self.num_layers)
         return self._read(sequences, state, static)
+
+    @untraced
+    def _read(self, sequences: Sequences, state: ODERNNState | None, static: Tensor | None) -> Filtered:
+        """All layers over a checked batch, from a checked state."""
+        states = by_layer(state)
+        fed, last, last_t = self.inputs(sequences, static, states[0] if states else None, self.time_unit)
+        window, times, solver = sequences.window, self._in_units(sequences.t), Solver(self.settings, self.step_size)
+        start = None if state is None else self._in_units(state.t.to(sequences.t.dtype))
+        self.counts, ends = [], []
+        for i, layer in enumerate(cast(list[ODERNNLayer], self.layers)):
+            known = None if i else static
+            s = joined(states[i]) if states else layer.begin(window, known)
+            with in_user_units(self.time_unit):
+                output = layer(fed, times, sequences.seen, s, start, solver)
+                self._count(output.nfe)
+                if self.bidirectional:
+                    output = self._in_both_directions(i, output, fed, sequences, known, solver)
+            ends.append(output.end)
+            fed = nn.functional.dropout(output.after[..., : self._sizes[0]], self.dropout, self.training)
+            window = sequences.at_samples(fed)
+        self._warn(times if start is None else torch.cat([start.unsqueeze(1), times], 1))
+        before, after = (
+            state_of(sequences.padded(path), sequences.padded_t, self._sizes) for path in (output.before, output.after)
+        )
+        end: ODERNNState | None = None
+        for i, s in enumerate(ends):
+            own = {} if i else {"last": last, "last_t": last_t}
+            end = dataclasses.replace(state_of(s.clone(), sequences.t[:, -1], self._sizes), below=end, **own)
+        assert end is not None
+        return Filtered(before, after, end)
 
     def forecast(self, state: ODERNNState, dt: ArrayLike) -> tuple[Tensor, ODERNNState]:
         """The h at times after that of a state, of which nothing is observed.
@@ -296,19 +570,76 @@ class ODERNN(Stack):
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
         """
-        check_kind(state)
         if self.bidirectional:
             raise ValueError("a bidirectional ODERNN does not forecast. Fix: bidirectional=False.")
-        shape = state.h.shape[:-1]
-        checks.check_state(state, shape, self)
-        dt = checks.checked_dt(dt, shape).to(state.h.device).expand(*shape, -1)
+        shape = state.h.shape[:-1] if isinstance(state, ODERNNState) else torch.Size()
+        check_state(state, shape, self.hidden_size, second_order=self.second_order)
+        dt = _checked_dt(dt, shape).to(state.h.device).expand(*shape, -1)
         t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
-        times = torch.cat([t, t + dt], -1)
-        return self._forecast(state, times.flatten(0, -2), shape)
+        return self._forecast(state, torch.cat([t, t + dt], -1).flatten(0, -2), shape)
+
+    @untraced
+    def _forecast(self, state: ODERNNState, times: Tensor, shape: torch.Size) -> tuple[Tensor, ODERNNState]:
+        """From a state with any batch dimensions, through rows of times beginning with its own."""
+        t, states, end = self._in_units(times), by_layer(state), None
+        self.counts = []
+        above = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
+        for one, layer in zip(states, above, strict=True):
+            asked = t if one is state else torch.stack([t[:, 0], t[:, -1]], 1)
+            with in_user_units(self.time_unit):
+                output = layer.flow(joined(one).flatten(0, -2), asked, Solver(self.settings, self.step_size))
+            self._count(output.nfe)
+            later = state_of(output.end.clone().unflatten(0, shape), times[:, -1].unflatten(0, shape), self._sizes)
+            end = dataclasses.replace(later, last=one.last, last_t=one.last_t, below=end)
+        assert end is not None
+        return output.after[..., : self.hidden_size].contiguous().unflatten(0, shape), end
+
+    def _in_both_directions(
+        self, i: int, output: LayerOutput, fed: Tensor, sequences: Sequences, static: Tensor | None, solver: Solver
+    ) -> LayerOutput:
+        """A layer's output beside that of its second network, which reads the turned series."""
+        order, t = sequences.backwards()
+        index = order.unsqueeze(-1)
+        seen = None if sequences.seen is None else sequences.seen.gather(1, order)
+        layer = cast(ODERNNLayer, self.reverse[i])
+        window = sequences.at_samples(fed) if i else sequences.window
+        x = fed.gather(1, index.expand_as(fed))
+        back = layer(x, self._in_units(t), seen, layer.begin(window, static), None, solver)
+        self._count(back.nfe)
+
+        def beside(ahead: Tensor, back: Tensor) -> Tensor:
+            pair = [s.unflatten(-1, (-1, self.hidden_size)) for s in (ahead, back)]
+            return torch.cat(pair, -1).flatten(-2)
+
+        before, after = (s.gather(1, index.expand_as(s)) for s in (back.before, back.after))
+        return LayerOutput(
+            beside(output.before, before), beside(output.after, after), beside(output.end, back.end), output.nfe
+        )
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Of h, and of m if there is one, in an output."""
+        return [self.hidden_size * (1 + self.bidirectional)] * (1 + self.second_order)
+
+    def _in_units(self, t: Tensor) -> Tensor:
+        """Times in units of time."""
+        return t if self.time_unit == 1 else t.to(torch.float64) / self.time_unit
+
+    def _count(self, nfe: list[NFE]) -> None:
+        """Add the counts of a layer to those of the others."""
+        self.counts += [[] for _ in range(len(nfe) - len(self.counts))]
+        for gap, one in zip(self.counts, nfe, strict=False):
+            gap.append(one)
+
+    def _warn(self, times: Tensor) -> None:
+        """Once, if the unit of time is far too short."""
+        if not self.has_warned and self.settings.steps is None:
+            networks = self.num_layers * (1 + self.bidirectional)
+            self.has_warned = warn_if_too_short(self.time_unit, times, self.counts, networks, self.settings.rtol)
 
     @override
     def extra_repr(self) -> str:
-        settings = resolved(self.settings, self.field)
+        settings = self.settings.resolved(self.field)
         start = "encoded" if self.encoder is not None else "zeros" if self.start is None else "learned"
         layers = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
         both = ", bidirectional=True" if self.bidirectional else ""
@@ -319,6 +650,55 @@ class ODERNN(Stack):
             f"time_unit={self.time_unit:g}{layers}{both}{dropout}, method={settings.method!r}, rtol={settings.rtol:g}, "
             f"atol={settings.atol:g}{grid}, gradient={settings.gradient!r}, per_sample={settings.per_sample}"
         )
+
+
+def _check_layers(num_layers: int, bidirectional: bool, dropout: float, given: dict[str, Any]) -> float:
+    """Refuse modules that several networks would share; return the dropout."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
+    if dropout and num_layers == 1:
+        raise ValueError("dropout is applied between layers, and there is one. Fix: num_layers=2, or nn.Dropout.")
+    fixes = {"field": "field=lambda n: hbnode.HBNODE(net(n))", "cell": "cell=lambda inputs, size: Cell(inputs, size)"}
+    for name, fix in fixes.items():
+        if isinstance(given[name], nn.Module) and (num_layers > 1 or bidirectional):
+            raise ValueError(
+                f"{name} is one module, and there are {num_layers * (1 + bidirectional)} networks; expected a function "
+                f"that makes one for each. Fix: {fix}."
+            )
+    if bidirectional and isinstance(given["initial_state"], nn.Module):
+        raise ValueError(
+            "initial_state is one module, and there are two directions; expected 'learned' or 'zeros'. Fix: 'learned'."
+        )
+    return float(dropout)
+
+
+def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor | None:
+    """The static features, in the dtype and on the device of the samples."""
+    if static is None and size == 0:
+        return None
+    if static is not None:
+        check_input(static, "static")
+    shape = None if static is None else tuple(static.shape)
+    if static is None or shape != (len(x), size):
+        raise ValueError(
+            f"static must be (batch, static_size) = ({len(x)}, {size}), got {shape}. "
+            + ("Fix: ODERNN(..., static_size=)." if size == 0 else "Fix: a row of features for each series.")
+        )
+    if not bool(torch.isfinite(static).all()):
+        raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(): missing ones are the mean.")
+    return static.to(x)
+
+
+def _checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
+    """How long to forecast, (K,) or (..., K), for states of a shape."""
+    times = torch.tensor(dt, dtype=torch.float64) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
+    if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
+        raise ValueError(
+            f"dt must be (K,) or (*batch, K) with batch {tuple(shape)}, got {tuple(times.shape)}. Fix: [0.5, 1.0]."
+        )
+    if not bool((times[..., :1] >= 0).all() & (times.diff() >= 0).all()):
+        raise ValueError("dt must increase and not be negative: it is time after that of the state. Fix: sort it.")
+    return times
 
 
 def _padded(z: Any) -> Any:

@@ -1,16 +1,30 @@
-"""A batch of irregular series as a recurrent module wants it: checked, without padding, without NaN."""
+"""Irregular series as a recurrent module wants them: checked, without padding, without NaN, in a unit of time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hbnode._checks import ArrayLike, as_tensor, tensor_fix
+from hbnode._checks import ArrayLike, as_count, as_tensor, tensor_fix
+from hbnode._suggestions import nearest
 from hbnode._times import as_times
 from hbnode._tracing import may_look
+from hbnode.errors import MaxStepsError, SolverError
+from hbnode.nfe import NFE
+from hbnode.ode_rnn.state import ODERNNState
+
+Missing = Literal["zero", "hold", "decay"]
+KINDS: tuple[str, ...] = get_args(Missing)
+GAPS_PER_UNIT = 10  # a fresh network acts over about one unit: a gap of a tenth of it takes one step of any method
+MANY = 50  # evaluations in a gap
+TIGHT = 1e-6  # a tolerance from which on many are what was asked for
+TOO_LONG = 2.0  # times the gap that a fitted unit would make of the median
 
 
 class Sequences:
@@ -188,3 +202,170 @@ def _shape_fix(x: Tensor, input_size: int) -> str:
     if x.dim() == 3 and 0 not in x.shape[:2]:
         return f"input_size={x.shape[-1]}"
     return "leave out series without samples"
+
+
+class Inputs(nn.Module):
+    r"""Samples without holes, and by choice their mask, the time since each feature was last observed, static features.
+
+    Arguments:
+        input_size: features of a sample.
+        missing: what a missing value is: 0; the last one observed; or that one times :math:`e^{-\lambda\delta}`, with
+            the time δ since then in units of time and a rate :math:`\lambda = \mathrm{softplus}(\omega)` for each
+            feature, ω at first 0.
+        mask_features: whether the mask is fed too.
+        elapsed_features: whether δ is fed too.
+        static_size: static features.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        missing: Missing = "zero",
+        mask_features: bool = False,
+        elapsed_features: bool = False,
+        static_size: int = 0,
+    ) -> None:
+        super().__init__()
+        input_size = as_count(input_size, "input_size")
+        static_size = as_count(static_size, "static_size", least=0)
+        if missing not in KINDS:
+            near = nearest(missing, KINDS) or "zero"
+            raise ValueError(f"missing must be one of {KINDS}, got {missing!r}. Fix: {near!r}.")
+        self.input_size, self.missing, self.static_size = input_size, missing, static_size
+        self.mask_features, self.elapsed_features = bool(mask_features), bool(elapsed_features)
+        self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
+
+    @property
+    def size(self) -> int:
+        """Numbers that the cell is fed."""
+        return self.input_size * (1 + self.mask_features + self.elapsed_features) + self.static_size
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether earlier samples count."""
+        return self.missing != "zero" or self.elapsed_features
+
+    def forward(
+        self, sequences: Sequences, static: Tensor | None, state: ODERNNState | None, time_unit: float
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the cell is fed, (batch, T, size); then ``last`` and ``last_t`` of the state after the series."""
+        x, observed = sequences.x, sequences.observed
+        observed = x.new_ones((), dtype=torch.bool) if observed is None else observed
+        observed = observed.expand(x.shape)
+        fed, last, last_t = x, None, None
+        elapsed: list[Tensor] = []
+        if self.looks_back:
+            held, since, last, last_t = _look_back(sequences, observed, state)
+            since = (since / time_unit).to(x.dtype)
+            if self.rate is not None:
+                held = held * torch.exp(-nn.functional.softplus(self.rate) * since)
+            fed = x if self.missing == "zero" else torch.where(observed, x, held)
+            elapsed = [since] if self.elapsed_features else []
+        mask = [observed.to(x.dtype)] if self.mask_features else []
+        constant = [] if static is None else [static.unsqueeze(1).expand(-1, x.shape[1], -1)]
+        columns = [fed, *mask, *elapsed, *constant]
+        return torch.cat(columns, -1) if len(columns) > 1 else fed, last, last_t
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"{self.input_size}, missing={self.missing!r}, size={self.size}"
+
+
+def _look_back(
+    sequences: Sequences, observed: Tensor, state: ODERNNState | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The last value before each sample, and the time since (batch, T, n); the last of all, and when it was (batch, n).
+
+    Before a feature was first observed its value is 0, and the time runs from the beginning of the series.
+    """
+    x, t = sequences.x, sequences.t.to(torch.float64)
+    shape = (x.shape[0], x.shape[2])
+    last, last_t = (None, None) if state is None else (state.last, state.last_t)
+    if last is None or last_t is None:
+        begin = t[:, 0] if state is None else state.t.to(t)
+        last, last_t = x.new_zeros(shape), begin.unsqueeze(1).expand(shape)
+    places = torch.arange(x.shape[1], device=x.device).view(1, -1, 1)
+    latest = torch.where(observed, places, -1).cummax(1).values + 1  # 0: before the first sample
+    values = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
+    times = torch.cat([last_t.to(t).unsqueeze(1), t.unsqueeze(-1).expand(x.shape)], 1)
+    before = nn.functional.pad(latest[:, :-1], (0, 0, 1, 0))
+    since = t.unsqueeze(-1) - times.gather(1, before)
+    end = latest[:, -1:]
+    return values.gather(1, before), since, values.gather(1, end)[:, 0], times.gather(1, end)[:, 0]
+
+
+def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Tensor | Sequence[int] | None) -> float:
+    """Ten times the median gap between samples of which something was observed, padding ignored."""
+    t = as_times(t, "t").detach().to("cpu", torch.float64)
+    t = t.unsqueeze(0) if t.dim() == 1 else t
+    if t.dim() != 2:
+        raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
+    counts = torch.ones(t.shape, dtype=torch.bool) if mask is None else _seen(mask, t)
+    if lengths is not None:
+        lengths = torch.as_tensor(lengths).cpu()
+        if lengths.shape != t.shape[:1]:
+            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one for each row.")
+        counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
+    if not bool(torch.isfinite(t[counts]).all()):
+        raise ValueError("t is not finite where something was observed. Fix: lengths=, if that is padding.")
+    rows, times = counts.nonzero()[:, 0], t[counts]
+    gaps = times.diff()[rows.diff() == 0]
+    if len(gaps) == 0:
+        raise ValueError("t has no two samples in any series, so no gap. Fix: ODERNN(..., time_unit=), a typical gap.")
+    if not bool((gaps > 0).all()):
+        raise ValueError(
+            "t must increase along each series where something was observed, and some times do not. Fix: lengths=, if "
+            "the rest is padding; else sort the samples and merge those of one time, as hbnode.data.from_long does."
+        )
+    return GAPS_PER_UNIT * float(gaps.median())
+
+
+def _seen(mask: Tensor, t: Tensor) -> Tensor:
+    mask = as_tensor(mask, "mask").detach().cpu().bool()
+    if mask.shape[:2] != t.shape or mask.dim() > 3:
+        raise ValueError(
+            f"mask must be {tuple(t.shape)}, or with a dimension of features behind, got {tuple(mask.shape)}. "
+            "Fix: a mark for each sample, or for each value."
+        )
+    return mask if mask.dim() == 2 else mask.any(-1)
+
+
+def warn_if_too_short(
+    time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
+) -> bool:
+    """Warn that the unit of time is too short, if most gaps take many evaluations; whether it did.
+
+    Arguments:
+        time_unit: the unit.
+        times: (batch, T), in that unit.
+        counts: the evaluations of each gap, of the batch together.
+        networks: how many networks these are of.
+        rtol: of the solves; a tight one asks for many.
+    """
+    spent = sorted(sum(count.forward for count in gap) / networks for gap in counts)
+    if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
+        return False
+    gaps = times.detach().diff()
+    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # one wait for the device, in a call that was slow
+    if not unit > TOO_LONG:
+        return False
+    warnings.warn(
+        f"the gaps between samples take {spent[len(spent) // 2]:.0f} evaluations each: they are long in the unit of "
+        f"time that the network acts over, time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
+        f"the times of the training data, or ODERNN(..., time_unit={unit * time_unit:.3g}).",
+        stacklevel=2,
+    )
+    return True
+
+
+@contextmanager
+def in_user_units(time_unit: float) -> Iterator[None]:
+    """Within it, failures of solves in units of time are told in the user's, and too many steps with what to do."""
+    try:
+        yield
+    except SolverError as error:
+        message = error.message
+        if isinstance(error, MaxStepsError):
+            message += f". In an ODERNN, rescale time: rnn.fit_time_unit(t), or time_unit= (it is {time_unit:g})"
+        t, size = error.t * time_unit, error.step_size * time_unit
+        raise type(error)(message, t=t, step_size=size, nfe=error.nfe) from error

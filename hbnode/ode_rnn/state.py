@@ -1,4 +1,4 @@
-"""The states of an ODE-RNN."""
+"""The states of an ODE-RNN, and which of them a module can go on from."""
 
 from __future__ import annotations
 
@@ -71,15 +71,53 @@ class Filtered(Record):
         return iter((self.before, self.after, self.state))
 
 
-def check_kind(state: object) -> None:
-    """Refuse a state that no ODERNN has returned."""
+def joined(state: ODERNNState) -> Tensor:
+    """H, or h and m side by side, as a cell has them."""
+    return state.h if state.m is None else torch.cat([state.h, state.m], -1)
+
+
+def state_of(s: Tensor, t: Tensor, sizes: list[int]) -> ODERNNState:
+    """The state of s (..., h and m side by side) of so many features each, with storage of its own."""
+    h, *m = s.split(sizes, -1)
+    return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t)
+
+
+def by_layer(state: ODERNNState | None) -> list[ODERNNState]:
+    """The states of the layers, from the first."""
+    return [] if state is None else [*by_layer(state.below), state]
+
+
+def check_state(state: object, shape: torch.Size, hidden_size: int, *, second_order: bool) -> None:
+    """Refuse what is no state of an ODERNN of these sizes."""
     if not isinstance(state, ODERNNState):
         raise TypeError(
             f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.ODERNNState(h, m, t), or the state "
             "that an earlier call returned."
         )
+    h, m, t = state.h, state.m, state.t
+    if (m is not None) != second_order or any(
+        part.shape != (*shape, hidden_size) for part in (h, m) if part is not None
+    ):
+        wanted = "h and m" if second_order else "h, and None for m,"
+        raise ValueError(
+            f"the state must have {wanted} of shape {(*shape, hidden_size)}, got h {tuple(h.shape)} and m "
+            f"{None if m is None else tuple(m.shape)}. Fix: a state that this module returned for such a batch."
+        )
+    if t.shape != shape:
+        raise ValueError(f"the state's t must have shape {tuple(shape)}, got {tuple(t.shape)}. Fix: one time each.")
 
 
-def joined(state: ODERNNState) -> Tensor:
-    """H, or h and m side by side, as a cell has them."""
-    return state.h if state.m is None else torch.cat([state.h, state.m], -1)
+def check_start(state: ODERNNState, t: Tensor, num_layers: int) -> None:
+    """Refuse a state from which a module of so many layers cannot go on through times (batch, T)."""
+    layers = len(by_layer(state))
+    if layers != num_layers:
+        raise ValueError(
+            f"the state has {layers} layers, the module {num_layers}. Fix: the state that forward returned, which has "
+            "the layers below; those before and after each sample do not."
+        )
+    first = t[:, 0].detach()
+    if bool((state.t.detach().to(first.dtype) > first).any()):
+        raise ValueError(
+            "the state's time lies after the first of t; expected the series to go on from it. "
+            "Fix: times of the whole series, not of its part."
+        )

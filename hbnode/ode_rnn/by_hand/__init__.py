@@ -1,1 +1,0 @@
-"""Gaps of known networks: steps and gradients without autograd's bookkeeping."""
