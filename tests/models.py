@@ -1,5 +1,6 @@
 """The five models as the parametrised tests need them, on vectors and on images."""
 
+import importlib
 import weakref
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import hbnode
+from hbnode.solve.adjoints import Checkpoint
 
 MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
 SHAPES = {"vector": (3, 4), "image": (2, 2, 3, 3)}
@@ -36,6 +38,23 @@ def make_field(model, shape="vector", *, time_dependent=True, smooth=True):
 
 def make_input(shape="vector", dtype=torch.float64):
     return torch.randn(*SHAPES[shape], dtype=dtype)
+
+
+AGAIN = Checkpoint(keep_bytes=0)  # computes every step again, where the default keeps the graph of a short solve
+
+
+def pretend_tracing(patch):
+    """The operations that are traced, without tracing them, until the patch is undone."""
+    for module in ("odeint", "loop", "term"):
+        patch.setattr(importlib.import_module(f"hbnode.solve.{module}"), "is_tracing", lambda: True)
+
+
+def compile_without_back_end(patch):
+    """Let torch.compile trace and run what it traced: that all is one graph, and counted right, shows without more."""
+    compile = torch.compile
+    patch.setattr(
+        torch, "compile", lambda function, fullgraph, **_: compile(function, fullgraph=fullgraph, backend="eager")
+    )
 
 
 every_model = pytest.mark.parametrize("model", MODELS)

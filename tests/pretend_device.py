@@ -178,6 +178,8 @@ def _maker(make):
 @contextlib.contextmanager
 def pretended_device():
     """A context in which there is such a device, :class:`PretendedDevice`."""
+    import torch._dynamo.variables.torch  # whose tables are to hold torch's own functions
+
     device, enabled, autocast = PretendedDevice(), torch.is_autocast_enabled, torch.autocast
 
     class Autocast(autocast):

@@ -2,7 +2,7 @@
 
 import torch
 
-from hbnode.solvers.tableaus import RKN4
+from hbnode.solve.tableaus import RKN4
 
 
 def covariance(gamma, tau):

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
-from hbnode.solvers.forcing import UNEVEN
-from hbnode.solvers.registry import EXPONENTIAL, METHODS, NYSTROM, RUNGE_KUTTA
-from tests.models import make_field, make_input
+from hbnode.solve.control import UNEVEN
+from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, RUNGE_KUTTA
+from tests.models import AGAIN, make_field, make_input
 from tests.problems import Driven, damped_oscillator, driven_exact
 
 ADAPTIVE = (*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA)
@@ -153,7 +153,14 @@ def test_gradients_agree_with_a_tight_reference(model, gradient):
             assert error < 20 * tolerance, (method, tolerance)
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+def matrix_of(method, gamma, size):
+    """C of a step without an error estimate, from its coefficients in the order of their use."""
+    first, *later = method.unpack(method.packed(torch, gamma, size, error=False), 0, error=False)
+    later = [nn.functional.pad(column, (len(first) - len(column), 0)) for column in later]
+    return torch.cat([first, torch.stack(later, 1)], 1)
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", AGAIN], ids=["direct", "kept", "again"])
 @every_method
 def test_the_gradient_for_the_times_is_that_of_the_map(method, gradient):
     """A slow twin: steps end at constant fractions of the output intervals that they end in."""
@@ -165,7 +172,7 @@ def test_the_gradient_for_the_times_is_that_of_the_map(method, gradient):
     weights = torch.arange(1.0, 7.0, dtype=torch.float64)
     found = torch.autograd.grad((weights[:, None] * (got[0] + 2 * got[1])).sum(), t)[0]
 
-    inner, grid, n = METHODS[method], t.detach().tolist(), METHODS[method].state_rows
+    inner, grid, n = METHODS[method], t.detach().tolist(), METHODS[method].rows
     gamma, begin, outputs = torch.tensor(0.4, dtype=torch.float64), t[0], [torch.stack(state)]
     rows = torch.stack(state) if n == 2 else torch.stack(state)[None]
     evaluate = field.force if n == 2 else lambda s, y: torch.stack(field(s, tuple(y)))
@@ -175,7 +182,7 @@ def test_the_gradient_for_the_times_is_that_of_the_map(method, gradient):
         fraction = (end - grid[i]) / (grid[i + 1] - grid[i])
         end = t[i] * (1 - fraction) + t[i + 1] * fraction
         size = end - begin
-        matrix = inner.matrix(gamma, size)
+        matrix = matrix_of(inner, gamma, size)
         columns = [*rows, evaluate(begin, rows[0])]
         for k, node in enumerate(inner.nodes):
             x = torch.tensordot(matrix[k, : len(columns)], torch.stack(columns), 1)
@@ -183,7 +190,7 @@ def test_the_gradient_for_the_times_is_that_of_the_map(method, gradient):
         columns = torch.stack(columns)
         for time in t[1:-1]:
             if begin < time < end:
-                blend = inner.blend(gamma, size[None], ((time - begin) / size)[None])[0]
+                blend = inner.blend(torch, gamma, size[None], ((time - begin) / size)[None])[0]
                 outputs.append(torch.tensordot(blend, columns, 1).view(2, 1))
         stages = len(inner.nodes) - 1
         rows = torch.tensordot(matrix[stages : stages + n], columns, 1)
@@ -202,7 +209,7 @@ def test_under_the_transforms_of_torch_func():
     field = field.double()
 
     def last_but_one(x):
-        return hbnode.odeint(field, (x, x), t, gradient="direct", method="nystrom6", options={"max_step": 0.3})[0][-2]
+        return hbnode.odeint(field, (x, x), t, method="nystrom6", options={"max_step": 0.3})[0][-2]
 
     _, back = torch.func.vjp(last_but_one, x)
     value = last_but_one(x)
@@ -310,21 +317,27 @@ class Counted(nn.Module):
         return -self.layer(h).tanh()
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+@pytest.mark.parametrize(
+    "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
+)
 @every_method
 def test_evaluations_are_counted(method, gradient):
     func = Counted()
     block = hbnode.HeavyBallODEBlock(func, method=method, gradient=gradient, rtol=1e-6, atol=1e-6).double()
     x = make_input().requires_grad_()
     h = block(x, torch.linspace(0.0, 4.0, 30))
-    assert block.nfe.forward == func.calls == METHODS[method].evaluations * (block.nfe.steps + block.nfe.rejected) + 1
-    first = torch.autograd.grad(h.sin().sum(), [x, *block.parameters()], retain_graph=gradient != "direct")
-    assert block.nfe.total == func.calls
-    if gradient == "checkpoint":
-        assert block.nfe.backward_steps == block.nfe.steps
-        second = torch.autograd.grad(h.sin().sum(), [x, *block.parameters()])  # without the graph that was kept
-        for one, other in zip(first, second, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    nfe, stages = block.nfe, METHODS[method].evaluations
+    assert nfe.forward == func.calls == stages * (nfe.steps + nfe.rejected) + 1
+    inputs = [x, *block.parameters()]
+    first = torch.autograd.grad(h.sin().sum(), inputs, retain_graph=True)
+    assert nfe.total == func.calls
+    if gradient != "adjoint":
+        steps = nfe.steps if gradient is AGAIN else 0
+        assert (nfe.backward, nfe.backward_steps) == (stages * steps, steps)
+    second = torch.autograd.grad(h.sin().sum(), inputs)
+    assert nfe.total == func.calls
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_the_defaults_pass_output_times():

@@ -9,8 +9,8 @@ from torch.distributions import Independent, Normal
 import hbnode
 from hbnode import recurrent
 from hbnode._state import parts
-from hbnode.solvers.registry import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
-from tests.models import SHAPES, every_model, make_field, make_input
+from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
+from tests.models import AGAIN, SHAPES, every_model, make_field, make_input
 from tests.momentum_layers import CELLS, RULES
 from tests.pretend_device import pretended_device
 
@@ -76,20 +76,24 @@ def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
 
 
 @every_model
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+@pytest.mark.parametrize(
+    "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
+)
 def test_every_model_and_gradient(device, model, gradient):
     block = hbnode.ODEBlock(make_field(model).float(), rtol=1e-3, atol=1e-3, gradient=gradient)
     nfe, waited = train(device, device.move(block))
     backward = nfe.backward_steps + nfe.backward_rejected + A_SOLVE if gradient == "adjoint" else 0
-    assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + backward
+    again = nfe.backward_steps if gradient is AGAIN else 0  # each looks whether it ended where it did before
+    assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + backward + again
 
 
 @pytest.mark.parametrize("method", [*ADAPTIVE, *SPLITTING])
 def test_a_fixed_grid_waits_for_its_end_alone(device, method):
-    for gradient in ("checkpoint", "reversible") if method in SPLITTING else ("checkpoint",):
+    for gradient in ("checkpoint", AGAIN, "reversible") if method in SPLITTING else ("checkpoint", AGAIN):
         block = hbnode.ODEBlock(make_field("hbnode").float(), method=method, gradient=gradient, steps=5)
         _, waited = train(device, device.move(block))
-        assert waited <= A_SOLVE + (gradient == "reversible")  # which looks whether it came back to the start
+        looks = {"reversible": 1, AGAIN: 2}.get(gradient, 0)  # whether it came back to the start, or ended as before
+        assert waited <= A_SOLVE + looks
 
 
 @pytest.mark.parametrize("method", ["nystrom6", "tsit5"])
@@ -224,6 +228,7 @@ def driven(device, kind="linear", ahead=0.0, **options):
 METHODS = {
     "adaptive": {},
     "sample": {"per_sample": True},
+    "again": {"gradient": AGAIN},
     "adjoint": {"gradient": "adjoint"},
     "grid": {"method": "nystrom6", "steps": 4},
     "reversible": {"method": "leapfrog", "gradient": "reversible", "steps": 4},
@@ -279,7 +284,7 @@ def test_an_ode_rnn_waits_once_for_each_step(device, field, per_sample):
     taken += attempts(rnn.nfe)
     assert ahead.is_cuda
     assert rnn.cell.weight_hh.grad.is_cuda
-    starts = 2 * 7 if not per_sample else 0  # where samples rest, a gap is a solve of its own
+    starts = 7 * (1 + (field == "hbnode"))  # a gap is a solve of its own: norms choose its first step, and γ learns
     assert device.synchronisations <= taken + 2 * A_SOLVE + starts
 
 
@@ -297,7 +302,8 @@ def test_an_ode_rnn_with_all_its_options(device):
     taken += attempts(rnn.nfe)
     assert ahead.is_cuda
     assert rnn.inputs.rate.grad.is_cuda
-    assert device.synchronisations <= taken + 4 * A_SOLVE + 3  # two fits, and static features that are checked
+    starts = 2 * 2 * 7  # of the gaps of two layers, as above
+    assert device.synchronisations <= taken + 4 * A_SOLVE + 3 + starts  # two fits, and static features that are checked
     both = device.move(hbnode.ODERNN(3, 8, bidirectional=True, options={"step_size": 0.5}))
     output, _ = both(x, t, mask=mask, lengths=torch.tensor([6, 5, 3, 1]))
     assert output.is_cuda

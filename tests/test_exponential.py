@@ -13,8 +13,7 @@ from torch import nn
 
 import hbnode
 from hbnode.nets import MLP
-from hbnode.solvers.exponential import phi_functions
-from hbnode.solvers.registry import METHODS
+from hbnode.solve.methods import METHODS, phi_functions
 from tests.problems import Driven, driven_exact
 from tests.reference import exponential_grid
 
@@ -31,10 +30,11 @@ def float64(*values):
 # Coefficients
 
 
+@pytest.mark.parametrize("xp", [np, torch], ids=["numpy", "torch"])
 @pytest.mark.parametrize("z", [0.0, -1e-9, -0.3, -1.999, -2.0, -2.5, -30.0, 1.5, 9.0])
-def test_phi_functions(z):
+def test_phi_functions(z, xp):
     """Against their series in rational numbers."""
-    found = phi_functions(torch.tensor(z, dtype=torch.float64), 6)
+    found = phi_functions(xp, z if xp is np else torch.tensor(z, dtype=torch.float64), 6)
     for k in range(6):
         term = total = Fraction(1, math.factorial(k))
         for j in range(1, 250):
@@ -49,14 +49,14 @@ def stages(matrix):
 
 
 def test_without_damping_it_is_nystroms_method():
-    h, m = stages(METHOD.matrix(float64(0.0)[0], float64(1.0)[0]))
+    h, m = stages(METHOD.matrix(torch, float64(0.0)[0], float64(1.0)[0]))
     for row, expected in zip((*h, m), (*NYSTROM_H, NYSTROM_M), strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-14)
 
 
 def test_where_the_damping_is_strong_it_is_kuttas_method():
     """H Σ a_ij f_j / γ with a of order 4, which the order conditions confirm."""
-    h, _ = stages(1e12 * METHOD.matrix(float64(1e12)[0], float64(1.0)[0]))
+    h, _ = stages(1e12 * METHOD.matrix(torch, float64(1e12)[0], float64(1.0)[0]))
     for row, expected in zip(h, KUTTA, strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-10)
     a, b = np.zeros((4, 4)), np.array(KUTTA[3])
@@ -72,7 +72,7 @@ def test_where_the_damping_is_strong_it_is_kuttas_method():
 def test_the_defects_of_the_stages_cancel(gamma):
     """Σ w_i d_i = 0 for every γ: with forces 1, t and t² all stages but the first one are exact or cancel."""
     size = 0.7
-    matrix = METHOD.matrix(float64(gamma)[0], float64(size)[0])
+    matrix = METHOD.matrix(torch, float64(gamma)[0], float64(size)[0])
     nodes = float64(0.0, 0.2, 2 / 3, 1.0)
     weights = float64(*NYSTROM_M)
     for power in range(4):
@@ -94,10 +94,10 @@ def exponential_position(gamma, time, power):
 def test_gradcheck_of_the_coefficients():
     """For γ and the step, at both ways to the φ functions and near 0."""
     gammas, sizes = float64(0.0, 1e-4, 1.99, 20.0).requires_grad_(), float64(0.5, 1.0, 1.0, 2.0).requires_grad_()
-    of_state = lambda gammas, sizes: METHOD.matrix(gammas, sizes)[..., 1:4].sum(-2)
+    of_state = lambda gammas, sizes: METHOD.matrix(torch, gammas, sizes)[..., 1:4].sum(-2)
     assert torch.autograd.gradcheck(of_state, (gammas, sizes))
     assert torch.autograd.gradgradcheck(of_state, (gammas, sizes))
-    blend = lambda gamma, sizes: METHOD.blend(gamma, sizes, float64(0.0, 0.3, 0.8, 1.0))
+    blend = lambda gamma, sizes: METHOD.blend(torch, gamma, sizes, float64(0.0, 0.3, 0.8, 1.0))
     for gamma in (0.0, 3.0):
         assert torch.autograd.gradcheck(blend, (torch.tensor(gamma).double().requires_grad_(), sizes))
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import hbnode
-from hbnode.solvers.tableaus import BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS, STRANG_DRIFTS, STRANG_KICKS
+from hbnode.solve.tableaus import BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS, STRANG_DRIFTS, STRANG_KICKS
 from tests.pretend_device import pretended_device
 
 SPLITTINGS = {

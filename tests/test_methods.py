@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.sde.torchsde_solve import LEVY_AREAS, STRATONOVICH
+from hbnode.solve.torchsde import LEVY_AREAS, STRATONOVICH
 from tests.problems import damped_oscillator
 
 METHODS = hbnode.methods()

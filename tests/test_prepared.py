@@ -1,22 +1,22 @@
-"""What a solve keeps with its field is the same as what a solve makes anew, also where the second call differs."""
+"""A solve after other solves is the same as the first, also where the field has changed between them."""
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hbnode
-from hbnode import _structure
-from hbnode.solvers.coefficients import _OfDamping
-from hbnode.solvers.registry import METHODS
+from hbnode.solve.adjoints import Checkpoint
+from hbnode.solve.methods import METHODS
+from tests.models import AGAIN
 
-torch.manual_seed(0)
+ways = pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=["kept", "again"])
 
 
 def network(dim=3, hidden=8):
@@ -40,31 +40,43 @@ def assert_same(got, expected):
         assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "tsit5"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("error", [False, True])
-@pytest.mark.parametrize(("damping", "step"), [(0.047, 0.3), (2.0, -0.7), (30.0, 0.4)])
+@pytest.mark.parametrize(("damping", "step"), [(0.0, 0.3), (0.047, 0.3), (2.0, -0.7), (30.0, 0.4)])
 def test_coefficients_of_numbers_are_those_of_tensors(method, damping, step, error):
+    """And their derivatives: by a complex step where γ is a number, and by torch, of which there are more."""
     rule = METHODS[method]
     gamma = torch.tensor(damping, dtype=torch.float64, requires_grad=True)
-    packed = rule.pack(rule.matrix(gamma, torch.tensor(step, dtype=torch.float64)), error=error)
-    of_numbers = rule.of_numbers(damping, step, error=error)
-    scale = packed.first.detach().abs().max().item()
-    got = rule.pack(of_numbers, error=error)
-    for a, b in zip((got.first, *got.columns), (packed.first, *packed.columns), strict=True):
-        assert a.shape == b.shape
-        assert not a.numel() or (a - b.detach()).abs().max().item() < 1e-14 * scale
-    if not packed.first.requires_grad:
-        assert not rule.of_numbers(damping, step, error=error, order=1).any()
+    size = torch.tensor(step, dtype=torch.float64)
+    of_tensors = rule.packed(torch, gamma, size, error=error)
+    of_numbers = rule.packed(np, np.asarray(damping + 1e-30j), np.asarray(step), error=error)
+    largest = of_tensors.detach().abs().max().item()
+    assert np.abs(of_numbers.real - of_tensors.detach().numpy()).max() < 1e-14 * largest
+    if not of_tensors.requires_grad:
+        assert not of_numbers.imag.any()
         return
-    expected = torch.cat([packed.first.flatten(), *packed.columns])
-    weights = torch.randn_like(expected)
-    got = _OfDamping.apply(gamma, rule, damping, step, error, 0, weights)
-    for order in (1, 2, 3):
-        (expected,) = torch.autograd.grad(
-            (weights * expected).sum() if order == 1 else expected, gamma, create_graph=True
-        )
-        (got,) = torch.autograd.grad((weights * got).sum() if order == 1 else got, gamma, create_graph=True)
-        assert got.item() == pytest.approx(expected.item(), rel=1e-10)
+    weights = torch.randn_like(of_tensors)
+    (slope,) = torch.autograd.grad((weights * of_tensors).sum(), gamma)
+    assert (weights.numpy() * of_numbers.imag / 1e-30).sum() == pytest.approx(slope.item(), rel=1e-10, abs=1e-13)
+    assert torch.autograd.gradcheck(lambda g: rule.packed(torch, g, size, error=error), gamma)
+    assert torch.autograd.gradgradcheck(lambda g: rule.packed(torch, g, size, error=error), gamma, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("gamma", [0.01, 0.8, 12.0])
+def test_all_derivatives_in_the_damping(method, gamma):
+    """Of the number γ = 20 sigmoid(ω), up to the third, as where each channel has a γ of its own."""
+    found = []
+    for damping in (gamma, [gamma]):
+        field = hbnode.HBNODE(lambda h: -h.sin(), damping=damping, max_damping=20.0).double()
+        state = torch.full((1, 1), 0.9, dtype=torch.float64), torch.full((1, 1), 0.4, dtype=torch.float64)
+        value = hbnode.odeint(field, state, [0.0, 0.7], method=method, steps=2, gradient="direct")[0][-1].sum()
+        derivatives = [value.reshape(())]
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value.sum(), field.omega, create_graph=True)
+            derivatives.append(value.reshape(()))
+        found.append(torch.stack(derivatives).detach())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)  # the omegas are of float32
 
 
 def another_network(block):
@@ -128,14 +140,16 @@ CHANGES: list[Callable] = [
 ]
 
 
+@ways
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
-def test_the_second_call_sees_what_has_changed(change):
-    block, x = a_block(), torch.randn(2, 3, dtype=torch.float64)
-    values(block, x)
+def test_the_second_call_sees_what_has_changed(change, gradient):
+    block, x = a_block(gradient=gradient), torch.randn(2, 3, dtype=torch.float64)
+    before = values(block, x)
     change(block)
-    anew = copy.deepcopy(block)  # without what was prepared
-    assert anew.field._structure is None
-    assert_same(values(block, x), values(anew, x))
+    anew = copy.deepcopy(block)
+    after = values(block, x)
+    assert_same(after, values(anew, x))
+    assert torch.equal(after[0], before[0]) == (change in (another_gradient, a_frozen_layer))
 
 
 def test_a_constant_damping_that_is_loaded():
@@ -147,7 +161,9 @@ def test_a_constant_damping_that_is_loaded():
     assert_same(after, values(copy.deepcopy(block), x))
 
 
-@pytest.mark.parametrize("gradient", ["checkpoint", "direct"])
+@pytest.mark.parametrize(
+    "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
+)
 def test_a_weight_that_is_a_computed_tensor_by_now(gradient):
     block, x = a_block(gradient=gradient), torch.randn(2, 3, dtype=torch.float64)
     values(block, x)
@@ -155,12 +171,15 @@ def test_a_weight_that_is_a_computed_tensor_by_now(gradient):
     layer = block.field.func[0]
     del layer.weight
     layer.weight = 2.0 * code
-    if gradient == "checkpoint":
+    if gradient == "adjoint":
         with pytest.raises(ValueError, match="computed outside"):
             block(x)
         return
     (got,) = torch.autograd.grad(block(x).sum(), code)
+    block.gradient, layer.weight = "direct", 2.0 * code
+    (expected,) = torch.autograd.grad(block(x).sum(), code)
     assert bool(got.any())
+    torch.testing.assert_close(got, expected)
 
 
 def test_ordinary_dropout_is_refused_when_it_is_switched_on():
@@ -196,18 +215,9 @@ def test_another_dtype_and_shape():
     assert block(torch.zeros(0, 3)).shape == (0, 3)
 
 
-def test_what_is_kept_is_bounded_and_stays_here():
-    block = a_block()
-    for size in range(1, 40):
-        block(torch.zeros(size, 3, dtype=torch.float64))
-    structure = block.field._structure
-    assert 1 < len(structure.solves) <= _structure._MOST_SOLVES
-    assert copy.deepcopy(block).field._structure is None
-    assert pickle.loads(pickle.dumps(block)).field._structure is None
-
-
-def test_two_threads_use_one_block():
-    block = a_block(learn_damping=False)
+@ways
+def test_two_threads_use_one_block(gradient):
+    block = a_block(learn_damping=False, gradient=gradient)
     x = torch.randn(2, 2, 3, dtype=torch.float64)
     expected = [values(block, part) for part in x]
     wrong = []
@@ -229,20 +239,20 @@ def test_two_threads_use_one_block():
 
 @pytest.mark.parametrize("t", [None, [0.0, 0.3, 1.0], torch.linspace(0, 1, 4, dtype=torch.float64)])
 @pytest.mark.parametrize("steps", [1, 4, 5, 17])
-def test_steps_recomputed_in_stretches_have_the_gradient_of_direct(steps, t):
-    block, x = a_block(steps=steps), torch.randn(2, 3, dtype=torch.float64)
-    direct = copy.deepcopy(block)
+@pytest.mark.parametrize("every", [1, 4, 100])
+def test_steps_computed_again_have_the_gradient_of_direct(steps, t, every):
+    """Some steps at a time, in every backward pass anew."""
+    block = a_block(steps=steps, gradient=Checkpoint(keep_bytes=0, every=every))
+    direct, x = copy.deepcopy(block), torch.randn(2, 3, dtype=torch.float64)
     direct.gradient = "direct"
     assert_same(values(block, x, t), values(direct, x, t))
     y = block(x, t)
     forward = block.nfe.forward
     first = torch.autograd.grad(y.sum(), block.field.omega, retain_graph=True)
-    spent = block.nfe.backward
+    assert block.nfe.backward == forward - 1
     second = torch.autograd.grad(y.sum(), block.field.omega)
     assert_same(first, second)
-    keeps = t is None and forward <= 16  # the whole graph, as long as autograd wants it
-    assert block.nfe.backward - spent == (0 if keeps else forward)  # no other graph is left
-    assert spent < forward
+    assert block.nfe.backward == 2 * (forward - 1)
 
 
 class DrawsLater(nn.Module):
@@ -256,11 +266,10 @@ class DrawsLater(nn.Module):
         return self.linear(h) * (1.0 if float(t) < 0.5 else 1.0 + torch.rand_like(h))
 
 
-def test_an_f_that_draws_only_later():
-    block, x = (
-        hbnode.HeavyBallODEBlock(DrawsLater(), method="nystrom4", steps=12).double(),
-        torch.ones(2, 3),
-    )
+@ways
+def test_an_f_that_draws_only_later(gradient):
+    block = hbnode.HeavyBallODEBlock(DrawsLater(), method="nystrom4", steps=12, gradient=gradient).double()
+    x = torch.ones(2, 3)
     direct = copy.deepcopy(block)
     direct.gradient = "direct"
     torch.manual_seed(3)
@@ -285,9 +294,10 @@ class ChangesTime(nn.Module):
 @pytest.mark.parametrize("steps", [8, None], ids=["grid", "adaptive"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["NODE", "HBNODE"])
-def test_an_f_that_changes_the_time_that_it_is_given(kind, dtype, steps):
+@ways
+def test_an_f_that_changes_the_time_that_it_is_given(kind, dtype, steps, gradient):
     torch.manual_seed(0)
-    block = hbnode.ODEBlock(getattr(hbnode, kind)(ChangesTime()), steps=steps).to(dtype)
+    block = hbnode.ODEBlock(getattr(hbnode, kind)(ChangesTime()), steps=steps, gradient=gradient).to(dtype)
     direct, x = copy.deepcopy(block), torch.randn(3, 2, dtype=dtype)
     direct.gradient = "direct"
     expected = values(direct, x)
@@ -306,9 +316,9 @@ def test_times_that_the_user_changes_afterwards(method, steps):
 
 
 def closes_over(change):
-    """What a field's gradient for a leaf is with "checkpoint" and "direct", if a change lets it depend on that."""
+    """What a field's gradient for a leaf is in each way, if a change lets it depend on that."""
     found = []
-    for gradient in ("checkpoint", "direct"):
+    for gradient in ("direct", "checkpoint", AGAIN):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
         block = hbnode.ODEBlock(hbnode.NODE(net), gradient=gradient, steps=20).double()
@@ -338,18 +348,23 @@ def of_a_layer(block, w):
 
 @pytest.mark.parametrize("change", [of_the_field, of_a_class, of_a_layer])
 def test_a_leaf_that_a_change_brings_in_has_a_gradient(change):
-    torch.testing.assert_close(*closes_over(change))
+    direct, *others = closes_over(change)
+    for other in others:
+        torch.testing.assert_close(other, direct)
 
 
 def test_a_layer_of_torch_whose_call_is_replaced_has_the_gradient_of_what_it_closes_over(monkeypatch):
     def of_all_tanh(block, w):
         monkeypatch.setattr(nn.Tanh, "forward", lambda self, h: w * torch.tanh(h))
 
-    torch.testing.assert_close(*closes_over(of_all_tanh))
+    direct, *others = closes_over(of_all_tanh)
+    for other in others:
+        torch.testing.assert_close(other, direct)
 
 
-def test_parameters_in_another_dict():
-    block, x = a_block(steps=20), torch.randn(2, 3, dtype=torch.float64)
+@ways
+def test_parameters_in_another_dict(gradient):
+    block, x = a_block(steps=20, gradient=gradient), torch.randn(2, 3, dtype=torch.float64)
     block(x)
     block.field.func[0].__setstate__(copy.deepcopy(block.field.func[0].__dict__))
     direct = copy.deepcopy(block)
@@ -357,10 +372,11 @@ def test_parameters_in_another_dict():
     assert_same(values(block, x), values(direct, x))
 
 
-def test_a_field_is_freed_at_once_and_options_are_not_kept():
+@ways
+def test_a_field_is_freed_at_once_and_options_are_not_kept(gradient):
     gc.disable()
     try:
-        block = a_block(steps=20)
+        block = a_block(steps=20, gradient=gradient)
         block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
         weight = weakref.ref(block.field.func[0].weight)
         del block
@@ -387,8 +403,8 @@ def test_more_times_in_the_span_of_a_block():
     torch.testing.assert_close(block(x), block.trajectory(x)[0][-1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("steps", [3, 20])
-def test_an_output_without_a_gradient(steps):
+@ways
+def test_an_output_without_a_gradient(gradient):
     class Stop(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -398,14 +414,14 @@ def test_an_output_without_a_gradient(steps):
         def backward(ctx, gradient):
             return None
 
-    block, x = a_block(steps=steps), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    block, x = a_block(gradient=gradient), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     (Stop.apply(block(x)).sum() + 2 * x.sum()).backward()
     assert (x.grad == 2).all()
 
 
 def test_an_ensemble_without_gradients():
     """By vmap over parameters, where operations in place would loop over the samples, and say so."""
-    block, x = a_block(gradient="direct"), torch.randn(2, 3, dtype=torch.float64)
+    block, x = a_block(), torch.randn(2, 3, dtype=torch.float64)
     lent = {name: torch.stack([p, 2 * p]) for name, p in block.named_parameters()}
     with torch.no_grad():
         both = torch.func.vmap(lambda p: torch.func.functional_call(block, p, x))(lent)
@@ -414,14 +430,9 @@ def test_an_ensemble_without_gradients():
             torch.testing.assert_close(both[i], one)
 
 
-@pytest.mark.parametrize("gradient", ["checkpoint", "adjoint"])
-def test_tensor_hooks_of_parameters_are_refused(gradient):
-    block = a_block(steps=20, gradient=gradient)
-    handle = block.field.func[0].weight.register_hook(lambda g: 2 * g)
-    with pytest.raises(ValueError, match="has a hook of register_hook"):
-        block(torch.randn(2, 3, dtype=torch.float64))
-    handle.remove()
-    seen = []
+@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN, "adjoint"], ids=["kept", "again", "adjoint"])
+def test_hooks_of_whole_gradients(gradient):
+    block, seen = a_block(steps=20, gradient=gradient), []
     block.field.func[0].weight.register_post_accumulate_grad_hook(seen.append)
     block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
     assert len(seen) == 1

@@ -11,8 +11,8 @@ import torchsde
 from torch import nn
 
 import hbnode
-from hbnode.sde.noise import step_seed
-from hbnode.sde.torchsde_solve import STRATONOVICH
+from hbnode.solve.noise import step_seed
+from hbnode.solve.torchsde import STRATONOVICH
 from tests.pretend_device import pretended_device
 
 METHODS = ("ubu", "baoab", "nystrom4")
@@ -269,7 +269,7 @@ def test_values_that_are_not_finite():
     late = hbnode.HeavyBallSDE(lambda t, h: -h / (t < 0.62))
     with pytest.raises(hbnode.NonFiniteError) as caught:
         hbnode.sdeint(late, state, [0.0, 1.0], dt=0.1)
-    assert caught.value.t == pytest.approx(0.6)
+    assert caught.value.t == pytest.approx(0.65)  # in the middle of the step, where f is evaluated
 
 
 def test_signals_and_their_ends():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solvers import names, registry, torchdiffeq_options
+from hbnode.solve import methods, settings
 
 PUBLIC = [
     *(hbnode.odeint, hbnode.ODEBlock, hbnode.HeavyBallODEBlock, hbnode.ODEBlock.trajectory),
@@ -81,9 +81,9 @@ def test_a_misspelt_argument_names_the_class_that_was_called(name):
 
 
 def test_the_literals_are_the_registries():
-    assert set(get_args(names.NativeMethod)) == set(registry.METHODS)
-    assert get_args(names.TorchdiffeqMethod) == torchdiffeq_options.METHODS
-    assert get_args(names.Gradient) == registry.GRADIENTS
+    assert set(get_args(settings.NativeMethod)) == set(methods.METHODS)
+    assert get_args(settings.TorchdiffeqMethod) == settings.TORCHDIFFEQ
+    assert get_args(settings.Gradient) == settings.GRADIENTS
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -7,9 +8,8 @@ import torchdiffeq
 from torch import nn
 
 import hbnode
-from hbnode import _arguments
-from hbnode._torchdiffeq_field import CALLBACKS
-from hbnode.solvers import torchdiffeq_options as backend
+from hbnode.solve import settings as backend
+from hbnode.solve.torchdiffeq import CALLBACKS
 from tests.models import make_field, make_input
 
 
@@ -20,14 +20,14 @@ def float64(*values):
 def test_all_of_torchdiffeqs_methods_are_offered():
     from torchdiffeq._impl.odeint import SOLVERS
 
-    assert set(backend.METHODS) == set(SOLVERS)
+    assert set(backend.TORCHDIFFEQ) == set(SOLVERS)
 
 
 @pytest.mark.parametrize(
     ("method", "gradient"),
     [
         *((method, "direct") for method in (*backend.ADAPTIVE, *backend.FIXED)),
-        *((m, "adjoint") for m in backend.METHODS),
+        *((m, "adjoint") for m in backend.TORCHDIFFEQ),
     ],
 )
 def test_every_method_solves_decay(method, gradient):
@@ -514,7 +514,7 @@ def test_bad_input(change, kind, message):
 
 
 def test_a_tolerance_below_rounding_is_mentioned_once(caplog):
-    _arguments._log_tight_tolerance.cache_clear()
+    sys.modules["hbnode.solve.odeint"]._log_tight_tolerance.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hbnode"):
         for _ in range(3):
             hbnode.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0], rtol=1e-7, atol=1e-5)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.linalg import expm
 
-from hbnode.solvers import tableaus
-from hbnode.solvers.nystrom import _interpolant
-from hbnode.solvers.tableaus import RKN4, RKN6, RKN8, TSIT5
+from hbnode.solve import tableaus
+from hbnode.solve.methods import METHODS, _interpolant
+from hbnode.solve.tableaus import RKN4, RKN6, RKN8, TSIT5
 
 every_nystrom = pytest.mark.parametrize("tableau", [RKN4, RKN6, RKN8], ids=["RKN4", "RKN6", "RKN8"])
 THETAS = (0.1, 0.37, 0.8, 1.0)
@@ -107,7 +107,7 @@ def test_nystrom_stages(tableau):
 @pytest.mark.parametrize(("tableau", "order"), [(RKN4, 4), (RKN6, 6), (RKN8, 6)], ids=["RKN4", "RKN6", "RKN8"])
 def test_nystrom_interpolants(tableau, order):
     """Of their orders in the position, one less in the velocity, and at the end the step's own solution."""
-    inner = _interpolant(tableau).T.numpy()
+    inner = _interpolant(tableau, lower(tableau)).T
     k = np.arange(inner.shape[1])
     for theta in THETAS:
         position = inner @ (theta ** (k + 2) / ((k + 1) * (k + 2)))
@@ -124,7 +124,7 @@ def test_nystrom_interpolants(tableau, order):
 
 def test_the_interpolant_of_rkn6_is_that_of_its_authors():
     """One of its polynomials, from Dormand and Prince (1987)."""
-    inner = _interpolant(RKN6)[:, 0].numpy()
+    inner = _interpolant(RKN6, lower(RKN6))[:, 0]
     np.testing.assert_allclose(inner / np.arange(1, 6), [1, -15732 / 4212, 25544 / 4212, -19095 / 4212, 5400 / 4212])
 
 
@@ -190,3 +190,25 @@ def test_compositions_of_any_two_flows(drifts, kicks, order):
     np.testing.assert_allclose(composed(-0.3) @ composed(0.3), np.eye(5), atol=1e-14)
     assert torch.tensor(drifts).sum() == pytest.approx(1)
     assert sum(kicks) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5"])
+def test_the_coefficients_of_a_step_are_those_of_its_matrix(method, error):
+    """In the order of their use, for sizes of many samples and a damping of each channel; in NumPy and torch."""
+    inner = METHODS[method]
+    gamma, size = np.broadcast_arrays(np.array([[0.0], [1e-7], [0.4], [12.0]]), np.array([0.3, 1.2, -0.7]))
+    matrix = inner.matrix(np, gamma, size)
+    count = matrix.shape[-2] - (0 if error else inner.rows)
+    packed = [
+        torch.from_numpy(inner.packed(np, gamma, size, error=error)),
+        inner.packed(torch, torch.from_numpy(gamma.copy()), torch.from_numpy(size.copy()), error=error),
+    ]
+    for coefficients in packed:
+        first, *later = inner.unpack(coefficients, 2, error=error)
+        found = np.zeros((4, 3, count, matrix.shape[-1]))
+        found[..., : inner.rows + 1] = np.moveaxis(first.numpy(), (0, 1), (-2, -1))
+        for i, column in enumerate(later):
+            found[..., i + 1 :, inner.rows + 1 + i] = np.moveaxis(column.numpy(), 0, -1)
+        largest = np.abs(matrix).max((-2, -1), keepdims=True)
+        assert (np.abs(found - matrix[..., :count, :]) < 1e-14 * largest).all()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import make_field
+from tests.models import AGAIN, make_field
 
 ONE = torch.tensor(1.0)
 
@@ -126,7 +126,8 @@ def test_bad_input(make, kind, message):
     [
         ({"gradient": "direct"}, False),
         ({"gradient": "checkpoint"}, False),
-        ({"gradient": "checkpoint", "steps": 20}, True),
+        ({"gradient": AGAIN}, False),
+        ({"gradient": AGAIN, "steps": 20}, True),
         ({"gradient": "adjoint"}, False),
         ({"gradient": "adjoint", "save": "interpolate"}, True),
         ({"gradient": "reversible", "steps": 3}, True),
@@ -165,7 +166,8 @@ class Forced(nn.Module):
     "solver",
     [
         {"gradient": "direct"},
-        {"gradient": "checkpoint", "steps": 20},
+        {"gradient": "checkpoint"},
+        {"gradient": AGAIN, "steps": 20},
         {"gradient": "adjoint"},
         {"gradient": "reversible", "steps": 3},
         {"method": "dopri5"},

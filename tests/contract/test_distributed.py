@@ -6,6 +6,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hbnode
+from tests.models import AGAIN
 
 
 class Last(nn.Module):
@@ -44,6 +45,7 @@ MODELS = {  # with the evaluations of a forward pass, if they are known
     "rk4": (lambda: block("rk4", "direct", generalized=True), 12),
     "adjoint": (lambda: block("rk4", "adjoint", generalized=True), 12),
     "checkpoint": (lambda: block("nystrom8", "checkpoint"), 25),
+    "again": (lambda: block("nystrom8", AGAIN), 25),
     "momentum_attention": (lambda: Streamed("momentum"), None),
     "heavy_ball_memory": (lambda: Streamed("heavy_ball"), None),
     "ode_rnn": (lambda: Last(hbnode.ODERNN(1, 3, rtol=1e-3, atol=1e-3)), None),

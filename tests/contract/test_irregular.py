@@ -119,7 +119,7 @@ def test_padding_and_batch_mates_change_nothing(options):
 def test_two_layers_are_two_networks():
     rnn = hbnode.ODERNN(2, 4, num_layers=2, field="ghbnode", **TIGHT).double()
     lower, upper = (hbnode.ODERNN(size, 4, field="ghbnode", **TIGHT).double() for size in (2, 4))
-    for one, core in ((lower, rnn), (upper, rnn.above[0])):
+    for one, core in ((lower, rnn), (upper, rnn.layers[1])):
         one.cell, one.field, one.start = core.cell, core.field, core.start
     x, t, mask = make_series()
     output, state = rnn(x, t, mask=mask, lengths=LENGTHS)

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import MODELS, SHAPES, Watched, every_model, make_field, make_input
+from tests.models import AGAIN, MODELS, SHAPES, Watched, every_model, make_field, make_input
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 SOLVERS = {
     "checkpoint": {},
+    "again": {"gradient": AGAIN},
     "direct": {"gradient": "direct"},
     "adjoint": {"gradient": "adjoint"},
     "sample": {"per_sample": True},

@@ -8,6 +8,7 @@ from scipy.interpolate import CubicHermiteSpline
 from torch import nn
 
 import hbnode
+from tests.models import AGAIN
 
 
 @pytest.fixture
@@ -51,7 +52,9 @@ def test_shapes_and_gradients(samples, kind):
     assert torch.autograd.gradcheck(lambda u, q: hbnode.Signal(t, u, kind)(q), (flat, query))
 
 
-@pytest.mark.parametrize("gradient", ["checkpoint", "direct", "adjoint"])
+@pytest.mark.parametrize(
+    "gradient", ["checkpoint", AGAIN, "direct", "adjoint"], ids=["kept", "again", "direct", "adjoint"]
+)
 def test_a_driven_oscillator(gradient):
     """h'' = -4 h + sin(t) from rest: h = (2 sin t - sin 2t) / 6."""
     t = torch.linspace(0, 4, 401, dtype=torch.float64)

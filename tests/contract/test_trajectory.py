@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hbnode
-from tests.models import every_model, make_field, make_input
+from tests.models import AGAIN, every_model, make_field, make_input
 from tests.problems import damped_oscillator
 
 TIMES = [0.0, 0.4, 1.5]
@@ -50,7 +50,9 @@ def test_it_is_what_odeint_returns_and_counts_what_a_call_does(model):
     torch.testing.assert_close(of_span, torch.stack([field.readout(field.initial_state(x)), block(x)]), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+@pytest.mark.parametrize(
+    "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
+)
 def test_gradients_flow_through_the_momentum(gradient):
     """At m(1) of h'' = w h from h = x, m = 0: √w sinh(√w) x."""
     func = nn.Linear(1, 1, bias=False).double()

@@ -1,14 +1,13 @@
-"""ODERNN: gaps whose gradient is written by hand, against the same steps by autograd."""
+"""ODERNN: the fused form with its own VJP, against the plain form."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hbnode
-from hbnode.ode_rnn import core
-from hbnode.ode_rnn.by_hand import gaps, walk
-from hbnode.ode_rnn.by_hand.coefficients import coefficients, slopes
-from hbnode.solvers.registry import METHODS
+from hbnode.ode_rnn.fused import Fused, Run, matrix
+from hbnode.solve.methods import METHODS
 
 LENGTHS = torch.tensor([6, 4, 1])
 CASES = {
@@ -89,12 +88,12 @@ def solved(rnn, x, t, mask, lengths=LENGTHS):
 
 
 @pytest.fixture
-def by_autograd(monkeypatch):
-    """Runs a function with gaps that autograd differentiates."""
+def plainly(monkeypatch):
+    """Runs a function with the plain form."""
 
     def run(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(core, "planned", lambda *args: None)
+            patch.setattr(Fused, "of", lambda *args: None)
             return function(*args)
 
     return run
@@ -102,41 +101,25 @@ def by_autograd(monkeypatch):
 
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
 @pytest.mark.parametrize("case", CASES)
-def test_values_gradients_and_counts(case, gradient, by_autograd):
+def test_values_gradients_and_counts(case, gradient, plainly):
     rnn = make_rnn(**CASES[case], gradient=gradient)
     inputs = make_series()
     with hbnode.count_nfe(rnn) as nfe:
         values, grads, counts = solved(rnn, *inputs)
-    twins, expected, counted = by_autograd(solved, make_rnn(**CASES[case]), *inputs)
+    twins, expected, counted = plainly(solved, make_rnn(**CASES[case]), *inputs)
     torch.testing.assert_close(values, twins, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-11)
     assert (nfe.backward > 0) == (gradient == "checkpoint")
-    if "step_size" in CASES[case].get("options", {}) and rnn.field.omega is not None and "method" not in CASES[case]:
-        assert sum(counts).forward < sum(counted).forward  # the value at the end of a step is the first of the next
-    else:
-        assert [nfe.as_dict() for nfe in counts] == [nfe.as_dict() for nfe in counted]
-
-
-@pytest.fixture
-def by_hand(monkeypatch):
-    """Whether each network was walked through by hand."""
-    found = []
-    planned = core.planned
-
-    def plan(*args):
-        made = planned(*args)
-        found.append(made is not None)
-        return made
-
-    monkeypatch.setattr(core, "planned", plan)
-    return found
+    assert [nfe.as_dict() for nfe in counts] == [nfe.as_dict() for nfe in counted]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_known_networks_are(case, by_hand):
+def test_known_networks_are_fused(case, monkeypatch):
+    found, of = [], Fused.of
+    monkeypatch.setattr(Fused, "of", lambda *args: (found.append(of(*args)), found[-1])[1])
     solved(make_rnn(**CASES[case]), *make_series())
-    assert by_hand
-    assert all(by_hand)
+    assert found
+    assert None not in found
 
 
 def odd(what):
@@ -171,10 +154,10 @@ ODD = "hook", "hook of the cell", "forward", "parametrization", "weight that is 
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_what_is_not_known_is_called(what, by_autograd):
+def test_what_is_not_known_is_called(what, plainly):
     rnn = odd(what)
     values, grads, _ = solved(rnn, *make_series())
-    twins, expected, _ = by_autograd(solved, rnn, *make_series())
+    twins, expected, _ = plainly(solved, rnn, *make_series())
     torch.testing.assert_close(values, twins, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(values[0], solved(make_rnn(), *make_series())[0][0])
@@ -182,7 +165,7 @@ def test_what_is_not_known_is_called(what, by_autograd):
 
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
 @pytest.mark.parametrize("case", ["hbnode", "ghbnode", "ghbnode-leapfrog", "rnn-cell"])
-def test_second_derivatives_and_second_passes(case, gradient, by_autograd):
+def test_second_derivatives_and_second_passes(case, gradient, plainly):
     rnn = make_rnn(**CASES[case], gradient=gradient)
     x, t, mask = make_series()
 
@@ -192,7 +175,7 @@ def test_second_derivatives_and_second_passes(case, gradient, by_autograd):
         (slope,) = torch.autograd.grad(loss, x_, create_graph=True)
         return torch.autograd.grad(slope.square().sum(), list(rnn.parameters()), allow_unused=True)
 
-    for got, expected in zip(penalty(rnn), by_autograd(penalty, make_rnn(**CASES[case])), strict=True):
+    for got, expected in zip(penalty(rnn), plainly(penalty, make_rnn(**CASES[case])), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
     loss = rnn(x, t, mask=mask)[0].square().sum()
     first, second = (torch.autograd.grad(loss, rnn.cell.weight_hh, retain_graph=True) for _ in range(2))
@@ -212,20 +195,6 @@ def test_transforms_of_torch_func():
     by_call = torch.autograd.grad(loss(lent), list(lent.values()))
     for name, got in zip(parameters, by_call, strict=True):
         torch.testing.assert_close(got, by_func[name], rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("case", ["hbnode", "own-cell"])
-def test_a_gap_with_very_many_steps_goes_to_the_solver(case, by_autograd, monkeypatch):
-    monkeypatch.setattr(gaps, "MOST_ATTEMPTS", 1)
-    rnn = make_rnn(**CASES[case], rtol=1e-5, atol=1e-5)
-    with hbnode.count_nfe(rnn) as nfe:
-        values, grads, counts = solved(rnn, *make_series())
-    with hbnode.count_nfe(rnn) as counted:
-        twins, expected, _ = by_autograd(solved, rnn, *make_series())
-    torch.testing.assert_close(values, twins, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-11)
-    assert max(nfe.steps for nfe in counts) > 1
-    assert nfe == counted
 
 
 def test_frozen_parts_and_no_gradient():
@@ -272,19 +241,14 @@ def test_many_gradients_at_once():
         torch.testing.assert_close(mine, torch.autograd.grad(part, rnn.cell.weight_hh, retain_graph=True)[0])
 
 
-@pytest.mark.parametrize("name", ["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4"])
-def test_coefficients_and_their_slopes(name):
-    method, sizes = METHODS[name], torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
-    damping = torch.tensor(0.4, dtype=torch.float64)
-
-    def turned(damping):
-        matrix = method.matrix(damping, sizes.unsqueeze(-1))
-        return matrix.permute(*range(matrix.dim() - 1, 1, -1), 0, 1)
-
-    torch.testing.assert_close(coefficients(method, damping, sizes), turned(damping), rtol=1e-12, atol=1e-14)
-    got, expected = slopes(method, damping, sizes), torch.func.jacfwd(turned)(damping)
-    of_error = () if got.dim() == 3 else (slice(None), slice(got.shape[1]))
-    torch.testing.assert_close(got, expected[of_error], rtol=1e-11, atol=1e-13)
+@pytest.mark.parametrize("name", ["nystrom4", "nystrom8", "exponential", "tsit5"])
+def test_the_matrix_of_a_vjp_is_that_of_the_method(name):
+    method, sizes = METHODS[name], np.array([0.0, 0.3, 2.0])
+    expected = torch.from_numpy(method.matrix(np, 0.4, sizes)).permute(1, 2, 0)
+    for error in (True, False):
+        packed = torch.from_numpy(method.packed(np, 0.4, sizes, error=error)).unsqueeze(-1)
+        got = matrix(method, packed, error=error).squeeze(-1)
+        torch.testing.assert_close(got, expected[: len(got)], rtol=1e-12, atol=1e-14)
 
 
 # What a network may be, and what a user does with the outputs
@@ -379,13 +343,13 @@ def test_one_sample_and_no_gap(solver):
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_is_kept_for_them(context, monkeypatch):
-    rnn, kept, forward = hbnode.ODERNN(3, 4).double(), [], walk._forward
+    rnn, kept, forward = hbnode.ODERNN(3, 4).double(), [], Run.forward
 
-    def watched(*args, keep=True):
+    def watched(*args, keep):
         kept.append(keep)
         return forward(*args, keep=keep)
 
-    monkeypatch.setattr(walk, "_forward", watched)
+    monkeypatch.setattr(Run, "forward", watched)
     with context():
         rnn(*series())
     assert kept == [False]
