@@ -30,6 +30,7 @@ docs: .venv/.complete
 # The rivals are installed only for this.
 bench: .venv/.complete
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.core
 	$(BIN)/python -m benchmarks.solvers
 	$(BIN)/python -m benchmarks.strong_damping
 	$(BIN)/python -m benchmarks.gradients

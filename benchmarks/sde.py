@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import hbnode
 from benchmarks.gradients import Living, interleaved, relative
 from hbnode import BrownianIncrements
-from hbnode.sde.free_flight import free_flight
+from hbnode.solve.noise import free_flight
 from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 
@@ -107,9 +107,9 @@ def with_flights(noise: BrownianIncrements, damping: float) -> dict[str, Brownia
     for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
         path = node * w + 6 * node * (1 - node) * bridge + 120 * node * (1 - node) * (0.5 - node) * skew
         j += weight * size * torch.exp(-damping * size * (1 - node)) * path
-    flight = free_flight(torch.tensor(damping, dtype=torch.float64), size)
-    first = (w - damping * j) / flight.p
-    second = (j - flight.q * first) / flight.r
+    _, _, p, q, r = free_flight(torch.tensor(damping, dtype=torch.float64), size)
+    first = (w - damping * j) / p
+    second = (j - q * first) / r
     pairs = torch.stack([first, second], 1)
     sizes = 2 * noise.sizes[::2]
     ubu = BrownianIncrements("ubu", sizes, pairs.reshape(len(sizes), 4, *pairs.shape[2:]), damping)
