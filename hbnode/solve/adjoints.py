@@ -59,8 +59,8 @@ class Checkpoint:
     """``gradient="checkpoint"``: the graph is kept up to a number of bytes; steps beyond it are computed again.
 
     The gradient is that of ``"direct"``: the exact one of the numbers computed. The bytes of a step are estimated from
-    the first one after 16 evaluations, whose graph is kept in any case. What is computed again must end where it ended
-    before, else a :class:`~hbnode.errors.RecomputationError` says so.
+    the first ones of a grid, or from the first adaptive one after 16 evaluations; the graph of up to 16 evaluations is
+    kept in any case. What is computed again must end where it ended before, else a :class:`~hbnode.errors.RecomputationError` says so.
 
     References:
         Zhuang et al., arXiv:2006.02493, for gradients of the accepted steps that are computed again.
@@ -88,7 +88,7 @@ class Checkpoint:
             nonlocal kept, of_step, keeps_all
             coefficients, steps = problem.coefficients(attempt), len(attempt.times)
             kept += steps
-            if keeps_all or (kept * problem.method.evaluations <= SHORT and self.keep_bytes):
+            if keeps_all or (max(kept, count) * problem.method.evaluations <= SHORT and self.keep_bytes):
                 return problem.step(state, coefficients, attempt)
             try:
                 if of_step < 0 and self.keep_bytes:
