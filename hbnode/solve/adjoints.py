@@ -60,7 +60,8 @@ class Checkpoint:
 
     The gradient is that of ``"direct"``: the exact one of the numbers computed. The bytes of a step are estimated from
     the first ones of a grid, or from the first adaptive one after 16 evaluations; the graph of up to 16 evaluations is
-    kept in any case. What is computed again must end where it ended before, else a :class:`~hbnode.errors.RecomputationError` says so.
+    kept in any case. What is computed again must end where it ended before, else a
+    :class:`~hbnode.errors.RecomputationError` says so.
 
     References:
         Zhuang et al., arXiv:2006.02493, for gradients of the accepted steps that are computed again.
