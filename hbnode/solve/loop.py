@@ -161,7 +161,7 @@ class Problem:
 
     def _there(self, x: Array) -> Tensor:
         """An array on the device of the state, where the times are that gradients flow to."""
-        return torch.from_numpy(np.ascontiguousarray(x)).to(self.template.device)
+        return torch.from_numpy(np.array(x)).to(self.template.device)  # a copy that keeps the number of dimensions
 
     def set_jumps(self, times: Sequence[float]) -> None:
         """Let adaptive steps end on these times where they lie inside of the solve."""
