@@ -69,7 +69,6 @@ class Problem:
         self.jumps: Array | None = None
         self.common = False
         self.program: Callable[..., Any] | None = None  # a compiled step
-        self.first: Tensor | None = None  # the field's value at the start, where it is known
         self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
         if isinstance(self.gamma, Tensor) and not self.traced:
             if not self.gamma.dim() and may_look() and not _torch_internals.in_forward_mode():

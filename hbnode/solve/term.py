@@ -175,11 +175,6 @@ class Snapshot:
                     "one mask for the whole solve; or move it out of func."
                 )
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Parameters and buffers that require a gradient."""
-        return list({id(tensor): tensor for _, _, tensor in self.slots if tensor.requires_grad}.values())
-
     def changed(self) -> bool:
         """Whether a parameter or buffer was changed in place or replaced since."""
         return any(
