@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hbnode._state import State, parts
-from hbnode._torch_internals import sequence_number
+from hbnode._torch import sequence_number
 
 Value = TypeVar("Value", bound=State)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._state import State, cast, describe, like, parts
-from hbnode._tracing import is_tracing
+from hbnode._torch import is_tracing
 from hbnode.solve.methods import SECOND_ORDER
 from hbnode.solve.settings import Settings
 

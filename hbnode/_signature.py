@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hbnode._torch_internals import is_script_method, torch_schema
+from hbnode._torch import is_script_method, torch_schema
 
 _TIMES = {"t", "time"}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hbnode._checks import as_count
 from hbnode._integral import Integrand, WithIntegral, settings_of_integral
 from hbnode._state import State, Times, append_zeros, parts
-from hbnode._tracing import checking_shapes, is_exporting
+from hbnode._torch import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
 from hbnode.solve.odeint import checked_span, solve

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hbnode._torch_internals import backward_pass
+from hbnode._torch import backward_pass
 
 
 @dataclass

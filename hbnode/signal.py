@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from hbnode._checks import check_input
-from hbnode._tracing import is_tracing
+from hbnode._torch import is_tracing
 
 _asked: ContextVar[list[Signal] | None] = ContextVar("asked", default=None)
 

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys, torch
-from hbnode._allocator import keep_freed_memory
+from hbnode._torch import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory(torch.device("cpu"))
 for turn in range(4):

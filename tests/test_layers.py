@@ -59,18 +59,16 @@ LAYERS = [
     ["hbnode._closures"],
     ["hbnode.fields", "hbnode.nets", "hbnode.nfe", "hbnode.signal", "hbnode.errors"],
     [
-        "hbnode._allocator",
         "hbnode._constants",
-        "hbnode._random",
         "hbnode._records",
         "hbnode._signature",
         "hbnode._state",
         "hbnode._suggestions",
     ],
-    ["hbnode._tracing"],
+    ["hbnode._torch"],
     ["hbnode._untraced"],
     ["hbnode._times"],
-    ["hbnode._checks", "hbnode._second_derivatives", "hbnode._torch_internals"],
+    ["hbnode._checks"],
 ]
 
 
@@ -120,9 +118,7 @@ def test_no_circles():
 def test_private_functions_of_torch_have_one_file():
     for name, path in MODULES.items():
         code = "\n".join(ast.unparse(node) for node in _statements(path))
-        assert name == "hbnode._torch_internals" or not re.search(
-            r"\btorch\._[A-Za-z]|_current_level|_sequence_nr", code
-        ), name
+        assert name == "hbnode._torch" or not re.search(r"\btorch\._[A-Za-z]|_current_level|_sequence_nr", code), name
 
 
 def _statements(path):

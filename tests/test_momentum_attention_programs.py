@@ -130,7 +130,7 @@ def test_export_with_an_open_length():
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 def test_a_traced_program():
     q, k, v, _ = (None if x is None else x.detach() for x in make(length=20))
-    with hbnode._tracing.checking_shapes():
+    with hbnode._torch.checking_shapes():
         program = torch.jit.trace(lambda q, k, v: attend(q, k, v), (q, k, v))
     assert_close(program(q, k, v), attend(q, k, v))
 

@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import override
 
-from hbnode import _torch_internals
+from hbnode import _torch
 from hbnode._checks import as_count, as_seed
 from hbnode._signature import takes_time
 from hbnode.annealing.checks import (
@@ -262,7 +262,7 @@ class HeavyBallAnnealing(nn.Module):
 
     def _draw(self, n: int, seed: int | None) -> tuple[Tensor, Tensor]:
         n = as_count(n, "n", least=0)
-        if _torch_internals.is_active() or _torch_internals.in_forward_mode():
+        if _torch.is_active() or _torch.in_forward_mode():
             raise ValueError(
                 "annealing takes gradients of log_prob by autograd, which does not work in the transforms of "
                 "torch.func (grad, vmap, jvp, ...) and in forward mode. Fix: rsample(n) or bound(n) outside of them, "

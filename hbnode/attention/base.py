@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from hbnode._checks import as_count, check_input
 from hbnode._constants import KeepsConstants
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 
 State = TypeVar("State")
 

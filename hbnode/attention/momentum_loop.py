@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._torch_internals import is_batched
+from hbnode._torch import is_batched
 from hbnode.attention.momentum_plain import attend, last_write
 from hbnode.attention.momentum_weights import Block, BlockWeights, MomentumAttentionState, Rate, has_momentum
 from hbnode.recurrent import autocast

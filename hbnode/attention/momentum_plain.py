@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hbnode._tracing import is_exporting
+from hbnode._torch import is_exporting
 from hbnode.attention.momentum_weights import (
     MomentumAttentionState,
     Rate,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hbnode._tracing import is_tracing
+from hbnode._torch import is_tracing
 from hbnode.attention.base import MultiheadBase
 
 

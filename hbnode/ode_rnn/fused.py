@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hbnode import _second_derivatives, _torch_internals
-from hbnode._allocator import keep_freed_memory
-from hbnode._tracing import is_tracing
+from hbnode import _torch
+from hbnode._torch import is_tracing, keep_freed_memory
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nets import MLP
 from hbnode.nfe import NFE, Tally, is_recording
@@ -729,11 +728,11 @@ def _most(times: Tensor, step_size: float) -> Tensor:
 
 def _is_watched(s: Tensor, times: Tensor) -> bool:
     """Whether something watches or changes what is computed."""
-    if _torch_internals.is_active() or _torch_internals.in_forward_mode() or _second_derivatives.are_wanted():
+    if _torch.is_active() or _torch.in_forward_mode() or _torch.double_backward_enabled():
         return True
     if is_tracing() or is_recording() or torch.is_autocast_enabled(s.device.type):
         return True
-    return _torch_internals.has_global_hooks() or (times.requires_grad and torch.is_grad_enabled())
+    return _torch.has_global_hooks() or (times.requires_grad and torch.is_grad_enabled())
 
 
 # The whole as one function
@@ -857,10 +856,10 @@ class _Function(torch.autograd.Function):
         given = [z if number is None else number for z, number in zip(tensors, ctx.numbers, strict=True)]
         p = ctx.run.parameters(given)
         with torch.autocast(p.s.device.type, enabled=False):  # as in the forward pass
-            many = any(grad is not None and _torch_internals.is_batched(grad) for grad in grads)
+            many = any(grad is not None and _torch.is_batched(grad) for grad in grads)
             if torch.is_grad_enabled() or many:
                 return None, *ctx.run.reference(given, grads, ctx.needs_input_grad[1:])
             kept = ctx.kept
-            if not _torch_internals.keeps_graph():
+            if not _torch.keeps_graph():
                 ctx.kept = None
             return None, *ctx.run.backward(p, (p.s, *starts), grads, kept)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hbnode import _torch_internals
+from hbnode import _torch
 from hbnode._closures import own_parameters
 from hbnode._state import State, apply, parts
 from hbnode.errors import MaxStepsError, RecomputationError, SolverError
@@ -88,7 +88,7 @@ class Gaps:
         self.t = checked_times(t.to(torch.float64), t.device, rows=True)  # on the host
         self.moving = self.t.detach().diff() != 0
         rests = ~self.moving.any(0) & (not t.requires_grad)  # a gap of 0 may have a gradient
-        self.rests = _torch_internals.numbers(rests)
+        self.rests = _torch.numbers(rests)
         self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
         if self.settings.is_native:
             check_field(self.settings.method, field)
@@ -136,7 +136,7 @@ class Gaps:
         self.term.tally = Tally(self.field, nfe)
         problem = Problem(self.term, METHODS[settings.method], t, settings, end_only=t.shape[1] == 2)
         problem.common = not settings.per_sample
-        if settings.compile and not _torch_internals.is_active():
+        if settings.compile and not _torch.is_active():
             trajectory = compile_steps(problem, self.field, state, t, snapshot)
             if trajectory is not None:
                 return torch.cat([part[-1] for part in parts(trajectory)], -1)

@@ -18,7 +18,7 @@ from hbnode._constants import KeepsConstants
 from hbnode._state import parts
 from hbnode._suggestions import nearest
 from hbnode._times import as_duration, as_times
-from hbnode._tracing import untraced
+from hbnode._torch import untraced
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
 from hbnode.ode_rnn.fused import Fused

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from hbnode._checks import ArrayLike, as_count, as_tensor, tensor_fix
 from hbnode._suggestions import nearest
 from hbnode._times import as_times
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.nfe import NFE
 from hbnode.ode_rnn.state import ODERNNState

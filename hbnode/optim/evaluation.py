@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._random import random_state, set_random_state
-from hbnode._tracing import is_tracing
+from hbnode._torch import is_tracing, random_state, set_random_state
 from hbnode.optim.gauss_newton import Linearized
 from hbnode.optim.losses import MatchingLoss
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hbnode import _second_derivatives
-from hbnode._torch_internals import may_have_compiled
+from hbnode import _torch
+from hbnode._torch import may_have_compiled
 from hbnode.optim.recurrence import ROperator
 
 _TURNS = threading.RLock()
@@ -34,7 +34,7 @@ def plain_paths(device: torch.device) -> Iterator[None]:
     too. These are settings of the process, so threads take turns.
     """
     with _TURNS, ExitStack() as stack:
-        stack.enter_context(_second_derivatives.wanted())
+        stack.enter_context(_torch.double_backward())
         stack.enter_context(_without_onednn())
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))

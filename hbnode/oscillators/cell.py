@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import check_input
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 from hbnode.oscillators.rates import DECAY, FREQUENCY, OscillatorBank, Range
 from hbnode.oscillators.state import OscillatorState
 from hbnode.recurrent import autocast

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hbnode._checks import ArrayLike
 from hbnode._records import Record, record
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.closed_form import oscillator_step
 from hbnode.oscillators.coefficients import wide

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from hbnode._checks import ArrayLike
 from hbnode._times import as_times
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.coefficients import entries_of
 from hbnode.oscillators.kalman import Gaussian, KalmanBank, OscillatorBelief

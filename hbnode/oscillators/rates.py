@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count, as_tensor
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 from hbnode.oscillators.coefficients import Entries, entries_of, wide
 from hbnode.oscillators.state import OscillatorState, check_state
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hbnode import _second_derivatives, _torch_internals
-from hbnode._allocator import keep_freed_memory
+from hbnode import _torch
+from hbnode._torch import keep_freed_memory
 from hbnode.oscillators import fused, rotation
 from hbnode.oscillators.coefficients import coefficients_of, swings
 from hbnode.oscillators.layout import Piece, pieces
@@ -31,11 +31,11 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
         is_held: whether the input is held over the gap before a sample, or is added to v.
         inputs: the tensors.
     """
-    needs_plain = _torch_internals.is_active() or _torch_internals.in_forward_mode() or torch.jit.is_tracing()
+    needs_plain = _torch.is_active() or _torch.in_forward_mode() or torch.jit.is_tracing()
     if torch.compiler.is_compiling() and not needs_plain:
         y, v, x, _ = _forward_op(kind, is_held, *inputs)
         return y, v, x
-    if needs_plain or _second_derivatives.are_wanted():
+    if needs_plain or _torch.double_backward_enabled():
         return plain_scan(kind, is_held, inputs)
     y, v, x = _Scan.apply(kind, is_held, *inputs)
     return y, v, x

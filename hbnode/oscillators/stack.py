@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count
 from hbnode._records import Record, record
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.layer import Oscillators
 from hbnode.oscillators.rates import DECAY, FREQUENCY, Range

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from hbnode._checks import as_count, tensor_fix
-from hbnode._tracing import untraced
+from hbnode._torch import untraced
 from hbnode.recurrent import autocast
 from hbnode.recurrent.arguments import check_rule, check_space, check_switch, given_state, read_state
 from hbnode.recurrent.batch import SequenceBatch

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
 
-from hbnode._torch_internals import fused_layer
-from hbnode._tracing import is_exporting
+from hbnode._torch import fused_layer, is_exporting
 from hbnode.recurrent import autocast
 from hbnode.recurrent.batch import SequenceBatch
 from hbnode.recurrent.cell_steps import CellOutput, CellStep

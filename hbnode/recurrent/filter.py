@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._torch_internals import is_batched
-from hbnode._tracing import is_exporting, is_tracing
+from hbnode._torch import is_batched, is_exporting, is_tracing
 from hbnode.recurrent import autocast
 from hbnode.recurrent.symbolic import symbolic_filter
 

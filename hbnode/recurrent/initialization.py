@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from hbnode._tracing import is_tracing
+from hbnode._torch import is_tracing
 from hbnode.recurrent.cell_steps import CellStep
 
 ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
-from hbnode._torch_internals import make_parametrized
+from hbnode._torch import make_parametrized
 from hbnode.recurrent import autocast
 from hbnode.recurrent.base import CellOptions, LayerOptions, RecurrentCell, RecurrentLayer
 from hbnode.recurrent.cell_steps import ModReLUStep

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_input
-from hbnode._torch_internals import fused_layer
+from hbnode._torch import fused_layer
 from hbnode.recurrent import autocast
 from hbnode.recurrent.arguments import check_switch
 from hbnode.recurrent.batch import SequenceBatch

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hbnode import _torch_internals
+from hbnode import _torch
 from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
-from hbnode._random import random_state
 from hbnode._state import parts
+from hbnode._torch import random_state
 from hbnode.errors import RecomputationError, ReversalError
 from hbnode.solve.control import Attempt, FixedSteps
 from hbnode.solve.loop import Problem, Rows, integrate
@@ -255,7 +255,7 @@ def _leaves(
         )
     known = {id(x): x for x in (*found, *own_parameters(term.inner), *(tensor for _, _, tensor in snapshot.slots))}
     leaves = [x for x in known.values() if x.requires_grad]
-    if any(map(_torch_internals.has_hooks, leaves)):
+    if any(map(_torch.has_hooks, leaves)):
         raise ValueError(_HOOKS.format(name))
     return leaves, frozenset(known), tuple([x.detach() for x in value]) if carries else ()
 
@@ -521,7 +521,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 def chosen(gradient: Any) -> Any:
     """A gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
     made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
-    if not isinstance(made, Direct) and (_torch_internals.is_active() or _torch_internals.in_forward_mode()):
+    if not isinstance(made, Direct) and (_torch.is_active() or _torch.in_forward_mode()):
         raise ValueError(
             f"gradient={made.name!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
             "forward mode. Fix: gradient='direct'."

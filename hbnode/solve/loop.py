@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode import _torch_internals
-from hbnode._tracing import is_tracing, may_look
+from hbnode import _torch
+from hbnode._torch import is_tracing, may_look
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.signal import listening, refuse_queries_outside
 from hbnode.solve.control import FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt, FixedSteps
@@ -71,7 +71,7 @@ class Problem:
         self.program: Callable[..., Any] | None = None  # a compiled step
         self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
         if isinstance(self.gamma, Tensor) and not self.traced:
-            if not self.gamma.dim() and may_look() and not _torch_internals.in_forward_mode():
+            if not self.gamma.dim() and may_look() and not _torch.in_forward_mode():
                 term.number = self.gamma.item() if term.number is None else term.number
                 self.number = term.number
             if self.number is None or self.gamma.is_cpu:  # else its gradients would wait for the device
@@ -80,7 +80,7 @@ class Problem:
             self.t: Tensor | None = t
             return
         self.t = t.to(self.template.device) if t.requires_grad and torch.is_grad_enabled() else None
-        values = _torch_internals.to_numpy(t)
+        values = _torch.to_numpy(t)
         self.begin, self.sign = values[..., 0], np.where(values[..., -1] >= values[..., 0], 1.0, -1.0)
         elapsed = abs(values - self.begin[..., None])
         if self.lanes is not None and values.ndim == 1:
@@ -354,7 +354,7 @@ class Problem:
             return 0.0
         if self.number is not None:
             return abs(self.number)
-        return float(_torch_internals.plain(torch.as_tensor(self.gamma)).abs().max())
+        return float(_torch.plain(torch.as_tensor(self.gamma)).abs().max())
 
     @property
     def resolution(self) -> float:
@@ -366,7 +366,7 @@ class Problem:
         most, nfe = self.settings.option("max_nfe", math.inf), self.tally.nfe
         if most == math.inf:
             return
-        spent = nfe.forward if _torch_internals.backward_pass() == -1 else nfe.backward
+        spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
         if spent + steps * self.method.evaluations > most:
             message = (
                 f"the solve needs more than max_nfe={most} evaluations. "
@@ -486,6 +486,6 @@ class Saved:
 
 def host(x: Tensor) -> Array:
     """The values of a norm on the host; what the transforms of torch.func put around it counts as more elements."""
-    if _torch_internals.is_active():
-        return np.sqrt((_torch_internals.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
+    if _torch.is_active():
+        return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     return x.double().cpu().numpy()

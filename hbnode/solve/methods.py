@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode._tracing import may_look
+from hbnode._torch import may_look
 from hbnode.solve import tableaus
 from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RungeKuttaTableau
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode import _torch_internals
+from hbnode import _torch
 from hbnode._checks import as_seed, check_input
 from hbnode._state import Times
 from hbnode._suggestions import nearest
@@ -246,7 +246,7 @@ class BrownianIncrements:
             near = nearest(method, tuple(NORMALS)) or "ubu"
             raise ValueError(f"noise is for one of {tuple(NORMALS)}, got method={method!r}. Fix: method={near!r}.")
         check_input(h, "h")
-        times = _torch_internals.to_numpy(checked_output_times(t, h.device))
+        times = _torch.to_numpy(checked_output_times(t, h.device))
         sizes = step_sizes(times, step_counts(times, checked_step(dt)))
         noise = SeededNoise(seed, (NORMALS[method], *h.shape), h)
         normals = (

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from hbnode import _torch_internals
+from hbnode import _torch
 from hbnode._checks import ONLY_FIXED_GRIDS, conversion
 from hbnode._signature import check_call
 from hbnode._state import State, Times, apply, describe, is_finite, last_of, parts
-from hbnode._tracing import is_exporting, is_tracing, untraced
+from hbnode._torch import is_exporting, is_tracing, untraced
 from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.fields import HBNODE
 from hbnode.nfe import NFE, Tally, is_counting
@@ -239,7 +239,7 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
     tally, snapshot = Tally(field, nfe), Snapshot(field)
     if not settings.is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
-        with _torch_internals.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
+        with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
             trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot)
             return last_of(trajectory) if end else trajectory
     torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
@@ -249,7 +249,7 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
     term = _term(field, y0, settings, tally, times, per_sample)
     problem = Problem(term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2)
     check_damping(problem, field)
-    if settings.compile and not _torch_internals.is_active():
+    if settings.compile and not _torch.is_active():
         solution = compile_steps(problem, field, y0, times, snapshot)
         if solution is not None:
             return last_of(solution) if end else solution
@@ -399,12 +399,12 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
 
 def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
     """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
-    if is_finite(tuple([_torch_internals.plain(row) for row in rows])):
+    if is_finite(tuple([_torch.plain(row) for row in rows])):
         return
 
     def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
         after = problem.step(state, problem.coefficients(attempt), attempt)
-        if not is_finite(tuple([_torch_internals.plain(x) for x in after[0]])):
+        if not is_finite(tuple([_torch.plain(x) for x in after[0]])):
             raise problem.not_finite(attempt, state)
         return after
 
@@ -417,7 +417,7 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
 
 def _span(t: Tensor) -> float:
     """The length of a solve; 0 where a device would have to be asked for it."""
-    t = _torch_internals.plain(t)
+    t = _torch.plain(t)
     return float(t.max() - t.min()) if t.is_cpu and t.numel() else 0.0
 
 

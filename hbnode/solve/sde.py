@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode import _torch_internals
+from hbnode import _torch
 from hbnode._state import Times
 from hbnode._suggestions import nearest
-from hbnode._tracing import is_tracing, untraced
+from hbnode._torch import is_tracing, untraced
 from hbnode.errors import NonFiniteError, ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
@@ -228,7 +228,7 @@ class SDEProblem(Problem):
         super().__init__(term, of_sde, t, Settings(method, steps=1))
         self.noise, self._counts, self._ends = noise, counts.tolist(), counts.cumsum()
         gamma, eta = term.damping, torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
-        self.strongest_decay = _torch_internals.to_numpy(gamma).max(initial=0.0)
+        self.strongest_decay = _torch.to_numpy(gamma).max(initial=0.0)
         sizes = np.diff(self.grid()) / counts
         if self.strongest_decay * sizes.max(initial=0.0) > of_sde.reach:
             raise ValueError(
@@ -357,7 +357,7 @@ def sdeint(
             f"method={method!r} evaluates func without a call of the SDE, which has hooks or a forward of its own. "
             "Fix: put them into func, or method='srk'."
         )
-    h, on_host = term.template, _torch_internals.to_numpy(times)
+    h, on_host = term.template, _torch.to_numpy(times)
     counts = step_counts(on_host, dt)
     if noise is not None and name == "reversible" and noise.normals.requires_grad:
         raise ValueError("noise.normals requires a gradient. Fix: gradient='direct', or detach it.")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hbnode import _second_derivatives, _torch_internals
+from hbnode import _torch
 from hbnode._checks import as_count
 from hbnode._suggestions import nearest, nearest_method
 from hbnode.fields import GHBNODE, HBNODE
@@ -172,10 +172,10 @@ class Settings:
         """The settings with method and gradient filled in for a field and the length of a solve."""
         method = self.method or ("dopri5" if event else self._best_method(field, span))
         gradient = self.gradient
-        if gradient != "direct" and _second_derivatives.are_wanted():
+        if gradient != "direct" and _torch.double_backward_enabled():
             gradient = "direct"
         if gradient is None:
-            is_transformed = _torch_internals.is_active() or _torch_internals.in_forward_mode()
+            is_transformed = _torch.is_active() or _torch.in_forward_mode()
             gradient = "direct" if method in TORCHDIFFEQ or is_transformed else "checkpoint"
         return dataclasses.replace(self, method=method, gradient=gradient)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hbnode._checks import CHANGES_INPUT
 from hbnode._state import State, cast, like, parts
-from hbnode._tracing import is_tracing
+from hbnode._torch import is_tracing
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nets import SolveDropout
 from hbnode.nfe import Tally

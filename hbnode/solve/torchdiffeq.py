@@ -22,7 +22,7 @@ from torch import Tensor
 from hbnode._checks import CHANGES_INPUT
 from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode._state import State, all_finite, apply, is_equal, is_finite, like, parts
-from hbnode._torch_internals import backward_pass
+from hbnode._torch import backward_pass
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import Tally
 from hbnode.signal import checking_later, refuse_queries_outside

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._torch_internals import is_batched
+from hbnode._torch import is_batched
 from hbnode.attention.memory.chunks import ChunkGradients, Chunks, ProductGradients, Products
 from hbnode.attention.memory.gates import Gates
 from hbnode.attention.memory.layout import Layout, Span

@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
-from hbnode import _torch_internals
+from hbnode import _torch
 
 
 def test_transforms_are_noticed():
     seen = []
 
     def function(x):
-        seen.append((_torch_internals.is_active(), _torch_internals.plain(x).shape))
+        seen.append((_torch.is_active(), _torch.plain(x).shape))
         return x.sum()
 
     x = torch.zeros(3, 2)
@@ -21,26 +21,26 @@ def test_transforms_are_noticed():
 
 
 def test_forward_mode_is_noticed():
-    assert not _torch_internals.in_forward_mode()
+    assert not _torch.in_forward_mode()
     with torch.autograd.forward_ad.dual_level():
-        assert _torch_internals.in_forward_mode()
+        assert _torch.in_forward_mode()
 
 
 def test_gradients_that_stand_for_many_are_noticed():
     seen = []
     x = torch.zeros(3, requires_grad=True)
     y = 2 * x
-    y.register_hook(lambda g: seen.append(_torch_internals.is_batched(g)))
+    y.register_hook(lambda g: seen.append(_torch.is_batched(g)))
     torch.autograd.grad(y, x, torch.eye(3), retain_graph=True, is_grads_batched=True)
     torch.autograd.grad(y.sum(), x)
     assert seen == [True, False]
 
 
 def test_backward_passes_have_numbers():
-    seen = [_torch_internals.backward_pass()]
+    seen = [_torch.backward_pass()]
     for _ in range(2):
         x = torch.ones(1, requires_grad=True)
-        x.register_hook(lambda _: seen.append(_torch_internals.backward_pass()))
+        x.register_hook(lambda _: seen.append(_torch.backward_pass()))
         (2 * x).backward()
     assert seen[0] == -1
     assert seen[1] != seen[2]
@@ -50,14 +50,14 @@ def test_backward_passes_have_numbers():
 def test_later_nodes_have_larger_numbers():
     x = torch.ones(1, requires_grad=True)
     earlier, later = x + 1, x + 2
-    assert _torch_internals.sequence_number(earlier.grad_fn) < _torch_internals.sequence_number(later.grad_fn)
+    assert _torch.sequence_number(earlier.grad_fn) < _torch.sequence_number(later.grad_fn)
 
 
 def test_fused_layers_are_those_of_torch():
     lstm = nn.LSTM(3, 4).double()
     x, h, c = torch.randn(5, 2, 3).double(), torch.randn(1, 2, 4).double(), torch.randn(1, 2, 4).double()
     expected, (h_end, c_end) = lstm(x, (h, c))
-    found = _torch_internals.fused_layer("lstm", x, (h, c), list(lstm.parameters()))
+    found = _torch.fused_layer("lstm", x, (h, c), list(lstm.parameters()))
     for mine, theirs in zip(found, (expected, h_end, c_end), strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -67,7 +67,7 @@ def test_passes_that_keep_the_graph_are_noticed():
         return
     seen = []
     y = 2 * torch.ones(1, requires_grad=True)
-    y.register_hook(lambda g: seen.append(_torch_internals.keeps_graph()))
+    y.register_hook(lambda g: seen.append(_torch.keeps_graph()))
     y.backward(retain_graph=True)
     y.backward()
     assert seen == [True, False]

@@ -1,21 +1,82 @@
-"""All private functions of torch that hbnode calls; tests/test_torch_internals.py checks that they exist.
+"""What hbnode asks of torch beside its public functions; tests/test_torch.py checks that the private ones exist.
 
-They tell whether a transform of torch.func, forward mode or a backward pass is running, and the order of graph nodes;
-and they are torch's fused recurrent layers.
+Whether a graph is recorded, a transform of torch.func, forward mode or a backward pass is running; the state of random
+number generators; torch's fused recurrent layers; the allocator.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_DOUBLE_BACKWARD = ContextVar("double_backward", default=False)
+_LARGEST_BLOCK = 31 * 2**20  # bytes; glibc follows freed blocks of up to 32 MiB
+_keeps_memory = False
+
+
+def is_tracing() -> bool:
+    """Whether operations are recorded by torch.compile, torch.export or torch.jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def may_look() -> bool:
+    """Whether Python may look at the values of tensors: no graph is recorded, and no transform of torch.func runs."""
+    return not (is_tracing() or is_active())
+
+
+def is_exporting() -> bool:
+    """Whether torch.export records a graph that will be run without Python; not known before torch 2.7."""
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
+@contextmanager
+def checking_shapes() -> Iterator[None]:
+    """Without the warnings of torch.jit.trace that a shape is compared, which hbnode does to refuse wrong ones."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module="hbnode")
+        yield
+
+
+def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """:func:`torch.compiler.disable`, which imports half of torch, imported when torch.compile first needs it."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_dynamo_compiling():
+            from hbnode import _untraced
+
+            return _untraced.run(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def double_backward_enabled() -> bool:
+    """Whether scans, solves and attention take their plain form; their own backward passes are not functions."""
+    return _DOUBLE_BACKWARD.get()
+
+
+@contextmanager
+def double_backward() -> Iterator[None]:
+    """Ask for it, for all that is evaluated inside."""
+    token = _DOUBLE_BACKWARD.set(True)
+    try:
+        yield
+    finally:
+        _DOUBLE_BACKWARD.reset(token)
 
 
 def is_active() -> bool:
@@ -140,3 +201,45 @@ def fused_layer(
         if warns:
             warnings.filterwarnings("ignore", message=".*single contiguous chunk.*")
         return layer(x, state, *rest, False) if sizes is None else layer(x, sizes, state, *rest)
+
+
+def random_state(device: torch.device) -> tuple[Tensor, ...]:
+    """The state of the generators that an evaluation on the device may draw from."""
+    states = (torch.get_rng_state(),)
+    own = None if device.type == "cpu" else getattr(torch, device.type, None)
+    return (*states, own.get_rng_state(device)) if own is not None and hasattr(own, "get_rng_state") else states
+
+
+@contextmanager
+def set_random_state(states: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
+    """Draw from the given state, and put the generators back where they were; None leaves them alone."""
+    if states is None:
+        yield
+        return
+    now = random_state(device)
+    try:
+        _put_random_state(states, device)
+        yield
+    finally:
+        _put_random_state(now, device)
+
+
+def _put_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        getattr(torch, device.type).set_rng_state(states[1], device)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Let glibc keep memory that is freed, once for the process, for work on the CPU.
+
+    It gives memory back to the system block by block, until a large block has been freed: then it raises the sizes from
+    which it does, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3), to that of the block and twice that. Before, a
+    pass whose intermediate values come and go by megabytes can spend half of its time in page faults. Here a block of
+    31 MiB is taken and freed, untouched. It changes nothing for other allocators, nor for thresholds that the
+    environment sets.
+    """
+    global _keeps_memory
+    if device.type == "cpu" and not _keeps_memory:
+        _keeps_memory = True
+        torch.UntypedStorage(_LARGEST_BLOCK)  # which deterministic mode does not fill, as it does tensors
