@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.ode_rnn.fused import Fused, Run, matrix
+from hbnode.ode_rnn import layer
+from hbnode.ode_rnn.fused import Run, coefficient_matrix
 from hbnode.solve.methods import METHODS
 
 LENGTHS = torch.tensor([6, 4, 1])
@@ -93,7 +94,7 @@ def plainly(monkeypatch):
 
     def run(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(Fused, "of", lambda *args: None)
+            patch.setattr(layer, "fuse", lambda *args: None)
             return function(*args)
 
     return run
@@ -115,8 +116,8 @@ def test_values_gradients_and_counts(case, gradient, plainly):
 
 @pytest.mark.parametrize("case", CASES)
 def test_known_networks_are_fused(case, monkeypatch):
-    found, of = [], Fused.of
-    monkeypatch.setattr(Fused, "of", lambda *args: (found.append(of(*args)), found[-1])[1])
+    found, fuse = [], layer.fuse
+    monkeypatch.setattr(layer, "fuse", lambda *args: (found.append(fuse(*args)), found[-1])[1])
     solved(make_rnn(**CASES[case]), *make_series())
     assert found
     assert None not in found
@@ -246,8 +247,8 @@ def test_the_matrix_of_a_vjp_is_that_of_the_method(name):
     method, sizes = METHODS[name], np.array([0.0, 0.3, 2.0])
     expected = torch.from_numpy(method.matrix(np, 0.4, sizes)).permute(1, 2, 0)
     for error in (True, False):
-        packed = torch.from_numpy(method.packed(np, 0.4, sizes, error=error)).unsqueeze(-1)
-        got = matrix(method, packed, error=error).squeeze(-1)
+        packed = torch.from_numpy(method.packed(np, 0.4, sizes, error=error))
+        got = coefficient_matrix(method, packed, error=error).squeeze(-1)
         torch.testing.assert_close(got, expected[: len(got)], rtol=1e-12, atol=1e-14)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import hbnode
 from hbnode.errors import NonFiniteError
-from hbnode.ode_rnn.fused import Fused
+from hbnode.ode_rnn import layer
 from hbnode.solve.loop import Problem
 
 GRADIENTS = "direct", "checkpoint"
@@ -42,7 +42,7 @@ def assert_alike(got, expected):
 @pytest.fixture
 def general(monkeypatch):
     """Makes all modules take the plain form."""
-    return lambda: monkeypatch.setattr(Fused, "of", lambda *args: None)
+    return lambda: monkeypatch.setattr(layer, "fuse", lambda *args: None)
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)

@@ -21,7 +21,7 @@ from hbnode._times import as_duration, as_times
 from hbnode._torch import untraced
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
-from hbnode.ode_rnn.fused import Fused
+from hbnode.ode_rnn.fused import Fused, fuse
 from hbnode.ode_rnn.gaps import Gaps, Solver, checked_solver
 from hbnode.ode_rnn.sequences import Inputs, Missing, Sequences, fitted_unit, in_user_units, warn_if_too_short
 from hbnode.ode_rnn.state import Filtered, ODERNNState, by_layer, check_start, check_state, joined, state_of
@@ -176,7 +176,7 @@ class ODERNNLayer(nn.Module):
         return LayerOutput(states, states, s, solve.nfe)
 
     def _gaps(self, s: Tensor, times: Tensor, solver: Solver) -> Fused | Gaps:
-        fused = Fused.of(self, s, times, solver)
+        fused = fuse(self, s, times, solver)
         return Gaps(self.field, s, times, solver, second_order=self.second_order) if fused is None else fused
 
 
