@@ -5,25 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hbnode import _torch
 from hbnode._closures import own_parameters
 from hbnode._state import State, apply, parts
-from hbnode.errors import MaxStepsError, RecomputationError, SolverError
+from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import Field
-from hbnode.nfe import NFE, Tally
-from hbnode.solve.adjoints import GRADIENTS, is_same
-from hbnode.solve.loop import Problem
-from hbnode.solve.methods import METHODS, SECOND_ORDER
-from hbnode.solve.odeint import check_finite, check_precision, checked_state, checked_times, compile_steps, solve
-from hbnode.solve.settings import Settings, check_field
-from hbnode.solve.term import ODETerm, Snapshot, solving
+from hbnode.nfe import NFE
+from hbnode.solve.adjoints import Checkpoint, Direct
+from hbnode.solve.odeint import solve
+from hbnode.solve.settings import Settings
 
 _ROUNDING = 1e-9  # relative; a gap of three steps, but for its rounding, takes three
 
@@ -38,16 +34,14 @@ class Solver:
 
 def checked_solver(settings: Settings, field: Field) -> Solver:
     """How to solve; refuse what no times of each sample's own can be solved with."""
-    options = dict(settings.options or {})
-    step_size = None
+    options, step_size = dict(settings.options or {}), None
     if "step_size" in options and settings.is_native:
         step_size = options.pop("step_size")
         if not isinstance(step_size, numbers.Real) or not 0 < float(step_size) < math.inf:
             raise ValueError(f"step_size must be a positive number, got {step_size!r}. Fix: a tenth of a time_unit.")
         if settings.steps is not None:
             raise ValueError("steps and options={'step_size': h} were both given. Fix: leave steps out.")
-        settings = dataclasses.replace(settings, options=options or None, steps=1)
-        step_size = float(step_size)
+        settings, step_size = dataclasses.replace(settings, options=options, steps=1), float(step_size)
     settings = settings.checked()
     if settings.is_native and settings.resolved(field).gradient == "adjoint":
         raise ValueError(
@@ -67,33 +61,31 @@ class Gaps:
 
     Arguments:
         field: what is solved.
-        s: a state like those that will come, (batch, n), h or h and m side by side.
         t: times (batch, T); a sample stays where it is while its times repeat.
         solver: how to solve.
+        second_order: whether a state (batch, n) is h and m side by side.
 
     Attributes:
         nfe: the evaluations of each gap.
     """
 
-    def __init__(self, field: Field, s: Tensor, t: Tensor, solver: Solver, *, second_order: bool) -> None:
-        self.field, self.step_size, self.second_order = field, solver.step_size, second_order
-        self.settings = solver.settings.resolved(field)
-        self.dtype = parts(checked_state(field, self._state(s)))[0].dtype
-        check_precision(self.settings, self.dtype)
+    def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
+        self.field, self.second_order = field, second_order
+        self.settings, self.step_size = solver.settings.resolved(field), solver.step_size
         if self.settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "gradient='adjoint' gives no gradient with respect to times of each sample's own, and these require "
                 "one. Fix: gradient='direct', or t.detach()."
             )
-        self.t = checked_times(t.to(torch.float64), t.device, rows=True)  # on the host
-        self.moving = self.t.detach().diff() != 0
-        rests = ~self.moving.any(0) & (not t.requires_grad)  # a gap of 0 may have a gradient
-        self.rests = _torch.numbers(rests)
-        self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
         if self.settings.is_native:
-            check_field(self.settings.method, field)
-            state, second_order = self._state(s.detach().to(self.dtype)), self.settings.method in SECOND_ORDER
-            self.term = ODETerm(field, state, Tally(field, NFE()), second_order=second_order, lanes=len(s))
+            gradient = Checkpoint(keep_bytes=0) if self.settings.gradient == "checkpoint" else self.settings.gradient
+            if self.settings.steps is None and not self.settings.per_sample:
+                gradient = InCommon(Direct() if gradient == "direct" else gradient)
+            self.settings = dataclasses.replace(self.settings, gradient=gradient)
+        self.t = t.to("cpu", torch.float64)
+        self.moves = self.t.detach().diff() != 0
+        self.rests = _torch.numbers(~self.moves.any(0) & (not t.requires_grad))  # a gap of 0 may have a gradient
+        self.nfe = [NFE() for _ in self.rests]
 
     def __call__(self, gap: int, s: Tensor) -> Tensor:
         """The state at the end of a gap from that at its beginning."""
@@ -101,51 +93,12 @@ class Gaps:
         if self.rests[gap]:
             return s
         if not self.settings.is_native:
-            return self._by_torchdiffeq(s, t, self.moving[:, gap], nfe)
-        if self.step_size is not None:
-            t = self._grid(t, self.step_size)
-        snapshot, end = Snapshot(self.field), None
-
-        def solved(s: Tensor) -> Tensor:
-            nonlocal end
-            found = self._solve(s, t, nfe, snapshot)
-            if end is None:
-                end = found.detach()
-            elif not is_same((found,), (end,)):
-                raise RecomputationError(
-                    "the backward pass solved a gap again, and it ends in another state: a parameter, a hook or a "
-                    "module of the field was changed after the forward pass. Fix: call backward() before the change, "
-                    "or use gradient='direct'", t=float(t[0, 0]), step_size=math.nan, nfe=nfe.total,
-                )  # fmt: skip
-            return found
-
-        nfe.keeps_graph = self.settings.gradient == "direct" and torch.is_grad_enabled()
-        if self.settings.gradient != "checkpoint" or not torch.is_grad_enabled():
-            return solved(s)
-        with set_checkpoint_early_stop(False):
-            return checkpoint(
-                solved, s, use_reentrant=False, determinism_check="none", context_fn=lambda: (nullcontext(), snapshot)
-            )
+            return self._by_torchdiffeq(s, t, self.moves[:, gap], nfe)
+        times = t if self.step_size is None else self._grid(t, self.step_size)
+        return torch.cat(parts(solve(self.field, self._state(s), times, self.settings, nfe, end=True)), 1)
 
     def _state(self, s: Tensor) -> State:
         return tuple(s.chunk(2, 1)) if self.second_order else s
-
-    def _solve(self, s: Tensor, t: Tensor, nfe: NFE, snapshot: Snapshot) -> Tensor:
-        """From the first of some times to the last, by a native method."""
-        settings, state = self.settings, self._state(s.to(self.dtype))
-        self.term.tally = Tally(self.field, nfe)
-        problem = Problem(self.term, METHODS[settings.method], t, settings, end_only=t.shape[1] == 2)
-        problem.common = not settings.per_sample
-        if settings.compile and not _torch.is_active():
-            trajectory = compile_steps(problem, self.field, state, t, snapshot)
-            if trajectory is not None:
-                return torch.cat([part[-1] for part in parts(trajectory)], -1)
-        gradient = GRADIENTS["direct" if settings.gradient == "checkpoint" else settings.gradient]()
-        with solving(snapshot, s.device.type):
-            rows = gradient.solve(problem, state, snapshot)
-            if settings.steps is not None:
-                check_finite(problem, state, rows)
-        return torch.cat([row[-1] for row in rows], -1)
 
     def _grid(self, t: Tensor, step_size: float) -> Tensor:
         """The times (batch, K) of steps no longer than a size; samples that need fewer rest in the last."""
@@ -160,25 +113,35 @@ class Gaps:
         fraction = (torch.arange(int(most) + 1) / needed).clamp(max=1.0)
         return torch.where(fraction < 1, torch.lerp(t[:, :1], t[:, 1:], fraction), t[:, 1:])
 
-    def _by_torchdiffeq(self, s: Tensor, t: Tensor, moving: Tensor, nfe: NFE) -> Tensor:
+    def _by_torchdiffeq(self, s: Tensor, t: Tensor, moves: Tensor, nfe: NFE) -> Tensor:
         """By one of torchdiffeq's methods, from 0 to 1 of each gap; samples that rest do not count in its error."""
-        index = None if bool(moving.all()) or t.requires_grad else moving.nonzero()[:, 0]
-        given = s.to(self.dtype)
-        if index is not None:
+        index, given = None, s
+        if not (t.requires_grad or bool(moves.all())):
+            index = moves.nonzero()[:, 0]
             nfe.samples = index.tolist()
             t, index = t[index], index.to(s.device)
-            given = given[index]
+            given = s[index]
+        field = _InFractions(self.field, t, given)
         try:
-            end = solve(
-                _InFractions(self.field, t, given), self._state(given), [0.0, 1.0], self.settings, nfe, end=True
-            )
+            end = torch.cat(parts(solve(field, self._state(given), [0.0, 1.0], self.settings, nfe, end=True)), 1)
         except SolverError as error:
             first, last = t[0].tolist()
             message = f"{error.message}; the time is that of the first sample, in its gap from {first:g} to {last:g}"
             time, size = first + (last - first) * error.t, (last - first) * error.step_size
             raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
-        end = torch.cat(parts(end), 1)
-        return end if index is None else s.to(self.dtype).index_copy(0, index, end)
+        return end if index is None else s.to(end.dtype).index_copy(0, index, end)
+
+
+@dataclass(frozen=True)
+class InCommon(Direct):
+    """A gradient mode, of a solve in which all samples take the same fraction of their gaps in a step."""
+
+    mode: Any = dataclasses.field(default_factory=Direct)
+
+    def solve(self, problem: Any, y0: State, snapshot: Any) -> tuple[Tensor, ...]:
+        """The rows at the output times."""
+        problem.common = True
+        return self.mode.solve(problem, y0, snapshot)
 
 
 class _InFractions(torch.nn.Module):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,25 @@ from hbnode._times import as_duration, as_times
 from hbnode._torch import untraced
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
-from hbnode.ode_rnn.fused import Fused, fuse
+from hbnode.ode_rnn.fused import fuse
 from hbnode.ode_rnn.gaps import Gaps, Solver, checked_solver
-from hbnode.ode_rnn.sequences import Inputs, Missing, Sequences, fitted_unit, in_user_units, warn_if_too_short
-from hbnode.ode_rnn.state import Filtered, ODERNNState, by_layer, check_start, check_state, joined, state_of
+from hbnode.ode_rnn.sequences import (
+    Filtered,
+    Inputs,
+    Lengths,
+    Missing,
+    ODERNNState,
+    Sequences,
+    check_start,
+    check_state,
+    fitted_unit,
+    in_user_units,
+    state_of,
+    warn_if_too_short,
+)  # fmt: skip
 from hbnode.solve.settings import Gradient, Method, Settings
 
+Series = TypeVar("Series", Tensor, PackedSequence)
 FieldName = Literal["node", "anode", "sonode", "hbnode", "ghbnode"]
 CellName = Literal["gru", "rnn"]
 FieldArgument = FieldName | nn.Module | Callable[[int], nn.Module]
@@ -47,8 +61,7 @@ FIELDS: dict[str, Callable[[int], Field]] = {
 CELLS: dict[str, Callable[[int, int], nn.Module]] = {"gru": nn.GRUCell, "rnn": nn.RNNCell}
 
 
-@dataclasses.dataclass
-class LayerOutput:
+class LayerOutput(NamedTuple):
     """What one direction of one layer makes of a batch.
 
     Attributes:
@@ -141,18 +154,19 @@ class ODERNNLayer(nn.Module):
             solver: how to solve.
         """
         times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
-        first = times.shape[1] - t.shape[1]  # gaps before the first sample
-        solve = self._gaps(s, times, solver)
-        if isinstance(solve, Fused) and solve.cell is not None:
-            found = solve.read(x, seen, s, first)
-            if found is not None:
-                return LayerOutput(*found, found[1][:, -1], solve.nfe)
-            solve = Gaps(self.field, s, times, solver, second_order=self.second_order)
+        first = times.shape[1] - t.shape[1] - 1  # the gap before the first sample; -1 if there is none
+        fused = fuse(self, s, times, solver)
+        if fused is not None and fused.cell is not None:
+            states = fused.read(x, seen, s, first)
+            if states is not None:
+                return LayerOutput(*states, states[1][:, -1], fused.nfe)
+            fused = None
+        solve = fused or Gaps(self.field, times, solver, second_order=self.second_order)
         before, after = [], []
-        for i in range(x.shape[1]):
-            s = solve(i + first - 1, s) if i + first else s
-            new = self.update(x[:, i], s)
+        for i, x_i in enumerate(x.unbind(1)):
+            s = solve(first + i, s) if first + i >= 0 else s
             before.append(s)
+            new = self.update(x_i, s)
             s = new if seen is None else torch.where(seen[:, i, None], new, s)
             after.append(s)
         return LayerOutput(torch.stack(before, 1), torch.stack(after, 1), s, solve.nfe)
@@ -168,16 +182,13 @@ class ODERNNLayer(nn.Module):
 
     def flow(self, s: Tensor, times: Tensor, solver: Solver) -> LayerOutput:
         """The states at each of the times (batch, K) but the first, without samples."""
-        solve, path = self._gaps(s, times, solver), []
+        solve = fuse(self, s, times, solver) or Gaps(self.field, times, solver, second_order=self.second_order)
+        path = []
         for gap in range(times.shape[1] - 1):
             s = solve(gap, s)
             path.append(s)
         states = torch.stack(path, 1)
         return LayerOutput(states, states, s, solve.nfe)
-
-    def _gaps(self, s: Tensor, times: Tensor, solver: Solver) -> Fused | Gaps:
-        fused = fuse(self, s, times, solver)
-        return Gaps(self.field, s, times, solver, second_order=self.second_order) if fused is None else fused
 
 
 def _make_field(field: FieldArgument, n: int) -> Field:
@@ -346,24 +357,21 @@ class ODERNN(KeepsConstants):
         super().__init__()
         hidden_size, num_layers = as_count(hidden_size, "hidden_size"), as_count(num_layers, "num_layers")
         self.inputs = Inputs(input_size, missing, mask_features, elapsed_features, static_size)
-        self.input_size, self.static_size, self.hidden_size = (
-            self.inputs.input_size,
-            self.inputs.static_size,
-            hidden_size,
-        )
-        self.num_layers, self.bidirectional = num_layers, bool(bidirectional)
+        self.input_size, self.static_size = self.inputs.input_size, self.inputs.static_size
+        self.hidden_size, self.num_layers, self.bidirectional = hidden_size, num_layers, bool(bidirectional)
         given = {"field": field, "cell": cell, "initial_state": initial_state}
         self.dropout = _check_layers(num_layers, self.bidirectional, dropout, given)
 
         def make(layer: int) -> ODERNNLayer:
             options: dict[str, Any] = {**given, "residual": residual}
-            if layer:
-                options["initial_state"] = "learned" if isinstance(initial_state, nn.Module) else initial_state
-                return ODERNNLayer(hidden_size * (1 + self.bidirectional), hidden_size, **options)
-            return ODERNNLayer(self.inputs.size, hidden_size, static_size=self.static_size, **options)
+            if layer == 0:
+                return ODERNNLayer(self.inputs.size, hidden_size, static_size=self.static_size, **options)
+            options["initial_state"] = "learned" if isinstance(initial_state, nn.Module) else initial_state
+            return ODERNNLayer(hidden_size * (1 + self.bidirectional), hidden_size, **options)
 
         self.layers = nn.ModuleList(make(layer) for layer in range(num_layers))
         self.reverse = nn.ModuleList(make(layer) for layer in range(num_layers) if self.bidirectional)
+        self.sizes = [hidden_size * (1 + self.bidirectional)] * (1 + self.second_order)  # of h, and of m, in an output
         self.time_unit = time_unit
         gradient = gradient or ("adjoint" if adjoint_options is not None else "direct")
         settings = Settings(
@@ -409,9 +417,7 @@ class ODERNN(KeepsConstants):
         """Evaluations of the last call, all gaps together."""
         return sum(self.nfe_per_gap, NFE())
 
-    def fit_time_unit(
-        self, t: ArrayLike, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None
-    ) -> Self:
+    def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
         """Set ``time_unit`` to ten times the median gap of training data, so that a gap is a tenth of a unit.
 
         Models that are fitted to t and to 1000 t give the same answers.
@@ -428,40 +434,10 @@ class ODERNN(KeepsConstants):
         self.time_unit = fitted_unit(t, mask, lengths)
         return self
 
-    if TYPE_CHECKING:  # nn.Module's returns Any
-
-        @overload
-        def __call__(
-            self,
-            x: Tensor,
-            t: ArrayLike,
-            state: ODERNNState | None = None,
-            mask: Tensor | None = None,
-            lengths: Tensor | Sequence[int] | None = None,
-            static: Tensor | None = None,
-        ) -> tuple[Tensor, ODERNNState]: ...
-        @overload
-        def __call__(
-            self,
-            x: PackedSequence,
-            t: ArrayLike | PackedSequence,
-            state: ODERNNState | None = None,
-            mask: Tensor | PackedSequence | None = None,
-            lengths: None = None,
-            static: Tensor | None = None,
-        ) -> tuple[PackedSequence, ODERNNState]: ...
-        @override
-        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor | PackedSequence, ODERNNState]: ...
-
     def forward(
-        self,
-        x: Tensor | PackedSequence,
-        t: ArrayLike | PackedSequence,
-        state: ODERNNState | None = None,
-        mask: Tensor | PackedSequence | None = None,
-        lengths: Tensor | Sequence[int] | None = None,
-        static: Tensor | None = None,
-    ) -> tuple[Tensor | PackedSequence, ODERNNState]:
+        self, x: Series, t: ArrayLike | PackedSequence, state: ODERNNState | None = None,
+        mask: Tensor | PackedSequence | None = None, lengths: Lengths | None = None, static: Tensor | None = None,
+    ) -> tuple[Series, ODERNNState]:  # fmt: skip
         """The h after each sample, and the state at the end.
 
         Arguments:
@@ -477,25 +453,22 @@ class ODERNN(KeepsConstants):
             static: features that do not change, (batch, static_size). Default: ``None``.
         """
         if not isinstance(x, PackedSequence):
-            run = self._checked(x, cast(ArrayLike, t), state, cast("Tensor | None", mask), lengths, static)
-            return run.after.h, run.state
+            found = self._read(x, t, state, mask, lengths, static)
+            return found.after.h, found.state
         if lengths is not None:
             raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
         padded, lengths = pad_packed_sequence(x, batch_first=True)
-        run = self._checked(padded, _padded(t), state, None if mask is None else _padded(mask), lengths, static)
-        ordered = x.sorted_indices is None
-        output = pack_padded_sequence(run.after.h, lengths, batch_first=True, enforce_sorted=ordered)
-        return output, run.state
+        found = self._read(padded, _padded(t), state, _padded(mask), lengths, static)
+        is_sorted = x.sorted_indices is None
+        return pack_padded_sequence(found.after.h, lengths, batch_first=True, enforce_sorted=is_sorted), found.state
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
 
     def filter(
-        self,
-        x: Tensor,
-        t: ArrayLike,
-        state: ODERNNState | None = None,
-        mask: Tensor | None = None,
-        lengths: Tensor | Sequence[int] | None = None,
-        static: Tensor | None = None,
-    ) -> Filtered:
+        self, x: Tensor, t: ArrayLike, state: ODERNNState | None = None, mask: Tensor | None = None,
+        lengths: Lengths | None = None, static: Tensor | None = None,
+    ) -> Filtered:  # fmt: skip
         """The states before and after each sample, for the same arguments as :meth:`forward`.
 
         The state before a sample is a forecast that has not seen it: train on it to predict one sample ahead.
@@ -504,62 +477,52 @@ class ODERNN(KeepsConstants):
             raise ValueError(
                 "a bidirectional ODERNN sees every sample before it comes. Fix: forward, or one direction."
             )
-        return self._checked(x, t, state, mask, lengths, static)
+        return self._read(x, t, state, mask, lengths, static)
 
-    def _checked(
-        self, x: Tensor, t: ArrayLike, state: ODERNNState | None, mask: Tensor | None,
-        lengths: Tensor | Sequence[int] | None, static: Tensor | None,
-    ) -> Filtered:  # fmt: skip
-        """All that has been read, for checked arguments."""
-        sequences = Sequences(self.input_size, x, t, mask, lengths)
-        x = sequences.x
-        dtypes = {p.dtype for p in self.parameters() if p.is_floating_point()}
-        if dtypes and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
-            kinds = ", ".join(map(str, dtypes))
-            raise TypeError(
-                f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. "
-                f"Fix: x.to({kinds.split(', ')[0]}), or .to({x.dtype}) of the module."
-            )
-        static = _checked_static(static, self.static_size, x)
+    @untraced
+    def _read(
+        self, x: Tensor, t: Any, state: ODERNNState | None, mask: Any, lengths: Lengths | None, static: Tensor | None
+    ) -> Filtered:
+        """All layers over a batch, from a state."""
+        series = Sequences(self.input_size, x, t, mask, lengths)
+        self._check_dtype(series.x)
+        if static is not None or self.static_size:
+            static = _checked_static(static, self.static_size, series.x)
+        states: list[ODERNNState] = []
+        start, times, solver = None, self._in_units(series.t), Solver(self.settings, self.step_size)
         if state is not None:
             if self.bidirectional:
                 raise ValueError(
                     "a bidirectional ODERNN reads whole series. Fix: leave the state out, or bidirectional=False."
                 )
-            check_state(state, x.shape[:1], self.hidden_size, second_order=self.second_order)
-            check_start(state, sequences.t, self.num_layers)
-        return self._read(sequences, state, static)
-
-    @untraced
-    def _read(self, sequences: Sequences, state: ODERNNState | None, static: Tensor | None) -> Filtered:
-        """All layers over a checked batch, from a checked state."""
-        states = by_layer(state)
-        fed, last, last_t = self.inputs(sequences, static, states[0] if states else None, self.time_unit)
-        window, times, solver = sequences.window, self._in_units(sequences.t), Solver(self.settings, self.step_size)
-        start = None if state is None else self._in_units(state.t.to(sequences.t.dtype))
-        self.counts, ends = [], []
+            check_state(state, series.x.shape[:1], self.hidden_size, second_order=self.second_order)
+            check_start(state, series.t, self.num_layers)
+            states, start = state.layers, self._in_units(state.t.to(series.t.dtype))
+        fed, last, last_t = self.inputs(series, static, states[0] if states else None, self.time_unit)
+        window, ends, self.counts = series.window, [], []
         for i, layer in enumerate(cast(list[ODERNNLayer], self.layers)):
             known = None if i else static
-            s = joined(states[i]) if states else layer.begin(window, known)
+            s = states[i].joined if states else layer.begin(window, known)
             with in_user_units(self.time_unit):
-                output = layer(fed, times, sequences.seen, s, start, solver)
+                output = layer(fed, times, series.seen, s, start, solver)
                 self._count(output.nfe)
                 if self.bidirectional:
-                    output = self._in_both_directions(i, output, fed, sequences, known, solver)
+                    output = self._in_both_directions(i, output, fed, series, known, solver)
             ends.append(output.end)
-            fed = nn.functional.dropout(output.after[..., : self._sizes[0]], self.dropout, self.training)
-            window = sequences.at_samples(fed)
+            if i + 1 < self.num_layers:
+                fed = nn.functional.dropout(output.after[..., : self.sizes[0]], self.dropout, self.training)
+                window = series.at_samples(fed)
         self._warn(times if start is None else torch.cat([start.unsqueeze(1), times], 1))
-        before, after = (
-            state_of(sequences.padded(path), sequences.padded_t, self._sizes) for path in (output.before, output.after)
-        )
+        t = series.padded_t
+        before, after = state_of(series.padded(output.before), t, self.sizes), series.padded(output.after)
         end: ODERNNState | None = None
         for i, s in enumerate(ends):
             own = {} if i else {"last": last, "last_t": last_t}
-            end = dataclasses.replace(state_of(s.clone(), sequences.t[:, -1], self._sizes), below=end, **own)
+            end = dataclasses.replace(state_of(s.clone(), series.t[:, -1], self.sizes), below=end, **own)
         assert end is not None
-        return Filtered(before, after, end)
+        return Filtered(before, state_of(after, t, self.sizes), end)
 
+    @untraced
     def forecast(self, state: ODERNNState, dt: ArrayLike) -> tuple[Tensor, ODERNNState]:
         """The h at times after that of a state, of which nothing is observed.
 
@@ -572,24 +535,19 @@ class ODERNN(KeepsConstants):
         """
         if self.bidirectional:
             raise ValueError("a bidirectional ODERNN does not forecast. Fix: bidirectional=False.")
-        shape = state.h.shape[:-1] if isinstance(state, ODERNNState) else torch.Size()
-        check_state(state, shape, self.hidden_size, second_order=self.second_order)
+        check_state(state, None, self.hidden_size, second_order=self.second_order)
+        shape = state.t.shape
         dt = _checked_dt(dt, shape).to(state.h.device).expand(*shape, -1)
         t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
-        return self._forecast(state, torch.cat([t, t + dt], -1).flatten(0, -2), shape)
-
-    @untraced
-    def _forecast(self, state: ODERNNState, times: Tensor, shape: torch.Size) -> tuple[Tensor, ODERNNState]:
-        """From a state with any batch dimensions, through rows of times beginning with its own."""
-        t, states, end = self._in_units(times), by_layer(state), None
-        self.counts = []
-        above = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
-        for one, layer in zip(states, above, strict=True):
-            asked = t if one is state else torch.stack([t[:, 0], t[:, -1]], 1)
+        times = torch.cat([t, t + dt], -1).flatten(0, -2)
+        states, end, self.counts = state.layers, None, []
+        layers = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
+        for one, layer in zip(states, layers, strict=True):
+            asked = self._in_units(times if one is state else times[:, [0, -1]])
             with in_user_units(self.time_unit):
-                output = layer.flow(joined(one).flatten(0, -2), asked, Solver(self.settings, self.step_size))
+                output = layer.flow(one.joined.flatten(0, -2), asked, Solver(self.settings, self.step_size))
             self._count(output.nfe)
-            later = state_of(output.end.clone().unflatten(0, shape), times[:, -1].unflatten(0, shape), self._sizes)
+            later = state_of(output.end.clone().unflatten(0, shape), times[:, -1].unflatten(0, shape), self.sizes)
             end = dataclasses.replace(later, last=one.last, last_t=one.last_t, below=end)
         assert end is not None
         return output.after[..., : self.hidden_size].contiguous().unflatten(0, shape), end
@@ -616,10 +574,15 @@ class ODERNN(KeepsConstants):
             beside(output.before, before), beside(output.after, after), beside(output.end, back.end), output.nfe
         )
 
-    @property
-    def _sizes(self) -> list[int]:
-        """Of h, and of m if there is one, in an output."""
-        return [self.hidden_size * (1 + self.bidirectional)] * (1 + self.second_order)
+    def _check_dtype(self, x: Tensor) -> None:
+        """Refuse samples of another dtype than the parameters."""
+        dtypes = set(map(attrgetter("dtype"), self.parameters()))
+        if dtypes and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
+            kinds = ", ".join(map(str, dtypes))
+            raise TypeError(
+                f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. "
+                f"Fix: x.to({kinds.split(', ')[0]}), or .to({x.dtype}) of the module."
+            )
 
     def _in_units(self, t: Tensor) -> Tensor:
         """Times in units of time."""
@@ -627,9 +590,10 @@ class ODERNN(KeepsConstants):
 
     def _count(self, nfe: list[NFE]) -> None:
         """Add the counts of a layer to those of the others."""
-        self.counts += [[] for _ in range(len(nfe) - len(self.counts))]
-        for gap, one in zip(self.counts, nfe, strict=False):
-            gap.append(one)
+        for gap, one in enumerate(nfe):
+            if gap == len(self.counts):
+                self.counts.append([])
+            self.counts[gap].append(one)
 
     def _warn(self, times: Tensor) -> None:
         """Once, if the unit of time is far too short."""
@@ -672,10 +636,8 @@ def _check_layers(num_layers: int, bidirectional: bool, dropout: float, given: d
     return float(dropout)
 
 
-def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor | None:
+def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:
     """The static features, in the dtype and on the device of the samples."""
-    if static is None and size == 0:
-        return None
     if static is not None:
         check_input(static, "static")
     shape = None if static is None else tuple(static.shape)

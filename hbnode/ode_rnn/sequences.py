@@ -1,30 +1,145 @@
-"""Irregular series as a recurrent module wants them: checked, without padding, without NaN, in a unit of time."""
+"""Irregular series as a recurrent module wants them, checked and without NaN, in a unit of time; its states."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad, softplus
 from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count, as_tensor, tensor_fix
+from hbnode._records import Record, record
 from hbnode._suggestions import nearest
 from hbnode._times import as_times
 from hbnode._torch import may_look
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.nfe import NFE
-from hbnode.ode_rnn.state import ODERNNState
 
 Missing = Literal["zero", "hold", "decay"]
+Lengths = Tensor | Sequence[int]
 KINDS: tuple[str, ...] = get_args(Missing)
 GAPS_PER_UNIT = 10  # a fresh network acts over about one unit: a gap of a tenth of it takes one step of any method
 MANY = 50  # evaluations in a gap
 TIGHT = 1e-6  # a tolerance from which on many are what was asked for
 TOO_LONG = 2.0  # times the gap that a fitted unit would make of the median
+
+
+# States
+
+
+@record
+class ODERNNState(Record):
+    """The state of an :class:`ODERNN`, from which a series goes on.
+
+    It has no axis of layers, unlike the h of torch.nn.GRU: where that takes ``h[-1]``, take ``state.h``.
+
+    Attributes:
+        h: hidden state of the last layer, (batch, hidden_size); (batch, 2 hidden_size) of a bidirectional module, the
+            ends of its two directions side by side.
+        m: its momentum or velocity, of the same shape; None for first-order fields.
+        t: the time that it belongs to, (batch,).
+        last: the last value observed of each feature, (batch, input_size); None where the module does not use it.
+        last_t: when that was, (batch, input_size); where nothing was observed, when the series began.
+        below: the state of the layer below; None for the first layer.
+    """
+
+    h: Tensor
+    m: Tensor | None
+    t: Tensor
+    last: Tensor | None = None
+    last_t: Tensor | None = None
+    below: ODERNNState | None = None
+
+    def __getitem__(self, index: object) -> NoReturn:  # which iteration calls too
+        raise TypeError(
+            "an ODERNNState is read by name: it has no axis of layers, and carries a time. Fix: state.h, "
+            "(batch, hidden_size), for the h[-1] of torch.nn.GRU; state.m and state.t for the rest."
+        )
+
+    @property
+    def joined(self) -> Tensor:
+        """H, or h and m side by side, as a cell has them."""
+        return self.h if self.m is None else torch.cat([self.h, self.m], -1)
+
+    @property
+    def layers(self) -> list[ODERNNState]:
+        """The states of the layers, from the first."""
+        return [self] if self.below is None else [*self.below.layers, self]
+
+    @staticmethod
+    @override
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name in ("t", "last_t") else new
+
+
+@record
+class Filtered(Record):
+    """What :meth:`ODERNN.filter` returns; it unpacks into its three attributes.
+
+    Attributes:
+        before: the states of the last layer just before each sample was seen, with h and m (batch, T, hidden_size) and
+            t (batch, T).
+        after: the states just after.
+        state: the state at the end of each sequence.
+    """
+
+    before: ODERNNState
+    after: ODERNNState
+    state: ODERNNState
+
+    def __iter__(self) -> Iterator[ODERNNState]:
+        return iter((self.before, self.after, self.state))
+
+
+def state_of(s: Tensor, t: Tensor, sizes: list[int]) -> ODERNNState:
+    """The state of s (..., h and m side by side) of so many features each, with storage of its own."""
+    h, *m = s.split(sizes, -1)
+    return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t)
+
+
+def check_state(state: object, shape: torch.Size | None, hidden_size: int, *, second_order: bool) -> None:
+    """Refuse what is no state of an ODERNN of these sizes; its own batch dimensions are right if ``shape`` is None."""
+    if not isinstance(state, ODERNNState):
+        raise TypeError(
+            f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.ODERNNState(h, m, t), or the state "
+            "that an earlier call returned."
+        )
+    h, m, t = state.h, state.m, state.t
+    shape = h.shape[:-1] if shape is None else shape
+    wanted = (*shape, hidden_size)
+    if h.shape != wanted or (m is not None) != second_order or (m is not None and m.shape != wanted):
+        raise ValueError(
+            f"the state must have {'h and m' if second_order else 'h, and None for m,'} of shape {wanted}, got h "
+            f"{tuple(h.shape)} and m {None if m is None else tuple(m.shape)}. Fix: a state that this module returned "
+            "for such a batch."
+        )
+    if t.shape != shape:
+        raise ValueError(f"the state's t must have shape {tuple(shape)}, got {tuple(t.shape)}. Fix: one time each.")
+
+
+def check_start(state: ODERNNState, t: Tensor, num_layers: int) -> None:
+    """Refuse a state from which a module of so many layers cannot go on through times (batch, T)."""
+    layers = len(state.layers)
+    if layers != num_layers:
+        raise ValueError(
+            f"the state has {layers} layers, the module {num_layers}. Fix: the state that forward returned, which has "
+            "the layers below; those before and after each sample do not."
+        )
+    first = t[:, 0].detach()
+    if bool((state.t.detach().to(first.dtype) > first).any()):
+        raise ValueError(
+            "the state's time lies after the first of t; expected the series to go on from it. "
+            "Fix: times of the whole series, not of its part."
+        )
+
+
+# Series
 
 
 class Sequences:
@@ -38,14 +153,7 @@ class Sequences:
         seen: of which samples something was observed, (batch, T); None for all.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        x: Tensor,
-        t: ArrayLike,
-        mask: Tensor | None,
-        lengths: Tensor | Sequence[int] | None,
-    ) -> None:
+    def __init__(self, input_size: int, x: Tensor, t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> None:
         if isinstance(x, PackedSequence):
             raise TypeError(
                 "x is a PackedSequence; expected a padded tensor. Fix: x, lengths = pad_packed_sequence(x, "
@@ -64,33 +172,30 @@ class Sequences:
         if not x.is_floating_point():
             raise TypeError(f"x must be floating point, got {x.dtype}. Fix: x.float().")
         self.total = x.shape[1]
-        t = self._times(t, x)
-        raw_t, valid, observed = t, None, None
+        t = _checked_times(t, x)
+        self.raw_t, self.valid = t, None
+        self.observed = None if mask is None else _checked_mask(mask, x)
         if lengths is not None:
-            valid, longest = self._valid(lengths, x)
-        if mask is not None:
-            observed = _observed(mask, x)
-        if valid is not None:
-            x, t, valid = x[:, :longest], t[:, :longest], valid[:, :longest]
-            observed = valid.unsqueeze(-1) if observed is None else observed[:, :longest] & valid.unsqueeze(-1)
-            last = t.gather(1, valid.sum(1, keepdim=True) - 1)
-            raw_t, t = t, torch.where(valid, t, last)
-        self.valid, self.t, self.raw_t = valid, t, raw_t
-        self.x = x if observed is None else torch.where(observed, x, 0.0)
-        self.observed = observed
-        self.seen = None if observed is None else observed.any(-1)
+            valid, longest = _checked_lengths(lengths, x)
+            x, t, self.valid = x[:, :longest], t[:, :longest], valid[:, :longest]
+            is_there = self.valid.unsqueeze(-1)
+            self.observed = is_there if self.observed is None else self.observed[:, :longest] & is_there
+            t = torch.where(self.valid, t, t.gather(1, self.valid.sum(1, keepdim=True) - 1))
+        self.t = t
+        self.x = x if self.observed is None else torch.where(self.observed, x, 0.0)
+        self.seen = None if self.observed is None else self.observed.any(-1)
         if may_look():
             self._check_values()
 
     @property
     def window(self) -> Tensor:
         """Samples as many as were given, zero on padding."""
-        return torch.nn.functional.pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
+        return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
         """Values (batch, T, n) as long as x was given, zero where nothing was observed."""
         x = x if self.seen is None else torch.where(self.seen.unsqueeze(-1), x, 0.0)
-        return torch.nn.functional.pad(x, (0, 0, 0, self.total - x.shape[1]))
+        return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
     def backwards(self) -> tuple[Tensor, Tensor]:
         """Where each sample is when every series is turned within its own length, (batch, T), and times since the end.
@@ -118,49 +223,16 @@ class Sequences:
         if self.valid is None:
             return states
         states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
-        return torch.nn.functional.pad(states, (0, 0, 0, self.total - states.shape[-2]))
-
-    @staticmethod
-    def _times(t: ArrayLike, x: Tensor) -> Tensor:
-        shape = x.shape[:2]
-        _refuse_packed(t, "t")
-        t = as_times(t, "t")
-        if t.shape not in (shape, shape[1:]):
-            raise ValueError(
-                f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
-                "Fix: a time for each sample; t.squeeze(-1) if there is one already."
-            )
-        t = t if t.is_floating_point() else t.to(torch.float64)
-        return t.to(x.device).expand(shape)
-
-    @staticmethod
-    def _valid(lengths: Tensor | Sequence[int], x: Tensor) -> tuple[Tensor, int]:
-        """Which samples are none of the padding, and the greatest length; T where values cannot be looked at."""
-        lengths = torch.as_tensor(lengths)
-        batch, total = x.shape[:2]
-        if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
-            raise ValueError(
-                f"lengths must be {batch} whole numbers, got {lengths.dtype} of shape {tuple(lengths.shape)}. "
-                "Fix: one length for each sequence of the batch."
-            )
-        longest = total
-        if may_look():
-            lengths = lengths.cpu()
-            if not bool(((lengths >= 1) & (lengths <= total)).all()):
-                raise ValueError(
-                    f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones."
-                )
-            longest = int(lengths.max())
-        valid = torch.arange(total, device=lengths.device) < lengths.unsqueeze(1)
-        return valid.to(x.device), longest
+        return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self) -> None:
         """Of times and samples, with one synchronisation."""
         t = self.t.detach()
         rising = t.diff() > 0
         rising = rising if self.valid is None else rising | ~self.valid[:, 1:]
-        checks = (torch.isfinite(t), rising, torch.isfinite(self.x.detach()))
-        finite, increasing, observed = torch.stack([check.all() for check in checks]).tolist()
+        finite, increasing, observed = torch.stack(
+            [torch.isfinite(t).all(), rising.all(), torch.isfinite(self.x.detach()).all()]
+        ).tolist()
         if not finite:
             raise ValueError("t is not finite before the padding. Fix: every sample needs a time, observed or not.")
         if not increasing:
@@ -174,10 +246,32 @@ class Sequences:
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
 
 
-def _observed(mask: Tensor, x: Tensor) -> Tensor:
+def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
+    """A tensor of what was given beside a padded x."""
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            f"{name} is a PackedSequence and x is not; expected both of one kind. "
+            f"Fix: pad_packed_sequence({name}, batch_first=True)[0], with lengths=."
+        )
+    return value if isinstance(value, Tensor) else conversion(value, name)
+
+
+def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
+    """The times as (batch, T), on the device of the samples."""
+    shape = x.shape[:2]
+    t = _tensor(t, "t", as_times)
+    if t.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
+            "Fix: a time for each sample; t.squeeze(-1) if there is one already."
+        )
+    t = t if t.is_floating_point() else t.to(torch.float64)
+    return t.to(x.device).expand(shape)
+
+
+def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     """The mask as (batch, T, 1) or (batch, T, input_size)."""
-    _refuse_packed(mask, "mask")
-    mask = as_tensor(mask, "mask")
+    mask = _tensor(mask, "mask", as_tensor)
     if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
         raise ValueError(
             f"mask must be bool of shape {tuple(x.shape[:2])} or {tuple(x.shape)}, True where observed, got "
@@ -187,12 +281,23 @@ def _observed(mask: Tensor, x: Tensor) -> Tensor:
     return mask if mask.dim() == 3 else mask.unsqueeze(-1)
 
 
-def _refuse_packed(value: object, name: str) -> None:
-    if isinstance(value, PackedSequence):
+def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
+    """Which samples are none of the padding, and the greatest length; T where values cannot be looked at."""
+    lengths = torch.as_tensor(lengths)
+    batch, total = x.shape[:2]
+    if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(
-            f"{name} is a PackedSequence and x is not; expected both of one kind. "
-            f"Fix: pad_packed_sequence({name}, batch_first=True)[0], with lengths=."
+            f"lengths must be {batch} whole numbers, got {lengths.dtype} of shape {tuple(lengths.shape)}. "
+            "Fix: one length for each sequence of the batch."
         )
+    longest = total
+    if may_look():
+        lengths = lengths.cpu()
+        if not bool(((lengths >= 1) & (lengths <= total)).all()):
+            raise ValueError(f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones.")
+        longest = int(lengths.max())
+    valid = torch.arange(total, device=lengths.device) < lengths.unsqueeze(1)
+    return valid.to(x.device), longest
 
 
 def _shape_fix(x: Tensor, input_size: int) -> str:
@@ -218,13 +323,9 @@ class Inputs(nn.Module):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        missing: Missing = "zero",
-        mask_features: bool = False,
-        elapsed_features: bool = False,
+        self, input_size: int, missing: Missing = "zero", mask_features: bool = False, elapsed_features: bool = False,
         static_size: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         input_size = as_count(input_size, "input_size")
         static_size = as_count(static_size, "static_size", least=0)
@@ -233,38 +334,33 @@ class Inputs(nn.Module):
             raise ValueError(f"missing must be one of {KINDS}, got {missing!r}. Fix: {near!r}.")
         self.input_size, self.missing, self.static_size = input_size, missing, static_size
         self.mask_features, self.elapsed_features = bool(mask_features), bool(elapsed_features)
+        self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # that the cell is fed
+        self.looks_back = missing != "zero" or self.elapsed_features
         self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
-
-    @property
-    def size(self) -> int:
-        """Numbers that the cell is fed."""
-        return self.input_size * (1 + self.mask_features + self.elapsed_features) + self.static_size
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether earlier samples count."""
-        return self.missing != "zero" or self.elapsed_features
 
     def forward(
         self, sequences: Sequences, static: Tensor | None, state: ODERNNState | None, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the cell is fed, (batch, T, size); then ``last`` and ``last_t`` of the state after the series."""
         x, observed = sequences.x, sequences.observed
-        observed = x.new_ones((), dtype=torch.bool) if observed is None else observed
-        observed = observed.expand(x.shape)
-        fed, last, last_t = x, None, None
-        elapsed: list[Tensor] = []
+        if observed is None:
+            observed = x.new_ones((), dtype=torch.bool)
+        observed, last, last_t = observed.expand(x.shape), None, None
+        columns = [x]
+        if self.mask_features:
+            columns.append(observed.to(x.dtype))
         if self.looks_back:
             held, since, last, last_t = _look_back(sequences, observed, state)
             since = (since / time_unit).to(x.dtype)
             if self.rate is not None:
-                held = held * torch.exp(-nn.functional.softplus(self.rate) * since)
-            fed = x if self.missing == "zero" else torch.where(observed, x, held)
-            elapsed = [since] if self.elapsed_features else []
-        mask = [observed.to(x.dtype)] if self.mask_features else []
-        constant = [] if static is None else [static.unsqueeze(1).expand(-1, x.shape[1], -1)]
-        columns = [fed, *mask, *elapsed, *constant]
-        return torch.cat(columns, -1) if len(columns) > 1 else fed, last, last_t
+                held = held * torch.exp(-softplus(self.rate) * since)
+            if self.missing != "zero":
+                columns[0] = torch.where(observed, x, held)
+            if self.elapsed_features:
+                columns.append(since)
+        if static is not None:
+            columns.append(static.unsqueeze(1).expand(-1, x.shape[1], -1))
+        return torch.cat(columns, -1) if len(columns) > 1 else columns[0], last, last_t
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
@@ -288,19 +384,27 @@ def _look_back(
     latest = torch.where(observed, places, -1).cummax(1).values + 1  # 0: before the first sample
     values = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
     times = torch.cat([last_t.to(t).unsqueeze(1), t.unsqueeze(-1).expand(x.shape)], 1)
-    before = nn.functional.pad(latest[:, :-1], (0, 0, 1, 0))
+    before = pad(latest[:, :-1], (0, 0, 1, 0))
     since = t.unsqueeze(-1) - times.gather(1, before)
     end = latest[:, -1:]
     return values.gather(1, before), since, values.gather(1, end)[:, 0], times.gather(1, end)[:, 0]
 
 
-def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Tensor | Sequence[int] | None) -> float:
+def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
     """Ten times the median gap between samples of which something was observed, padding ignored."""
     t = as_times(t, "t").detach().to("cpu", torch.float64)
     t = t.unsqueeze(0) if t.dim() == 1 else t
     if t.dim() != 2:
         raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
-    counts = torch.ones(t.shape, dtype=torch.bool) if mask is None else _seen(mask, t)
+    counts = torch.ones(t.shape, dtype=torch.bool)
+    if mask is not None:
+        mask = as_tensor(mask, "mask").detach().cpu().bool()
+        if mask.shape[:2] != t.shape or mask.dim() > 3:
+            raise ValueError(
+                f"mask must be {tuple(t.shape)}, or with a dimension of features behind, got {tuple(mask.shape)}. "
+                "Fix: a mark for each sample, or for each value."
+            )
+        counts = mask if mask.dim() == 2 else mask.any(-1)
     if lengths is not None:
         lengths = torch.as_tensor(lengths).cpu()
         if lengths.shape != t.shape[:1]:
@@ -320,16 +424,6 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Tensor | Sequence[in
     return GAPS_PER_UNIT * float(gaps.median())
 
 
-def _seen(mask: Tensor, t: Tensor) -> Tensor:
-    mask = as_tensor(mask, "mask").detach().cpu().bool()
-    if mask.shape[:2] != t.shape or mask.dim() > 3:
-        raise ValueError(
-            f"mask must be {tuple(t.shape)}, or with a dimension of features behind, got {tuple(mask.shape)}. "
-            "Fix: a mark for each sample, or for each value."
-        )
-    return mask if mask.dim() == 2 else mask.any(-1)
-
-
 def warn_if_too_short(
     time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
 ) -> bool:
@@ -342,7 +436,13 @@ def warn_if_too_short(
         networks: how many networks these are of.
         rtol: of the solves; a tight one asks for many.
     """
-    spent = sorted(sum(count.forward for count in gap) / networks for gap in counts)
+    spent = []
+    for gap in counts:
+        evaluations = 0
+        for nfe in gap:
+            evaluations += nfe.forward
+        spent.append(evaluations / networks)
+    spent.sort()
     if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
         return False
     gaps = times.detach().diff()

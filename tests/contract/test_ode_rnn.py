@@ -735,9 +735,7 @@ def test_spans_that_are_huge_against_the_dynamics_are_given_up_early(per_sample)
     rnn = hbnode.ODERNN(3, 4, field=field, per_sample=per_sample, max_steps=1000, method="nystrom4")
     x, _ = make_series(torch.float32)
     days = 1.7e9 + 86400.0 * torch.arange(5, dtype=torch.float64)
-    with pytest.raises(
-        hbnode.MaxStepsError, match=r"Fix: divide t by a typical gap.*rnn.fit_time_unit\(t\)"
-    ) as failure:
+    with pytest.raises(hbnode.MaxStepsError, match=r"Fix: .*rnn.fit_time_unit\(t\)") as failure:
         rnn(x, days)
     assert failure.value.nfe < 500 * 4
     output, _ = rnn(x, (days - days[0]) / 86400)
