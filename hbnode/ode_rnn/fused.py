@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,10 +126,13 @@ class Gradients:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.of_weights: list[Tensor | None] = [None] * len(weights)
-        self.numbers: dict[str, Tensor] = {}
+        self.found: dict[Any, Tensor] = {}  # of numbers by name, of weights by their index
         self.uses: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self.steps: list[tuple[Array, Sequence[Tensor], Sequence[Tensor]]] = []
+
+    def add(self, key: str | int, gradient: Tensor) -> None:
+        """Add to the gradient of a number or a weight."""
+        self.found[key] = self.found[key].add_(gradient) if key in self.found else gradient
 
     def add_use(self, layer: int, x: Tensor, gradient: Tensor) -> None:
         """A use of a linear layer: its input and the gradient at its output."""
@@ -142,29 +145,14 @@ class Gradients:
         """Add up the gradient of a layer."""
         inputs, gradients = zip(*self.uses.pop(layer), strict=True)
         g = torch.cat(gradients)
-        self.add_weight(2 * layer, g.T @ torch.cat(inputs))
+        self.add(2 * layer, g.T @ torch.cat(inputs))
         if self.weights[2 * layer + 1] is not None:
-            self.add_weight(2 * layer + 1, g.sum(0))
-
-    def add_weight(self, index: int, gradient: Tensor) -> None:
-        """Add to the gradient of a weight or a bias."""
-        total = self.of_weights[index]
-        self.of_weights[index] = gradient if total is None else total.add_(gradient)
-
-    def of_all_weights(self) -> list[Tensor | None]:
-        """The gradients of all weights; None for one that was not used."""
-        for layer in list(self.uses):
-            self.settle(layer)
-        return self.of_weights
+            self.add(2 * layer + 1, g.sum(0))
 
     def subtract(self, name: str, number: Tensor, gradient: Tensor, factor: Tensor) -> None:
         """Where the product of a number and a factor is subtracted: add what that gives to the number's gradient."""
         if number.requires_grad:
-            self.add_number(name, -(gradient * factor).sum())
-
-    def add_number(self, name: str, gradient: Tensor) -> None:
-        """Add to the gradient of ``"xi"``, of the ``"friction"`` or of the ``"damping"`` of the method."""
-        self.numbers[name] = self.numbers[name] + gradient if name in self.numbers else gradient
+            self.add(name, -(gradient * factor).sum())
 
 
 class Network:
@@ -214,15 +202,17 @@ class Evaluation(NamedTuple):
     residuals: list[Tensor]
 
 
+@dataclass
 class Equation:
     r"""What the stages of a step evaluate: the force F(h) = f(h) - ξh of a method for h and m, or the derivative of s.
 
     That of s = [h, m] is [m, F(h) - γm], or [tanh m, F(h) - γm], or for s = [h, v] it is [v, f(h, v)].
     """
 
-    def __init__(self, kind: type, network: Network, *, is_force: bool) -> None:
-        self.network, self.sees_both, self.is_bounded = network, kind is SONODE, kind is GHBNODE
-        self.is_pair = not is_force and kind in (SONODE, HBNODE, GHBNODE)
+    network: Network
+    is_pair: bool  # whether x is [h, m]
+    sees_both: bool
+    is_bounded: bool
 
     def __call__(self, x: Tensor, p: Parameters) -> Evaluation:
         """The value at x, of the shape of x."""
@@ -257,15 +247,12 @@ class Equation:
         return torch.cat((back, by_m), 1)
 
 
+@dataclass
 class Cell:
     """torch.nn.GRUCell or a tanh RNNCell; the *gates* are what its input gives, for all samples at once."""
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.is_gru = module, isinstance(module, nn.GRUCell)
-
-    def gates(self, x: Tensor) -> Tensor:
-        """Those of samples (batch, T, inputs), (T, batch, gates)."""
-        return linear(x.transpose(0, 1).contiguous(), self.module.weight_ih, self.module.bias_ih)
+    module: Any
+    is_gru: bool
 
     def __call__(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The new state, and the residuals."""
@@ -274,10 +261,11 @@ class Cell:
             new = torch.tanh(own + gates)
             return new, (s, new)
         n = s.shape[1]
-        rz = torch.sigmoid(own[:, : 2 * n] + gates[:, : 2 * n])
+        (own_rz, own_n), (gates_rz, gates_n) = own.split((2 * n, n), 1), gates.split((2 * n, n), 1)
+        rz = torch.sigmoid(own_rz + gates_rz)
         r, z = rz.chunk(2, 1)
-        new = torch.tanh(torch.addcmul(gates[:, 2 * n :], r, own[:, 2 * n :]))
-        return torch.lerp(new, s, z), (s, rz, own[:, 2 * n :], new)
+        new = torch.tanh(torch.addcmul(gates_n, r, own_n))
+        return torch.lerp(new, s, z), (s, rz, own_n, new)
 
     def vjp(
         self, gradient: Tensor, residuals: tuple[Tensor, ...], weights: Weights, sums: Gradients, of_gates: Tensor
@@ -311,7 +299,7 @@ def coefficient_matrix(method: Method, packed: Tensor, *, error: bool) -> Tensor
     packed = packed.unsqueeze(-1)
     if not isinstance(method, Explicit):
         return packed
-    n, stages = method.rows, method.evaluations
+    n, stages = method.rows, len(method.nodes)
     rows, columns = stages + n - 1 + n * error, n + 1 + stages
     c = packed.new_zeros(rows * columns, *packed.shape[1:])
     return c.index_copy(0, method.places(error).to(c.device), packed).view(rows, columns, *packed.shape[1:])
@@ -401,44 +389,39 @@ class Fused:
         ends = [0, *itertools.accumulate(most)]
         return np.concatenate([self.lengths[:0], *sizes]), list(itertools.starmap(range, itertools.pairwise(ends)))
 
-    def read(self, x: Tensor, seen: Tensor | None, s: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
-        """The states before and after each sample, (batch, T, S); None where the plain form should look at them.
-
-        Arguments:
-            x: what the cell is fed, (batch, T, inputs).
-            seen: which samples it sees, (batch, T); None for all.
-            s: the state at the beginning.
-            first: the gap before the first sample; -1 if there is none.
-        """
-        assert self.cell is not None
-        masks = None
-        if seen is not None and not (seen.is_cpu and bool(seen.all())):
-            masks = seen.T.unsqueeze(-1).unbind(0)
-        try:
-            before, after = self.run(s, self.cell, self.cell.gates(x), range(first, first + x.shape[1]), masks)
-        except UnsolvedError:
-            return None
-        return before.transpose(0, 1).contiguous(), after.transpose(0, 1).contiguous()
-
     def __call__(self, gap: int, s: Tensor) -> Tensor:
         """The state at the end of a gap from that at its beginning."""
         try:
-            return self.run(s, None, None, range(gap, gap + 1), None)[0][0]
+            return self.run(s, range(gap, gap + 1))[0][:, 0]
         except UnsolvedError:
             times = self.times[:, gap : gap + 2]
             return Gaps(self.layer.field, times, self.solver, second_order=self.layer.second_order)(0, s)
 
-    def run(
-        self, s: Tensor, cell: Cell | None, gates: Tensor | None, gaps: range, masks: Sequence[Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """The states at the ends of gaps, and after a sample was seen there, (T, batch, S)."""
+    def run(self, s: Tensor, gaps: range, x: Tensor | None = None, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The states at the ends of gaps, and after a sample was seen there, (batch, T, S).
+
+        Arguments:
+            s: the state at the beginning.
+            gaps: their numbers; -1 where there is none before the first sample.
+            x: what the cell is fed, (batch, T, inputs); None without samples.
+            seen: which samples it sees, (batch, T); None for all.
+
+        Raises:
+            UnsolvedError: if the plain form should solve them.
+        """
         _torch.keep_freed_memory(s.device)
-        of_cell = (None, None) if cell is None else (cell.module.weight_hh, cell.module.bias_hh)
+        cell, masks, gates, of_cell = None, None, None, (None, None)
+        if x is not None and self.cell is not None:
+            cell, module = self.cell, self.cell.module
+            gates = linear(x.transpose(0, 1).contiguous(), module.weight_ih, module.bias_ih)
+            of_cell = module.weight_hh, module.bias_hh
+        if seen is not None and not (seen.is_cpu and bool(seen.all())):
+            masks = seen.T.unsqueeze(-1).unbind(0)
         inputs = [s, gates, self.damping, self.xi, self.friction, *of_cell, *self.equation.network.weights]
         for i, z in enumerate(inputs):
             if z is not None and z.is_leaf:
                 inputs[i] = z.view_as(z)  # a parameter whose p.data is replaced takes its saved self with it
-        run = Run(self, cell, gaps, masks)
+        run = Run(self, cell, gaps, masks, self.settings.gradient == "direct" and torch.is_grad_enabled())
         for gap in gaps:
             if gap >= 0:
                 self.nfe[gap].keeps_graph = run.keeps
@@ -446,7 +429,7 @@ class Fused:
         after = before if after is None else after
         if not self.by_error and not bool(torch.isfinite(after.detach()).all()):
             raise UnsolvedError
-        return before, after
+        return before.transpose(0, 1).contiguous(), after.transpose(0, 1).contiguous()
 
     # Forwards
 
@@ -456,14 +439,15 @@ class Fused:
             return s, Gap(None, ())
         start, y, tally = None, s, Tally(self.layer.field, self.nfe[gap])
         if self.method.carries:
-            start = self.equation(s[:, : self.row].contiguous(), p)
+            start = self.equation(s[:, : self.row], p)
             y = torch.cat((s, start.value), 1)
         steps: list[Step] = []
         if self.by_error and not known:
             y, attempts = self.adaptive(gap, y, p, steps, keep=keep)
         else:
             for step in known or itertools.starmap(Step, zip(self.sizes[self.grid[gap]], self.grid[gap], strict=True)):
-                after, _, step = self.take(step, y, p)
+                c = self.coefficients(step, p)
+                after, _, step = (self.explicit if self.method.carries else self.splitting)(step, c, y, p)
                 y = step.moved(y, after)
                 steps.append(step if keep else step.bare)
             attempts = len(steps)
@@ -479,8 +463,9 @@ class Fused:
 
         The rules are those of :class:`hbnode.solve.control.AdaptiveSteps` for a field that does not depend on time.
         """
-        length, most, in_common = self.lengths[gap], self.settings.max_steps, self.in_common
-        h, f = in_common(rms(y[:, : self.row]), length), in_common(rms(y[:, self.size :]), length)
+        length, most, per_sample = self.lengths[gap], self.settings.max_steps, self.settings.per_sample
+        parts = y.split(self.row, 1)
+        h, f = rms(parts[0]), rms(parts[-1])
         if not math.isfinite(self.number):
             raise NonFiniteError(
                 f"the damping of the field is {self.number}. Fix: look at the gradients of its parameter",
@@ -488,11 +473,14 @@ class Fused:
             )  # fmt: skip
         if not np.isfinite(h + f).all():
             raise UnsolvedError
+        if not per_sample:
+            h, f = in_common(h, length), in_common(f, length)
         size = first_size(h, f, self.settings.rtol, self.settings.atol, self.method.rows, self.q)
-        size, longest = np.minimum(size, self.longest), np.full_like(h, self.longest)
-        if not self.settings.per_sample:
+        size, longest = np.minimum(size, self.longest), self.longest
+        if not per_sample:
             size, longest = fraction(size, length), fraction(longest, length)
-        now, taken, left, control = 0.0 * h, 0.0 * h, 0.0 * h, PIController(self.q, h)
+        now = taken = left = np.zeros_like(h)
+        control = None
         for attempt in range(1, most + 1):
             number = np.maximum(np.ceil((length - now) / size - 0.05), 1.0)
             taken = np.where(number == left - 1.0, taken, (length - now) / number)  # equal steps stay as they are
@@ -500,14 +488,19 @@ class Fused:
             step = Step(taken, gap if attempt == 1 and (number == 1.0).all() else None)
             if step.place is None and moves.sum() <= FEW * len(moves):
                 step = Step(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
-            after, error, step = self.take(step, y, p)
+            after, error, step = self.explicit(step, self.coefficients(step, p), y, p)
             ratio = self.ratio(step.y, after, error)
             if step.samples is not None:
                 own, ratio = ratio, 0.0 * h
                 ratio[moves] = own
-            ratio = in_common(ratio, length)
+            if not per_sample:
+                ratio = in_common(ratio, length)
             accepted = ratio <= 1.0  # not those that are not finite
-            if not accepted.all():
+            is_whole = accepted.all()
+            if is_whole and step.place is not None:
+                steps.append(step if keep else step.bare)
+                return after, attempt
+            if not is_whole:
                 mask = torch.from_numpy(accepted).unsqueeze(1)
                 step = step._replace(accepted=mask if step.samples is None else mask[step.samples])
             if (accepted & moves).any():
@@ -516,6 +509,7 @@ class Fused:
             now = np.where(accepted, np.where(number == 1.0, length, now + taken), now)
             if (now == length).all():
                 return y, attempt
+            control = control or PIController(self.q, h)
             new = taken * control.factor(ratio, accepted)
             is_cut = accepted & (taken < 0.5 * size)  # by the end, which says little of the steps after it
             new = np.where(is_cut, np.maximum(new, size), new)
@@ -525,26 +519,19 @@ class Fused:
                 break
         raise UnsolvedError
 
-    def in_common(self, x: Array, length: Array) -> Array:
-        """The root mean square over the samples that move, where they take a common step."""
-        return x if self.settings.per_sample else np.full_like(x, np.sqrt((x[length > 0] ** 2).mean()))
-
     def ratio(self, y: Tensor, after: Tensor, error: Tensor) -> Array:
         """Norm of (error / tolerance) of each sample."""
         scale = torch.maximum(y[:, : self.size].abs(), after[:, : self.size].abs())
-        scale = scale.mul_(self.settings.rtol).add_(self.settings.atol)
-        return rms((error.transpose(0, 1) / scale.unflatten(1, (-1, self.row))).flatten(1))
+        scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
+        return rms(torch.div(error.transpose(0, 1), scale, out=scale))
 
-    def take(self, step: Step, y: Tensor, p: Parameters) -> tuple[Tensor, Tensor, Step]:
-        """The state of those that take a step after it, its error, and the step with what its VJP needs."""
-        y = y if step.samples is None else y[step.samples]
-        c = self.coefficients(step, p)
-        after, error, stages = self.explicit(y, c, p) if self.method.carries else self.splitting(y, c, p)
-        return after, error, step._replace(y=y, c=c, stages=stages)
+    def explicit(self, step: Step, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Tensor, Step]:
+        """The state of those that take a step after it, its error, and the step with what its VJP needs.
 
-    def explicit(self, y: Tensor, c: Tensor, p: Parameters) -> tuple[Tensor, Tensor, list[Evaluation]]:
-        """Rows = C [h, m, F, F(row 1), F(row 2), ...]: the stages, the last of which is the new h; m; the errors."""
+        Rows = C [h, m, F, F(row 1), F(row 2), ...]: the stages, the last of which is the new h; the new m; the errors.
+        """
         n, count, columns = self.method.rows, self.evaluations, c.unbind(1)
+        y = y if step.samples is None else y[step.samples]
         push: Any = torch.addcmul if torch.is_grad_enabled() else Tensor.addcmul_
         first, *others = y.split(self.row, 1)
         rows, stages = columns[0] * first, []
@@ -554,10 +541,11 @@ class Fused:
             made = self.equation(rows[i], p)
             rows = push(rows, column, made.value)
             stages.append(made)
-        return torch.cat((*rows[count - 1 : count - 1 + n], made.value), 1), rows[count - 1 + n :], stages
+        after = torch.cat((*rows[count - 1 : count - 1 + n].unbind(0), made.value), 1)
+        return after, rows[count - 1 + n :], Step(*step[:4], y, c, stages)
 
-    def splitting(self, y: Tensor, c: Tensor, p: Parameters) -> tuple[Tensor, Tensor, list[Evaluation]]:
-        """A drift, and kicks each with a drift after it; there is no error."""
+    def splitting(self, step: Step, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, None, Step]:
+        """The same of a drift, and kicks each with a drift after it; there is no error."""
         k, (h, m), stages = self.evaluations, y.chunk(2, 1), []
         drifts, decays, weights = c[: k + 1], c[k + 1 : 2 * k + 1], c[2 * k + 1 :]
         h = torch.addcmul(h, drifts[0], self.speed(m))
@@ -566,7 +554,7 @@ class Fused:
             m = torch.addcmul(decay * m, weight, made.value)
             h = torch.addcmul(h, drift, self.speed(m))
             stages.append(made)
-        return torch.cat((h, m), 1), c[:0], stages
+        return torch.cat((h, m), 1), None, Step(*step[:4], y, c, stages)
 
     def speed(self, m: Tensor) -> Tensor:
         """How h drifts."""
@@ -574,26 +562,25 @@ class Fused:
 
     def coefficients(self, step: Step, p: Parameters) -> Tensor:
         """Those of a step; of known steps they are made for many at once."""
+        method, sizes, lanes, is_known, error = self.method, step.sizes, self.sizes.shape[1], False, self.by_error
         if torch.is_grad_enabled():  # differentiable in γ
-            packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.by_error)
-            return coefficient_matrix(self.method, packed, error=self.by_error).to(p.s)
-        if step.place is None:
-            return self.constants(step.sizes, p.s)
-        lanes = self.sizes.shape[1]
-        together = max(1, TOGETHER // max(1, lanes))
-        group, index = divmod(step.place, together)
-        if self.group[0] != group:
-            sizes = self.sizes[group * together : (group + 1) * together]
-            self.group = group, self.constants(sizes.ravel(), p.s).split(lanes, -2)
-        return self.group[1][index]
-
-    def constants(self, sizes: Array, like: Tensor) -> Tensor:
-        """The coefficients of steps of some sizes, of a γ without a gradient."""
+            packed = method.packed(torch, p.damping.cpu(), torch.from_numpy(sizes), error=error)
+            return coefficient_matrix(method, packed, error=error).to(p.s)
+        if step.place is not None:
+            together = max(1, TOGETHER // max(1, lanes))
+            group, place = divmod(step.place, together)
+            if self.group[0] == group:
+                return self.group[1][place]
+            is_known, sizes = True, self.sizes[group * together : (group + 1) * together].ravel()
         if len(sizes) > FEW_SIZES:
-            packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.by_error)
+            packed = method.packed(torch, self.gamma, torch.from_numpy(sizes), error=error)
         else:
-            packed = torch.from_numpy(self.method.packed(np, self.number, sizes, error=self.by_error))
-        return coefficient_matrix(self.method, packed.to(like), error=self.by_error)
+            packed = torch.from_numpy(method.packed(np, self.number, sizes, error=error))
+        c = coefficient_matrix(method, packed.to(p.s), error=error)
+        if is_known:
+            self.group = group, c.split(lanes, -2)
+            return self.group[1][place]
+        return c
 
     # Backwards
 
@@ -603,9 +590,9 @@ class Fused:
             g = self.step_vjp(step, g, p, sums)
         if gap.start is None:
             return g
-        by_f = self.equation.vjp(gap.start, g[:, self.size :], p, sums)
-        g = g[:, : self.size]
-        return g + (by_f if self.method.rows == 1 else pad(by_f, (0, self.row)))
+        g, by_f = g[:, : self.size], self.equation.vjp(gap.start, g[:, self.size :], p, sums)
+        g[:, : self.row].add_(by_f)  # in place: the VJP of the first step has made it
+        return g
 
     def step_vjp(self, step: Step, g: Tensor, p: Parameters, sums: Gradients) -> Tensor:
         """The gradient at the state of the method before a step from that after it, which may lack that at F."""
@@ -640,12 +627,14 @@ class Fused:
             of_rows.append(of_x)
             of_x, of_f = None, None
         if n == 2 and p.damping.requires_grad:
-            sums.steps.append((step.sizes, of_rows[::-1], [*step.y.split(self.row, 1), *values(step.stages)]))
+            _, values, _ = zip(*step.stages, strict=True)
+            sums.steps.append((step.sizes, of_rows[::-1], [*step.y.split(self.row, 1), *values]))
         return torch.cat(of_columns[: n + 1].unbind(0), 1)
 
     def splitting_vjp(self, step: Step, g: Tensor, p: Parameters, sums: Gradients) -> Tensor:
         """From the last drift and kick to the first."""
-        k, c, kicked, momenta, forces = self.evaluations, step.c, [], [step.y[:, self.row :]], values(step.stages)
+        k, c, kicked, momenta = self.evaluations, step.c, [], [step.y[:, self.row :]]
+        _, forces, _ = zip(*step.stages, strict=True)
         drifts, decays, weights = c[: k + 1], c[k + 1 : 2 * k + 1], c[2 * k + 1 :]
         for decay, weight, force in zip(decays, weights, forces, strict=True):
             momenta.append(torch.addcmul(decay * momenta[-1], weight, force))
@@ -677,17 +666,23 @@ class Fused:
             else:  # decays and weights of the kicks
                 made, products = made[len(g) + 1 :], (g.repeat(2, 1, 1) * k).sum(-1)
             (found,) = torch.autograd.grad(made, gamma, products.to(made))
-        sums.add_number("damping", found.to(g.device))
+        sums.add("damping", found.to(g.device))
 
 
 def rms(x: Tensor) -> Array:
-    """Root mean square of each row, on the host."""
+    """Root mean square of each sample, on the host."""
+    x = x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).numpy() / math.sqrt(x.shape[1])
 
 
-def fraction(size: Array, length: Array) -> Array:
+def in_common(x: Array, length: Array) -> Array:
+    """The root mean square over the samples that move, for all."""
+    return np.full_like(x, np.sqrt((x[length > 0] ** 2).mean()))
+
+
+def fraction(size: Array | float, length: Array) -> Array:
     """Sizes that are the same fraction of all lengths, the least one of those that are not 0."""
-    moves = length > 0
+    moves, size = length > 0, np.broadcast_to(size, length.shape)
     return np.where(moves, length * (size[moves] / length[moves]).min(), size)
 
 
@@ -696,34 +691,29 @@ def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def values(stages: Sequence[Evaluation]) -> list[Tensor]:
-    """Those of evaluations."""
-    return list(map(attrgetter("value"), stages))
-
-
 # The whole as one function
 
 
+@dataclass
 class Run:
     """Gaps one after the other, and a sample after each if there is a cell.
 
-    Arguments:
+    Attributes:
         fused: solves them.
         cell: what sees the samples.
         gaps: their numbers; -1 where there is none before the first sample.
         masks: which samples the cell sees, for each a (batch, 1); None for all.
-
-    Attributes:
         keeps: whether the backward pass finds all that it needs. Else it takes the steps again, of about the root of T
             gaps at a time.
         found: of each sample the gap before it and the residuals of the cell.
     """
 
-    def __init__(self, fused: Fused, cell: Cell | None, gaps: range, masks: Sequence[Tensor] | None) -> None:
-        self.fused, self.cell, self.gaps, self.masks = fused, cell, gaps, masks
-        self.keeps = fused.settings.gradient == "direct" and torch.is_grad_enabled()
-        self.segment = len(gaps) if self.keeps else math.isqrt(max(len(gaps) - 1, 0)) + 1
-        self.found: Sequence[tuple[Gap, tuple[Tensor, ...]]] = ()
+    fused: Fused
+    cell: Cell | None
+    gaps: range
+    masks: Sequence[Tensor] | None
+    keeps: bool
+    found: Sequence[tuple[Gap, tuple[Tensor, ...]]] = ()
 
     def forward(self, s: Tensor, p: Parameters, samples: range, *, keep: bool) -> tuple[Any, ...]:
         """For each sample the state before it, that after, and what was found; by the steps that were found before."""
@@ -741,12 +731,15 @@ class Run:
             made.append((before, s, (gap, residuals if keep else ())))
         return tuple(zip(*made, strict=True))
 
-    def backward(self, p: Parameters, starts: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
+    def backward(
+        self, p: Parameters, starts: Sequence[Tensor], grads: Sequence[Tensor | None], segment: int
+    ) -> list[Any]:
         """The gradients of the inputs, from the last sample to the first."""
-        fused, sums, g, count = self.fused, Gradients(p.weights), torch.zeros_like(p.s), len(self.gaps)
+        fused, sums, g = self.fused, Gradients(p.weights), torch.zeros_like(p.s)
+        count = len(self.gaps)
         of_gates = None if p.gates is None else torch.empty_like(p.gates)
-        for first, start in reversed(list(zip(range(0, count, self.segment), starts, strict=True))):
-            samples = range(first, min(first + self.segment, count))
+        for first, start in reversed(list(zip(range(0, count, segment), starts, strict=True))):
+            samples = range(first, min(first + segment, count))
             found = self.found if self.keeps else self.forward(start, p, samples, keep=True)[2]
             for i, (gap, residuals) in zip(reversed(samples), reversed(found), strict=True):
                 if self.cell is not None and of_gates is not None:
@@ -763,8 +756,9 @@ class Run:
                     fused.add_damping(sums)
         if sums.steps:
             fused.add_damping(sums)
-        numbers = sums.numbers.get("damping"), sums.numbers.get("xi"), sums.numbers.get("friction")
-        return [g, of_gates, *numbers, *sums.of_all_weights()]
+        for layer in list(sums.uses):
+            sums.settle(layer)
+        return [g, of_gates, *map(sums.found.get, ("damping", "xi", "friction", *range(len(p.weights))))]
 
     def reference(
         self, inputs: Sequence[Any], grads: Sequence[Tensor | None], wanted: Sequence[bool]
@@ -788,10 +782,11 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         p, run.keeps = Parameters.from_inputs(inputs), run.keeps and any(ctx.needs_input_grad)
+        segment = len(run.gaps) if run.keeps else math.isqrt(max(len(run.gaps) - 1, 0)) + 1
         before, after, run.found = run.forward(p.s, p, range(len(run.gaps)), keep=run.keeps)
-        ctx.run, ctx.count = run, len(inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *after[run.segment - 1 : -1 : run.segment])
+        ctx.run, ctx.count, ctx.segment = run, len(inputs), segment
+        ctx.save_for_backward(*inputs, *after[segment - 1 : -1 : segment])
         return torch.stack(before), None if run.cell is None else torch.stack(after)
 
     @staticmethod
@@ -802,7 +797,7 @@ class _Function(torch.autograd.Function):
         with torch.autocast(p.s.device.type, enabled=False):  # as in the forward pass
             if torch.is_grad_enabled() or _torch.is_batched(grads[0] if grads[1] is None else grads[1]):
                 return None, *run.reference(inputs, grads, ctx.needs_input_grad[1:])
-            found = run.backward(p, (p.s, *starts), grads)
+            found = run.backward(p, (p.s, *starts), grads, ctx.segment)
         if not _torch.keeps_graph():
             run.found = ()
         return None, *found
@@ -817,7 +812,9 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> Fused | None:
     settings, field, kind, n, is_cpu = solver.settings, layer.field, type(layer.field), layer.hidden_size, s.is_cpu
     if kind not in FIELDS or not is_stock(field) or field.time_dependent or is_watched(s, times):
         return None
-    name = settings.method or best_method(kind, settings.rtol)
+    name = settings.method  # None for the best, the same as in hbnode.solve
+    if name is None:
+        name = "tsit5" if kind is not HBNODE else "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
     if name not in METHODS or settings.options or settings.gradient not in ("direct", "checkpoint"):
         return None
     if settings.compile and not is_cpu:
@@ -841,13 +838,11 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> Fused | None:
         if weight is not None and (weight.dtype != s.dtype or weight.device != s.device):
             return None
     is_known = is_stock(cell) and isinstance(cell, nn.RNNCellBase) and getattr(cell, "nonlinearity", "tanh") == "tanh"
-    equation = Equation(kind, network, is_force=is_force)
-    return Fused(layer, equation, Cell(cell) if is_known else None, name, damping, s, times, solver)
-
-
-def best_method(kind: type, rtol: float) -> str:
-    """What ``method=None`` is for a stock field, the same as in :class:`hbnode.solve.settings.Settings`."""
-    return "tsit5" if kind is not HBNODE else "nystrom4" if rtol >= 1e-3 else "nystrom8"
+    is_pair = not is_force and kind in (SONODE, HBNODE, GHBNODE)
+    equation = Equation(network, is_pair, sees_both=kind is SONODE, is_bounded=kind is GHBNODE)
+    return Fused(
+        layer, equation, Cell(cell, isinstance(cell, nn.GRUCell)) if is_known else None, name, damping, s, times, solver
+    )
 
 
 def most_steps(times: Tensor, step_size: float) -> float:

@@ -22,7 +22,7 @@ from hbnode._times import as_duration, as_times
 from hbnode._torch import untraced
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
-from hbnode.ode_rnn.fused import fuse
+from hbnode.ode_rnn.fused import UnsolvedError, fuse
 from hbnode.ode_rnn.gaps import Gaps, Solver, checked_solver
 from hbnode.ode_rnn.sequences import (
     Filtered,
@@ -157,10 +157,11 @@ class ODERNNLayer(nn.Module):
         first = times.shape[1] - t.shape[1] - 1  # the gap before the first sample; -1 if there is none
         fused = fuse(self, s, times, solver)
         if fused is not None and fused.cell is not None:
-            states = fused.read(x, seen, s, first)
-            if states is not None:
+            try:
+                states = fused.run(s, range(first, first + x.shape[1]), x, seen)
                 return LayerOutput(*states, states[1][:, -1], fused.nfe)
-            fused = None
+            except UnsolvedError:
+                fused = None
         solve = fused or Gaps(self.field, times, solver, second_order=self.second_order)
         before, after = [], []
         for i, x_i in enumerate(x.unbind(1)):
@@ -498,12 +499,12 @@ class ODERNN(KeepsConstants):
             check_state(state, series.x.shape[:1], self.hidden_size, second_order=self.second_order)
             check_start(state, series.t, self.num_layers)
             states, start = state.layers, self._in_units(state.t.to(series.t.dtype))
-        fed, last, last_t = self.inputs(series, static, states[0] if states else None, self.time_unit)
-        window, ends, self.counts = series.window, [], []
+        fed, last, last_t = self.inputs(series, static, states[0] if states else None, self._time_unit)
+        window, ends, self.counts = series.x if self.encoder is None else series.window, [], []
         for i, layer in enumerate(cast(list[ODERNNLayer], self.layers)):
             known = None if i else static
             s = states[i].joined if states else layer.begin(window, known)
-            with in_user_units(self.time_unit):
+            with in_user_units(self._time_unit):
                 output = layer(fed, times, series.seen, s, start, solver)
                 self._count(output.nfe)
                 if self.bidirectional:
@@ -512,8 +513,11 @@ class ODERNN(KeepsConstants):
             if i + 1 < self.num_layers:
                 fed = nn.functional.dropout(output.after[..., : self.sizes[0]], self.dropout, self.training)
                 window = series.at_samples(fed)
-        self._warn(times if start is None else torch.cat([start.unsqueeze(1), times], 1))
-        t = series.padded_t
+        if not self.has_warned and self.settings.steps is None:
+            networks = self.num_layers * (1 + self.bidirectional)
+            times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
+            self.has_warned = warn_if_too_short(self._time_unit, times, self.counts, networks, self.settings.rtol)
+        t = series.t if series.valid is None else series.padded_t
         before, after = state_of(series.padded(output.before), t, self.sizes), series.padded(output.after)
         end: ODERNNState | None = None
         for i, s in enumerate(ends):
@@ -544,7 +548,7 @@ class ODERNN(KeepsConstants):
         layers = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
         for one, layer in zip(states, layers, strict=True):
             asked = self._in_units(times if one is state else times[:, [0, -1]])
-            with in_user_units(self.time_unit):
+            with in_user_units(self._time_unit):
                 output = layer.flow(one.joined.flatten(0, -2), asked, Solver(self.settings, self.step_size))
             self._count(output.nfe)
             later = state_of(output.end.clone().unflatten(0, shape), times[:, -1].unflatten(0, shape), self.sizes)
@@ -586,7 +590,7 @@ class ODERNN(KeepsConstants):
 
     def _in_units(self, t: Tensor) -> Tensor:
         """Times in units of time."""
-        return t if self.time_unit == 1 else t.to(torch.float64) / self.time_unit
+        return t if self._time_unit == 1 else t.to(torch.float64) / self._time_unit
 
     def _count(self, nfe: list[NFE]) -> None:
         """Add the counts of a layer to those of the others."""
@@ -594,12 +598,6 @@ class ODERNN(KeepsConstants):
             if gap == len(self.counts):
                 self.counts.append([])
             self.counts[gap].append(one)
-
-    def _warn(self, times: Tensor) -> None:
-        """Once, if the unit of time is far too short."""
-        if not self.has_warned and self.settings.steps is None:
-            networks = self.num_layers * (1 + self.bidirectional)
-            self.has_warned = warn_if_too_short(self.time_unit, times, self.counts, networks, self.settings.rtol)
 
     @override
     def extra_repr(self) -> str:
