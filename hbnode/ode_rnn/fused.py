@@ -261,7 +261,8 @@ class Cell:
             new = torch.tanh(own + gates)
             return new, (s, new)
         n = s.shape[1]
-        (own_rz, own_n), (gates_rz, gates_n) = own.split((2 * n, n), 1), gates.split((2 * n, n), 1)
+        own_rz, own_n = torch.split_with_sizes(own, (2 * n, n), 1)
+        gates_rz, gates_n = torch.split_with_sizes(gates, (2 * n, n), 1)
         rz = torch.sigmoid(own_rz + gates_rz)
         r, z = rz.chunk(2, 1)
         new = torch.tanh(torch.addcmul(gates_n, r, own_n))
@@ -457,14 +458,13 @@ class Fused:
             tally.add("rejected", attempts - len(steps))
         return y[:, : self.size], Gap(start if keep else None, steps)
 
-    @np.errstate(all="ignore")
     def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[Step], *, keep: bool) -> tuple[Tensor, int]:
         """The state at the end of a gap, and the number of attempts; the accepted ones are added to ``steps``.
 
         The rules are those of :class:`hbnode.solve.control.AdaptiveSteps` for a field that does not depend on time.
         """
         length, most, per_sample = self.lengths[gap], self.settings.max_steps, self.settings.per_sample
-        parts = y.split(self.row, 1)
+        parts = y.chunk(self.method.rows + 1, 1)
         h, f = rms(parts[0]), rms(parts[-1])
         if not math.isfinite(self.number):
             raise NonFiniteError(
@@ -485,8 +485,11 @@ class Fused:
             number = np.maximum(np.ceil((length - now) / size - 0.05), 1.0)
             taken = np.where(number == left - 1.0, taken, (length - now) / number)  # equal steps stay as they are
             left, moves = number, taken > 0
-            step = Step(taken, gap if attempt == 1 and (number == 1.0).all() else None)
-            if step.place is None and moves.sum() <= FEW * len(moves):
+            if attempt == 1 and (number == 1.0).all():
+                step = Step(length, gap)
+            elif moves.sum() > FEW * len(moves):
+                step = Step(taken)
+            else:
                 step = Step(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
             after, error, step = self.explicit(step, self.coefficients(step, p), y, p)
             ratio = self.ratio(step.y, after, error)
@@ -533,7 +536,7 @@ class Fused:
         n, count, columns = self.method.rows, self.evaluations, c.unbind(1)
         y = y if step.samples is None else y[step.samples]
         push: Any = torch.addcmul if torch.is_grad_enabled() else Tensor.addcmul_
-        first, *others = y.split(self.row, 1)
+        first, *others = y.chunk(n + 1, 1)
         rows, stages = columns[0] * first, []
         for column, known in zip(columns[1:], others, strict=False):
             rows = push(rows, column, known)
@@ -614,7 +617,7 @@ class Fused:
         of_columns: Any = None
         of_x: Any
         of_f: Any
-        of_x, *others = g.split(self.row, 1)
+        of_x, *others = g.chunk(g.shape[1] // self.row, 1)
         if n == 2:
             of_rows.append(others[0])
             of_columns = by_row[count] * others[0]
@@ -628,7 +631,7 @@ class Fused:
             of_x, of_f = None, None
         if n == 2 and p.damping.requires_grad:
             _, values, _ = zip(*step.stages, strict=True)
-            sums.steps.append((step.sizes, of_rows[::-1], [*step.y.split(self.row, 1), *values]))
+            sums.steps.append((step.sizes, of_rows[::-1], [*step.y.chunk(n + 1, 1), *values]))
         return torch.cat(of_columns[: n + 1].unbind(0), 1)
 
     def splitting_vjp(self, step: Step, g: Tensor, p: Parameters, sums: Gradients) -> Tensor:
@@ -672,7 +675,7 @@ class Fused:
 def rms(x: Tensor) -> Array:
     """Root mean square of each sample, on the host."""
     x = x.flatten(1)
-    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).numpy() / math.sqrt(x.shape[1])
+    return torch.linalg.vector_norm(x, dim=1).double().numpy() / math.sqrt(x.shape[1])
 
 
 def in_common(x: Array, length: Array) -> Array:
@@ -715,6 +718,7 @@ class Run:
     keeps: bool
     found: Sequence[tuple[Gap, tuple[Tensor, ...]]] = ()
 
+    @np.errstate(all="ignore")  # what is not finite is no accepted step
     def forward(self, s: Tensor, p: Parameters, samples: range, *, keep: bool) -> tuple[Any, ...]:
         """For each sample the state before it, that after, and what was found; by the steps that were found before."""
         made: list[tuple[Any, ...]] = []
