@@ -25,6 +25,8 @@ CASES = {
     "hbnode-blanes_moan4": {"method": "blanes_moan4", "steps": 2},
     "node-steps": {"field": "node", "steps": 2},
     "ghbnode-steps": {"field": "ghbnode", "steps": 3},
+    "common": {"per_sample": False},
+    "ghbnode-common": {"field": "ghbnode", "per_sample": False, "rtol": 1e-5},
     "residual": {"residual": True},
     "rnn-cell": {"cell": "rnn", "missing": "decay", "mask_features": True},
     "own-cell": {"cell": lambda inputs, size: OwnCell(inputs, size), "residual": True},

@@ -11,7 +11,7 @@ from torch import nn
 import hbnode
 from hbnode.errors import NonFiniteError
 from hbnode.ode_rnn import layer
-from hbnode.solve.loop import Problem
+from hbnode.solve.methods import METHODS
 
 GRADIENTS = "direct", "checkpoint"
 
@@ -88,15 +88,14 @@ def test_a_second_pass_over_a_graph_that_was_kept_evaluates_nothing():
 
 
 @pytest.mark.parametrize("where", ["field.func.layers.0.weight", "field.omega", "cell.weight_hh", "start"])
-def test_parameters_that_are_not_finite_are_seen_at_once(where, monkeypatch):
-    rnn, tried = make_rnn(), []
+def test_parameters_that_are_not_finite_are_seen_at_once(where):
+    rnn = make_rnn()
     with torch.no_grad():
         rnn.get_parameter(f"layers.0.{where}").view(-1)[0] = torch.nan
-    ratio = Problem.ratio
-    monkeypatch.setattr(Problem, "ratio", lambda *args: (tried.append(1), ratio(*args))[1])
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError) as failure, hbnode.count_nfe(rnn) as nfe:
         rnn(*series())
-    assert len(tried) <= 5  # as many as a step is made smaller where nothing is finite
+    assert nfe.forward <= 6 * (1 + METHODS["nystrom4"].evaluations)  # a step is made smaller five times
+    assert failure.value.nfe <= nfe.forward
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)

@@ -802,8 +802,8 @@ class _Function(torch.autograd.Function):
             if torch.is_grad_enabled() or _torch.is_batched(grads[0] if grads[1] is None else grads[1]):
                 return None, *run.reference(inputs, grads, ctx.needs_input_grad[1:])
             found = run.backward(p, (p.s, *starts), grads, ctx.segment)
-        if not _torch.keeps_graph():
-            run.found = ()
+        if not _torch.keeps_graph():  # or torch cannot say: another pass would take the steps again
+            run.found, run.keeps = (), False
         return None, *found
 
 
