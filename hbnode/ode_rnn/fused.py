@@ -476,7 +476,8 @@ class Fused:
         if not per_sample:
             h, f = in_common(h, length), in_common(f, length)
         size = first_size(h, f, self.settings.rtol, self.settings.atol, self.method.rows, self.q)
-        size, longest = np.minimum(size, self.longest), self.longest
+        size = np.minimum(size, self.longest)
+        longest: Array | float = self.longest
         if not per_sample:
             size, longest = fraction(size, length), fraction(longest, length)
         now = taken = left = np.zeros_like(h)

@@ -547,7 +547,7 @@ class ODERNN(KeepsConstants):
         states, end, self.counts = state.layers, None, []
         layers = cast(list[ODERNNLayer], self.layers[self.num_layers - len(states) :])
         for one, layer in zip(states, layers, strict=True):
-            asked = self._in_units(times if one is state else times[:, [0, -1]])
+            asked = self._in_units(times if one is state else torch.stack([times[:, 0], times[:, -1]], 1))
             with in_user_units(self._time_unit):
                 output = layer.flow(one.joined.flatten(0, -2), asked, Solver(self.settings, self.step_size))
             self._count(output.nfe)
