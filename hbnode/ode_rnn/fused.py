@@ -363,8 +363,9 @@ class Fused:
         self.layer, self.equation, self.cell, self.solver = layer, equation, cell, solver
         self.settings, self.method, self.times = solver.settings, METHODS[name], times
         self.q, self.by_error = self.method.error_order or 0, self.settings.steps is None
-        self.evaluations, self.size, self.row = self.method.evaluations, s.shape[1], s.shape[1] // self.method.rows
-        self.lengths: Array = np.ascontiguousarray(times.detach().to("cpu", torch.float64).diff().T.numpy())
+        self.evaluations, self.size, self.row = len(self.method.nodes), s.shape[1], s.shape[1] // self.method.rows
+        t = times.detach().to("cpu", torch.float64).numpy()
+        self.lengths: Array = np.ascontiguousarray(np.diff(t).T)
         self.rests = (self.lengths == 0).all(1)
         self.nfe = list(map(NFE, [0] * len(self.lengths)))
         self.sizes, self.grid = (self.lengths, []) if self.by_error else self.make_grid()
@@ -374,7 +375,7 @@ class Fused:
         self.gamma = self.damping.detach().cpu()
         self.number = float(self.gamma)
         self.longest = LONGEST_DECAY / abs(self.number) if name in NYSTROM and self.number else math.inf
-        self.shortest = 4 * np.finfo(float).eps * float(times.detach().abs().max()) if self.by_error else 0.0
+        self.shortest = 4 * np.finfo(float).eps * abs(t).max(initial=0.0)
         self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # coefficients of known steps
 
     def make_grid(self) -> tuple[Array, list[range]]:
@@ -566,25 +567,25 @@ class Fused:
 
     def coefficients(self, step: Step, p: Parameters) -> Tensor:
         """Those of a step; of known steps they are made for many at once."""
-        method, sizes, lanes, is_known, error = self.method, step.sizes, self.sizes.shape[1], False, self.by_error
         if torch.is_grad_enabled():  # differentiable in γ
-            packed = method.packed(torch, p.damping.cpu(), torch.from_numpy(sizes), error=error)
-            return coefficient_matrix(method, packed, error=error).to(p.s)
-        if step.place is not None:
-            together = max(1, TOGETHER // max(1, lanes))
-            group, place = divmod(step.place, together)
+            packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.by_error)
+            return coefficient_matrix(self.method, packed, error=self.by_error).to(p.s)
+        sizes, place, lanes = step.sizes, step.place, self.sizes.shape[1]
+        if place is not None:
+            together = max(1, TOGETHER // lanes)
+            group, place = divmod(place, together)
             if self.group[0] == group:
                 return self.group[1][place]
-            is_known, sizes = True, self.sizes[group * together : (group + 1) * together].ravel()
+            sizes = self.sizes[group * together : (group + 1) * together].ravel()
         if len(sizes) > FEW_SIZES:
-            packed = method.packed(torch, self.gamma, torch.from_numpy(sizes), error=error)
+            packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.by_error)
         else:
-            packed = torch.from_numpy(method.packed(np, self.number, sizes, error=error))
-        c = coefficient_matrix(method, packed.to(p.s), error=error)
-        if is_known:
-            self.group = group, c.split(lanes, -2)
-            return self.group[1][place]
-        return c
+            packed = torch.from_numpy(self.method.packed(np, self.number, sizes, error=self.by_error))
+        c = coefficient_matrix(self.method, packed.to(p.s), error=self.by_error)
+        if place is None:
+            return c
+        self.group = group, c.split(lanes, -2)
+        return self.group[1][place]
 
     # Backwards
 
@@ -615,14 +616,12 @@ class Fused:
     def explicit_vjp(self, step: Step, g: Tensor, p: Parameters, sums: Gradients) -> Tensor:
         """From the last row of C to the first: a row's gradient goes to its columns, and a column's to the row."""
         n, count, by_row, of_rows = self.method.rows, self.evaluations, step.c.unbind(0), []
+        parts: Sequence[Any] = g.chunk(g.shape[1] // self.row, 1)
+        of_x, of_f = parts[0], parts[n] if len(parts) > n else None
         of_columns: Any = None
-        of_x: Any
-        of_f: Any
-        of_x, *others = g.chunk(g.shape[1] // self.row, 1)
         if n == 2:
-            of_rows.append(others[0])
-            of_columns = by_row[count] * others[0]
-        of_f = others[n - 1] if len(others) == n else None
+            of_rows.append(parts[1])
+            of_columns = by_row[count] * parts[1]
         for i in reversed(range(count)):
             of_value = total(of_f, None if of_columns is None else of_columns[n + 1 + i])
             if of_value is not None:
@@ -690,7 +689,7 @@ def fraction(size: Array | float, length: Array) -> Array:
     return np.where(moves, length * (size[moves] / length[moves]).min(), size)
 
 
-def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def total(a: Any, b: Any) -> Any:
     """The sum of gradients of which one or both may be none."""
     return b if a is None else a if b is None else a + b
 
@@ -740,8 +739,7 @@ class Run:
         self, p: Parameters, starts: Sequence[Tensor], grads: Sequence[Tensor | None], segment: int
     ) -> list[Any]:
         """The gradients of the inputs, from the last sample to the first."""
-        fused, sums, g = self.fused, Gradients(p.weights), torch.zeros_like(p.s)
-        count = len(self.gaps)
+        fused, sums, g, count = self.fused, Gradients(p.weights), torch.zeros_like(p.s), len(self.gaps)
         of_gates = None if p.gates is None else torch.empty_like(p.gates)
         for first, start in reversed(list(zip(range(0, count, segment), starts, strict=True))):
             samples = range(first, min(first + segment, count))
