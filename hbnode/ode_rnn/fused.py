@@ -24,14 +24,13 @@ from hbnode import _torch
 from hbnode._torch import is_tracing, keep_freed_memory
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nets import MLP
-from hbnode.nfe import NFE, Tally, is_recording
+from hbnode.nfe import NFE, Tally, open_records
 from hbnode.ode_rnn.gaps import Gaps, Solver, steps_needed
 from hbnode.solve.control import AdaptiveSteps, Array, first_size
 from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, SECOND_ORDER, Explicit, Method
-from hbnode.solve.odeint import check_precision, checked_state
-from hbnode.solve.settings import check_field
-from hbnode.solve.term import ODETerm, change_of_call, is_compiled
+from hbnode.solve.odeint import check_precision, checked_state, resolve
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_compiled
 
 Rows = tuple[Tensor, ...]
 Number = Tensor | float | None
@@ -424,7 +423,7 @@ class Fused:
     def __init__(self, layer: Any, s: Tensor, equation: Equation, times: Tensor, solver: Solver) -> None:
         self.equation, self.cell, self.residual = equation, Cell.of(layer.cell), layer.residual
         self.layer, self.solver = layer, solver
-        self.settings = settings = solver.settings.resolved(layer.field)
+        self.settings = settings = resolve(solver.settings, layer.field)
         assert settings.method is not None
         self.t = times.detach().to("cpu", torch.float64)
         self.lengths: Array = np.ascontiguousarray(self.t.diff().T.numpy())  # (gaps, batch)
@@ -462,7 +461,7 @@ class Fused:
         The plain form does where the network is not known, the method is not native or has options, or something
         watches or changes what is computed: transforms, hooks, autocast, records of steps, gradients of times.
         """
-        settings = solver.settings.resolved(layer.field)
+        settings = resolve(solver.settings, layer.field)
         if settings.method not in METHODS or settings.options or settings.gradient not in ("direct", "checkpoint"):
             return None
         if settings.steps is None and not (settings.per_sample and s.is_cpu):  # whose steps the host chooses
@@ -470,8 +469,6 @@ class Fused:
         if _is_watched(s, times) or (settings.compile and not s.is_cpu):
             return None
         second_order = settings.method in SECOND_ORDER
-        if second_order:
-            check_field(settings.method, layer.field)
         equation = Equation.of(layer.field, second_order=second_order)
         if equation is None:
             return None
@@ -484,7 +481,7 @@ class Fused:
             return None
         if solver.step_size is not None and not float(_most(times, solver.step_size)) <= settings.max_steps:
             return None
-        checked_state(layer.field, tuple(s.chunk(2, 1)) if layer.second_order else s)
+        checked_state(layer.field, tuple(s.chunk(2, 1)) if layer.second_order else s, Snapshot(layer.field))
         check_precision(settings, s.dtype)
         return Fused(layer, s, equation, times, solver)
 
@@ -730,7 +727,7 @@ def _is_watched(s: Tensor, times: Tensor) -> bool:
     """Whether something watches or changes what is computed."""
     if _torch.is_active() or _torch.in_forward_mode() or _torch.double_backward_enabled():
         return True
-    if is_tracing() or is_recording() or torch.is_autocast_enabled(s.device.type):
+    if is_tracing() or open_records or torch.is_autocast_enabled(s.device.type):
         return True
     return _torch.has_global_hooks() or (times.requires_grad and torch.is_grad_enabled())
 

@@ -21,8 +21,16 @@ from hbnode.nfe import NFE, Tally
 from hbnode.solve.adjoints import GRADIENTS, is_same
 from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, SECOND_ORDER
-from hbnode.solve.odeint import check_finite, check_precision, checked_state, checked_times, compile_steps, solve
-from hbnode.solve.settings import Settings, check_field
+from hbnode.solve.odeint import (
+    check_finite,
+    check_precision,
+    checked_state,
+    checked_times,
+    compile_steps,
+    resolve,
+    solve,
+)
+from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
 _ROUNDING = 1e-9  # relative; a gap of three steps, but for its rounding, takes three
@@ -49,7 +57,7 @@ def checked_solver(settings: Settings, field: Field) -> Solver:
         settings = dataclasses.replace(settings, options=options or None, steps=1)
         step_size = float(step_size)
     settings = settings.checked()
-    if settings.is_native and settings.resolved(field).gradient == "adjoint":
+    if settings.is_native and resolve(settings, field).gradient == "adjoint":
         raise ValueError(
             "gradient='adjoint' of native methods does not know times of each sample's own. Fix: leave gradient "
             "out, or method='dopri5' with per_sample=False."
@@ -77,8 +85,8 @@ class Gaps:
 
     def __init__(self, field: Field, s: Tensor, t: Tensor, solver: Solver, *, second_order: bool) -> None:
         self.field, self.step_size, self.second_order = field, solver.step_size, second_order
-        self.settings = solver.settings.resolved(field)
-        self.dtype = parts(checked_state(field, self._state(s)))[0].dtype
+        self.settings = resolve(solver.settings, field)
+        self.dtype = parts(checked_state(field, self._state(s), Snapshot(field)))[0].dtype
         check_precision(self.settings, self.dtype)
         if self.settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -91,7 +99,6 @@ class Gaps:
         self.rests = _torch.numbers(rests)
         self.nfe = [NFE() for _ in range(t.shape[1] - 1)]
         if self.settings.is_native:
-            check_field(self.settings.method, field)
             state, second_order = self._state(s.detach().to(self.dtype)), self.settings.method in SECOND_ORDER
             self.term = ODETerm(field, state, Tally(field, NFE()), second_order=second_order, lanes=len(s))
 

@@ -25,6 +25,7 @@ from hbnode.ode_rnn.fused import Fused
 from hbnode.ode_rnn.gaps import Gaps, Solver, checked_solver
 from hbnode.ode_rnn.sequences import Inputs, Missing, Sequences, fitted_unit, in_user_units, warn_if_too_short
 from hbnode.ode_rnn.state import Filtered, ODERNNState, by_layer, check_start, check_state, joined, state_of
+from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Gradient, Method, Settings
 
 FieldName = Literal["node", "anode", "sonode", "hbnode", "ghbnode"]
@@ -639,7 +640,7 @@ class ODERNN(KeepsConstants):
 
     @override
     def extra_repr(self) -> str:
-        settings = self.settings.resolved(self.field)
+        settings = resolve(self.settings, self.field)
         start = "encoded" if self.encoder is not None else "zeros" if self.start is None else "learned"
         layers = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
         both = ", bidirectional=True" if self.bidirectional else ""

@@ -350,7 +350,9 @@ class _WayBack:
             return _Evaluated.apply(x, time, self.records.pop(-2 if carries else -1), self.sums)
 
         with torch.no_grad():
-            coefficients = problem.with_noise(problem.coefficients(attempt)[0], attempt.number)
+            coefficients, _ = problem.coefficients(attempt)
+            if problem.noise is not None:
+                coefficients = (*coefficients, problem.noise(attempt.number))
             before = problem.method.undo(state, coefficients, [begin] if carries else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
         problem.replace(problem.gamma, problem.t)  # a graph of its own for each step

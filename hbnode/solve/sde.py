@@ -247,11 +247,7 @@ class SDEProblem(Problem):
         """Those of the interval in which the steps are."""
         assert isinstance(self.gamma, Tensor)
         interval = int(self._ends.searchsorted(attempt.number, "right"))
-        return self.method.unpack(self.gamma[:, interval], self._dims, error=False), None
-
-    def with_noise(self, coefficients: Rows, number: int) -> Rows:
-        """The coefficients of a step, and its standard normal variables."""
-        return (*coefficients, self.noise(number))
+        return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
         """The error for a step that is not finite."""
@@ -347,7 +343,7 @@ def sdeint(
     name, dt = _check_names(sde, method, gradient, noise, seed), checked_step(dt)
     if is_tracing():
         raise ValueError("sdeint cannot be a part of a traced or exported graph. Fix: call it outside of the graph.")
-    state: Any = checked_state(sde, y0)
+    state: Any = checked_state(sde, y0, Snapshot(sde))
     term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True)
     times = checked_output_times(t, term.template.device)
     if method not in NATIVE:

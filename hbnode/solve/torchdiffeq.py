@@ -24,8 +24,8 @@ from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode._state import State, all_finite, apply, is_equal, is_finite, like, parts
 from hbnode._torch import backward_pass
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
-from hbnode.nfe import Tally
-from hbnode.signal import checking_later, refuse_queries_outside
+from hbnode.nfe import Tally, open_records
+from hbnode.signal import refuse_queries_outside
 from hbnode.solve.settings import ADAMS, ADAPTIVE, ARGUMENTS, FIXED, SCIPY, Settings
 from hbnode.solve.term import Snapshot, solving
 
@@ -200,7 +200,7 @@ class WatchedField:
 
     def _evaluate_again(self, t: Tensor, y: State) -> State:
         """In the backward pass, as in the forward pass; it may depend on nothing that the adjoint does not know."""
-        with self.snapshot, checking_later(), torch.autocast(self.device, enabled=False):
+        with self.snapshot, torch.autocast(self.device, enabled=False):
             if not torch.is_grad_enabled():  # for the gradient of an output time
                 return self._evaluate(t, y)
             leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, *parts(y)))
@@ -241,7 +241,7 @@ class WatchedField:
         if event != "callback_step" or self.method in FIXED:  # which accept every step
             accepted = event != "callback_reject_step"
             self.tally.add("accepted" if accepted else "rejected")
-            if self.tally.is_recorded:
+            if open_records:
                 in_time = getattr(self.field, "in_time", lambda *step: step)  # of a field whose time is rescaled
                 start, size = in_time(t0, dt)
                 self.tally.report(start, size, accepted)
