@@ -725,7 +725,7 @@ def _most(times: Tensor, step_size: float) -> Tensor:
 
 def _is_watched(s: Tensor, times: Tensor) -> bool:
     """Whether something watches or changes what is computed."""
-    if _torch.is_active() or _torch.in_forward_mode() or _torch.double_backward_enabled():
+    if _torch.is_transformed() or _torch.double_backward_enabled():
         return True
     if is_tracing() or open_records or torch.is_autocast_enabled(s.device.type):
         return True

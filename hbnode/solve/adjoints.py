@@ -80,7 +80,8 @@ class Checkpoint:
         if not torch.is_grad_enabled():
             return Direct().solve(problem, y0, snapshot)
         start = problem.start(y0)
-        _check_buffers(snapshot, "checkpoint")
+        if snapshot.changed():
+            raise ValueError(_CHANGES_BUFFERS.format(self.name))
         count = 1 if problem.settings.steps is None else sum(problem.counts())
         kept, of_step, keeps_all = 0, -1.0, False
         problem.tally.nfe.keeps_graph = True
@@ -112,7 +113,8 @@ class Checkpoint:
             return problem.step(state, coefficients, attempt)
 
         rows = integrate(problem, start, take, every=self.every)
-        _check_buffers(snapshot, "checkpoint")
+        if snapshot.changed():
+            raise ValueError(_CHANGES_BUFFERS.format(self.name))
         return rows
 
 
@@ -247,7 +249,8 @@ def _leaves(
             return value if activation is None else (value, activation(start[1].clone()))
 
         found, value = closed_over_leaves(evaluate, (*start, x, *([] if problem.t is None else [problem.t])))
-    _check_buffers(snapshot, name)
+    if snapshot.changed():
+        raise ValueError(_CHANGES_BUFFERS.format(name))
     if not all(map(torch.equal, random, random_state(rows[0].device))) and not snapshot.masks:
         raise ValueError(
             f"func draws random numbers, which gradient={name!r} cannot draw again. "
@@ -258,12 +261,6 @@ def _leaves(
     if any(map(_torch.has_hooks, leaves)):
         raise ValueError(_HOOKS.format(name))
     return leaves, frozenset(known), tuple([x.detach() for x in value]) if carries else ()
-
-
-def _check_buffers(snapshot: Snapshot, name: str) -> None:
-    """Refuse a field that changes its buffers when it is evaluated."""
-    if snapshot.changed():
-        raise ValueError(_CHANGES_BUFFERS.format(name))
 
 
 @dataclass(frozen=True)
@@ -523,7 +520,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 def chosen(gradient: Any) -> Any:
     """A gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
     made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
-    if not isinstance(made, Direct) and (_torch.is_active() or _torch.in_forward_mode()):
+    if not isinstance(made, Direct) and (_torch.is_transformed()):
         raise ValueError(
             f"gradient={made.name!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
             "forward mode. Fix: gradient='direct'."

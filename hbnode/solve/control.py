@@ -182,7 +182,8 @@ class AdaptiveSteps:
         self.problem, p, s = problem, problem, problem.settings
         assert p.method.error_order is not None
         norm = p.norms(state)
-        p.check_start(norm)
+        if not np.isfinite(norm).all():
+            raise p.start_not_finite(norm)
         h, f = norm[0], norm[-1]
         if p.common:
             h, f = self._in_common(h), self._in_common(f)

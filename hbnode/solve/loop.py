@@ -22,7 +22,6 @@ from hbnode.solve.methods import (
     HostFormula,
     Method,
     Splitting,
-    from_host,
     on_host,
 )
 from hbnode.solve.settings import Settings
@@ -79,7 +78,7 @@ class Problem:
         if isinstance(self.gamma, float):
             self.number = self.gamma
         elif not self.traced:
-            if not self.gamma.dim() and not (_torch.is_active() or _torch.in_forward_mode()):
+            if not self.gamma.dim() and not _torch.is_transformed():
                 term.number = self.gamma.item() if term.number is None else term.number
                 self.number = term.number
             if self.number is None or self.gamma.is_cpu:  # else its gradients would wait for the device
@@ -131,7 +130,7 @@ class Problem:
         if isinstance(times[0], Tensor):
             stages = torch.stack(list(times)).to(self.template)
         else:
-            stages = from_host(np.stack(times), self.template)
+            stages = torch.from_numpy(np.stack(times)).to(self.template)
         if stages.dim() > 1:
             stages = stages.reshape(*stages.shape, *[1] * (self.template.dim() - 1))
         return stages.unbind(0)
@@ -338,17 +337,15 @@ class Problem:
             )
             raise self.failure(MaxNFEError, message, now if self.settings.steps else self.time(now), math.nan)
 
-    def check_start(self, norm: Array) -> None:
-        """Raise if the first state is not finite, given the norms of its rows."""
+    def start_not_finite(self, norm: Array) -> SolverError:
+        """The error for a first state that is not finite, given the norms of its rows."""
         bad = ~np.isfinite(norm)
-        if not bad.any():
-            return
         lane = tuple(int(i[0]) for i in np.nonzero(bad.any(0))) if bad.ndim > 1 else ()
         message = FIELD_NOT_FINITE
         of_rows = (slice(self.term.rows), *lane)
         if bad[of_rows].any():
             message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
-        raise self.failure(NonFiniteError, message, self.begin[lane], math.nan)
+        return self.failure(NonFiniteError, message, self.begin[lane], math.nan)
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
         """An error with the time, the step size and the evaluations; a query outside of a signal is raised instead."""
@@ -420,7 +417,7 @@ class Saved:
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem = problem
         self.scattered = problem.lanes is not None and problem.settings.steps is None
-        self.pieces: list[list[Tensor]] = [[] for _ in rows]
+        self.pieces: tuple[list[Tensor], ...] = ([], [])[: len(rows)]
         self.count, starts = 0, not problem.end_only
         if self.scattered:
             at_start = np.concatenate([np.zeros_like(problem.end)[:, None], problem.outputs], -1).T == 0

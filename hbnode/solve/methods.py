@@ -607,7 +607,7 @@ class HostFormula(torch.autograd.Function):
         gradient = gradient.double()
         if ctx.slope is None:
             step = ctx.formula(np, np.asarray(ctx.number + 1e-30j), *ctx.args)
-            ctx.slope = from_host(step.imag / 1e-30, gradient)
+            ctx.slope = torch.from_numpy(step.imag / 1e-30).to(gradient)
         return (gradient * ctx.slope).sum().to(gamma), None, None, None, None, None
 
 
@@ -615,15 +615,10 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
     """A formula of a number γ, in NumPy or in torch on the host, as a tensor of the dtype and device of another."""
     if xp is np:
         with np.errstate(all="ignore"):
-            return from_host(formula(np, np.asarray(number), *args), like)
+            return torch.from_numpy(np.ascontiguousarray(formula(np, np.asarray(number), *args))).to(like)
     with torch.no_grad():
         gamma = torch.tensor(number, dtype=torch.float64)
         return formula(torch, gamma, *map(torch.as_tensor, args)).to(like)
-
-
-def from_host(x: np.ndarray, like: Tensor) -> Tensor:
-    """An array as a tensor of the dtype and device of another."""
-    return torch.from_numpy(np.ascontiguousarray(x)).to(like)
 
 
 def lower(rows: Sequence[Sequence[float]]) -> np.ndarray:

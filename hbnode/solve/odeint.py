@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -263,9 +264,10 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
         rows = gradient.solve(problem, y0, snapshot)
         if settings.steps is not None:
             check_finite(problem, y0, rows)
-    if end:
-        return term.unflatten(tuple([row[-1] for row in rows]))
-    return term.unflatten(rows, (len(rows[0]),))
+    if problem.end_only:
+        return term.unflatten(rows)
+    trajectory = term.unflatten(rows, (len(rows[0]),))
+    return last_of(trajectory) if end else trajectory
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None, *, event: bool = False) -> Settings:
@@ -285,18 +287,17 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     elif gradient == "reversible":
         method = "blanes_moan4"
         check_field(method, field)
-    elif not is_heavy_ball(field, HBNODE):
+    elif not isinstance(inner := unwrapped(field), HBNODE) or change_of_call(field) is not None:
         method = "tsit5"
     else:
         method = "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
-        damping = constant_damping(field) if settings.steps is None and t is not None and t.is_cpu else 0.0
-        if damping and damping * float(_torch.plain(t.max() - t.min())) > STRONG:  # type: ignore[union-attr]
-            method = "exponential"
+        if inner.omega is None and settings.steps is None and t is not None and t.is_cpu:
+            span = float(_torch.plain(t.max() - t.min()))
+            method = "exponential" if constant_damping(field) * span > STRONG else method
     if gradient != "direct" and _torch.double_backward_enabled():
         gradient = "direct"
     if gradient is None:
-        is_transformed = _torch.is_active() or _torch.in_forward_mode()
-        gradient = "direct" if method in TORCHDIFFEQ or is_transformed else "checkpoint"
+        gradient = "direct" if method in TORCHDIFFEQ or _torch.is_transformed() else "checkpoint"
     return dataclasses.replace(settings, method=method, gradient=gradient)
 
 
@@ -469,7 +470,9 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
 
     with torch.no_grad():
         start = problem.start(y0)
-        problem.check_start(problem.norms(start))
+        norm = problem.norms(start)
+        if not np.isfinite(norm).all():
+            raise problem.start_not_finite(norm)
         integrate(problem, start, take, every=1)
     raise problem.failure(NonFiniteError, "the solution is not finite", problem.begin, math.nan)
 

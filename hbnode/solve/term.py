@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,8 +64,13 @@ class ODETerm:
         device = self.template.device.type
         autocast = torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None
+        self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if autocast:
+            dtype = torch.get_autocast_dtype(device)
+            self.in_autocast = functools.partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
         self.counted: int | None = None  # elements of a row that the error is estimated of; None for all
-        self.calls_field = second_order and is_compiled(field)
+        is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
+        self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
@@ -116,32 +122,22 @@ class ODETerm:
             row = row.clone()  # it has no version by which a change would be seen
         else:
             version = row._version
-        if self.autocast is None:
-            value = self._value(t, row)
-        else:
-            with torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False):
-                value = self._value(t, row)
+        with self.in_autocast():
+            if self.second_order:
+                h = row if row.shape == self.template.shape else row.view(self.template.shape)
+                f = self.field(t, (h, torch.zeros_like(h)))[1] if self.calls_field else self.inner.force(t, h)
+                f = f if f.dtype == h.dtype else cast(f, h)
+            else:
+                state = self.unflatten((row,))
+                (f,) = self.flatten(like(self.field(t, state), state))
         if version >= 0 and row._version != version:
             raise ValueError(CHANGES_INPUT)
-        return value
-
-    def _value(self, t: Tensor, row: Tensor) -> Tensor:
-        if self.second_order:
-            h = row if row.shape == self.template.shape else row.view(self.template.shape)
-            f = self.field(t, (h, torch.zeros_like(h)))[1] if self.calls_field else self.inner.force(t, h)
-            f = f if f.dtype == h.dtype else cast(f, h)
-            return f if f.shape == row.shape else f.reshape(row.shape)
-        state = self.unflatten((row,))
-        return self.flatten(like(self.field(t, state), state))[0].reshape(row.shape)
+        return f if f.shape == row.shape else f.reshape(row.shape)
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The derivative of all rows, by a call of the field; not counted."""
         state = self.unflatten(rows)
-        with (
-            nullcontext()
-            if self.autocast is None
-            else torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
-        ):
+        with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))
 
 
