@@ -230,7 +230,7 @@ def solve(
 
 
 def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, end: bool) -> State:
-    snapshot = Snapshot(field)
+    snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
     y0 = checked_state(field, y0, snapshot)
     template = y0 if isinstance(y0, Tensor) else y0[0]
     is_native = settings.method not in TORCHDIFFEQ
@@ -291,7 +291,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
         method = "tsit5"
     else:
         method = "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
-        if inner.omega is None and settings.steps is None and t is not None and t.is_cpu:
+        if inner.omega is None and settings.steps is None and t is not None and t.is_cpu and t.numel():
             span = float(_torch.plain(t.max() - t.min()))
             method = "exponential" if constant_damping(field) * span > STRONG else method
     if gradient != "direct" and _torch.double_backward_enabled():
@@ -392,7 +392,7 @@ def is_traceable(settings: Settings) -> bool:
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, tally: Tally, end: bool) -> State:
     """A solve on a grid as tensor operations and nothing else; no value is looked at."""
-    snapshot = Snapshot(field, traced=True)
+    snapshot = Snapshot(field, for_backward=False)  # a graph evaluates the field once
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
     times = traced_times(t, parts(y0)[0].device)

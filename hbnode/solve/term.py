@@ -96,7 +96,7 @@ class ODETerm:
             elif self.lanes is None:
                 rows.append(part.reshape(-1))
             else:
-                rows.append(part.reshape(self.lanes, part.numel() // max(self.lanes, 1)))
+                rows.append(part.reshape(self.lanes, math.prod(part.shape[1:])))
         return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
@@ -146,9 +146,13 @@ class Snapshot:
 
     As a context it puts them back where a backward pass evaluates the field again: parameters may be lent
     (``torch.func.functional_call``), and a model may be in another mode by then.
+
+    Arguments:
+        field: a module, or another callable, which has none of these.
+        for_backward: whether there will be a backward pass; without it only masks and dtypes are looked at.
     """
 
-    def __init__(self, field: Callable[..., Any], *, traced: bool = False) -> None:
+    def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
         self.modes: list[tuple[nn.Module, bool]] = []
         self.slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self.versions: list[int | None] = []
@@ -176,7 +180,7 @@ class Snapshot:
                         continue
                     if own is parameters and tensor.is_floating_point():
                         self.dtypes.add(tensor.dtype)
-                    if traced:  # a graph evaluates the field once
+                    if not for_backward:
                         continue
                     self.slots.append((own, name, tensor))
                     self.versions.append(None if tensor.is_inference() else tensor._version)
