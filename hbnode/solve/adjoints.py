@@ -17,8 +17,8 @@ from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode._state import parts
 from hbnode._torch import random_state
 from hbnode.errors import RecomputationError, ReversalError
-from hbnode.solve.control import Attempt, FixedSteps
-from hbnode.solve.loop import Problem, Rows, integrate
+from hbnode.solve.control import Attempt
+from hbnode.solve.loop import Problem, Rows, fixed_steps, integrate
 from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm, Snapshot
@@ -47,11 +47,7 @@ class Direct:
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
         """The rows at the output times."""
         problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
-
-        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-            return problem.step(state, problem.coefficients(attempt), attempt)
-
-        return integrate(problem, problem.start(y0), take)
+        return integrate(problem, problem.start(y0))
 
 
 @dataclass(frozen=True)
@@ -182,12 +178,9 @@ class _OfSolve(torch.autograd.Function):
         ctx: Any, gradient: Any, problem: Problem, snapshot: Snapshot, known: frozenset[int], carried: Rows,
         gamma: Tensor, t: Tensor, *tensors: Tensor,
     ) -> Rows:  # fmt: skip
-        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-            return problem.step(state, problem.coefficients(attempt), attempt)
-
         ctx.gradient, ctx.problem, ctx.snapshot, n = gradient, problem, snapshot, problem.term.rows
         ctx.start, ctx.leaves, ctx.known = tensors[:n], tensors[n:], known
-        rows = integrate(problem, (*ctx.start, *carried), take)
+        rows = integrate(problem, (*ctx.start, *carried))
         ctx.trajectory = tuple([row.clone() for row in rows])  # the user may change his in place
         slots = [tensor for _, _, tensor in snapshot.slots if not tensor.is_inference()]
         ctx.save_for_backward(gamma, t, *tensors, *slots)  # the last so that changes in place are noticed
@@ -280,10 +273,7 @@ class Reversible:
         n, place, carries = problem.term.rows, len(gradients[0]), problem.method.carries
         sums = _Sums([gamma, t, *leaves])
         way = _WayBack(problem, sums, ctx.known)
-        steps, attempts = FixedSteps(problem, 1), []
-        while (attempt := steps.next()) is not None:
-            attempts.append(attempt)
-            steps.advance(1)
+        attempts = [*fixed_steps(problem, 1)]
         times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
         carry: Rows = tuple([torch.zeros_like(row) for row in (*ctx.start, *ctx.start[:carries])])
         state = end = ctx.start
@@ -483,7 +473,7 @@ class _Augmented:
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         settings = Settings("tsit5", s.rtol, s.atol, steps=s.steps, max_steps=s.max_steps, options=options)
         problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
-        rows = integrate(problem, problem.start(state), lambda y, a: problem.step(y, problem.coefficients(a), a))
+        rows = integrate(problem, problem.start(state))
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
 

@@ -116,54 +116,6 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
     return 2.0 * (tolerance / (h + tolerance)) ** (1.0 / (error_order + 1)) / (rate + 1e-12)
 
 
-class FixedSteps:
-    """A grid: a given number of equal steps between two output times, in segments of at most ``every``.
-
-    Sizes are arrays, or tensors where a graph is traced or gradients flow to the times.
-    """
-
-    def __init__(self, problem: Any, every: int) -> None:
-        self.problem, self.counts = problem, problem.counts()
-        self.every = 1 if open_records else every
-        self.interval, self.done, self.number = 0, 0, 0
-        self.times = problem.grid()  # (T,) or (T, lanes)
-
-    def next(self) -> Attempt | None:
-        """The next segment; None after the last."""
-        if self.interval == len(self.counts):
-            return None
-        p, count = self.problem, self.counts[self.interval]
-        begin, end = self.times[self.interval], self.times[self.interval + 1]
-        inside = range(self.done, min(self.done + self.every, count))
-        if not p.traced and p.max_nfe is not None:
-            p.check_nfe(begin, len(inside))
-        times: list[Sequence[Tensor]] = [p.no_times] * len(inside)
-        if p.wants_time:
-            fractions = [min((i + node) / count, 1.0) for i in inside for node in p.method.nodes]
-            stages, k = p.stages([begin * (1.0 - c) + end * c for c in fractions]), p.method.evaluations
-            times = [stages[i : i + k] for i in range(0, len(stages), k)]
-        size = (end - begin) / count
-        attempt = Attempt(size, times, begin + self.done * size, error=False, number=self.number)
-        if inside.stop == count:
-            attempt.outputs = np.array([self.interval])
-        return attempt
-
-    def judge(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Any) -> bool:
-        """All steps of a grid are accepted."""
-        p = self.problem
-        p.tally.add("accepted", len(attempt.times))
-        if open_records:
-            p.tally.report(attempt.begin, attempt.size, np.asarray(True))
-        self.advance(len(attempt.times))
-        return True
-
-    def advance(self, steps: int) -> None:
-        """Go past steps."""
-        self.done, self.number = self.done + steps, self.number + steps
-        if self.done == self.counts[self.interval]:
-            self.interval, self.done = self.interval + 1, 0
-
-
 class AdaptiveSteps:
     """Steps chosen by their error: PI control, no probe at the start, equal steps to the next stop.
 

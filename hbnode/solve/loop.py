@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
+from hbnode.nfe import open_records
 from hbnode.signal import queries, refuse_queries_outside
-from hbnode.solve.control import FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt, FixedSteps
+from hbnode.solve.control import FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt
 from hbnode.solve.methods import (
     NYSTROM,
     Explicit,
@@ -245,6 +246,10 @@ class Problem:
             )
         return formula(torch, gamma, *args).to(self.template)
 
+    def take(self, state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
+        """The steps of an attempt, with their coefficients."""
+        return self.step(state, self.coefficients(attempt), attempt)
+
     def step(
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: Field | None = None
     ) -> tuple[Rows, Any, Rows]:
@@ -385,21 +390,27 @@ class Problem:
         )
 
 
-def integrate(problem: Problem, state: Rows, take: Take, *, every: int = 1_000_000) -> Rows:
+def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every: int = 1_000_000) -> Rows:
     """Solve: the rows at the output times, (T, elements) or (T, lanes, elements).
 
     Arguments:
         problem: what to solve.
         state: of the method, at the start.
-        take: takes the steps of an attempt.
+        take: takes the steps of an attempt. Default: None, ``problem.take``.
         every: the most steps of a grid in one attempt.
     """
-    fixed = problem.settings.steps is not None
-    steps: FixedSteps | AdaptiveSteps = FixedSteps(problem, every) if fixed else AdaptiveSteps(problem, state)
+    take = problem.take if take is None else take
+    adaptive = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
     saved = Saved(problem, state[: problem.term.rows])
-    while (attempt := steps.next()) is not None:
+    for attempt in fixed_steps(problem, every) if adaptive is None else iter(adaptive.next, None):
         after, error, outputs = take(state, attempt)
-        accepted: Any = steps.judge(attempt, state, after, error)
+        accepted: Any = True
+        if adaptive is None:
+            problem.tally.add("accepted", len(attempt.times))
+            if open_records:
+                problem.tally.report(attempt.begin, attempt.size, np.asarray(True))
+        else:
+            accepted = adaptive.judge(attempt, state, after, error)
         if accepted is True or accepted.all():
             state = after
         elif accepted.any():
@@ -409,6 +420,31 @@ def integrate(problem: Problem, state: Rows, take: Take, *, every: int = 1_000_0
         if attempt.outputs is not None and (accepted is True or accepted.any()):
             saved.add(attempt, outputs, accepted)
     return saved.rows()
+
+
+def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
+    """The steps of a grid, a number of equal ones between two output times, in segments of at most ``every``.
+
+    Sizes are arrays, or tensors where a graph is traced or gradients flow to the times.
+    """
+    p, nodes, number, times = problem, problem.method.nodes, 0, problem.grid()  # (T,) or (T, lanes)
+    every = 1 if open_records else every
+    for interval, count in enumerate(p.counts()):
+        for done in range(0, count, every):
+            steps = min(every, count - done)
+            begin, end = times[interval], times[interval + 1]  # each segment has a graph of its own
+            size = (end - begin) / count
+            if not p.traced and p.max_nfe is not None:
+                p.check_nfe(begin, steps)
+            attempt = Attempt(size, [p.no_times] * steps, begin + done * size, error=False, number=number)
+            if p.wants_time:
+                fractions = [min((i + node) / count, 1.0) for i in range(done, done + steps) for node in nodes]
+                stages, k = p.stages([begin * (1.0 - c) + end * c for c in fractions]), len(nodes)
+                attempt.times = [stages[i : i + k] for i in range(0, len(stages), k)]
+            if done + steps == count:
+                attempt.outputs = np.array([interval])
+            yield attempt
+            number += steps
 
 
 class Saved:
