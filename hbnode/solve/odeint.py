@@ -591,19 +591,11 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
     Native methods (``rows``) have them on the host, which plans the steps; torchdiffeq's on the device of the state.
     """
     if not isinstance(t, Tensor):
-        if (
-            rows
-            and type(t) is tuple
-            and len(t) == 2
-            and type(t[0]) is type(t[1]) is float
-            and 0 < abs(t[1] - t[0]) < math.inf
-        ):
-            return torch.tensor(t, dtype=torch.float64)  # the span of a block
         if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
             fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
             raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: {fix}.")
         given = list(t)
-        if any(isinstance(time, Tensor) for time in given):  # keep the gradients of learned times
+        if Tensor in map(type, given) or nn.Parameter in map(type, given):  # keep the gradients of learned times
             times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
             if any(time.numel() != 1 for time in times):
                 raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
@@ -626,24 +618,17 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
         raise ValueError(
             f"t must be finite, but t{where} is {float(values[tuple(where)])}. Fix: drop infinite times and NaNs."
         )
-    _check_order(values)
-    return on_host if rows else t.to(device)
-
-
-def _check_order(t: Tensor) -> None:
-    """Shared times must be strictly monotone; of a sample's own, some may be repeated: it stays where it is."""
-    steps = t.diff()
-    if t.dim() == 2:
-        up, down = (steps >= 0).all(), (steps <= 0).all()
-        if not bool(up | down):
+    steps = values.diff()
+    if t.dim() == 2:  # of a sample's own times some may be repeated: it stays where it is
+        if not bool((steps >= 0).all() | (steps <= 0).all()):
             raise ValueError(
                 "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."
             )
-        return
-    if not bool((steps > 0).all() | (steps < 0).all()):
+    elif not bool((steps > 0).all() | (steps < 0).all()):
         sign = -1.0 if bool(steps[0] < 0) else 1.0
-        where = int(torch.nonzero(torch.sign(steps) != sign)[0])
+        i = int(torch.nonzero(torch.sign(steps) != sign)[0])
         raise ValueError(
-            f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
-            f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones."
+            f"t must be strictly increasing or strictly decreasing, but t[{i}]={float(values[i]):g} is "
+            f"followed by t[{i + 1}]={float(values[i + 1]):g}. Fix: sort the times and drop repeated ones."
         )
+    return on_host if rows else t.to(device)
