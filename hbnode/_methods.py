@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from hbnode.solve.methods import METHODS, SECOND_ORDER, SPLITTING
-from hbnode.solve.sde import NativeSDEMethod, SDEMethodName, gradients_of
+from hbnode.solve.sde import GRADIENTS, NativeSDEMethod, SDEMethodName
 from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, TorchdiffeqMethod
 from hbnode.solve.torchsde import TorchsdeMethod
 
@@ -134,7 +134,7 @@ def sde_methods() -> Methods[SDEMethodInfo]:
         "hbnode": get_args(NativeSDEMethod), "torchsde": get_args(TorchsdeMethod)
     }  # fmt: skip
     rows = [
-        SDEMethodInfo(name, *_OF_SDES[name], gradients_of(name), library)
+        SDEMethodInfo(name, *_OF_SDES[name], GRADIENTS[name], library)
         for library, names in libraries.items()
         for name in names
     ]
