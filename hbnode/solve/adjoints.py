@@ -336,14 +336,14 @@ class _WayBack:
         def again(time: Tensor, x: Tensor) -> Tensor:
             return _Evaluated.apply(x, time, self.records.pop(-2 if carries else -1), self.sums)
 
+        problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
+        coefficients, _ = problem.coefficients(attempt)
+        if problem.noise is not None:  # drawn once for the way back and the step that is taken again
+            coefficients = (*coefficients, problem.noise(attempt.number))
         with torch.no_grad():
-            coefficients, _ = problem.coefficients(attempt)
-            if problem.noise is not None:
-                coefficients = (*coefficients, problem.noise(attempt.number))
             before = problem.method.undo(state, coefficients, [begin] if carries else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
-        problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
-        after, _, _ = problem.step(start, problem.coefficients(attempt), attempt, again)
+        after = problem.method.step(start, coefficients, attempt.times[0], again).state
         problem.tally.add("accepted")
         return before, self.sums.pull(after, carry, start)
 
