@@ -45,6 +45,7 @@ LOW = 0xFFFFFFFF  # 32 bits
 NO_SDE = "sde must be a HeavyBallSDE, got {}. Fix: hbnode.HeavyBallSDE(func)."
 
 Rows = tuple[Tensor, ...]
+Noise = Callable[[int], Tensor]  # the standard normal variables of a step, (normals, ...), by its number
 
 
 # The free flight
@@ -474,9 +475,7 @@ class SDEProblem(Problem):
         gamma: the coefficients of all intervals, through which the gradients of γ and η go.
     """
 
-    def __init__(
-        self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Callable[[int], Tensor]
-    ) -> None:
+    def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> None:
         temperature = term.aligned(term.inner.solver_temperature(), "temperature", "η")
         eta = torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
         gamma = term.damping = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
@@ -619,10 +618,10 @@ def sdeint(
         )
     if noise is None:
         shape = (NATIVE[method].normals, *h.shape)
-        normals: Any = functools.partial(step_normals, step_seeds(seed, counts.sum()), shape, h)
+        of_step: Noise = functools.partial(step_normals, step_seeds(seed, counts.sum()), shape, h)
     else:
-        normals = noise.normals.__getitem__
-    problem = SDEProblem(term, method, times, counts, normals)
+        of_step = noise.normals.__getitem__
+    problem = SDEProblem(term, method, times, counts, of_step)
     if name == "reversible" and torch.is_grad_enabled():
         problem.check_growth()
     with solving(snapshot, h.device.type):
