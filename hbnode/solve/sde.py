@@ -73,13 +73,16 @@ def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         The coefficients a, b, p, q and r.
     """
     z = damping * time
-    b, small = torch.exp(-z), z < 1e-3
-    series, safe = 1 - z / 2 * (1 - z / 3 * (1 - z / 4 * (1 - z / 5))), torch.where(small, 1.0, z)
-    a = time * torch.where(small, series, -torch.expm1(-safe) / safe)
+    b = torch.exp(-z)
+    small = z < 1e-3  # where the quotient (1 - e^{-z})/z would lose its digits
+    safe = torch.where(small, 1.0, z)
+    a = time * torch.where(small, 1 - z / 2 * (1 - z / 3 * (1 - z / 4 * (1 - z / 5))), -torch.expm1(-safe) / safe)
     p = (a * (1 + b) / 2).sqrt()
     # r²/τ³ is 1/12 at 0; for small z by tanh x = x/(1 + x²/(3 + x²/(5 + ...))), in which nothing cancels
     small = z < 2
-    square, safe, tail = torch.where(small, z, 1.0).square() / 4, torch.where(small, 2.0, z), torch.full_like(z, 17.0)
+    square = torch.where(small, z, 1.0).square() / 4
+    safe = torch.where(small, 2.0, z)
+    tail = torch.full_like(z, 17.0)
     for odd in (15, 13, 11, 9, 7, 5, 3):
         tail = odd + square / tail
     rest = torch.where(small, 1 / (4 * (tail + square)), (safe - 2 * torch.tanh(safe / 2)) / safe**3)
