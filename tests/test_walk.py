@@ -63,7 +63,7 @@ def sdeint():
 
 @pytest.mark.parametrize(
     ("make", "limits"),
-    [(block, (70, 10, 12)), (ode_rnn, (165, 14, 17)), (sdeint, (71, 10, 10))],
+    [(block, (70, 10, 12)), (ode_rnn, (165, 14, 17)), (sdeint, (58, 9, 10))],
     ids=["block", "ODERNN", "sdeint"],
 )
 def test_what_a_call_passes_through(make, limits):

@@ -31,7 +31,7 @@ from hbnode.solve.loop import Problem
 from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, Step
 from hbnode.solve.odeint import check_finite, checked_state, checked_times
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
-from hbnode.solve.term import ODETerm, Snapshot, is_heavy_ball, solving, unwrapped
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrapped
 from hbnode.solve.torchsde import TorchsdeMethod
 
 NativeSDEMethod = Literal["ubu", "baoab", "nystrom4"]
@@ -479,8 +479,9 @@ class SDEProblem(Problem):
     """
 
     def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> None:
-        temperature = term.aligned(term.inner.solver_temperature(), "temperature", "η")
-        eta = torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
+        eta = term.inner.solver_temperature()
+        eta = term.aligned(eta, "temperature", "η") if isinstance(eta, Tensor) else eta
+        eta = torch.as_tensor(eta, dtype=torch.float64, device="cpu")
         gamma = term.damping = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
         term.per_channel = True  # rows keep the shape of h
         of_sde = NATIVE[method]
@@ -614,7 +615,7 @@ def sdeint(
         check_noise(noise, method, name, seed, step_sizes(times, counts), h)
     if method not in NATIVE:
         return torchsde.solve(term, state, times, float(dt), method, name, seed)
-    if not is_heavy_ball(sde, HeavyBallSDE):
+    if change_of_call(sde) is not None:
         raise ValueError(
             f"method={method!r} evaluates func without a call of the SDE, which has hooks or a forward of its own. "
             "Fix: put them into func, or method='srk'."
