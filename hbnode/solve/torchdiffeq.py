@@ -43,10 +43,7 @@ INSTEAD = {  # of an option that a method does not know
     "max_nfe": "method=None or another native method",
 }
 FIELD = "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound"
-STATE = (
-    "the {} is not finite, or the estimate of its error. Look for: a field that grows without bound, a derivative like "
-    "that of sqrt at 0, or a loss whose gradient is not finite"
-)
+STATE = "the {} is not finite, or its error. Look for: growth without bound, sqrt at 0, or a loss of infinite gradient"
 UNDERFLOW = "the step size underflowed. Fix: loosen rtol and atol, use float64, or look for a jump or stiffness in func"
 TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and atol, a shorter span, or more max_steps"
 
