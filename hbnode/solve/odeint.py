@@ -327,10 +327,6 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
         )
 
 
-def _nobody() -> None:
-    """A field that nobody counts: the evaluations of a compiled grid are counted outside of its graph."""
-
-
 def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> State | None:
     """Solve on a short grid by one compiled program; else let the problem take compiled steps."""
     settings, method, term = problem.settings, problem.method, problem.term
@@ -347,7 +343,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
         return None
 
     def grid(y0: State, t: Tensor) -> State:
-        return _traced(field, y0, t, settings, Tally(_nobody, NFE()), False)
+        return _traced(field, y0, t, settings, Tally(compiled.nobody, NFE()), False)
 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
     trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
