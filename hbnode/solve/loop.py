@@ -23,6 +23,7 @@ from hbnode.solve.methods import (
     HostFormula,
     Method,
     Splitting,
+    combined,
     on_host,
 )
 from hbnode.solve.settings import Settings
@@ -276,13 +277,8 @@ class Problem:
 
     def _interpolated(self, state: Rows, columns: Tensor, blend: Tensor, attempt: Attempt) -> Rows:
         """The rows of the outputs inside of a step, (outputs, ...), or, one of a lane each, (outputs, elements)."""
-        if self.lanes is not None:
-            rows = torch.einsum("p...nc,cp...->pn...", blend, columns[:, attempt.lanes])
-        elif blend.dim() > 3:  # a damping of each channel
-            rows = torch.einsum("p...nc,c...->pn...", blend, columns)
-        else:
-            rows = (blend.flatten(0, 1) @ columns).view(*blend.shape[:2], -1)
-        inside, is_end = rows.unbind(1), attempt.theta == 1.0
+        of_outputs = columns.unsqueeze(1) if self.lanes is None else columns[:, attempt.lanes]
+        inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
         if not is_end.any():
             return inside
         is_end = torch.from_numpy(is_end).to(self.template.device).view(-1, *[1] * (inside[0].dim() - 1))

@@ -150,14 +150,17 @@ class Explicit(Method):
         push: Any
         in_place = not torch.is_grad_enabled() and may_look()
         point = torch.stack(state)
-        if uniform:
+        if uniform and point.is_cpu:
             rows = first @ point.view(n + 1, -1)
             push = torch.Tensor.addr_ if in_place else torch.addr
-        else:
-            rows = first[:, 0] * point[0]
-            push = torch.Tensor.addcmul_ if in_place and rows.shape[1:] == shape else torch.addcmul
+        else:  # elsewhere a matrix product may be rounded to TF32, which is meant for networks
+            flat = point.view(n + 1, -1) if uniform else point
+            rows = torch.outer(first[:, 0], flat[0]) if uniform else first[:, 0] * flat[0]
+            push = torch.addr if uniform else torch.addcmul
+            if in_place and (uniform or rows.shape[1:] == shape):
+                push = torch.Tensor.addr_ if uniform else torch.Tensor.addcmul_
             for k in range(1, n + 1):
-                rows = push(rows, first[:, k], point[k])
+                rows = push(rows, first[:, k], flat[k])
         columns = [point]
         for t, column in zip(times, later, strict=True):
             x, rows = rows.split_with_sizes((1, len(rows) - 1))
@@ -572,6 +575,26 @@ class ExplicitGrid(Method):
             x = y + size * sum(w * k for w, k in zip(row, slopes, strict=True) if w) if any(row) else y.clone()
             slopes.append(field(t, x))
         return Step((y + size * sum(w * k for w, k in zip(self.b, slopes, strict=True) if w),))
+
+
+def combined(weights: Tensor, columns: Tensor) -> Tensor:
+    """The rows of the state inside of steps, (outputs, rows, ...).
+
+    Arguments:
+        weights: :meth:`Explicit.blend` of the outputs, (outputs, ..., rows, columns).
+        columns: of the steps in which they lie, (columns, outputs or 1, ...).
+    """
+    if columns.is_cpu:
+        if columns.shape[1] == 1 and weights.dim() == 3:
+            rows = weights.flatten(0, 1) @ columns.flatten(1)
+            return rows.view(*weights.shape[:2], *columns.shape[2:])
+        return torch.einsum("p...nc,cp...->pn...", weights, columns.expand(-1, len(weights), *columns.shape[2:]))
+    weights = weights.movedim((-1, -2), (0, 2))  # elsewhere a matrix product may be rounded to TF32
+    weights, columns = weights.reshape(*weights.shape, *[1] * (columns.dim() + 1 - weights.dim())), columns.unsqueeze(2)
+    rows = weights[0] * columns[0]
+    for weight, column in zip(weights[1:], columns[1:], strict=True):
+        rows = torch.addcmul(rows, weight, column)
+    return rows
 
 
 class HostFormula(torch.autograd.Function):
