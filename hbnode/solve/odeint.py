@@ -596,7 +596,14 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
                 raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
             t = torch.stack([time.reshape(()) for time in times])
         else:
-            t = torch.as_tensor(given, dtype=torch.float64)
+            try:
+                t = torch.as_tensor(given, dtype=torch.float64)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"t must be numbers in the units of f's time, got a {type(t).__name__} of "
+                    f"{type(given[0]).__name__}. Fix: dates as days since the first, t = pandas.to_datetime(t), then "
+                    "(t - t[0]) / pandas.Timedelta(days=1)."
+                ) from error
     elif not t.is_floating_point():
         t = t.to(torch.float64)
     if t.dim() != 1 and not (rows and t.dim() == 2):
@@ -606,24 +613,22 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
         )
     if t.shape[-1] == 0:
         raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: [0.0, 1.0].")
-    on_host = t.cpu()
-    values = on_host.detach()
-    if not bool(torch.isfinite(values).all()):
-        where = torch.nonzero(~torch.isfinite(values))[0].tolist()
+    values = _torch.to_numpy(t)
+    if not np.isfinite(values).all():
+        where = np.argwhere(~np.isfinite(values))[0].tolist()
         raise ValueError(
-            f"t must be finite, but t{where} is {float(values[tuple(where)])}. Fix: drop infinite times and NaNs."
+            f"t must be finite, but t{where} is {values[tuple(where)]}. Fix: drop infinite times and NaNs."
         )
-    steps = values.diff()
-    if t.dim() == 2:  # of a sample's own times some may be repeated: it stays where it is
-        if not bool((steps >= 0).all() | (steps <= 0).all()):
+    steps = np.diff(values)
+    if values.ndim > 1:  # of a sample's own times some may be repeated: it stays where it is
+        if not ((steps >= 0).all() or (steps <= 0).all()):
             raise ValueError(
                 "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."
             )
-    elif not bool((steps > 0).all() | (steps < 0).all()):
-        sign = -1.0 if bool(steps[0] < 0) else 1.0
-        i = int(torch.nonzero(torch.sign(steps) != sign)[0])
+    elif not ((steps > 0).all() or (steps < 0).all()):
+        i = int(np.nonzero(np.sign(steps) != (-1.0 if steps[0] < 0 else 1.0))[0][0])
         raise ValueError(
-            f"t must be strictly increasing or strictly decreasing, but t[{i}]={float(values[i]):g} is "
-            f"followed by t[{i + 1}]={float(values[i + 1]):g}. Fix: sort the times and drop repeated ones."
+            f"t must be strictly increasing or strictly decreasing, but t[{i}]={values[i]:g} is followed by "
+            f"t[{i + 1}]={values[i + 1]:g}. Fix: sort the times and drop repeated ones."
         )
-    return on_host if rows else t.to(device)
+    return t.cpu() if rows else t.to(device)
