@@ -19,7 +19,7 @@ def float64(*values):
 
 
 def test_dates_as_the_error_says():
-    t = pd.to_datetime(["2026-11-24", "2026-11-25 12:00"])
+    t = pd.to_datetime(["2026-11-24 00:00", "2026-11-25 12:00"])
     y = hbnode.odeint(lambda t, y: -y, float64(1.0), (t - t[0]) / pd.Timedelta(days=1), rtol=1e-9, atol=1e-9)
     assert y[-1].item() == pytest.approx(math.exp(-1.5), rel=1e-7)
 
