@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import hbnode
 from benchmarks.gradients import Living, interleaved, relative
 from hbnode import BrownianIncrements
-from hbnode.solve.noise import free_flight
+from hbnode.solve.sde import free_flight
 from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 

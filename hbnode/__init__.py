@@ -97,8 +97,7 @@ from hbnode.recurrent import (
 )
 from hbnode.signal import Signal
 from hbnode.solve import odeint
-from hbnode.solve.noise import BrownianIncrements
-from hbnode.solve.sde import sdeint
+from hbnode.solve.sde import BrownianIncrements, sdeint
 from hbnode.solve.settings import Gradient, Method, Save
 from hbnode.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from hbnode.solve.methods import METHODS, SECOND_ORDER, SPLITTING
-from hbnode.solve.sde import NativeSDEMethod, SDEMethodName, gradients_of
+from hbnode.solve.sde import GRADIENTS, NativeSDEMethod, SDEMethodName
 from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, TorchdiffeqMethod
 from hbnode.solve.torchsde import TorchsdeMethod
 
@@ -70,7 +70,7 @@ def _shown(value: str | float | tuple[str, ...] | None) -> str:
     return "varies" if value is None else ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-_ORDERS: dict[Method, int] = {
+_ORDERS: dict[NativeMethod, int] = {
     "nystrom4": 4,
     "nystrom6": 6,
     "nystrom8": 8,
@@ -78,28 +78,18 @@ _ORDERS: dict[Method, int] = {
     "leapfrog": 2,
     "blanes_moan4": 4,
     "tsit5": 5,
-    "dopri5": 5,
-    "dopri8": 8,
-    "bosh3": 3,
-    "fehlberg2": 2,
-    "adaptive_heun": 2,
-    "euler": 1,
-    "midpoint": 2,
-    "heun2": 2,
-    "heun3": 3,
-    "rk4": 4,
 }
-_EVALUATIONS: dict[Method, int] = {  # of torchdiffeq's methods in one step
-    "dopri5": 6,
-    "dopri8": 13,
-    "bosh3": 3,
-    "fehlberg2": 2,
-    "adaptive_heun": 1,
-    "euler": 1,
-    "midpoint": 2,
-    "heun2": 2,
-    "heun3": 3,
-    "rk4": 4,
+_OF_TORCHDIFFEQ: dict[TorchdiffeqMethod, tuple[int, int]] = {  # order and evaluations, where they do not vary
+    "dopri5": (5, 6),
+    "dopri8": (8, 13),
+    "bosh3": (3, 3),
+    "fehlberg2": (2, 2),
+    "adaptive_heun": (2, 1),
+    "euler": (1, 1),
+    "midpoint": (2, 2),
+    "heun2": (2, 2),
+    "heun3": (3, 3),
+    "rk4": (4, 4),
 }
 _GRID = "steps=n"
 _OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
@@ -134,7 +124,7 @@ def sde_methods() -> Methods[SDEMethodInfo]:
         "hbnode": get_args(NativeSDEMethod), "torchsde": get_args(TorchsdeMethod)
     }  # fmt: skip
     rows = [
-        SDEMethodInfo(name, *_OF_SDES[name], gradients_of(name), library)
+        SDEMethodInfo(name, *_OF_SDES[name], GRADIENTS[name], library)
         for library, names in libraries.items()
         for name in names
     ]
@@ -172,4 +162,5 @@ def _torchdiffeq(name: TorchdiffeqMethod) -> MethodInfo:
     gradients: tuple[Gradient, ...] = ("adjoint",) if name in SCIPY else ("direct", "adjoint")
     steps: Literal["adaptive", "fixed"] = "fixed" if name in FIXED else "adaptive"
     needs = _GRID if name in FIXED else "scipy" if name in SCIPY else ""
-    return MethodInfo(name, _ORDERS.get(name), _EVALUATIONS.get(name), steps, "any", gradients, needs, "torchdiffeq")
+    order, evaluations = _OF_TORCHDIFFEQ.get(name, (None, None))
+    return MethodInfo(name, order, evaluations, steps, "any", gradients, needs, "torchdiffeq")

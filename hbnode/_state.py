@@ -76,18 +76,6 @@ def append_zeros(x: Tensor, augment: int) -> Tensor:
     return torch.cat([x, zeros], dim=1)
 
 
-def paired(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
-    """``(x, net(x))``, or ``(x, 0)`` without a net."""
-    check_input(x, "the input")
-    m = torch.zeros_like(x) if net is None else net(x)
-    if not isinstance(m, Tensor) or m.shape != x.shape:
-        raise ValueError(
-            f"{name} returned {describe(m)}; expected the shape of the input, {tuple(x.shape)}. "
-            "Fix: match its output size, or give the block an initial_state= that makes both parts."
-        )
-    return x, m.to(x.dtype)  # autocast may have made m smaller
-
-
 def like(value: State, y: State) -> State:
     """The field's value checked to have the structure, shapes and dtype of the state."""
     if isinstance(y, Tensor):

@@ -84,6 +84,11 @@ def is_active() -> bool:
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which torch.compile knows the value of
 
 
+def is_transformed() -> bool:
+    """Whether a transform or forward-mode differentiation is running, which need a gradient by the graph."""
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
+
+
 def is_batched(x: Tensor) -> bool:
     """Whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of autograd."""
     return torch._C._functorch.is_legacy_batchedtensor(x)

@@ -17,13 +17,14 @@ from hbnode._state import State, Times, append_zeros, parts
 from hbnode._torch import checking_shapes, is_exporting
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
-from hbnode.solve.odeint import checked_span, solve
-from hbnode.solve.settings import Gradient, Method, Save, Settings
+from hbnode.solve.odeint import checked_span, resolve, solve
+from hbnode.solve.settings import Gradient, Method, Save, Settings, checked_jumps
 
 if TYPE_CHECKING:
     from typing_extensions import override
 
-_SETTINGS = tuple(field.name for field in dataclasses.fields(Settings) if field.name != "compile")
+_SETTINGS = tuple(field.name for field in dataclasses.fields(Settings) if field.name not in ("compile", "common_steps"))
+_COMPILE = "compile_steps"  # nn.Module has a method of the shorter name
 
 
 class ODEBlock(nn.Module):
@@ -110,14 +111,19 @@ class ODEBlock(nn.Module):
         self.steps = steps
         self.per_sample = per_sample
         self.save = save
-        self.jump_times = jump_times
+        self.jump_times = checked_jumps(jump_times)
         self.max_steps = max_steps
         self.options = options
         self.adjoint_options = adjoint_options
-        self.compile_steps = compile  # nn.Module has a method of the shorter name
+        self.compile_steps = compile
         self.initial_state = initial_state
         self._nfe = NFE()
-        self.settings()  # raises for a wrong argument now rather than at the first call
+        self._settings: Settings | None = self.settings()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _SETTINGS or name == _COMPILE:
+            self._settings = None  # they are checked together, when they are next needed
 
     @property
     def nfe(self) -> NFE:
@@ -143,7 +149,7 @@ class ODEBlock(nn.Module):
         """h(T), or the trajectory of h at the times ``t``."""
         readout = self.field.readout
         if t is None and getattr(readout, "__func__", None) is Field.readout:  # which takes a state as well
-            return readout(self._solve(self.field, self.start(x), None, self.settings(), end=True))
+            return readout(self._solve(self.field, self.start(x), None, end=True))
         h = readout(self.trajectory(x, t))
         return h[-1] if t is None else h
 
@@ -168,7 +174,7 @@ class ODEBlock(nn.Module):
             >>> h.shape, m.shape, bool((m[0] == 0).all())
             (torch.Size([3, 8, 2]), torch.Size([3, 8, 2]), True)
         """
-        return self._solve(self.field, self.start(x), t, self.settings())
+        return self._solve(self.field, self.start(x), t)
 
     def with_integral(self, x: Tensor, integrand: Integrand, t: Times | None = None) -> tuple[Tensor, Tensor]:
         r"""The output of the block and the integral of g along its path.
@@ -224,25 +230,28 @@ class ODEBlock(nn.Module):
         with _traced_shapes():
             if self.initial_state is not None:
                 return self.initial_state(x)
-            return self.field.initial_state(append_zeros(x, self.augment))
+            return self.field.initial_state(append_zeros(x, self.augment) if self.augment else x)
 
     def _solve(
-        self, field: nn.Module, state: State, t: Times | None, settings: Settings, *, end: bool = False
+        self, field: nn.Module, state: State, t: Times | None, settings: Settings | None = None, *, end: bool = False
     ) -> State:
-        """The solution at the times, or its end alone, counted."""
+        """The solution at the times, or its end alone, counted; with the block's own settings if none are given."""
         nfe = NFE()
         if not is_exporting():  # a graph without Python has no attributes
             self._nfe = nfe
+        if settings is None:
+            settings = self._settings or self.settings()
+            self._settings = settings
         with _traced_shapes():
             return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
 
     def settings(self) -> Settings:
-        """How the block solves, from its attributes, which may be changed at any time."""
+        """How the block solves, checked, from its attributes, which may be changed at any time."""
         return Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps).checked()
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""
-        settings = self.settings().resolved(self.field, abs(self.t_span[1] - self.t_span[0]))
+        settings = resolve(self.settings(), self.field, torch.tensor(self.t_span))
         augment = f", augment={self.augment}" if self.augment else ""
         return (
             f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "

@@ -14,10 +14,23 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import as_count, as_numbers, check_input
+from hbnode._checks import as_count, as_numbers, check_input, conversion
 from hbnode._constants import KeepsConstants
 from hbnode._signature import check_order, takes_time
-from hbnode._state import State, append_zeros, describe, paired
+from hbnode._state import State, append_zeros, describe
+
+
+def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
+    """``(x, net(x))``, or ``(x, 0)`` without a net."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a tensor, got {type(x).__name__}. Fix: {conversion(x)}.")
+    m = torch.zeros_like(x) if net is None else net(x)
+    if not isinstance(m, Tensor) or m.shape != x.shape:
+        raise ValueError(
+            f"{name} returned {describe(m)}; expected the shape of the input, {tuple(x.shape)}. "
+            "Fix: match its output size, or give the block an initial_state= that makes both parts."
+        )
+    return x, m.to(x.dtype)  # autocast may have made m smaller
 
 
 class Field(nn.Module, ABC):
@@ -38,7 +51,6 @@ class Field(nn.Module, ABC):
         check_order(func)
         self.func = func
         self.compiled: dict[Any, Any] = {}  # steps of native methods that compile=True has compiled for this field
-        self._structure: Any = None  # the modules, and what solves have prepared
         self.time_dependent = takes_time(func, parts) if time_dependent is None else bool(time_dependent)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -55,8 +67,8 @@ class Field(nn.Module, ABC):
         """The derivative of the state, in the structure of the state."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled or prepared, which belongs to this object."""
-        return {**self.__dict__, "compiled": {}, "_structure": None}
+        """Without what was compiled, which belongs to this object."""
+        return {**self.__dict__, "compiled": {}}
 
     def readout(self, state: State) -> Tensor:
         """The hidden state h of a state, or of a whole trajectory of states."""
@@ -181,7 +193,7 @@ class SONODE(Field):
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(x, v0)`` with v0 zeros or ``initial_velocity(x)``."""
-        return paired(x, self.initial_velocity, "initial_velocity")
+        return with_momentum(x, self.initial_velocity, "initial_velocity")
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The equation above."""
@@ -236,7 +248,7 @@ class _Damped(KeepsConstants, Field):
 
     def solver_damping(self) -> Tensor | float:
         """γ for a solver, which takes a constant from the host."""
-        return self.on_host("_damping", self.damping)
+        return self.damping if self.omega is not None else self.on_host("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
         """A learned γ has one as well: the bound that its parameter is relative to."""
@@ -253,7 +265,7 @@ class _Damped(KeepsConstants, Field):
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(x, m0)`` with m0 zeros or ``initial_momentum(x)``."""
-        return paired(x, self.initial_momentum, "initial_momentum")
+        return with_momentum(x, self.initial_momentum, "initial_momentum")
 
     def extra_repr(self) -> str:
         """What ``repr`` shows beside the submodules."""

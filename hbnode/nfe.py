@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,10 +38,11 @@ class NFE:
     backward_steps: int = 0
     backward_rejected: int = 0
 
-    def __post_init__(self) -> None:
-        self.keeps_graph = False  # whether the forward pass keeps its graph for the backward pass
-        self.successor: NFE | None = None  # where a solve that has begun counts from now on
-        self.samples: list[int] | None = None  # which of a batch are solved, if not all of them
+    # whether the forward pass keeps its graph for the backward pass; where a solve that has begun counts from now on;
+    # which of a batch are solved, if not all of them
+    keeps_graph: bool = field(default=False, init=False, repr=False, compare=False)
+    successor: NFE | None = field(default=None, init=False, repr=False, compare=False)
+    samples: list[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def total(self) -> int:
@@ -50,14 +51,14 @@ class NFE:
 
     def as_dict(self) -> dict[str, int]:
         """All counts and the total by their names, for JSON or a table."""
-        return asdict(self) | {"total": self.total}
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.init} | {"total": self.total}
 
     def __add__(self, other: NFE | int) -> NFE:
         if other == 0:  # where sum() starts
             other = NFE()
         if not isinstance(other, NFE):
             return NotImplemented
-        both = NFE(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+        both = NFE(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self) if part.init))
         both.keeps_graph = self.keeps_graph or other.keeps_graph
         return both
 
@@ -80,7 +81,7 @@ class NFE:
 _FORWARD = {"evaluation": "forward", "accepted": "steps", "rejected": "rejected"}
 _BACKWARD = {"evaluation": "backward", "accepted": "backward_steps", "rejected": "backward_rejected"}
 
-_open_counters: list[tuple[frozenset[int], NFE]] = []
+open_counters: list[tuple[frozenset[int], NFE]] = []
 
 
 @dataclass
@@ -105,24 +106,14 @@ class StepRecord:
         return len(self.t)
 
 
-_open_records: list[tuple[frozenset[int], StepRecord]] = []
-
-
-def is_recording() -> bool:
-    """Whether a :func:`record_steps` context is open."""
-    return len(_open_records) > 0
-
-
-def is_counting() -> bool:
-    """Whether a :func:`count_nfe` context is open."""
-    return len(_open_counters) > 0
+open_records: list[tuple[frozenset[int], StepRecord]] = []
 
 
 class Tally:
     """The count of one solve; passes every event on to the open :func:`count_nfe` contexts that watch its field."""
 
     def __init__(self, field: Callable[..., Any], nfe: NFE) -> None:
-        self.identity = _identity(field)
+        self.identity = identity(field)
         self.started_with = nfe
 
     @property
@@ -138,22 +129,17 @@ class Tally:
         name = (_FORWARD if is_forward else _BACKWARD)[event]
         own = self.nfe
         setattr(own, name, getattr(own, name) + count)
-        for watched, total in _open_counters:
+        for watched, total in open_counters:
             if self.identity in watched:
                 setattr(total, name, getattr(total, name) + count)
                 total.keeps_graph |= own.keeps_graph
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a :func:`record_steps` context is open."""
-        return len(_open_records) > 0
 
     def report(self, start: Any, size: Any, accepted: Any) -> None:
         """Pass a step, or one step for each sample (batch,), on to the open :func:`record_steps` contexts."""
         start, size = (x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (start, size))
         samples = [None] if size.ndim == 0 else self.nfe.samples or range(len(size))
         columns = [np.broadcast_to(x, size.shape).reshape(-1).tolist() for x in (start, abs(size), accepted)]
-        for watched, record in _open_records:
+        for watched, record in open_records:
             if self.identity in watched:
                 for row in zip(*columns, samples, strict=True):
                     if row[1] > 0:  # a sample that has arrived waits for the others in steps of size 0
@@ -181,7 +167,7 @@ def count_nfe(module: nn.Module | Callable[..., Any]) -> Iterator[NFE]:
         >>> nfe.forward, nfe.steps  # two solves, five steps each, four evaluations a step
         (40, 10)
     """
-    with _open(_open_counters, module, NFE(), "count_nfe") as nfe:
+    with _open(open_counters, module, NFE(), "count_nfe") as nfe:
         yield nfe
 
 
@@ -204,7 +190,7 @@ def record_steps(module: nn.Module | Callable[..., Any]) -> Iterator[StepRecord]
         >>> steps.t, steps.size[0], all(steps.accepted)
         ([0.0, 0.25, 0.5, 0.75], 0.25, True)
     """
-    with _open(_open_records, module, StepRecord(), "record_steps") as record:
+    with _open(open_records, module, StepRecord(), "record_steps") as record:
         yield record
 
 
@@ -222,7 +208,7 @@ def _open(
             "Fix: pass the block or the model that contains it."
         )
     members = module.modules() if isinstance(module, nn.Module) else [module]
-    entry = (frozenset(map(_identity, members)), kept)
+    entry = (frozenset(map(identity, members)), kept)
     entries.append(entry)
     try:
         yield kept
@@ -230,6 +216,6 @@ def _open(
         entries[:] = [other for other in entries if other is not entry]
 
 
-def _identity(field: Callable[..., Any]) -> int:
+def identity(field: Callable[..., Any]) -> int:
     """What tells fields apart: the object of a bound method, made anew at each access; what a wrapper wraps."""
     return id(getattr(field, "__self__", getattr(field, "counted_as", field)))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +13,25 @@ from typing_extensions import Self, override
 from hbnode._checks import check_input
 from hbnode._torch import is_tracing
 
-_asked: ContextVar[list[Signal] | None] = ContextVar("asked", default=None)
+
+class _Queries(threading.local):
+    """What the solves that run in this thread ask signals for.
+
+    Inside of a solve a query outside of a signal gives NaN, which the solver does not accept; it is checked later.
+
+    Attributes:
+        solves: how many solves run, one inside of the other.
+        signals: the signals that were asked, while somebody wants to know.
+        unchecked: signals and times that were asked, to be looked at if a solve fails.
+    """
+
+    def __init__(self) -> None:
+        self.solves = 0
+        self.signals: list[Signal] | None = None
+        self.unchecked: deque[tuple[Signal, Tensor]] = deque(maxlen=256)
 
 
-@contextmanager
-def listening() -> Iterator[list[Signal]]:
-    """A context in which every signal that is asked for its value is added to a list."""
-    signals: list[Signal] = []
-    token = _asked.set(signals)
-    try:
-        yield signals
-    finally:
-        _asked.reset(token)
+queries = _Queries()
 
 
 class Signal(nn.Module):
@@ -106,15 +111,15 @@ class Signal(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         """The signal at the times ``t``."""
         traced = is_tracing()
-        if not traced and (asked := _asked.get()) is not None:
-            asked.append(self)
+        if not traced and queries.signals is not None:
+            queries.signals.append(self)
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
             t = torch.where(t < first, first, torch.where(t > last, last, t))  # of slope 1 at the ends too
-        elif not traced and (t.is_cpu or not _queries.solves):
+        elif not traced and (t.is_cpu or not queries.solves):
             self.refuse_outside(t)
         elif not traced:
-            _queries.last.append((self, t.detach()))
+            queries.unchecked.append((self, t.detach()))
         shape = t.shape + self.u.shape[1:]
         t = t.reshape(-1)  # an index of no dimension would be read by the host
         left = (torch.searchsorted(self.t, t.detach().to(self.t.dtype).contiguous(), right=True) - 1).clamp(
@@ -166,30 +171,7 @@ def _align(x: Tensor, u: Tensor) -> Tensor:
     return x.reshape(x.shape + (1,) * (u.dim() - 1)).to(u.dtype)
 
 
-class _Queries(threading.local):
-    """What the solves that run in this thread have asked signals for, not yet checked."""
-
-    def __init__(self) -> None:
-        self.solves = 0
-        self.last: deque[tuple[Signal, Tensor]] = deque(maxlen=256)
-
-
-_queries = _Queries()
-
-
-@contextmanager
-def checking_later() -> Iterator[None]:
-    """Inside of a solve: a query outside of a signal gives NaN, which the solver does not accept."""
-    _queries.solves += 1
-    try:
-        yield
-    finally:
-        _queries.solves -= 1
-        if not _queries.solves:
-            _queries.last.clear()
-
-
 def refuse_queries_outside() -> None:
     """Where a solve has failed: raise if it was a signal that was asked for a time outside of its samples."""
-    for signal, t in list(_queries.last):
+    for signal, t in list(queries.unchecked):
         signal.refuse_outside(t)

@@ -45,7 +45,7 @@ AGAIN = Checkpoint(keep_bytes=0)  # computes every step again, where the default
 
 def pretend_tracing(patch):
     """The operations that are traced, without tracing them, until the patch is undone."""
-    for module in ("odeint", "loop", "term"):
+    for module in ("odeint", "term"):
         patch.setattr(importlib.import_module(f"hbnode.solve.{module}"), "is_tracing", lambda: True)
 
 

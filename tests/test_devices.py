@@ -5,6 +5,7 @@ import torch
 import torchdiffeq
 from torch import nn
 from torch.distributions import Independent, Normal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from hbnode import recurrent
@@ -102,6 +103,36 @@ def test_dense_output(device, method):
     times = device.move(torch.linspace(0, 1, 9))
     nfe, waited = train(device, device.move(block), times)
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + 1  # the times
+
+
+class Products(TorchDispatchMode):
+    """Lists the matrix products of float32 tensors that are not on the CPU; those of float64 are exact."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (
+            func._schema.name in ("aten::mm", "aten::bmm", "aten::mv", "aten::addmm")
+            and args[0].is_cuda
+            and args[0].dtype == torch.float32
+        ):
+            self.found.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("damping", [0.3, torch.rand(4)])
+def test_the_state_is_in_no_matrix_product(device, damping, per_sample):
+    """Which may be rounded to TF32, as is meant for networks; sums give the same numbers."""
+    block = hbnode.HeavyBallODEBlock(nn.Tanh(), damping=damping, learn_damping=False, per_sample=per_sample)
+    x, times = torch.randn(3, 4), torch.linspace(0, 1, 9)
+    expected = block(x, times)
+    with Products() as products:
+        found = device.move(block)(device.move(x), times)
+    assert not products.found
+    torch.testing.assert_close(found.values_on_cpu, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])

@@ -44,7 +44,6 @@ LAYERS = [
     ["hbnode.solve", "hbnode._integral"],
     ["hbnode.solve.sde"],
     ["hbnode.solve.torchsde"],
-    ["hbnode.solve.noise"],
     ["hbnode.solve.odeint"],
     ["hbnode.solve.adjoints", "hbnode.solve.compiled", "hbnode.solve.torchdiffeq"],
     ["hbnode.solve.loop"],

@@ -11,7 +11,7 @@ import torchsde
 from torch import nn
 
 import hbnode
-from hbnode.solve.noise import step_seed
+from hbnode.solve.sde import step_seeds
 from hbnode.solve.torchsde import STRATONOVICH
 from tests.pretend_device import pretended_device
 
@@ -151,10 +151,17 @@ def test_seeds():
 
 def test_the_seeds_of_steps_differ():
     for seed in (0, 1, 2**40):
-        low = {step_seed(seed, step) & 0xFFFFFFFF for step in range(10_000)}
-        assert len(low) == 10_000
-    assert len({step_seed(seed, 0) for seed in range(10_000)}) == 10_000
-    assert all(0 <= step_seed(seed, step) < 2**63 for seed in (0, 5, 2**63) for step in (0, 1, 2**20))
+        assert len(set((step_seeds(seed, 10_000) & 0xFFFFFFFF).tolist())) == 10_000
+    assert len({int(step_seeds(seed, 1)[0]) for seed in range(10_000)}) == 10_000
+    assert all((step_seeds(seed, 2**20) < 2**63).all() for seed in (0, 5, 2**63))
+    assert (step_seeds(7, 50) == step_seeds(7, 20_000)[:50]).all()
+
+
+def test_the_noise_of_a_seed_stays_the_same():
+    """From one version to the next."""
+    assert step_seeds(5, 3).tolist() == [9032386870367886174, 9032386870255349748, 9032386868761174387]
+    noise = hbnode.BrownianIncrements.draw(make_sde(), torch.zeros(1), [0.0, 1.0], dt=0.5, method="baoab", seed=5)
+    torch.testing.assert_close(noise.normals.flatten(), torch.tensor([-0.20076655, -0.47008884]))
 
 
 def test_normals_of_steps_are_independent():

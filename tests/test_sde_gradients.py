@@ -12,7 +12,7 @@ import hbnode
 from benchmarks.gradients import Living
 from hbnode.errors import RecomputationError
 from hbnode.solve.adjoints import Checkpoint
-from hbnode.solve.noise import free_flight
+from hbnode.solve.sde import free_flight
 from tests import reference_sde
 
 METHODS = ("ubu", "baoab", "nystrom4")

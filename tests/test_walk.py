@@ -63,7 +63,7 @@ def sdeint():
 
 @pytest.mark.parametrize(
     ("make", "limits"),
-    [(block, (155, 20, 15)), (ode_rnn, (80, 8, 12)), (sdeint, (115, 17, 12))],
+    [(block, (70, 10, 12)), (ode_rnn, (80, 8, 12)), (sdeint, (58, 9, 10))],
     ids=["block", "ODERNN", "sdeint"],
 )
 def test_what_a_call_passes_through(make, limits):

@@ -262,7 +262,7 @@ class HeavyBallAnnealing(nn.Module):
 
     def _draw(self, n: int, seed: int | None) -> tuple[Tensor, Tensor]:
         n = as_count(n, "n", least=0)
-        if _torch.is_active() or _torch.in_forward_mode():
+        if _torch.is_transformed():
             raise ValueError(
                 "annealing takes gradients of log_prob by autograd, which does not work in the transforms of "
                 "torch.func (grad, vmap, jvp, ...) and in forward mode. Fix: rsample(n) or bound(n) outside of them, "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hbnode import _torch
 from hbnode._checks import as_count, check_input
-from hbnode._torch import in_forward_mode, is_active, is_tracing
+from hbnode._torch import is_tracing, is_transformed
 from hbnode.attention.momentum_loop import attend_in_order
 from hbnode.attention.momentum_plain import attend, attend_to_all, step
 from hbnode.attention.momentum_weights import MomentumAttentionState, Rate
@@ -175,7 +175,7 @@ def _run(
         return attend_to_all(q, k, v, rates, state, ignored, options["eps"])
     if is_tracing():  # with dynamic shapes a program views heads as if they were contiguous
         q, k, v = (x.contiguous() for x in (q, k, v))
-    needs_plain = is_tracing() or is_active() or in_forward_mode() or _torch.double_backward_enabled()
+    needs_plain = is_tracing() or is_transformed() or _torch.double_backward_enabled()
     form = attend if needs_plain else attend_in_order
     return form(q, k, v, rates, state, ignored, **options)
 

@@ -28,7 +28,7 @@ from hbnode import _torch
 from hbnode.errors import NonFiniteError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nets import MLP
-from hbnode.nfe import NFE, Tally, is_recording
+from hbnode.nfe import NFE, Tally, open_records
 from hbnode.ode_rnn.gaps import Gaps, Solver, steps_needed
 from hbnode.solve.control import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY, Array, PIController, first_size
 from hbnode.solve.methods import METHODS, NYSTROM, SECOND_ORDER, Explicit, Method, Splitting
@@ -857,8 +857,8 @@ def most_steps(times: Tensor, step_size: float) -> float:
 
 def is_watched(s: Tensor, times: Tensor) -> bool:
     """Whether something watches or changes what is computed."""
-    if _torch.is_active() or _torch.in_forward_mode() or _torch.double_backward_enabled():
+    if _torch.is_transformed() or _torch.double_backward_enabled():
         return True
-    if _torch.is_tracing() or is_recording() or torch.is_autocast_enabled(s.device.type):
+    if _torch.is_tracing() or open_records or torch.is_autocast_enabled(s.device.type):
         return True
     return _torch.has_global_hooks() or (times.requires_grad and torch.is_grad_enabled())

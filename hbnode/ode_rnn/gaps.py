@@ -6,7 +6,6 @@ import dataclasses
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from hbnode._state import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import Field
 from hbnode.nfe import NFE
-from hbnode.solve.adjoints import Checkpoint, Direct
-from hbnode.solve.odeint import solve
+from hbnode.solve.adjoints import Checkpoint
+from hbnode.solve.odeint import resolve, solve
 from hbnode.solve.settings import Settings
 
 _ROUNDING = 1e-9  # relative; a gap of three steps, but for its rounding, takes three
@@ -43,7 +42,7 @@ def checked_solver(settings: Settings, field: Field) -> Solver:
             raise ValueError("steps and options={'step_size': h} were both given. Fix: leave steps out.")
         settings, step_size = dataclasses.replace(settings, options=options, steps=1), float(step_size)
     settings = settings.checked()
-    if settings.is_native and settings.resolved(field).gradient == "adjoint":
+    if settings.is_native and resolve(settings, field).gradient == "adjoint":
         raise ValueError(
             "gradient='adjoint' of native methods does not know times of each sample's own. Fix: leave gradient "
             "out, or method='dopri5' with per_sample=False."
@@ -71,7 +70,7 @@ class Gaps:
 
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
         self.field, self.second_order = field, second_order
-        self.settings, self.step_size = solver.settings.resolved(field), solver.step_size
+        self.settings, self.step_size = resolve(solver.settings, field), solver.step_size
         if self.settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "gradient='adjoint' gives no gradient with respect to times of each sample's own, and these require "
@@ -79,9 +78,9 @@ class Gaps:
             )
         if self.settings.is_native:
             gradient = Checkpoint(keep_bytes=0) if self.settings.gradient == "checkpoint" else self.settings.gradient
-            if self.settings.steps is None and not self.settings.per_sample:
-                gradient = InCommon(Direct() if gradient == "direct" else gradient)
-            self.settings = dataclasses.replace(self.settings, gradient=gradient)
+            self.settings = dataclasses.replace(
+                self.settings, gradient=gradient, common_steps=not self.settings.per_sample
+            )
         self.t = t.to("cpu", torch.float64)
         self.moves = self.t.detach().diff() != 0
         self.rests = _torch.numbers(~self.moves.any(0) & (not t.requires_grad))  # a gap of 0 may have a gradient
@@ -130,18 +129,6 @@ class Gaps:
             time, size = first + (last - first) * error.t, (last - first) * error.step_size
             raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
         return end if index is None else s.to(end.dtype).index_copy(0, index, end)
-
-
-@dataclass(frozen=True)
-class InCommon(Direct):
-    """A gradient mode, of a solve in which all samples take the same fraction of their gaps in a step."""
-
-    mode: Any = dataclasses.field(default_factory=Direct)
-
-    def solve(self, problem: Any, y0: State, snapshot: Any) -> tuple[Tensor, ...]:
-        """The rows at the output times."""
-        problem.common = True
-        return self.mode.solve(problem, y0, snapshot)
 
 
 class _InFractions(torch.nn.Module):

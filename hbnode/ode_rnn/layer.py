@@ -38,6 +38,7 @@ from hbnode.ode_rnn.sequences import (
     state_of,
     warn_if_too_short,
 )  # fmt: skip
+from hbnode.solve.odeint import resolve
 from hbnode.solve.settings import Gradient, Method, Settings
 
 Series = TypeVar("Series", Tensor, PackedSequence)
@@ -601,7 +602,7 @@ class ODERNN(KeepsConstants):
 
     @override
     def extra_repr(self) -> str:
-        settings = self.settings.resolved(self.field)
+        settings = resolve(self.settings, self.field)
         start = "encoded" if self.encoder is not None else "zeros" if self.start is None else "learned"
         layers = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
         both = ", bidirectional=True" if self.bidirectional else ""

@@ -31,7 +31,7 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
         is_held: whether the input is held over the gap before a sample, or is added to v.
         inputs: the tensors.
     """
-    needs_plain = _torch.is_active() or _torch.in_forward_mode() or torch.jit.is_tracing()
+    needs_plain = _torch.is_transformed() or torch.jit.is_tracing()
     if torch.compiler.is_compiling() and not needs_plain:
         y, v, x, _ = _forward_op(kind, is_held, *inputs)
         return y, v, x

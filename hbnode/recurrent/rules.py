@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hbnode import _torch
-from hbnode._torch import in_forward_mode, is_active, is_tracing
+from hbnode._torch import is_tracing, is_transformed
 from hbnode.recurrent.filter import block_weights, linear_filter
 
 
@@ -286,7 +286,7 @@ def memory_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def needs_plain() -> bool:
     """Whether only operations that autograd knows will do: second derivatives, forward mode, torch.func, a trace."""
-    return is_tracing() or is_active() or in_forward_mode() or _torch.double_backward_enabled()
+    return is_tracing() or is_transformed() or _torch.double_backward_enabled()
 
 
 def once(what: str) -> None:

@@ -17,8 +17,8 @@ from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode._state import parts
 from hbnode._torch import random_state
 from hbnode.errors import RecomputationError, ReversalError
-from hbnode.solve.control import Attempt, FixedSteps
-from hbnode.solve.loop import Problem, Rows, integrate
+from hbnode.solve.control import Attempt
+from hbnode.solve.loop import Problem, Rows, fixed_steps, integrate
 from hbnode.solve.methods import METHODS
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm, Snapshot
@@ -47,11 +47,7 @@ class Direct:
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
         """The rows at the output times."""
         problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
-
-        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-            return problem.step(state, problem.coefficients(attempt), attempt)
-
-        return integrate(problem, problem.start(y0), take)
+        return integrate(problem, problem.start(y0))
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,8 @@ class Checkpoint:
         if not torch.is_grad_enabled():
             return Direct().solve(problem, y0, snapshot)
         start = problem.start(y0)
-        _check_buffers(snapshot, "checkpoint")
+        if snapshot.changed():
+            raise ValueError(_CHANGES_BUFFERS.format(self.name))
         count = 1 if problem.settings.steps is None else sum(problem.counts())
         kept, of_step, keeps_all = 0, -1.0, False
         problem.tally.nfe.keeps_graph = True
@@ -112,7 +109,8 @@ class Checkpoint:
             return problem.step(state, coefficients, attempt)
 
         rows = integrate(problem, start, take, every=self.every)
-        _check_buffers(snapshot, "checkpoint")
+        if snapshot.changed():
+            raise ValueError(_CHANGES_BUFFERS.format(self.name))
         return rows
 
 
@@ -180,12 +178,9 @@ class _OfSolve(torch.autograd.Function):
         ctx: Any, gradient: Any, problem: Problem, snapshot: Snapshot, known: frozenset[int], carried: Rows,
         gamma: Tensor, t: Tensor, *tensors: Tensor,
     ) -> Rows:  # fmt: skip
-        def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-            return problem.step(state, problem.coefficients(attempt), attempt)
-
         ctx.gradient, ctx.problem, ctx.snapshot, n = gradient, problem, snapshot, problem.term.rows
         ctx.start, ctx.leaves, ctx.known = tensors[:n], tensors[n:], known
-        rows = integrate(problem, (*ctx.start, *carried), take)
+        rows = integrate(problem, (*ctx.start, *carried))
         ctx.trajectory = tuple([row.clone() for row in rows])  # the user may change his in place
         slots = [tensor for _, _, tensor in snapshot.slots if not tensor.is_inference()]
         ctx.save_for_backward(gamma, t, *tensors, *slots)  # the last so that changes in place are noticed
@@ -247,7 +242,8 @@ def _leaves(
             return value if activation is None else (value, activation(start[1].clone()))
 
         found, value = closed_over_leaves(evaluate, (*start, x, *([] if problem.t is None else [problem.t])))
-    _check_buffers(snapshot, name)
+    if snapshot.changed():
+        raise ValueError(_CHANGES_BUFFERS.format(name))
     if not all(map(torch.equal, random, random_state(rows[0].device))) and not snapshot.masks:
         raise ValueError(
             f"func draws random numbers, which gradient={name!r} cannot draw again. "
@@ -258,12 +254,6 @@ def _leaves(
     if any(map(_torch.has_hooks, leaves)):
         raise ValueError(_HOOKS.format(name))
     return leaves, frozenset(known), tuple([x.detach() for x in value]) if carries else ()
-
-
-def _check_buffers(snapshot: Snapshot, name: str) -> None:
-    """Refuse a field that changes its buffers when it is evaluated."""
-    if snapshot.changed():
-        raise ValueError(_CHANGES_BUFFERS.format(name))
 
 
 @dataclass(frozen=True)
@@ -283,10 +273,7 @@ class Reversible:
         n, place, carries = problem.term.rows, len(gradients[0]), problem.method.carries
         sums = _Sums([gamma, t, *leaves])
         way = _WayBack(problem, sums, ctx.known)
-        steps, attempts = FixedSteps(problem, 1), []
-        while (attempt := steps.next()) is not None:
-            attempts.append(attempt)
-            steps.advance(1)
+        attempts = [*fixed_steps(problem, 1)]
         times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
         carry: Rows = tuple([torch.zeros_like(row) for row in (*ctx.start, *ctx.start[:carries])])
         state = end = ctx.start
@@ -349,12 +336,14 @@ class _WayBack:
         def again(time: Tensor, x: Tensor) -> Tensor:
             return _Evaluated.apply(x, time, self.records.pop(-2 if carries else -1), self.sums)
 
+        problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
+        coefficients, _ = problem.coefficients(attempt)
+        if problem.noise is not None:  # drawn once for the way back and the step that is taken again
+            coefficients = (*coefficients, problem.noise(attempt.number))
         with torch.no_grad():
-            coefficients = problem.with_noise(problem.coefficients(attempt)[0], attempt.number)
             before = problem.method.undo(state, coefficients, [begin] if carries else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
-        problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
-        after, _, _ = problem.step(start, problem.coefficients(attempt), attempt, again)
+        after = problem.method.step(start, coefficients, attempt.times[0], again).state
         problem.tally.add("accepted")
         return before, self.sums.pull(after, carry, start)
 
@@ -484,7 +473,7 @@ class _Augmented:
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         settings = Settings("tsit5", s.rtol, s.atol, steps=s.steps, max_steps=s.max_steps, options=options)
         problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
-        rows = integrate(problem, problem.start(state), lambda y, a: problem.step(y, problem.coefficients(a), a))
+        rows = integrate(problem, problem.start(state))
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])
 
 
@@ -521,7 +510,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 def chosen(gradient: Any) -> Any:
     """A gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
     made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
-    if not isinstance(made, Direct) and (_torch.is_active() or _torch.in_forward_mode()):
+    if not isinstance(made, Direct) and (_torch.is_transformed()):
         raise ValueError(
             f"gradient={made.name!r} does not work under the transforms of torch.func (vmap, grad, jvp, ...), nor in "
             "forward mode. Fix: gradient='direct'."

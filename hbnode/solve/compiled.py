@@ -5,7 +5,6 @@ What is compiled belongs to the field, which keeps it. Evaluations are counted o
 
 from __future__ import annotations
 
-import math
 import types
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hbnode.fields import Field
+from hbnode.nfe import NFE, Tally
 from hbnode.solve.methods import Method
 from hbnode.solve.term import ODETerm
 
@@ -74,48 +74,26 @@ def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: b
 
     Of y0 only the shapes count. Without ``error`` there is no norm.
     """
-    evaluate, n, lanes = bare(term), term.rows, term.lanes is not None
+    field, second_order, n, own_steps = term.inner, term.second_order, term.rows, term.lanes is not None
+    in_autocast = term.in_autocast
 
     def step(
         state: tuple[Tensor, ...], packed: tuple[Tensor, ...], times: list[Tensor], y0: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        result = method.step(state, packed, times, lambda t, row: evaluate(t, row, y0), error=error)
+        lanes = len(y0 if isinstance(y0, Tensor) else y0[0]) if own_steps else None
+        evaluate = ODETerm(field, y0, Tally(nobody, NFE()), second_order=second_order, lanes=lanes)
+        evaluate.in_autocast = in_autocast  # a solve itself runs without
+        result = method.step(state, packed, times, evaluate, error=error)
         if result.error is None:
             return result.state, None
         scale = torch.maximum(torch.stack(state[:n]).abs(), torch.stack(result.state[:n]).abs()).detach()
         ratio = result.error.detach() / (scale * rtol + atol)
-        if lanes:
+        if own_steps:
             return result.state, ratio.movedim(1, 0).flatten(1).double().square().mean(1).sqrt()
         return result.state, ratio.square().mean().sqrt()
 
     return step
 
 
-def bare(term: ODETerm) -> Callable[[Tensor, Tensor, Any], Tensor]:
-    """The value of a term at a row, given a state of its shapes, without anything that belongs to one solve."""
-    field, second_order, autocast, lanes = term.inner, term.second_order, term.autocast, term.lanes
-
-    def value(t: Tensor, row: Tensor, y0: Any) -> Tensor:
-        if second_order:
-            f = field.force(t, row.view(y0[0].shape))
-        elif isinstance(y0, Tensor):
-            f = field(t, row.view(y0.shape))
-        else:
-            state: list[Tensor] = []
-            begin = 0
-            for part in y0:
-                size = part.numel() if lanes is None else math.prod(part.shape[1:])
-                state.append(row.narrow(-1, begin, size).reshape(part.shape))
-                begin += size
-            found = field(t, tuple(state))
-            f = torch.cat([x.reshape(-1) if lanes is None else x.unsqueeze(-1).flatten(1) for x in found], -1)
-        return f.to(row.dtype).reshape(row.shape)
-
-    if autocast is None:
-        return value
-
-    def in_autocast(t: Tensor, row: Tensor, y0: Any) -> Tensor:
-        with torch.autocast(autocast[0], dtype=autocast[1], cache_enabled=False):
-            return value(t, row, y0)
-
-    return in_autocast
+def nobody() -> None:
+    """A field that nobody counts: the evaluations of a program are counted outside of its graph."""

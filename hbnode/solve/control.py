@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hbnode.errors import MaxStepsError, StepSizeUnderflowError
+from hbnode.nfe import open_records
 
 Array = np.ndarray
 
@@ -51,7 +52,6 @@ class Attempt:
         lanes: the lane of each output inside of the step; None if all lanes reach their outputs together.
         outputs: which output times these are; None if there are none.
         theta: where in the step they lie; None if all lie at its end.
-        keep: whether what dense output is made of is wanted after the step.
         number: of its first step, counted from the start of a grid.
     """
 
@@ -62,7 +62,6 @@ class Attempt:
     lanes: Array | None = None
     outputs: Array | None = None
     theta: Any = None
-    keep: bool = False
     number: int = 0
 
 
@@ -115,53 +114,6 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
     return 2.0 * (tolerance / (h + tolerance)) ** (1.0 / (error_order + 1)) / (rate + 1e-12)
 
 
-class FixedSteps:
-    """A grid: a given number of equal steps between two output times, in segments of at most ``every``.
-
-    Sizes are arrays, or tensors where a graph is traced or gradients flow to the times.
-    """
-
-    def __init__(self, problem: Any, every: int) -> None:
-        self.problem, self.counts = problem, problem.counts()
-        self.every = 1 if problem.tally.is_recorded else every
-        self.interval, self.done, self.number = 0, 0, 0
-        self.times = problem.grid()  # (T,) or (T, lanes)
-
-    def next(self) -> Attempt | None:
-        """The next segment; None after the last."""
-        if self.interval == len(self.counts):
-            return None
-        p, count = self.problem, self.counts[self.interval]
-        begin, end = self.times[self.interval], self.times[self.interval + 1]
-        inside = range(self.done, min(self.done + self.every, count))
-        p.check_nfe(begin, len(inside))
-        times: list[Sequence[Tensor]] = [p.no_times] * len(inside)
-        if p.wants_time:
-            fractions = [min((i + node) / count, 1.0) for i in inside for node in p.method.nodes]
-            stages, k = p.stages([begin * (1.0 - c) + end * c for c in fractions]), p.method.evaluations
-            times = [stages[i : i + k] for i in range(0, len(stages), k)]
-        size = (end - begin) / count
-        attempt = Attempt(size, times, begin + self.done * size, error=False, number=self.number)
-        if inside.stop == count:
-            attempt.outputs = np.array([self.interval])
-        return attempt
-
-    def judge(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Any) -> bool:
-        """All steps of a grid are accepted."""
-        p = self.problem
-        p.tally.add("accepted", len(attempt.times))
-        if p.tally.is_recorded:
-            p.tally.report(attempt.begin, attempt.size, np.asarray(True))
-        self.advance(len(attempt.times))
-        return True
-
-    def advance(self, steps: int) -> None:
-        """Go past steps."""
-        self.done, self.number = self.done + steps, self.number + steps
-        if self.done == self.counts[self.interval]:
-            self.interval, self.done = self.interval + 1, 0
-
-
 class AdaptiveSteps:
     """Steps chosen by their error: PI control, no probe at the start, equal steps to the next stop.
 
@@ -180,33 +132,38 @@ class AdaptiveSteps:
         self.problem, p, s = problem, problem, problem.settings
         assert p.method.error_order is not None
         norm = p.norms(state)
-        p.check_start(norm)
-        h, f = self._in_common(norm[0]), self._in_common(norm[-1])
+        if not np.isfinite(norm).all():
+            raise p.start_not_finite(norm)
+        h, f = norm[0], norm[-1]
+        if p.common:
+            h, f = self._in_common(h), self._in_common(f)
         size = first_size(h, f, s.rtol, s.atol, p.method.rows, p.method.error_order)
         size = np.where(np.isfinite(size), size, p.end)
         self.longest, self.strictness = np.full_like(h, p.longest_step), np.ones_like(h)
         if p.term.time_dependent:
             size = self._cautious(state[0].detach(), h, f, size)
-        if s.option("first_step", None):
-            size = np.full_like(h, s.option("first_step", None))
+        if s.options and s.options.get("first_step"):
+            size = np.full_like(h, s.options["first_step"])
         self.size = np.minimum(size, self.longest)
         if p.common:
-            moving = p.end > 0
-            self.size, self.longest = (
-                np.where(moving, p.end * (x[moving] / p.end[moving]).min(initial=np.inf), x)
-                for x in (self.size, self.longest)
-            )
+            self.size, self.longest = self._least_fraction(self.size), self._least_fraction(self.longest)
         self.control = PIController(p.method.error_order, h)
-        self.now, self.taken, self.left, self.stop = (np.zeros_like(h) for _ in range(4))
-        self.uneven, self.attempts, self.look = np.full_like(h, p.term.time_dependent, bool), 0, np.zeros_like(h)
+        self.now = self.taken = self.left = self.stop = self.look = np.zeros_like(h)
+        self.uneven, self.attempts = np.full_like(h, p.term.time_dependent, bool), 0
         most = 0 if s.jump_times else max(int(0.999 / p.method.widest_gap) - 1, 0)
         self.most_jumps = np.full_like(h, most, int)
         self.jumps_passed = np.zeros_like(self.most_jumps)
 
     def _in_common(self, x: Array) -> Array:
-        """The root mean square over the lanes that move, where they take a common step."""
+        """The root mean square over the lanes that move, which take a common step."""
         moving = self.problem.end > 0
-        return np.full_like(x, np.sqrt((x[moving] ** 2).mean())) if self.problem.common and moving.any() else x
+        return np.full_like(x, np.sqrt((x[moving] ** 2).mean())) if moving.any() else x
+
+    def _least_fraction(self, size: Array) -> Array:
+        """Sizes that are the same fraction of the span for all lanes, at most as long as these."""
+        end = self.problem.end
+        moving = end > 0
+        return np.where(moving, end * (size[moving] / end[moving]).min(initial=np.inf), size)
 
     def _cautious(self, x: Tensor, h: Array, f: Array, size: Array) -> Array:
         """The size of the first step where a force depends on time; sets the longest step and the strictness."""
@@ -234,7 +191,9 @@ class AdaptiveSteps:
         if (now >= p.end).all() and (self.attempts or p.t is None):  # of length 0 it may still have a gradient
             return None
         self._check_limits()
-        stop = self._next_stop()
+        stop = p.end
+        if p.jumps is not None or p.settings.save == "exact":
+            stop = self._next_stop()
         left = np.maximum(np.ceil((stop - now) / self.size - 0.05), 1.0)
         is_under_way = (left == self.left - 1.0) & (stop == self.stop)  # equal steps stay as they are
         if not is_under_way.all():
@@ -245,8 +204,18 @@ class AdaptiveSteps:
             self.taken = np.where(uneven, UNEVEN * self.taken, self.taken)
             self.left = np.where(uneven, np.inf, left)
         self.then = np.where(self.left == 1.0, stop, now + self.taken)
-        attempt = p.attempt(now, self.then, self.taken)
-        self._find_outputs(attempt)
+        times: Sequence[Tensor] = p.no_times
+        if p.t is not None:
+            begin, end = p.differentiable(now), p.differentiable(self.then, at_rest=1.0)
+            if p.wants_time:
+                times = p.stages([begin * (1.0 - c) + end * c for c in p.method.nodes])
+            attempt = Attempt(end - begin, [times], now)
+        else:
+            if p.wants_time:
+                times = p.stages([p.time(np.minimum(now + c * self.taken, self.then)) for c in p.method.nodes])
+            attempt = Attempt(p.sign * self.taken, [times], now)
+        if not p.end_only or (self.then == p.end).any():
+            self._find_outputs(attempt)
         return attempt
 
     def _next_stop(self) -> Array:
@@ -270,8 +239,6 @@ class AdaptiveSteps:
     def _find_outputs(self, attempt: Attempt) -> None:
         """The output times that the step reaches or passes."""
         p, now, then = self.problem, self.now, self.then
-        if p.end_only and not (then == p.end).any():
-            return
         found = (p.outputs > now[..., None]) & (p.outputs <= then[..., None])
         if self.attempts == 1:
             found |= (p.end == 0)[..., None]  # of a lane that rests
@@ -279,8 +246,12 @@ class AdaptiveSteps:
         if not len(which):
             return
         attempt.outputs, attempt.lanes = which, lanes[0] if lanes else np.zeros_like(which)
-        t = p.outputs[tuple([*lanes, which])]  # noqa: C409
-        begin, end, size = (x[attempt.lanes] if x.ndim else x for x in (now, then, self.taken))
+        if lanes:
+            begin, end, size = now[lanes[0]], then[lanes[0]], self.taken[lanes[0]]
+        else:
+            begin, end, size = now, then, self.taken
+        index = (*lanes, which)
+        t = p.outputs[index]
         theta = np.where(t == end, 1.0, (t - begin) / size)
         if (theta != 1.0).any():
             attempt.theta = theta
@@ -289,28 +260,32 @@ class AdaptiveSteps:
     def judge(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Tensor) -> Array:
         """Which lanes accept the step; chooses the next one, and stops a solve that cannot go on."""
         p, now = self.problem, self.now
-        ratio = self._in_common(p.ratio(before, after, error) * self._margin(attempt))
+        margin = self.strictness
+        if attempt.theta is not None and p.method.inside != 1.0:
+            margin = self._margin(attempt)
+        ratio = p.ratio(before, after, error) * margin
+        if p.common:
+            ratio = self._in_common(ratio)
         accepted, moving = np.asarray(ratio <= 1.0), self.taken > 0
         size = self.taken * self.control.factor(ratio, accepted)
         is_cut = accepted & (self.taken < 0.5 * self.size)  # by a stop: it says little of the steps after it
         size = np.where(is_cut, np.maximum(size, self.size), size)
         self.size = np.where(moving, np.minimum(size, self.longest), self.size)
         self.now = np.where(accepted, self.then, now)
-        self.most_jumps = np.where(accepted, self.most_jumps, np.minimum(self.most_jumps, self.jumps_passed - 1))
-        self.most_jumps = np.maximum(self.most_jumps, 0)
+        if p.jumps is not None:
+            fewer = np.maximum(np.minimum(self.most_jumps, self.jumps_passed - 1), 0)
+            self.most_jumps = np.where(accepted, self.most_jumps, fewer)
         moved = bool((accepted & moving).any())
         self.uneven = self.uneven & ~accepted
         p.tally.add("accepted" if moved else "rejected")
-        if p.tally.is_recorded:
+        if open_records:
             p.tally.report(p.time(now), self.taken, accepted)
         if not accepted.all():
             self._check_progress(attempt, before, accepted | ~moving)
         return accepted
 
     def _margin(self, attempt: Attempt) -> Array:
-        """By which factor the error must be smaller than the tolerance."""
-        if attempt.theta is None or self.problem.method.inside == 1.0:
-            return self.strictness
+        """By which factor the error must be smaller than the tolerance, where there are outputs inside of a step."""
         inside = np.zeros_like(self.now, bool)
         if inside.ndim:
             assert attempt.lanes is not None
@@ -323,7 +298,7 @@ class AdaptiveSteps:
         """After a rejection: raise where the error is not finite, or no step is small enough."""
         p, failures = self.problem, self.control.failures
         now = p.time(self.now)
-        floor = np.maximum(4 * p.resolution * abs(now), max(p.settings.option("min_step", 0.0), 1e-300))
+        floor = np.maximum(4 * p.resolution * abs(now), max((p.settings.options or {}).get("min_step", 0.0), 1e-300))
         small = ~fine & (self.size < floor)
         stuck = ~fine & ((failures >= NON_FINITE_ATTEMPTS) | (small & (failures > 0)))
         if stuck.any():
@@ -341,7 +316,8 @@ class AdaptiveSteps:
     def _check_limits(self) -> None:
         """Before a step: raise if the solve has run away."""
         p, most = self.problem, self.problem.settings.max_steps
-        p.check_nfe(self.now, 1)
+        if p.max_nfe is not None:
+            p.check_nfe(self.now, 1)
         self.attempts += 1
         if p.settings.save == "exact":
             most += p.outputs.shape[-1] - 1

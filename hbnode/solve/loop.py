@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hbnode import _torch
-from hbnode._torch import is_tracing, may_look
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
-from hbnode.signal import listening, refuse_queries_outside
-from hbnode.solve.control import FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt, FixedSteps
+from hbnode.nfe import open_records
+from hbnode.signal import queries, refuse_queries_outside
+from hbnode.solve.control import FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt
 from hbnode.solve.methods import (
     NYSTROM,
     Explicit,
@@ -22,8 +23,8 @@ from hbnode.solve.methods import (
     HostFormula,
     Method,
     Splitting,
-    from_host,
-    value_on_host,
+    combined,
+    on_host,
 )
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
@@ -47,11 +48,16 @@ class Problem:
     Attributes:
         gamma: the damping: a number, or a tensor; in float64 on the host, but where its number is known.
         number: the damping where it is a number that the host knows; else None.
+        strongest: the largest γ, where it limits the steps; else 0.
+        longest_step: no adaptive step is longer: γH stays below 16 for Nystrom methods.
+        max_nfe: the most evaluations of the solve; None if there is no limit.
         t: the times, where gradients flow to them or a graph is traced; else None.
         begin, sign: of times: the start, and the direction.
         outputs, end: times elapsed since the start, (T - 1,) or (lanes, T - 1), and their last.
         common: whether lanes with times of their own take the same fraction of their spans in each step.
         jumps: elapsed times of the jumps of f, in order, (K,) or (lanes, K); None if there are none.
+        noise: the standard normal variables of a step by its number; None of an ODE.
+        program: a compiled step; None if steps are not compiled.
     """
 
     def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
@@ -61,30 +67,40 @@ class Problem:
             shape = term.template.shape  # rows may be flat, and σ need not act on each element alone
             self.method = method.with_activation(lambda m: activation(m.view(shape)).reshape(m.shape))
         self.lanes, self.template = term.lanes, term.template.detach()  # as an argument it must add no edge
+        self.dims = self.template.dim() if term.per_channel else 1 if self.lanes is None else 2  # of a row
         self.wants_time = not term.second_order or term.time_dependent
         self.no_times = [self.template.new_zeros(())] * method.evaluations
-        self.gamma = term.damping
-        self.number: float | None = self.gamma if isinstance(self.gamma, float) else None
-        self.traced = is_tracing()
+        self.gamma, self.number, self.traced = term.damping, None, term.traced
         self.jumps: Array | None = None
-        self.common = False
-        self.program: Callable[..., Any] | None = None  # a compiled step
+        self.common = settings.common_steps and term.lanes is not None
+        self.noise: Callable[[int], Tensor] | None = None
+        self.program: Callable[..., Any] | None = None
         self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
-        if isinstance(self.gamma, Tensor) and not self.traced:
-            if not self.gamma.dim() and may_look() and not _torch.in_forward_mode():
+        self.t: Tensor | None = t
+        if isinstance(self.gamma, float):
+            self.number = self.gamma
+        elif not self.traced:
+            if not self.gamma.dim() and not _torch.is_transformed():
                 term.number = self.gamma.item() if term.number is None else term.number
                 self.number = term.number
             if self.number is None or self.gamma.is_cpu:  # else its gradients would wait for the device
                 self.gamma = self.gamma.to("cpu", torch.float64)
         if self.traced:
-            self.t: Tensor | None = t
             return
+        options = settings.options or {}
+        self.max_nfe: int | None = options.get("max_nfe")
+        self.strongest, self.longest_step = 0.0, float(options.get("max_step", math.inf))
+        if settings.method in NYSTROM:
+            largest = _torch.plain(torch.as_tensor(self.gamma)).abs().max() if self.number is None else self.number
+            self.strongest = abs(float(largest))
+            if self.strongest:
+                self.longest_step = min(self.longest_step, LONGEST_DECAY / self.strongest)
         self.t = t.to(self.template.device) if t.requires_grad and torch.is_grad_enabled() else None
         values = _torch.to_numpy(t)
         self.begin, self.sign = values[..., 0], np.where(values[..., -1] >= values[..., 0], 1.0, -1.0)
         elapsed = abs(values - self.begin[..., None])
         if self.lanes is not None and values.ndim == 1:
-            self.begin, self.sign = (np.broadcast_to(x, self.lanes) for x in (self.begin, self.sign))
+            self.begin, self.sign = np.broadcast_to(self.begin, self.lanes), np.broadcast_to(self.sign, self.lanes)
             elapsed = np.broadcast_to(elapsed, (self.lanes, len(values)))
         self.outputs, self.end = elapsed[..., 1:], elapsed[..., -1]
         self.furthest = abs(values).max() if values.size else 0.0
@@ -111,29 +127,17 @@ class Problem:
         """A time, () or (lanes,), from the time elapsed since the start."""
         return self.begin + self.sign * elapsed
 
-    def stages(self, times: Sequence[Any] | None) -> Sequence[Tensor]:
+    def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
         """Times of evaluations as the field gets them: scalars, or (lanes, 1, ...) to broadcast with the state."""
-        if times is None:
-            return self.no_times
         if isinstance(times[0], Tensor):
             stages = torch.stack(list(times)).to(self.template)
         else:
-            stages = from_host(np.stack(times), self.template)
+            stages = torch.from_numpy(np.stack(times)).to(self.template)
         if stages.dim() > 1:
             stages = stages.reshape(*stages.shape, *[1] * (self.template.dim() - 1))
         return stages.unbind(0)
 
-    def attempt(self, now: Array, then: Array, taken: Array) -> Attempt:
-        """The step from a time to another."""
-        nodes = self.method.nodes
-        if self.t is None:
-            times = [self.time(np.minimum(now + c * taken, then)) for c in nodes] if self.wants_time else None
-            return Attempt(self.sign * taken, [self.stages(times)], now)
-        begin, end = self._differentiable(now), self._differentiable(then, at_rest=1.0)
-        times = [begin * (1.0 - c) + end * c for c in nodes] if self.wants_time else None
-        return Attempt(end - begin, [self.stages(times)], now)
-
-    def _differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
+    def differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
         """A time that moves with the output times around it, at a constant fraction between them.
 
         Jumps of f do not move, and what lies between a jump and an output time moves by its fraction of that,
@@ -162,50 +166,55 @@ class Problem:
         """An array on the device of the state, where the times are that gradients flow to."""
         return torch.from_numpy(np.array(x)).to(self.template.device)  # a copy that keeps the number of dimensions
 
-    def set_jumps(self, times: Sequence[float]) -> None:
-        """Let adaptive steps end on these times where they lie inside of the solve."""
-        if not len(times) or self.method.error_order is None or self.settings.steps is not None:
-            return
-        elapsed = self.sign[..., None] * (np.asarray(times, dtype=float) - self.begin[..., None])
-        inside = (elapsed > 0) & (elapsed < self.end[..., None])
-        if inside.any():
-            self.jumps = np.sort(np.where(inside, elapsed, self.end[..., None]), -1)
-
     # Steps
 
     def start(self, y0: Any) -> Rows:
         """The state of the method where the solve begins; finds the signals that the field asks for their values."""
-        rows = self.term.flatten(y0)
-        near = 0.0 if self.traced else 4.0 * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
-        jumps = [jump + side for jump in self.settings.jump_times for side in (-near, near)]  # f has two values there
+        rows, jumps = self.term.flatten(y0), self.settings.jump_times
         if self.method.carries:
-            (t,) = self.stages([self.grid()[0] if self.t is not None else self.begin] if self.wants_time else None)[:1]
+            t = self.no_times[0]
+            if self.wants_time:
+                (t,) = self.stages([self.grid()[0] if self.t is not None else self.begin])
             if self.traced:
                 return (*rows, self.term(t, rows[0]))
-            with listening() as signals:
+            before, queries.signals = queries.signals, []
+            try:
                 rows = (*rows, self.term(t, rows[0].clone()))  # f may try to change it in place
-            jumps += [knot for signal in signals for knot in signal.knots]
-        self.set_jumps(sorted(set(jumps)))
+            finally:
+                signals, queries.signals = queries.signals, before
+        else:
+            signals = []
+        if (jumps or signals) and self.method.error_order is not None and self.settings.steps is None:
+            self.jumps = self._jumps_inside(jumps, signals)
         return rows
+
+    def _jumps_inside(self, jump_times: Sequence[float], signals: Sequence[Any]) -> Array | None:
+        """The elapsed times of jumps inside of the solve, on which adaptive steps end."""
+        near = 4.0 * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
+        times = {jump + side for jump in jump_times for side in (-near, near)}  # f has two values there
+        times.update(*(signal.knots for signal in signals))
+        elapsed = self.sign[..., None] * (np.array(sorted(times)) - self.begin[..., None])
+        inside = (elapsed > 0) & (elapsed < self.end[..., None])
+        return np.sort(np.where(inside, elapsed, self.end[..., None]), -1) if inside.any() else None
 
     def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
         """What a step and the outputs inside of it are made with; differentiable in γ and the times."""
         method, size = self.method, attempt.size
         kept, error, coefficients = self._equal
         if isinstance(size, Tensor) or error != attempt.error or (kept is not size and (kept != size).any()):
-            packed = self._of_gamma(lambda xp, g, h: method.packed(xp, g, h, error=attempt.error), size)
-            coefficients = method.unpack(packed, self._dims, error=attempt.error)
+            packed = self._of_gamma(functools.partial(method.packed, error=attempt.error), size)
+            coefficients = method.unpack(packed, self.dims, error=attempt.error)
             self._equal = (None if isinstance(size, Tensor) else size, attempt.error, coefficients)
         if attempt.theta is None:
             return coefficients, None
         assert isinstance(method, Explicit)
-        assert attempt.lanes is not None
         theta, lanes = attempt.theta, attempt.lanes
         if isinstance(size, Tensor):
             assert self.t is not None
             assert attempt.outputs is not None
-            begin, outputs = self._differentiable(attempt.begin), self._there(attempt.outputs)
+            begin, outputs = self.differentiable(attempt.begin), self._there(attempt.outputs)
             if self.lanes is not None:
+                assert lanes is not None
                 index, t = self._there(lanes), self.t.expand(self.lanes, -1)
                 begin, size, t = begin[index], size[index], t[index, outputs + 1]
             else:
@@ -215,17 +224,7 @@ class Problem:
             size = size[lanes]
         else:
             size = np.full_like(theta, size)
-
-        def blend(xp: Any, gamma: Any, size: Any, theta: Any) -> Any:
-            values = method.blend(xp, gamma, size, theta)
-            return xp.moveaxis(values, (-2, -1), (1, 2)) if values.ndim > 3 else values
-
-        return coefficients, self._of_gamma(blend, size, theta)
-
-    @property
-    def _dims(self) -> int:
-        """Dimensions of a row."""
-        return self.template.dim() if self.term.per_channel else 1 if self.lanes is None else 2
+        return coefficients, self._of_gamma(method.blend, size, theta)
 
     def _of_gamma(self, formula: Callable[..., Any], *args: Any) -> Tensor:
         """A formula of γ, sizes and fractions: in NumPy where all are numbers, in torch where one is an array."""
@@ -237,13 +236,9 @@ class Problem:
         if is_host:
             assert self.number is not None
             xp = torch if args[0].ndim else np
-
-            def of_gamma(xp: Any, gamma: Any) -> Any:
-                return formula(xp, gamma, *(args if xp is np else map(torch.as_tensor, args)))
-
             if needs_gradient:
-                return HostFormula.apply(gamma, of_gamma, self.number, xp, self.template)
-            return value_on_host(of_gamma, self.number, xp, self.template)
+                return HostFormula.apply(gamma, self.number, formula, args, xp, self.template)
+            return on_host(formula, self.number, args, xp, self.template)
         args = tuple([x.double() if isinstance(x, Tensor) else self._there(x) for x in args])
         gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
         if gamma.dim():  # behind the lanes, or the outputs
@@ -252,6 +247,10 @@ class Problem:
             )
         return formula(torch, gamma, *args).to(self.template)
 
+    def take(self, state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
+        """The steps of an attempt, with their coefficients."""
+        return self.step(state, self.coefficients(attempt), attempt)
+
     def step(
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: Field | None = None
     ) -> tuple[Rows, Any, Rows]:
@@ -259,50 +258,32 @@ class Problem:
         packed, blend = coefficients
         program = self.program if blend is None and field is None else None
         field, error, columns = self.term if field is None else field, None, None
-        keep = blend is not None or attempt.keep
+        keep = blend is not None
         for number, times in enumerate(attempt.times, attempt.number):
             if program is not None and (result := program(state, packed, list(times), self.term.like)) is not None:
                 self.tally.add("evaluation", self.method.evaluations)
                 state, error = result
                 continue
-            own = self.with_noise(packed, number)
+            own = packed if self.noise is None else (*packed, self.noise(number))
             state, error, columns = self.method.step(state, own, times, field, error=attempt.error, keep=keep)
-        if blend is not None and columns is not None:
-            inside, rows = self._interpolated(columns, blend, attempt.lanes), state[: self.term.rows]
-            at_end = attempt.theta == 1.0
-            if at_end.any():  # there the step itself is meant
-                mask = torch.from_numpy(at_end).to(self.template.device)
-                ends = [row.unsqueeze(0) if self.lanes is None else row[attempt.lanes] for row in rows]
-                inside = tuple(
-                    [
-                        torch.where(mask.view(-1, *[1] * (x.dim() - 1)), end, x)
-                        for end, x in zip(ends, inside, strict=True)
-                    ]
-                )
-            return state, error, inside
-        return state, error, self._reached(state, attempt)
-
-    def _reached(self, state: Rows, attempt: Attempt) -> Rows:
-        """The rows of the outputs at the end of a step."""
         if attempt.outputs is None:
-            return ()
-        rows = state[: self.term.rows]
-        if self.lanes is None or attempt.lanes is None:
-            return tuple([row.unsqueeze(0) for row in rows])
-        return tuple([row[attempt.lanes] for row in rows])
+            return state, error, ()
+        if blend is not None and columns is not None:
+            return state, error, self._interpolated(state, columns, blend, attempt)
+        outputs: list[Tensor] = []
+        for row in state[: self.term.rows]:
+            outputs.append(row.unsqueeze(0) if self.lanes is None or attempt.lanes is None else row[attempt.lanes])
+        return state, error, tuple(outputs)
 
-    def with_noise(self, coefficients: Any, number: int) -> Any:
-        """The coefficients of one step of a grid, by its number, with its noise; an ODE has none."""
-        return coefficients
-
-    def _interpolated(self, columns: Tensor, blend: Tensor, lanes: Any) -> Rows:
-        """The rows of the state inside of a step, (outputs, ...) or, one of a lane each, (outputs, elements)."""
-        if self.lanes is not None:
-            return torch.einsum("pnc...,cp...->pn...", blend, columns[:, lanes]).unbind(1)
-        if blend.dim() > 3:  # a damping of each channel
-            return torch.einsum("pnc...,c...->pn...", blend, columns).unbind(1)
-        rows = blend.flatten(0, 1) @ columns
-        return rows.view(*blend.shape[:2], -1).unbind(1)
+    def _interpolated(self, state: Rows, columns: Tensor, blend: Tensor, attempt: Attempt) -> Rows:
+        """The rows of the outputs inside of a step, (outputs, ...), or, one of a lane each, (outputs, elements)."""
+        of_outputs = columns.unsqueeze(1) if self.lanes is None else columns[:, attempt.lanes]
+        inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
+        if not is_end.any():
+            return inside
+        is_end = torch.from_numpy(is_end).to(self.template.device).view(-1, *[1] * (inside[0].dim() - 1))
+        ends = [row.unsqueeze(0) if self.lanes is None else row[attempt.lanes] for row in state[: len(inside)]]
+        return tuple([torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)])  # the step itself
 
     # Norms
 
@@ -315,46 +296,30 @@ class Problem:
 
     def ratio(self, before: Rows, after: Rows, error: Tensor) -> Array:
         """Norm of (error / tolerance), the RMS over all elements: the one transfer to the host in a step."""
-        n = self.term.rows
+        n, term = self.term.rows, self.term
         if self.program is not None and error.dim() < after[0].dim():  # the norm was a part of the program
             ratio = host(error.detach())
             return np.where(np.isfinite(ratio), ratio, np.inf)
         with torch.no_grad():
             scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
             x = error / scale.mul_(self.settings.rtol).add_(self.settings.atol)
-            x = x[..., : self.term.counted]
-            pieces: tuple[Tensor, ...] = (x,)
-            if self.term.separate:  # an integral's error is not averaged with that of the state
+            pieces: Sequence[Tensor] = (x,)
+            if term.counted is not None:
+                pieces = (x[..., : term.counted],)
+            if term.separate:  # an integral's error is not averaged with that of the state
                 x = x.view(n, *self.template.shape)
-                pieces = x.split((x.shape[-1] - self.term.separate, self.term.separate), -1)
-            if self.lanes is None:
-                norms = [torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1)) for x in pieces]
-            else:
-                dims = [0, *range(2, x.dim())]
-                size = [math.sqrt(max(x[:, :1].numel(), 1)) for x in pieces]
-                norms = [
-                    torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64) / k
-                    for x, k in zip(pieces, size, strict=True)
-                ]
+                pieces = x.split((x.shape[-1] - term.separate, term.separate), -1)
+            norms: list[Tensor] = []
+            for piece in pieces:
+                if self.lanes is None:
+                    norms.append(torch.linalg.vector_norm(piece) / math.sqrt(max(piece.numel(), 1)))
+                    continue
+                dims, elements = [0, *range(2, piece.dim())], max(piece[:, :1].numel(), 1)
+                norms.append(torch.linalg.vector_norm(piece, dim=dims, dtype=torch.float64) / math.sqrt(elements))
             ratio = host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
         return np.where(np.isfinite(ratio), ratio, np.inf)
 
     # Limits and failures
-
-    @property
-    def longest_step(self) -> float:
-        """No adaptive step is longer: γH stays below 16 for Nystrom methods."""
-        longest, strongest = self.settings.option("max_step", math.inf), self.strongest
-        return min(longest, LONGEST_DECAY / strongest) if strongest else longest
-
-    @property
-    def strongest(self) -> float:
-        """The largest γ, if it limits the steps."""
-        if self.settings.method not in NYSTROM:
-            return 0.0
-        if self.number is not None:
-            return abs(self.number)
-        return float(_torch.plain(torch.as_tensor(self.gamma)).abs().max())
 
     @property
     def resolution(self) -> float:
@@ -363,27 +328,25 @@ class Problem:
 
     def check_nfe(self, now: Any, steps: int) -> None:
         """Before steps: raise if they would exceed ``max_nfe``."""
-        most, nfe = self.settings.option("max_nfe", math.inf), self.tally.nfe
-        if most == math.inf:
-            return
+        assert self.max_nfe is not None
+        nfe = self.tally.nfe
         spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
-        if spent + steps * self.method.evaluations > most:
+        if spent + steps * self.method.evaluations > self.max_nfe:
             message = (
-                f"the solve needs more than max_nfe={most} evaluations. "
+                f"the solve needs more than max_nfe={self.max_nfe} evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
             )
             raise self.failure(MaxNFEError, message, now if self.settings.steps else self.time(now), math.nan)
 
-    def check_start(self, norm: Array) -> None:
-        """Raise if the first state is not finite, given the norms of its rows."""
+    def start_not_finite(self, norm: Array) -> SolverError:
+        """The error for a first state that is not finite, given the norms of its rows."""
         bad = ~np.isfinite(norm)
-        if bad.any():
-            lane = tuple(int(i[0]) for i in np.nonzero(bad.any(0))) if bad.ndim > 1 else ()
-            message = FIELD_NOT_FINITE
-            of_rows = (slice(self.term.rows), *lane)
-            if bad[of_rows].any():
-                message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
-            raise self.failure(NonFiniteError, message, self.begin[lane], math.nan)
+        lane = tuple(int(i[0]) for i in np.nonzero(bad.any(0))) if bad.ndim > 1 else ()
+        message = FIELD_NOT_FINITE
+        of_rows = (slice(self.term.rows), *lane)
+        if bad[of_rows].any():
+            message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
+        return self.failure(NonFiniteError, message, self.begin[lane], math.nan)
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
         """An error with the time, the step size and the evaluations; a query outside of a signal is raised instead."""
@@ -423,29 +386,61 @@ class Problem:
         )
 
 
-def integrate(problem: Problem, state: Rows, take: Take, *, every: int = 1_000_000) -> Rows:
+def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every: int = 1_000_000) -> Rows:
     """Solve: the rows at the output times, (T, elements) or (T, lanes, elements).
 
     Arguments:
         problem: what to solve.
         state: of the method, at the start.
-        take: takes the steps of an attempt.
+        take: takes the steps of an attempt. Default: None, ``problem.take``.
         every: the most steps of a grid in one attempt.
     """
-    fixed = problem.settings.steps is not None
-    steps: FixedSteps | AdaptiveSteps = FixedSteps(problem, every) if fixed else AdaptiveSteps(problem, state)
+    take = problem.take if take is None else take
+    adaptive = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
     saved = Saved(problem, state[: problem.term.rows])
-    while (attempt := steps.next()) is not None:
+    for attempt in fixed_steps(problem, every) if adaptive is None else iter(adaptive.next, None):
         after, error, outputs = take(state, attempt)
-        accepted: Any = steps.judge(attempt, state, after, error)
+        accepted: Any = True
+        if adaptive is None:
+            problem.tally.add("accepted", len(attempt.times))
+            if open_records:
+                problem.tally.report(attempt.begin, attempt.size, np.asarray(True))
+        else:
+            accepted = adaptive.judge(attempt, state, after, error)
         if accepted is True or accepted.all():
             state = after
         elif accepted.any():
             moved = torch.from_numpy(accepted).to(problem.template.device)
             moved = moved.view(-1, *[1] * (state[0].dim() - 1))
             state = tuple([torch.where(moved, new, old) for new, old in zip(after, state, strict=True)])
-        saved.add(attempt, outputs, accepted)
+        if attempt.outputs is not None and (accepted is True or accepted.any()):
+            saved.add(attempt, outputs, accepted)
     return saved.rows()
+
+
+def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
+    """The steps of a grid, a number of equal ones between two output times, in segments of at most ``every``.
+
+    Sizes are arrays, or tensors where a graph is traced or gradients flow to the times.
+    """
+    p, nodes, number, times = problem, problem.method.nodes, 0, problem.grid()  # (T,) or (T, lanes)
+    every = 1 if open_records else every
+    for interval, count in enumerate(p.counts()):
+        for done in range(0, count, every):
+            steps = min(every, count - done)
+            begin, end = times[interval], times[interval + 1]  # each segment has a graph of its own
+            size = (end - begin) / count
+            if not p.traced and p.max_nfe is not None:
+                p.check_nfe(begin, steps)
+            attempt = Attempt(size, [p.no_times] * steps, begin + done * size, error=False, number=number)
+            if p.wants_time:
+                fractions = [min((i + node) / count, 1.0) for i in range(done, done + steps) for node in nodes]
+                stages, k = p.stages([begin * (1.0 - c) + end * c for c in fractions]), len(nodes)
+                attempt.times = [stages[i : i + k] for i in range(0, len(stages), k)]
+            if done + steps == count:
+                attempt.outputs = np.array([interval])
+            yield attempt
+            number += steps
 
 
 class Saved:
@@ -454,34 +449,38 @@ class Saved:
     def __init__(self, problem: Problem, rows: Rows) -> None:
         self.problem = problem
         self.scattered = problem.lanes is not None and problem.settings.steps is None
-        self.pieces: list[Rows] = []
+        self.pieces: tuple[list[Tensor], ...] = ([], [])[: len(rows)]
         self.count, starts = 0, not problem.end_only
         if self.scattered:
             at_start = np.concatenate([np.zeros_like(problem.end)[:, None], problem.outputs], -1).T == 0
             self.place = np.where(at_start, np.arange(problem.lanes or 0), 0)  # a lane may rest there
             starts |= bool(at_start[1:].any())
         if starts:
-            self.pieces.append(rows if self.scattered else tuple([row.unsqueeze(0) for row in rows]))
+            for pieces, row in zip(self.pieces, rows, strict=True):
+                pieces.append(row if self.scattered else row.unsqueeze(0))
             self.count = problem.lanes or 0
 
     def add(self, attempt: Attempt, rows: Rows, accepted: Any) -> None:
         """The outputs of an attempt."""
-        if attempt.outputs is None or not (accepted is True or accepted.any()):
-            return
-        self.pieces.append(rows)
+        for pieces, row in zip(self.pieces, rows, strict=True):
+            pieces.append(row)
         if self.scattered:
             assert attempt.lanes is not None
+            assert attempt.outputs is not None
             good = accepted[attempt.lanes]
             self.place[attempt.outputs[good] + 1, attempt.lanes[good]] = self.count + np.nonzero(good)[0]
             self.count += len(good)
 
     def rows(self) -> Rows:
         """(T, elements) or (T, lanes, elements)."""
-        made = [torch.cat(x) if len(x) > 1 else x[0].clone() for x in zip(*self.pieces, strict=True)]
-        if not self.scattered:
-            return tuple(made)
-        place = torch.from_numpy(self.place[1:] if self.problem.end_only else self.place).to(made[0].device)
-        return tuple([x[place] for x in made])
+        made: list[Tensor] = []
+        for pieces in self.pieces:
+            row = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+            if self.scattered:
+                place = torch.from_numpy(self.place[1:] if self.problem.end_only else self.place)
+                row = row[place.to(row.device)]
+            made.append(row)
+        return tuple(made)
 
 
 def host(x: Tensor) -> Array:

@@ -63,7 +63,7 @@ class Method:
     carries = False
     inside = 1.0
 
-    @property
+    @functools.cached_property
     def evaluations(self) -> int:
         """Of the field in one step."""
         return len(self.nodes)
@@ -73,7 +73,7 @@ class Method:
         """Between two nodes of a step, as a fraction of it."""
         return max(b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes})))
 
-    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+    def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         """The coefficients of a step in one array, (elements, ...) for γ and H that broadcast to (...)."""
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class Explicit(Method):
         """The rows of the state at fractions θ (k, ...) of steps (k, ...): (k, ..., rows, columns)."""
         raise NotImplementedError
 
-    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+    def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         matrix = self.matrix(xp, gamma, size)
         order = self._order[error]
         flat = matrix.reshape(*matrix.shape[:-2], math.prod(matrix.shape[-2:]))
@@ -150,14 +150,17 @@ class Explicit(Method):
         push: Any
         in_place = not torch.is_grad_enabled() and may_look()
         point = torch.stack(state)
-        if uniform:
+        if uniform and point.is_cpu:
             rows = first @ point.view(n + 1, -1)
             push = torch.Tensor.addr_ if in_place else torch.addr
-        else:
-            rows = first[:, 0] * point[0]
-            push = torch.Tensor.addcmul_ if in_place and rows.shape[1:] == shape else torch.addcmul
+        else:  # elsewhere a matrix product may be rounded to TF32, which is meant for networks
+            flat = point.view(n + 1, -1) if uniform else point
+            rows = torch.outer(first[:, 0], flat[0]) if uniform else first[:, 0] * flat[0]
+            push = torch.addr if uniform else torch.addcmul
+            if in_place and (uniform or rows.shape[1:] == shape):
+                push = torch.Tensor.addr_ if uniform else torch.Tensor.addcmul_
             for k in range(1, n + 1):
-                rows = push(rows, first[:, k], point[k])
+                rows = push(rows, first[:, k], flat[k])
         columns = [point]
         for t, column in zip(times, later, strict=True):
             x, rows = rows.split_with_sizes((1, len(rows) - 1))
@@ -167,7 +170,7 @@ class Explicit(Method):
             if keep:
                 columns.append(f.unsqueeze(0))
         others, errors = rows.split_with_sizes((n - 1, n if error else 0))
-        after = (x, *(row.view(shape) for row in others.unbind(0)), f)
+        after = (x, *others.view(n - 1, *shape).unbind(0), f)
         return Step(after, errors.view(n, *shape) if error else None, torch.cat(columns) if keep else None)
 
 
@@ -268,7 +271,7 @@ class Nystrom(Explicit):
             packed[error] = both(flat[0].T, different, which, flat[2] % 4)
         return packed
 
-    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+    def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         constants = self.polynomials[error][xp is not np]
         q, rates, which, units = constants if xp is np else (x.to(size.device) for x in constants)
         z = gamma * size
@@ -278,7 +281,7 @@ class Nystrom(Explicit):
         stack = np.array if xp is np else torch.stack
         powers, scales = stack(powers), stack([1 + 0 * z, size + 0 * z, size * size + 0 * z, gamma + 0 * z])
         values = (q @ powers.reshape(len(powers), math.prod(z.shape))).reshape(len(q), *z.shape)
-        return values * xp.exp(_column(rates, z) * z)[which] * scales[units]
+        return values * xp.exp(rates.reshape(-1, *[1] * z.ndim) * z)[which] * scales[units]
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
         rows = self.rows_of_step[xp is not np]
@@ -499,7 +502,7 @@ class Splitting(Method):
         other.__dict__.update(self.__dict__, activation=activation)
         return other
 
-    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+    def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         """Lengths of the drifts, then decays and weights of the kicks."""
         drifts, kicks = constants(self, xp, size)
         lengths = size[..., None] * kicks
@@ -556,7 +559,7 @@ class ExplicitGrid(Method):
         self.a, self.b = ((), *a), b
         self.nodes = tuple([sum(row) for row in self.a])
 
-    def packed(self, xp: Any, gamma: Array, size: Array, *, error: bool) -> Array:
+    def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
         return size
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> tuple[Tensor, ...]:
@@ -574,24 +577,46 @@ class ExplicitGrid(Method):
         return Step((y + size * sum(w * k for w, k in zip(self.b, slopes, strict=True) if w),))
 
 
+def combined(weights: Tensor, columns: Tensor) -> Tensor:
+    """The rows of the state inside of steps, (outputs, rows, ...).
+
+    Arguments:
+        weights: :meth:`Explicit.blend` of the outputs, (outputs, ..., rows, columns).
+        columns: of the steps in which they lie, (columns, outputs or 1, ...).
+    """
+    if columns.is_cpu:
+        if columns.shape[1] == 1 and weights.dim() == 3:
+            rows = weights.flatten(0, 1) @ columns.flatten(1)
+            return rows.view(*weights.shape[:2], *columns.shape[2:])
+        return torch.einsum("p...nc,cp...->pn...", weights, columns.expand(-1, len(weights), *columns.shape[2:]))
+    weights = weights.movedim((-1, -2), (0, 2))  # elsewhere a matrix product may be rounded to TF32
+    weights, columns = weights.reshape(*weights.shape, *[1] * (columns.dim() + 1 - weights.dim())), columns.unsqueeze(2)
+    rows = weights[0] * columns[0]
+    for weight, column in zip(weights[1:], columns[1:], strict=True):
+        rows = torch.addcmul(rows, weight, column)
+    return rows
+
+
 class HostFormula(torch.autograd.Function):
     """A formula of a number γ, with its derivative by a complex step; that one's own derivative is torch's.
 
     Arguments:
         gamma: γ as a tensor.
-        formula: of (xp, γ).
         number: γ as a number.
+        formula: of (xp, γ, *args).
+        args: what it depends on beside γ.
         xp: NumPy or torch.
         like: of the dtype and device of the result.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, gamma: Tensor, formula: Callable[[Any, Any], Any], number: float, xp: Any, like: Tensor
-    ) -> Tensor:
-        ctx.formula, ctx.number, ctx.xp, ctx.slope = formula, number, xp, None
+        ctx: Any, gamma: Tensor, number: float, formula: Callable[..., Any], args: tuple[Any, ...], xp: Any,
+        like: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.formula, ctx.number, ctx.args, ctx.xp, ctx.slope = formula, number, args, xp, None
         ctx.gamma = gamma  # not saved_tensors: equal steps share this node, and segments free what is saved
-        return value_on_host(formula, number, xp, like)
+        return on_host(formula, number, args, xp, like)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -599,32 +624,24 @@ class HostFormula(torch.autograd.Function):
         if again or ctx.xp is torch:
             with torch.enable_grad():
                 number = gamma if again else torch.tensor(ctx.number, dtype=torch.float64, requires_grad=True)
-                value = ctx.formula(torch, number.cpu().double())
+                value = ctx.formula(torch, number.cpu().double(), *map(torch.as_tensor, ctx.args))
                 (found,) = torch.autograd.grad(value, number, gradient.to(value), create_graph=again)
-            return found.to(gamma), None, None, None, None
+            return found.to(gamma), None, None, None, None, None
         gradient = gradient.double()
         if ctx.slope is None:
-            ctx.slope = value_on_host(lambda xp, g: ctx.formula(xp, g).imag / 1e-30, ctx.number + 1e-30j, np, gradient)
-        return (gradient * ctx.slope).sum().to(gamma), None, None, None, None
+            step = ctx.formula(np, np.asarray(ctx.number + 1e-30j), *ctx.args)
+            ctx.slope = torch.from_numpy(step.imag / 1e-30).to(gradient)
+        return (gradient * ctx.slope).sum().to(gamma), None, None, None, None, None
 
 
-def value_on_host(formula: Callable[[Any, Any], Any], number: complex, xp: Any, like: Tensor) -> Tensor:
-    """A formula of a number, in NumPy or in torch on the host, as a tensor of the dtype and device of another."""
+def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], xp: Any, like: Tensor) -> Tensor:
+    """A formula of a number γ, in NumPy or in torch on the host, as a tensor of the dtype and device of another."""
     if xp is np:
         with np.errstate(all="ignore"):
-            return from_host(formula(np, np.asarray(number)), like)
+            return torch.from_numpy(np.ascontiguousarray(formula(np, np.asarray(number), *args))).to(like)
     with torch.no_grad():
-        return formula(torch, torch.tensor(number, dtype=torch.float64)).to(like)
-
-
-def from_host(x: np.ndarray, like: Tensor) -> Tensor:
-    """An array as a tensor of the dtype and device of another."""
-    return torch.from_numpy(np.ascontiguousarray(x)).to(like)
-
-
-def _column(x: Array, like: Array) -> Array:
-    """A vector, to broadcast in front of an array."""
-    return x.reshape(-1, *[1] * like.ndim)
+        gamma = torch.tensor(number, dtype=torch.float64)
+        return formula(torch, gamma, *map(torch.as_tensor, args)).to(like)
 
 
 def lower(rows: Sequence[Sequence[float]]) -> np.ndarray:

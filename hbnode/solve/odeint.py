@@ -10,33 +10,33 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hbnode import _torch
 from hbnode._checks import ONLY_FIXED_GRIDS, conversion
 from hbnode._signature import check_call
-from hbnode._state import State, Times, apply, describe, is_finite, last_of, parts
+from hbnode._state import State, Times, apply, describe, last_of, parts
 from hbnode._torch import is_exporting, is_tracing, untraced
 from hbnode.errors import MaxStepsError, NonFiniteError
-from hbnode.fields import HBNODE
-from hbnode.nfe import NFE, Tally, is_counting
+from hbnode.fields import GHBNODE, HBNODE
+from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
 from hbnode.solve.adjoints import Direct, chosen
 from hbnode.solve.control import Attempt
-from hbnode.solve.loop import LONGEST_DECAY, Problem, Rows, integrate
-from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER
+from hbnode.solve.loop import LONGEST_DECAY, STRONG, Problem, Rows, integrate
+from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING
 from hbnode.solve.settings import (
     FIXED,
+    TORCHDIFFEQ,
     Gradient,
     Method,
     Save,
     Settings,
     TorchdiffeqMethod,
-    check_field,
-    constant_damping,
 )
-from hbnode.solve.term import ODETerm, Snapshot, _tensors_of, is_heavy_ball, modules_of, solving
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrapped
 
 logger = logging.getLogger("hbnode")
 LONGEST_GRID = 64  # evaluations of the field in one compiled program
@@ -230,25 +230,32 @@ def solve(
 
 
 def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, end: bool) -> State:
-    y0 = checked_state(field, y0)
-    check_call(field)
-    template = parts(y0)[0]
-    times = checked_times(t, template.device, rows=settings.is_native)
-    settings = settings.resolved(field, _span(times))
-    check_precision(settings, template.dtype)
-    tally, snapshot = Tally(field, nfe), Snapshot(field)
-    if not settings.is_native:
+    snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
+    y0 = checked_state(field, y0, snapshot)
+    template = y0 if isinstance(y0, Tensor) else y0[0]
+    is_native = settings.method not in TORCHDIFFEQ
+    times = checked_times(t, template.device, rows=is_native)
+    settings = resolve(settings, field, times)
+    if settings.steps is None and settings.rtol < torch.finfo(template.dtype).eps:
+        check_precision(settings, template.dtype)
+    tally = Tally(field, nfe)
+    if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
             trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot)
             return last_of(trajectory) if end else trajectory
-    torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
+    for name in torchdiffeq.CALLBACKS:
+        if hasattr(field, name):
+            torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
+            break
     gradient = chosen(settings.gradient)
-    is_empty = template.shape[:1] == (0,)  # of no samples, none has steps of its own
-    per_sample = (settings.per_sample and settings.steps is None and not is_empty) or times.dim() == 2
-    term = _term(field, y0, settings, tally, times, per_sample)
+    lanes, is_empty = None, template.shape[:1] == (0,)  # of no samples, none has steps of its own
+    if times.dim() == 2 or (settings.per_sample and settings.steps is None and not is_empty):
+        lanes = count_samples(y0, times, settings)
+    term = ODETerm(field, y0, tally, second_order=settings.method in SECOND_ORDER, lanes=lanes)
     problem = Problem(term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2)
-    check_damping(problem, field)
+    if settings.steps is None and settings.method not in EXPONENTIAL:
+        check_damping(problem, field)
     if settings.compile and not _torch.is_active():
         solution = compile_steps(problem, field, y0, times, snapshot)
         if solution is not None:
@@ -257,12 +264,67 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
         rows = gradient.solve(problem, y0, snapshot)
         if settings.steps is not None:
             check_finite(problem, y0, rows)
+    if problem.end_only:
+        return term.unflatten(rows)
     trajectory = term.unflatten(rows, (len(rows[0]),))
     return last_of(trajectory) if end else trajectory
 
 
-def _nobody() -> None:
-    """A field that nobody counts: the evaluations of a compiled grid are counted outside of its graph."""
+def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None, *, event: bool = False) -> Settings:
+    """The settings with method and gradient filled in for a field and the times of a solve; refuses what cannot be.
+
+    ``method=None`` means Nystrom for an HBNODE, its order by the tolerance, and ``"tsit5"`` for all others. The order
+    is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks. A constant
+    damping that is strong over the length of the solve limits the steps of all but ``"exponential"``; times on a device
+    are not asked for it.
+    """
+    method, gradient = settings.method, settings.gradient
+    if method is not None:
+        if method in SECOND_ORDER:
+            check_field(method, field)
+    elif event:
+        method = "dopri5"
+    elif gradient == "reversible":
+        method = "blanes_moan4"
+        check_field(method, field)
+    elif not isinstance(inner := unwrapped(field), HBNODE) or change_of_call(field) is not None:
+        method = "tsit5"
+    else:
+        method = "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
+        if inner.omega is None and settings.steps is None and t is not None and t.is_cpu and t.numel():
+            span = float(_torch.plain(t.max() - t.min()))
+            method = "exponential" if constant_damping(field) * span > STRONG else method
+    if gradient != "direct" and _torch.double_backward_enabled():
+        gradient = "direct"
+    if gradient is None:
+        gradient = "direct" if method in TORCHDIFFEQ or _torch.is_transformed() else "checkpoint"
+    return dataclasses.replace(settings, method=method, gradient=gradient)
+
+
+def constant_damping(field: Callable[..., Any]) -> float:
+    """The largest γ of a heavy-ball field if it is constant, which no device has to be asked for; else 0."""
+    inner = unwrapped(field)
+    if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
+        return 0.0
+    damping = inner.solver_damping()
+    return float(damping.max()) if isinstance(damping, Tensor) else damping
+
+
+def check_field(method: str, field: Callable[..., Any]) -> None:
+    """Refuse a field that a method for h and m cannot solve."""
+    kinds: tuple[type, ...] = (HBNODE,)
+    what = "solves h'' + γh' = f(h, t), an HBNODE"
+    fix = "Fix: method='tsit5', or method=None for the best there is."
+    if method in SPLITTING:
+        kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
+        fix = "Fix: method='tsit5' with gradient='checkpoint'."
+    if not isinstance(unwrapped(field), kinds):
+        raise ValueError(f"method={method!r} {what}, got {type(field).__name__}. {fix}")
+    change = change_of_call(field)
+    if change is not None:
+        raise ValueError(
+            f"method={method!r} {what}, and evaluates func without a call of the field, but {change}. {fix}"
+        )
 
 
 def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: Snapshot) -> State | None:
@@ -273,7 +335,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
         return None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
     evaluations = steps * method.evaluations + method.carries
-    if settings.steps is None or evaluations > LONGEST_GRID or t.requires_grad or problem.tally.is_recorded:
+    if settings.steps is None or evaluations > LONGEST_GRID or t.requires_grad or open_records:
         activation, error = getattr(term.inner, "activation", None), settings.steps is None
         make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
         step_key = (settings.method, settings.rtol, settings.atol, error, activation, term.lanes is None)
@@ -281,7 +343,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
         return None
 
     def grid(y0: State, t: Tensor) -> State:
-        return _traced(field, y0, t, settings, Tally(_nobody, NFE()), False)
+        return _traced(field, y0, t, settings, Tally(compiled.nobody, NFE()), False)
 
     key = (settings.method, settings.steps, t.shape[-1], getattr(term.inner, "activation", None))
     trajectory = compiled.program(term, key, lambda: grid)(y0, t.to(term.template.device))
@@ -292,12 +354,8 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
     return trajectory
 
 
-def _term(field: Any, y0: State, settings: Settings, tally: Tally, t: Tensor, per_sample: bool) -> ODETerm:
-    """The right-hand side of a native solve; refuses what has no samples where samples have times of their own."""
-    check_field(settings.method, field)
-    second_order = settings.method in SECOND_ORDER
-    if not per_sample:
-        return ODETerm(field, y0, tally, second_order=second_order)
+def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
+    """How many samples have times or steps of their own; refuses a state that has none."""
     what = "per_sample=True" if t.dim() == 1 else "t of shape (batch, T)"
     tensors = parts(y0)
     if any(part.dim() == 0 or len(part) != len(tensors[0]) for part in tensors):
@@ -311,7 +369,7 @@ def _term(field: Any, y0: State, settings: Settings, tally: Tally, t: Tensor, pe
         )
     if getattr(settings.gradient, "name", settings.gradient) == "adjoint":
         raise ValueError(f"gradient='adjoint' does not know {what}. Fix: gradient='checkpoint'.")
-    return ODETerm(field, y0, tally, second_order=second_order, lanes=len(tensors[0]))
+    return len(tensors[0])
 
 
 def is_traceable(settings: Settings) -> bool:
@@ -325,18 +383,18 @@ def is_traceable(settings: Settings) -> bool:
         return True
     if not hasattr(torch.compiler, "is_exporting"):  # torch.compile before torch 2.7 rounds what it traces here
         return False
-    return settings.gradient in (None, "direct") and not is_counting()
+    return settings.gradient in (None, "direct") and not open_counters
 
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, tally: Tally, end: bool) -> State:
     """A solve on a grid as tensor operations and nothing else; no value is looked at."""
-    y0 = checked_state(field, y0)
-    settings = dataclasses.replace(settings, gradient="direct").resolved(field)
+    snapshot = Snapshot(field, for_backward=False)  # a graph evaluates the field once
+    y0 = checked_state(field, y0, snapshot)
+    settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
     times = traced_times(t, parts(y0)[0].device)
-    method = {**METHODS, **EXPLICIT}[settings.method]
-    term = _term(field, y0, settings, tally, times, times.dim() == 2)
-    problem = Problem(term, method, times, settings)
-    snapshot = Snapshot(field, traced=True)
+    lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
+    term = ODETerm(field, y0, tally, second_order=settings.method in SECOND_ORDER, lanes=lanes)
+    problem = Problem(term, {**METHODS, **EXPLICIT}[settings.method], times, settings)
     with solving(snapshot, parts(y0)[0].device.type):
         rows = Direct().solve(problem, y0, snapshot)
     trajectory = term.unflatten(rows, (times.shape[-1],))
@@ -357,10 +415,10 @@ def _find_event(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, event_fn: Callable[..., Tensor]
 ) -> tuple[Tensor, State]:
     """The time of an event and the states at the start and there."""
-    y0 = checked_state(field, y0)
-    check_call(field)
+    snapshot = Snapshot(field)
+    y0 = checked_state(field, y0, snapshot)
     times = checked_times(t, parts(y0)[0].device, rows=False)
-    settings = settings.resolved(field, event=True)
+    settings = resolve(settings, field, event=True)
     nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
     check_precision(settings, parts(y0)[0].dtype)
     if settings.is_native:
@@ -369,16 +427,14 @@ def _find_event(
         raise ValueError(
             f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
         )
-    return torchdiffeq.find_event(field, y0, times, settings, Tally(field, nfe), Snapshot(field), event_fn)
+    return torchdiffeq.find_event(field, y0, times, settings, Tally(field, nfe), snapshot, event_fn)
 
 
 def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
     """Raise at once where the damping alone takes more steps than there may be."""
-    settings, span = problem.settings, float(problem.end.max()) if problem.end.size else 0.0
-    nystrom = settings.method in NYSTROM
-    if settings.steps is not None or settings.method in EXPONENTIAL:
-        return
+    settings, nystrom = problem.settings, problem.settings.method in NYSTROM
     damping, reach = (problem.strongest, LONGEST_DECAY) if nystrom else (constant_damping(field), 4.0)
+    span = float(problem.end.max()) if damping and problem.end.size else 0.0
     needed = damping * span / (1.0 if nystrom else reach)
     if needed < settings.max_steps:
         return
@@ -399,26 +455,29 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
 
 def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
     """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
-    if is_finite(tuple([_torch.plain(row) for row in rows])):
+    if _is_finite(rows):
         return
 
     def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-        after = problem.step(state, problem.coefficients(attempt), attempt)
-        if not is_finite(tuple([_torch.plain(x) for x in after[0]])):
+        after = problem.take(state, attempt)
+        if not _is_finite(after[0]):
             raise problem.not_finite(attempt, state)
         return after
 
     with torch.no_grad():
         start = problem.start(y0)
-        problem.check_start(problem.norms(start))
+        norm = problem.norms(start)
+        if not np.isfinite(norm).all():
+            raise problem.start_not_finite(norm)
         integrate(problem, start, take, every=1)
     raise problem.failure(NonFiniteError, "the solution is not finite", problem.begin, math.nan)
 
 
-def _span(t: Tensor) -> float:
-    """The length of a solve; 0 where a device would have to be asked for it."""
-    t = _torch.plain(t)
-    return float(t.max() - t.min()) if t.is_cpu and t.numel() else 0.0
+def _is_finite(rows: Rows) -> bool:
+    """Whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not be."""
+    rows = tuple(map(_torch.plain, rows))
+    total = rows[0].sum() if len(rows) == 1 else rows[0].sum() + rows[1].sum()
+    return math.isfinite(total) or bool(torch.isfinite(torch.stack(rows)).all())
 
 
 def traced_times(t: Times, device: torch.device) -> Tensor:
@@ -467,39 +526,41 @@ def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
     logger.warning("rtol=%g is below the rounding of %s: steps may be refused for rounding errors alone", rtol, dtype)
 
 
-def checked_state(field: Callable, y0: State) -> State:
+def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
     """The state, floating point and of the field's dtype; under autocast at least float32."""
-    if not callable(field):
+    if not isinstance(field, nn.Module):
+        if not callable(field):
+            raise TypeError(
+                f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
+            )
+        check_call(field)
+    tensors = (y0,) if isinstance(y0, Tensor) else y0
+    if not isinstance(tensors, tuple) or not tensors:
+        raise TypeError(_not_a_state(y0, field))
+    dtypes: list[torch.dtype] = []
+    for part in tensors:
+        if not isinstance(part, Tensor):
+            raise TypeError(_not_a_state(y0, field))
+        dtypes.append(part.dtype)
+    dtype = dtypes[0]
+    if not dtype.is_floating_point or dtypes.count(dtype) < len(dtypes):
         raise TypeError(
-            f"field must be callable as field(t, state), got {type(field).__name__}. Fix: hbnode.NODE(func)"
-        )
-    tensors = parts(y0)
-    if not isinstance(tensors, tuple) or not tensors or not all(isinstance(part, Tensor) for part in tensors):
-        raise TypeError(
-            f"the state must be a tensor or a tuple of tensors, got {_kinds(y0)}. Fix: {_made_state(y0, field)}."
-        )
-    dtype = tensors[0].dtype
-    if not all(part.is_floating_point() and part.dtype == dtype for part in tensors):
-        raise TypeError(
-            f"the state must be floating point and of one dtype, got {', '.join(str(part.dtype) for part in tensors)}. "
+            f"the state must be floating point and of one dtype, got {', '.join(map(str, dtypes))}. "
             f"Fix: {'torch.view_as_real(x)' if dtype.is_complex else 'x.float() or x.double(), of each part'}."
         )
     if torch.is_autocast_enabled(tensors[0].device.type):  # the networks may run in half precision, the state may not
         return apply(lambda part: part.float() if part.element_size() < 4 else part, y0)
-    if isinstance(field, nn.Module):
-        dtypes = []
-        for module in modules_of(field):
-            for p in _tensors_of(module)[0].values():
-                dtypes += [p.dtype] if p is not None and p.is_floating_point() else []
-                if dtype in dtypes:
-                    return y0
-        if dtypes:
-            kinds = ", ".join(map(str, set(dtypes)))
-            raise TypeError(
-                f"the state is {dtype}, the field's parameters are {kinds}; expected one dtype. "
-                "Fix: convert the input (x.float(), x.double()) or the field (field.float(), field.double())."
-            )
+    if snapshot.dtypes and dtype not in snapshot.dtypes:
+        kinds = ", ".join(map(str, snapshot.dtypes))
+        raise TypeError(
+            f"the state is {dtype}, the field's parameters are {kinds}; expected one dtype. "
+            "Fix: convert the input (x.float(), x.double()) or the field (field.float(), field.double())."
+        )
     return y0
+
+
+def _not_a_state(y0: object, field: Callable) -> str:
+    return f"the state must be a tensor or a tuple of tensors, got {_kinds(y0)}. Fix: {_made_state(y0, field)}."
 
 
 def _kinds(y0: object) -> str:
@@ -525,25 +586,24 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
     Native methods (``rows``) have them on the host, which plans the steps; torchdiffeq's on the device of the state.
     """
     if not isinstance(t, Tensor):
-        if (
-            rows
-            and type(t) is tuple
-            and len(t) == 2
-            and type(t[0]) is type(t[1]) is float
-            and 0 < abs(t[1] - t[0]) < math.inf
-        ):
-            return torch.tensor(t, dtype=torch.float64)  # the span of a block
         if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
             fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
             raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: {fix}.")
         given = list(t)
-        if any(isinstance(time, Tensor) for time in given):  # keep the gradients of learned times
+        if Tensor in map(type, given) or nn.Parameter in map(type, given):  # keep the gradients of learned times
             times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
             if any(time.numel() != 1 for time in times):
                 raise ValueError("t is a sequence of tensors that are no single times. Fix: torch.stack or cat them.")
             t = torch.stack([time.reshape(()) for time in times])
         else:
-            t = torch.as_tensor(given, dtype=torch.float64)
+            try:
+                t = torch.as_tensor(given, dtype=torch.float64)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"t must be numbers in the units of f's time, got a {type(t).__name__} of "
+                    f"{type(given[0]).__name__}. Fix: dates as days since the first, t = pandas.to_datetime(t), then "
+                    "(t - t[0]) / pandas.Timedelta(days=1)."
+                ) from error
     elif not t.is_floating_point():
         t = t.to(torch.float64)
     if t.dim() != 1 and not (rows and t.dim() == 2):
@@ -553,31 +613,22 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
         )
     if t.shape[-1] == 0:
         raise ValueError(f"t must hold at least one time, got shape {tuple(t.shape)}. Fix: [0.0, 1.0].")
-    on_host = t.cpu()
-    values = on_host.detach()
-    if not bool(torch.isfinite(values).all()):
-        where = torch.nonzero(~torch.isfinite(values))[0].tolist()
+    values = _torch.to_numpy(t)
+    if not np.isfinite(values).all():
+        where = np.argwhere(~np.isfinite(values))[0].tolist()
         raise ValueError(
-            f"t must be finite, but t{where} is {float(values[tuple(where)])}. Fix: drop infinite times and NaNs."
+            f"t must be finite, but t{where} is {values[tuple(where)]}. Fix: drop infinite times and NaNs."
         )
-    _check_order(values)
-    return on_host if rows else t.to(device)
-
-
-def _check_order(t: Tensor) -> None:
-    """Shared times must be strictly monotone; of a sample's own, some may be repeated: it stays where it is."""
-    steps = t.diff()
-    if t.dim() == 2:
-        up, down = (steps >= 0).all(), (steps <= 0).all()
-        if not bool(up | down):
+    steps = np.diff(values)
+    if values.ndim > 1:  # of a sample's own times some may be repeated: it stays where it is
+        if not ((steps >= 0).all() or (steps <= 0).all()):
             raise ValueError(
                 "t of shape (batch, T) must increase along each row, or decrease along each. Fix: sort the times."
             )
-        return
-    if not bool((steps > 0).all() | (steps < 0).all()):
-        sign = -1.0 if bool(steps[0] < 0) else 1.0
-        where = int(torch.nonzero(torch.sign(steps) != sign)[0])
+    elif not ((steps > 0).all() or (steps < 0).all()):
+        i = int(np.nonzero(np.sign(steps) != (-1.0 if steps[0] < 0 else 1.0))[0][0])
         raise ValueError(
-            f"t must be strictly increasing or strictly decreasing, but t[{where}]={float(t[where]):g} is followed by "
-            f"t[{where + 1}]={float(t[where + 1]):g}. Fix: sort the times and drop repeated ones."
+            f"t must be strictly increasing or strictly decreasing, but t[{i}]={values[i]:g} is followed by "
+            f"t[{i + 1}]={values[i + 1]:g}. Fix: sort the times and drop repeated ones."
         )
+    return t.cpu() if rows else t.to(device)

@@ -1,50 +1,113 @@
-"""``hbnode.sdeint``: heavy-ball SDEs, by the loop and the gradients of ODEs on a grid, with noise in each step."""
+"""``hbnode.sdeint``: heavy-ball SDEs, by the loop and the gradients of ODEs on a grid, with noise in each step.
+
+From the equation to the solve: the free flight with noise, which is exact; the methods, made of flights and kicks; the
+noise of a step, from a seed or given; the problem, which hands each step its noise to the loop; :func:`sdeint`.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode import _torch
+from hbnode._checks import as_seed, check_input
 from hbnode._state import Times
 from hbnode._suggestions import nearest
-from hbnode._torch import is_tracing, untraced
-from hbnode.errors import NonFiniteError, ReversalError, SolverError
+from hbnode._torch import to_numpy, untraced
+from hbnode.errors import ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
-from hbnode.solve.adjoints import GRADIENTS, Checkpoint, Direct, Reversible, chosen
+from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, chosen
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem
-from hbnode.solve.methods import NYSTROM, Field, Method, Step
-from hbnode.solve.noise import (
-    NORMALS,
-    BrownianIncrements,
-    SeededNoise,
-    check_sde,
-    checked_output_times,
-    checked_step,
-    free_flight,
-    step_counts,
-)
-from hbnode.solve.odeint import check_finite, checked_state
-from hbnode.solve.settings import Gradient, Settings
-from hbnode.solve.settings import Method as ODEMethodName
-from hbnode.solve.term import ODETerm, Snapshot, is_heavy_ball, solving
+from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, Step
+from hbnode.solve.odeint import check_finite, checked_state, checked_times
+from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrapped
 from hbnode.solve.torchsde import TorchsdeMethod
 
 NativeSDEMethod = Literal["ubu", "baoab", "nystrom4"]
 SDEMethodName = Literal[NativeSDEMethod, TorchsdeMethod]
-UNDONE = (
-    1e-4  # how far rounding errors may grow between two outputs whose steps are to be undone, relative to the state
-)
+
+UNDONE = 1e-4  # how far, of the state, rounding errors may grow between two outputs whose steps are to be undone
+ROUNDING = 1e-2  # of dt, by which a step may be longer for times that are rounded
+MOST_STEPS = 10_000_000
+BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K over a step of size 1
+LOW = 0xFFFFFFFF  # 32 bits
+NO_SDE = "sde must be a HeavyBallSDE, got {}. Fix: hbnode.HeavyBallSDE(func)."
 
 Rows = tuple[Tensor, ...]
+Noise = Callable[[int], Tensor]  # the standard normal variables of a step, (normals, ...), by its number
+
+
+# The free flight
+
+
+def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    r"""The free flight with noise, :math:`dh = m\,dt,\; dm = -\gamma m\,dt + s\,dW` over a time :math:`\tau`, exactly.
+
+    With a = (1 - e^{-γτ})/γ, b = e^{-γτ} and z = γτ,
+
+        h ← h + a m + s J,   m ← b m + s I,   I = ∫ e^{-γ(τ-t)} dW,   J = ∫ (1 - e^{-γ(τ-t)})/γ dW,
+
+    where (I, J) is Gaussian. Two independent standard normal variables make it:
+
+        I = p ξ₁,   J = q ξ₁ + r ξ₂,
+        p² = Var I = a (1 + b)/2,   q = p Cov(I, J)/Var I = p a/(1 + b),   r² = Var(J | I) = (z - 2 tanh(z/2))/γ³.
+
+    The form for r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2).
+
+    Arguments:
+        damping: γ, in float64.
+        time: τ, which broadcasts with it.
+
+    Returns:
+        The coefficients a, b, p, q and r.
+    """
+    z = damping * time
+    b = torch.exp(-z)
+    small = z < 1e-3  # where the quotient (1 - e^{-z})/z would lose its digits
+    safe = torch.where(small, 1.0, z)
+    a = time * torch.where(small, 1 - z / 2 * (1 - z / 3 * (1 - z / 4 * (1 - z / 5))), -torch.expm1(-safe) / safe)
+    p = (a * (1 + b) / 2).sqrt()
+    # r²/τ³ is 1/12 at 0; for small z by tanh x = x/(1 + x²/(3 + x²/(5 + ...))), in which nothing cancels
+    small = z < 2
+    square = torch.where(small, z, 1.0).square() / 4
+    safe = torch.where(small, 2.0, z)
+    tail = torch.full_like(z, 17.0)
+    for odd in (15, 13, 11, 9, 7, 5, 3):
+        tail = odd + square / tail
+    rest = torch.where(small, 1 / (4 * (tail + square)), (safe - 2 * torch.tanh(safe / 2)) / safe**3)
+    return a, b, p, p * a / (1 + b), (time**3 * rest).sqrt()
+
+
+def fly(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
+    """A flight h ← h + a m + j₁ ξ₁ + j₂ ξ₂, m ← b m + i ξ₁; without j₂ where it has one variable."""
+    a, b, i, *j = flight
+    h = torch.addcmul(h, a, m)
+    for weight, normal in zip(j, noise.unbind(0), strict=True):
+        h = torch.addcmul(h, weight, normal)
+    return h, torch.addcmul(b * m, i, noise[0])
+
+
+def fly_back(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
+    """What a flight started from."""
+    a, b, i, *j = flight
+    m = torch.addcmul(m, i, noise[0], value=-1) / b
+    for weight, normal in zip(j, noise.unbind(0), strict=True):
+        h = torch.addcmul(h, weight, normal, value=-1)
+    return torch.addcmul(h, a, m, value=-1), m
+
+
+# The methods
 
 
 class SDEMethod(Method):
@@ -54,10 +117,12 @@ class SDEMethod(Method):
     gradient with respect to them is exact.
 
     Attributes:
+        normals: standard normal variables in a step, for each element of h.
         reach: the largest γH for which the law of a step is near that of the equation.
     """
 
     rows = 2
+    normals: ClassVar[int]
     reach = math.inf
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
@@ -74,6 +139,16 @@ class SDEMethod(Method):
         """The coefficients of one interval."""
         return packed.unbind(0)
 
+    def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
+        """The variables of steps of twice the size from those of their halves, (steps, normals, ...); of one flight."""
+        (a, b, p, q, r), (_, _, whole_p, whole_q, whole_r) = free_flight(damping, size), free_flight(damping, 2 * size)
+        i1, i2 = p * first[:, 0], p * second[:, 0]
+        xi1 = (b * i1 + i2) / whole_p
+        if self.normals == 1:
+            return xi1.unsqueeze(1)
+        j1, j2 = (q * x[:, 0] + r * x[:, 1] for x in (first, second))
+        return torch.stack([xi1, (j1 + a * i1 + j2 - whole_q * xi1) / whole_r], 1)
+
 
 class UBU(SDEMethod):
     r"""Half a flight with noise, a kick, half a flight: strong order 2 with one evaluation of f a step.
@@ -83,12 +158,17 @@ class UBU(SDEMethod):
         ergodic stochastic differential equations, Journal of Machine Learning Research (2021).
     """
 
-    nodes = (0.5,)
+    nodes, normals = (0.5,), 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
         """Those of half a flight, a, b, i, j₁, j₂, and the time of the kick."""
         a, b, p, q, r = free_flight(gamma, size / 2)
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
+
+    def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
+        """A step becomes half of one: its two halves are composed."""
+        compose = super().compose
+        return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
     def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
         """One step, with the time of its evaluation."""
@@ -116,7 +196,7 @@ class BAOAB(SDEMethod):
         Mathematics Research Express (2012), doi:10.1093/amrx/abs010.
     """
 
-    nodes, carries = (1.0,), True
+    nodes, normals, carries = (1.0,), 1, True
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
         """Those of a flight, a, b, i, j₁, and the time of half a kick."""
@@ -139,24 +219,6 @@ class BAOAB(SDEMethod):
         return h, torch.addcmul(m, kick, f, value=-1), f
 
 
-def fly(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
-    """A flight h ← h + a m + j₁ ξ₁ + j₂ ξ₂, m ← b m + i ξ₁; without j₂ where it has one variable."""
-    a, b, i, *j = flight
-    h = torch.addcmul(h, a, m)
-    for weight, normal in zip(j, noise.unbind(0), strict=True):
-        h = torch.addcmul(h, weight, normal)
-    return h, torch.addcmul(b * m, i, noise[0])
-
-
-def fly_back(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
-    """What a flight started from."""
-    a, b, i, *j = flight
-    m = torch.addcmul(m, i, noise[0], value=-1) / b
-    for weight, normal in zip(j, noise.unbind(0), strict=True):
-        h = torch.addcmul(h, weight, normal, value=-1)
-    return torch.addcmul(h, a, m, value=-1), m
-
-
 class ShiftedNystrom(SDEMethod):
     r"""The shifted ODE method over a step of ``"nystrom4"``: strong order 3 with three evaluations of f a step.
 
@@ -171,14 +233,14 @@ class ShiftedNystrom(SDEMethod):
         Foster, Lyons and Oberhauser, The shifted ODE method for underdamped Langevin MCMC, arXiv:2101.03446.
     """
 
-    ode, carries = NYSTROM["nystrom4"], True
+    ode, carries, normals = NYSTROM["nystrom4"], True, 3
     nodes = ode.nodes
     reach = 2.0  # for a spring, the stationary variance of h is 0.2 % off at 1, 10 % at 2 and 83 % at 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
         """Those of the step of the ODE, then the factors of W and K in the force, and of L and K in the momentum."""
         gamma, scale, size = torch.broadcast_tensors(gamma, scale, size)
-        of_w, of_l, of_k = (scale * (size * variance).sqrt() for variance in (1.0, 1 / 12, 1 / 720))
+        of_w, of_l, of_k = (scale * (size * variance).sqrt() for variance in BRIDGE)
         noise = torch.stack([of_w / size, -12 * of_k / size, of_l, 6 * of_k])
         return torch.cat([self.ode.packed(torch, gamma, size, error=False), noise])
 
@@ -188,8 +250,8 @@ class ShiftedNystrom(SDEMethod):
 
     def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
         """One step; the value that it carries is that of f without the noise."""
-        *of_ode, by_w, by_k, of_l, of_k, noise = coefficients
-        (h, m, f), (w, bridge, skew) = state, noise
+        (h, m, f), (*of_ode, by_w, by_k, of_l, of_k, noise) = state, coefficients
+        w, bridge, skew = noise.unbind(0)
         push = by_w * w + by_k * skew
 
         def pushed(t: Tensor, x: Tensor) -> Tensor:
@@ -201,13 +263,209 @@ class ShiftedNystrom(SDEMethod):
         h, m = self.ode.step(start, tuple(of_ode), times, pushed).state[:2]
         return Step((h, m - of_l * bridge + of_k * skew, f))
 
+    def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
+        """W, L and K of the whole, through P = ∫ B dt and Q = ∫ t B dt; of no damping."""
+
+        def integrals(normals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            w, bridge, skew = (x * (size * v).sqrt() for x, v in zip(normals.unbind(1), BRIDGE, strict=True))
+            p = size * (bridge + w / 2)
+            return w, p, size * p / 2 - size**2 * (skew - w / 12)
+
+        (w1, p1, q1), (w2, p2, q2) = integrals(first), integrals(second)
+        w, p, whole = w1 + w2, p1 + size * w1 + p2, 2 * size
+        q = q1 + size * (size * w1 + p2) + size**2 / 2 * w1 + q2
+        values = (w, p / whole - w / 2, (whole * p / 2 - q) / whole**2 + w / 12)
+        return torch.stack([x / (whole * v).sqrt() for x, v in zip(values, BRIDGE, strict=True)], 1)
+
 
 NATIVE: dict[str, SDEMethod] = {"ubu": UBU(), "baoab": BAOAB(), "nystrom4": ShiftedNystrom()}
-SPLITTINGS = ("ubu", "baoab")
+GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # of each method
+    **dict.fromkeys(("ubu", "baoab"), ("direct", "checkpoint", "reversible")),
+    "nystrom4": ("direct", "checkpoint"),
+    **dict.fromkeys(get_args(TorchsdeMethod), ("direct", "adjoint")),
+}
+
+
+# The grid and the noise
+
+
+def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
+    """The output times (T,), in float64 on the host, and the least number of equal steps in each interval between them.
+
+    The steps are no longer than ``dt``. Times of float32 are rounded: an interval that is longer than some steps by
+    that alone has no step more.
+    """
+    step = dt.item() if isinstance(dt, Tensor) and dt.numel() == 1 else dt
+    if not isinstance(step, numbers.Real) or not 0 < float(step) < math.inf:
+        raise ValueError(f"dt must be a positive number, got {step!r}. Fix: dt=0.05, for instance.")
+    times = checked_times(t, torch.device("cpu"), rows=True)
+    if times.dim() == 2:
+        raise ValueError(
+            f"t must be one-dimensional, the times of the whole batch, got shape {tuple(times.shape)}. "
+            "Fix: solve at all times of all samples, torch.unique(t), and select each sample's own."
+        )
+    if times.requires_grad:
+        raise ValueError("t requires a gradient, which sdeint does not compute. Fix: t.detach().")
+    values = to_numpy(times)
+    if len(values) > 1 and values[1] < values[0]:
+        raise ValueError(
+            "t must increase, because an SDE has no solution backwards in time, but "
+            f"t[0]={values[0]:g} is followed by t[1]={values[1]:g}. Fix: sort the times; y0 is at the first."
+        )
+    dt, span = float(step), float(values[-1] - values[0])
+    if span / dt > MOST_STEPS:
+        raise ValueError(
+            f"dt={dt:g} makes {span / dt:.2g} steps of a span of {span:g}; expected at most {MOST_STEPS:,}. "
+            f"Fix: dt={2 * span / MOST_STEPS:.1g} or longer, or several solves, each from the end of the one before."
+        )
+    is_single = (values == values.astype(np.float32)).all()  # what the user had
+    precision = np.finfo(np.float32 if is_single else np.float64).eps
+    rounded = np.minimum(precision * np.maximum(abs(values[:-1]), abs(values[1:])), ROUNDING * dt)
+    counts = np.maximum(np.ceil((np.diff(values) - rounded) / dt * (1 - 1e-9)), 1).astype(int)
+    return times.to(torch.float64), counts
+
+
+def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
+    """The size of each step, (steps,)."""
+    return torch.from_numpy(np.repeat(np.diff(to_numpy(t)) / counts, counts))
+
+
+def step_seeds(seed: int | None, steps: int) -> np.ndarray:
+    """The seeds of steps: 63 bits, the low 32 of which differ between the steps of a solve.
+
+    torch's generator of the CPU takes the low 32 bits alone. For a given seed they are a permutation of the number of
+    the step.
+
+    Arguments:
+        seed: a whole number of at most 64 bits; None draws one from torch's generator of the CPU.
+        steps: how many there are.
+    """
+    seed = int(torch.randint(2**62, ())) if seed is None else as_seed(seed)
+    low, high = scrambled(np.array([[seed & LOW], [seed >> 32 ^ 0x9E3779B9]], np.uint64))
+    mixed = scrambled((scrambled(np.arange(steps, dtype=np.uint64) ^ low) + high) & LOW)
+    return scrambled(low ^ (high >> 1)) >> 1 << 32 | mixed
+
+
+def scrambled(x: np.ndarray) -> np.ndarray:
+    """A permutation of the whole numbers of 32 bits: xors with shifts, and products with odd numbers."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & LOW
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & LOW
+    return x ^ (x >> 16)
+
+
+def step_normals(seeds: np.ndarray, shape: tuple[int, ...], like: Tensor, step: int) -> Tensor:
+    """The standard normal variables of a step, which its seed determines, so that nothing has to be kept."""
+    try:
+        generator = torch.Generator(like.device)
+    except RuntimeError:  # a device that has none
+        generator = torch.Generator()
+    generator.manual_seed(int(seeds[step]))
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
+
+
+@dataclass(frozen=True)
+class BrownianIncrements:
+    r"""The noise of a native solve, step by step, to be used again or composed to that of longer steps.
+
+    ``hbnode.sdeint(..., noise=increments)`` solves with it. :meth:`coarser` composes the noise of each two steps, so
+    that solves with the steps H, 2H, 4H, ... see the same Brownian path. This is how one measures a strong error.
+
+    The increments are stored as standard normal variables, because the increments themselves depend on γ. For a path
+    with the increments I = ∫ e^{-γ(τ-t)} dW and J = ∫ (1 - e^{-γ(τ-t)})/γ dW over two times τ₁ and τ₂, the composition
+    is
+
+    .. math:: I = e^{-\gamma\tau_2} I_1 + I_2, \quad J = J_1 + \tfrac{1 - e^{-\gamma\tau_2}}{\gamma} I_1 + J_2 .
+
+    Method ``"ubu"`` has I and J of both halves of a step, ``"baoab"`` has I of a step, and ``"nystrom4"`` has the
+    increment of the Brownian motion and two integrals of its bridge, which do not depend on γ.
+
+    Arguments:
+        method: the native method that it is for.
+        sizes: the size of each step, (steps,), in units of time.
+        normals: independent standard normal variables, (steps, n, batch, ...), with n = 4 for ``"ubu"``, 1 for
+            ``"baoab"`` and 3 for ``"nystrom4"``, followed by the shape of h.
+        damping: γ, with which ``"ubu"`` and ``"baoab"`` compose. An SDE with another γ sees another path then.
+
+    Example:
+        >>> import torch, hbnode
+        >>> sde = hbnode.HeavyBallSDE(lambda h: -h, damping=1.0, temperature=0.5, learn_damping=False)
+        >>> state = sde.initial_state(torch.zeros(1000, 1, dtype=torch.float64))
+        >>> noise = hbnode.BrownianIncrements.draw(sde, state[0], [0.0, 1.0], dt=0.01, seed=0)
+        >>> errors = []
+        >>> exact, _ = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.01, noise=noise)
+        >>> for _ in range(2):
+        ...     noise = noise.coarser()
+        ...     h, _ = hbnode.sdeint(sde, state, [0.0, 1.0], dt=float(noise.sizes[0]), noise=noise)
+        ...     errors.append((h - exact)[-1].square().mean().sqrt())
+        >>> bool(errors[0] < errors[1] < 1e-4)
+        True
+    """
+
+    method: str
+    sizes: Tensor
+    normals: Tensor
+    damping: float | Tensor
+
+    @classmethod
+    def draw(
+        cls, sde: HeavyBallSDE, h: Tensor, t: Times, *, dt: float, method: str = "ubu", seed: int | None = None
+    ) -> BrownianIncrements:
+        """Draw the noise that ``hbnode.sdeint(sde, (h, m), t, method=method, dt=dt, seed=seed)`` draws.
+
+        Arguments:
+            sde: the SDE, whose γ it is composed with.
+            h: the initial h, (batch, ...), for its shape, dtype and device.
+            t: output times, as for :func:`hbnode.sdeint`.
+            dt: the longest step, in units of time.
+            method: the native method that it is for. Default: ``"ubu"``.
+            seed: a whole number; None draws one from torch's generator. Default: None.
+
+        Returns:
+            The increments.
+        """
+        if not isinstance(unwrapped(sde), HeavyBallSDE):
+            raise TypeError(NO_SDE.format(type(sde).__name__))
+        if method not in NATIVE:
+            near = nearest(method, tuple(NATIVE)) or "ubu"
+            raise ValueError(f"noise is for one of {tuple(NATIVE)}, got method={method!r}. Fix: method={near!r}.")
+        check_input(h, "h")
+        sizes = step_sizes(*time_grid(t, dt))
+        seeds, shape = step_seeds(seed, len(sizes)), (NATIVE[method].normals, *h.shape)
+        normals = [step_normals(seeds, shape, h, step) for step in range(len(sizes))]
+        damping = torch.as_tensor(sde.solver_damping(), dtype=torch.float64, device="cpu").detach()
+        return cls(method, sizes, torch.stack(normals) if normals else h.new_zeros(0, *shape), damping)
+
+    def coarser(self) -> BrownianIncrements:
+        """The noise of steps of twice the size.
+
+        Returns:
+            The increments of the composed steps, half as many.
+
+        Raises:
+            ValueError: the number of steps is odd, or two steps to be composed are of unlike size.
+        """
+        sizes = self.sizes.detach().to("cpu", torch.float64)
+        fix = "Fix: draw the noise with a dt that divides each interval into an even number of steps."
+        if len(sizes) % 2:
+            raise ValueError(
+                f"the noise has {len(sizes)} steps, of which each two are composed; expected an even number. {fix}"
+            )
+        first, second = sizes[::2], sizes[1::2]
+        if not torch.allclose(first, second, rtol=1e-6, atol=0.0):
+            raise ValueError(f"steps of unlike size cannot be composed: an output time is between them. {fix}")
+        size = first.to(self.normals.device).reshape(-1, *[1] * (self.normals.dim() - 2))
+        damping = torch.as_tensor(self.damping, dtype=torch.float64, device=size.device)
+        normals = NATIVE[self.method].compose(self.normals[::2], self.normals[1::2], size, damping)
+        return replace(self, sizes=first + second, normals=normals.to(self.normals.dtype))
+
+
+# The solve
 
 
 class SDEProblem(Problem):
-    """A heavy-ball SDE with its method and steps; draws the noise of each step.
+    """A heavy-ball SDE with its method and steps, each with its noise.
 
     Arguments:
         term: the right-hand side, of second order.
@@ -220,15 +478,16 @@ class SDEProblem(Problem):
         gamma: the coefficients of all intervals, through which the gradients of γ and η go.
     """
 
-    def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: SeededNoise | Any) -> None:
-        temperature = term.aligned(term.inner.solver_temperature(), "temperature", "η")
+    def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> None:
+        eta = term.inner.solver_temperature()
+        eta = term.aligned(eta, "temperature", "η") if isinstance(eta, Tensor) else eta
+        eta = torch.as_tensor(eta, dtype=torch.float64, device="cpu")
+        gamma = term.damping = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
         term.per_channel = True  # rows keep the shape of h
         of_sde = NATIVE[method]
-        term.damping = torch.as_tensor(term.damping, dtype=torch.float64, device="cpu")
         super().__init__(term, of_sde, t, Settings(method, steps=1))
-        self.noise, self._counts, self._ends = noise, counts.tolist(), counts.cumsum()
-        gamma, eta = term.damping, torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
-        self.strongest_decay = _torch.to_numpy(gamma).max(initial=0.0)
+        self.noise, self.steps, self.ends = noise, counts.tolist(), counts.cumsum()
+        self.strongest_decay = to_numpy(gamma).max(initial=0.0)
         sizes = np.diff(self.grid()) / counts
         if self.strongest_decay * sizes.max(initial=0.0) > of_sde.reach:
             raise ValueError(
@@ -241,23 +500,18 @@ class SDEProblem(Problem):
 
     def counts(self) -> Sequence[int]:
         """How many steps there are in each interval."""
-        return self._counts
+        return self.steps
 
     def coefficients(self, attempt: Attempt) -> tuple[Rows, None]:
         """Those of the interval in which the steps are."""
         assert isinstance(self.gamma, Tensor)
-        interval = int(self._ends.searchsorted(attempt.number, "right"))
-        return self.method.unpack(self.gamma[:, interval], self._dims, error=False), None
+        interval = int(self.ends.searchsorted(attempt.number, "right"))
+        return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
 
-    def with_noise(self, coefficients: Rows, number: int) -> Rows:
-        """The coefficients of a step, and its standard normal variables."""
-        return (*coefficients, self.noise(number))
-
-    def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
-        """The error for a step that is not finite."""
-        found = super().not_finite(attempt, state)
-        message = found.message.replace(" (method", ". Fix: a smaller dt (method")
-        return NonFiniteError(message, t=found.t, step_size=found.step_size, nfe=found.nfe)
+    def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
+        """An error that knows where the solve was, and a fix where there is none."""
+        fix = "" if "Fix:" in message else ". Fix: a smaller dt"
+        return super().failure(kind, message + fix, t, size)
 
     def check_growth(self) -> None:
         """Refuse to undo a decay by e^{-γT} that takes all digits."""
@@ -344,71 +598,85 @@ def sdeint(
         torch.Size([3, 64, 2])
         >>> h[-1].square().mean().backward()
     """
-    name, dt = _check_names(sde, method, gradient, noise, seed), checked_step(dt)
-    if is_tracing():
-        raise ValueError("sdeint cannot be a part of a traced or exported graph. Fix: call it outside of the graph.")
-    state: Any = checked_state(sde, y0)
+    if not isinstance(unwrapped(sde), HeavyBallSDE):
+        raise TypeError(NO_SDE.format(type(sde).__name__))
+    if method not in GRADIENTS:
+        raise unknown_method(method)
+    name: Any = getattr(gradient, "name", gradient)
+    if name not in GRADIENTS[method]:
+        raise wrong_gradient(method, name)
+    snapshot = Snapshot(sde)
+    state: Any = checked_state(sde, y0, snapshot)
     term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True)
-    times = checked_output_times(t, term.template.device)
+    if term.traced:
+        raise ValueError("sdeint cannot be a part of a traced or exported graph. Fix: call it outside of the graph.")
+    h, (times, counts) = term.template, time_grid(t, dt)
+    if noise is not None:
+        check_noise(noise, method, name, seed, step_sizes(times, counts), h)
     if method not in NATIVE:
-        return torchsde.solve(term, state, times, dt, method, name, seed)
-    if not is_heavy_ball(sde, HeavyBallSDE):
+        return torchsde.solve(term, state, times, float(dt), method, name, seed)
+    if change_of_call(sde) is not None:
         raise ValueError(
             f"method={method!r} evaluates func without a call of the SDE, which has hooks or a forward of its own. "
             "Fix: put them into func, or method='srk'."
         )
-    h, on_host = term.template, _torch.to_numpy(times)
-    counts = step_counts(on_host, dt)
-    if noise is not None and name == "reversible" and noise.normals.requires_grad:
-        raise ValueError("noise.normals requires a gradient. Fix: gradient='direct', or detach it.")
-    normals = (
-        SeededNoise(seed, (NORMALS[method], *h.shape), h) if noise is None else noise.of(method, on_host, counts, h)
-    )
-    problem, adjoint, snapshot = SDEProblem(term, method, times, counts, normals), chosen(gradient), Snapshot(sde)
+    if noise is None:
+        shape = (NATIVE[method].normals, *h.shape)
+        of_step: Noise = functools.partial(step_normals, step_seeds(seed, counts.sum()), shape, h)
+    else:
+        of_step = noise.normals.__getitem__
+    problem = SDEProblem(term, method, times, counts, of_step)
     if name == "reversible" and torch.is_grad_enabled():
         problem.check_growth()
     with solving(snapshot, h.device.type):
-        rows = adjoint.solve(problem, state, snapshot)
+        rows = chosen(gradient).solve(problem, state, snapshot)
         check_finite(problem, state, rows)
     h, m = term.unflatten(rows, (len(times),))
     return h, m
 
 
-def _check_names(sde: object, method: str, gradient: object, noise: BrownianIncrements | None, seed: int | None) -> str:
-    """The name of the gradient; refuses a method and a gradient that are not known or do not go together."""
-    check_sde(sde)
-    methods = (*get_args(NativeSDEMethod), *get_args(TorchsdeMethod))
-    if method not in methods:
-        near = f"method={nearest(method, methods) or 'ubu'!r}"
-        fix = f"{near}, or hbnode.odeint, which leaves the noise out" if method in get_args(ODEMethodName) else near
-        raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
-    names = {kind: name for name, kind in GRADIENTS.items()}
-    name = gradient if isinstance(gradient, str) else names.get(type(gradient), gradient)
-    if name not in (gradients := gradients_of(method)):
-        fix = f"gradient={nearest(name, gradients) or 'direct'!r}"
-        if name == "reversible":
-            fix = "method='ubu' with gradient='reversible', or gradient='direct'"
-        elif name == "adjoint":
-            fix = "gradient='checkpoint', which is exact"
-        raise ValueError(
-            f"gradient={gradient!r} is not for method={method!r}; expected one of {gradients}. Fix: {fix}."
-        )
-    if noise is not None and not isinstance(noise, BrownianIncrements):
+def unknown_method(method: object) -> ValueError:
+    """The error for a method that there is not."""
+    methods = tuple(GRADIENTS)
+    fix = f"method={nearest(method, methods) or 'ubu'!r}"
+    if method in (*METHODS, *TORCHDIFFEQ):
+        fix = f"{fix}, or hbnode.odeint, which leaves the noise out"
+    return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
+
+
+def wrong_gradient(method: str, gradient: object) -> ValueError:
+    """The error for a gradient that is not for a method."""
+    gradients = GRADIENTS[method]
+    fixes = {
+        "reversible": "method='ubu' with gradient='reversible', or gradient='direct'",
+        "adjoint": "gradient='checkpoint', which is exact",
+    }
+    fix = fixes.get(str(gradient), f"gradient={nearest(gradient, gradients) or 'direct'!r}")
+    return ValueError(f"gradient={gradient!r} is not for method={method!r}; expected one of {gradients}. Fix: {fix}.")
+
+
+def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:
+    """Refuse what is no noise, what it does not go together with, and that of other steps or another state."""
+    if not isinstance(noise, BrownianIncrements):
         raise TypeError(
             f"noise must be BrownianIncrements, got {type(noise).__name__}. Fix: hbnode.BrownianIncrements.draw(...)."
         )
-    if noise is not None and method not in NATIVE:
-        raise ValueError(
-            f"noise is for {tuple(NATIVE)}, got method={method!r}. "
-            "Fix: torchsde.sdeint(sde, torch.cat([h, m], -1), t, bm=...)."
-        )
-    if noise is not None and seed is not None:
+    if seed is not None:
         raise ValueError("seed and noise are both given, and both determine the noise. Fix: leave seed out.")
-    return name
-
-
-def gradients_of(method: str) -> tuple[Gradient, ...]:
-    """What ``gradient=`` may be for a method."""
-    if method not in NATIVE:
-        return "direct", "adjoint"
-    return ("direct", "checkpoint", "reversible") if method in SPLITTINGS else ("direct", "checkpoint")
+    if method != noise.method:
+        fix = "draw it with method=" if method in NATIVE else "torchsde.sdeint(sde, torch.cat([h, m], -1), t, bm=...)"
+        raise ValueError(f"the noise is for method={noise.method!r}, got method={method!r}. Fix: {fix}.")
+    given, normals = noise.sizes.detach().to("cpu", torch.float64), noise.normals
+    if given.shape != sizes.shape or not torch.allclose(given, sizes, rtol=1e-6, atol=0.0):
+        raise ValueError(
+            f"the noise has {len(given)} steps, and t and dt make {len(sizes)} steps; expected the same steps. "
+            "Fix: dt=float(noise.sizes.max()) with the t that the noise was drawn for."
+        )
+    expected = (len(sizes), NATIVE[method].normals, *h.shape)
+    if normals.shape != expected or normals.dtype != h.dtype or normals.device != h.device:
+        raise ValueError(
+            f"noise.normals has shape {tuple(normals.shape)}, {normals.dtype} on {normals.device}; "
+            f"expected {expected}, {h.dtype} on {h.device}. Fix: BrownianIncrements.draw with the h that is solved."
+        )
+    if gradient == "reversible" and normals.requires_grad:
+        raise ValueError("noise.normals requires a gradient. Fix: gradient='direct', or detach it.")

@@ -1,4 +1,4 @@
-"""How to solve: the arguments of :func:`hbnode.odeint`, checked, and what ``None`` means for a field."""
+"""How to solve: the arguments of :func:`hbnode.odeint` and their checks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import difflib
 import math
 import numbers
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from hbnode import _torch
 from hbnode._checks import as_count
 from hbnode._suggestions import nearest, nearest_method
-from hbnode.fields import GHBNODE, HBNODE
-from hbnode.solve.methods import METHODS, SECOND_ORDER, SPLITTING
-from hbnode.solve.term import change_of_call, is_heavy_ball, unwrapped
+from hbnode.solve.methods import METHODS, SPLITTING
 
 NativeMethod = Literal["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5"]
 TorchdiffeqMethod = Literal[
@@ -37,7 +33,6 @@ SCIPY = ("scipy_solver",)
 TORCHDIFFEQ = (*ADAPTIVE, *FIXED, *SCIPY)
 GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
 SAVES = ("interpolate", "exact")
-STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods short
 
 ARGUMENTS = {  # what is an argument and no option, and how it is written
     "max_num_steps": "max_steps=n, an argument and no option",
@@ -63,6 +58,9 @@ class Settings:
     jump_times: Any = ()
     max_steps: int = 10_000
     compile: bool = False
+    common_steps: bool = (
+        False  # whether samples with times of their own take the same fraction of their spans in a step
+    )
     options: dict[str, Any] | None = None
     adjoint_options: dict[str, Any] | None = None
 
@@ -71,89 +69,83 @@ class Settings:
         """Whether the method is one of our own."""
         return self.method not in TORCHDIFFEQ
 
-    def option(self, name: str, default: Any) -> Any:
-        """An option, or its default."""
-        return (self.options or {}).get(name, default)
-
     def checked(self) -> Settings:
         """The settings, refused where a value is out of its range or two of them do not go together."""
-        method, theirs = self.method, not self.is_native
+        method, theirs = self.method, self.method in TORCHDIFFEQ
         if method is not None and method not in METHODS and not theirs:
             methods = (*METHODS, *TORCHDIFFEQ)
             raise ValueError(
                 f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
             )
         gradients = ("direct", "adjoint") if theirs else GRADIENTS
-        if not (
-            self.gradient is None or self.gradient in gradients or (self.is_native and hasattr(self.gradient, "solve"))
-        ):
+        is_object = not theirs and hasattr(self.gradient, "solve")
+        if self.gradient is not None and self.gradient not in gradients and not is_object:
             raise ValueError(
                 f"unknown gradient {self.gradient!r} for method={method!r}; expected one of {gradients}. "
                 f"Fix: gradient={nearest(self.gradient, gradients) or gradients[0]!r}."
-            )
-        steps = self._checked_steps()
-        if theirs and self.per_sample:
-            raise ValueError(
-                f"per_sample=True is not possible with method={method!r}, which has one step size for the whole batch. "
-                "Fix: per_sample=False, or a native method."
             )
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
-        most = as_count(self.max_steps, "max_steps")
-        checked = dataclasses.replace(self, steps=steps, max_steps=most, jump_times=_jumps(self.jump_times))
-        if theirs:
-            if self.compile:
-                raise ValueError(
-                    f"compile=True is for native methods, got method={method!r}. "
-                    "Fix: leave method out, or compile the network, torch.compile(func)."
-                )
-            return checked
-        return checked._check_native()
+        self._check_steps(theirs)
+        checked = dataclasses.replace(
+            self,
+            steps=None if self.steps is None else operator.index(self.steps),
+            max_steps=as_count(self.max_steps, "max_steps"),
+            jump_times=checked_jumps(self.jump_times),
+        )
+        if not theirs:
+            checked._check_native()
+        elif self.compile:
+            raise ValueError(
+                f"compile=True is for native methods, got method={method!r}. "
+                "Fix: leave method out, or compile the network, torch.compile(func)."
+            )
+        return checked
 
-    def _checked_steps(self) -> int | None:
-        """The number of steps on a grid; refuses what is out of its range of all that says where steps end."""
-        steps = self.steps
-        if steps is not None:
-            try:
-                steps = 0 if isinstance(steps, bool) else operator.index(steps)
-            except TypeError:
-                steps = 0
-            if steps < 1:
+    def _check_steps(self, theirs: bool) -> None:
+        """Check all that says where steps end."""
+        if self.steps is not None:
+            is_whole = hasattr(self.steps, "__index__") and not isinstance(self.steps, bool)
+            if not (is_whole and self.steps >= 1):
                 raise ValueError(f"steps must be a positive integer, got {self.steps!r}. Fix: steps=8.")
         if not isinstance(self.per_sample, bool):
             raise ValueError(f"per_sample must be True or False, got {self.per_sample!r}. Fix: per_sample=True.")
+        if self.per_sample and theirs:
+            raise ValueError(
+                f"per_sample=True is not possible with method={self.method!r}, which has one step size for the whole "
+                "batch. Fix: per_sample=False, or a native method."
+            )
         if self.save not in SAVES:
             fix = f"save={near!r}" if (near := nearest(self.save, SAVES)) else "leave it out"
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
-        if steps is not None and self.jump_times is not None and len(self.jump_times):
+        if self.steps is not None and self.jump_times is not None and len(self.jump_times):
             raise ValueError(
-                f"jump_times are for adaptive steps, got steps={steps}. Fix: leave steps out, or the jumps among the "
-                "output times."
+                f"jump_times are for adaptive steps, got steps={self.steps}. Fix: leave steps out, or the jumps among "
+                "the output times."
             )
-        return steps
 
-    def _check_native(self) -> Settings:
-        method, gradient = self.method, self.gradient
+    def _check_native(self) -> None:
+        """Check the options of a native method, and what its steps and gradient need."""
+        method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"
-        if self.options is not None and not isinstance(self.options, dict):
+        if options is not None and not isinstance(options, dict):
             fix = "steps=8 for a grid, else options={'max_nfe': 1000}"
-            raise TypeError(f"options must be a dict, got {type(self.options).__name__}. Fix: {fix}.")
-        options = dict(self.options or {})
+            raise TypeError(f"options must be a dict, got {type(options).__name__}. Fix: {fix}.")
         known = ("max_nfe",) if method in SPLITTING else _NATIVE_OPTIONS
-        unknown = [name for name in options if name not in known]
+        unknown = [name for name in options or {} if name not in known]
         if unknown:
             raise ValueError(
                 f"options has {unknown}, which method={method!r} does not know; expected some of {known}. "
                 f"Fix: {_instead(unknown[0], method, known)}."
             )
-        for name in ("first_step", "max_step", "min_step"):
-            if name in options and not options[name] > 0:
-                raise ValueError(f"options[{name!r}] must be positive, got {options[name]!r}. Fix: a length of time.")
-        if "max_nfe" in options:
-            options["max_nfe"] = as_count(options["max_nfe"], "options['max_nfe']")
+        for name, value in (options or {}).items():
+            if name == "max_nfe":
+                as_count(value, "options['max_nfe']")
+            elif not value > 0:
+                raise ValueError(f"options[{name!r}] must be positive, got {value!r}. Fix: a length of time.")
         if method in SPLITTING and self.steps is None:
             raise ValueError(f"method={method!r} has a fixed grid. Fix: steps=n, n steps in each output interval.")
         if gradient == "reversible" and method not in SPLITTING:
@@ -166,63 +158,9 @@ class Settings:
                 "adjoint_options are for torchdiffeq's methods; the native ones solve their adjoint with 'tsit5' at "
                 "the tolerances of the forward solve. Fix: leave them out, or method='dopri5' with gradient='adjoint'."
             )
-        return dataclasses.replace(self, options=options)
-
-    def resolved(self, field: Callable[..., Any], span: float = 0.0, *, event: bool = False) -> Settings:
-        """The settings with method and gradient filled in for a field and the length of a solve."""
-        method = self.method or ("dopri5" if event else self._best_method(field, span))
-        gradient = self.gradient
-        if gradient != "direct" and _torch.double_backward_enabled():
-            gradient = "direct"
-        if gradient is None:
-            is_transformed = _torch.is_active() or _torch.in_forward_mode()
-            gradient = "direct" if method in TORCHDIFFEQ or is_transformed else "checkpoint"
-        return dataclasses.replace(self, method=method, gradient=gradient)
-
-    def _best_method(self, field: Callable[..., Any], span: float) -> str:
-        """What ``method=None`` means: Nystrom for HBNODE, its order by the tolerance, and ``"tsit5"`` for all others.
-
-        The order is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks. A
-        constant damping that is strong over the time ``span`` limits the steps of all but ``"exponential"``.
-        """
-        if self.gradient == "reversible":
-            return "blanes_moan4"
-        if not is_heavy_ball(field, HBNODE):
-            return "tsit5"
-        if self.steps is None and constant_damping(field) * span > STRONG:
-            return "exponential"
-        return "nystrom4" if self.rtol >= 1e-3 else "nystrom8"
 
 
-def constant_damping(field: Callable[..., Any]) -> float:
-    """The largest γ of a heavy-ball field if it is constant, which no device has to be asked for; else 0."""
-    inner = unwrapped(field)
-    if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
-        return 0.0
-    damping = inner.solver_damping()
-    return float(damping.max()) if isinstance(damping, Tensor) else damping
-
-
-def check_field(method: str, field: Callable[..., Any]) -> None:
-    """Refuse a field that a method cannot solve."""
-    if method not in SECOND_ORDER:
-        return
-    kinds: tuple[type, ...] = (HBNODE,)
-    what = "solves h'' + γh' = f(h, t), an HBNODE"
-    fix = "Fix: method='tsit5', or method=None for the best there is."
-    if method in SPLITTING:
-        kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
-        fix = "Fix: method='tsit5' with gradient='checkpoint'."
-    if not isinstance(unwrapped(field), kinds):
-        raise ValueError(f"method={method!r} {what}, got {type(field).__name__}. {fix}")
-    change = change_of_call(field)
-    if change is not None:
-        raise ValueError(
-            f"method={method!r} {what}, and evaluates func without a call of the field, but {change}. {fix}"
-        )
-
-
-def _jumps(jump_times: Any) -> tuple[float, ...]:
+def checked_jumps(jump_times: Any) -> tuple[float, ...]:
     """The times at which f jumps, in increasing order."""
     if jump_times is None or (isinstance(jump_times, tuple) and not jump_times):
         return ()

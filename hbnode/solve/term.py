@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hbnode._checks import CHANGES_INPUT
-from hbnode._state import State, cast, like, parts
+from hbnode._state import State, cast, like
 from hbnode._torch import is_tracing
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nets import SolveDropout
 from hbnode.nfe import Tally
-from hbnode.signal import checking_later
+from hbnode.signal import queries
 
 _FORWARDS = tuple(kind.forward for kind in (HBNODE, GHBNODE))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -45,22 +46,32 @@ class ODETerm:
         self.inner: Any = unwrapped(field)
         self.tally, self.like, self.lanes, self.traced = tally, y0, lanes, is_tracing()
         self.second_order, self.rows = second_order, 2 if second_order else 1
-        self.template = parts(y0)[0]
-        if second_order:
-            self.inner._pair(y0)
-            if y0[0].shape != y0[1].shape:
-                shapes = " and ".join(str(tuple(part.shape)) for part in y0)
-                raise ValueError(f"h and m must have one shape, got {shapes}. Fix: make m like h.")
+        self.template = y0 if isinstance(y0, Tensor) else y0[0]
+        self.damping: Tensor | float = 0.0
         self.number: float | None = None  # the damping, once the host has asked for it
-        self.damping = self.aligned(self.inner.solver_damping(), "damping", "γ") if second_order else 0.0
+        self.separate: int = getattr(self.inner, "separate", 0)
+        if second_order:
+            h, m = self.inner._pair(y0)
+            if h.shape != m.shape:
+                raise ValueError(
+                    f"h and m must have one shape, got {tuple(h.shape)} and {tuple(m.shape)}. Fix: make m like h."
+                )
+            self.damping = self.inner.solver_damping()
+            self.separate = 0
+        if isinstance(self.damping, Tensor) and self.damping.dim():
+            self.damping = self.aligned(self.damping, "damping", "γ")
+        self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
         device = self.template.device.type
         autocast = torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if autocast else None
+        self.in_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if autocast:
+            dtype = torch.get_autocast_dtype(device)
+            self.in_autocast = functools.partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
         self.counted: int | None = None  # elements of a row that the error is estimated of; None for all
-        self.separate: int = 0 if second_order else getattr(self.inner, "separate", 0)
-        self.calls_field = second_order and is_compiled(field)
+        is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
+        self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
-        self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
         """A constant of the equation: a number, a tensor without dimensions, or one of the dimensions of h."""
@@ -78,19 +89,23 @@ class ODETerm:
 
     def flatten(self, state: State) -> tuple[Tensor, ...]:
         """The rows of a state."""
-        flat = tuple([self._flat(part) for part in parts(state)])
-        return flat if self.second_order or len(flat) == 1 else (torch.cat(flat, -1),)
-
-    def _flat(self, part: Tensor) -> Tensor:
-        if self.per_channel:
-            return part
-        return part.reshape(-1) if self.lanes is None else part.unsqueeze(-1).flatten(1)
+        rows: list[Tensor] = []
+        for part in (state,) if isinstance(state, Tensor) else state:
+            if self.per_channel:
+                rows.append(part)
+            elif self.lanes is None:
+                rows.append(part.reshape(-1))
+            else:
+                rows.append(part.reshape(self.lanes, math.prod(part.shape[1:])))
+        return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
         """The state of rows, or a trajectory of rows (T, ...)."""
-        if self.second_order or isinstance(self.like, Tensor):
-            state = tuple([row.reshape((*times, *self.template.shape)) for row in rows])
-            return state if self.second_order else state[0]
+        shape = (*times, *self.template.shape)
+        if self.second_order:
+            return rows[0].reshape(shape), rows[1].reshape(shape)
+        if isinstance(self.like, Tensor):
+            return rows[0].reshape(shape)
         pieces: list[Tensor] = []
         begin = 0
         for part in self.like:
@@ -107,34 +122,22 @@ class ODETerm:
             row = row.clone()  # it has no version by which a change would be seen
         else:
             version = row._version
-        value = self._value(t, row)
+        with self.in_autocast():
+            if self.second_order:
+                h = row if row.shape == self.template.shape else row.view(self.template.shape)
+                f = self.field(t, (h, torch.zeros_like(h)))[1] if self.calls_field else self.inner.force(t, h)
+                f = f if f.dtype == h.dtype else cast(f, h)
+            else:
+                state = self.unflatten((row,))
+                (f,) = self.flatten(like(self.field(t, state), state))
         if version >= 0 and row._version != version:
             raise ValueError(CHANGES_INPUT)
-        return value
-
-    def _value(self, t: Tensor, row: Tensor) -> Tensor:
-        if self.autocast is None:
-            return self._bare(t, row)
-        with torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False):
-            return self._bare(t, row)
-
-    def _bare(self, t: Tensor, row: Tensor) -> Tensor:
-        if self.second_order:
-            h = row if row.shape == self.template.shape else row.view(self.template.shape)
-            f = self.field(t, (h, torch.zeros_like(h)))[1] if self.calls_field else self.inner.force(t, h)
-            f = f if f.dtype == h.dtype else cast(f, h)
-            return f if f.shape == row.shape else f.reshape(row.shape)
-        state = self.unflatten((row,))
-        return self.flatten(like(self.field(t, state), state))[0].reshape(row.shape)
+        return f if f.shape == row.shape else f.reshape(row.shape)
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The derivative of all rows, by a call of the field; not counted."""
         state = self.unflatten(rows)
-        with (
-            nullcontext()
-            if self.autocast is None
-            else torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
-        ):
+        with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))
 
 
@@ -143,30 +146,22 @@ class Snapshot:
 
     As a context it puts them back where a backward pass evaluates the field again: parameters may be lent
     (``torch.func.functional_call``), and a model may be in another mode by then.
+
+    Arguments:
+        field: a module, or another callable, which has none of these.
+        for_backward: whether there will be a backward pass; without it only masks and dtypes are looked at.
     """
 
-    def __init__(self, field: Callable[..., Any], *, traced: bool = False) -> None:
-        modules = modules_of(field)
+    def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
+        self.modes: list[tuple[nn.Module, bool]] = []
+        self.slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.versions: list[int | None] = []
+        self.needed: list[tuple[Tensor, bool]] = []
+        self.dtypes: set[torch.dtype] = set()  # of the parameters
         self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
-        self._find_masks(modules)
-        if traced:  # a graph evaluates the field once
-            return
-        self.modes = [(module, module.training) for module in modules]
-        self.slots = [
-            (own, name, tensor)
-            for module in modules
-            for own in _tensors_of(module)
-            for name, tensor in own.items()
-            if tensor is not None
-        ]
-        self.versions = [None if tensor.is_inference() else tensor._version for _, _, tensor in self.slots]
-        self.needed = [(tensor, tensor.requires_grad) for _, _, tensor in self.slots if tensor.is_leaf]
         self._before: list[Any] = []  # torch enters a context again for each backward pass
-
-    def _find_masks(self, modules: list[nn.Module]) -> None:
-        """The masks of all :class:`SolveDropout`, those of a solve around this one if there is one."""
-        for module in modules:
-            if isinstance(module, SolveDropout):
+        for module in modules_of(field):
+            if isinstance(module, SolveDropout):  # keeps the masks of a solve around this one if there is one
                 self.masks.append((module, {} if module.solve is None else module.solve))
             elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
                 raise ValueError(
@@ -174,13 +169,30 @@ class Snapshot:
                     "another mask and no step size would meet the tolerance. Fix: hbnode.nets.SolveDropout(p) draws "
                     "one mask for the whole solve; or move it out of func."
                 )
+            self.modes.append((module, module.training))
+            parameters, buffers = module._parameters, module._buffers
+            if isinstance(module, torch.jit.ScriptModule):  # whose dicts are copies
+                parameters = dict(module.named_parameters(recurse=False))
+                buffers = dict(module.named_buffers(recurse=False))
+            for own in (parameters, buffers):
+                for name, tensor in own.items():
+                    if tensor is None:
+                        continue
+                    if own is parameters and tensor.is_floating_point():
+                        self.dtypes.add(tensor.dtype)
+                    if not for_backward:
+                        continue
+                    self.slots.append((own, name, tensor))
+                    self.versions.append(None if tensor.is_inference() else tensor._version)
+                    if tensor.is_leaf:
+                        self.needed.append((tensor, tensor.requires_grad))
 
     def changed(self) -> bool:
         """Whether a parameter or buffer was changed in place or replaced since."""
-        return any(
-            own.get(name) is not tensor or (version is not None and tensor is not None and tensor._version != version)
-            for (own, name, tensor), version in zip(self.slots, self.versions, strict=True)
-        )
+        for (own, name, tensor), version in zip(self.slots, self.versions, strict=True):
+            if own.get(name) is not tensor or (version is not None and tensor._version != version):
+                return True
+        return False
 
     def __enter__(self) -> None:
         self._before.append((
@@ -188,43 +200,30 @@ class Snapshot:
             [(own, name, own.get(name)) for own, name, _ in self.slots],
             [(module, module.solve) for module, _ in self.masks],
             [(tensor, tensor.requires_grad) for tensor, _ in self.needed],
-            later := checking_later(),
         ))  # fmt: skip
-        _put(self.modes, self.slots, self.masks, self.needed)
-        later.__enter__()
+        _restore(self.modes, self.slots, self.masks, self.needed)
+        queries.solves += 1
 
     def __exit__(self, *error: Any) -> None:
-        *before, later = self._before.pop()
-        later.__exit__(*error)
-        _put(*before)
+        queries.solves -= 1
+        _restore(*self._before.pop())
 
 
 def modules_of(field: Any) -> list[nn.Module]:
     """All modules of a field, each once; quicker than ``field.modules()``, which makes their names."""
     if torch.compiler.is_compiling() or not isinstance(field, nn.Module):
         return list(field.modules()) if isinstance(field, nn.Module) else []
-    pending: list[nn.Module] = [field]
+    pending: list[nn.Module | None] = [field]
     found: dict[int, nn.Module] = {}
     while pending:
         module = pending.pop()
-        if id(module) not in found:
+        if module is not None and id(module) not in found:
             found[id(module)] = module
-            pending += [child for child in module._modules.values() if child is not None]
+            pending += module._modules.values()
     return list(found.values())
 
 
-def _tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    if isinstance(module, torch.jit.ScriptModule):  # whose dicts are copies
-        return dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
-    return module._parameters, module._buffers
-
-
-def _put(
-    modes: Sequence[Any],
-    slots: Sequence[Any],
-    masks: Sequence[Any],
-    needed: Sequence[Any] = (),
-) -> None:
+def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], needed: Sequence[Any]) -> None:
     for module, mode in modes:
         if module.training != mode:
             module.training = mode
@@ -244,14 +243,21 @@ def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
 
     A query outside of a signal gives NaN, which the solver does not accept and then names.
     """
-    before = [(module, module.solve) for module, _ in snapshot.masks]
+    before: list[Any] = []
+    for module, masks in snapshot.masks:
+        before.append((module, module.solve))
+        module.solve = masks
     autocast = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-    _put([], [], snapshot.masks)
+    queries.solves += 1
     try:
-        with checking_later(), autocast:
+        with autocast:
             yield
     finally:
-        _put([], [], before)
+        queries.solves -= 1
+        if not queries.solves:
+            queries.unchecked.clear()
+        for module, masks in before:
+            module.solve = masks
 
 
 def unwrapped(field: Any) -> Any:
@@ -286,6 +292,7 @@ def change_of_call(field: Callable[..., Any]) -> str | None:
             return f"its {name} was replaced"
     if type(inner).__call__ is not nn.Module.__call__:
         return f"{type(inner).__name__} has a __call__ of its own"
-    if any(getattr(module, hooks) for module in (field, inner) for hooks in _HOOKS):
-        return "it has hooks"
+    for hooks in _HOOKS:
+        if getattr(field, hooks) or getattr(inner, hooks):
+            return "it has hooks"
     return None

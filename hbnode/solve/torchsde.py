@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hbnode._checks import as_seed
 from hbnode._state import is_finite
 from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.signal import refuse_queries_outside
-from hbnode.solve.noise import check_number, drawn
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
 TorchsdeMethod = Literal["euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun"]
@@ -54,47 +54,41 @@ def solve(
     with torch.inference_mode(False):  # else its constants are made in there and spoil later gradients
         import torchsde  # here, because it takes long to import
 
+    sde, tally, (h, m) = equation.field, equation.tally, y0
     equation.aligned(equation.inner.solver_temperature(), "temperature", "η")
-    if gradient == "adjoint" and torch.is_grad_enabled():
-        _check_adjoint(torch.as_tensor(equation.damping), t, dt, method)
-    sde, tally, nfe = equation.field, equation.tally, equation.tally.nfe
-    nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
-    shape, state = y0[0].shape, tuple([x.reshape(x.shape or (1,)) for x in y0])
+    if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # whose steps are undone
+        _check_growth(torch.as_tensor(equation.damping).detach(), t, dt)
+    if not h.numel():  # no solve, but a graph as of one
+        h = h + 0 * (equation(t[0].to(h), h) + equation.inner.noise_scale(m))
+    if not h.numel() or len(t) == 1:
+        return torch.stack([h] * len(t)), torch.stack([m] * len(t))
+    tally.nfe.keeps_graph = gradient == "direct" and torch.is_grad_enabled()
+    state = tuple([x.reshape(x.shape or (1,)) for x in y0])
     term = ODETerm(sde, state, tally, second_order=False, lanes=len(state[0]))
     flat, (row,) = _Flat(term, float(t[0]), method), term.flatten(state)
     # t + dt must differ from t, which in float32 it does not far from 0
     times = (t - t[0]).to(row.device, torch.promote_types(row.dtype, torch.float32))
-    check_number(float(t[-1] - t[0]), dt)
-    if not row.numel() and len(t) > 1:  # no solve, but a graph as of one
-        row = row + 0 * (flat.f(times[0], row) + flat.g_prod(times[0], row, row[:, : row.shape[1] // 2]))
-    if not row.numel() or len(t) == 1:
-        solution = row.unsqueeze(0).repeat(len(t), 1, 1)
-    else:
-        motion = torchsde.BrownianInterval(
-            t0=times[0], t1=times[-1], size=(len(row), row.shape[1] // 2), dtype=row.dtype, device=row.device,
-            entropy=drawn(seed) % 2**63, levy_area_approximation=LEVY_AREAS.get(method, "none"),
-            dt=dt,  # without it, a step can take twenty times as long
-        )  # fmt: skip
-        integrate: Any = torchsde.sdeint_adjoint if gradient == "adjoint" else torchsde.sdeint
-        with solving(Snapshot(sde), row.device.type):
-            solution = integrate(flat, row, times, bm=motion, method=method, dt=dt)
+    motion = torchsde.BrownianInterval(
+        t0=times[0], t1=times[-1], size=(len(row), row.shape[1] // 2), dtype=row.dtype, device=row.device,
+        entropy=(int(torch.randint(2**62, ())) if seed is None else as_seed(seed)) % 2**63,
+        levy_area_approximation=LEVY_AREAS.get(method, "none"),
+        dt=dt,  # without it, a step can take twenty times as long
+    )  # fmt: skip
+    integrate: Any = torchsde.sdeint_adjoint if gradient == "adjoint" else torchsde.sdeint
+    with solving(Snapshot(sde), row.device.type):
+        solution = integrate(flat, row, times, bm=motion, method=method, dt=dt)
     if not is_finite(solution):
         refuse_queries_outside()
-        finite = torch.isfinite(solution.detach()).flatten(1).all(1)
-        raise NonFiniteError(
-            f"the solution is not finite (method {method!r}). Fix: a smaller dt, or method='ubu'",
-            t=float(t[int(finite.int().argmin())]), step_size=dt, nfe=nfe.total,
-        )  # fmt: skip
-    h, m = term.unflatten((solution,), (len(t),))
-    return h.reshape(len(t), *shape), m.reshape(len(t), *shape)
+        message = f"the solution is not finite (method {method!r}). Fix: a smaller dt, or method='ubu'"
+        first = int(torch.isfinite(solution.detach()).flatten(1).all(1).int().argmin())
+        raise NonFiniteError(message, t=float(t[first]), step_size=dt, nfe=tally.nfe.total)
+    h, m = (x.reshape(len(t), *h.shape) for x in term.unflatten((solution,), (len(t),)))
+    return h, m
 
 
-def _check_adjoint(damping: Tensor, t: Tensor, dt: float, method: str) -> None:
+def _check_growth(damping: Tensor, t: Tensor, dt: float) -> None:
     """Refuse an adjoint that solves backwards what the damping has shrunk; errors of the steps grow by e^{γT}."""
-    if method == "reversible_heun" or not damping.numel():  # whose steps are undone
-        return
-    strongest = float(damping.detach().max())
-    longest = float(t.diff().max()) if len(t) > 1 else 0.0
+    strongest, longest = (float(x.max()) if x.numel() else 0.0 for x in (damping, t.diff()))
     if strongest * dt > 0 and math.log(strongest * dt) + strongest * longest > math.log(MOST_GROWTH):
         raise ReversalError(
             f"torchsde's adjoint solves the state backwards, where the damping of {strongest:g} makes the errors of "

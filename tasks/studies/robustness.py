@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
+from hbnode.solve.odeint import resolve
 from tasks.common.batches import Samples
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure, write_json, write_table
@@ -130,7 +131,7 @@ def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
     """A run's model, whose gradient is that of the steps taken, and its test data."""
     config, trained = load_run(folder)
     exact = "checkpoint" if config.solver == "native" else "direct"
-    method = trained.block.settings().resolved(trained.block.field).method  # which may depend on the gradient
+    method = resolve(trained.block.settings(), trained.block.field).method  # which may depend on the gradient
     model = dataclasses.replace(config, method=method or "", gradient=exact, adjoint_norm="full").make_model()
     model.load_state_dict(trained.state_dict())
     return model.eval().requires_grad_(False), load_data(config)[1]

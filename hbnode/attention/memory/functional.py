@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hbnode import _torch
 from hbnode._checks import as_count, check_input
-from hbnode._torch import in_forward_mode, is_active, is_tracing
+from hbnode._torch import is_tracing, is_transformed
 from hbnode.attention.memory.fast import fast_chunkwise
 from hbnode.attention.memory.gates import Gate, Gates, read_gates
 from hbnode.attention.memory.plain import chunkwise, one_step
@@ -204,7 +204,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates, delta: Delta, s: Tensor, p: Tensor | None, size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The outputs, and S and P after the last step, in the way that suits the length and what runs around it."""
-    needs_plain = is_tracing() or is_active() or in_forward_mode() or _torch.double_backward_enabled()
+    needs_plain = is_tracing() or is_transformed() or _torch.double_backward_enabled()
     if q.shape[2] > 1 and not needs_plain and q.numel() and v.numel():
         return fast_chunkwise(q, k, v, gates, delta, s, p, size)
     dtype = torch.promote_types(q.dtype, v.dtype)
