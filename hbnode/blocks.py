@@ -111,7 +111,7 @@ class ODEBlock(nn.Module):
         self.steps = steps
         self.per_sample = per_sample
         self.save = save
-        self.jump_times = checked_jumps(jump_times)
+        self.jump_times = jump_times
         self.max_steps = max_steps
         self.options = options
         self.adjoint_options = adjoint_options
@@ -121,6 +121,8 @@ class ODEBlock(nn.Module):
         self._settings: Settings | None = self.settings()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "jump_times":
+            value = checked_jumps(value)
         super().__setattr__(name, value)
         if name in _SETTINGS or name == _COMPILE:
             self._settings = None  # they are checked together, when they are next needed

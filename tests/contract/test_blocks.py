@@ -1,3 +1,4 @@
+import copy
 import re
 
 import numpy as np
@@ -394,3 +395,21 @@ def test_a_splitting_of_another_field_suggests_what_works():
         block(torch.ones(1, 2))
     block.method, block.gradient = "tsit5", "checkpoint"
     assert block(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_settings_that_are_changed_count_in_the_next_call():
+    block, x = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), options={"max_step": 1.0}), torch.randn(3, 2)
+    block(x)
+    loose = block.nfe.steps
+    block.options["max_step"] = 0.05  # in place
+    block(x)
+    assert block.nfe.steps >= 20 > loose
+    block.options, block.method, block.steps = None, "nystrom4", 3
+    block(x)
+    assert block.nfe.steps == 3
+    block.rtol = -1.0
+    with pytest.raises(ValueError, match="rtol must be a positive number"):
+        block(x)
+    block.rtol, block.method, block.steps = 1e-3, "dopri5", None
+    block.jump_times = [0.5]  # a list, as an argument may be
+    assert torch.equal(block(x), copy.deepcopy(block)(x))
