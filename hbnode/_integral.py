@@ -33,7 +33,9 @@ class WithIntegral(nn.Module):
         state: the state at the start, whose parts have the shapes (batch, ...).
     """
 
-    separate = 1  # elements at the end of each row whose error has a norm of its own, not averaged with the others
+    _separate_elements = (
+        1  # elements at the end of each row whose error has a norm of its own, not averaged with the others
+    )
 
     def __init__(self, field: nn.Module, integrand: Integrand, state: State) -> None:
         super().__init__()

@@ -24,13 +24,6 @@ def apply(function: Callable[[Tensor], Tensor], state: State) -> State:
     return function(state) if isinstance(state, Tensor) else tuple(function(part) for part in state)
 
 
-def from_to(start: State, end: State) -> State:
-    """The trajectory of two states."""
-    if isinstance(start, Tensor) or isinstance(end, Tensor):
-        return torch.stack([*parts(start), *parts(end)])
-    return tuple(map(torch.stack, zip(start, end, strict=True)))
-
-
 def last_of(trajectory: State) -> State:
     """The state at the last of the times."""
     return apply(lambda part: part[-1], trajectory)

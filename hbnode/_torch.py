@@ -89,6 +89,18 @@ def is_transformed() -> bool:
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
+def has_tangent(x: Tensor) -> bool:
+    """Whether a derivative with respect to a tensor is taken in forward mode, or by a transform."""
+    if is_active() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return in_forward_mode() and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def is_vmapped(x: Tensor) -> bool:
+    """Whether a tensor is one that ``torch.vmap`` maps over."""
+    return torch._C._functorch.is_batchedtensor(x)
+
+
 def is_batched(x: Tensor) -> bool:
     """Whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of autograd."""
     return torch._C._functorch.is_legacy_batchedtensor(x)

@@ -118,14 +118,15 @@ class ODEBlock(nn.Module):
         self.compile_steps = compile
         self.initial_state = initial_state
         self._nfe = NFE()
-        self._settings: Settings | None = self.settings()
+        self._settings: Settings | None = None
+        self.settings()  # raises for a wrong argument now rather than at the first call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "jump_times":
             value = checked_jumps(value)
         super().__setattr__(name, value)
         if name in _SETTINGS or name == _COMPILE:
-            self._settings = None  # they are checked together, when they are next needed
+            self._settings = None  # they are checked together, in the next call
 
     @property
     def nfe(self) -> NFE:
@@ -243,7 +244,8 @@ class ODEBlock(nn.Module):
             self._nfe = nfe
         if settings is None:
             settings = self._settings or self.settings()
-            self._settings = settings
+            if self.options is None and self.adjoint_options is None:  # dicts may change in place
+                self._settings = settings
         with _traced_shapes():
             return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
 

@@ -143,7 +143,7 @@ class _InFractions(torch.nn.Module):
         """Those of the field."""
         return own_parameters(self.field)
 
-    def in_time(self, c: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def _in_time(self, c: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """The start and length of a step in c, for each sample in its own time, (batch,)."""
         return (self.begin + c * self.length).flatten(), (length * self.length).flatten()
 

@@ -198,7 +198,7 @@ class _OfSolve(torch.autograd.Function):
         gamma, t = (x.detach().requires_grad_(x.requires_grad) for x in (gamma, t))
         before, leaves = (problem.gamma, problem.t), list(ctx.leaves)
         problem.replace(gamma, t if t.requires_grad else None)
-        no_autocast = torch.autocast(gradients[0].device.type, enabled=False)
+        no_autocast = torch.autocast(gradients[0].device.type, enabled=False, cache_enabled=False)
         try:
             with ctx.snapshot, no_autocast, torch.enable_grad():
                 of_gamma, of_t, carry, found = ctx.gradient.backward(ctx, problem, gradients, gamma, t, leaves)
@@ -471,7 +471,9 @@ class _Augmented:
         term = ODETerm(self, state, self.problem.tally, second_order=False)
         term.counted = sum(x.numel() for x in state[: 2 * n])  # the integrals do not feed back: no step is refused
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
-        settings = Settings("tsit5", s.rtol, s.atol, steps=s.steps, max_steps=s.max_steps, options=options)
+        settings = Settings(
+            "tsit5", s.rtol, s.atol, steps=s.steps, jump_times=s.jump_times, max_steps=s.max_steps, options=options
+        )
         problem = Problem(term, METHODS["tsit5"], t, settings, end_only=True)
         rows = integrate(problem, problem.start(state))
         return tuple([x[0] for x in parts(term.unflatten(rows, (1,)))])

@@ -34,6 +34,8 @@ FIRST_LOOK = 100  # attempted steps; then at twice as many, and so on
 TOO_MANY = 5  # times max_steps: by less the steps may still grow, up to where they are unstable
 GROWTH, DECAY = 1.2, 0.5  # between two looks: steps that grow are waited for, those that shrink will underflow
 
+BESIDE_JUMP = 4.0  # how far from a jump its two sides are, in roundings of the largest time
+
 FIELD_NOT_FINITE = (
     "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
     "(GHBNODE's activation bounds it)"
@@ -188,7 +190,7 @@ class AdaptiveSteps:
     def next(self) -> Attempt | None:
         """The next step; None at the end."""
         p, now = self.problem, self.now
-        if (now >= p.end).all() and (self.attempts or p.t is None):  # of length 0 it may still have a gradient
+        if (now >= p.end).all():
             return None
         self._check_limits()
         stop = p.end
@@ -228,7 +230,7 @@ class AdaptiveSteps:
             stop = np.where(p.outputs > now[..., None], p.outputs, stop[..., None]).min(-1)
         if p.jumps is None:
             return stop
-        rounding = 8 * np.finfo(float).eps * (abs(p.begin) + p.end)
+        rounding = np.finfo(float).eps * p.furthest  # less than there is between the two sides of a jump
         first = (p.jumps <= (now + rounding)[..., None]).sum(-1)
         last = (p.jumps <= (now + 1.05 * self.size)[..., None]).sum(-1)
         last = np.minimum(np.clip(last, first + 1, first + 1 + self.most_jumps), p.jumps.shape[-1])
@@ -240,8 +242,6 @@ class AdaptiveSteps:
         """The output times that the step reaches or passes."""
         p, now, then = self.problem, self.now, self.then
         found = (p.outputs > now[..., None]) & (p.outputs <= then[..., None])
-        if self.attempts == 1:
-            found |= (p.end == 0)[..., None]  # of a lane that rests
         *lanes, which = np.nonzero(found)
         if not len(which):
             return
@@ -253,7 +253,7 @@ class AdaptiveSteps:
         index = (*lanes, which)
         t = p.outputs[index]
         theta = np.where(t == end, 1.0, (t - begin) / size)
-        if (theta != 1.0).any():
+        if (theta != 1.0).any() or p.t is not None:  # whose gradient is not that of the step's end, where f jumps
             attempt.theta = theta
 
     @np.errstate(all="ignore")
@@ -317,7 +317,7 @@ class AdaptiveSteps:
         """Before a step: raise if the solve has run away."""
         p, most = self.problem, self.problem.settings.max_steps
         if p.max_nfe is not None:
-            p.check_nfe(self.now, 1)
+            p.check_nfe(p.time(self.now), self.size, 1)
         self.attempts += 1
         if p.settings.save == "exact":
             most += p.outputs.shape[-1] - 1

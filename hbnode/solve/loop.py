@@ -15,7 +15,7 @@ from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.nfe import open_records
 from hbnode.signal import queries, refuse_queries_outside
-from hbnode.solve.control import FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt
+from hbnode.solve.control import BESIDE_JUMP, FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt
 from hbnode.solve.methods import (
     NYSTROM,
     Explicit,
@@ -55,7 +55,7 @@ class Problem:
         begin, sign: of times: the start, and the direction.
         outputs, end: times elapsed since the start, (T - 1,) or (lanes, T - 1), and their last.
         common: whether lanes with times of their own take the same fraction of their spans in each step.
-        jumps: elapsed times of the jumps of f, in order, (K,) or (lanes, K); None if there are none.
+        jumps: elapsed times of the jumps of f, in order and then inf, (K,) or (lanes, K); None if there are none.
         noise: the standard normal variables of a step by its number; None of an ODE.
         program: a compiled step; None if steps are not compiled.
     """
@@ -77,6 +77,7 @@ class Problem:
         self.program: Callable[..., Any] | None = None
         self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
         self.t: Tensor | None = t
+        self.max_nfe: int | None = None
         if isinstance(self.gamma, float):
             self.number = self.gamma
         elif not self.traced:
@@ -88,14 +89,16 @@ class Problem:
         if self.traced:
             return
         options = settings.options or {}
-        self.max_nfe: int | None = options.get("max_nfe")
+        self.max_nfe = options.get("max_nfe")
         self.strongest, self.longest_step = 0.0, float(options.get("max_step", math.inf))
         if settings.method in NYSTROM:
             largest = _torch.plain(torch.as_tensor(self.gamma)).abs().max() if self.number is None else self.number
             self.strongest = abs(float(largest))
             if self.strongest:
                 self.longest_step = min(self.longest_step, LONGEST_DECAY / self.strongest)
-        self.t = t.to(self.template.device) if t.requires_grad and torch.is_grad_enabled() else None
+        needs_gradient = t.requires_grad and torch.is_grad_enabled()
+        needs_gradient |= _torch.is_transformed() and _torch.has_tangent(t)
+        self.t = t.to(self.template.device) if needs_gradient and t.shape[-1] > 1 else None
         values = _torch.to_numpy(t)
         self.begin, self.sign = values[..., 0], np.where(values[..., -1] >= values[..., 0], 1.0, -1.0)
         elapsed = abs(values - self.begin[..., None])
@@ -134,7 +137,7 @@ class Problem:
         else:
             stages = torch.from_numpy(np.stack(times)).to(self.template)
         if stages.dim() > 1:
-            stages = stages.reshape(*stages.shape, *[1] * (self.template.dim() - 1))
+            stages = stages.reshape(*stages.shape, *[1] * (self.term.dims - 1))
         return stages.unbind(0)
 
     def differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
@@ -150,12 +153,12 @@ class Problem:
         if self.jumps is not None:
             jumps = np.minimum(self.jumps, self.end[..., None])
             fixed = self._there(self.begin[..., None] + self.sign[..., None] * jumps)
-            fixed = torch.where(self._there(self.jumps < self.end[..., None]), fixed, known[..., -1:])
-            values, known = np.concatenate([values, jumps], -1), torch.cat([known, fixed], -1)
+            values, known = np.concatenate([values, self.jumps], -1), torch.cat([known, fixed.to(known)], -1)
             order = values.argsort(-1, kind="stable")
             values = np.take_along_axis(values, order, -1)
             known = known.gather(-1, self._there(order))
-        i = np.clip((values <= elapsed[..., None]).sum(-1) - 1, 0, values.shape[-1] - 2)[..., None]
+        i = np.clip((values <= elapsed[..., None]).sum(-1) - 1, 0, values.shape[-1] - 2)
+        i = np.where(elapsed == 0, 0, i)[..., None]  # a solve starts at its first time, though others be the same
         first, last = (np.take_along_axis(values, i + k, -1)[..., 0] for k in (0, 1))
         with np.errstate(all="ignore"):
             fraction = self._there(np.where(last > first, (elapsed - first) / (last - first), at_rest))
@@ -190,12 +193,12 @@ class Problem:
 
     def _jumps_inside(self, jump_times: Sequence[float], signals: Sequence[Any]) -> Array | None:
         """The elapsed times of jumps inside of the solve, on which adaptive steps end."""
-        near = 4.0 * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
+        near = BESIDE_JUMP * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
         times = {jump + side for jump in jump_times for side in (-near, near)}  # f has two values there
         times.update(*(signal.knots for signal in signals))
         elapsed = self.sign[..., None] * (np.array(sorted(times)) - self.begin[..., None])
-        inside = (elapsed > 0) & (elapsed < self.end[..., None])
-        return np.sort(np.where(inside, elapsed, self.end[..., None]), -1) if inside.any() else None
+        inside = (elapsed > 0) & (elapsed <= self.end[..., None])
+        return np.sort(np.where(inside, elapsed, np.inf), -1) if inside.any() else None
 
     def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
         """What a step and the outputs inside of it are made with; differentiable in γ and the times."""
@@ -224,10 +227,13 @@ class Problem:
             size = size[lanes]
         else:
             size = np.full_like(theta, size)
-        return coefficients, self._of_gamma(method.blend, size, theta)
+        return coefficients, self._of_gamma(method.blend, size, theta, lanes=lanes)
 
-    def _of_gamma(self, formula: Callable[..., Any], *args: Any) -> Tensor:
-        """A formula of γ, sizes and fractions: in NumPy where all are numbers, in torch where one is an array."""
+    def _of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
+        """A formula of γ, sizes and fractions: in NumPy where all are numbers, in torch where one is an array.
+
+        With ``lanes`` the sizes are those of outputs, each of a lane.
+        """
         gamma = self.gamma
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
         is_host = self.number is not None and not self.traced and not isinstance(args[0], Tensor)
@@ -241,6 +247,8 @@ class Problem:
             return on_host(formula, self.number, args, xp, self.template)
         args = tuple([x.double() if isinstance(x, Tensor) else self._there(x) for x in args])
         gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
+        if gamma.dim() and self.lanes is not None and lanes is not None and len(gamma) > 1:
+            gamma = gamma[self._there(lanes)]
         if gamma.dim():  # behind the lanes, or the outputs
             args = tuple(
                 [x.reshape(*x.shape, *[1] * (gamma.dim() - (x.dim() if self.lanes is not None else 0))) for x in args]
@@ -279,11 +287,19 @@ class Problem:
         """The rows of the outputs inside of a step, (outputs, ...), or, one of a lane each, (outputs, elements)."""
         of_outputs = columns.unsqueeze(1) if self.lanes is None else columns[:, attempt.lanes]
         inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
-        if not is_end.any():
+        if self.t is not None or not is_end.any():
             return inside
         is_end = torch.from_numpy(is_end).to(self.template.device).view(-1, *[1] * (inside[0].dim() - 1))
         ends = [row.unsqueeze(0) if self.lanes is None else row[attempt.lanes] for row in state[: len(inside)]]
         return tuple([torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)])  # the step itself
+
+    def slopes(self, state: Rows) -> Rows:
+        """The derivatives of the rows of a state that ends with the field's value."""
+        if not self.term.second_order:
+            return state[1:]
+        _, m, f = state
+        gamma = torch.as_tensor(self.gamma).to(m)
+        return m, f - gamma * m
 
     # Norms
 
@@ -326,7 +342,7 @@ class Problem:
         """Relative rounding of the time: that of the host, or of the dtype in which f receives it."""
         return torch.finfo(self.template.dtype if self.term.time_dependent else torch.float64).eps
 
-    def check_nfe(self, now: Any, steps: int) -> None:
+    def check_nfe(self, t: Any, size: Any, steps: int) -> None:
         """Before steps: raise if they would exceed ``max_nfe``."""
         assert self.max_nfe is not None
         nfe = self.tally.nfe
@@ -336,7 +352,7 @@ class Problem:
                 f"the solve needs more than max_nfe={self.max_nfe} evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
             )
-            raise self.failure(MaxNFEError, message, now if self.settings.steps else self.time(now), math.nan)
+            raise self.failure(MaxNFEError, message, t, abs(size))
 
     def start_not_finite(self, norm: Array) -> SolverError:
         """The error for a first state that is not finite, given the norms of its rows."""
@@ -397,7 +413,7 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
     """
     take = problem.take if take is None else take
     adaptive = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
-    saved = Saved(problem, state[: problem.term.rows])
+    saved = Saved(problem, state)
     for attempt in fixed_steps(problem, every) if adaptive is None else iter(adaptive.next, None):
         after, error, outputs = take(state, attempt)
         accepted: Any = True
@@ -430,8 +446,8 @@ def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
             steps = min(every, count - done)
             begin, end = times[interval], times[interval + 1]  # each segment has a graph of its own
             size = (end - begin) / count
-            if not p.traced and p.max_nfe is not None:
-                p.check_nfe(begin, steps)
+            if p.max_nfe is not None:
+                p.check_nfe(begin + done * size, size, steps)
             attempt = Attempt(size, [p.no_times] * steps, begin + done * size, error=False, number=number)
             if p.wants_time:
                 fractions = [min((i + node) / count, 1.0) for i in range(done, done + steps) for node in nodes]
@@ -446,8 +462,8 @@ def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
 class Saved:
     """The rows at the output times, in the order in which they are made, and the place of each."""
 
-    def __init__(self, problem: Problem, rows: Rows) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, state: Rows) -> None:
+        self.problem, rows = problem, state[: problem.term.rows]
         self.scattered = problem.lanes is not None and problem.settings.steps is None
         self.pieces: tuple[list[Tensor], ...] = ([], [])[: len(rows)]
         self.count, starts = 0, not problem.end_only
@@ -459,6 +475,22 @@ class Saved:
             for pieces, row in zip(self.pieces, rows, strict=True):
                 pieces.append(row if self.scattered else row.unsqueeze(0))
             self.count = problem.lanes or 0
+        if self.scattered and starts and problem.t is not None:
+            self._rest(state, at_start)
+
+    def _rest(self, state: Rows, at_start: Array) -> None:
+        """Give the outputs of lanes that rest where they start the gradient of their times: h + (t - t_0) h'."""
+        outputs, lanes = np.nonzero(at_start[1:])
+        if not len(lanes):
+            return
+        p, index = self.problem, self.problem._there(lanes)
+        assert p.t is not None
+        t = p.t.expand(p.lanes or 0, -1)
+        moved = (t[index, p._there(outputs + 1)] - t[index, 0]).to(state[0])
+        for pieces, row, slope in zip(self.pieces, state, p.slopes(state), strict=False):
+            pieces.append(row[index] + moved.view(-1, *[1] * (row.dim() - 1)) * slope[index])
+        self.place[outputs + 1, lanes] = self.count + np.arange(len(lanes))
+        self.count += len(lanes)
 
     def add(self, attempt: Attempt, rows: Rows, accepted: Any) -> None:
         """The outputs of an attempt."""

@@ -436,7 +436,7 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
     damping, reach = (problem.strongest, LONGEST_DECAY) if nystrom else (constant_damping(field), 4.0)
     span = float(problem.end.max()) if damping and problem.end.size else 0.0
     needed = damping * span / (1.0 if nystrom else reach)
-    if needed < settings.max_steps:
+    if not needed >= settings.max_steps:  # NaN is named where it is met
         return
     if is_heavy_ball(field, HBNODE):
         advice = "method='exponential', which solves the damping exactly"
@@ -586,10 +586,12 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
     Native methods (``rows``) have them on the host, which plans the steps; torchdiffeq's on the device of the state.
     """
     if not isinstance(t, Tensor):
-        if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict)):
+        kind = type(t).__name__
+        t = t.to_numpy() if hasattr(t, "to_numpy") else t  # of pandas; a table has its columns as elements
+        if not isinstance(t, Iterable) or isinstance(t, (str, bytes, dict, set, frozenset)):
             fix = f"[0.0, {t}]" if isinstance(t, numbers.Real) else "a tensor or a list of numbers"
-            raise TypeError(f"t must be times, a tensor or a sequence, got {type(t).__name__}. Fix: {fix}.")
-        given = list(t)
+            raise TypeError(f"t must be times, a tensor or a sequence, got {kind}. Fix: {fix}.")
+        given = t.copy() if isinstance(t, np.ndarray) else list(t)  # it may be read-only
         if Tensor in map(type, given) or nn.Parameter in map(type, given):  # keep the gradients of learned times
             times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
             if any(time.numel() != 1 for time in times):
@@ -600,12 +602,14 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
                 t = torch.as_tensor(given, dtype=torch.float64)
             except (TypeError, ValueError) as error:
                 raise TypeError(
-                    f"t must be numbers in the units of f's time, got a {type(t).__name__} of "
-                    f"{type(given[0]).__name__}. Fix: dates as days since the first, t = pandas.to_datetime(t), then "
-                    "(t - t[0]) / pandas.Timedelta(days=1)."
+                    f"t must be numbers in the units of f's time, got a {kind} of {type(given[0]).__name__}. "
+                    "Fix: dates and durations in days, t = pandas.Series(t), then (t - t.iloc[0]) / "
+                    "pandas.Timedelta(days=1)."
                 ) from error
     elif not t.is_floating_point():
         t = t.to(torch.float64)
+    elif _torch.is_vmapped(t):
+        raise ValueError("t is mapped by torch.vmap. Fix: odeint with t of shape (batch, T), a row for each sample.")
     if t.dim() != 1 and not (rows and t.dim() == 2):
         raise ValueError(
             f"t must be one-dimensional, got shape {tuple(t.shape)}. "

@@ -88,12 +88,13 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
-        self._check_steps(theirs)
+        jumps = checked_jumps(self.jump_times)
+        self._check_steps(theirs, jumps)
         checked = dataclasses.replace(
             self,
             steps=None if self.steps is None else operator.index(self.steps),
             max_steps=as_count(self.max_steps, "max_steps"),
-            jump_times=checked_jumps(self.jump_times),
+            jump_times=jumps,
         )
         if not theirs:
             checked._check_native()
@@ -104,7 +105,7 @@ class Settings:
             )
         return checked
 
-    def _check_steps(self, theirs: bool) -> None:
+    def _check_steps(self, theirs: bool, jumps: tuple[float, ...]) -> None:
         """Check all that says where steps end."""
         if self.steps is not None:
             is_whole = hasattr(self.steps, "__index__") and not isinstance(self.steps, bool)
@@ -120,7 +121,7 @@ class Settings:
         if self.save not in SAVES:
             fix = f"save={near!r}" if (near := nearest(self.save, SAVES)) else "leave it out"
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
-        if self.steps is not None and self.jump_times is not None and len(self.jump_times):
+        if self.steps is not None and jumps:
             raise ValueError(
                 f"jump_times are for adaptive steps, got steps={self.steps}. Fix: leave steps out, or the jumps among "
                 "the output times."
@@ -144,7 +145,7 @@ class Settings:
         for name, value in (options or {}).items():
             if name == "max_nfe":
                 as_count(value, "options['max_nfe']")
-            elif not value > 0:
+            elif not isinstance(value, numbers.Real) or not float(value) > 0:
                 raise ValueError(f"options[{name!r}] must be positive, got {value!r}. Fix: a length of time.")
         if method in SPLITTING and self.steps is None:
             raise ValueError(f"method={method!r} has a fixed grid. Fix: steps=n, n steps in each output interval.")
@@ -165,7 +166,8 @@ def checked_jumps(jump_times: Any) -> tuple[float, ...]:
     if jump_times is None or (isinstance(jump_times, tuple) and not jump_times):
         return ()
     try:
-        times = torch.as_tensor(jump_times, dtype=torch.float64).detach()
+        given = jump_times.to_numpy(copy=True) if hasattr(jump_times, "to_numpy") else jump_times
+        times = torch.as_tensor(given, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
         times = torch.empty((), dtype=torch.float64)
     if times.dim() != 1 or not bool(torch.isfinite(times).all()):

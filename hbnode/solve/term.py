@@ -49,7 +49,8 @@ class ODETerm:
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
         self.number: float | None = None  # the damping, once the host has asked for it
-        self.separate: int = getattr(self.inner, "separate", 0)
+        self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
+        self.separate: int = getattr(self.inner, "_separate_elements", 0)
         if second_order:
             h, m = self.inner._pair(y0)
             if h.shape != m.shape:

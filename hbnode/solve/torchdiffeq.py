@@ -156,7 +156,7 @@ class WatchedField:
 
     def _evaluate_again(self, t: Tensor, y: Tensor) -> Tensor:
         """In the backward pass, as in the forward pass; it may depend on nothing that the adjoint does not know."""
-        with self.snapshot, torch.autocast(y.device.type, enabled=False):
+        with self.snapshot, torch.autocast(y.device.type, enabled=False, cache_enabled=False):
             if not torch.is_grad_enabled():  # for the gradient of an output time
                 return self._evaluate(t, y)
             leaves, value = closed_over_leaves(lambda: self._evaluate(t, y), (t, y))
@@ -194,7 +194,7 @@ class WatchedField:
             accepted = "reject" not in name
             self.tally.add("accepted" if accepted else "rejected")
             if open_records:
-                in_time = getattr(self.term.field, "in_time", lambda *step: step)  # of a field whose time is rescaled
+                in_time = getattr(self.term.field, "_in_time", lambda *step: step)  # of a field whose time is rescaled
                 self.tally.report(*(*in_time(t0, dt), accepted))
         if (callback := getattr(self.term.field, name, None)) is not None:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
