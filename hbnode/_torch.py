@@ -90,9 +90,7 @@ def is_transformed() -> bool:
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether a derivative with respect to a tensor is taken in forward mode, or by a transform."""
-    if is_active() and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return True
+    """Whether a derivative with respect to a tensor is taken in forward mode."""
     return in_forward_mode() and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 

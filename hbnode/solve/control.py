@@ -253,7 +253,7 @@ class AdaptiveSteps:
         index = (*lanes, which)
         t = p.outputs[index]
         theta = np.where(t == end, 1.0, (t - begin) / size)
-        if (theta != 1.0).any() or p.t is not None:  # whose gradient is not that of the step's end, where f jumps
+        if (theta != 1.0).any():
             attempt.theta = theta
 
     @np.errstate(all="ignore")

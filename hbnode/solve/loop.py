@@ -276,22 +276,41 @@ class Problem:
             state, error, columns = self.method.step(state, own, times, field, error=attempt.error, keep=keep)
         if attempt.outputs is None:
             return state, error, ()
-        if blend is not None and columns is not None:
-            return state, error, self._interpolated(state, columns, blend, attempt)
-        outputs: list[Tensor] = []
+        outputs: list[Tensor] = []  # as if all were at the end of the step
         for row in state[: self.term.rows]:
             outputs.append(row.unsqueeze(0) if self.lanes is None or attempt.lanes is None else row[attempt.lanes])
+        if self.t is not None and attempt.error:
+            outputs = self._with_slopes(outputs, state, attempt)
+        if blend is not None and columns is not None:
+            outputs = self._interpolated(outputs, columns, blend, attempt)
         return state, error, tuple(outputs)
 
-    def _interpolated(self, state: Rows, columns: Tensor, blend: Tensor, attempt: Attempt) -> Rows:
+    def _with_slopes(self, outputs: list[Tensor], state: Rows, attempt: Attempt) -> list[Tensor]:
+        """The outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t = end.
+
+        The end may move with another time: where f jumps it does not move, and times of a sample may be the same.
+        """
+        assert self.t is not None
+        assert attempt.outputs is not None
+        end, which = self.differentiable(attempt.begin) + attempt.size, self._there(attempt.outputs)
+        if self.lanes is None:
+            lag, slopes = self.t[which + 1] - end, [slope.unsqueeze(0) for slope in self.slopes(state)]
+        else:
+            assert attempt.lanes is not None
+            index = self._there(attempt.lanes)
+            lag = self.t.expand(self.lanes, -1)[index, which + 1] - end[index]
+            slopes = [slope[index] for slope in self.slopes(state)]
+        lag = (lag - lag.detach()).to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
+        return [row + lag * slope for row, slope in zip(outputs, slopes, strict=False)]
+
+    def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
         """The rows of the outputs inside of a step, (outputs, ...), or, one of a lane each, (outputs, elements)."""
         of_outputs = columns.unsqueeze(1) if self.lanes is None else columns[:, attempt.lanes]
         inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
-        if self.t is not None or not is_end.any():
-            return inside
-        is_end = torch.from_numpy(is_end).to(self.template.device).view(-1, *[1] * (inside[0].dim() - 1))
-        ends = [row.unsqueeze(0) if self.lanes is None else row[attempt.lanes] for row in state[: len(inside)]]
-        return tuple([torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)])  # the step itself
+        if not is_end.any():
+            return list(inside)
+        is_end = self._there(is_end).view(-1, *[1] * (inside[0].dim() - 1))
+        return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]  # there the step itself
 
     def slopes(self, state: Rows) -> Rows:
         """The derivatives of the rows of a state that ends with the field's value."""
