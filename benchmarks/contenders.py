@@ -80,7 +80,7 @@ def of(solve: Solve) -> Maker:
     return lambda problem: lambda tol: TorchStep(problem, solve, tol)
 
 
-def native(method: str, gradient: str, **options: Any) -> Solve:
+def native(method: str, gradient: Any, **options: Any) -> Solve:
     """With one of hbnode's own methods."""
 
     def solve(field: hbnode.HBNODE, x: Tensor, end: float, tol: float) -> Tensor:

@@ -28,6 +28,7 @@ import hbnode
 from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
 from benchmarks.overhead import seconds
 from benchmarks.problems import Problem, network
+from hbnode.solve.adjoints import Checkpoint
 from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 
@@ -220,19 +221,14 @@ def on_grid(
     if method == "rk4":
         options = {"step_size": end / steps}
         return with_torchdiffeq(None, method, options)(field, x, end, tol)
-    return native(method, gradient, steps=steps)(field, x, end, tol)
+    mode = Checkpoint(keep_bytes=0) if gradient == RECOMPUTED else gradient
+    return native(method, mode, steps=steps)(field, x, end, tol)
 
 
+RECOMPUTED = "checkpoint, keep_bytes=0"  # as beyond the 64 MiB of graph that it keeps
 MEMORY = (
-    ("nystrom4", "checkpoint"),
-    ("nystrom4", "direct"),
-    ("nystrom6", "checkpoint"),
-    ("nystrom6", "direct"),
-    ("nystrom8", "checkpoint"),
-    ("nystrom8", "direct"),
-    ("blanes_moan4", "reversible"),
-    ("blanes_moan4", "checkpoint"),
-    ("blanes_moan4", "direct"),
+    *((method, gradient) for method in NYSTROM for gradient in (RECOMPUTED, "checkpoint", "direct")),
+    *(("blanes_moan4", gradient) for gradient in ("reversible", RECOMPUTED, "checkpoint", "direct")),
     ("rk4", "torchdiffeq odeint"),
 )
 
@@ -310,7 +306,7 @@ COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "memory": (
         ("method", "<12"),
-        ("gradient", "<18"),
+        ("gradient", "<24"),
         ("MiB_16", ".3f"),
         ("MiB_64", ".3f"),
         ("growth", ".2f"),
@@ -343,6 +339,7 @@ def table(section: str, rows: list[Row]) -> str:
 def draw(path: Path, rows: list[Row], machine: str) -> None:
     """The times of a training step, a panel of bars for each setting, with their ratios to the baseline's."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     figure = Figure(figsize=(3.4 + 3.6 * len(settings), 4.4), layout="constrained")
@@ -360,6 +357,8 @@ def draw(path: Path, rows: list[Row], machine: str) -> None:
             label = f"{length:.1f} ms{ratio}" if "ms" in row else "not reached"
             ax.text(length * 1.06, place, label, va="center", fontsize=8, bbox=WHITE)
         ax.set(xscale="log", xlim=(left, right), xlabel="milliseconds")
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_title(f"{setting}: {own[0]['problem']}", fontsize=9)
         ax.set_yticks(range(len(own)), [row["contender"] for row in own])
     panels[0].invert_yaxis()

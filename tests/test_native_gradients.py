@@ -695,6 +695,13 @@ def test_the_graph_is_kept_up_to_a_number_of_bytes(steps):
     assert kept(AGAIN, steps, method) < some < 0.75 * direct
 
 
+@pytest.mark.parametrize("method", [*NYSTROM, "tsit5"])
+def test_the_graph_that_is_kept_is_within_its_bytes(method):
+    direct = kept("direct", 64, method)
+    assert kept(Checkpoint(keep_bytes=round(1.1 * direct)), 64, method) >= 0.9 * direct
+    assert kept(Checkpoint(keep_bytes=round(0.9 * direct)), 64, method) < 0.3 * direct
+
+
 @pytest.mark.parametrize("gradient", [AGAIN, Checkpoint(keep_bytes=0, every=1), "reversible"], ids=str)
 def test_what_is_computed_again_keeps_nothing_alive(gradient):
     func, x = Watched(), make_input().requires_grad_()

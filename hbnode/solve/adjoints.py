@@ -90,7 +90,7 @@ class Checkpoint:
                 return problem.step(state, coefficients, attempt)
             try:
                 if of_step < 0 and self.keep_bytes:
-                    with _Bytes() as counted:
+                    with _Bytes(state) as counted:
                         result = problem.step(state, coefficients, attempt)
                     of_step = counted.bytes / steps
                     return result
@@ -152,10 +152,10 @@ def is_same(new: Rows, old: Rows) -> bool:
 
 
 class _Bytes(torch.autograd.graph.saved_tensors_hooks):
-    """Adds up the bytes that a graph keeps, but for parameters."""
+    """Adds up the bytes that a graph keeps alive, but for parameters and for what is there before."""
 
-    def __init__(self) -> None:
-        self.bytes, self.known = 0, set[int]()
+    def __init__(self, before: Rows) -> None:
+        self.bytes, self.known = 0, {x.untyped_storage().data_ptr() for x in before}
         super().__init__(self._pack, lambda x: x)
 
     def __enter__(self) -> Any:
@@ -166,7 +166,7 @@ class _Bytes(torch.autograd.graph.saved_tensors_hooks):
         storage = x.untyped_storage() if not (isinstance(x, torch.nn.Parameter) or x.is_sparse) else None
         if storage is not None and storage.data_ptr() not in self.known:
             self.known.add(storage.data_ptr())
-            self.bytes += x.numel() * x.element_size()
+            self.bytes += storage.nbytes()  # of which x may be a part
         return x
 
 
