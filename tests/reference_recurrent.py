@@ -20,14 +20,14 @@ class Twin:
 
     def momentum(self, t, g, before):
         """μ_t of each sample, (batch, 1) or a number; t counts from 1, g and ``before`` are g_t and g_{t-1}."""
-        if self.rule in ("Momentum", "Adam"):
+        if self.rule in ("momentum", "adam"):
             return self.numbers["momentum"]
-        if self.rule == "NAG":
+        if self.rule == "nag":
             return ((t.to(g) - 1) / (t.to(g) + 2))[:, None]
-        if self.rule == "SR":
+        if self.rule == "restart":
             k = (t % self.numbers["restart"]).to(g)
             return (k / (k + 3))[:, None]
-        if self.rule == "AdaptiveMomentum":
+        if self.rule == "adaptive":
             rows = [self._adaptive(*pair) for pair in zip(g, before, strict=True)]
             return torch.stack(rows)[:, None]
         return 0.0
@@ -51,7 +51,7 @@ class Twin:
         v = self.momentum(t, g, state["g"]) * state["v"] + self.numbers.get("step_size", 1.0) * g
         m = state["m"]
         d = v
-        if self.rule in ("Adam", "RMSProp"):
+        if self.rule in ("adam", "rmsprop"):
             beta = self.numbers["beta"]
             m = beta * m + (1 - beta) * g * g
             d = v / (m + self.numbers["eps"]).sqrt()

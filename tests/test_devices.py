@@ -356,7 +356,7 @@ def test_an_ode_rnn_of_a_packed_batch_with_torchdiffeqs_method(device):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("cell", CELLS.values())
 def test_recurrent_layers_and_cells(device, rule, cell):
-    layer = device.move(getattr(recurrent, rule + cell)(3, 5))
+    layer = device.move(getattr(recurrent, "Momentum" + cell)(3, 5, rule=rule))
     x = device.move(torch.randn(7, 2, 3)).requires_grad_()
     output, state = layer(x)
     output.square().sum().backward()
@@ -364,7 +364,7 @@ def test_recurrent_layers_and_cells(device, rule, cell):
     assert again.is_cuda
     assert x.grad.is_cuda
     assert device.synchronisations <= 2
-    one = device.move(getattr(recurrent, rule + cell + "Cell")(3, 5))
+    one = device.move(getattr(recurrent, f"Momentum{cell}Cell")(3, 5, rule=rule))
     h, state = one(x[0])
     h, _ = one(x[1], state)
     assert h.is_cuda

@@ -37,12 +37,12 @@ def test_the_twin_by_hand():
     one = torch.ones(1, 1, dtype=torch.float64)
     x1, x2 = 0.4 * one, 0.1 * one
     drives = {
-        "Momentum": (0.2, 0.5 * 0.2 + 0.05),
-        "NAG": (0.2, 1 / 4 * 0.2 + 0.05),
-        "SR": (0.2, 0.0 * 0.2 + 0.05),  # F = 2: μ_1 = 1/4 of v_0 = 0, μ_2 = 0
-        "Adam": (0.2 / (0.2 * 0.16 + 0.01) ** 0.5, 0.15 / (0.8 * 0.2 * 0.16 + 0.2 * 0.01 + 0.01) ** 0.5),
-        "RMSProp": (0.2 / (0.2 * 0.16 + 0.01) ** 0.5, 0.05 / (0.8 * 0.2 * 0.16 + 0.2 * 0.01 + 0.01) ** 0.5),
-        "AdaptiveMomentum": (0.2, (1 - 0.75**0.5) ** 2 * 0.2 + 0.05),
+        "momentum": (0.2, 0.5 * 0.2 + 0.05),
+        "nag": (0.2, 1 / 4 * 0.2 + 0.05),
+        "restart": (0.2, 0.0 * 0.2 + 0.05),  # F = 2: μ_1 = 1/4 of v_0 = 0, μ_2 = 0
+        "adam": (0.2 / (0.2 * 0.16 + 0.01) ** 0.5, 0.15 / (0.8 * 0.2 * 0.16 + 0.2 * 0.01 + 0.01) ** 0.5),
+        "rmsprop": (0.2 / (0.2 * 0.16 + 0.01) ** 0.5, 0.05 / (0.8 * 0.2 * 0.16 + 0.2 * 0.01 + 0.01) ** 0.5),
+        "adaptive": (0.2, (1 - 0.75**0.5) ** 2 * 0.2 + 0.05),
     }
     numbers = {"momentum": 0.5, "step_size": 0.5, "restart": 2, "beta": 0.8, "eps": 0.01, "delta": 1e-3}
     for rule, (first, second) in drives.items():
@@ -106,7 +106,7 @@ def test_without_biases(cell, rule):
 
 
 def test_one_weight_in_both_places():
-    layer, twin = make_pair("rnn", "Momentum", 3, 3, space="hidden", bias=False)
+    layer, twin = make_pair("rnn", "momentum", 3, 3, space="hidden", bias=False)
     layer.weight_ih_l0 = layer.weight_hh_l0
     assert_equal_to_twin(layer, twin, make_input(12, inputs=3))
 
@@ -133,8 +133,8 @@ class Shrinking(rules.Rule):
 
 @pytest.mark.parametrize("rule", [Alternating(), Shrinking()], ids=["linear", "not linear"])
 def test_rules_of_ones_own(rule):
-    layer = recurrent.GRU(2, 3, rule=rule).double()
-    cell = recurrent.GRUCell(2, 3, rule=rule).double()
+    layer = recurrent.MomentumGRU(2, 3, rule=rule).double()
+    cell = recurrent.MomentumGRUCell(2, 3, rule=rule).double()
     cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.state_dict().items()})
     x, stepped, state = make_input(200), [], None
     for x_t in x:
@@ -156,12 +156,12 @@ def test_one_step(cell, rule):
 
 @pytest.mark.parametrize("restart", [1, 2, 40])
 def test_restarts(restart, monkeypatch):
-    monkeypatch.setitem(RULES, "SR", {"restart": restart, "step_size": 0.6})
-    layer, twin = make_pair("lstm", "SR")
+    monkeypatch.setitem(RULES, "restart", rules.ScheduledRestart(restart, 0.6))
+    layer, twin = make_pair("lstm", "restart")
     x = make_input(11)
     assert_equal_to_twin(layer, twin, x)
     if restart == 1:  # μ = 0 always
-        plain, _ = make_pair("lstm", "Momentum")
+        plain, _ = make_pair("lstm", "momentum")
         plain = recurrent.MomentumLSTM(2, 3, momentum=0.0, step_size=0.6).double()
         plain.load_state_dict(layer.state_dict())
         close(plain(x)[0], layer(x)[0], 1e-14)
@@ -179,8 +179,8 @@ def test_many_channels_and_one(rule):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.99, 1.0])
 def test_extreme_momentum(momentum, monkeypatch):
-    monkeypatch.setitem(RULES, "Momentum", {"momentum": momentum, "step_size": 0.1})
-    layer, twin = make_pair("lstm", "Momentum")
+    monkeypatch.setitem(RULES, "momentum", rules.Momentum(momentum, 0.1))
+    layer, twin = make_pair("lstm", "momentum")
     x = make_input(300, 2)
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
 
@@ -225,7 +225,7 @@ def test_a_cell_without_a_batch(cell, rule):
     close(again, h[1], 1e-14)
 
 
-@pytest.mark.parametrize(("rule", "strict"), [*((rule, False) for rule in RULES), ("SR", True)])
+@pytest.mark.parametrize(("rule", "strict"), [*((rule, False) for rule in RULES), ("restart", True)])
 def test_export_of_a_cell(rule, strict):
     one, _ = make_pair("lstm", rule, suffix="Cell")
     x = make_input(2)
@@ -240,11 +240,11 @@ def test_export_of_a_cell(rule, strict):
 # Silence
 
 
-@pytest.mark.parametrize("rule", ["Adam", "RMSProp"])
+@pytest.mark.parametrize("rule", ["adam", "rmsprop"])
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])
 def test_gradients_at_silent_inputs(rule, eps, monkeypatch):
     """g = v = m = 0: d = s g / sqrt(eps), so that a bias's gradient is s / sqrt(eps) times the plain one."""
-    monkeypatch.setitem(RULES, rule, RULES[rule] | {"eps": eps})
+    monkeypatch.setitem(RULES, rule, dataclasses.replace(RULES[rule], eps=eps))
     layer, twin = make_pair("lstm", rule)
     with torch.no_grad():
         layer.bias_ih_l0.zero_()
@@ -252,7 +252,7 @@ def test_gradients_at_silent_inputs(rule, eps, monkeypatch):
     assert_equal_to_twin(layer, twin, x, gradient_tolerance=1e-9)
     output, _ = layer(x[:1])
     inside, outside = gradients(output, {}, [layer.bias_ih_l0, layer.bias_hh_l0])
-    close(inside, outside * RULES[rule]["step_size"] / eps**0.5, 1e-12)
+    close(inside, outside * RULES[rule].step_size / eps**0.5, 1e-12)
 
 
 @every_rule

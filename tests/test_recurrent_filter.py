@@ -9,14 +9,8 @@ import torch
 from hbnode.recurrent import filter as filters
 from hbnode.recurrent import rules
 from hbnode.recurrent.filter import linear_filter
-from tests.momentum_layers import RULES, close
+from tests.momentum_layers import RULES, close, numbers
 from tests.reference_recurrent import Twin
-
-NAMES = {rule: rule for rule in RULES} | {"SR": "ScheduledRestart"}
-
-
-def make_rule(name):
-    return getattr(rules, NAMES[name])(**RULES[name])
 
 
 def slowly(x, mu, s):
@@ -129,7 +123,7 @@ def test_what_is_not_finite_changes_nothing_before_its_time(value, mu):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("cuts", [(), (4, 5)])
 def test_a_rule_is_its_equation(name, cuts):
-    rule, twin = make_rule(name), Twin("rnn", name, RULES[name])
+    rule, twin = RULES[name], Twin("rnn", name, numbers(name))
     g = torch.randn(12, 2, 3, dtype=torch.float64, requires_grad=True)
     eye, zero = torch.eye(3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
     memory, drives = rule.start(g[0]), []
@@ -158,9 +152,9 @@ def test_schedules_of_momentum():
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_a_value(name):
-    rule = make_rule(name)
+    rule = RULES[name]
     assert rule == dataclasses.replace(rule)
-    assert hash(rule) == hash(make_rule(name))
-    assert repr(rule).startswith(NAMES[name] + "(")
+    assert hash(rule) == hash(dataclasses.replace(rule))
+    assert repr(rule).startswith(type(rule).__name__ + "(")
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.step_size = 2.0

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hbnode
-from hbnode import recurrent
 from hbnode.recurrent import autocast, executor
 from tests.momentum_layers import (
     CELLS,
     PAIRS,
     close,
     every_rule,
+    kind,
     make_input,
     make_pair,
     make_state,
@@ -51,9 +51,9 @@ def test_bfloat16(cell, rule):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["AdamLSTM", "RMSPropLSTM", "AdaptiveMomentumLSTM", "NAGLSTM"])
-def test_half_precision_keeps_its_memory_in_float32(name, dtype):
-    layer, cell = (getattr(hbnode, name + suffix)(2, 3, dtype=dtype) for suffix in ("", "Cell"))
+@pytest.mark.parametrize("rule", ["adam", "rmsprop", "adaptive", "nag"])
+def test_half_precision_keeps_its_memory_in_float32(rule, dtype):
+    layer, cell = (kind(2, 3, rule=rule, dtype=dtype) for kind in (hbnode.MomentumLSTM, hbnode.MomentumLSTMCell))
     cell.load_state_dict({key[:-3]: value for key, value in layer.state_dict().items()})
     silent = torch.zeros(20, 2, 2, dtype=dtype)
     output, state = layer(silent)
@@ -86,9 +86,9 @@ def test_autocast(cell, rule):
     assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
 
 
-@pytest.mark.parametrize("name", ["MomentumDTRIV", "AdamGRU", "SRLSTM"])
-def test_autocast_keeps_the_memory_of_half_precision_parameters(name):
-    layer = getattr(hbnode, name)(3, 4).bfloat16()
+@pytest.mark.parametrize(("cell", "rule"), [("dtriv", "momentum"), ("gru", "adam"), ("lstm", "restart")])
+def test_autocast_keeps_the_memory_of_half_precision_parameters(cell, rule):
+    layer = kind(cell)(3, 4, rule=rule).bfloat16()
     x = torch.randn(40, 1, 3, dtype=torch.bfloat16)
     state = inside = None
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_the_first_call_under_autocast_draws_no_random_numbers():
 
 def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
     """torch's layer runs in float32 there; in float16 no CPU of today has one."""
-    layer, _ = make_pair("lstm", "Momentum")
+    layer, _ = make_pair("lstm", "momentum")
     layer.float()
     x = make_input().float()
     expected, _ = layer(x)
@@ -185,10 +185,10 @@ def test_no_grad_inference_and_frozen_parameters(cell, rule):
     close(found, torch.autograd.grad(layer(x)[0].sum(), x)[0], 1e-13)
 
 
-@pytest.mark.parametrize("name", ["AdamLSTM", "MomentumDTRIV", "RMSPropGRU"])
-def test_training_after_inference_mode_and_no_second_derivative(name, monkeypatch):
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "momentum"), ("gru", "rmsprop")])
+def test_training_after_inference_mode_and_no_second_derivative(cell, rule, monkeypatch):
     monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
-    layer = getattr(hbnode, name)(2, 3)
+    layer = kind(cell)(2, 3, rule=rule)
     x = make_input(40).float().requires_grad_()
     with torch.inference_mode():
         layer(x.detach())
@@ -245,10 +245,10 @@ def test_what_is_not_finite_in_packed_sequences_and_backwards(rule):
     assert found[30:40, 0, :3].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["LSTM", "MomentumLSTM", "NAGLSTM", "SRLSTM"])
-def test_gradients_of_what_comes_before_an_infinite_sample(name):
+@pytest.mark.parametrize("rule", [None, "momentum", "nag", "restart"])
+def test_gradients_of_what_comes_before_an_infinite_sample(rule):
     """Finite as those of torch.nn.LSTM, but for the weights of the infinite input: 0 * inf."""
-    layer = (nn.LSTM if name == "LSTM" else getattr(recurrent, name))(2, 3).double()
+    layer = (hbnode.MomentumLSTM(2, 3, rule=rule) if rule else nn.LSTM(2, 3)).double()
     x = make_input(60).requires_grad_()
     leaves = [x, *(p for key, p in layer.named_parameters() if not key.startswith("weight_ih"))]
     expected = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)

@@ -15,22 +15,10 @@ from hbnode.recurrent.state import InitialState, RecurrentState
 SPACES = ("gates", "hidden")
 
 
-def check_rule(rule: Rule) -> Rule:
-    """Return the rule, or raise an error."""
-    if not isinstance(rule, Rule):
-        raise TypeError(
-            f"rule must be one of hbnode.recurrent.rules, got {type(rule).__name__}. Fix: rules.Momentum()."
-        )
-    return rule
-
-
-LACKING = "pass what torch.nn's layer lacks, such as momentum=, by name; by position the arguments are torch.nn's."
-
-
-def check_switch(value: bool, name: str, fix: str = LACKING) -> bool:
-    """Return True or False, or raise an error: a number at this position was meant for another argument."""
+def check_switch(value: bool, name: str, fix: str = "") -> bool:
+    """Return True or False, or raise an error: a number was meant for another argument."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}. Fix: {fix}")
+        raise TypeError(f"{name} must be True or False, got {value!r}. Fix: {fix or f'{name}=True'}.")
     return value
 
 

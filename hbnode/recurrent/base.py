@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from typing_extensions import override
 from hbnode._checks import as_count, tensor_fix
 from hbnode._torch import untraced
 from hbnode.recurrent import autocast
-from hbnode.recurrent.arguments import check_rule, check_space, check_switch, given_state, read_state
+from hbnode.recurrent.arguments import check_space, check_switch, given_state, read_state
 from hbnode.recurrent.batch import SequenceBatch
 from hbnode.recurrent.cell_steps import CellOutput, CellStep
 from hbnode.recurrent.executor import LayerExecutor, LayerState, Weights
@@ -26,29 +26,20 @@ from hbnode.recurrent.rules import Memory, Rule
 from hbnode.recurrent.state import InitialState, RecurrentState
 
 
-class LayerOptions(TypedDict):
-    """Arguments that every layer takes by name and hands to its base class."""
-
-    momentum_space: Literal["gates", "hidden"]
-    compile: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
 class RecurrentLayer(nn.Module):
     """Base of the layers: runs a cell over sequences, in one or several layers.
 
     Arguments:
         step: the cell's step.
         stock: name of torch's layer of this cell in ``torch._VF``, or None.
-        input_size: see :class:`LSTM`, likewise all that follow.
+        input_size: see :class:`MomentumLSTM`, likewise all that follow.
         hidden_size: number of features of h.
         num_layers: number of stacked layers.
         bias: whether there are biases.
         batch_first: whether the batch axis comes first.
         dropout: probability of dropping an output between layers.
         bidirectional: whether a second cell runs backwards in time.
-        rule: one of :mod:`hbnode.recurrent.rules`.
+        rule: filters the input.
         momentum_space: "gates" or "hidden".
         compile: whether a scan over time compiles its steps.
         device: device of the parameters.
@@ -61,24 +52,23 @@ class RecurrentLayer(nn.Module):
         stock: str | None,
         input_size: int,
         hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        *,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
         rule: Rule,
-        momentum_space: Literal["gates", "hidden"] = "gates",
-        compile: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        momentum_space: Literal["gates", "hidden"],
+        compile: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.step, self.stock = step, stock
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
         self.num_layers = as_count(num_layers, "num_layers")
-        self.rule = check_rule(rule)
+        self.rule = rule
         self.bias, self.batch_first = check_switch(bias, "bias"), check_switch(batch_first, "batch_first")
         self.bidirectional, self.is_compiled = check_switch(bidirectional, "bidirectional"), compile
         if not 0 <= dropout < 1:
@@ -255,23 +245,15 @@ def _unusual(module: nn.Module, names: Iterable[str]) -> list[str]:
     return [f"{name}={value!r}" for name, value in values.items() if value != _USUAL[name]]
 
 
-class CellOptions(TypedDict):
-    """Arguments that every cell takes by name and hands to its base class."""
-
-    momentum_space: Literal["gates", "hidden"]
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
 class RecurrentCell(nn.Module):
     """Base of the cells: takes one step.
 
     Arguments:
         step: the cell's step.
-        input_size: see :class:`hbnode.recurrent.LSTMCell`, likewise all that follow.
+        input_size: see :class:`hbnode.MomentumLSTMCell`, likewise all that follow.
         hidden_size: number of features of h.
         bias: whether there are biases.
-        rule: one of :mod:`hbnode.recurrent.rules`.
+        rule: filters the input.
         momentum_space: "gates" or "hidden".
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -287,18 +269,17 @@ class RecurrentCell(nn.Module):
         step: CellStep,
         input_size: int,
         hidden_size: int,
-        bias: bool = True,
-        *,
+        bias: bool,
         rule: Rule,
-        momentum_space: Literal["gates", "hidden"] = "gates",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        momentum_space: Literal["gates", "hidden"],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.step = step
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
-        self.rule, self.momentum_space = check_rule(rule), check_space(momentum_space)
+        self.rule, self.momentum_space = rule, check_space(momentum_space)
         self.has_bias = check_switch(bias, "bias")
         for name, shape in self._shapes().items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))

@@ -4,55 +4,60 @@ from typing import Literal
 
 import torch
 
-from hbnode.recurrent.base import CellOptions, RecurrentCell
+from hbnode.recurrent.base import RecurrentCell
 from hbnode.recurrent.cell_steps import GRUStep, LSTMStep, elman_step
 from hbnode.recurrent.initialization import init_gates_
-from hbnode.recurrent.rules import Rule
+from hbnode.recurrent.rules import Rule, RuleName, make_rule
 
 
-class RNNCell(RecurrentCell):
-    """One step of :class:`hbnode.recurrent.RNN`.
+class MomentumRNNCell(RecurrentCell):
+    """One step of :class:`hbnode.MomentumRNN`, whose state it takes and returns.
 
-    With g_t = W x_t + b_ih, the rule's next output d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
+    With g_t = W x_t + b_ih and the rule's next output d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
 
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        bias: whether to have b_ih and b_hh (default: True).
-        nonlinearity: "tanh" or "relu" (default: "tanh").
-        rule: one of :mod:`hbnode.recurrent.rules`.
-        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM` (default: "gates").
-        device: device of the parameters (default: torch's).
-        dtype: dtype of the parameters (default: torch's).
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
+        rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
+            :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
+        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h and the rule's memory, each (batch, hidden_size).
+        state: h and what the rule remembers, each (batch, hidden_size).
 
     Raises:
         TypeError: the rule is not a rule, or bias is not a bool.
-        ValueError: a size or name is not valid.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
     """
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
         bias: bool = True,
-        nonlinearity: Literal["tanh", "relu"] = "tanh",
         *,
-        rule: Rule,
+        nonlinearity: Literal["tanh", "relu"] = "tanh",
+        rule: RuleName | Rule = "momentum",
         momentum_space: Literal["gates", "hidden"] = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.nonlinearity = nonlinearity
-        options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
-        super().__init__(elman_step(nonlinearity), input_size, hidden_size, bias, rule=rule, **options)
+        step, rule = elman_step(nonlinearity), make_rule(rule, momentum, step_size)
+        super().__init__(step, input_size, hidden_size, bias, rule, momentum_space, device, dtype)
 
 
-class LSTMCell(RecurrentCell):
-    """One step of :class:`hbnode.recurrent.LSTM`, as in appendix F of the MomentumRNN paper.
+class MomentumLSTMCell(RecurrentCell):
+    """One step of :class:`hbnode.MomentumLSTM`, whose state it takes and returns, as in appendix F of the paper.
 
     With g_t = W x_t + b_ih and the rule's next output d_t::
 
@@ -63,26 +68,26 @@ class LSTMCell(RecurrentCell):
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        bias: whether to have b_ih and b_hh (default: True).
-        rule: one of :mod:`hbnode.recurrent.rules`. The named cells take its coefficients in place of it, by position
-            before ``bias``: ``MomentumLSTMCell(3, 4, 0.9, 0.6)`` has μ = 0.9 and s = 0.6.
-        forget_bias: initial bias of the forget gate in b_ih and in b_hh; with "hidden" in b_hh alone (default: 1.0).
-        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM` (default: "gates").
-        device: device of the parameters (default: torch's).
-        dtype: dtype of the parameters (default: torch's).
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        forget_bias: initial bias of the forget gate in b_ih and in b_hh; with "hidden" in b_hh alone. Default: ``1.0``.
+        rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
+            :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
+        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h and c (batch, hidden_size), the rule's memory 4 times as wide.
+        state: h and c (batch, hidden_size), what the rule remembers 4 times as wide.
 
     Raises:
         TypeError: the rule is not a rule, or bias is not a bool.
-        ValueError: a size or name is not valid.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
 
     Example:
-        >>> from hbnode.recurrent.rules import Momentum
-        >>> cell = LSTMCell(3, 5, rule=Momentum(momentum=0.6, step_size=0.6))
-        >>> state = None
+        >>> cell, state = MomentumLSTMCell(3, 5, momentum=0.9), None
         >>> for x in torch.ones(7, 2, 3):
         ...     h, state = cell(x, state)
         >>> h.shape, state.v.shape
@@ -93,25 +98,27 @@ class LSTMCell(RecurrentCell):
         self,
         input_size: int,
         hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
         bias: bool = True,
         *,
-        rule: Rule,
         forget_bias: float = 1.0,
+        rule: RuleName | Rule = "momentum",
         momentum_space: Literal["gates", "hidden"] = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.forget_bias = forget_bias
-        options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
-        super().__init__(LSTMStep(), input_size, hidden_size, bias, rule=rule, **options)
+        rule = make_rule(rule, momentum, step_size)
+        super().__init__(LSTMStep(), input_size, hidden_size, bias, rule, momentum_space, device, dtype)
 
     def reset_parameters(self) -> None:
         """Draw the initial weights in the same way as the layer."""
         init_gates_(self, self._shapes(), self.hidden_size, forget_bias=self.forget_bias)
 
 
-class GRUCell(RecurrentCell):
-    """One step of :class:`hbnode.recurrent.GRU`.
+class MomentumGRUCell(RecurrentCell):
+    """One step of :class:`hbnode.MomentumGRU`, whose state it takes and returns.
 
     With g_t = W x_t + b_ih and the rule's next output d_t::
 
@@ -122,31 +129,36 @@ class GRUCell(RecurrentCell):
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        bias: whether to have b_ih and b_hh (default: True).
-        rule: one of :mod:`hbnode.recurrent.rules`.
-        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM` (default: "gates").
-        device: device of the parameters (default: torch's).
-        dtype: dtype of the parameters (default: torch's).
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
+            :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
+        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h (batch, hidden_size), the rule's memory 3 times as wide.
+        state: h (batch, hidden_size), what the rule remembers 3 times as wide.
 
     Raises:
         TypeError: the rule is not a rule, or bias is not a bool.
-        ValueError: a size or name is not valid.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
     """
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
         bias: bool = True,
         *,
-        rule: Rule,
+        rule: RuleName | Rule = "momentum",
         momentum_space: Literal["gates", "hidden"] = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
-        super().__init__(GRUStep(), input_size, hidden_size, bias, rule=rule, **options)
+        rule = make_rule(rule, momentum, step_size)
+        super().__init__(GRUStep(), input_size, hidden_size, bias, rule, momentum_space, device, dtype)

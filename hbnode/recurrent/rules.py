@@ -3,6 +3,7 @@ momentum.
 
 A rule turns the sequence g_t = W x_t + b into the filtered input d_t, which replaces g_t in the cell: h_t =
 cell(h_{t-1}, d_t). It does not depend on h, so d of a whole sequence is computed before the cell takes its first step.
+A layer takes a rule as an object, ``rule=Adam(beta=0.99)``, or by its name, ``rule="adam"``.
 
 References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
 equations 9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022),
@@ -14,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hbnode import _torch
+from hbnode._suggestions import nearest
 from hbnode._torch import is_tracing, is_transformed
 from hbnode.recurrent.filter import block_weights, linear_filter
 
@@ -264,6 +266,45 @@ class AdaptiveMomentum(Rule):
         ratio = ratio.clamp(min=(self.delta / 2) ** 4)  # below, mu is cut anyway, and the root's slope is infinite at 0
         mu = (1 - ratio.sqrt().sqrt()).square().clamp(max=1 - self.delta)
         return torch.where(is_silent, 0.0, mu)
+
+
+RuleName: TypeAlias = Literal["momentum", "nag", "restart", "adam", "rmsprop", "adaptive"]
+_KINDS: dict[str, type[Rule]] = dict(
+    zip(get_args(RuleName), (Momentum, NAG, ScheduledRestart, Adam, RMSProp, AdaptiveMomentum), strict=True)
+)
+
+
+def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: float | None = None) -> Rule:
+    """The rule of a layer or cell, from its arguments.
+
+    Arguments:
+        rule: its name, or the rule itself.
+        momentum: μ of a rule given by name; None is the rule's default.
+        step_size: s, likewise.
+    """
+    numbers = {"momentum": momentum, "step_size": step_size}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    if isinstance(rule, Rule):
+        for name, value in given.items():
+            fix = f"{type(rule).__name__}(..., {name}={value!r})" if hasattr(rule, name) else f"leave out {name}"
+            raise ValueError(f"{name} must be an argument of the rule, got {value!r} beside {rule}. Fix: {fix}.")
+        return rule
+    if not isinstance(rule, str):
+        got = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+        fix = f"rule={got}()" if isinstance(rule, type) else 'rule="momentum", or rule=Momentum(0.6, 0.6)'
+        raise TypeError(f"rule must be a name or an object of hbnode.recurrent.rules, got {got}. Fix: {fix}.")
+    if rule not in _KINDS:
+        near = nearest(rule, tuple(_KINDS)) or "momentum"
+        raise ValueError(f"rule must be one of {', '.join(map(repr, _KINDS))}, got {rule!r}. Fix: rule={near!r}.")
+    kind = _KINDS[rule]
+    taken = [field.name for field in dataclasses.fields(kind)]
+    for name, value in given.items():
+        if name not in taken:
+            raise ValueError(
+                f"rule={rule!r} must come without {name}, as {kind.__name__} takes {', '.join(taken)}; got {value!r}. "
+                f"Fix: leave out {name}."
+            )
+    return kind(**given)
 
 
 MANY = 2**14  # numbers a sample, from which on the work and not the number of calls is what takes the time

@@ -72,7 +72,7 @@ class TanhRNN(nn.Module):
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
         self.batch_first = check_switch(
-            batch_first, "batch_first", "pass it by name; there is one layer, in one direction."
+            batch_first, "batch_first", "pass it by name; there is one layer, in one direction"
         )
         self.connections, self.input_std = as_count(connections, "connections"), input_std
         sizes = {
