@@ -20,7 +20,6 @@ RULES = {
     "adaptive": rules.AdaptiveMomentum(step_size=0.5, delta=0.1),
 }
 CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU", "dtriv": "DTRIV"}
-SPACES = ("gates", "hidden")
 STOCK = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 PAIRS = [  # each rule and each cell, the scan and the filter
     *(("rnn", "adaptive"), ("lstm", "momentum"), ("lstm", "adam"), ("gru", "nag"), ("gru", "rmsprop")),
@@ -49,11 +48,11 @@ def numbers(rule):
     return dataclasses.asdict(RULES[rule]) if rule else {}
 
 
-def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", space="gates", **options):
+def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", **options):
     """A layer (or cell, with suffix "Cell") in float64 and its twin."""
-    twin = Twin(cell, rule, numbers(rule), space, options.get("nonlinearity", "tanh"))
+    twin = Twin(cell, rule, numbers(rule), options.get("nonlinearity", "tanh"))
     if rule:
-        options |= {"rule": RULES[rule], "momentum_space": space}
+        options["rule"] = RULES[rule]
     arguments = (inputs, hidden) if suffix else (inputs, hidden, layers)
     layer = kind(cell, rule, suffix)(*arguments, dtype=torch.float64, **options)
     randomise(layer)

@@ -15,7 +15,6 @@ class Twin:
     cell: str
     rule: str = ""
     numbers: dict = field(default_factory=dict)
-    space: str = "gates"
     nonlinearity: str = "tanh"
 
     def momentum(self, t, g, before):
@@ -56,8 +55,6 @@ class Twin:
             m = beta * m + (1 - beta) * g * g
             d = v / (m + self.numbers["eps"]).sqrt()
         h, c = state["h"], state["c"]
-        if self.space == "hidden":  # U (h + d); of a GRU as with W = U Ŵ, so that r multiplies U h alone
-            d = d @ w_hh.T
         recurrent = h @ w_hh.T + (0 if b_hh is None else b_hh)
         h, c = getattr(self, "_" + self.cell)(recurrent, d, h, c, b_modrelu)
         return {"h": h, "c": c, "v": v, "m": m, "g": g, "t": t}
@@ -82,7 +79,7 @@ class Twin:
 
     def start(self, batch, hidden, like):
         """The state of a fresh sequence."""
-        wide = hidden if self.space == "hidden" else GATES[self.cell] * hidden
+        wide = GATES[self.cell] * hidden
         zeros = {name: like.new_zeros(batch, hidden if name in "hc" else wide) for name in "hcvmg"}
         return zeros | {"t": torch.zeros(batch, dtype=torch.int64)}
 

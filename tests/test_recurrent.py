@@ -213,7 +213,6 @@ def test_refusals():
         ("lstm", {"momentum": 1.1}),
         ("lstm", {"step_size": 0.0}),
         ("lstm", {"step_size": float("nan")}),
-        ("lstm", {"momentum_space": "weights"}),
         ("lstm", {"dropout": 1.5}),
         ("lstm", {"num_layers": 0}),
         ("lstm", {"bias": 0.9}),

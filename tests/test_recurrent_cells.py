@@ -1,4 +1,4 @@
-"""Every rule, cell and space against the plain twins in float64, values and all gradients."""
+"""Every rule and cell against the plain twins in float64, values and all gradients."""
 
 import dataclasses
 
@@ -11,7 +11,6 @@ from tests.momentum_layers import (
     CELLS,
     PAIRS,
     RULES,
-    SPACES,
     assert_equal_to_twin,
     close,
     every_layer,
@@ -26,7 +25,6 @@ from tests.momentum_layers import (
 from tests.reference_recurrent import Twin
 
 every_cell = pytest.mark.parametrize("cell", CELLS)
-every_space = pytest.mark.parametrize("space", SPACES)
 
 
 # The twins themselves
@@ -65,11 +63,8 @@ def test_many_steps(rule):
 
 
 @every_layer
-@every_space
-def test_values_and_gradients(cell, rule, space):
-    if not rule and space == "hidden":
-        pytest.skip("no momentum, no space of it")
-    layer, twin = make_pair(cell, rule, space=space)
+def test_values_and_gradients(cell, rule):
+    layer, twin = make_pair(cell, rule)
     assert_equal_to_twin(layer, twin, make_input())
     x = make_input(23)
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
@@ -81,13 +76,6 @@ def test_layers_directions_and_lengths(cell, rule):
     x = make_input(9, 4)
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
     assert_equal_to_twin(layer, twin, x, make_state(layer, x), lengths=[5, 9, 1, 6])
-
-
-@every_rule
-def test_lengths_in_hidden_space(rule):
-    layer, twin = make_pair("lstm", rule, space="hidden")
-    x = make_input(9, 4)
-    assert_equal_to_twin(layer, twin, x, make_state(layer, x), lengths=[9, 7, 7, 2])
 
 
 @every_rule
@@ -106,7 +94,7 @@ def test_without_biases(cell, rule):
 
 
 def test_one_weight_in_both_places():
-    layer, twin = make_pair("rnn", "momentum", 3, 3, space="hidden", bias=False)
+    layer, twin = make_pair("rnn", "momentum", 3, 3, bias=False)
     layer.weight_ih_l0 = layer.weight_hh_l0
     assert_equal_to_twin(layer, twin, make_input(12, inputs=3))
 
@@ -189,12 +177,9 @@ def test_extreme_momentum(momentum, monkeypatch):
 
 
 @some_layers
-@every_space
-def test_a_cell_step_by_step_is_the_layer(cell, rule, space):
-    if not rule and space == "hidden":
-        pytest.skip("no momentum, no space of it")
-    layer, _ = make_pair(cell, rule, space=space)
-    one, _ = make_pair(cell, rule, suffix="Cell", space=space)
+def test_a_cell_step_by_step_is_the_layer(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    one, _ = make_pair(cell, rule, suffix="Cell")
     one.load_state_dict({name.replace("_l0", ""): value for name, value in layer.state_dict().items()})
     x = make_input(6)
     expected, last = layer(x)

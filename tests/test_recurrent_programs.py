@@ -165,19 +165,19 @@ def test_under_torch_compile(cell, rule):
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
 @pytest.mark.parametrize(
-    ("cell", "rule", "space"),
+    ("cell", "rule"),
     [
-        ("lstm", "momentum", "gates"),
-        ("lstm", "adam", "gates"),
-        ("rnn", "adaptive", "gates"),
-        ("gru", "rmsprop", "gates"),
-        ("dtriv", "restart", "gates"),
-        ("dtriv", "adam", "hidden"),
+        ("lstm", "momentum"),
+        ("lstm", "adam"),
+        ("rnn", "adaptive"),
+        ("gru", "rmsprop"),
+        ("dtriv", "restart"),
+        ("dtriv", "adam"),
     ],
 )
-def test_compiled_by_inductor(cell, rule, space):
-    layer, _ = make_pair(cell, rule, space=space)
-    compiled, _ = make_pair(cell, rule, space=space, compile=True)
+def test_compiled_by_inductor(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    compiled, _ = make_pair(cell, rule, compile=True)
     compiled.load_state_dict(layer.state_dict())
     x = make_input(50).requires_grad_()
     state, entries = make_state(layer, x)
@@ -221,7 +221,7 @@ def test_to_stock(cell, rule):
 
 
 @pytest.mark.parametrize(("cell", "rule"), [("lstm", "momentum"), ("gru", "adam")])
-@pytest.mark.parametrize("options", [{"momentum_space": "hidden"}, {"batch_first": True, "num_layers": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"bias": False}, {"batch_first": True, "num_layers": 2}], ids=str)
 def test_to_stock_with_options(cell, rule, options):
     layer = kind(cell)(2, 3, rule=rule, **options).double()
     x = make_input(9)

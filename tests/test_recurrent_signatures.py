@@ -54,7 +54,7 @@ def test_torchs_compile_is_not_hidden_by_the_argument():
 def test_every_argument_arrives(name):
     """Values off the defaults, each found on the module."""
     values = {"hidden_size": 4, "num_layers": 2, "nonlinearity": "relu", "bias": False, "batch_first": True}
-    values |= {"dropout": 0.25, "bidirectional": True, "momentum_space": "hidden", "init": "henaff", "forget_bias": 3.0}
+    values |= {"dropout": 0.25, "bidirectional": True, "init": "henaff", "forget_bias": 3.0}
     values |= {"rule": rules.Adam(eps=0.1), "compile": True}
     names = [p.name for p in parameters(name)]
     given = {key: value for key, value in values.items() if key in names}

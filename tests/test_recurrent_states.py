@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import hbnode
 from tests.momentum_layers import (
     RULES,
-    SPACES,
     close,
     gradients,
     make_input,
@@ -44,13 +43,12 @@ def test_a_state_may_be_h_or_h_and_c():
     close(rnn(x, h)[0], rnn(x, fresh)[0], 1e-13)
 
 
-@pytest.mark.parametrize("space", SPACES)
-def test_shapes_of_the_state(space):
+def test_shapes_of_the_state():
     x = make_input()
     for cell, factor in {"rnn": 1, "lstm": 4, "gru": 3, "dtriv": 1}.items():
-        width = 3 if space == "hidden" else 3 * factor
+        width = 3 * factor
         for rule in RULES:
-            layer, _ = make_pair(cell, rule, layers=2, bidirectional=True, space=space)
+            layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
             output, state = layer(x)
             assert output.shape == (7, 3, 6)
             shapes = {name: tuple(value.shape) for name, value in present(state).items()}

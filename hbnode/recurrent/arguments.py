@@ -12,21 +12,12 @@ from hbnode.recurrent.cell_steps import CellStep
 from hbnode.recurrent.rules import Rule, memory_dtype
 from hbnode.recurrent.state import InitialState, RecurrentState
 
-SPACES = ("gates", "hidden")
-
 
 def check_switch(value: bool, name: str, fix: str = "") -> bool:
     """Return True or False, or raise an error: a number was meant for another argument."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}. Fix: {fix or f'{name}=True'}.")
     return value
-
-
-def check_space(space: str) -> str:
-    """Return the name of a space, or raise an error."""
-    if space not in SPACES:
-        raise ValueError(f"momentum_space must be one of {SPACES}, got {space!r}. Fix: 'gates', as equation 9.")
-    return space
 
 
 def given_state(state: InitialState, hx: InitialState) -> InitialState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,12 @@ from typing_extensions import override
 from hbnode._checks import as_count, tensor_fix
 from hbnode._torch import untraced
 from hbnode.recurrent import autocast
-from hbnode.recurrent.arguments import check_space, check_switch, given_state, read_state
+from hbnode.recurrent.arguments import check_switch, given_state, read_state
 from hbnode.recurrent.batch import SequenceBatch
 from hbnode.recurrent.cell_steps import CellOutput, CellStep
 from hbnode.recurrent.executor import LayerExecutor, LayerState, Weights
 from hbnode.recurrent.export import StockLayers, plain_layer
-from hbnode.recurrent.initialization import check_weight_norm, filter_width, init_gates_, parameter_shapes
+from hbnode.recurrent.initialization import check_weight_norm, init_gates_, parameter_shapes
 from hbnode.recurrent.rules import Memory, Rule
 from hbnode.recurrent.state import InitialState, RecurrentState
 
@@ -40,7 +40,6 @@ class RecurrentLayer(nn.Module):
         dropout: probability of dropping an output between layers.
         bidirectional: whether a second cell runs backwards in time.
         rule: filters the input.
-        momentum_space: "gates" or "hidden".
         compile: whether a scan over time compiles its steps.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -58,7 +57,6 @@ class RecurrentLayer(nn.Module):
         dropout: float,
         bidirectional: bool,
         rule: Rule,
-        momentum_space: Literal["gates", "hidden"],
         compile: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -76,7 +74,6 @@ class RecurrentLayer(nn.Module):
         if dropout and num_layers == 1:
             raise ValueError("dropout is applied between layers, and there is one. Fix: num_layers=2, or nn.Dropout.")
         self.dropout = dropout
-        self.momentum_space = check_space(momentum_space)
         directions = 2 if bidirectional else 1
         for layer, suffix in self._places():
             size = self.input_size if layer == 0 else directions * self.hidden_size
@@ -112,7 +109,7 @@ class RecurrentLayer(nn.Module):
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of a layer in one direction."""
-        return parameter_shapes(self.step, input_size, self.hidden_size, self.momentum_space, self.bias)
+        return parameter_shapes(self.step, input_size, self.hidden_size, self.bias)
 
     def _names(self) -> list[str]:
         """Names of all parameters."""
@@ -174,16 +171,13 @@ class RecurrentLayer(nn.Module):
     def _weights(self, suffix: str) -> Weights:
         """The parameters of a layer in one direction."""
         values = {name: getattr(self, name + suffix) for name in self._shapes(1)}
-        is_hidden = self.momentum_space == "hidden"
-        return Weights(
-            values["weight_ih"], values["weight_hh"], values.get("bias_ih"), values.get("bias_hh"), is_hidden
-        )
+        return Weights(values["weight_ih"], values["weight_hh"], values.get("bias_ih"), values.get("bias_hh"))
 
     def _read(self, state: InitialState, batch: SequenceBatch) -> tuple[list[LayerState], int | Tensor | None]:
         """States of the layers and directions, and the number of samples before the first."""
         places = self.num_layers * (2 if self.bidirectional else 1)
         shape = () if batch.is_single else tuple(batch.x.shape[1:2])
-        widths = self.hidden_size, filter_width(self.step, self.hidden_size, self.momentum_space)
+        widths = self.hidden_size, self.step.gates * self.hidden_size
         state = read_state(state, self.rule, self.step, widths, (places,), shape, batch.x)
         t: int | Tensor | None = state.t
         if isinstance(t, Tensor):
@@ -232,7 +226,6 @@ _USUAL = {
     "batch_first": False,
     "dropout": 0.0,
     "bidirectional": False,
-    "momentum_space": "gates",
     "nonlinearity": "tanh",
     "forget_bias": 1.0,
     "init": "cayley",
@@ -254,7 +247,6 @@ class RecurrentCell(nn.Module):
         hidden_size: number of features of h.
         bias: whether there are biases.
         rule: filters the input.
-        momentum_space: "gates" or "hidden".
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -271,7 +263,6 @@ class RecurrentCell(nn.Module):
         hidden_size: int,
         bias: bool,
         rule: Rule,
-        momentum_space: Literal["gates", "hidden"],
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -279,7 +270,7 @@ class RecurrentCell(nn.Module):
         self.step = step
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
-        self.rule, self.momentum_space = rule, check_space(momentum_space)
+        self.rule = rule
         self.has_bias = check_switch(bias, "bias")
         for name, shape in self._shapes().items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -294,11 +285,11 @@ class RecurrentCell(nn.Module):
             return self.forward(x, state, hx=hx)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(self.step, self.input_size, self.hidden_size, self.momentum_space, self.has_bias)
+        return parameter_shapes(self.step, self.input_size, self.hidden_size, self.has_bias)
 
     def _weights(self) -> Weights:
         b, bias = (self.bias_ih, self.bias_hh) if self.has_bias else (None, None)
-        return Weights(self.weight_ih, self.weight_hh, b, bias, self.momentum_space == "hidden")
+        return Weights(self.weight_ih, self.weight_hh, b, bias)
 
     def reset_parameters(self) -> None:
         """Draw the initial weights in the same way as the layer."""
@@ -338,10 +329,8 @@ class RecurrentCell(nn.Module):
                 f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. "
                 f"Fix: x.to({self.weight_ih.dtype})."
             )
-        n = filter_width(self.step, self.hidden_size, self.momentum_space)
-        state = read_state(
-            given_state(state, hx), self.rule, self.step, (self.hidden_size, n), (), tuple(x.shape[:-1]), x
-        )
+        widths = self.hidden_size, self.step.gates * self.hidden_size
+        state = read_state(given_state(state, hx), self.rule, self.step, widths, (), tuple(x.shape[:-1]), x)
         if x.dim() == 1:
             h, state = self._step(x.unsqueeze(0), state.map(lambda z: z.unsqueeze(0)))
             return h.squeeze(0), state.map(lambda z: z.squeeze(0))
@@ -357,8 +346,7 @@ class RecurrentCell(nn.Module):
             if memory.t is not None:
                 memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
         d, memory = self.rule(g.unsqueeze(0), memory)
-        d = linear(d[0], weights.u) if weights.is_hidden else d[0]
-        a, rest = self.step.prepare(d, weights.bias)
+        a, rest = self.step.prepare(d[0], weights.bias)
         before = CellOutput(state.h, state.c)
         assert not isinstance(memory.t, int)
         h, c, _ = self.step.forward(a + linear(state.h, weights.u), rest, before, weights.bias)
@@ -371,4 +359,4 @@ class RecurrentCell(nn.Module):
             f"rule={self.rule}",
             *([] if self.has_bias else ["bias=False"]),
         ]
-        return ", ".join(parts + _unusual(self, ("momentum_space", "nonlinearity", "forget_bias", "init")))
+        return ", ".join(parts + _unusual(self, ("nonlinearity", "forget_bias", "init")))

@@ -24,7 +24,6 @@ class MomentumRNNCell(RecurrentCell):
         nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
         rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
             :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
-        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -47,13 +46,12 @@ class MomentumRNNCell(RecurrentCell):
         *,
         nonlinearity: Literal["tanh", "relu"] = "tanh",
         rule: RuleName | Rule = "momentum",
-        momentum_space: Literal["gates", "hidden"] = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.nonlinearity = nonlinearity
         step, rule = elman_step(nonlinearity), make_rule(rule, momentum, step_size)
-        super().__init__(step, input_size, hidden_size, bias, rule, momentum_space, device, dtype)
+        super().__init__(step, input_size, hidden_size, bias, rule, device, dtype)
 
 
 class MomentumLSTMCell(RecurrentCell):
@@ -71,10 +69,9 @@ class MomentumLSTMCell(RecurrentCell):
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        forget_bias: initial bias of the forget gate in b_ih and in b_hh; with "hidden" in b_hh alone. Default: ``1.0``.
+        forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
         rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
             :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
-        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -104,13 +101,12 @@ class MomentumLSTMCell(RecurrentCell):
         *,
         forget_bias: float = 1.0,
         rule: RuleName | Rule = "momentum",
-        momentum_space: Literal["gates", "hidden"] = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.forget_bias = forget_bias
         rule = make_rule(rule, momentum, step_size)
-        super().__init__(LSTMStep(), input_size, hidden_size, bias, rule, momentum_space, device, dtype)
+        super().__init__(LSTMStep(), input_size, hidden_size, bias, rule, device, dtype)
 
     def reset_parameters(self) -> None:
         """Draw the initial weights in the same way as the layer."""
@@ -134,7 +130,6 @@ class MomentumGRUCell(RecurrentCell):
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
             :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
-        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -156,9 +151,8 @@ class MomentumGRUCell(RecurrentCell):
         bias: bool = True,
         *,
         rule: RuleName | Rule = "momentum",
-        momentum_space: Literal["gates", "hidden"] = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         rule = make_rule(rule, momentum, step_size)
-        super().__init__(GRUStep(), input_size, hidden_size, bias, rule, momentum_space, device, dtype)
+        super().__init__(GRUStep(), input_size, hidden_size, bias, rule, device, dtype)

@@ -33,18 +33,16 @@ class Weights:
     """Parameters of one layer in one direction.
 
     Attributes:
-        w: W_ih (n, input_size).
+        w: W_ih (gates * hidden_size, input_size).
         u: W_hh (gates * hidden_size, hidden_size).
-        b: b_ih (n,), or None.
+        b: b_ih (gates * hidden_size,), or None.
         bias: b_hh (gates * hidden_size,), or that of the activation (hidden_size,), or None.
-        is_hidden: whether the rule filters in the space of h; n is then hidden_size, and U multiplies d too.
     """
 
     w: Tensor
     u: Tensor
     b: Tensor | None
     bias: Tensor | None
-    is_hidden: bool
 
 
 class LayerState(NamedTuple):
@@ -137,14 +135,12 @@ class LayerExecutor:
         """From v_0 = 0 by a linear rule: the cell over filtered x."""
         x, w, b = _filtered_x(rule, x, weights, state.memory.t)
         v = linear(batch.last(x), w, b).to(memory_dtype(x.dtype))
-        if weights.is_hidden:
-            w, b = weights.u @ w, None if b is None else weights.u @ b
         h, last = self._cell(batch, x, w, b, weights, CellOutput(state.h, state.c))
         return h, LayerState(last.h, last.c, Memory(v))
 
     def _from(self, state: LayerState, x: Tensor, weights: Weights) -> tuple[Tensor, LayerState]:
         """From any state by any rule, over sequences of one length."""
-        if not isinstance(self.rule, LinearRule) or weights.is_hidden:
+        if not isinstance(self.rule, LinearRule):
             return self._sample_by_sample(x, weights, state)
         fading = _fading(self.rule, len(x), state.memory.t, x.dtype)
         if len(x) - fading < BLOCK:
@@ -161,7 +157,7 @@ class LayerExecutor:
     def _sample_by_sample(self, x: Tensor, weights: Weights, state: LayerState) -> tuple[Tensor, LayerState]:
         """From any state by any rule: torch's layer over d_t, or a scan that filters as it goes."""
         start = CellOutput(state.h, state.c)
-        if weights.is_hidden or self._is_for_stock(x, weights):
+        if self._is_for_stock(x, weights):
             h, last, memory = self._over_filtered_input(x, weights, start, state.memory)
         else:
             scan = Scan(self.step, self.rule, self.compile)
@@ -179,7 +175,7 @@ class LayerExecutor:
         """The cell over d_t of all samples, or, without gradient, of a part of them at a time."""
         run = self if x.is_cuda else dataclasses.replace(self, autocast=False)
         u, out = weights.u, []
-        w = u if weights.is_hidden else torch.eye(len(u), dtype=u.dtype, device=u.device)
+        w = torch.eye(len(u), dtype=u.dtype, device=u.device)
         for part in [x] if torch.is_grad_enabled() else x.split(self._rows(x, weights)):
             d, memory = self._filtered_input(part, weights, memory)
             h, start = run._cell(SequenceBatch(d), d, w, None, weights, start)

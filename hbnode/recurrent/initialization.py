@@ -14,18 +14,11 @@ from hbnode.recurrent.cell_steps import CellStep
 ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code
 
 
-def filter_width(step: CellStep, hidden_size: int, space: str) -> int:
-    """The width of g, v and m."""
-    return hidden_size if space == "hidden" else step.gates * hidden_size
-
-
-def parameter_shapes(
-    step: CellStep, input_size: int, hidden_size: int, space: str, bias: bool
-) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(step: CellStep, input_size: int, hidden_size: int, bias: bool) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of a cell, by their names."""
-    gates, n = step.gates * hidden_size, filter_width(step, hidden_size, space)
-    shapes = {"weight_ih": (n, input_size), "weight_hh": (gates, hidden_size)}
-    return shapes | ({"bias_ih": (n,), "bias_hh": (gates,)} if bias else {})
+    n = step.gates * hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"weight_ih": (n, input_size), "weight_hh": (n, hidden_size)}
+    return shapes | ({"bias_ih": (n,), "bias_hh": (n,)} if bias else {})
 
 
 @torch.no_grad()

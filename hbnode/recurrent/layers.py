@@ -36,7 +36,6 @@ class MomentumRNN(RecurrentLayer):
             Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        momentum_space: where to filter, "gates" or "hidden", see :class:`MomentumLSTM`. Default: ``"gates"``.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
@@ -70,14 +69,13 @@ class MomentumRNN(RecurrentLayer):
         rule: RuleName | Rule = "momentum",
         momentum: float | None = None,
         step_size: float | None = None,
-        momentum_space: Literal["gates", "hidden"] = "gates",
         compile: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.nonlinearity = nonlinearity
         step, stock, rule = elman_step(nonlinearity), f"rnn_{nonlinearity}", make_rule(rule, momentum, step_size)
-        options = bias, batch_first, dropout, bidirectional, rule, momentum_space, compile, device, dtype
+        options = bias, batch_first, dropout, bidirectional, rule, compile, device, dtype
         super().__init__(step, stock, input_size, hidden_size, num_layers, *options)
 
     def reset_parameters(self) -> None:
@@ -110,15 +108,13 @@ class MomentumLSTM(RecurrentLayer):
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
         bidirectional: whether a second cell runs backwards in time. Default: ``False``.
-        forget_bias: initial bias of the forget gate in b_ih and in b_hh; with "hidden" in b_hh alone. Default: ``1.0``.
+        forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
         rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
             "adam", "rmsprop" or "adaptive" (momentum that the inputs set), with its usual numbers; or an object of
             :mod:`hbnode.recurrent.rules`, which has numbers of its own: ``rule=Adam(beta=0.99)``.
             ``Momentum(0.0, 1.0)`` makes a torch.nn.LSTM; each loads the other's weights. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]; "momentum" and "adam" have it. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive; all have it. Default: ``None``, 0.6.
-        momentum_space: "gates" filters g_t as above. With "hidden", W and b_ih make a g_t of the size of h, and U
-            multiplies d_t as it does h (remarks 1 and 4): U (h_{t-1} + d_t) + b_hh. Default: ``"gates"``.
         compile: whether to compile the scan over time with torch.compile; the first call then takes half a minute.
             Default: ``False``.
         device: device of the parameters. Default: ``None``, torch's.
@@ -156,14 +152,13 @@ class MomentumLSTM(RecurrentLayer):
         rule: RuleName | Rule = "momentum",
         momentum: float | None = None,
         step_size: float | None = None,
-        momentum_space: Literal["gates", "hidden"] = "gates",
         compile: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.forget_bias = forget_bias
         rule = make_rule(rule, momentum, step_size)
-        options = bias, batch_first, dropout, bidirectional, rule, momentum_space, compile, device, dtype
+        options = bias, batch_first, dropout, bidirectional, rule, compile, device, dtype
         super().__init__(LSTMStep(), "lstm", input_size, hidden_size, num_layers, *options)
 
     def reset_parameters(self) -> None:
@@ -196,7 +191,6 @@ class MomentumGRU(RecurrentLayer):
             Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        momentum_space: where to filter, "gates" or "hidden", see :class:`MomentumLSTM`. Default: ``"gates"``.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
@@ -229,13 +223,12 @@ class MomentumGRU(RecurrentLayer):
         rule: RuleName | Rule = "momentum",
         momentum: float | None = None,
         step_size: float | None = None,
-        momentum_space: Literal["gates", "hidden"] = "gates",
         compile: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         rule = make_rule(rule, momentum, step_size)
-        options = bias, batch_first, dropout, bidirectional, rule, momentum_space, compile, device, dtype
+        options = bias, batch_first, dropout, bidirectional, rule, compile, device, dtype
         super().__init__(GRUStep(), "gru", input_size, hidden_size, num_layers, *options)
 
     def reset_parameters(self) -> None:

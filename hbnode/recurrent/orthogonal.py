@@ -165,7 +165,6 @@ class MomentumDTRIV(_Orthogonal, RecurrentLayer):
             :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
@@ -193,14 +192,13 @@ class MomentumDTRIV(_Orthogonal, RecurrentLayer):
         rule: RuleName | Rule = "momentum",
         momentum: float | None = None,
         step_size: float | None = None,
-        momentum_space: Literal["gates", "hidden"] = "gates",
         compile: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.init = init
         rule = make_rule(rule, momentum, step_size)
-        options = True, batch_first, dropout, bidirectional, rule, momentum_space, compile, device, dtype
+        options = True, batch_first, dropout, bidirectional, rule, compile, device, dtype
         super().__init__(ModReLUStep(), None, input_size, hidden_size, num_layers, *options)
         self._make_orthogonal()
 
@@ -210,7 +208,7 @@ class MomentumDTRIV(_Orthogonal, RecurrentLayer):
 
     def _weights(self, suffix: str) -> Weights:
         w, u, bias = (getattr(self, name + suffix) for name in ("weight_ih", "weight_hh", "bias"))
-        return Weights(w, u, None, bias, self.momentum_space == "hidden")
+        return Weights(w, u, None, bias)
 
 
 class DTRIV(MomentumDTRIV):
@@ -290,7 +288,6 @@ class MomentumDTRIVCell(_Orthogonal, RecurrentCell):
         init: initial B, "cayley" or "henaff", see :class:`hbnode.MomentumDTRIV`. Default: ``"cayley"``.
         rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
             :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
-        momentum_space: where to filter, "gates" or "hidden", see :class:`hbnode.MomentumLSTM`. Default: ``"gates"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -314,13 +311,12 @@ class MomentumDTRIVCell(_Orthogonal, RecurrentCell):
         *,
         init: Literal["cayley", "henaff"] = "cayley",
         rule: RuleName | Rule = "momentum",
-        momentum_space: Literal["gates", "hidden"] = "gates",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.init = init
         rule = make_rule(rule, momentum, step_size)
-        super().__init__(ModReLUStep(), input_size, hidden_size, True, rule, momentum_space, device, dtype)
+        super().__init__(ModReLUStep(), input_size, hidden_size, True, rule, device, dtype)
         self._make_orthogonal()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -328,7 +324,7 @@ class MomentumDTRIVCell(_Orthogonal, RecurrentCell):
         return {"weight_ih": (n, self.input_size), "weight_hh": (n, n), "bias": (n,)}
 
     def _weights(self) -> Weights:
-        return Weights(self.weight_ih, self.weight_hh, None, self.bias, self.momentum_space == "hidden")
+        return Weights(self.weight_ih, self.weight_hh, None, self.bias)
 
 
 class DTRIVCell(MomentumDTRIVCell):

@@ -26,7 +26,7 @@ class RecurrentState(Record):
     """All that is needed to continue a sequence exactly; entries that a layer does not need are None.
 
     In the state of a layer the first axis is that of layers and directions, as in torch.nn; a cell's state has no such
-    axis. ``n`` is the width of the filtered input: gates * hidden_size, with ``momentum_space="hidden"`` hidden_size.
+    axis. ``n`` is the width of the filtered input: gates * hidden_size.
 
     An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
     Any other state is read as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2], state[-1]],
