@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hbnode import recurrent
-from hbnode.recurrent import executor, rules
+from hbnode.recurrent import layers, rules
 from tests.reference_recurrent import Twin
 
 RULES = {
@@ -129,7 +129,7 @@ def assert_equal_to_twin(layer, twin, x, state=None, lengths=None, tolerance=1e-
 def every_way():
     """The ways a layer picks by its size, one after another: torch's layer over ready drives, and a scan."""
     yield
-    with mock.patch.object(executor, "SMALL_PRODUCT", 0), mock.patch.object(rules, "MANY", 0):
+    with mock.patch.object(layers, "SMALL_PRODUCT", 0), mock.patch.object(rules, "MANY", 0):
         yield
 
 

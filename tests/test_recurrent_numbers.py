@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hbnode
-from hbnode.recurrent import autocast, executor
+from hbnode.recurrent import autocast, layers
 from tests.momentum_layers import (
     CELLS,
     PAIRS,
@@ -187,7 +187,7 @@ def test_no_grad_inference_and_frozen_parameters(cell, rule):
 
 @pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "momentum"), ("gru", "rmsprop")])
 def test_training_after_inference_mode_and_no_second_derivative(cell, rule, monkeypatch):
-    monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(layers, "SMALL_PRODUCT", 0)
     layer = kind(cell)(2, 3, rule=rule)
     x = make_input(40).float().requires_grad_()
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.recurrent import executor, rules
+from hbnode.recurrent import layers, rules
 from tests.momentum_layers import (
     PAIRS,
     RULES,
@@ -56,7 +56,7 @@ def test_what_is_printed():
 @pytest.mark.parametrize("is_large", [False, True])
 def test_transforms_of_torch_func(cell, rule, is_large, monkeypatch):
     if is_large:  # the scan, and the filter with a backward pass of its own
-        monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
+        monkeypatch.setattr(layers, "SMALL_PRODUCT", 0)
         monkeypatch.setattr(rules, "MANY", 0)
     layer, _ = make_pair(cell, rule)
     x = make_input(20)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hbnode.recurrent.executor import Weights
+from hbnode.recurrent.cells import Weights
 from hbnode.recurrent.rules import LinearRule, Rule
 
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hbnode._torch import is_batched, is_exporting, is_tracing
 from hbnode.recurrent import autocast
-from hbnode.recurrent.symbolic import symbolic_filter
 
 LARGEST_BLOCK = 40
+BLOCK, LEVELS = 32, 2  # of programs: samples of a block, and blocks of blocks; one matrix filters T / BLOCK**2
 
 
 def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
@@ -42,7 +43,7 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     if x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting()):
         rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
         rates = rates.to(x.device).reshape(x.shape[0], -1)
-        return symbolic_filter(s * x, rates, torch.zeros_like(x[0]) if v is None else v)
+        return _symbolic(s * x, rates, torch.zeros_like(x[0]) if v is None else v)
     if x.shape[0] == 1 or (isinstance(mu, Tensor) and mu.dim() == 2) or is_tracing():  # a loop suits a program
         return _loop(x, mu, s, v)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -89,7 +90,7 @@ def weights(mu: Tensor, s: float) -> tuple[Tensor, Tensor]:
 def _in_blocks(mu: Tensor) -> Tensor:
     """(T,) -> (blocks, size), with zeros after the end."""
     size = min(len(mu), LARGEST_BLOCK)
-    return torch.nn.functional.pad(mu, (0, -len(mu) % size)).view(-1, size)
+    return pad(mu, (0, -len(mu) % size)).view(-1, size)
 
 
 def block_weights(mu: float, x: Tensor, s: float) -> tuple[Tensor, Tensor]:
@@ -177,3 +178,43 @@ def _transposed(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
             found.addr_(kernel[k, m - 1, :m], carry)
         ahead = decay[k, :m] @ given
         carry = ahead if carry is None else ahead + decay[k, m - 1] * carry
+
+
+def _symbolic(x: Tensor, mu: Tensor, v: Tensor) -> Tensor:
+    """v_t = mu_t v_{t-1} + x_t in programs whose length T is a symbol, which a loop over time would fix.
+
+    Every operation acts on whole tensors. Matrices filter blocks of samples; then the values carried from block to
+    block are filtered in the same way, with blocks in place of samples, and so on for a fixed number of levels.
+
+    Arguments:
+        x: (T, batch, n).
+        mu: (T, 1) or (T, batch).
+        v: v_0 (batch, n).
+    """
+    x, mu = torch.cat([v.unsqueeze(0), x]), pad(mu.double(), (0, 0, 1, 0))  # v_0 is a sample before the first
+    finite = x.nan_to_num(0.0, 0.0, 0.0)  # the matrices' zeros must not meet NaN or inf
+    return (_by_levels(finite, mu, LEVELS) + (x - finite).cumsum(0))[1:]
+
+
+def _by_levels(x: Tensor, mu: Tensor, levels: int) -> Tensor:
+    steps = x.shape[0]
+    if levels == 0:
+        kernel, _ = _symbolic_weights(mu.T)
+        return (kernel.to(x) @ x.transpose(0, 1)).transpose(0, 1)
+    blocks = steps // BLOCK + 2  # never one, which programs take for an axis to be broadcast
+    missing = blocks * BLOCK - steps
+    x = pad(x, (0, 0, 0, 0, 0, missing)).unfold(0, BLOCK, BLOCK)  # (blocks, batch, n, BLOCK)
+    kernel, decay = _symbolic_weights(pad(mu, (0, 0, 0, missing)).unfold(0, BLOCK, BLOCK))
+    inside = x @ kernel.to(x).transpose(-1, -2)
+    ends = _by_levels(inside[..., -1], decay[..., -1], levels - 1)
+    before = pad(ends, (0, 0, 0, 0, 1, 0))[:-1]
+    carried = decay.to(x).unsqueeze(-2) * before.unsqueeze(-1)
+    out = (inside + carried).movedim(-1, 1).flatten(0, 1)
+    return out.index_select(0, torch.arange(steps, device=x.device))  # a slice would have its bound proved
+
+
+def _symbolic_weights(mu: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`weights` with s = 1, without a number of samples."""
+    steps = torch.arange(mu.shape[-1], device=mu.device)
+    kernel = torch.where(steps.unsqueeze(1) > steps, mu.unsqueeze(-1), 1.0).cumprod(-2).tril()
+    return kernel, mu.cumprod(-1)

@@ -1,5 +1,6 @@
 """Recurrent layers and cells whose recurrent weight is orthogonal by construction: DTRIV, and DTRIV with momentum."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, SupportsIndex
 
@@ -11,12 +12,11 @@ from torch.utils.hooks import RemovableHandle
 from hbnode._checks import as_count
 from hbnode._torch import make_parametrized
 from hbnode.recurrent import autocast
-from hbnode.recurrent.base import RecurrentCell, RecurrentLayer
-from hbnode.recurrent.cell_steps import ModReLUStep
-from hbnode.recurrent.executor import Weights
-from hbnode.recurrent.initialization import orthogonal_by_angles
+from hbnode.recurrent.cells import ModReLUStep, RecurrentCell, Weights
+from hbnode.recurrent.layers import RecurrentLayer
 from hbnode.recurrent.rules import Momentum, Rule, RuleName, make_rule
 
+ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code
 PLAIN = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
 
 
@@ -75,6 +75,22 @@ class Trivialization(nn.Module):
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
+    """Return an orthogonal matrix that rotates planes, block by block, by random angles.
+
+    Arguments:
+        like: a square matrix of the size, dtype and device; half precision becomes float32.
+        init: "cayley" or "henaff", the range of the angles.
+    """
+    if init not in ANGLES:
+        raise ValueError(f"init must be one of {tuple(ANGLES)}, got {init!r}. Fix: 'cayley'.")
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    angles = torch.empty(len(like) // 2, dtype=dtype, device=like.device).uniform_(*ANGLES[init])
+    blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
+    rest = [angles.new_ones(1, 1)] * (len(like) % 2)
+    return torch.block_diag(*blocks, *rest)
 
 
 class _Orthogonal(nn.Module):

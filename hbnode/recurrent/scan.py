@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hbnode.recurrent.cell_steps import CellOutput, CellStep, Gradients
+from hbnode.recurrent.cells import CellOutput, CellStep, Gradients
 from hbnode.recurrent.rules import LinearRule, Memory, Rule, needs_plain, once
 
 BLOCK = 16

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_input
+from hbnode._checks import as_count, check_bool, check_input
 from hbnode._torch import fused_layer
 from hbnode.recurrent import autocast
-from hbnode.recurrent.arguments import check_switch
 from hbnode.recurrent.batch import SequenceBatch
 
 
@@ -71,7 +70,7 @@ class TanhRNN(nn.Module):
         super().__init__()
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
-        self.batch_first = check_switch(
+        self.batch_first = check_bool(
             batch_first, "batch_first", "pass it by name; there is one layer, in one direction"
         )
         self.connections, self.input_std = as_count(connections, "connections"), input_std
