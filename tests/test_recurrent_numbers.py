@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hbnode
-from hbnode.recurrent import autocast, layers
+from hbnode import _torch
+from hbnode.recurrent import layers
 from tests.momentum_layers import (
     CELLS,
     PAIRS,
@@ -101,7 +102,7 @@ def test_autocast_keeps_the_memory_of_half_precision_parameters(cell, rule):
 
 def test_the_first_call_under_autocast_draws_no_random_numbers():
     layer, drawn = hbnode.MomentumLSTM(3, 4), []
-    autocast._runs_on_cpu.cache_clear()
+    _torch.cpu_has_layer.cache_clear()
     for _ in range(2):
         torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16):
@@ -118,7 +119,7 @@ def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
     expected, _ = layer(x)
     with torch.autocast("cpu", dtype=torch.float16):
         layer(x)[0].float().sum().backward()
-    monkeypatch.setattr(autocast, "_runs_on_cpu", lambda stock, dtype: False)
+    monkeypatch.setattr(layers, "cpu_has_layer", lambda name, dtype: False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = layer(x)
     assert torch.equal(output, expected)
@@ -126,7 +127,7 @@ def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
 
 def test_what_the_cpu_has_does_not_depend_on_the_default_dtype():
     layer = hbnode.MomentumLSTM(3, 4)
-    autocast._runs_on_cpu.cache_clear()
+    _torch.cpu_has_layer.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.autocast("cpu", dtype=torch.float16):

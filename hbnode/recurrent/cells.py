@@ -16,8 +16,7 @@ from torch.nn.functional import linear
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, tensor_fix
-from hbnode._torch import is_tracing
-from hbnode.recurrent import autocast
+from hbnode._torch import is_autocast, is_tracing
 from hbnode.recurrent.rules import Rule, RuleName, make_rule
 from hbnode.recurrent.state import InitialState, RecurrentState, given_state, read_state
 
@@ -461,8 +460,7 @@ class RecurrentCell(nn.Module):
                 f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
                 f"{tuple(x.shape)}. Fix: one sample at a time; a layer takes sequences."
             )
-        is_autocast = autocast.is_on(x)
-        if x.dtype != self.weight_ih.dtype and not is_autocast:
+        if x.dtype != self.weight_ih.dtype and not is_autocast(x):
             raise ValueError(
                 f"x must be {self.weight_ih.dtype} as the parameters are, got {x.dtype}. "
                 f"Fix: x.to({self.weight_ih.dtype})."

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hbnode._torch import is_batched, is_exporting, is_tracing
-from hbnode.recurrent import autocast
+from hbnode._torch import is_batched, is_exporting, is_tracing, no_autocast
 
 LARGEST_BLOCK = 40
 BLOCK, LEVELS = 32, 2  # of programs: samples of a block, and blocks of blocks; one matrix filters T / BLOCK**2
@@ -114,7 +113,7 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool) -> Tensor:
-        with autocast.switched(x, on=False):
+        with no_autocast(x):
             given, rest = _finite(x.to(kernel.dtype).contiguous())
             out = torch.empty_like(given)
             run = _transposed if is_transposed else _filtered

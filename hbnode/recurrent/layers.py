@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
@@ -20,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool
-from hbnode._torch import fused_layer, is_exporting, untraced
-from hbnode.recurrent import autocast
+from hbnode._torch import cpu_has_layer, fused_layer, is_autocast, is_exporting, no_autocast, untraced
 from hbnode.recurrent.batch import SequenceBatch
 from hbnode.recurrent.cells import (
     CellOutput,
@@ -207,7 +207,9 @@ class LayerExecutor:
         has_bias = b is not None or bias is not None
         zero = u.new_zeros(len(u))
         flat = [w, u, zero if b is None else b, zero if bias is None else bias] if has_bias else [w, u]
-        with autocast.switched(x, on=self.autocast and autocast.runs(self.stock, x)):
+        kind = x.device.type
+        in_half = self.autocast and (kind != "cpu" or cpu_has_layer(self.stock, torch.get_autocast_dtype(kind)))
+        with torch.autocast(kind) if in_half else nullcontext():
             return _stock(self.stock, batch, x, start, flat)
 
 
@@ -366,8 +368,8 @@ class RecurrentLayer(nn.Module):
         check_weight_norm(self)
         batch = SequenceBatch.of(x, self.input_size, self.batch_first)
         states, t = self._read(given_state(state, hx), batch)
-        run = LayerExecutor(self.step, self.rule, self.stock, self.is_compiled, autocast.is_on(batch.x))
-        with autocast.switched(batch.x, on=False):
+        run = LayerExecutor(self.step, self.rule, self.stock, self.is_compiled, is_autocast(batch.x))
+        with no_autocast(batch.x):
             out, ended = self._run(run, batch, states)
         return batch.output(out), self._written(ended, t, batch)
 

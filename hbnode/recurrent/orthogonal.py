@@ -10,8 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
-from hbnode._torch import make_parametrized
-from hbnode.recurrent import autocast
+from hbnode._torch import make_parametrized, no_autocast
 from hbnode.recurrent.cells import ModReLUStep, RecurrentCell, Weights
 from hbnode.recurrent.layers import RecurrentLayer
 from hbnode.recurrent.rules import Momentum, Rule, RuleName, make_rule
@@ -38,7 +37,7 @@ class Trivialization(nn.Module):
         self.register_buffer("base", torch.zeros_like(weight, dtype=_wide(weight)))
 
     def _product(self, x: Tensor) -> Tensor:
-        with autocast.switched(x, on=False):
+        with no_autocast(x):
             below = x.to(_wide(x)).tril(-1)
             return self.base @ torch.matrix_exp(below - below.mT)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hbnode._records import Record, record
-from hbnode.recurrent import autocast
+from hbnode._torch import is_autocast
 from hbnode.recurrent.rules import Memory, Rule, memory_dtype
 
 # What reads h, as a method of the state and as a function of torch
@@ -213,5 +213,5 @@ def _check_values(name: str, z: Tensor, like: Tensor) -> None:
     if name == "t" and (z.is_floating_point() or z.dtype == torch.bool):
         raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
     wanted = like.dtype if name in ("h", "c") else memory_dtype(like.dtype)
-    if name != "t" and z.dtype != wanted and not autocast.is_on(like):
+    if name != "t" and z.dtype != wanted and not is_autocast(like):
         raise ValueError(f"state.{name} must be {wanted}, x being {like.dtype}, got {z.dtype}. Fix: .to({wanted}).")

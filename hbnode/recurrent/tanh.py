@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, check_input
-from hbnode._torch import fused_layer
-from hbnode.recurrent import autocast
+from hbnode._torch import fused_layer, is_autocast, no_autocast
 from hbnode.recurrent.batch import SequenceBatch
 
 
@@ -130,13 +129,13 @@ class TanhRNN(nn.Module):
         """
         batch = SequenceBatch.of(x, self.input_size, self.batch_first)
         inputs, weight = batch.x, self.weight_ih
-        if autocast.is_on(inputs):
+        if is_autocast(inputs):
             inputs = inputs.to(weight.dtype)
         elif inputs.dtype != weight.dtype:
             raise ValueError(
                 f"x must be {weight.dtype} as the parameters are, got {inputs.dtype}. Fix: x.to({weight.dtype})."
             )
-        with autocast.switched(inputs, on=False):
+        with no_autocast(inputs):
             out, last = self._run(batch, inputs, h0)
         return batch.output(out), batch.unsort(last, axis=1)
 
