@@ -369,7 +369,7 @@ _USUAL = {
 }
 
 
-def unusual(module: nn.Module, names: Iterable[str] = tuple(_USUAL)) -> list[str]:
+def non_defaults(module: nn.Module, names: Iterable[str] = tuple(_USUAL)) -> list[str]:
     """What differs from the defaults, of the arguments that a layer or cell has, for its repr."""
     values = {name: getattr(module, name, _USUAL[name]) for name in names}
     return [f"{name}={value!r}" for name, value in values.items() if value != _USUAL[name]]
@@ -495,7 +495,7 @@ class RecurrentCell(nn.Module):
             f"rule={self.rule}",
             *([] if self.has_bias else ["bias=False"]),
         ]
-        return ", ".join(parts + unusual(self, ("nonlinearity", "forget_bias", "init")))
+        return ", ".join(parts + non_defaults(self, ("nonlinearity", "forget_bias", "init")))
 
 
 class MomentumRNNCell(RecurrentCell):

@@ -32,8 +32,8 @@ from hbnode.recurrent.cells import (
     check_weight_norm,
     elman_step,
     init_gates_,
+    non_defaults,
     parameter_shapes,
-    unusual,
 )
 from hbnode.recurrent.export import StockLayers, plain_layer
 from hbnode.recurrent.filter import linear_filter
@@ -112,7 +112,7 @@ class LayerExecutor:
                 f"Fix: x.to({weights.w.dtype}), or layer.to({x.dtype})."
             )
         if state.memory.is_empty and isinstance(self.rule, LinearRule):
-            return self._from_rest(self.rule, batch, x, weights, state)
+            return self._run_from_rest(self.rule, batch, x, weights, state)
         memory, since = state.memory, state.memory.t
         if memory.is_empty:
             memory = self.rule.start(x.new_empty(x.shape[1], len(weights.w)))
@@ -122,42 +122,42 @@ class LayerExecutor:
             ended.insert(0, state.map(operator.itemgetter(slice(count, None))))
             h, c, memory = state.map(operator.itemgetter(slice(count)))
             t = None if since is None else (since[:count] if isinstance(since, Tensor) else since) + time.start
-            h, state = self._from(LayerState(h, c, memory._replace(t=t)), x[time, :count], weights)
+            h, state = self._run_from_state(LayerState(h, c, memory._replace(t=t)), x[time, :count], weights)
             out.append(pad(h, (0, 0, 0, x.shape[1] - count)) if count < x.shape[1] else h)
         if len(out) == 1:
             return out[0], state
         return torch.cat(out), LayerState.combine([state, *ended], torch.cat)
 
-    def _from_rest(
+    def _run_from_rest(
         self, rule: LinearRule, batch: SequenceBatch, x: Tensor, weights: Weights, state: LayerState
     ) -> tuple[Tensor, LayerState]:
         """From v_0 = 0 by a linear rule: the cell over filtered x."""
-        x, w, b = _filtered_x(rule, x, weights, state.memory.t)
+        x, w, b = _filter_x(rule, x, weights, state.memory.t)
         v = linear(batch.last(x), w, b).to(memory_dtype(x.dtype))
         h, last = self._cell(batch, x, w, b, weights, CellOutput(state.h, state.c))
         return h, LayerState(last.h, last.c, Memory(v))
 
-    def _from(self, state: LayerState, x: Tensor, weights: Weights) -> tuple[Tensor, LayerState]:
+    def _run_from_state(self, state: LayerState, x: Tensor, weights: Weights) -> tuple[Tensor, LayerState]:
         """From any state by any rule, over sequences of one length."""
         if not isinstance(self.rule, LinearRule):
-            return self._sample_by_sample(x, weights, state)
-        fading = _fading(self.rule, len(x), state.memory.t, x.dtype)
+            return self._run_over_d(x, weights, state)
+        fading = _decay_steps(self.rule, len(x), state.memory.t, x.dtype)
         if len(x) - fading < BLOCK:
-            return self._sample_by_sample(x, weights, state)
-        filtered, w, b = _filtered_x(self.rule, x, weights, state.memory.t)
+            return self._run_over_d(x, weights, state)
+        filtered, w, b = _filter_x(self.rule, x, weights, state.memory.t)
         v, first = linear(filtered[-1], w, b).to(memory_dtype(x.dtype)), []
         if fading:
-            h, state = self._sample_by_sample(x[:fading], weights, state)
+            h, state = self._run_over_d(x[:fading], weights, state)
             first = [h]
         start = CellOutput(state.h, state.c)
         rest, last = self._cell(SequenceBatch(x), filtered[fading:], w, b, weights, start)
         return torch.cat([*first, rest]), LayerState(last.h, last.c, Memory(v))
 
-    def _sample_by_sample(self, x: Tensor, weights: Weights, state: LayerState) -> tuple[Tensor, LayerState]:
+    def _run_over_d(self, x: Tensor, weights: Weights, state: LayerState) -> tuple[Tensor, LayerState]:
         """From any state by any rule: torch's layer over d_t, or a scan that filters as it goes."""
         start = CellOutput(state.h, state.c)
         if self._is_for_stock(x, weights):
-            h, last, memory = self._over_filtered_input(x, weights, start, state.memory)
+            h, last, memory = self._run_stock_over_d(x, weights, start, state.memory)
         else:
             scan = Scan(self.step, self.rule, self.compile)
             h, last, memory = scan(x, (weights.w, weights.b), (weights.u, weights.bias), start, state.memory)
@@ -168,7 +168,7 @@ class LayerExecutor:
         product = x.shape[1] * len(weights.u) ** 2
         return self.stock is not None and (x.is_cuda or (product <= SMALL_PRODUCT and not self.compile))
 
-    def _over_filtered_input(
+    def _run_stock_over_d(
         self, x: Tensor, weights: Weights, start: CellOutput, memory: Memory
     ) -> tuple[Tensor, CellOutput, Memory]:
         """The cell over d_t of all samples, or, without gradient, of a part of them at a time."""
@@ -176,7 +176,7 @@ class LayerExecutor:
         u, out = weights.u, []
         w = torch.eye(len(u), dtype=u.dtype, device=u.device)
         for part in [x] if torch.is_grad_enabled() else x.split(self._rows(x, weights)):
-            d, memory = self._filtered_input(part, weights, memory)
+            d, memory = self._filter_input(part, weights, memory)
             h, start = run._cell(SequenceBatch(d), d, w, None, weights, start)
             out.append(h)
         return torch.cat(out) if len(out) > 1 else out[0], start, memory
@@ -185,7 +185,7 @@ class LayerExecutor:
         """Number of samples that are filtered at once: few calls, and little memory."""
         return max(BLOCK, 2**19 // max(1, x.shape[1] * len(weights.w)))
 
-    def _filtered_input(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
+    def _filter_input(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
         """Filter the input of a sequence, and keep nothing but x for the backward pass."""
 
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
@@ -213,7 +213,7 @@ class LayerExecutor:
             return _stock(self.stock, batch, x, start, flat)
 
 
-def _filtered_x(
+def _filter_x(
     rule: LinearRule, x: Tensor, weights: Weights, t: int | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Filter x from v_0 = 0; return it with the W and b that turn it into v."""
@@ -226,7 +226,7 @@ def _filtered_x(
     return linear_filter(x, mu, s), w, None
 
 
-def _fading(rule: LinearRule, steps: int, t: int | Tensor | None, dtype: torch.dtype) -> int:
+def _decay_steps(rule: LinearRule, steps: int, t: int | Tensor | None, dtype: torch.dtype) -> int:
     """Number of samples until v_0, even if much larger than what follows, decays below float precision."""
     if isinstance(t, Tensor):
         return steps
@@ -338,8 +338,8 @@ class RecurrentLayer(nn.Module):
         return [f"{name}_l{layer}{suffix}" for layer, suffix in self._places() for name in self._shapes(1)]
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights."""
-        raise NotImplementedError
+        """Appendix A: W_ih orthogonal, W_hh with ones on its diagonal, the biases 0."""
+        init_gates_(self, self._names(), self.hidden_size)
 
     @untraced  # a loop over time is not a graph; torch.compile skips torch.nn's layers too
     def forward(
@@ -366,12 +366,12 @@ class RecurrentLayer(nn.Module):
             ValueError: x or the state has another shape than expected.
         """
         check_weight_norm(self)
-        batch = SequenceBatch.of(x, self.input_size, self.batch_first)
-        states, t = self._read(given_state(state, hx), batch)
+        batch = SequenceBatch.read(x, self.input_size, self.batch_first)
+        states, t = self._read_state(given_state(state, hx), batch)
         run = LayerExecutor(self.step, self.rule, self.stock, self.is_compiled, is_autocast(batch.x))
         with no_autocast(batch.x):
             out, ended = self._run(run, batch, states)
-        return batch.output(out), self._written(ended, t, batch)
+        return batch.output(out), self._make_state(ended, t, batch)
 
     def _run(
         self, run: LayerExecutor, batch: SequenceBatch, states: list[LayerState]
@@ -395,7 +395,7 @@ class RecurrentLayer(nn.Module):
         values = {name: getattr(self, name + suffix) for name in self._shapes(1)}
         return Weights(values["weight_ih"], values["weight_hh"], values.get("bias_ih"), values.get("bias_hh"))
 
-    def _read(self, state: InitialState, batch: SequenceBatch) -> tuple[list[LayerState], int | Tensor | None]:
+    def _read_state(self, state: InitialState, batch: SequenceBatch) -> tuple[list[LayerState], int | Tensor | None]:
         """States of the layers and directions, and the number of samples before the first."""
         places = self.num_layers * (2 if self.bidirectional else 1)
         shape = () if batch.is_single else tuple(batch.x.shape[1:2])
@@ -411,7 +411,7 @@ class RecurrentLayer(nn.Module):
         each = (whole.map(operator.itemgetter(k)) for k in range(places))
         return [LayerState(h, c, Memory(*memory[:3], t)) for h, c, memory in each], t
 
-    def _written(self, states: list[LayerState], t: int | Tensor | None, batch: SequenceBatch) -> RecurrentState:
+    def _make_state(self, states: list[LayerState], t: int | Tensor | None, batch: SequenceBatch) -> RecurrentState:
         """The state of all layers and directions."""
         h, c, memory = LayerState.combine(states, lambda entries: batch.unsort(torch.stack(entries), axis=1))
         end = None if t is None else batch.unsort(t + batch.lengths, axis=0)
@@ -438,7 +438,7 @@ class RecurrentLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, rule, and what differs from the defaults."""
-        parts = [f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *unusual(self)]
+        parts = [f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *non_defaults(self)]
         return ", ".join([*parts, "compile=True"] if self.is_compiled else parts)
 
 
@@ -507,10 +507,6 @@ class MomentumRNN(RecurrentLayer):
         step, stock, rule = elman_step(nonlinearity), f"rnn_{nonlinearity}", make_rule(rule, momentum, step_size)
         options = bias, batch_first, dropout, bidirectional, rule, compile, device, dtype
         super().__init__(step, stock, input_size, hidden_size, num_layers, *options)
-
-    def reset_parameters(self) -> None:
-        """Appendix A: W_ih orthogonal, W_hh the identity, the biases 0."""
-        init_gates_(self, self._names(), self.hidden_size)
 
 
 class MomentumLSTM(RecurrentLayer):
@@ -660,7 +656,3 @@ class MomentumGRU(RecurrentLayer):
         rule = make_rule(rule, momentum, step_size)
         options = bias, batch_first, dropout, bidirectional, rule, compile, device, dtype
         super().__init__(GRUStep(), "gru", input_size, hidden_size, num_layers, *options)
-
-    def reset_parameters(self) -> None:
-        """Initialise as an LSTM without a forget gate."""
-        init_gates_(self, self._names(), self.hidden_size)

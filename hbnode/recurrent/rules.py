@@ -160,7 +160,7 @@ class NAG(LinearRule):
 
     @override
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        t = _next(t, steps)
+        t = _sample_numbers(t, steps)
         return (t - 1) / (t + 2)
 
 
@@ -180,7 +180,7 @@ class ScheduledRestart(LinearRule):
 
     @override
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        t = _next(t, steps) % self.restart
+        t = _sample_numbers(t, steps) % self.restart
         return t / (t + 3)
 
 
@@ -207,7 +207,7 @@ class Adam(Rule):
     @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         assert memory.m is not None
-        d, v, m = _normalized(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
+        d, v, m = _normalize(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
         return d, Memory(v, m)
 
 
@@ -230,7 +230,7 @@ class RMSProp(Rule):
     @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         assert memory.m is not None
-        d, _, m = _normalized(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
+        d, _, m = _normalize(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
         return d, Memory(m=m)
 
 
@@ -330,7 +330,7 @@ def needs_plain() -> bool:
     return is_tracing() or is_transformed() or _torch.double_backward_enabled()
 
 
-def once(what: str) -> None:
+def refuse_second_derivative(what: str) -> None:
     """Refuse to be differentiated twice; torch's ``once_differentiable`` drops the second derivative silently."""
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -339,24 +339,24 @@ def once(what: str) -> None:
         )
 
 
-def _normalized(
+def _normalize(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
     if g.shape[0] > 1 and g.device.type == "cpu" and not needs_plain():
         if not torch.is_grad_enabled():
-            return _normalized_in_place(g, v, m, mu, s, beta, eps)
+            return _normalize_in_place(g, v, m, mu, s, beta, eps)
         if g[0].numel() >= MANY:
-            return _Normalized.apply(g, v, m, mu, s, beta, eps)
+            return _Normalize.apply(g, v, m, mu, s, beta, eps)
     numerator = s * g if v is None else linear_filter(g, mu, s, v)
     squares = linear_filter(g * g, beta, 1 - beta, m)
     return numerator * (squares + eps).rsqrt(), None if v is None else numerator[-1], squares[-1]
 
 
-def _normalized_in_place(
+def _normalize_in_place(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """:func:`_normalized` without gradient, in few calls over little memory."""
+    """:func:`_normalize` without gradient, in few calls over little memory."""
     filtered = torch.empty_like(g, memory_format=torch.contiguous_format)
     of_v, of_m = (block_weights(factor, g, scale) for factor, scale in ((mu, s), (beta, 1 - beta)))
     size = len(of_m[0])
@@ -366,7 +366,7 @@ def _normalized_in_place(
         (k_v, decay_v), (k_m, decay_m) = ((k[:steps, :steps], decay[:steps]) for k, decay in (of_v, of_m))
         torch.mul(given, given, out=d)
         if not math.isfinite(d.sum()):  # zeros of a kernel must not meet NaN and inf
-            return _Normalized.apply(g, *start, mu, s, beta, eps)
+            return _Normalize.apply(g, *start, mu, s, beta, eps)
         torch.mm(k_m, d, out=root).addr_(decay_m, m.flatten())
         m = root[-1].view_as(m).clone()
         root.add_(eps).rsqrt_()
@@ -379,8 +379,8 @@ def _normalized_in_place(
     return filtered, v, m
 
 
-class _Normalized(torch.autograd.Function):
-    """:func:`_normalized` a sample at a time, so that what it works on stays in the cache of a CPU."""
+class _Normalize(torch.autograd.Function):
+    """:func:`_normalize` a sample at a time, so that what it works on stays in the cache of a CPU."""
 
     @staticmethod
     def forward(
@@ -401,7 +401,7 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, dv: Tensor | None, dm: Tensor | None) -> tuple[Tensor | None, ...]:
-        once("the filter of Adam and RMSProp")
+        refuse_second_derivative("the filter of Adam and RMSProp")
         g, filtered, *roots = ctx.saved_tensors
         has_momentum, mu, s, beta = ctx.factors
         grad = torch.zeros_like(g) if grad is None else grad
@@ -417,7 +417,7 @@ class _Normalized(torch.autograd.Function):
         return dg, dv if has_momentum else None, dm, None, None, None, None
 
 
-def _next(t: int | Tensor | None, steps: int) -> Tensor:
+def _sample_numbers(t: int | Tensor | None, steps: int) -> Tensor:
     """The numbers of the next samples, the first of all is 1, in float64."""
     following = torch.arange(1, steps + 1, dtype=torch.float64)
     return following.to(t.device).unsqueeze(1) + t if isinstance(t, Tensor) else following + (t or 0)

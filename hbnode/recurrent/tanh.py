@@ -127,7 +127,7 @@ class TanhRNN(nn.Module):
             TypeError: x is not floating point.
             ValueError: x or h0 has another shape than expected.
         """
-        batch = SequenceBatch.of(x, self.input_size, self.batch_first)
+        batch = SequenceBatch.read(x, self.input_size, self.batch_first)
         inputs, weight = batch.x, self.weight_ih
         if is_autocast(inputs):
             inputs = inputs.to(weight.dtype)
