@@ -25,8 +25,12 @@ PAIRS = [  # each rule and each cell, the scan and the filter
     *(("rnn", "adaptive"), ("lstm", "momentum"), ("lstm", "adam"), ("gru", "nag"), ("gru", "rmsprop")),
     *(("dtriv", "restart"), ("dtriv", "")),
 ]
-GRID = [(cell, rule) for cell in CELLS for rule in RULES] + [("dtriv", "")]
+GRID = [  # each cell with a linear rule and with another; each of the other rules with one cell
+    *((cell, rule) for cell in CELLS for rule in ("momentum", "adam")),
+    *(("rnn", "adaptive"), ("lstm", "restart"), ("gru", "nag"), ("gru", "rmsprop"), ("dtriv", "")),
+]
 every_rule = pytest.mark.parametrize("rule", RULES)
+two_rules = pytest.mark.parametrize("rule", ["nag", "adam"])  # linear, with a schedule, and not linear
 some_layers = pytest.mark.parametrize(("cell", "rule"), PAIRS)
 every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
 

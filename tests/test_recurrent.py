@@ -25,6 +25,7 @@ from tests.momentum_layers import (
     plain,
     present,
     some_layers,
+    two_rules,
 )
 
 
@@ -91,10 +92,10 @@ def test_batch_first_and_unbatched(cell, rule):
             )
 
 
-@some_layers
+@two_rules
 @pytest.mark.parametrize("sorted_lengths", [True, False])
-def test_packed_is_each_sequence_alone(cell, rule, sorted_lengths):
-    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+def test_packed_is_each_sequence_alone(rule, sorted_lengths):
+    layer, _ = make_pair("gru", rule, layers=2, bidirectional=True)
     x = make_input(8, 4)
     lengths = [8, 5, 5, 2] if sorted_lengths else [5, 2, 8, 5]
     packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=sorted_lengths)

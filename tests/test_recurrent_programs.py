@@ -16,7 +16,6 @@ from tests.momentum_layers import (
     STOCK,
     close,
     every_layer,
-    every_rule,
     gradients,
     kind,
     make_input,
@@ -24,6 +23,7 @@ from tests.momentum_layers import (
     make_state,
     present,
     some_layers,
+    two_rules,
 )
 
 # Copies, parametrizations, devices
@@ -79,7 +79,7 @@ def test_transforms_of_torch_func(cell, rule, is_large, monkeypatch):
         close(torch.func.vmap(lambda x: layer(x)[0])(many), one_by_one, 1e-12)
 
 
-@every_rule
+@two_rules
 def test_a_weight_may_be_parametrized(rule):
     """Weight drop: what reads the weight reads it by its attribute, at each call."""
 
@@ -230,7 +230,7 @@ def test_to_stock_with_options(cell, rule, options):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@every_rule
+@two_rules
 def test_traced_plain_layers_take_any_length(rule):
     layer, _ = make_pair("gru", rule, bidirectional=True)
     traced = torch.jit.trace(layer.to_stock(), make_input(), check_trace=False)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from tests.momentum_layers import (
-    RULES,
     close,
+    every_layer,
     gradients,
     make_input,
     make_pair,
@@ -43,23 +43,18 @@ def test_a_state_may_be_h_or_h_and_c():
     close(rnn(x, h)[0], rnn(x, fresh)[0], 1e-13)
 
 
-def test_shapes_of_the_state():
-    x = make_input()
-    for cell, factor in {"rnn": 1, "lstm": 4, "gru": 3, "dtriv": 1}.items():
-        width = 3 * factor
-        for rule in RULES:
-            layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
-            output, state = layer(x)
-            assert output.shape == (7, 3, 6)
-            shapes = {name: tuple(value.shape) for name, value in present(state).items()}
-            expected = {"h": (4, 3, 3)} | ({"c": (4, 3, 3)} if cell == "lstm" else {})
-            expected |= {} if rule == "rmsprop" else {"v": (4, 3, width)}
-            expected |= {"m": (4, 3, width)} if rule in ("adam", "rmsprop") else {}
-            expected |= {"g": (4, 3, width)} if rule == "adaptive" else {}
-            assert shapes == expected | ({"t": (3,)} if rule in ("nag", "restart") else {})
-            if state.t is not None:
-                assert state.t.dtype == torch.int64
-                assert state.t.tolist() == [7, 7, 7]
+@every_layer
+def test_shapes_of_the_state(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+    output, state = layer(make_input())
+    assert output.shape == (7, 3, 6)
+    wide = (4, 3, 3 * layer.step.gates)
+    expected = {"h": (4, 3, 3)} | ({"c": (4, 3, 3)} if cell == "lstm" else {})
+    expected |= {name: (3,) if name == "t" else wide for name in layer.rule.memory}
+    assert {name: tuple(value.shape) for name, value in present(state).items()} == expected
+    if state.t is not None:
+        assert state.t.dtype == torch.int64
+        assert state.t.tolist() == [7, 7, 7]
 
 
 def head():
@@ -193,8 +188,7 @@ def test_packed_parts_continue():
 
 
 @some_layers
-@pytest.mark.parametrize("cuts", [(1, 6, 11)])
-def test_in_parts_is_at_once(cell, rule, cuts):
+def test_in_parts_is_at_once(cell, rule):
     layer, _ = make_pair(cell, rule, layers=2)
     x = make_input(13).requires_grad_()
     start, entries = make_state(layer, x)
@@ -202,7 +196,7 @@ def test_in_parts_is_at_once(cell, rule, cuts):
     expected, last = layer(x, start)
     wanted = gradients(expected, present(last), leaves)
     outputs, state = [], start
-    for part in x.tensor_split(cuts):
+    for part in x.tensor_split((1, 6, 11)):
         output, state = layer(part, state)
         outputs.append(output)
     close(torch.cat(outputs), expected, 1e-12)
