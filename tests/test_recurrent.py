@@ -270,7 +270,7 @@ def test_a_rule_by_name_and_as_an_object(cell, suffix):
         (
             {"rule": recurrent.rules.Adam},
             TypeError,
-            r"rule must be a name or an object.*got Adam\. Fix: rule=Adam\(\)",
+            r"rule must be a name or an object.*got the class Adam\. Fix: rule=Adam\(\)",
         ),
         ({"rule": 0.9}, TypeError, r"rule must be .*got float\. Fix: rule="),
         (

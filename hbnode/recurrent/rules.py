@@ -290,8 +290,9 @@ def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: f
             raise ValueError(f"{name} must be an argument of the rule, got {value!r} beside {rule}. Fix: {fix}.")
         return rule
     if not isinstance(rule, str):
-        got = rule.__name__ if isinstance(rule, type) else type(rule).__name__
-        fix = f"rule={got}()" if isinstance(rule, type) else 'rule="momentum", or rule=Momentum(0.6, 0.6)'
+        got = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
+        is_kind = isinstance(rule, type) and issubclass(rule, Rule)
+        fix = f"rule={rule.__name__}()" if is_kind else 'rule="momentum", or rule=Momentum(0.6, 0.6)'
         raise TypeError(f"rule must be a name or an object of hbnode.recurrent.rules, got {got}. Fix: {fix}.")
     if rule not in _KINDS:
         near = nearest(rule, tuple(_KINDS)) or "momentum"
