@@ -22,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ from torch.nn.utils import parametrizations
 
 from benchmarks.gradients import interleaved
 from hbnode import recurrent
+from hbnode.recurrent.rules import RuleName
 from tasks.common.files import write_json
 from tasks.common.run import environment
 
-RULES = ("Momentum", "NAG", "SR", "Adam", "RMSProp")
+# By the papers' names: an AdamLSTM is a MomentumLSTM whose rule is "adam".
+RULES: dict[str, RuleName] = {
+    "Momentum": "momentum",
+    "NAG": "nag",
+    "SR": "restart",
+    "Adam": "adam",
+    "RMSProp": "rmsprop",
+}
 Row = dict[str, Any]
 
 
@@ -114,7 +123,10 @@ class LoopDTRIV(nn.Module):
         return torch.stack(outputs), None
 
 
-MODULES: dict[str, Callable[[int, int], nn.Module]] = {
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "DTRIV": recurrent.DTRIV,
+    **{f"{name}LSTM": partial(recurrent.MomentumLSTM, rule=rule) for name, rule in RULES.items()},
+    **{f"{name}DTRIV": partial(recurrent.MomentumDTRIV, rule=rule) for name, rule in RULES.items()},
     "nn.LSTM": nn.LSTM,
     "appendix F": PaperLSTM,
     "appendix F, Adam": lambda inputs, hidden: PaperLSTM(inputs, hidden, beta=0.9),
@@ -133,11 +145,10 @@ class Contender:
 
     @classmethod
     def of(cls, name: str, setting: Setting, device: torch.device, how: str = "") -> Contender:
-        """By its name in :data:`MODULES` or in :mod:`hbnode.recurrent`; ``how`` has "carried" or "compiled" in it."""
+        """By its name in :data:`MODULES`; ``how`` has "carried" or "compiled" in it."""
         torch.manual_seed(0)
         options = {"compile": True} if "compiled" in how else {}
-        make = MODULES.get(name) or getattr(recurrent, name)
-        module = make(setting.inputs, setting.hidden, **options).to(device)
+        module = MODULES[name](setting.inputs, setting.hidden, **options).to(device)
         x = torch.randn(setting.time, setting.batch, setting.inputs, device=device)
         contender = cls(module, x)
         if "carried" in how:

@@ -42,6 +42,13 @@ def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
     return count
 
 
+def check_bool(value: bool, name: str, fix: str = "") -> bool:
+    """Return True or False, or raise an error: a number was meant for another argument."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}. Fix: {fix or f'{name}=True'}.")
+    return value
+
+
 def as_seed(value: SupportsIndex) -> int:
     """A whole number of at most 64 bits, which is what torch's generators take."""
     seed = as_count(value, "seed", least=0)

@@ -30,6 +30,11 @@ _SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
     **dict.fromkeys(("aca", "recompute", "recursivecheckpointadjoint"), "checkpoint"),
     **dict.fromkeys(("backsolve", "backsolveadjoint", "continuous", "interpolatedadjoint"), "adjoint"),
     **dict.fromkeys(("invertible", "symplectic"), "reversible"),
+    # rules of recurrent layers
+    **dict.fromkeys(("nesterov", "nesterovs", "nesterovmomentum"), "nag"),
+    **dict.fromkeys(("sr", "srnag", "scheduledrestart"), "restart"),
+    **dict.fromkeys(("heavyball", "sgd", "polyak"), "momentum"),
+    "adaptivemomentum": "adaptive",
     # save
     **dict.fromkeys(("land", "onto", "stepto"), "exact"),
     **dict.fromkeys(("dense", "linear", "spline"), "interpolate"),

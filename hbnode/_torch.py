@@ -1,7 +1,7 @@
 """What hbnode asks of torch beside its public functions; tests/test_torch.py checks that the private ones exist.
 
 Whether a graph is recorded, a transform of torch.func, forward mode or a backward pass is running; the state of random
-number generators; torch's fused recurrent layers; the allocator.
+number generators; autocast; torch's fused recurrent layers; the allocator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -191,6 +191,36 @@ def refusing(what: str, fix: str) -> Iterator[None]:
         if is_active() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
             raise ValueError(f"{what} does not work under this transform of torch.func. Fix: {fix}.") from error
         raise
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor; the meta device has none."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast for the device of a tensor."""
+    kind = x.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+@functools.lru_cache(maxsize=16)
+def cpu_has_layer(name: str, dtype: torch.dtype) -> bool:
+    """Whether torch's recurrent layer runs on this CPU under autocast; not every CPU has one in half precision."""
+    with (
+        torch.random.fork_rng(devices=[]),  # the layer draws its weights
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", dtype=dtype, cache_enabled=False),
+    ):
+        kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(name, torch.nn.RNN)
+        layer = kind(1, 1, device="cpu", dtype=torch.float32)  # float64, the default of some, would not be cast
+        try:
+            layer(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))[0].sum().backward()
+        except RuntimeError:
+            return False
+    return True
 
 
 def fused_layer(

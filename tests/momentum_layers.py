@@ -1,5 +1,6 @@
 """The momentum recurrent layers as the parametrised tests need them, each with its plain twin."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -7,26 +8,29 @@ import torch
 from torch import nn
 
 from hbnode import recurrent
-from hbnode.recurrent import executor, rules
+from hbnode.recurrent import layers, rules
 from tests.reference_recurrent import Twin
 
 RULES = {
-    "Momentum": {"momentum": 0.7, "step_size": 0.6},
-    "NAG": {"step_size": 0.3},
-    "SR": {"restart": 5, "step_size": 0.6},
-    "Adam": {"momentum": 0.5, "step_size": 0.4, "beta": 0.8, "eps": 1e-4},
-    "RMSProp": {"step_size": 0.4, "beta": 0.8, "eps": 1e-4},
-    "AdaptiveMomentum": {"step_size": 0.5, "delta": 0.1},
+    "momentum": rules.Momentum(momentum=0.7, step_size=0.6),
+    "nag": rules.NAG(step_size=0.3),
+    "restart": rules.ScheduledRestart(restart=5, step_size=0.6),
+    "adam": rules.Adam(momentum=0.5, step_size=0.4, beta=0.8, eps=1e-4),
+    "rmsprop": rules.RMSProp(step_size=0.4, beta=0.8, eps=1e-4),
+    "adaptive": rules.AdaptiveMomentum(step_size=0.5, delta=0.1),
 }
 CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU", "dtriv": "DTRIV"}
-SPACES = ("gates", "hidden")
 STOCK = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 PAIRS = [  # each rule and each cell, the scan and the filter
-    *(("rnn", "AdaptiveMomentum"), ("lstm", "Momentum"), ("lstm", "Adam"), ("gru", "NAG"), ("gru", "RMSProp")),
-    *(("dtriv", "SR"), ("dtriv", "")),
+    *(("rnn", "adaptive"), ("lstm", "momentum"), ("lstm", "adam"), ("gru", "nag"), ("gru", "rmsprop")),
+    *(("dtriv", "restart"), ("dtriv", "")),
 ]
-GRID = [(cell, rule) for cell in CELLS for rule in RULES] + [("dtriv", "")]
+GRID = [  # each cell with a linear rule and with another; each of the other rules with one cell
+    *((cell, rule) for cell in CELLS for rule in ("momentum", "adam")),
+    *(("rnn", "adaptive"), ("lstm", "restart"), ("gru", "nag"), ("gru", "rmsprop"), ("dtriv", "")),
+]
 every_rule = pytest.mark.parametrize("rule", RULES)
+two_rules = pytest.mark.parametrize("rule", ["nag", "adam"])  # linear, with a schedule, and not linear
 some_layers = pytest.mark.parametrize(("cell", "rule"), PAIRS)
 every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
 
@@ -38,22 +42,30 @@ def randomise(module):
             parameter += 0.3 * torch.randn_like(parameter)
 
 
-def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", space="gates", **options):
+def kind(cell, rule="momentum", suffix=""):
+    """The class of a layer, or with suffix "Cell" of a cell; "" is no rule."""
+    return getattr(recurrent, ("Momentum" if rule else "") + CELLS[cell] + suffix)
+
+
+def numbers(rule):
+    """The numbers of a rule by their names."""
+    return dataclasses.asdict(RULES[rule]) if rule else {}
+
+
+def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", **options):
     """A layer (or cell, with suffix "Cell") in float64 and its twin."""
-    numbers = RULES[rule] if rule else {}
-    twin = Twin(cell, rule, numbers, space, options.get("nonlinearity", "tanh"))
+    twin = Twin(cell, rule, numbers(rule), options.get("nonlinearity", "tanh"))
     if rule:
-        options |= numbers | {"momentum_space": space}
+        options["rule"] = RULES[rule]
     arguments = (inputs, hidden) if suffix else (inputs, hidden, layers)
-    layer = getattr(recurrent, rule + CELLS[cell] + suffix)(*arguments, dtype=torch.float64, **options)
+    layer = kind(cell, rule, suffix)(*arguments, dtype=torch.float64, **options)
     randomise(layer)
     return layer, twin
 
 
 def plain(cell, *arguments, **options):
     """A layer that is to be torch.nn's."""
-    name = "Momentum" + CELLS[cell]
-    return getattr(recurrent, name)(*arguments, momentum=0.0, step_size=1.0, **options).double()
+    return kind(cell)(*arguments, momentum=0.0, step_size=1.0, **options).double()
 
 
 def make_input(time=7, batch=3, inputs=2):
@@ -121,7 +133,7 @@ def assert_equal_to_twin(layer, twin, x, state=None, lengths=None, tolerance=1e-
 def every_way():
     """The ways a layer picks by its size, one after another: torch's layer over ready drives, and a scan."""
     yield
-    with mock.patch.object(executor, "SMALL_PRODUCT", 0), mock.patch.object(rules, "MANY", 0):
+    with mock.patch.object(layers, "SMALL_PRODUCT", 0), mock.patch.object(rules, "MANY", 0):
         yield
 
 

@@ -15,19 +15,18 @@ class Twin:
     cell: str
     rule: str = ""
     numbers: dict = field(default_factory=dict)
-    space: str = "gates"
     nonlinearity: str = "tanh"
 
     def momentum(self, t, g, before):
         """μ_t of each sample, (batch, 1) or a number; t counts from 1, g and ``before`` are g_t and g_{t-1}."""
-        if self.rule in ("Momentum", "Adam"):
+        if self.rule in ("momentum", "adam"):
             return self.numbers["momentum"]
-        if self.rule == "NAG":
+        if self.rule == "nag":
             return ((t.to(g) - 1) / (t.to(g) + 2))[:, None]
-        if self.rule == "SR":
+        if self.rule == "restart":
             k = (t % self.numbers["restart"]).to(g)
             return (k / (k + 3))[:, None]
-        if self.rule == "AdaptiveMomentum":
+        if self.rule == "adaptive":
             rows = [self._adaptive(*pair) for pair in zip(g, before, strict=True)]
             return torch.stack(rows)[:, None]
         return 0.0
@@ -51,13 +50,11 @@ class Twin:
         v = self.momentum(t, g, state["g"]) * state["v"] + self.numbers.get("step_size", 1.0) * g
         m = state["m"]
         d = v
-        if self.rule in ("Adam", "RMSProp"):
+        if self.rule in ("adam", "rmsprop"):
             beta = self.numbers["beta"]
             m = beta * m + (1 - beta) * g * g
             d = v / (m + self.numbers["eps"]).sqrt()
         h, c = state["h"], state["c"]
-        if self.space == "hidden":  # U (h + d); of a GRU as with W = U Ŵ, so that r multiplies U h alone
-            d = d @ w_hh.T
         recurrent = h @ w_hh.T + (0 if b_hh is None else b_hh)
         h, c = getattr(self, "_" + self.cell)(recurrent, d, h, c, b_modrelu)
         return {"h": h, "c": c, "v": v, "m": m, "g": g, "t": t}
@@ -82,7 +79,7 @@ class Twin:
 
     def start(self, batch, hidden, like):
         """The state of a fresh sequence."""
-        wide = hidden if self.space == "hidden" else GATES[self.cell] * hidden
+        wide = GATES[self.cell] * hidden
         zeros = {name: like.new_zeros(batch, hidden if name in "hc" else wide) for name in "hcvmg"}
         return zeros | {"t": torch.zeros(batch, dtype=torch.int64)}
 

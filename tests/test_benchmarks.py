@@ -36,7 +36,7 @@ def test_memory_of_this_process():
 @pytest.mark.slow
 def test_memory_of_a_process_of_its_own(monkeypatch, tmp_path):
     """A step that keeps 64 MiB is seen, and evaluation that does not keep them is not."""
-    monkeypatch.setattr(recurrent, "RULES", ("Momentum",))
+    monkeypatch.setattr(recurrent, "RULES", {"Momentum": "momentum"})
     monkeypatch.setattr(recurrent, "PAPER", recurrent.Setting(1024, 64, 32, 1))
     out = tmp_path / "recurrent.json"
     recurrent.main(["--sections", "memory", "--out", str(out)])
@@ -63,7 +63,7 @@ def test_the_loops_are_the_papers_equations():
     layer.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(loop(x)[0], layer(x)[0])
     loop.beta = 0.9
-    layer = recurrent.recurrent.AdamLSTM(3, 4, momentum=0.5, step_size=0.5)
+    layer = recurrent.recurrent.MomentumLSTM(3, 4, rule="adam", momentum=0.5, step_size=0.5)
     layer.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(loop(x)[0], layer(x)[0])
     orthogonal = recurrent.LoopDTRIV(3, 4, 0.5, 0.5)

@@ -8,11 +8,10 @@ from torch.distributions import Independent, Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
-from hbnode import recurrent
 from hbnode._state import parts
 from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import AGAIN, SHAPES, every_model, make_field, make_input
-from tests.momentum_layers import CELLS, RULES
+from tests.momentum_layers import GRID, kind
 from tests.pretend_device import pretended_device
 
 ADAPTIVE = [*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA]
@@ -353,10 +352,9 @@ def test_an_ode_rnn_of_a_packed_batch_with_torchdiffeqs_method(device):
 # Recurrent layers
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("cell", CELLS.values())
-def test_recurrent_layers_and_cells(device, rule, cell):
-    layer = device.move(getattr(recurrent, rule + cell)(3, 5))
+@pytest.mark.parametrize(("cell", "rule"), GRID[:-1])
+def test_recurrent_layers_and_cells(device, cell, rule):
+    layer = device.move(kind(cell)(3, 5, rule=rule))
     x = device.move(torch.randn(7, 2, 3)).requires_grad_()
     output, state = layer(x)
     output.square().sum().backward()
@@ -364,7 +362,7 @@ def test_recurrent_layers_and_cells(device, rule, cell):
     assert again.is_cuda
     assert x.grad.is_cuda
     assert device.synchronisations <= 2
-    one = device.move(getattr(recurrent, rule + cell + "Cell")(3, 5))
+    one = device.move(kind(cell, suffix="Cell")(3, 5, rule=rule))
     h, state = one(x[0])
     h, _ = one(x[1], state)
     assert h.is_cuda

@@ -74,14 +74,19 @@ MODELS = {
     },
     "RNN relu": lambda: Net(nn.RNN(3, 4, nonlinearity="relu", batch_first=True)),
     "TanhRNN packed": lambda: Packed(hbnode.TanhRNN(3, 4, batch_first=True)),
+    "DTRIV": lambda: Net(hbnode.DTRIV(3, 4, batch_first=True)),
     **{
-        name: lambda name=name: Net(getattr(hbnode, name)(3, 4, batch_first=True))
-        for name in ("DTRIV", "MomentumDTRIV", "MomentumGRU", "AdamLSTM", "RMSPropRNN", "AdaptiveMomentumLSTM")
+        f"{rule} {kind.__name__}": lambda kind=kind, rule=rule: Net(kind(3, 4, rule=rule, batch_first=True))
+        for kind, rule in (
+            (hbnode.MomentumDTRIV, "momentum"),
+            (hbnode.MomentumGRU, "momentum"),
+            (hbnode.MomentumLSTM, "adam"),
+            (hbnode.MomentumRNN, "rmsprop"),
+            (hbnode.MomentumLSTM, "adaptive"),
+        )
     },
-    **{
-        f"{name} wide": lambda name=name: Net(getattr(hbnode, name)(3, 600, batch_first=True), 600)
-        for name in ("AdamLSTM", "AdaptiveMomentumGRU")
-    },
+    "adam MomentumLSTM wide": lambda: Net(hbnode.MomentumLSTM(3, 600, rule="adam", batch_first=True), 600),
+    "adaptive MomentumGRU wide": lambda: Net(hbnode.MomentumGRU(3, 600, rule="adaptive", batch_first=True), 600),
     "ODERNN": lambda: Timed(hbnode.ODERNN(3, 4, field="hbnode")),
     "ODEBlock": lambda: Net(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), steps=4, method="nystrom4"), 3),
     "adjoint": lambda: Net(hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), 3),

@@ -17,7 +17,16 @@ from tasks.common.batches import FreshData, epoch_generator
 from tasks.common.config import parse
 from tasks.common.run import Run, count_parameters
 from tasks.common.train import fit, flushed_denormals
-from tasks.models.recurrent import CELLS, VARIANTS, RecurrentConfig, RuleOptions, make_layer, title
+from tasks.models.recurrent import (
+    CELLS,
+    LAYERS,
+    RULES,
+    VARIANTS,
+    RecurrentConfig,
+    RuleOptions,
+    make_layer,
+    title,
+)
 from tests.small_runs import read_metrics
 
 TABLE = {
@@ -81,7 +90,8 @@ def test_every_variant_of_every_cell_runs(cell):
         output, _ = layer(torch.randn(4, 5, 2))
         assert output.shape == (4, 5, 3)
         if model not in ("plain", "gain", "steady", "forget"):
-            assert isinstance(layer, getattr(hbnode, title(model, cell)))
+            assert isinstance(layer, LAYERS[cell])
+            assert type(layer.rule) is (RULES[model][0] if model in RULES else hbnode.recurrent.rules.Momentum)
 
 
 @pytest.mark.parametrize(("cell", "stock"), [("lstm", torch.nn.LSTM), ("rnn", torch.nn.RNN), ("gru", torch.nn.GRU)])

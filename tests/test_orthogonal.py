@@ -12,9 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 import hbnode
 from hbnode import recurrent
 from hbnode.recurrent.orthogonal import Trivialization
-from tests.momentum_layers import RULES, close, gradients, make_input, make_pair, make_state
+from tests.momentum_layers import RULES, close, gradients, kind, make_input, make_pair, make_state
 
-some_names = pytest.mark.parametrize("name", ["DTRIV", "SRDTRIV", "AdamDTRIV"])  # without a rule, linear, not linear
+some_rules = pytest.mark.parametrize("rule", ["", "restart", "adam"])  # none, linear, not linear
+
+
+def make(rule, *sizes, **options):
+    """A DTRIV with a rule, "" is none."""
+    return kind("dtriv", rule)(*sizes, **({"rule": rule} if rule else {}), **options)
 
 
 def off_orthogonal(weight):
@@ -38,11 +43,9 @@ def train(layer, steps, rate=0.1, between=None):
 # The start
 
 
-@pytest.mark.parametrize(
-    ("name", "init", "size"), [("DTRIV", "cayley", 1), ("AdamDTRIV", "henaff", 2), ("SRDTRIV", "cayley", 7)]
-)
-def test_it_starts_as_rotations_of_planes(name, init, size):
-    layer = getattr(recurrent, name)(2, size, 2, init=init, bidirectional=True, dtype=torch.float64)
+@pytest.mark.parametrize(("rule", "init", "size"), [("", "cayley", 1), ("adam", "henaff", 2), ("restart", "cayley", 7)])
+def test_it_starts_as_rotations_of_planes(rule, init, size):
+    layer = make(rule, 2, size, 2, init=init, bidirectional=True, dtype=torch.float64)
     for end in ("_l0", "_l1_reverse"):
         weight = getattr(layer, "weight_hh" + end).detach()
         assert off_orthogonal(weight) < 1e-14
@@ -67,9 +70,9 @@ def test_angles_of_the_start(init, furthest):
     assert ((sines > 0).double().mean() - (1.0 if init == "cayley" else 0.5)).abs() < 0.08
 
 
-@some_names
-def test_the_other_parameters_start_as_the_authors(name):
-    layer = getattr(recurrent, name)(200, 300)
+@some_rules
+def test_the_other_parameters_start_as_the_authors(rule):
+    layer = make(rule, 200, 300)
     assert layer.weight_ih_l0.shape == (300, 200)
     assert layer.weight_ih_l0.std().item() == pytest.approx(math.sqrt(2 / 200), rel=0.03)
     assert layer.bias_l0.shape == (300,)
@@ -83,9 +86,9 @@ def test_the_other_parameters_start_as_the_authors(name):
 
 
 @pytest.mark.parametrize("every", [None, 1, 3])
-@pytest.mark.parametrize("name", ["DTRIV", "MomentumDTRIV", "AdamDTRIV"])
-def test_it_stays_orthogonal(name, every):
-    layer = getattr(recurrent, name)(2, 12, dtype=torch.float64)
+@pytest.mark.parametrize("rule", ["", "momentum", "adam"])
+def test_it_stays_orthogonal(rule, every):
+    layer = make(rule, 2, 12, dtype=torch.float64)
     start = layer.weight_hh_l0.detach().clone()
     train(layer, 40, 1.0, (lambda optimizer: recurrent.rebase_every(optimizer, layer, every)) if every else None)
     assert off_orthogonal(layer.weight_hh_l0.detach()) < 1e-12
@@ -98,9 +101,9 @@ def test_it_stays_orthogonal_in_float32():
     assert off_orthogonal(layer.weight_hh_l0.detach()) < 2e-5
 
 
-@some_names
-def test_rebasing_does_not_change_the_function(name):
-    layer = getattr(recurrent, name)(2, 6, 2, bidirectional=True, dtype=torch.float64)
+@some_rules
+def test_rebasing_does_not_change_the_function(rule):
+    layer = make(rule, 2, 6, 2, bidirectional=True, dtype=torch.float64)
     x = make_input(6)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -114,9 +117,9 @@ def test_rebasing_does_not_change_the_function(name):
     assert all("weight_hh" in key for key in moved)
 
 
-@some_names
-def test_rebasing_keeps_the_parameters_that_an_optimizer_holds(name):
-    layer = getattr(recurrent, name)(2, 6, dtype=torch.float64)
+@some_rules
+def test_rebasing_keeps_the_parameters_that_an_optimizer_holds(rule):
+    layer = make(rule, 2, 6, dtype=torch.float64)
     before = {key: id(parameter) for key, parameter in layer.named_parameters()}
     train(layer, 3, 0.5)
     layer.rebase()
@@ -126,13 +129,13 @@ def test_rebasing_keeps_the_parameters_that_an_optimizer_holds(name):
     assert (layer.weight_hh_l0 - weight).abs().max() > 1e-6
 
 
-@some_names
-def test_gradient_right_after_rebasing(name):
+@some_rules
+def test_gradient_right_after_rebasing(rule):
     """That of the coordinates is the skew part of B^T dL/dQ at the present Q = B, dL/dQ from the plain twin.
 
     The authors' code built Q before it moved the basis and so applied the gradient of the old coordinates.
     """
-    layer, twin = make_pair("dtriv", name.removesuffix("DTRIV"), hidden=4)
+    layer, twin = make_pair("dtriv", rule, hidden=4)
     x = make_input()
     for _ in range(2):
         layer.rebase()
@@ -147,10 +150,10 @@ def test_gradient_right_after_rebasing(name):
             coordinates -= 0.1 * found  # and again from there
 
 
-@some_names
-def test_gradient_away_from_the_basis(name):
+@some_rules
+def test_gradient_away_from_the_basis(rule):
     """Between two rebases: that of B exp(A), A = tril(X) - tril(X)^T, by differences."""
-    layer, _ = make_pair("dtriv", name.removesuffix("DTRIV"), hidden=4)
+    layer, _ = make_pair("dtriv", rule, hidden=4)
     x = make_input()
     (coordinates,) = (p for key, p in layer.named_parameters() if key.startswith("parametrizations"))
     found = torch.autograd.grad(layer(x)[0].square().sum(), coordinates)[0]
@@ -189,7 +192,7 @@ def test_rebase_every_finds_the_layers_of_a_model():
 
 
 def test_groups_of_parameters():
-    model = torch.nn.ModuleList([recurrent.AdamDTRIV(2, 4, 2, bidirectional=True), torch.nn.Linear(8, 1)])
+    model = torch.nn.ModuleList([make("adam", 2, 4, 2, bidirectional=True), torch.nn.Linear(8, 1)])
     groups = recurrent.parameter_groups(model, 1e-3, 1e-4)
     assert [group["lr"] for group in groups] == [1e-3, 1e-4]
     found = [{id(p) for p in group["params"]} for group in groups]
@@ -201,10 +204,10 @@ def test_groups_of_parameters():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["DTRIV", "MomentumDTRIVCell"])
-def test_half_precision(kind, dtype):
+@pytest.mark.parametrize(("rule", "suffix"), [("", ""), ("momentum", "Cell")])
+def test_half_precision(rule, suffix, dtype):
     """The weight is made in float32: at the start a finite gradient, and no rounding that grows with rebases."""
-    layer = getattr(recurrent, kind)(2, 6, dtype=dtype)
+    layer = kind("dtriv", rule, suffix)(2, 6, dtype=dtype)
     for _ in range(3):
         layer(torch.ones(4, 2, dtype=dtype))[0].float().square().sum().backward()
         for parameter in layer.parameters():
@@ -269,7 +272,7 @@ def test_rebasing_under_distributed_data_parallel(tmp_path):
 
 
 def test_an_orthogonal_matrix_may_be_assigned():
-    layer, twin = make_pair("dtriv", "Momentum", hidden=4)
+    layer, twin = make_pair("dtriv", "momentum", hidden=4)
     q = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
     layer.weight_hh_l0 = q
     close(layer.weight_hh_l0, q, 1e-14)
@@ -279,11 +282,11 @@ def test_an_orthogonal_matrix_may_be_assigned():
     assert off_orthogonal(layer.weight_hh_l0) < 1e-14
 
 
-@some_names
-def test_a_state_dict_takes_the_basis_along(name):
-    layer, _ = make_pair("dtriv", name.removesuffix("DTRIV"), layers=2)
+@some_rules
+def test_a_state_dict_takes_the_basis_along(rule):
+    layer, _ = make_pair("dtriv", rule, layers=2)
     layer.rebase()
-    other, _ = make_pair("dtriv", name.removesuffix("DTRIV"), layers=2)
+    other, _ = make_pair("dtriv", rule, layers=2)
     other.load_state_dict(layer.state_dict())
     x = make_input()
     assert torch.equal(other(x)[0], layer(x)[0])
@@ -317,7 +320,7 @@ def test_silent_inputs():
 
 
 def test_a_state_starts_it():
-    layer, twin = make_pair("dtriv", "Momentum")
+    layer, twin = make_pair("dtriv", "momentum")
     x = make_input()
     state, entries = make_state(layer, x)
     close(layer(x, state)[0], twin(layer, x, entries)[0], 1e-12)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -12,16 +13,19 @@ import hbnode
 from hbnode import recurrent
 from tests.momentum_layers import (
     CELLS,
+    RULES,
     STOCK,
     close,
     every_layer,
     gradients,
+    kind,
     make_input,
     make_pair,
     make_state,
     plain,
     present,
     some_layers,
+    two_rules,
 )
 
 
@@ -48,8 +52,8 @@ def test_without_momentum_it_is_torchs_layer(cell, options):
 
 @pytest.mark.parametrize("cell", STOCK)
 def test_without_momentum_a_cell_is_torchs(cell):
-    ours, _ = make_pair(cell, "Momentum", suffix="Cell")
-    ours = getattr(recurrent, f"Momentum{CELLS[cell]}Cell")(2, 3, momentum=0.0, step_size=1.0).double()
+    ours, _ = make_pair(cell, "momentum", suffix="Cell")
+    ours = kind(cell, suffix="Cell")(2, 3, momentum=0.0, step_size=1.0).double()
     theirs = getattr(nn, CELLS[cell] + "Cell")(2, 3).double()
     ours.load_state_dict(theirs.state_dict())
     x, h, c = make_input(1)[0], *torch.randn(2, 3, 3, dtype=torch.float64)
@@ -88,10 +92,10 @@ def test_batch_first_and_unbatched(cell, rule):
             )
 
 
-@some_layers
+@two_rules
 @pytest.mark.parametrize("sorted_lengths", [True, False])
-def test_packed_is_each_sequence_alone(cell, rule, sorted_lengths):
-    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+def test_packed_is_each_sequence_alone(rule, sorted_lengths):
+    layer, _ = make_pair("gru", rule, layers=2, bidirectional=True)
     x = make_input(8, 4)
     lengths = [8, 5, 5, 2] if sorted_lengths else [5, 2, 8, 5]
     packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=sorted_lengths)
@@ -109,7 +113,7 @@ def test_packed_is_each_sequence_alone(cell, rule, sorted_lengths):
 
 def test_dropout_between_layers_in_training_only():
     torch.manual_seed(1)
-    layer, _ = make_pair("lstm", "Momentum", layers=2, hidden=20, dropout=0.5)
+    layer, _ = make_pair("lstm", "momentum", layers=2, hidden=20, dropout=0.5)
     x = make_input()
     one, another = layer(x)[0], layer(x)[0]
     assert not torch.equal(one, another)
@@ -119,7 +123,7 @@ def test_dropout_between_layers_in_training_only():
     layer.dropout = 0.0
     layer.train()
     close(layer(x)[0], expected, 1e-14)
-    single, _ = make_pair("lstm", "Momentum", layers=2, hidden=20)
+    single, _ = make_pair("lstm", "momentum", layers=2, hidden=20)
     single.load_state_dict(layer.state_dict())
     close(single(x)[0], expected, 1e-14)
 
@@ -148,13 +152,13 @@ def test_initialisation_of_an_lstm():
         assert torch.equal(getattr(layer, "weight_hh" + end), torch.eye(16, 4))
         for name in ("bias_ih", "bias_hh"):
             assert getattr(layer, name + end).tolist() == [0.0] * 4 + [-4.0] * 4 + [0.0] * 8
-    cell = recurrent.AdamLSTMCell(3, 4)
+    cell = recurrent.MomentumLSTMCell(3, 4, rule="adam")
     assert cell.bias_ih.tolist() == cell.bias_hh.tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 8
 
 
-@pytest.mark.parametrize("name", ["MomentumRNN", "MomentumGRU", "NAGRNN", "RMSPropGRU"])
-def test_initialisation_of_the_others(name):
-    layer = getattr(recurrent, name)(2, 4)
+@pytest.mark.parametrize(("cell", "rule"), [("rnn", "momentum"), ("rnn", "nag"), ("gru", "rmsprop")])
+def test_initialisation_of_the_others(cell, rule):
+    layer = kind(cell)(2, 4, rule=rule)
     weight = layer.weight_ih_l0.detach()
     torch.testing.assert_close(weight.T @ weight, torch.eye(2), rtol=0, atol=1e-5)
     assert torch.equal(layer.weight_hh_l0, torch.eye(*layer.weight_hh_l0.shape))
@@ -163,17 +167,14 @@ def test_initialisation_of_the_others(name):
 
 
 def test_names_are_public():
-    for rule in ("Momentum", "NAG", "SR", "Adam", "RMSProp", "AdaptiveMomentum"):
-        for cell in CELLS.values():
-            for suffix in ("", "Cell"):
-                assert getattr(hbnode, rule + cell + suffix) is getattr(recurrent, rule + cell + suffix)
-                assert rule + cell + suffix in hbnode.__all__
-                assert getattr(recurrent, rule + cell + suffix).__doc__
-    assert hbnode.DTRIV is recurrent.DTRIV
+    for name in ("DTRIV", *("Momentum" + cell for cell in CELLS.values())):
+        for suffix in ("", "Cell"):
+            assert getattr(hbnode, name + suffix) is getattr(recurrent, name + suffix)
+            assert name + suffix in hbnode.__all__
 
 
 def test_refusals():
-    layer, _ = make_pair("lstm", "Momentum")
+    layer, _ = make_pair("lstm", "momentum")
     x = make_input()
     for wrong, error, message in (
         (make_input(inputs=3), ValueError, r"must be .*input_size=2.*got.*3\).*Fix: "),
@@ -207,50 +208,108 @@ def test_refusals():
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("cell", "options"),
     [
-        ("MomentumLSTM", {"momentum": -0.1}),
-        ("MomentumLSTM", {"momentum": 1.1}),
-        ("MomentumLSTM", {"step_size": 0.0}),
-        ("MomentumLSTM", {"step_size": float("nan")}),
-        ("MomentumLSTM", {"momentum_space": "weights"}),
-        ("MomentumLSTM", {"dropout": 1.5}),
-        ("MomentumLSTM", {"num_layers": 0}),
-        ("MomentumRNN", {"nonlinearity": "sigmoid"}),
-        ("SRLSTM", {"restart": 0}),
-        ("SRLSTM", {"restart": 2.5}),
-        ("AdamLSTM", {"beta": 1.0}),
-        ("AdamLSTM", {"eps": 0.0}),
-        ("RMSPropLSTM", {"eps": -1.0}),
-        ("AdaptiveMomentumLSTM", {"delta": 2.0}),
-        ("MomentumDTRIV", {"init": "saxe"}),
+        ("lstm", {"momentum": -0.1}),
+        ("lstm", {"momentum": 1.1}),
+        ("lstm", {"step_size": 0.0}),
+        ("lstm", {"step_size": float("nan")}),
+        ("lstm", {"dropout": 1.5}),
+        ("lstm", {"num_layers": 0}),
+        ("lstm", {"bias": 0.9}),
+        ("rnn", {"nonlinearity": "sigmoid"}),
+        ("dtriv", {"init": "saxe"}),
     ],
     ids=str,
 )
-def test_arguments_refused(name, options):
+def test_arguments_refused(cell, options):
     (argument,) = options
-    with pytest.raises((TypeError, ValueError), match=rf"{argument} must be .*got"):
-        getattr(recurrent, name)(2, 3, **options)
+    with pytest.raises((TypeError, ValueError), match=rf"{argument} must be .*got .*Fix: "):
+        kind(cell)(2, 3, **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("NAGLSTM", "momentum"), ("MomentumLSTM", "nonlinearity"), ("DTRIV", "step_size")]
-)
-def test_arguments_of_others_are_refused(name, option):
-    with pytest.raises(TypeError, match=option):
-        getattr(recurrent, name)(2, 3, **{option: 0.5})
-
-
-@pytest.mark.parametrize(
-    ("cell", "arguments"),
+    ("make", "numbers"),
     [
-        ("lstm", (2, 3, 2, False, True, 0.5, True)),
-        ("gru", (2, 3, 2, False, True, 0.5, True)),
-        ("rnn", (2, 3, 2, "relu", False, True, 0.5, True)),
+        (recurrent.rules.ScheduledRestart, {"restart": 0}),
+        (recurrent.rules.ScheduledRestart, {"restart": 2.5}),
+        (recurrent.rules.Adam, {"beta": 1.0}),
+        (recurrent.rules.Adam, {"eps": 0.0}),
+        (recurrent.rules.RMSProp, {"eps": -1.0}),
+        (recurrent.rules.AdaptiveMomentum, {"delta": 2.0}),
     ],
 )
-def test_arguments_by_position_are_torchs(cell, arguments):
-    ours, theirs = plain(cell, *arguments).eval(), STOCK[cell](*arguments).double().eval()
+def test_numbers_of_a_rule_refused(make, numbers):
+    (argument,) = numbers
+    with pytest.raises(ValueError, match=rf"{argument} must be .*got .*Fix: "):
+        make(**numbers)
+
+
+@pytest.mark.parametrize("suffix", ["", "Cell"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_rule_by_name_and_as_an_object(cell, suffix):
+    make = functools.partial(kind(cell, suffix=suffix), 2, 3)
+    assert make().rule == recurrent.rules.Momentum(0.6, 0.6)
+    assert make(momentum=0.9, step_size=0.5).rule == recurrent.rules.Momentum(0.9, 0.5)
+    for name, rule in RULES.items():
+        assert make(rule=name).rule == type(rule)()
+        assert make(rule=name, step_size=0.5).rule == dataclasses.replace(type(rule)(), step_size=0.5)
+        assert make(rule=rule).rule is rule
+    assert make(rule="adam", momentum=0.9).rule == recurrent.rules.Adam(momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rule": "nesterov"}, ValueError, r"rule must be one of 'momentum', .*got 'nesterov'\. Fix: rule='nag'\."),
+        ({"rule": "Adam"}, ValueError, r"got 'Adam'\. Fix: rule='adam'\."),
+        ({"rule": "rms_prop"}, ValueError, r"got 'rms_prop'\. Fix: rule='rmsprop'\."),
+        ({"rule": "sr"}, ValueError, r"got 'sr'\. Fix: rule='restart'\."),
+        ({"rule": "adaptive_momentum"}, ValueError, r"Fix: rule='adaptive'\."),
+        ({"rule": "?"}, ValueError, r"Fix: rule='momentum'\."),
+        (
+            {"rule": recurrent.rules.Adam},
+            TypeError,
+            r"rule must be a name or an object.*got the class Adam\. Fix: rule=Adam\(\)",
+        ),
+        ({"rule": 0.9}, TypeError, r"rule must be .*got float\. Fix: rule="),
+        (
+            {"rule": "nag", "momentum": 0.9},
+            ValueError,
+            r"rule='nag' must come without momentum.*got 0\.9\. Fix: ",
+        ),
+        (
+            {"rule": recurrent.rules.Adam(), "step_size": 0.6},
+            ValueError,
+            r"step_size must be an argument of the rule, got 0\.6 beside Adam\(.*Fix: Adam\(\.\.\., step_size=0\.6\)",
+        ),
+        (
+            {"rule": recurrent.rules.NAG(), "momentum": 0.6},
+            ValueError,
+            r"momentum must be an argument of the rule, got 0\.6 beside NAG\(.*Fix: leave out momentum",
+        ),
+    ],
+)
+def test_rules_refused(options, error, message):
+    for make in (hbnode.MomentumLSTM, hbnode.MomentumGRUCell, hbnode.MomentumDTRIV):
+        with pytest.raises(error, match=message):
+            make(2, 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [(hbnode.MomentumLSTM, "nonlinearity"), (hbnode.MomentumLSTM, "beta"), (hbnode.DTRIV, "step_size")],
+)
+def test_arguments_of_others_are_refused(make, option):
+    with pytest.raises(TypeError, match=option):
+        make(2, 3, **{option: 0.5})
+
+
+@pytest.mark.parametrize("cell", STOCK)
+def test_arguments_are_torchs(cell):
+    options = {"bias": False, "batch_first": True, "dropout": 0.5, "bidirectional": True}
+    options |= {"nonlinearity": "relu"} if cell == "rnn" else {}
+    ours, theirs = plain(cell, 2, 3, 2, **options).eval(), STOCK[cell](2, 3, 2, **options).double().eval()
     ours.load_state_dict(theirs.state_dict())
     x = make_input().transpose(0, 1)
     close(ours(x)[0], theirs(x)[0], 1e-13)
@@ -262,17 +321,10 @@ def test_arguments_by_position_are_torchs(cell, arguments):
 
 
 def test_arguments_of_a_cell_by_position():
-    for name, numbers, rest in (
-        ("MomentumLSTMCell", {"momentum": 0.9, "step_size": 0.5}, ()),
-        ("NAGGRUCell", {"step_size": 0.5}, ()),
-        ("SRRNNCell", {"restart": 7, "step_size": 0.5}, ("relu",)),
-        ("AdamLSTMCell", {"momentum": 0.9, "step_size": 0.5, "beta": 0.8, "eps": 1e-4}, ()),
-        ("RMSPropGRUCell", {"step_size": 0.5, "beta": 0.8, "eps": 1e-4}, ()),
-        ("AdaptiveMomentumLSTMCell", {"step_size": 0.5, "delta": 0.1}, ()),
-    ):
-        cell = getattr(hbnode, name)(3, 4, *numbers.values(), False, *rest)
-        assert dataclasses.asdict(cell.rule) == numbers
-        assert not cell.has_bias
+    for cell in ("rnn", "lstm", "gru"):
+        one = kind(cell, suffix="Cell")(3, 4, 0.9, 0.5, False)
+        assert one.rule == recurrent.rules.Momentum(0.9, 0.5)
+        assert not one.has_bias
     assert hbnode.MomentumDTRIVCell(3, 4, 0.9, 0.5).rule == recurrent.rules.Momentum(0.9, 0.5)
     x, (h, c) = make_input(1).float()[0], torch.randn(2, 3, 3)
     cell = hbnode.MomentumLSTMCell(2, 3)
@@ -282,12 +334,13 @@ def test_arguments_of_a_cell_by_position():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hbnode.MomentumLSTM(10, 20, 1, 0.9, 0.6), "bias must be True or False, got 0.9. Fix: .*momentum="),
-        (lambda: hbnode.MomentumLSTM(10, 20, 0.9, 0.6), "num_layers"),
-        (lambda: hbnode.MomentumRNN(10, 20, 2, True, True), "nonlinearity must be"),
+        (lambda: hbnode.MomentumLSTM(10, 20, 1, 0.9), "positional arguments"),
+        (lambda: hbnode.MomentumLSTM(10, 20, 0.9), "num_layers"),
         (lambda: hbnode.MomentumLSTMCell(10, 20, False), "momentum must be in"),
-        (lambda: hbnode.MomentumLSTMCell(10, 20, 0.9, 0.6, 0.9), "bias must be True or False"),
-        (lambda: hbnode.MomentumLSTM(10, 20, proj_size=5), r"proj_size must be 0.*Fix: .*Linear\(hidden_size"),
+        (
+            lambda: hbnode.MomentumLSTMCell(10, 20, 0.9, 0.6, 0.9),
+            "bias must be True or False, got 0.9. Fix: ",
+        ),
         (lambda: hbnode.MomentumLSTM(2, 3)(make_input().float(), torch.zeros(1, 3, 3), hx=0), "two names"),
     ],
 )

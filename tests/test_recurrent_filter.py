@@ -9,14 +9,8 @@ import torch
 from hbnode.recurrent import filter as filters
 from hbnode.recurrent import rules
 from hbnode.recurrent.filter import linear_filter
-from tests.momentum_layers import RULES, close
+from tests.momentum_layers import RULES, close, numbers
 from tests.reference_recurrent import Twin
-
-NAMES = {rule: rule for rule in RULES} | {"SR": "ScheduledRestart"}
-
-
-def make_rule(name):
-    return getattr(rules, NAMES[name])(**RULES[name])
 
 
 def slowly(x, mu, s):
@@ -127,22 +121,33 @@ def test_what_is_not_finite_changes_nothing_before_its_time(value, mu):
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("cuts", [(), (4, 5)])
-def test_a_rule_is_its_equation(name, cuts):
-    rule, twin = make_rule(name), Twin("rnn", name, RULES[name])
-    g = torch.randn(12, 2, 3, dtype=torch.float64, requires_grad=True)
-    eye, zero = torch.eye(3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
-    memory, drives = rule.start(g[0]), []
-    for part in g.tensor_split(cuts):
-        drive, memory = rule.filter(part, memory)
-        drives.append(drive)
-    state, expected = twin.start(2, 3, g[0]), []
+@pytest.mark.parametrize(("steps", "width", "cuts"), [(12, 3, ()), (12, 3, (4, 5)), (300, 1, ()), (97, 40, (50,))])
+@pytest.mark.parametrize("many", [rules.MANY, 0], ids=["by filters", "with a backward pass of its own"])
+def test_a_rule_is_its_equation(name, steps, width, cuts, many, monkeypatch):
+    """Values and gradients over several blocks, at once and in parts."""
+    monkeypatch.setattr(rules, "MANY", many)
+    rule, twin = RULES[name], Twin("rnn", name, numbers(name))
+    g = torch.randn(steps, 2, width, dtype=torch.float64, requires_grad=True)
+    eye, zero = torch.eye(width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
+
+    def filtered():
+        memory, drives = rule.start(g[0]), []
+        for part in g.tensor_split(cuts):
+            drive, memory = rule.filter(part, memory)
+            drives.append(drive)
+        return torch.cat(drives), memory
+
+    (found, memory), state, expected = filtered(), twin.start(2, width, g[0]), []
     for row in g:
         state = twin.step((eye, zero, None, None, None), row, state)
         expected.append(state["h"])
-    close(torch.cat(drives).tanh(), torch.stack(expected), 1e-13)
-    one, another = (torch.autograd.grad(d.sum(), g)[0] for d in (torch.cat(drives).tanh(), torch.stack(expected)))
-    close(one, another, 1e-11)
+    close(found.tanh(), torch.stack(expected), 1e-12)
+    for key in set(rule.memory) - {"t"}:
+        close(getattr(memory, key), state[key], 1e-12)
+    one, another = (torch.autograd.grad(d.sum(), g)[0] for d in (found.tanh(), torch.stack(expected)))
+    close(one, another, 1e-10)
+    with torch.no_grad():
+        close(filtered()[0], found, 1e-12)
 
 
 def test_schedules_of_momentum():
@@ -158,9 +163,9 @@ def test_schedules_of_momentum():
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_a_value(name):
-    rule = make_rule(name)
+    rule = RULES[name]
     assert rule == dataclasses.replace(rule)
-    assert hash(rule) == hash(make_rule(name))
-    assert repr(rule).startswith(NAMES[name] + "(")
+    assert hash(rule) == hash(dataclasses.replace(rule))
+    assert repr(rule).startswith(type(rule).__name__ + "(")
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.step_size = 2.0

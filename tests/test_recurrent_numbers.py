@@ -1,7 +1,6 @@
 """Number formats, derivatives and samples that are not finite, of the momentum recurrent layers."""
 
 import copy
-import dataclasses
 import math
 
 import pytest
@@ -10,18 +9,18 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hbnode
-from hbnode import recurrent
-from hbnode.recurrent import autocast, executor
+from hbnode import _torch
+from hbnode.recurrent import layers
 from tests.momentum_layers import (
-    CELLS,
     PAIRS,
     close,
-    every_rule,
+    every_layer,
+    kind,
     make_input,
     make_pair,
     make_state,
-    present,
     some_layers,
+    two_rules,
 )
 
 # Number formats
@@ -51,9 +50,9 @@ def test_bfloat16(cell, rule):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["AdamLSTM", "RMSPropLSTM", "AdaptiveMomentumLSTM", "NAGLSTM"])
-def test_half_precision_keeps_its_memory_in_float32(name, dtype):
-    layer, cell = (getattr(hbnode, name + suffix)(2, 3, dtype=dtype) for suffix in ("", "Cell"))
+@pytest.mark.parametrize("rule", ["adam", "rmsprop", "adaptive", "nag"])
+def test_half_precision_keeps_its_memory_in_float32(rule, dtype):
+    layer, cell = (kind(2, 3, rule=rule, dtype=dtype) for kind in (hbnode.MomentumLSTM, hbnode.MomentumLSTMCell))
     cell.load_state_dict({key[:-3]: value for key, value in layer.state_dict().items()})
     silent = torch.zeros(20, 2, 2, dtype=dtype)
     output, state = layer(silent)
@@ -86,9 +85,9 @@ def test_autocast(cell, rule):
     assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
 
 
-@pytest.mark.parametrize("name", ["MomentumDTRIV", "AdamGRU", "SRLSTM"])
-def test_autocast_keeps_the_memory_of_half_precision_parameters(name):
-    layer = getattr(hbnode, name)(3, 4).bfloat16()
+@pytest.mark.parametrize(("cell", "rule"), [("dtriv", "momentum"), ("gru", "adam"), ("lstm", "restart")])
+def test_autocast_keeps_the_memory_of_half_precision_parameters(cell, rule):
+    layer = kind(cell)(3, 4, rule=rule).bfloat16()
     x = torch.randn(40, 1, 3, dtype=torch.bfloat16)
     state = inside = None
     with torch.no_grad():
@@ -101,7 +100,7 @@ def test_autocast_keeps_the_memory_of_half_precision_parameters(name):
 
 def test_the_first_call_under_autocast_draws_no_random_numbers():
     layer, drawn = hbnode.MomentumLSTM(3, 4), []
-    autocast._runs_on_cpu.cache_clear()
+    _torch.cpu_has_layer.cache_clear()
     for _ in range(2):
         torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16):
@@ -112,13 +111,13 @@ def test_the_first_call_under_autocast_draws_no_random_numbers():
 
 def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
     """torch's layer runs in float32 there; in float16 no CPU of today has one."""
-    layer, _ = make_pair("lstm", "Momentum")
+    layer, _ = make_pair("lstm", "momentum")
     layer.float()
     x = make_input().float()
     expected, _ = layer(x)
     with torch.autocast("cpu", dtype=torch.float16):
         layer(x)[0].float().sum().backward()
-    monkeypatch.setattr(autocast, "_runs_on_cpu", lambda stock, dtype: False)
+    monkeypatch.setattr(layers, "cpu_has_layer", lambda name, dtype: False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = layer(x)
     assert torch.equal(output, expected)
@@ -126,7 +125,7 @@ def test_autocast_where_the_cpu_has_no_lstm_in_half_precision(monkeypatch):
 
 def test_what_the_cpu_has_does_not_depend_on_the_default_dtype():
     layer = hbnode.MomentumLSTM(3, 4)
-    autocast._runs_on_cpu.cache_clear()
+    _torch.cpu_has_layer.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.autocast("cpu", dtype=torch.float16):
@@ -137,35 +136,6 @@ def test_what_the_cpu_has_does_not_depend_on_the_default_dtype():
 
 
 # Derivatives
-
-
-@some_layers
-def test_gradcheck(cell, rule):
-    layer, _ = make_pair(cell, rule)
-    x = make_input(4, 2)
-    state, entries = make_state(layer, x)
-    names = [name for name in entries if name != "t"]
-
-    def call(x, *values):
-        start = dataclasses.replace(state, **dict(zip(names, values, strict=True)))
-        output, last = layer(x, start)
-        return output, *(value for name, value in present(last).items() if name != "t")
-
-    inputs = (x.requires_grad_(), *(entries[name] for name in names))
-    assert torch.autograd.gradcheck(call, inputs)
-
-
-@every_rule
-def test_gradcheck_of_parameters(rule):
-    layer, _ = make_pair("lstm", rule)
-    x = make_input(4, 2)
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def call(*values):
-        output, last = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-        return output, last.h
-
-    assert torch.autograd.gradcheck(call, values)
 
 
 @some_layers
@@ -185,10 +155,10 @@ def test_no_grad_inference_and_frozen_parameters(cell, rule):
     close(found, torch.autograd.grad(layer(x)[0].sum(), x)[0], 1e-13)
 
 
-@pytest.mark.parametrize("name", ["AdamLSTM", "MomentumDTRIV", "RMSPropGRU"])
-def test_training_after_inference_mode_and_no_second_derivative(name, monkeypatch):
-    monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
-    layer = getattr(hbnode, name)(2, 3)
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "momentum"), ("gru", "rmsprop")])
+def test_training_after_inference_mode_and_no_second_derivative(cell, rule, monkeypatch):
+    monkeypatch.setattr(layers, "SMALL_PRODUCT", 0)
+    layer = kind(cell)(2, 3, rule=rule)
     x = make_input(40).float().requires_grad_()
     with torch.inference_mode():
         layer(x.detach())
@@ -212,25 +182,24 @@ def test_a_fresh_linear_rule_is_differentiated_as_torchs_layer_is():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@every_rule
-def test_what_is_not_finite_changes_nothing_before_its_time(rule, value):
-    for cell in CELLS:
-        for carried in (False, True):
-            layer, _ = make_pair(cell, rule, layers=2)
-            x = make_input(60)
-            state = make_state(layer, x)[0] if carried else None
-            expected, _ = layer(x, state)
-            x[50, 1, 0] = value
-            found, _ = layer(x, state)
-            close(found[:50], expected[:50], 1e-13)
-            close(found[:, ::2], expected[:, ::2], 1e-13)  # nor another sequence
-            with torch.no_grad():
-                close(layer(x, state)[0][:50], expected[:50], 1e-13)
-            if not carried and cell != "dtriv":
-                close(layer.to_stock()(x)[0][:50], expected[:50], 1e-12)
+@every_layer
+def test_what_is_not_finite_changes_nothing_before_its_time(cell, rule, value):
+    for carried in (False, True):
+        layer, _ = make_pair(cell, rule, layers=2)
+        x = make_input(60)
+        state = make_state(layer, x)[0] if carried else None
+        expected, _ = layer(x, state)
+        x[50, 1, 0] = value
+        found, _ = layer(x, state)
+        close(found[:50], expected[:50], 1e-13)
+        close(found[:, ::2], expected[:, ::2], 1e-13)  # nor another sequence
+        with torch.no_grad():
+            close(layer(x, state)[0][:50], expected[:50], 1e-13)
+        if not carried and cell != "dtriv":
+            close(layer.to_stock()(x)[0][:50], expected[:50], 1e-12)
 
 
-@every_rule
+@two_rules
 def test_what_is_not_finite_in_packed_sequences_and_backwards(rule):
     layer, _ = make_pair("gru", rule, bidirectional=True)
     x = make_input(60, 2)
@@ -245,10 +214,10 @@ def test_what_is_not_finite_in_packed_sequences_and_backwards(rule):
     assert found[30:40, 0, :3].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["LSTM", "MomentumLSTM", "NAGLSTM", "SRLSTM"])
-def test_gradients_of_what_comes_before_an_infinite_sample(name):
+@pytest.mark.parametrize("rule", [None, "momentum", "nag", "restart"])
+def test_gradients_of_what_comes_before_an_infinite_sample(rule):
     """Finite as those of torch.nn.LSTM, but for the weights of the infinite input: 0 * inf."""
-    layer = (nn.LSTM if name == "LSTM" else getattr(recurrent, name))(2, 3).double()
+    layer = (hbnode.MomentumLSTM(2, 3, rule=rule) if rule else nn.LSTM(2, 3)).double()
     x = make_input(60).requires_grad_()
     leaves = [x, *(p for key, p in layer.named_parameters() if not key.startswith("weight_ih"))]
     expected = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)

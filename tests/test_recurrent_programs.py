@@ -9,21 +9,21 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode import recurrent
-from hbnode.recurrent import executor, rules
+from hbnode.recurrent import layers, rules
 from tests.momentum_layers import (
     PAIRS,
     RULES,
     STOCK,
     close,
     every_layer,
-    every_rule,
     gradients,
+    kind,
     make_input,
     make_pair,
     make_state,
     present,
     some_layers,
+    two_rules,
 )
 
 # Copies, parametrizations, devices
@@ -56,7 +56,7 @@ def test_what_is_printed():
 @pytest.mark.parametrize("is_large", [False, True])
 def test_transforms_of_torch_func(cell, rule, is_large, monkeypatch):
     if is_large:  # the scan, and the filter with a backward pass of its own
-        monkeypatch.setattr(executor, "SMALL_PRODUCT", 0)
+        monkeypatch.setattr(layers, "SMALL_PRODUCT", 0)
         monkeypatch.setattr(rules, "MANY", 0)
     layer, _ = make_pair(cell, rule)
     x = make_input(20)
@@ -79,7 +79,7 @@ def test_transforms_of_torch_func(cell, rule, is_large, monkeypatch):
         close(torch.func.vmap(lambda x: layer(x)[0])(many), one_by_one, 1e-12)
 
 
-@every_rule
+@two_rules
 def test_a_weight_may_be_parametrized(rule):
     """Weight drop: what reads the weight reads it by its attribute, at each call."""
 
@@ -98,10 +98,12 @@ def test_a_weight_may_be_parametrized(rule):
     close(layer(x)[0], other(x)[0], 1e-14)
 
 
-@pytest.mark.parametrize("name", ["MomentumLSTM", "AdamGRU", "SRLSTMCell"])
-def test_weight_norm_of_rows_of_zeros_is_refused(name):
-    layer = getattr(hbnode, name)(2, 3)
-    weight = "weight_hh" if name.endswith("Cell") else "weight_hh_l0"
+@pytest.mark.parametrize(
+    ("cell", "rule", "suffix"), [("lstm", "momentum", ""), ("gru", "adam", ""), ("lstm", "restart", "Cell")]
+)
+def test_weight_norm_of_rows_of_zeros_is_refused(cell, rule, suffix):
+    layer = kind(cell, suffix=suffix)(2, 3, rule=rule)
+    weight = "weight_hh" if suffix else "weight_hh_l0"
     x = torch.randn(5, 2)
     bad = nn.utils.parametrizations.weight_norm(copy.deepcopy(layer), weight)
     with pytest.raises(ValueError, match=rf"weight_norm makes NaN of {weight}.*Fix: torch.nn.init.orthogonal_"):
@@ -120,8 +122,8 @@ def test_initial_weights_are_drawn_anew_under_a_parametrization():
 
 
 def test_shapes_on_the_meta_device():
-    for name in ("MomentumLSTM", "AdamGRU", "SRDTRIV"):
-        layer = getattr(recurrent, name)(2, 3, 2, device="meta")
+    for cell, rule in (("lstm", "momentum"), ("gru", "adam"), ("dtriv", "restart")):
+        layer = kind(cell)(2, 3, 2, rule=rule, device="meta")
         output, state = layer(torch.empty(40, 5, 2, device="meta"))
         assert output.shape == (40, 5, 3)
         assert layer(torch.empty(40, 5, 2, device="meta"), state)[0].is_meta
@@ -163,19 +165,19 @@ def test_under_torch_compile(cell, rule):
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
 @pytest.mark.parametrize(
-    ("cell", "rule", "space"),
+    ("cell", "rule"),
     [
-        ("lstm", "Momentum", "gates"),
-        ("lstm", "Adam", "gates"),
-        ("rnn", "AdaptiveMomentum", "gates"),
-        ("gru", "RMSProp", "gates"),
-        ("dtriv", "SR", "gates"),
-        ("dtriv", "Adam", "hidden"),
+        ("lstm", "momentum"),
+        ("lstm", "adam"),
+        ("rnn", "adaptive"),
+        ("gru", "rmsprop"),
+        ("dtriv", "restart"),
+        ("dtriv", "adam"),
     ],
 )
-def test_compiled_by_inductor(cell, rule, space):
-    layer, _ = make_pair(cell, rule, space=space)
-    compiled, _ = make_pair(cell, rule, space=space, compile=True)
+def test_compiled_by_inductor(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    compiled, _ = make_pair(cell, rule, compile=True)
     compiled.load_state_dict(layer.state_dict())
     x = make_input(50).requires_grad_()
     state, entries = make_state(layer, x)
@@ -189,7 +191,7 @@ def test_compiled_by_inductor(cell, rule, space):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("rule", ["Momentum", "Adam"])
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
 def test_torch_compile_with_inductor(rule):
     layer, _ = make_pair("lstm", rule)
     x = make_input().requires_grad_()
@@ -218,17 +220,17 @@ def test_to_stock(cell, rule):
         close(one, another, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["MomentumLSTM", "AdamGRU"])
-@pytest.mark.parametrize("options", [{"momentum_space": "hidden"}, {"batch_first": True, "num_layers": 2}], ids=str)
-def test_to_stock_with_options(name, options):
-    layer = getattr(hbnode, name)(2, 3, **options).double()
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "momentum"), ("gru", "adam")])
+@pytest.mark.parametrize("options", [{"bias": False}, {"batch_first": True, "num_layers": 2}], ids=str)
+def test_to_stock_with_options(cell, rule, options):
+    layer = kind(cell)(2, 3, rule=rule, **options).double()
     x = make_input(9)
     close(layer.to_stock()(x)[0], layer(x)[0], 1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@every_rule
+@two_rules
 def test_traced_plain_layers_take_any_length(rule):
     layer, _ = make_pair("gru", rule, bidirectional=True)
     traced = torch.jit.trace(layer.to_stock(), make_input(), check_trace=False)
@@ -253,7 +255,7 @@ class Output(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize(("cell", "rule"), [("lstm", "Momentum"), ("gru", "NAG"), ("rnn", "SR"), ("dtriv", "Adam")])
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "momentum"), ("gru", "nag"), ("dtriv", "adam")])
 def test_traced_layers(cell, rule):
     """Of any length with linear rules and torch's layers."""
     layer, _ = make_pair(cell, rule)
@@ -263,7 +265,7 @@ def test_traced_layers(cell, rule):
         close(traced(x), layer(x)[0], 1e-12)
 
 
-@pytest.mark.parametrize(("cell", "rule"), [("lstm", "Momentum"), ("dtriv", "SR"), ("gru", "RMSProp")])
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "momentum"), ("dtriv", "restart"), ("gru", "rmsprop")])
 def test_exported_layers(cell, rule):
     layer, _ = make_pair(cell, rule)
     x = make_input(5)
@@ -282,7 +284,7 @@ def test_plain_layers_take_batches_only(batch_first, axis):
 
 
 def test_the_filter_is_exported_for_any_length_and_batch():
-    layer, _ = make_pair("lstm", "NAG")
+    layer, _ = make_pair("lstm", "nag")
     (before,) = layer.to_stock().filters
     axes = {"x": {0: torch.export.Dim("T"), 1: torch.export.Dim("batch")}}
     program = torch.export.export(before, (make_input(),), dynamic_shapes=axes).module()

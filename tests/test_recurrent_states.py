@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from tests.momentum_layers import (
-    RULES,
-    SPACES,
     close,
+    every_layer,
     gradients,
     make_input,
     make_pair,
@@ -28,7 +27,7 @@ from tests.momentum_layers import (
 def test_a_state_may_be_h_or_h_and_c():
     x = make_input()
     h, c = torch.randn(2, 2, 3, 3, dtype=torch.float64)
-    layer, _ = make_pair("lstm", "Adam", layers=2)
+    layer, _ = make_pair("lstm", "adam", layers=2)
     zero = layer(x)[1]
     assert zero.v.shape == zero.m.shape == (2, 3, 12)
     wide = torch.zeros(2, 3, 12, dtype=torch.float64)
@@ -37,31 +36,25 @@ def test_a_state_may_be_h_or_h_and_c():
     assert torch.equal(layer(x, (h, c))[0], expected)
     expected, _ = layer(x, dataclasses.replace(full, c=torch.zeros_like(h)))
     assert torch.equal(layer(x, h)[0], expected)
-    rnn, _ = make_pair("rnn", "SR", layers=2)
+    rnn, _ = make_pair("rnn", "restart", layers=2)
     fresh = dataclasses.replace(
         rnn(x)[1], h=h, v=torch.zeros(2, 3, 3, dtype=torch.float64), t=torch.zeros(3, dtype=torch.int64)
     )
     close(rnn(x, h)[0], rnn(x, fresh)[0], 1e-13)
 
 
-@pytest.mark.parametrize("space", SPACES)
-def test_shapes_of_the_state(space):
-    x = make_input()
-    for cell, factor in {"rnn": 1, "lstm": 4, "gru": 3, "dtriv": 1}.items():
-        width = 3 if space == "hidden" else 3 * factor
-        for rule in RULES:
-            layer, _ = make_pair(cell, rule, layers=2, bidirectional=True, space=space)
-            output, state = layer(x)
-            assert output.shape == (7, 3, 6)
-            shapes = {name: tuple(value.shape) for name, value in present(state).items()}
-            expected = {"h": (4, 3, 3)} | ({"c": (4, 3, 3)} if cell == "lstm" else {})
-            expected |= {} if rule == "RMSProp" else {"v": (4, 3, width)}
-            expected |= {"m": (4, 3, width)} if rule in ("Adam", "RMSProp") else {}
-            expected |= {"g": (4, 3, width)} if rule == "AdaptiveMomentum" else {}
-            assert shapes == expected | ({"t": (3,)} if rule in ("NAG", "SR") else {})
-            if state.t is not None:
-                assert state.t.dtype == torch.int64
-                assert state.t.tolist() == [7, 7, 7]
+@every_layer
+def test_shapes_of_the_state(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+    output, state = layer(make_input())
+    assert output.shape == (7, 3, 6)
+    wide = (4, 3, 3 * layer.step.gates)
+    expected = {"h": (4, 3, 3)} | ({"c": (4, 3, 3)} if cell == "lstm" else {})
+    expected |= {name: (3,) if name == "t" else wide for name in layer.rule.memory}
+    assert {name: tuple(value.shape) for name, value in present(state).items()} == expected
+    if state.t is not None:
+        assert state.t.dtype == torch.int64
+        assert state.t.tolist() == [7, 7, 7]
 
 
 def head():
@@ -71,7 +64,7 @@ def head():
 
 @pytest.mark.parametrize("cell", ["rnn", "gru", "dtriv"])
 def test_the_state_is_read_as_the_h_of_torch(cell):
-    layer, _ = make_pair(cell, "Adam", layers=2)
+    layer, _ = make_pair(cell, "adam", layers=2)
     output, state = layer(make_input())
     h = state.h
     assert torch.equal(state[-1], output[-1])
@@ -88,7 +81,7 @@ def test_the_state_is_read_as_the_h_of_torch(cell):
 
 
 def test_the_state_of_an_lstm_is_the_pair_of_torch():
-    layer, _ = make_pair("lstm", "Momentum", layers=2)
+    layer, _ = make_pair("lstm", "momentum", layers=2)
     output, (h, c) = layer(make_input())
     _, state = layer(make_input())
     assert torch.equal(h[-1], output[-1])
@@ -113,13 +106,13 @@ REFUSED = {
 @pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_what_would_leave_the_momentum_behind_is_refused(cell, use):
-    _, state = make_pair(cell, "Momentum")[0](make_input())
+    _, state = make_pair(cell, "momentum")[0](make_input())
     with pytest.raises((TypeError, AttributeError), match=r"RecurrentState carries .*v beside h\. Fix: state\.h"):
         use(state)
 
 
 def test_what_an_lstm_state_has_not():
-    _, state = make_pair("lstm", "Momentum")[0](make_input())
+    _, state = make_pair("lstm", "momentum")[0](make_input())
     for use in (lambda: state.shape, lambda: head()(state), lambda: numpy.asarray(state)):
         with pytest.raises((TypeError, AttributeError), match=r"Fix: state\.h"):
             use()
@@ -129,11 +122,11 @@ def test_what_an_lstm_state_has_not():
 
 def test_plain_states_that_are_refused_say_what_to_pass():
     x = make_input()
-    gru, _ = make_pair("gru", "Momentum", layers=2)
+    gru, _ = make_pair("gru", "momentum", layers=2)
     _, state = gru(x)
     with pytest.raises(TypeError, match=r"tuple of \(Tensor, Tensor\). Fix: .*state\.detach\(\)"):
         gru(x, tuple(h.detach() for h in state))  # the repackage_hidden of torch's examples
-    cell, _ = make_pair("lstm", "Momentum", suffix="Cell")
+    cell, _ = make_pair("lstm", "momentum", suffix="Cell")
     h, c = cell(x[0])  # as of torch.nn.LSTMCell
     with pytest.raises(TypeError, match=r"\(Tensor, RecurrentState\). Fix: output, state = cell"):
         cell(x[1], (h, c))
@@ -141,7 +134,7 @@ def test_plain_states_that_are_refused_say_what_to_pass():
         nn.parallel.gather([state, state], "cpu")
 
 
-@pytest.mark.parametrize("rule", ["SR", "Adam", "AdaptiveMomentum"])
+@pytest.mark.parametrize("rule", ["restart", "adam", "adaptive"])
 def test_a_state_is_copied_moved_and_loaded_whole(rule, tmp_path):
     layer, _ = make_pair("lstm", rule)
     x = make_input()
@@ -165,7 +158,7 @@ def test_a_state_is_copied_moved_and_loaded_whole(rule, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
 def test_a_state_passes_through_transforms():
-    cell, _ = make_pair("lstm", "NAG", suffix="Cell")
+    cell, _ = make_pair("lstm", "nag", suffix="Cell")
     x = make_input(2)
     _, state = cell(x[0])
     expected, last = cell(x[1], state)
@@ -179,7 +172,7 @@ def test_a_state_passes_through_transforms():
 
 def test_packed_parts_continue():
     """Truncated backpropagation over sequences of unequal lengths: t counts each sequence's own samples."""
-    for rule in ("NAG", "SR", "AdaptiveMomentum"):
+    for rule in ("nag", "restart", "adaptive"):
         layer, _ = make_pair("lstm", rule)
         x = make_input(9)
         lengths = [9, 6, 4]
@@ -190,13 +183,12 @@ def test_packed_parts_continue():
         found, expected = pad_packed_sequence(output)[0], pad_packed_sequence(whole)[0]
         for b, (start, length) in enumerate(zip((5, 4, 2), lengths, strict=True)):
             close(found[: length - start, b], expected[start:length, b], 1e-13)
-        if rule != "AdaptiveMomentum":
+        if rule != "adaptive":
             assert last.t.tolist() == lengths
 
 
 @some_layers
-@pytest.mark.parametrize("cuts", [(1, 6, 11)])
-def test_in_parts_is_at_once(cell, rule, cuts):
+def test_in_parts_is_at_once(cell, rule):
     layer, _ = make_pair(cell, rule, layers=2)
     x = make_input(13).requires_grad_()
     start, entries = make_state(layer, x)
@@ -204,7 +196,7 @@ def test_in_parts_is_at_once(cell, rule, cuts):
     expected, last = layer(x, start)
     wanted = gradients(expected, present(last), leaves)
     outputs, state = [], start
-    for part in x.tensor_split(cuts):
+    for part in x.tensor_split((1, 6, 11)):
         output, state = layer(part, state)
         outputs.append(output)
     close(torch.cat(outputs), expected, 1e-12)
@@ -215,10 +207,10 @@ def test_in_parts_is_at_once(cell, rule, cuts):
     assert not any(value.requires_grad for value in present(state.detach()).values())
 
 
-@pytest.mark.parametrize("numbers", [{"restart": 17}, {"restart": 5}])
-def test_a_carried_momentum_fades_at_the_right_times(numbers):
+@pytest.mark.parametrize("restart", [17, 5])
+def test_a_carried_momentum_fades_at_the_right_times(restart):
     """Of a schedule, t goes on in the part that runs as torch's layer, after v_0 has decayed."""
-    layer = hbnode.SRLSTM(2, 3, step_size=0.6, **numbers).double()
+    layer = hbnode.MomentumLSTM(2, 3, rule=hbnode.recurrent.rules.ScheduledRestart(restart, 0.6)).double()
     x = make_input(103)
     whole, last = layer(x)
     _, state = layer(x[:39])

@@ -61,10 +61,15 @@ def sdeint():
     return lambda: hbnode.sdeint(sde, y, [0.0, 0.5], dt=0.1)[0].square().mean().backward()
 
 
+def lstm():
+    x, lstm = torch.randn(6, 10, 4), hbnode.MomentumLSTM(4, 5, batch_first=True)
+    return lambda: lstm(x)[0].square().mean().backward()
+
+
 @pytest.mark.parametrize(
     ("make", "limits"),
-    [(block, (70, 10, 12)), (ode_rnn, (80, 8, 12)), (sdeint, (58, 9, 10))],
-    ids=["block", "ODERNN", "sdeint"],
+    [(block, (70, 10, 12)), (ode_rnn, (80, 8, 12)), (sdeint, (58, 9, 10)), (lstm, (57, 7, 10))],
+    ids=["block", "ODERNN", "sdeint", "MomentumLSTM"],
 )
 def test_what_a_call_passes_through(make, limits):
     found = walk(make())

@@ -193,7 +193,7 @@ def readme_recurrent_layers_with_momentum() -> None:
     frequency, phase = 1 + torch.rand(64, 1), 6.3 * torch.rand(64, 1)
     x = torch.sin(frequency * torch.linspace(0, 10, 50) + phase).unsqueeze(-1)  # (64, 50, 1)
 
-    rnn = hbnode.MomentumLSTM(1, 32, momentum=0.6, step_size=0.6, batch_first=True)  # or NAG, SR, Adam, RMSProp...
+    rnn = hbnode.MomentumLSTM(1, 32, momentum=0.6, step_size=0.6, batch_first=True)  # or rule="adam", "nag", ...
     head = nn.Linear(32, 1)
     optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=0.02)
     for _ in range(60):
@@ -391,7 +391,7 @@ def sequences() -> None:
     cell = hbnode.MomentumLSTMCell(2, 4)
     step, carried = cell(x[:, 0])
     step, carried = cell(x[:, 1], carried)
-    gru = hbnode.NAGGRU(2, 4)
+    gru = hbnode.MomentumGRU(2, 4, rule="nag")
     output, last = gru(x.transpose(0, 1))
     assert h.shape == c.shape == (2, 3, 4) and step.shape == (3, 4) and last.h.shape == (1, 3, 4)
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from hbnode import _torch
 from hbnode._checks import as_count, check_input
-from hbnode._torch import is_tracing, is_transformed
+from hbnode._torch import is_tracing, is_transformed, no_autocast
 from hbnode.attention.momentum_loop import attend_in_order
 from hbnode.attention.momentum_plain import attend, attend_to_all, step
 from hbnode.attention.momentum_weights import MomentumAttentionState, Rate
-from hbnode.recurrent import autocast
 
 
 @overload
@@ -151,7 +150,7 @@ def momentum_attention(
         q = q.masked_fill(key_padding_mask[:, None, :, None] & ~q.isfinite(), 0.0)
     options = {"eps": _number(eps, "eps", "eps >= 0", 0.0), "chunk_size": as_count(chunk_size, "chunk_size")}
     rates = _rate(momentum, "momentum", k, below=1.0), _rate(step_size, "step_size", k)
-    with autocast.switched(q, on=False):
+    with no_autocast(q):
         state = _state(initial_state, k, v, torch.promote_types(q.dtype, torch.float32))
         out, state = _run(q, k, v, rates, state, key_padding_mask, causal, options)
         out = out.to(q.dtype)

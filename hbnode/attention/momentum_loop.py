@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._torch import is_batched
+from hbnode._torch import is_batched, no_autocast
 from hbnode.attention.momentum_plain import attend, last_write
 from hbnode.attention.momentum_weights import Block, BlockWeights, MomentumAttentionState, Rate, has_momentum
-from hbnode.recurrent import autocast
 
 ROWS = 16  # chunks of heads of sequences in a block: what they need stays in the cache
 
@@ -83,7 +82,7 @@ class _Loop(torch.autograd.Function):
         q, k, v, x, z, ignored, out, scale, *tensors = ctx.saved_tensors
         learned = iter(tensors)
         momentum, step_size = (next(learned) if isinstance(rate, Tensor) else rate for rate in ctx.rates)
-        with autocast.switched(x, on=False):
+        with no_autocast(x):
             many = any(grad is not None and is_batched(grad) for grad in grads)
             if torch.is_grad_enabled() or many or scale is None:
                 return _differentiated(ctx, (q, k, v, x, z, momentum, step_size), ignored, grads)

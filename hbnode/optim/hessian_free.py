@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import override
 
 from hbnode._checks import as_count
+from hbnode._torch import no_autocast
 from hbnode.optim.conjugate_gradients import conjugate_gradients
 from hbnode.optim.evaluation import Evaluation
 from hbnode.optim.local_model import LocalModel
@@ -25,7 +26,6 @@ from hbnode.optim.resume import check_state
 from hbnode.optim.search import Trial, backtrack, line_search
 from hbnode.optim.twice import plain_paths
 from hbnode.optim.vectors import assigned, check_gradient, check_parameters, flat, shaped
-from hbnode.recurrent import autocast
 
 WARM_START = 0.95
 LOW, HIGH = 0.25, 0.75  # the ratio rho of a bad step and of a good one
@@ -216,7 +216,7 @@ class HessianFree(Optimizer):
                 "step() needs a function that returns outputs and targets, from which it computes the loss and its "
                 "derivatives; those of an earlier backward() are not used. Fix: optimizer.step(lambda: (model(x), y))."
             )
-        with autocast.switched(self._parameters()[0], on=False):  # it would round the products
+        with no_autocast(self._parameters()[0]):  # it would round the products
             return self._step(forward, curvature)
 
     def _step(self, forward: Closure, curvature: Closure | None) -> Tensor:
@@ -288,7 +288,7 @@ class HessianFree(Optimizer):
                 f"product() belongs to the parameters of the last step, and {frozen} of them are frozen since. Fix: "
                 "requires_grad_(True) for these, or another step()."
             )
-        with assigned(self._last.parameters, theta), autocast.switched(theta, on=False):
+        with assigned(self._last.parameters, theta), no_autocast(theta):
             return self._last.product(vector)
 
     def _parameters(self) -> list[Tensor]:

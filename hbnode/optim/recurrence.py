@@ -15,8 +15,8 @@ from torch.nn.functional import dropout as drop
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from hbnode._torch import no_autocast
 from hbnode.optim.linear_cells import CELLS, LinearCell, Weights
-from hbnode.recurrent import autocast
 
 WITHOUT_PACKING = 9  # arguments of a layer; for a PackedSequence there are as many, of other types
 
@@ -86,7 +86,7 @@ def _layers(
     last: list[Tensor] = []
     last_c: list[Tensor] = []
     directions = 2 if bidirectional else 1
-    with autocast.switched(x, on=False):
+    with no_autocast(x):
         for layer in range(layers):
             if layer > 0 and dropout:
                 out = drop(out, dropout, training)

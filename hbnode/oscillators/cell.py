@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import check_input
-from hbnode._torch import may_look
+from hbnode._torch import may_look, no_autocast
 from hbnode.oscillators.rates import DECAY, FREQUENCY, OscillatorBank, Range
 from hbnode.oscillators.state import OscillatorState
-from hbnode.recurrent import autocast
 
 
 class OscillatorCell(OscillatorBank):
@@ -88,7 +87,7 @@ class OscillatorCell(OscillatorBank):
                 "x must be finite, got NaN or inf, which would stay in the state. Fix: leave the sample out, and let "
                 "dt of the next one be the time since the last."
             )
-        with autocast.switched(x, on=False):
+        with no_autocast(x):
             return self._moved(x, state, dt)
 
     def _moved(self, x: Tensor, state: OscillatorState | None, dt: float | Tensor) -> tuple[Tensor, OscillatorState]:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from hbnode._checks import ArrayLike
 from hbnode._times import as_times
-from hbnode._torch import may_look
+from hbnode._torch import may_look, no_autocast
 from hbnode.ode_rnn.sequences import Sequences
 from hbnode.oscillators.coefficients import entries_of
 from hbnode.oscillators.kalman import Gaussian, KalmanBank, OscillatorBelief
@@ -21,7 +21,6 @@ from hbnode.oscillators.plain import ScanInput
 from hbnode.oscillators.rates import DECAY, FREQUENCY, Range
 from hbnode.oscillators.scan import scan
 from hbnode.oscillators.state import OscillatorState
-from hbnode.recurrent import autocast
 
 
 class Oscillators(KalmanBank):
@@ -192,7 +191,7 @@ class Oscillators(KalmanBank):
         self._check_dtype(x)
         is_shared = state is None and (t is None or as_times(t, "t").dim() == 1)
         gaps = _gaps(sequences, state, is_counted=t is None, is_shared=is_shared)
-        with autocast.switched(x, on=False):
+        with no_autocast(x):
             y, state = self._scanned(sequences, state, gaps)
             if self.reverse is not None:
                 turned, order = _turned(sequences)
@@ -263,7 +262,7 @@ class Oscillators(KalmanBank):
                 "dt must be finite, increase and not be negative: it is time after that of the state. Fix: sort it."
             )
         dt = dt.to(state.t.device).expand(batch, -1)
-        with autocast.switched(state.v, on=False):
+        with no_autocast(state.v):
             return self._forecast_belief(state, dt) if isinstance(state, OscillatorBelief) else self._ahead(state, dt)
 
     def _ahead(self, state: OscillatorState, dt: Tensor) -> tuple[Tensor, OscillatorState]:

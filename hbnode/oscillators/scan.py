@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hbnode import _torch
-from hbnode._torch import keep_freed_memory
+from hbnode._torch import keep_freed_memory, no_autocast
 from hbnode.oscillators import fused, rotation
 from hbnode.oscillators.coefficients import coefficients_of, swings
 from hbnode.oscillators.layout import Piece, pieces
 from hbnode.oscillators.plain import ScanInput, plain_scan
-from hbnode.recurrent import autocast
 
 Grads = tuple[Tensor | None, ...]
 Output = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -55,7 +54,7 @@ class _Scan(torch.autograd.Function):
         *tensors, kept = ctx.saved_tensors
         inputs, wanted, (kind, is_held) = ScanInput(*tensors), ctx.needs_input_grad[2:], ctx.kind
         if torch.is_grad_enabled():  # create_graph=True
-            with autocast.switched(inputs.x, on=False):
+            with no_autocast(inputs.x):
                 return None, None, *_differentiable(kind, is_held, inputs, wanted, grads)
         return None, None, *_backward(kind, is_held, inputs, kept, wanted, grads)
 
@@ -112,7 +111,7 @@ def _forward(kind: str, is_held: bool, inputs: ScanInput) -> Output:
     keep_freed_memory(inputs.x.device)
     cut, found = _cut(inputs), []
     groups = _groups(kind, inputs.rates)
-    with autocast.switched(inputs.x, on=False), torch.no_grad():
+    with no_autocast(inputs.x), torch.no_grad():
         for i, (name, index) in enumerate(groups):
             part = _part(inputs, index, i == 0)
             if name == "rotating":
@@ -139,7 +138,7 @@ def _backward(
     dy, dv, dx = grads
     cut, found = _cut(inputs), []
     groups = _groups(kind, inputs.rates)
-    with autocast.switched(inputs.x, on=False), torch.no_grad():
+    with no_autocast(inputs.x), torch.no_grad():
         for i, (name, index) in enumerate(groups):
             part = _part(inputs, index, i == 0)
             of, states = grads, kept

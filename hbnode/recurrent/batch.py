@@ -31,7 +31,7 @@ class SequenceBatch:
     valid: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> SequenceBatch:
+    def read(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> SequenceBatch:
         """Check the inputs of a layer."""
         packed = x if isinstance(x, PackedSequence) else None
         values = x.data if isinstance(x, PackedSequence) else x

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hbnode.recurrent.executor import Weights
+from hbnode.recurrent.cells import Weights
 from hbnode.recurrent.rules import LinearRule, Rule
 
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
@@ -86,10 +86,9 @@ def plain_layer(stock: str, rule: Rule, weights: Weights) -> tuple[MomentumFilte
     if isinstance(rule, LinearRule):
         before = MomentumFilter(rule, None, has_bias=b is not None)
         w = w if b is None else torch.cat([w, b.unsqueeze(1)], dim=1)
-        w = u @ w if weights.is_hidden else w
     else:
         before = MomentumFilter(rule, (w.clone(), None if b is None else b.clone()), has_bias=b is not None)
-        w = u if weights.is_hidden else torch.eye(len(u), dtype=u.dtype, device=u.device)
+        w = torch.eye(len(u), dtype=u.dtype, device=u.device)
     options = {"nonlinearity": stock[4:]} if stock.startswith("rnn") else {}
     has_bias = weights.bias is not None
     layer = LAYERS[stock](w.shape[1], u.shape[1], bias=has_bias, device=u.device, dtype=u.dtype, **options)

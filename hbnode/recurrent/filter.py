@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hbnode._torch import is_batched, is_exporting, is_tracing
-from hbnode.recurrent import autocast
-from hbnode.recurrent.symbolic import symbolic_filter
+from hbnode._torch import is_batched, is_exporting, is_tracing, no_autocast
 
 LARGEST_BLOCK = 40
+BLOCK, LEVELS = 32, 2  # of programs: samples of a block, and blocks of blocks; one matrix filters T / BLOCK**2
 
 
 def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
@@ -42,14 +42,14 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     if x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting()):
         rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
         rates = rates.to(x.device).reshape(x.shape[0], -1)
-        return symbolic_filter(s * x, rates, torch.zeros_like(x[0]) if v is None else v)
+        return _symbolic_filter(s * x, rates, torch.zeros_like(x[0]) if v is None else v)
     if x.shape[0] == 1 or (isinstance(mu, Tensor) and mu.dim() == 2) or is_tracing():  # a loop suits a program
         return _loop(x, mu, s, v)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if isinstance(mu, Tensor):
         if not mu.any():
             return s * x
-        kernel, decay = (z.to(x.device, dtype) for z in weights(_in_blocks(mu), s))
+        kernel, decay = (z.to(x.device, dtype) for z in weights(_split_blocks(mu), s))
     else:
         kernel, decay = _constant_weights(float(mu), min(len(x), LARGEST_BLOCK), s, dtype, x.device)
     out: Tensor = _Filter.apply(x, kernel, decay, False)
@@ -80,16 +80,16 @@ def weights(mu: Tensor, s: float) -> tuple[Tensor, Tensor]:
     Returns:
         (..., T, T), lower triangular, and (..., T).
     """
-    steps = torch.arange(mu.shape[-1])
+    steps = torch.arange(mu.shape[-1], device=mu.device)
     is_later = steps.unsqueeze(1) > steps
     kernel = torch.where(is_later, mu.unsqueeze(-1), 1.0).cumprod(-2).tril()  # mu_{j+1} ... mu_t
     return s * kernel, mu.cumprod(-1)
 
 
-def _in_blocks(mu: Tensor) -> Tensor:
+def _split_blocks(mu: Tensor) -> Tensor:
     """(T,) -> (blocks, size), with zeros after the end."""
     size = min(len(mu), LARGEST_BLOCK)
-    return torch.nn.functional.pad(mu, (0, -len(mu) % size)).view(-1, size)
+    return pad(mu, (0, -len(mu) % size)).view(-1, size)
 
 
 def block_weights(mu: float, x: Tensor, s: float) -> tuple[Tensor, Tensor]:
@@ -113,10 +113,10 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, kernel: Tensor, decay: Tensor, is_transposed: bool) -> Tensor:
-        with autocast.switched(x, on=False):
-            given, rest = _finite(x.to(kernel.dtype).contiguous())
+        with no_autocast(x):
+            given, rest = _split_finite(x.to(kernel.dtype).contiguous())
             out = torch.empty_like(given)
-            run = _transposed if is_transposed else _filtered
+            run = _transpose_blocks if is_transposed else _filter_blocks
             run(given.flatten(1), kernel, decay, out.flatten(1))
             if rest is not None:
                 out += rest.flip(0).cumsum(0).flip(0) if is_transposed else rest.cumsum(0)
@@ -147,7 +147,7 @@ class _Filter(torch.autograd.Function):
         return _Filter.apply(x.movedim(dims[0], 1), kernel, decay, is_transposed), 1
 
 
-def _finite(x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _split_finite(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """X with zeros for NaN and inf, and the difference; None on the CPU if there is no difference."""
     if x.device.type == "cpu" and math.isfinite(x.sum()):  # a sum that overflows costs time and nothing else
         return x, None
@@ -155,7 +155,7 @@ def _finite(x: Tensor) -> tuple[Tensor, Tensor | None]:
     return finite, x - finite
 
 
-def _filtered(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
+def _filter_blocks(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
     size, last = kernel.shape[-1], None
     kernel, decay = (z.expand(-(-len(x) // size), *z.shape[1:]) for z in (kernel, decay))
     for k, (given, found) in enumerate(zip(x.split(size), out.split(size), strict=True)):  # while it is in the cache
@@ -166,7 +166,7 @@ def _filtered(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
         last = found[-1]
 
 
-def _transposed(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
+def _transpose_blocks(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
     size, carry = kernel.shape[-1], None  # what the later blocks add to the last sample of this one
     kernel, decay = (z.expand(-(-len(x) // size), *z.shape[1:]) for z in (kernel, decay))
     pairs = enumerate(zip(x.split(size), out.split(size), strict=True))
@@ -177,3 +177,36 @@ def _transposed(x: Tensor, kernel: Tensor, decay: Tensor, out: Tensor) -> None:
             found.addr_(kernel[k, m - 1, :m], carry)
         ahead = decay[k, :m] @ given
         carry = ahead if carry is None else ahead + decay[k, m - 1] * carry
+
+
+def _symbolic_filter(x: Tensor, mu: Tensor, v: Tensor) -> Tensor:
+    """v_t = mu_t v_{t-1} + x_t in programs whose length T is a symbol, which a loop over time would fix.
+
+    Every operation acts on whole tensors. Matrices filter blocks of samples; then the values carried from block to
+    block are filtered in the same way, with blocks in place of samples, and so on for a fixed number of levels.
+
+    Arguments:
+        x: (T, batch, n).
+        mu: (T, 1) or (T, batch).
+        v: v_0 (batch, n).
+    """
+    x, mu = torch.cat([v.unsqueeze(0), x]), pad(mu.double(), (0, 0, 1, 0))  # v_0 is a sample before the first
+    finite = x.nan_to_num(0.0, 0.0, 0.0)  # the matrices' zeros must not meet NaN or inf
+    return (_filter_levels(finite, mu, LEVELS) + (x - finite).cumsum(0))[1:]
+
+
+def _filter_levels(x: Tensor, mu: Tensor, levels: int) -> Tensor:
+    steps = x.shape[0]
+    if levels == 0:
+        kernel, _ = weights(mu.T, 1.0)
+        return (kernel.to(x) @ x.transpose(0, 1)).transpose(0, 1)
+    blocks = steps // BLOCK + 2  # never one, which programs take for an axis to be broadcast
+    missing = blocks * BLOCK - steps
+    x = pad(x, (0, 0, 0, 0, 0, missing)).unfold(0, BLOCK, BLOCK)  # (blocks, batch, n, BLOCK)
+    kernel, decay = weights(pad(mu, (0, 0, 0, missing)).unfold(0, BLOCK, BLOCK), 1.0)
+    inside = x @ kernel.to(x).transpose(-1, -2)
+    ends = _filter_levels(inside[..., -1], decay[..., -1], levels - 1)
+    before = pad(ends, (0, 0, 0, 0, 1, 0))[:-1]
+    carried = decay.to(x).unsqueeze(-2) * before.unsqueeze(-1)
+    out = (inside + carried).movedim(-1, 1).flatten(0, 1)
+    return out.index_select(0, torch.arange(steps, device=x.device))  # a slice would have its bound proved

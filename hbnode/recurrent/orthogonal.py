@@ -1,5 +1,6 @@
-"""DTRIV: recurrent layers and cells whose recurrent weight is orthogonal by construction, with any rule."""
+"""Recurrent layers and cells whose recurrent weight is orthogonal by construction: DTRIV, and DTRIV with momentum."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, SupportsIndex
 
@@ -9,15 +10,13 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from torch.utils.hooks import RemovableHandle
 
 from hbnode._checks import as_count
-from hbnode._torch import make_parametrized
-from hbnode.recurrent import autocast
-from hbnode.recurrent.base import CellOptions, LayerOptions, RecurrentCell, RecurrentLayer
-from hbnode.recurrent.cell_steps import ModReLUStep
-from hbnode.recurrent.executor import Weights
-from hbnode.recurrent.initialization import orthogonal_by_angles
-from hbnode.recurrent.rules import Momentum, Rule
+from hbnode._torch import make_parametrized, no_autocast
+from hbnode.recurrent.cells import ModReLUStep, RecurrentCell, Weights
+from hbnode.recurrent.layers import RecurrentLayer
+from hbnode.recurrent.rules import Momentum, Rule, RuleName, make_rule
 
-PLAIN = Momentum(momentum=0.0, step_size=1.0)
+ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code
+PLAIN = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
 
 
 class Trivialization(nn.Module):
@@ -38,7 +37,7 @@ class Trivialization(nn.Module):
         self.register_buffer("base", torch.zeros_like(weight, dtype=_wide(weight)))
 
     def _product(self, x: Tensor) -> Tensor:
-        with autocast.switched(x, on=False):
+        with no_autocast(x):
             below = x.to(_wide(x)).tril(-1)
             return self.base @ torch.matrix_exp(below - below.mT)
 
@@ -75,6 +74,22 @@ class Trivialization(nn.Module):
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
+    """Return an orthogonal matrix that rotates planes, block by block, by random angles.
+
+    Arguments:
+        like: a square matrix of the size, dtype and device; half precision becomes float32.
+        init: "cayley" or "henaff", the range of the angles.
+    """
+    if init not in ANGLES:
+        raise ValueError(f"init must be one of {tuple(ANGLES)}, got {init!r}. Fix: 'cayley'.")
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    angles = torch.empty(len(like) // 2, dtype=dtype, device=like.device).uniform_(*ANGLES[init])
+    blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
+    rest = [angles.new_ones(1, 1)] * (len(like) % 2)
+    return torch.block_diag(*blocks, *rest)
 
 
 class _Orthogonal(nn.Module):
@@ -137,43 +152,106 @@ def _empty(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
-class DTRIV(_Orthogonal, RecurrentLayer):
-    """A recurrent layer with an orthogonal weight B, which filters its input with a rule.
+class MomentumDTRIV(_Orthogonal, RecurrentLayer):
+    """A recurrent layer with an orthogonal weight B that filters its input.
 
     With g_t = W x_t::
 
-        d_t = rule(g_1, ..., g_t)
+        d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         h_t = modrelu(B h_{t-1} + d_t),  modrelu(z) = sign(z) relu(|z| + b)
 
     B = base exp(A) with A skew-symmetric is a parametrization, as torch's own ``orthogonal`` ("dynamic
-    trivialization"); :meth:`rebase` moves the base to B, see :func:`rebase_every`. The bias b of modReLU is the only
-    one. The scan over time takes one product with B a sample.
+    trivialization"); :meth:`rebase` moves the base to B, see :func:`hbnode.recurrent.rebase_every`. The bias b of
+    modReLU is the only one. The scan over time takes one product with B a sample.
 
-    References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501);
-    momentum, Nguyen et al. (arXiv:2006.06919), section 4.
+    References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
+    section 4; Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
 
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        num_layers: number of stacked layers (default: 1).
-        batch_first: whether x and the output are (batch, T, features) (default: False).
-        dropout: probability of dropping an output between layers in training (default: 0.0).
-        bidirectional: whether a second cell runs backwards in time (default: False).
-        rule: one of :mod:`hbnode.recurrent.rules` (default: ``Momentum(0.0, 1.0)``, which leaves g_t as it is).
-        init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, pi/2) (Helfrich et al.,
-            arXiv:1707.09520), "henaff" from U(-pi, pi) (Henaff et al., arXiv:1602.06662) (default: "cayley").
-        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM` (default: "gates").
-        compile: whether to compile the scan over time with torch.compile (default: False).
-        device: device of the parameters (default: torch's).
-        dtype: dtype of the parameters (default: torch's).
+        num_layers: number of stacked layers. Default: ``1``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
+            arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
+        rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
+            :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h and the rule's memory, each (layers * directions, batch, hidden_size).
+        state: h and what the rule remembers, each (layers * directions, batch, hidden_size).
 
     Raises:
         TypeError: the rule is not a rule, or batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        init: Literal["cayley", "henaff"] = "cayley",
+        rule: RuleName | Rule = "momentum",
+        momentum: float | None = None,
+        step_size: float | None = None,
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.init = init
+        rule = make_rule(rule, momentum, step_size)
+        options = True, batch_first, dropout, bidirectional, rule, compile, device, dtype
+        super().__init__(ModReLUStep(), None, input_size, hidden_size, num_layers, *options)
+        self._make_orthogonal()
+
+    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
+        n = self.hidden_size
+        return {"weight_ih": (n, input_size), "weight_hh": (n, n), "bias": (n,)}
+
+    def _weights(self, suffix: str) -> Weights:
+        w, u, bias = (getattr(self, name + suffix) for name in ("weight_ih", "weight_hh", "bias"))
+        return Weights(w, u, None, bias)
+
+
+class DTRIV(MomentumDTRIV):
+    """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum, d_t = W x_t.
+
+    h_t = modrelu(B h_{t-1} + W x_t),  modrelu(z) = sign(z) relu(|z| + b)
+
+    References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers. Default: ``1``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        init: initial B, "cayley" or "henaff", see :class:`MomentumDTRIV`. Default: ``"cayley"``.
+        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h and v = d, each (layers * directions, batch, hidden_size).
+
+    Raises:
+        TypeError: batch_first or bidirectional is not a bool.
         ValueError: a size, probability or name is not valid.
 
     Example:
@@ -192,49 +270,49 @@ class DTRIV(_Orthogonal, RecurrentLayer):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        rule: Rule = PLAIN,
         init: Literal["cayley", "henaff"] = "cayley",
-        momentum_space: Literal["gates", "hidden"] = "gates",
         compile: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.init = init
-        sizes = input_size, hidden_size, num_layers
-        options: LayerOptions = {"momentum_space": momentum_space, "compile": compile, "device": device, "dtype": dtype}
-        super().__init__(ModReLUStep(), None, *sizes, True, batch_first, dropout, bidirectional, rule=rule, **options)
-        self._make_orthogonal()
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first=batch_first,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            init=init,
+            rule=PLAIN,
+            compile=compile,
+            device=device,
+            dtype=dtype,
+        )
 
-    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
-        n = self.hidden_size
-        return {"weight_ih": (n, input_size), "weight_hh": (n, n), "bias": (n,)}
 
-    def _weights(self, suffix: str) -> Weights:
-        w, u, bias = (getattr(self, name + suffix) for name in ("weight_ih", "weight_hh", "bias"))
-        return Weights(w, u, None, bias, self.momentum_space == "hidden")
-
-
-class DTRIVCell(_Orthogonal, RecurrentCell):
-    """One step of :class:`DTRIV`.
+class MomentumDTRIVCell(_Orthogonal, RecurrentCell):
+    """One step of :class:`hbnode.MomentumDTRIV`, whose state it takes and returns.
 
     With g_t = W x_t and the rule's next output d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
 
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        rule: one of :mod:`hbnode.recurrent.rules` (default: ``Momentum(0.0, 1.0)``, which leaves g_t as it is).
-        init: initial B, "cayley" or "henaff", see :class:`DTRIV` (default: "cayley").
-        momentum_space: "gates" or "hidden", see :class:`hbnode.recurrent.LSTM` (default: "gates").
-        device: device of the parameters (default: torch's).
-        dtype: dtype of the parameters (default: torch's).
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        init: initial B, "cayley" or "henaff", see :class:`hbnode.MomentumDTRIV`. Default: ``"cayley"``.
+        rule: the filter by its name, see :class:`hbnode.MomentumLSTM`, or as an object of
+            :mod:`hbnode.recurrent.rules`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h and the rule's memory, each (batch, hidden_size).
+        state: h and what the rule remembers, each (batch, hidden_size).
 
     Raises:
         TypeError: the rule is not a rule.
-        ValueError: a size or name is not valid.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
     """
 
     bias: Tensor
@@ -243,16 +321,17 @@ class DTRIVCell(_Orthogonal, RecurrentCell):
         self,
         input_size: int,
         hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
         *,
-        rule: Rule = PLAIN,
         init: Literal["cayley", "henaff"] = "cayley",
-        momentum_space: Literal["gates", "hidden"] = "gates",
+        rule: RuleName | Rule = "momentum",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.init = init
-        options: CellOptions = {"momentum_space": momentum_space, "device": device, "dtype": dtype}
-        super().__init__(ModReLUStep(), input_size, hidden_size, rule=rule, **options)
+        rule = make_rule(rule, momentum, step_size)
+        super().__init__(ModReLUStep(), input_size, hidden_size, True, rule, device, dtype)
         self._make_orthogonal()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -260,7 +339,37 @@ class DTRIVCell(_Orthogonal, RecurrentCell):
         return {"weight_ih": (n, self.input_size), "weight_hh": (n, n), "bias": (n,)}
 
     def _weights(self) -> Weights:
-        return Weights(self.weight_ih, self.weight_hh, None, self.bias, self.momentum_space == "hidden")
+        return Weights(self.weight_ih, self.weight_hh, None, self.bias)
+
+
+class DTRIVCell(MomentumDTRIVCell):
+    """One step of :class:`hbnode.DTRIV`: h_t = modrelu(B h_{t-1} + W x_t) with an orthogonal B.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        init: initial B, "cayley" or "henaff", see :class:`hbnode.MomentumDTRIV`. Default: ``"cayley"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h and v = d, each (batch, hidden_size).
+
+    Raises:
+        ValueError: a size or name is not valid.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        init: Literal["cayley", "henaff"] = "cayley",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, init=init, rule=PLAIN, device=device, dtype=dtype)
 
 
 def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int) -> RemovableHandle:

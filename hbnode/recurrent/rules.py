@@ -3,6 +3,7 @@ momentum.
 
 A rule turns the sequence g_t = W x_t + b into the filtered input d_t, which replaces g_t in the cell: h_t =
 cell(h_{t-1}, d_t). It does not depend on h, so d of a whole sequence is computed before the cell takes its first step.
+A layer takes a rule as an object, ``rule=Adam(beta=0.99)``, or by its name, ``rule="adam"``.
 
 References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
 equations 9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022),
@@ -14,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hbnode import _torch
+from hbnode._suggestions import nearest
 from hbnode._torch import is_tracing, is_transformed
 from hbnode.recurrent.filter import block_weights, linear_filter
 
@@ -158,7 +160,7 @@ class NAG(LinearRule):
 
     @override
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        t = _next(t, steps)
+        t = _sample_numbers(t, steps)
         return (t - 1) / (t + 2)
 
 
@@ -178,7 +180,7 @@ class ScheduledRestart(LinearRule):
 
     @override
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        t = _next(t, steps) % self.restart
+        t = _sample_numbers(t, steps) % self.restart
         return t / (t + 3)
 
 
@@ -205,7 +207,7 @@ class Adam(Rule):
     @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         assert memory.m is not None
-        d, v, m = _normalized(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
+        d, v, m = _normalize(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
         return d, Memory(v, m)
 
 
@@ -228,7 +230,7 @@ class RMSProp(Rule):
     @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         assert memory.m is not None
-        d, _, m = _normalized(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
+        d, _, m = _normalize(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
         return d, Memory(m=m)
 
 
@@ -266,6 +268,46 @@ class AdaptiveMomentum(Rule):
         return torch.where(is_silent, 0.0, mu)
 
 
+RuleName: TypeAlias = Literal["momentum", "nag", "restart", "adam", "rmsprop", "adaptive"]
+_KINDS: dict[str, type[Rule]] = dict(
+    zip(get_args(RuleName), (Momentum, NAG, ScheduledRestart, Adam, RMSProp, AdaptiveMomentum), strict=True)
+)
+
+
+def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: float | None = None) -> Rule:
+    """The rule of a layer or cell, from its arguments.
+
+    Arguments:
+        rule: its name, or the rule itself.
+        momentum: μ of a rule given by name; None is the rule's default.
+        step_size: s, likewise.
+    """
+    numbers = {"momentum": momentum, "step_size": step_size}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    if isinstance(rule, Rule):
+        for name, value in given.items():
+            fix = f"{type(rule).__name__}(..., {name}={value!r})" if hasattr(rule, name) else f"leave out {name}"
+            raise ValueError(f"{name} must be an argument of the rule, got {value!r} beside {rule}. Fix: {fix}.")
+        return rule
+    if not isinstance(rule, str):
+        got = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
+        is_kind = isinstance(rule, type) and issubclass(rule, Rule)
+        fix = f"rule={rule.__name__}()" if is_kind else 'rule="momentum", or rule=Momentum(0.6, 0.6)'
+        raise TypeError(f"rule must be a name or an object of hbnode.recurrent.rules, got {got}. Fix: {fix}.")
+    if rule not in _KINDS:
+        near = nearest(rule, tuple(_KINDS)) or "momentum"
+        raise ValueError(f"rule must be one of {', '.join(map(repr, _KINDS))}, got {rule!r}. Fix: rule={near!r}.")
+    kind = _KINDS[rule]
+    taken = [field.name for field in dataclasses.fields(kind)]
+    for name, value in given.items():
+        if name not in taken:
+            raise ValueError(
+                f"rule={rule!r} must come without {name}, as {kind.__name__} takes {', '.join(taken)}; got {value!r}. "
+                f"Fix: leave out {name}."
+            )
+    return kind(**given)
+
+
 MANY = 2**14  # numbers a sample, from which on the work and not the number of calls is what takes the time
 
 _POSITIVE = (lambda x: 0 < x < math.inf, "a positive number")
@@ -289,7 +331,7 @@ def needs_plain() -> bool:
     return is_tracing() or is_transformed() or _torch.double_backward_enabled()
 
 
-def once(what: str) -> None:
+def refuse_second_derivative(what: str) -> None:
     """Refuse to be differentiated twice; torch's ``once_differentiable`` drops the second derivative silently."""
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -298,24 +340,24 @@ def once(what: str) -> None:
         )
 
 
-def _normalized(
+def _normalize(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
     if g.shape[0] > 1 and g.device.type == "cpu" and not needs_plain():
         if not torch.is_grad_enabled():
-            return _normalized_in_place(g, v, m, mu, s, beta, eps)
+            return _normalize_in_place(g, v, m, mu, s, beta, eps)
         if g[0].numel() >= MANY:
-            return _Normalized.apply(g, v, m, mu, s, beta, eps)
+            return _Normalize.apply(g, v, m, mu, s, beta, eps)
     numerator = s * g if v is None else linear_filter(g, mu, s, v)
     squares = linear_filter(g * g, beta, 1 - beta, m)
     return numerator * (squares + eps).rsqrt(), None if v is None else numerator[-1], squares[-1]
 
 
-def _normalized_in_place(
+def _normalize_in_place(
     g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """:func:`_normalized` without gradient, in few calls over little memory."""
+    """:func:`_normalize` without gradient, in few calls over little memory."""
     filtered = torch.empty_like(g, memory_format=torch.contiguous_format)
     of_v, of_m = (block_weights(factor, g, scale) for factor, scale in ((mu, s), (beta, 1 - beta)))
     size = len(of_m[0])
@@ -325,7 +367,7 @@ def _normalized_in_place(
         (k_v, decay_v), (k_m, decay_m) = ((k[:steps, :steps], decay[:steps]) for k, decay in (of_v, of_m))
         torch.mul(given, given, out=d)
         if not math.isfinite(d.sum()):  # zeros of a kernel must not meet NaN and inf
-            return _Normalized.apply(g, *start, mu, s, beta, eps)
+            return _Normalize.apply(g, *start, mu, s, beta, eps)
         torch.mm(k_m, d, out=root).addr_(decay_m, m.flatten())
         m = root[-1].view_as(m).clone()
         root.add_(eps).rsqrt_()
@@ -338,8 +380,8 @@ def _normalized_in_place(
     return filtered, v, m
 
 
-class _Normalized(torch.autograd.Function):
-    """:func:`_normalized` a sample at a time, so that what it works on stays in the cache of a CPU."""
+class _Normalize(torch.autograd.Function):
+    """:func:`_normalize` a sample at a time, so that what it works on stays in the cache of a CPU."""
 
     @staticmethod
     def forward(
@@ -360,7 +402,7 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, dv: Tensor | None, dm: Tensor | None) -> tuple[Tensor | None, ...]:
-        once("the filter of Adam and RMSProp")
+        refuse_second_derivative("the filter of Adam and RMSProp")
         g, filtered, *roots = ctx.saved_tensors
         has_momentum, mu, s, beta = ctx.factors
         grad = torch.zeros_like(g) if grad is None else grad
@@ -376,7 +418,7 @@ class _Normalized(torch.autograd.Function):
         return dg, dv if has_momentum else None, dm, None, None, None, None
 
 
-def _next(t: int | Tensor | None, steps: int) -> Tensor:
+def _sample_numbers(t: int | Tensor | None, steps: int) -> Tensor:
     """The numbers of the next samples, the first of all is 1, in float64."""
     following = torch.arange(1, steps + 1, dtype=torch.float64)
     return following.to(t.device).unsqueeze(1) + t if isinstance(t, Tensor) else following + (t or 0)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hbnode.recurrent.cell_steps import CellOutput, CellStep, Gradients
-from hbnode.recurrent.rules import LinearRule, Memory, Rule, needs_plain, once
+from hbnode.recurrent.cells import CellOutput, CellStep, Gradients
+from hbnode.recurrent.rules import LinearRule, Memory, Rule, needs_plain, refuse_second_derivative
 
 BLOCK = 16
 
@@ -118,7 +118,7 @@ class Scan:
         rests = [gradients.rest for gradients in reversed(found) if gradients.rest is not None]
         return self.step.input_gradient(da, torch.stack(rests) if rests else None), da, dh, dc
 
-    def of(self, x: Tensor, u: Tensor) -> tuple[Callable, Callable, Callable]:
+    def functions(self, x: Tensor, u: Tensor) -> tuple[Callable, Callable, Callable]:
         """Return filter, forward and backward for a block of x; a shorter one at the end is not worth compiling."""
         if self.compile and len(x) == BLOCK:
             return _compiled(self, x.shape, u.shape, x.dtype, x.device)
@@ -165,10 +165,10 @@ class _Scan(torch.autograd.Function):
         memories: list[Memory] = []
         out, u_t = h.new_empty(len(x), *h.shape), u.T.contiguous()
         for block, place in zip(x.split(BLOCK), out.split(BLOCK), strict=True):
-            filtered, forward, _ = scan.of(block, u)
+            filtered, forward, _ = scan.functions(block, u)
             memories.append(memory)
             d, memory = filtered(block, w, b, memory)
-            memory = _apart(memory)
+            memory = memory.map(torch.clone)  # else it would keep the block that it is a view of
             if forward == scan.forward:
                 after = forward(d, u_t, bias, last, place)
             else:
@@ -187,13 +187,13 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, dc: Tensor | None, *dkept: Tensor | None) -> tuple[Tensor | None, ...]:
-        once("a scan over time")
+        refuse_second_derivative("a scan over time")
         dmemory = list(dkept)
         scan = ctx.scan
         x, w, b, u, bias, h, c, out, *kept = ctx.saved_tensors
         cut = 3 * len(ctx.times)
         memories = [Memory(kept[3 * k], kept[3 * k + 1], kept[3 * k + 2], t) for k, t in enumerate(ctx.times)]
-        blocks = _pairs(CellOutput(h, c), out, kept[cut:], len(memories))
+        blocks = _block_outputs(CellOutput(h, c), out, kept[cut:], len(memories))
         grad = torch.zeros_like(out) if grad is None else grad
         dh, dc = torch.zeros_like(h), torch.zeros_like(c) if dc is None and c is not None else dc
         sums = _Sums(scan, u, bias)
@@ -201,7 +201,7 @@ class _Scan(torch.autograd.Function):
         for k in reversed(range(len(memories))):
             at = slice(k * BLOCK, min((k + 1) * BLOCK, len(x)))
             before, after = blocks[k]
-            _, _, backward = scan.of(x[at], u)
+            _, _, backward = scan.functions(x[at], u)
             dd, da, dh, dc = backward(grad[at], dh, dc, u, before, after)
             sums.add_recurrent(da, before.h, after.h)
             dx_block, *dmemory = sums.add_filter((x[at], w, b), memories[k], (dd, *dmemory))
@@ -241,7 +241,7 @@ class _Sums:
         """
         if self.scan.rule is None:
             return grads[0], None, None, None
-        filtered, _, _ = self.scan.of(inputs[0], self.u)
+        filtered, _, _ = self.scan.functions(inputs[0], self.u)
         with torch.enable_grad():
             leaves = [None if z is None else z.detach().requires_grad_() for z in (*inputs, *memory[:3])]
             x, w, b, v, m, g = leaves
@@ -255,13 +255,9 @@ class _Sums:
         return dx, *rest
 
 
-def _apart(memory: Memory) -> Memory:
-    """The memory without the block that it is a view of."""
-    v, m, g = (None if z is None else z.clone() for z in memory[:3])
-    return Memory(v, m, g, memory.t)
-
-
-def _pairs(start: CellOutput, out: Tensor, kept: Sequence[Any], blocks: int) -> list[tuple[CellOutput, CellOutput]]:
+def _block_outputs(
+    start: CellOutput, out: Tensor, kept: Sequence[Any], blocks: int
+) -> list[tuple[CellOutput, CellOutput]]:
     """For each block, the outputs of the steps before each of its steps, and of its steps.
 
     Arguments:
@@ -274,12 +270,12 @@ def _pairs(start: CellOutput, out: Tensor, kept: Sequence[Any], blocks: int) -> 
     found, last = [], start
     for k, h in enumerate(out.split(BLOCK)):
         c, *parts = kept[k * width : (k + 1) * width]
-        before = CellOutput(_delayed(last.h, h), None if last.c is None else _delayed(last.c, c))
+        before = CellOutput(_shift(last.h, h), None if last.c is None else _shift(last.c, c))
         found.append((before, CellOutput(h, c, tuple(parts))))
         last = CellOutput(h[-1], None if c is None else c[-1])
     return found
 
 
-def _delayed(first: Tensor, y: Tensor) -> Tensor:
+def _shift(first: Tensor, y: Tensor) -> Tensor:
     """The sequence y one sample later, from a first value on."""
     return torch.cat([first.unsqueeze(0), y[:-1]])

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_input
-from hbnode._torch import fused_layer
-from hbnode.recurrent import autocast
-from hbnode.recurrent.arguments import check_switch
+from hbnode._checks import as_count, check_bool, check_input
+from hbnode._torch import fused_layer, is_autocast, no_autocast
 from hbnode.recurrent.batch import SequenceBatch
 
 
@@ -71,8 +69,8 @@ class TanhRNN(nn.Module):
         super().__init__()
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
-        self.batch_first = check_switch(
-            batch_first, "batch_first", "pass it by name; there is one layer, in one direction."
+        self.batch_first = check_bool(
+            batch_first, "batch_first", "pass it by name; there is one layer, in one direction"
         )
         self.connections, self.input_std = as_count(connections, "connections"), input_std
         sizes = {
@@ -129,15 +127,15 @@ class TanhRNN(nn.Module):
             TypeError: x is not floating point.
             ValueError: x or h0 has another shape than expected.
         """
-        batch = SequenceBatch.of(x, self.input_size, self.batch_first)
+        batch = SequenceBatch.read(x, self.input_size, self.batch_first)
         inputs, weight = batch.x, self.weight_ih
-        if autocast.is_on(inputs):
+        if is_autocast(inputs):
             inputs = inputs.to(weight.dtype)
         elif inputs.dtype != weight.dtype:
             raise ValueError(
                 f"x must be {weight.dtype} as the parameters are, got {inputs.dtype}. Fix: x.to({weight.dtype})."
             )
-        with autocast.switched(inputs, on=False):
+        with no_autocast(inputs):
             out, last = self._run(batch, inputs, h0)
         return batch.output(out), batch.unsort(last, axis=1)
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import hbnode
+from hbnode.recurrent import rules
 from tasks.common.config import TaskConfig, option
 
 VARIANTS = ("plain", "gain", "steady", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
@@ -45,7 +46,20 @@ USES = {
     "adaptive": ("step_size",),
     OSCILLATORS: (),
 }
-PREFIXES = {"nag": "NAG", "sr": "SR", "adam": "Adam", "rmsprop": "RMSProp", "adaptive": "AdaptiveMomentum"}
+LAYERS = {
+    "lstm": hbnode.MomentumLSTM,
+    "rnn": hbnode.MomentumRNN,
+    "gru": hbnode.MomentumGRU,
+    "dtriv": hbnode.MomentumDTRIV,
+}
+# The rules beside momentum, with the papers' names of the layers that have them.
+RULES = {
+    "nag": (rules.NAG, "NAG"),
+    "sr": (rules.ScheduledRestart, "SR"),
+    "adam": (rules.Adam, "Adam"),
+    "rmsprop": (rules.RMSProp, "RMSProp"),
+    "adaptive": (rules.AdaptiveMomentum, "AdaptiveMomentum"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,13 +199,13 @@ def make_layer(
         init: of a DTRIV, how its orthogonal weight starts.
         options: further ones of the layer, such as ``num_layers``, ``batch_first``, ``compile``.
     """
-    names = USES[model] if model in PREFIXES else ("momentum", "step_size")
-    options |= {name: getattr(rule, name) for name in names}
+    kind, names = (RULES[model][0], USES[model]) if model in RULES else (rules.Momentum, ("momentum", "step_size"))
     if cell == "lstm":
         options["forget_bias"] = forget_bias * rule.forget_scale
     if cell == "dtriv":
         options["init"] = init
-    return getattr(hbnode, PREFIXES.get(model, "Momentum") + cell.upper())(input_size, hidden_size, **options)
+    numbers = {name: getattr(rule, name) for name in names}
+    return LAYERS[cell](input_size, hidden_size, rule=kind(**numbers), **options)
 
 
 def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.OscillatorStack:
@@ -225,4 +239,4 @@ def title(model: str, cell: str) -> str:
     }
     if model in stock:
         return cell.upper() + stock[model]
-    return PREFIXES.get(model, "Momentum") + cell.upper()
+    return (RULES[model][1] if model in RULES else "Momentum") + cell.upper()

@@ -50,8 +50,12 @@ MODELS = {  # with the evaluations of a forward pass, if they are known
     "heavy_ball_memory": (lambda: Streamed("heavy_ball"), None),
     "ode_rnn": (lambda: Last(hbnode.ODERNN(1, 3, rtol=1e-3, atol=1e-3)), None),
     **{
-        name: (lambda name=name: Last(getattr(hbnode, name)(1, 3)), None)
-        for name in ("MomentumLSTM", "AdamGRU", "SRDTRIV")
+        f"{rule} {kind.__name__}": (lambda kind=kind, rule=rule: Last(kind(1, 3, rule=rule)), None)
+        for kind, rule in (
+            (hbnode.MomentumLSTM, "momentum"),
+            (hbnode.MomentumGRU, "adam"),
+            (hbnode.MomentumDTRIV, "restart"),
+        )
     },
 }
 

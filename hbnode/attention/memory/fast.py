@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._torch import is_batched
+from hbnode._torch import is_batched, no_autocast
 from hbnode.attention.memory.chunks import ChunkGradients, Chunks, ProductGradients, Products
 from hbnode.attention.memory.gates import Gates
 from hbnode.attention.memory.layout import Layout, Span
 from hbnode.attention.memory.plain import chunkwise
 from hbnode.attention.memory.weights import BLOCK
-from hbnode.recurrent import autocast
 
 Grads = tuple[Tensor | None, ...]
 
@@ -68,7 +67,7 @@ class _FastChunkwise(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, ds: Tensor | None, dp: Tensor | None) -> Grads:
         saved = ctx.saved_tensors
         inputs, kept = saved[:INPUTS], list(saved[INPUTS:])
-        with autocast.switched(inputs[0], on=False):
+        with no_autocast(inputs[0]):
             many = any(grad is not None and is_batched(grad) for grad in (dout, ds, dp))
             if torch.is_grad_enabled() or many:  # create_graph=True
                 return None, None, None, *_differentiable(ctx, inputs, (dout, ds, dp))

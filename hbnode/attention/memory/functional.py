@@ -9,12 +9,11 @@ from torch import Tensor
 
 from hbnode import _torch
 from hbnode._checks import as_count, check_input
-from hbnode._torch import is_tracing, is_transformed
+from hbnode._torch import is_tracing, is_transformed, no_autocast
 from hbnode.attention.memory.fast import fast_chunkwise
 from hbnode.attention.memory.gates import Gate, Gates, read_gates
 from hbnode.attention.memory.plain import chunkwise, one_step
 from hbnode.attention.memory.stability import warn_unless_stable
-from hbnode.recurrent import autocast
 
 Delta = Literal["decayed", "plain", False]
 
@@ -187,7 +186,7 @@ def heavy_ball_memory(
     if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
         raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
     ignored = _check_mask(key_padding_mask, q)
-    with autocast.switched(q, on=False):
+    with no_autocast(q):
         like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
         gates = read_gates(log_momentum, log_decay, step, write, like, ignored)
         if delta and not is_tracing():
