@@ -227,9 +227,9 @@ class MomentumDTRIV(_Orthogonal, RecurrentLayer):
 
 
 class DTRIV(MomentumDTRIV):
-    """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum, d_t = W x_t.
+    """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum::
 
-    h_t = modrelu(B h_{t-1} + W x_t),  modrelu(z) = sign(z) relu(|z| + b)
+        h_t = modrelu(B h_{t-1} + W x_t),  modrelu(z) = sign(z) relu(|z| + b)
 
     References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
 
