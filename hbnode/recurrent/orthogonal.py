@@ -227,7 +227,9 @@ class MomentumDTRIV(_Orthogonal, RecurrentLayer):
 
 
 class DTRIV(MomentumDTRIV):
-    """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum::
+    """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum.
+
+    With d_t = W x_t::
 
         h_t = modrelu(B h_{t-1} + W x_t),  modrelu(z) = sign(z) relu(|z| + b)
 
