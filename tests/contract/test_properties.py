@@ -9,7 +9,7 @@ from torch import nn
 
 import hbnode
 from tests.models import MODELS, make_field
-from tests.momentum_layers import CELLS, RULES, SPACES, make_pair
+from tests.momentum_layers import CELLS, RULES, make_pair
 
 NATIVE = {method.name: method for method in hbnode.methods() if method.library == "hbnode"}
 METHODS, ADAPTIVE = [*NATIVE], [name for name, method in NATIVE.items() if method.steps == "adaptive"]
@@ -186,14 +186,13 @@ def test_an_ode_rnn_of_a_padded_batch_is_each_series_alone_and_in_parts(field, l
 @given(
     st.sampled_from([*RULES]),
     st.sampled_from([*CELLS]),
-    st.sampled_from(SPACES),
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
     st.booleans(),
     seeds,
 )
-def test_a_packed_batch_is_each_sequence_alone_and_in_parts(rule, cell, space, lengths, bidirectional, seed):
+def test_a_packed_batch_is_each_sequence_alone_and_in_parts(rule, cell, lengths, bidirectional, seed):
     torch.manual_seed(seed)
-    layer, _ = make_pair(cell, rule, layers=2, space=space, bidirectional=bidirectional)
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=bidirectional)
     x = torch.randn(max(lengths), len(lengths), 2, dtype=torch.float64)
     with torch.no_grad():
         output, end = layer(nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False))
