@@ -7,7 +7,7 @@ The host knows times and sizes only, as arrays of NumPy: of no dimension where o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,23 @@ class AdaptiveSteps:
         if not p.end_only or (self.then == p.end).any():
             self._find_outputs(attempt)
         return attempt
+
+    def without(self, attempt: Attempt, refused: Array) -> Attempt:
+        """The step in which lanes that refuse it, because it is not finite, rest where they are."""
+        p, size = self.problem, attempt.size
+        if p.t is None:
+            size = np.where(refused, 0.0, size)
+            times = [p.time(attempt.begin) + c * size for c in p.method.nodes]
+        else:
+            size = torch.where(torch.from_numpy(refused).to(size.device), 0.0, size)
+            times = [p.differentiable(attempt.begin) + c * size for c in p.method.nodes]
+        taken = replace(attempt, size=size, times=[p.stages(times) if p.wants_time else p.no_times])
+        if attempt.outputs is not None and attempt.lanes is not None:
+            stays = ~refused[attempt.lanes]
+            taken.outputs = attempt.outputs[stays] if stays.any() else None
+            taken.lanes, theta = attempt.lanes[stays], attempt.theta
+            taken.theta = theta[stays] if theta is not None and stays.any() else None
+        return taken
 
     def _next_stop(self) -> Array:
         """Where a step must end next: at the end, on an output with ``save="exact"``, or on a jump.

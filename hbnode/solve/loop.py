@@ -445,6 +445,10 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
         if accepted is True or accepted.all():
             state = after
         elif accepted.any():
+            assert adaptive is not None
+            if after[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
+                attempt = adaptive.without(attempt, ~accepted)  # 0 times NaN is NaN in a graph
+                after, _, outputs = take(state, attempt)
             moved = torch.from_numpy(accepted).to(problem.template.device)
             moved = moved.view(-1, *[1] * (state[0].dim() - 1))
             state = tuple([torch.where(moved, new, old) for new, old in zip(after, state, strict=True)])

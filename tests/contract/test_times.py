@@ -136,3 +136,19 @@ def test_times_of_pandas_and_numpy(t):
 def test_a_set_is_no_times():
     with pytest.raises(TypeError, match="a tensor or a sequence, got set"):
         hbnode.odeint(lambda t, y: -y, X, {0.0, 1.0})
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("needs_t", [False, True])
+def test_a_step_that_overflows_for_one_sample_leaves_its_gradient_finite(gradient, needs_t):
+    weight = torch.tensor(1.0, requires_grad=True)
+    x, field = torch.tensor([[1.8], [0.1]], requires_grad=True), hbnode.NODE(lambda h: -weight * h**15)
+    t = torch.tensor([0.0, 0.05, 1.0], requires_grad=needs_t)
+    options = {"first_step": 0.1}  # 1.8^15 is 7e3, and the next stage overflows
+    h = hbnode.odeint(field, x, t, per_sample=True, gradient=gradient, options=options)
+    h.sum().backward()
+    exact = (1.8**-14 + 14 * t.detach()[1:].double()) ** (-1 / 14)
+    assert h[1:, 0, 0].tolist() == pytest.approx(exact.tolist(), rel=1e-4)
+    assert weight.grad.item() == pytest.approx(-(exact**15 * t.detach()[1:]).sum().item(), rel=1e-2)
+    assert torch.isfinite(x.grad).all()
+    assert not needs_t or t.grad[1].item() == pytest.approx(-(exact[0] ** 15).item(), rel=1e-2)
