@@ -30,7 +30,15 @@ from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nets import MLP
 from hbnode.nfe import NFE, Tally, open_records
 from hbnode.ode_rnn.gaps import Gaps, Solver, steps_needed
-from hbnode.solve.control import FIRST_LOOK, NON_FINITE_ATTEMPTS, TOO_MANY, Array, PIController, first_size
+from hbnode.solve.control import (
+    FIRST_LOOK,
+    LONGEST_DECAY,
+    NON_FINITE_ATTEMPTS,
+    TOO_MANY,
+    Array,
+    PIController,
+    first_size,
+)
 from hbnode.solve.methods import METHODS, NYSTROM, SECOND_ORDER, Explicit, Method, Splitting
 
 Weights = Sequence[Any]  # weight and bias of each linear layer: the cell's, which sees the state, and those of f
@@ -39,7 +47,6 @@ MANY = 1024  # rows of a batch, of so many or more uses a gradient is summed in 
 TOGETHER = 4096  # sizes of steps whose coefficients, or their gradients, are made at once
 FEW_SIZES = 256  # for which NumPy is faster than torch
 FEW = 0.75  # of the samples still on their way, from which the others are left out
-LONGEST_DECAY = 16.0  # γH of a step of a Nystrom method, as in hbnode.solve
 aten = torch.ops.aten
 
 

@@ -15,7 +15,7 @@ from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.nfe import open_records
 from hbnode.signal import queries, refuse_queries_outside
-from hbnode.solve.control import BESIDE_JUMP, FIELD_NOT_FINITE, AdaptiveSteps, Array, Attempt
+from hbnode.solve.control import BESIDE_JUMP, FIELD_NOT_FINITE, LONGEST_DECAY, AdaptiveSteps, Array, Attempt
 from hbnode.solve.methods import (
     NYSTROM,
     Explicit,
@@ -32,7 +32,6 @@ from hbnode.solve.term import ODETerm
 Rows = tuple[Tensor, ...]
 Take = Callable[[Rows, Attempt], tuple[Rows, Any, Rows]]  # the state after an attempt, its error, the outputs in it
 STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods short
-LONGEST_DECAY = 16.0  # γH: beyond 32 the decay of a single step hides its error, and any answer would pass
 
 
 class Problem:

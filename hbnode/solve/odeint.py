@@ -24,8 +24,8 @@ from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
 from hbnode.solve.adjoints import Direct, chosen
-from hbnode.solve.control import Attempt
-from hbnode.solve.loop import LONGEST_DECAY, STRONG, Problem, Rows, integrate
+from hbnode.solve.control import LONGEST_DECAY, Attempt
+from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING
 from hbnode.solve.settings import (
     FIXED,
