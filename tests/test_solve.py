@@ -1,3 +1,4 @@
+import datetime
 import logging
 import math
 import sys
@@ -18,9 +19,21 @@ def float64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_dates_as_the_error_says():
-    t = pd.to_datetime(["2026-11-24 00:00", "2026-11-25 12:00"])
-    y = hbnode.odeint(lambda t, y: -y, float64(1.0), (t - t[0]) / pd.Timedelta(days=1), rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize(
+    "t",
+    [
+        pd.to_datetime(["2026-11-24 00:00", "2026-11-25 12:00"]),
+        pd.to_timedelta([6, 42], unit="h"),
+        [datetime.datetime(2026, 11, 24), datetime.datetime(2026, 11, 25, 12)],
+    ],
+    ids=["dates", "durations", "list"],
+)
+def test_dates_as_the_error_says(t):
+    with pytest.raises(TypeError, match=r"Fix: dates and durations in days, t = pandas.Series\(t\), then"):
+        hbnode.odeint(lambda t, y: -y, float64(1.0), t)
+    t = pd.Series(t)
+    t = (t - t.iloc[0]) / pd.Timedelta(days=1)
+    y = hbnode.odeint(lambda t, y: -y, float64(1.0), t, rtol=1e-9, atol=1e-9)
     assert y[-1].item() == pytest.approx(math.exp(-1.5), rel=1e-7)
 
 
@@ -490,8 +503,8 @@ def closure_over_a_leaf():
         ({"t": [0.0, 0.5, 0.5]}, ValueError, r"t\[1\]=0.5 is followed by t\[2\]=0.5"),
         ({"t": [0.0, 1.0, 0.5]}, ValueError, r"t\[1\]=1 is followed by t\[2\]=0.5"),
         ({"t": [0.0, math.nan]}, ValueError, "t must be finite"),
-        ({"t": pd.to_datetime(["2026-11-24", "2026-11-25"])}, TypeError, "numbers .* got a DatetimeIndex"),
-        ({"t": ["0.0", "1.0"]}, TypeError, "numbers .* got a list of str"),
+        ({"t": pd.to_datetime(["2026-11-24", "2026-11-25"])}, TypeError, "numbers, .* got a DatetimeIndex"),
+        ({"t": ["0.0", "1.0"]}, TypeError, "numbers, .* got a list of str"),
         ({"t": torch.zeros(2, 2), "method": "dopri5"}, ValueError, r"one-dimensional, got shape \(2, 2\)"),
         ({"t": []}, ValueError, "at least one time"),
         ({"y0": torch.ones(1, dtype=torch.int64)}, TypeError, r"floating point .* got torch.int64. Fix: x.float\(\)"),

@@ -34,7 +34,7 @@ FIRST_LOOK = 100  # attempted steps; then at twice as many, and so on
 TOO_MANY = 5  # times max_steps: by less the steps may still grow, up to where they are unstable
 GROWTH, DECAY = 1.2, 0.5  # between two looks: steps that grow are waited for, those that shrink will underflow
 
-LONGEST_DECAY = 16.0  # γH of a step of a Nystrom method: beyond 32 the decay of a single step hides its error, and any answer would pass
+LONGEST_DECAY = 16.0  # γH of a step of a Nystrom method: beyond 32 its decay hides its error, and any answer passes
 BESIDE_JUMP = 4.0  # how far from a jump its two sides are, in roundings of the largest time
 
 FIELD_NOT_FINITE = (

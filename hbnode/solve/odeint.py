@@ -601,10 +601,13 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
             try:
                 t = torch.as_tensor(given, dtype=torch.float64)
             except (TypeError, ValueError) as error:
+                fix = (
+                    "dates and durations in days, t = pandas.Series(t), then (t - t.iloc[0]) / pandas.Timedelta(days=1)"
+                )
+                if isinstance(given[0], str):
+                    fix = "[float(time) for time in t], or dates, t = pandas.to_datetime(t), in days since the first"
                 raise TypeError(
-                    f"t must be numbers in the units of f's time, got a {kind} of {type(given[0]).__name__}. "
-                    "Fix: dates and durations in days, t = pandas.Series(t), then (t - t.iloc[0]) / "
-                    "pandas.Timedelta(days=1)."
+                    f"t must be numbers, times as f has them, got a {kind} of {type(given[0]).__name__}. Fix: {fix}."
                 ) from error
     elif not t.is_floating_point():
         t = t.to(torch.float64)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hbnode
+from tests.models import AGAIN
 
 X = torch.ones(1, 1, dtype=torch.float64)
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
@@ -138,7 +139,7 @@ def test_a_set_is_no_times():
         hbnode.odeint(lambda t, y: -y, X, {0.0, 1.0})
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", AGAIN], ids=["direct", "kept", "again"])
 @pytest.mark.parametrize("needs_t", [False, True])
 def test_a_step_that_overflows_for_one_sample_leaves_its_gradient_finite(gradient, needs_t):
     weight = torch.tensor(1.0, requires_grad=True)
