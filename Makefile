@@ -9,7 +9,7 @@ demo: .venv/.complete
 	@$(BIN)/python -m tasks.image_classification --preset demo --model all --out $(DEMO)
 	@$(BIN)/python -m tasks.plot $(DEMO) --out $(DEMO)/demo.png
 
-# A worker for each core. Tests by themselves: .venv/bin/python -m pytest tests/contract/test_nfe.py
+# A worker for each core. Tests by themselves: .venv/bin/python -m pytest tests/test_nfe.py
 test: lint docs
 	$(BIN)/python -m pytest -n auto --dist worksteal
 

@@ -5,10 +5,11 @@ and how many times as fast as softmax attention. *memory*: what they add to the 
 both at the longest length over those at a quarter of it. *generation*: tokens a second and the size of the state of
 transformers of two layers that step token by token, softmax attention with a key-value cache.
 
-Contenders: *softmax* is ``scaled_dot_product_attention``; *momentum* is :func:`hbnode.momentum_attention`, and *linear*
-the same with momentum 0; *heavy ball* is :func:`hbnode.heavy_ball_memory` with the decayed delta rule and a gate of
-each kind for each token, and *gated delta* (Gated DeltaNet) the same without momentum. A training step is forward and
-backward for q, k, v and the gates, from a given gradient of the output.
+Contenders: *softmax* is ``scaled_dot_product_attention``; *momentum* is
+:func:`hbnode.nn.functional.momentum_attention`, and *linear* the same with momentum 0; *heavy ball* is
+:func:`hbnode.nn.functional.heavy_ball_memory` with the decayed delta rule and a gate of each kind for each token, and
+*gated delta* (Gated DeltaNet) the same without momentum. A training step is forward and backward for q, k, v and the
+gates, from a given gradient of the output.
 
 Times are those of the processor, medians of runs that take turns in one process, on one thread; ratios are medians over
 the rounds. Memory is the process's. Writes JSON with the machine in it, and a figure beside it.
@@ -34,7 +35,7 @@ import hbnode
 from benchmarks.dense import seconds
 from benchmarks.gradients import interleaved
 from benchmarks.recurrent import peak_bytes, table
-from hbnode.attention.softmax import KeyValueCache
+from hbnode.nn.attention.softmax import KeyValueCache
 from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 from tasks.models.transformers import make_transformer
@@ -51,12 +52,12 @@ Attend = Callable[..., Tensor]
 
 def linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     """Linear attention."""
-    return hbnode.momentum_attention(q, k, v, momentum=0.0)
+    return hbnode.nn.functional.momentum_attention(q, k, v, momentum=0.0)
 
 
 def momentum(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     """Linear attention with momentum."""
-    return hbnode.momentum_attention(q, k, v, momentum=MOMENTUM)
+    return hbnode.nn.functional.momentum_attention(q, k, v, momentum=MOMENTUM)
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
@@ -66,14 +67,16 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, _: Tensor) -> Tensor:
     """Gated DeltaNet."""
-    return hbnode.heavy_ball_memory(q, k, v, log_momentum=None, log_decay=decay, write=write)
+    return hbnode.nn.functional.heavy_ball_memory(q, k, v, log_momentum=None, log_decay=decay, write=write)
 
 
 def heavy_ball(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, write: Tensor, momentum: Tensor) -> Tensor:
-    """The heavy-ball memory, its steps bounded as those of :class:`hbnode.HeavyBallMemory`."""
+    """The heavy-ball memory, its steps bounded as those of :class:`hbnode.nn.HeavyBallMemory`."""
     rest = 1 - momentum.exp()
     step = rest * (3 * rest).clamp(max=1)
-    return hbnode.heavy_ball_memory(q, k, v, log_momentum=momentum, log_decay=decay, step=step, write=write)
+    return hbnode.nn.functional.heavy_ball_memory(
+        q, k, v, log_momentum=momentum, log_decay=decay, step=step, write=write
+    )
 
 
 CONTENDERS: dict[str, Attend] = {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from hbnode.nets import MLP
+from hbnode.nn.nets import MLP
 
 KEPT = Path(__file__).with_name("ratios.json")
 Pair = tuple[Callable[[], Any], Callable[[], Any]]  # the training step, and the bare one

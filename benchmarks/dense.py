@@ -62,7 +62,7 @@ def seconds(function: Callable[[], object]) -> float:
 def contenders(field: nn.Module, y0: Tensor | tuple[Tensor, ...], t: Tensor) -> dict[str, Step]:
     """A training step with torchdiffeq and with each of our ways to the output times; each returns its gradient."""
 
-    def ours(save: hbnode.Save, gradient: hbnode.Gradient) -> Tensor:
+    def ours(save: hbnode.solve.Save, gradient: hbnode.solve.Gradient) -> Tensor:
         y = hbnode.odeint(field, y0, t, rtol=TOLERANCE, atol=TOLERANCE, gradient=gradient, save=save)
         return y if isinstance(y, Tensor) else torch.stack(y, 1)
 

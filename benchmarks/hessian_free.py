@@ -37,7 +37,7 @@ SETTINGS = (Setting(30, 500, 100, 10), Setting(50, 1000, 100, 2))
 OUTPUTS = 3
 DAMPING, STRUCTURAL = 0.1, 1 / 30
 CELLS: dict[str, Callable[[int, int], nn.Module]] = {
-    "TanhRNN": hbnode.TanhRNN,
+    "TanhRNN": hbnode.nn.TanhRNN,
     "nn.RNN": nn.RNN,
     "nn.GRU": nn.GRU,
     "nn.LSTM": nn.LSTM,
@@ -102,15 +102,15 @@ class Contender:
         loss = (self.net(self.x) - self.y).square().sum() / 2 / self.x.shape[1]
         return torch.cat([z.flatten() for z in torch.autograd.grad(loss, list(self.net.parameters()))])
 
-    def optimizer(self, structural: float) -> hbnode.HessianFree:
+    def optimizer(self, structural: float) -> hbnode.optim.HessianFree:
         """After a step of one iteration; the parameters are as before."""
         before = [parameter.detach().clone() for parameter in self.net.parameters()]
         options = {"damping": DAMPING, "structural_damping": structural, "max_cg": 1, "case_dim": 1}
-        optimizer = hbnode.HessianFree(self.net.parameters(), loss="mse", **options)
+        optimizer = hbnode.optim.HessianFree(self.net.parameters(), loss="mse", **options)
 
         def evaluate() -> tuple[Tensor, Tensor, Any]:
             h = self.net.states(self.x)
-            is_tanh = isinstance(self.net.layer, (nn.RNN, hbnode.TanhRNN))
+            is_tanh = isinstance(self.net.layer, (nn.RNN, hbnode.nn.TanhRNN))
             return self.net.readout(h), self.y, tanh_hidden(h) if is_tanh else h
 
         optimizer.step(evaluate)

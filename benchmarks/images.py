@@ -85,7 +85,7 @@ def step(model: Classifier, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 def errors(model: Classifier, x: Tensor, y: Tensor, tolerances: list[float]) -> list[tuple[float, float]]:
     """Errors of logits and gradient at each tolerance."""
-    curve = hbnode.nfe_vs_tolerance(
+    curve = hbnode.diagnostics.nfe_vs_tolerance(
         model,
         x,
         tolerances,

@@ -79,7 +79,7 @@ def step(model: Forecaster, batch: Samples) -> Callable[[], None]:
     return run
 
 
-def gradient(model: Forecaster, batch: Samples) -> tuple[Tensor, hbnode.NFE]:
+def gradient(model: Forecaster, batch: Samples) -> tuple[Tensor, hbnode.nfe.NFE]:
     """The gradient of all parameters, and the evaluations that it took."""
     with hbnode.count_nfe(model) as nfe:
         step(model, batch)()

@@ -51,7 +51,7 @@ def step(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
 class Loop(nn.Module):
     """The oscillators of a layer, one sample after another."""
 
-    def __init__(self, layer: hbnode.Oscillators) -> None:
+    def __init__(self, layer: hbnode.nn.Oscillators) -> None:
         super().__init__()
         self.layer = layer
 
@@ -59,7 +59,7 @@ class Loop(nn.Module):
         """The outputs alone."""
         layer, u = self.layer, x @ self.layer.weight_in.T
         gamma, kappa = layer.damping, layer.stiffness
-        every = hbnode.oscillator_step(gamma, kappa, t.diff(dim=1, prepend=t[:, :1]).unsqueeze(-1))
+        every = hbnode.nn.functional.oscillator_step(gamma, kappa, t.diff(dim=1, prepend=t[:, :1]).unsqueeze(-1))
         v = q = torch.zeros_like(u[:, 0])
         states = []
         for i in range(x.shape[1]):
@@ -96,8 +96,8 @@ def ratio(times: list[float], base: list[float]) -> float:
 def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
     """A row for each layer and length."""
     rows: list[dict[str, object]] = []
-    layer = hbnode.Oscillators(FEATURES, HIDDEN, OSCILLATORS)
-    held = hbnode.Oscillators(FEATURES, HIDDEN, OSCILLATORS, input="hold")
+    layer = hbnode.nn.Oscillators(FEATURES, HIDDEN, OSCILLATORS)
+    held = hbnode.nn.Oscillators(FEATURES, HIDDEN, OSCILLATORS, input="hold")
     lstm, gru = (kind(FEATURES, HIDDEN, batch_first=True) for kind in (nn.LSTM, nn.GRU))
     for length in lengths:
         x = torch.randn(BATCH, length, FEATURES)
@@ -130,7 +130,7 @@ def ode_rnns(lengths: list[int], rounds: int) -> list[dict[str, object]]:
     rnn = hbnode.ODERNN(features, 32, rtol=1e-3, atol=1e-3)
     wanted = sum(p.numel() for p in rnn.parameters())
     size = round((wanted - 32 * features) / (2 + features + 2 * 32))
-    layer = hbnode.Oscillators(features, 32, size)
+    layer = hbnode.nn.Oscillators(features, 32, size)
     for length in lengths:
         x, t = torch.randn(batch, length, features), (0.5 + torch.rand(batch, length)).cumsum(1)
         times = compare({"ODERNN": step(rnn, x, t), "oscillators": step(layer, x, t)}, rounds)

@@ -51,7 +51,7 @@ class Stacked(nn.Module):
 def steps(gradient: str, dim: int, batch: int, tol: float) -> dict[str, Callable[[], None]]:
     """A training step with torchdiffeq alone, with hbnode, and with torchdiffeq alone on a stacked state."""
     torch.manual_seed(0)
-    field = hbnode.HBNODE(hbnode.nets.MLP(dim, [64, 64], dim, activation=nn.Tanh))
+    field = hbnode.HBNODE(hbnode.nn.MLP(dim, [64, 64], dim, activation=nn.Tanh))
     h, m = torch.randn(2, batch, dim)
     t = torch.tensor([0.0, 1.0])
     stacked, state = Stacked(field), torch.stack([h, m])
@@ -179,7 +179,7 @@ def over_bare(repeats: int, *, compile: bool) -> list[dict[str, Any]]:
     """Solves beside as many bare evaluations."""
     torch.manual_seed(0)
     small, x = nn.Linear(2, 2), torch.randn(4, 2)
-    net = hbnode.nets.MLP(32, [64, 64], 32, activation=nn.Tanh)
+    net = hbnode.nn.MLP(32, [64, 64], 32, activation=nn.Tanh)
     batch = torch.randn(128, 32)
     rows = []
     for name, f, h, counts in (
@@ -196,7 +196,7 @@ def over_bare(repeats: int, *, compile: bool) -> list[dict[str, Any]]:
     contenders = {"bare": bare(small, x, 17, grad=False), "default": solving(small, x, grad=False)}
     rows.append({"what": "Linear(2, 2), default block, no gradient", **in_turn(contenders, repeats)})
     for dtype in (torch.float32, torch.float64):
-        f, h = hbnode.nets.MLP(32, [64, 64], 32, activation=nn.Tanh).to(dtype), batch.to(dtype)
+        f, h = hbnode.nn.MLP(32, [64, 64], 32, activation=nn.Tanh).to(dtype), batch.to(dtype)
         settings = {"method": "nystrom4", "steps": 16}
         contenders = {"bare": bare(f, h, 49, grad=False), "solve": solving(f, h, grad=False, **settings)}
         rows.append({"what": f"dim 32, batch 128, no gradient, steps 16, {dtype}", **in_turn(contenders, repeats)})

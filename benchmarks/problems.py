@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from hbnode.nets import MLP, ConvNet
+from hbnode.nn.nets import MLP, ConvNet
 from tasks.data.digits import read_digits
 
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from benchmarks.gradients import interleaved
-from hbnode import recurrent
-from hbnode.recurrent.rules import RuleName
+from hbnode.nn import recurrent
+from hbnode.nn.rules import RuleName
 from tasks.common.files import write_json
 from tasks.common.run import environment
 

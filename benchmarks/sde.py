@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.gradients import Living, interleaved, relative
-from hbnode import BrownianIncrements
+from hbnode.solve import BrownianIncrements
 from hbnode.solve.sde import free_flight
 from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
@@ -215,7 +215,7 @@ def processor(function: Callable[[], None]) -> float:
 def network(dim: int, hidden: int) -> hbnode.HeavyBallSDE:
     """A network of tanh as f, of two hidden layers; without hidden units, h - h³."""
     torch.manual_seed(0)
-    func = hbnode.nets.MLP(dim, [hidden, hidden], dim, activation=nn.Tanh) if hidden else lambda h: h - h**3
+    func = hbnode.nn.MLP(dim, [hidden, hidden], dim, activation=nn.Tanh) if hidden else lambda h: h - h**3
     return hbnode.HeavyBallSDE(func, damping=0.5, temperature=TEMPERATURE)
 
 
@@ -270,7 +270,7 @@ def times(repeats: int, steps: int) -> list[Row]:
 def gradients() -> list[Row]:
     """Gradients in float32 against backpropagation through the same steps with the same noise, γT = 4."""
     torch.manual_seed(0)
-    net = hbnode.nets.MLP(8, [32], 8, activation=nn.Tanh)
+    net = hbnode.nn.MLP(8, [32], 8, activation=nn.Tanh)
     sde = hbnode.HeavyBallSDE(net, damping=1.0, max_damping=2.0, temperature=TEMPERATURE, learn_temperature=True)
     state = tuple(torch.randn(64, 8).requires_grad_() for _ in range(2))
     leaves = [*state, *sde.parameters()]

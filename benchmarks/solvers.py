@@ -39,7 +39,7 @@ Outcome = tuple[torch.Tensor, int]
 def with_hbnode(problem: Problem, method: str, tol: float = 1e-5, steps: int | None = None) -> Outcome:
     """The end of a solve, (2, batch, ...), and its evaluations; ``+land`` behind a method's name asks for that."""
     name, _, land = method.partition("+")
-    save: hbnode.Save = "exact" if land else "interpolate"
+    save: hbnode.solve.Save = "exact" if land else "interpolate"
     with torch.no_grad(), hbnode.count_nfe(problem.field) as nfe:
         h, m = hbnode.odeint(
             problem.field, problem.state, [0.0, problem.end], method=name, rtol=tol, atol=tol, steps=steps, save=save

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.solvers import needed, rms, show
-from hbnode.nets import MLP
+from hbnode.nn.nets import MLP
 from tasks.common.files import write_json
 from tasks.common.run import environment
 
@@ -51,7 +51,7 @@ def solve(
     field: hbnode.HBNODE, state: tuple[Tensor, Tensor], end: float, method: str, tol: float
 ) -> tuple[Tensor, float]:
     """The state at the end, stacked, and the evaluations of f that it took."""
-    save: hbnode.Save = "exact" if method == "dopri5" else "interpolate"
+    save: hbnode.solve.Save = "exact" if method == "dopri5" else "interpolate"
     with hbnode.count_nfe(field) as nfe, torch.no_grad():
         states = hbnode.odeint(
             field, state, [0.0, end], method=method, rtol=tol, atol=tol, save=save, max_steps=MAX_STEPS
@@ -67,7 +67,7 @@ def sweep(
     for tol in TOLERANCES:
         try:
             found, evaluations = solve(field, state, end, method, tol)
-        except hbnode.MaxStepsError:
+        except hbnode.errors.MaxStepsError:
             break
         runs.append({"setting": tol, "evaluations": evaluations, "error": rms(found - exact)})
         if runs[-1]["error"] < TARGETS[-1]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -191,6 +191,96 @@ def refusing(what: str, fix: str) -> Iterator[None]:
         if is_active() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
             raise ValueError(f"{what} does not work under this transform of torch.func. Fix: {fix}.") from error
         raise
+
+
+def needs_reference() -> bool:
+    """Whether only operations that autograd knows will do: a graph is recorded, torch.func or forward mode transforms
+    what is computed, or its second derivatives are wanted.
+    """
+    return is_tracing() or is_transformed() or double_backward_enabled()
+
+
+def fast_form(reference: Callable[..., Any], vjp: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate the fast form of a computation, which comes with its own VJP; it is called as its reference is.
+
+    The reference runs in its place where :func:`needs_reference`. A backward pass that is to be differentiated again,
+    with ``create_graph=True``, or that takes a batch of gradients, differentiates the reference.
+
+    Arguments:
+        reference: ``reference(options, *tensors)`` gives a tuple of outputs. ``options`` is what is no tensor; tensors
+            and outputs may be None.
+        vjp: ``vjp(options, tensors, residuals, grads, needed)`` gives the gradients of the tensors, None for those that
+            are not ``needed``. A gradient of an output is None where there is none.
+
+    Returns:
+        A decorator of ``forward(options, keep, *tensors)``, which gives the outputs and, as a tuple of tensors, the
+        residuals: what its VJP needs beside the tensors. Without ``keep`` there is no backward pass.
+    """
+
+    def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
+        form = _Form(reference, forward, vjp)
+
+        @functools.wraps(forward)
+        def call(options: Any, *tensors: Tensor | None) -> Any:
+            if needs_reference():
+                return reference(options, *tensors)
+            keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+            return _FastForm.apply(form, options, keep, *tensors) if keep else forward(options, keep, *tensors)[0]
+
+        return call
+
+    return decorate
+
+
+class _Form(NamedTuple):
+    reference: Callable[..., Any]
+    forward: Callable[..., Any]
+    vjp: Callable[..., Any]
+
+
+class _FastForm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, form: _Form, options: Any, keep: bool, *tensors: Tensor | None) -> Any:
+        outputs, residuals = form.forward(options, keep, *tensors)
+        ctx.form, ctx.options, ctx.count = form, options, len(tensors)
+        ctx.save_for_backward(*tensors, *residuals)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, residuals = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        needed = ctx.needs_input_grad[3:]
+        given = [grad for grad in grads if grad is not None]
+        with no_autocast(given[0]) if given else nullcontext():  # as the forward pass runs
+            if torch.is_grad_enabled() or any(is_batched(grad) for grad in given):
+                found = _reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
+            else:
+                found = ctx.form.vjp(ctx.options, tensors, residuals, grads, needed)
+        return None, None, None, *found
+
+
+def _reference_vjp(
+    reference: Callable[..., Any],
+    options: Any,
+    tensors: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients by autograd through the reference, which can be differentiated again where that is asked for."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():  # a tensor that is given twice gets a gradient for each
+        views = [None if x is None else x.view_as(x) for x in tensors]
+        outputs = reference(options, *views)
+    pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y is not None and dy is not None]
+    pairs = [(y, dy.to(y.dtype)) for y, dy in pairs if y.requires_grad]
+    leaves = [x for x, is_needed in zip(views, needed, strict=True) if x is not None and is_needed]
+    found = iter(
+        torch.autograd.grad(
+            [y for y, _ in pairs], leaves, [dy for _, dy in pairs], create_graph=again, allow_unused=True
+        )
+    )
+    return tuple(next(found) if is_needed else None for is_needed in needed)
 
 
 def is_autocast(x: Tensor) -> bool:

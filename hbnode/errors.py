@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = [
+    "SolverError",
+    "NonFiniteError",
+    "StepSizeUnderflowError",
+    "MaxStepsError",
+    "MaxNFEError",
+    "ReversalError",
+    "RecomputationError",
+]
+
 
 class SolverError(RuntimeError):
     """A solve failed. Every failure of a solver is a subclass of this.

@@ -115,7 +115,7 @@ class NODE(Field):
 
     Arguments:
         func: f as a module or callable taking ``(h)`` or ``(t, h)``, returning the shape of h.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
 
     Example:
         >>> import math, torch, hbnode
@@ -149,7 +149,7 @@ class ANODE(Field):
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)`` with h already augmented.
         augment: how many zeros (features, or channels of an image) are appended along dimension 1.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
     """
 
     def __init__(self, func: Callable[..., Tensor], augment: int, *, time_dependent: bool | None = None) -> None:
@@ -177,8 +177,8 @@ class SONODE(Field):
 
     Arguments:
         func: f, taking ``(h, v)`` or ``(t, h, v)``, returning the shape of h.
-        initial_velocity: module or callable x -> v(t0) of the shape of x; None starts at rest.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+        initial_velocity: module or callable x -> v(t0) of the shape of x; None starts at rest. Default: None.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
     """
 
     def __init__(
@@ -286,12 +286,12 @@ class HBNODE(_Damped):
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h. f does not see m.
         damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature
-            and (d, 1, 1) for one a channel. None is ``max_damping * sigmoid(-3)``, about 0.047.
+            and (d, 1, 1) for one a channel. None is ``max_damping * sigmoid(-3)``, about 0.047. Default: None.
         learn_damping: whether γ is a parameter; a constant one is a Python float or a float64 tensor, whatever the
-            dtype of the module, and is in its ``state_dict``.
-        max_damping: upper bound of a learned γ.
-        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+            dtype of the module, and is in its ``state_dict``. Default: True.
+        max_damping: upper bound of a learned γ. Default: 1.0.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest. Default: None.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
 
     Raises:
         ValueError: if the damping is out of its range.
@@ -336,14 +336,14 @@ class GHBNODE(_Damped):
 
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)``, returning the shape of h.
-        damping: initial γ, as for :class:`HBNODE`.
-        learn_damping: whether γ is a parameter.
-        max_damping: upper bound of a learned γ.
-        xi: initial ξ, in units of 1/time. None is ln 2.
-        learn_xi: whether ξ is a parameter; a constant ξ is a Python float, and in the ``state_dict``.
-        activation: σ, elementwise.
-        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest.
-        time_dependent: whether ``func`` takes the time; None reads it off ``func``.
+        damping: initial γ, as for :class:`HBNODE`. Default: None.
+        learn_damping: whether γ is a parameter. Default: True.
+        max_damping: upper bound of a learned γ. Default: 1.0.
+        xi: initial ξ, in units of 1/time. None is ln 2. Default: None.
+        learn_xi: whether ξ is a parameter; a constant ξ is a Python float, and in the ``state_dict``. Default: True.
+        activation: σ, elementwise. Default: ``torch.tanh``.
+        initial_momentum: module or callable x -> m(t0) of the shape of x; None starts at rest. Default: None.
+        time_dependent: whether ``func`` takes the time; None reads it off ``func``. Default: None.
 
     Raises:
         ValueError: if the damping or ξ is out of its range.

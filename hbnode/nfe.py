@@ -185,7 +185,7 @@ def record_steps(module: nn.Module | Callable[..., Any]) -> Iterator[StepRecord]
     Example:
         >>> import torch, hbnode
         >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), method="rk4", steps=4)
-        >>> with hbnode.record_steps(block) as steps:
+        >>> with hbnode.diagnostics.record_steps(block) as steps:
         ...     h = block(torch.zeros(3, 2))
         >>> steps.t, steps.size[0], all(steps.accepted)
         ([0.0, 0.25, 0.5, 0.75], 0.25, True)

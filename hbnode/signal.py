@@ -53,11 +53,11 @@ class Signal(nn.Module):
     Arguments:
         t: sample times (T,), strictly increasing, floating point.
         u: samples (T, ...), floating point; the trailing shape is that of u(t), a batch for instance.
-        kind: ``"linear"`` or ``"cubic"``.
+        kind: ``"linear"`` or ``"cubic"``. Default: ``"linear"``.
         outside: what a query outside of [t[0], t[-1]] does: ``"raise"``, or ``"hold"`` the nearest sample. The
             adaptive methods of torchdiffeq look a little past the last output time, and their adjoint before the
             first: let the signal reach further than the solve at both ends, solve with ``save="exact"``, or
-            hold it.
+            hold it. Default: ``"raise"``.
 
     Shape:
         - ``signal(t)``: t of any shape -> that shape, followed by the trailing shape of u.

@@ -1,11 +1,11 @@
 """Annealing: normalising constants of known densities by heavy-ball and by overdamped Langevin dynamics.
 
 Paths lead from a standard normal prior to a target in 16, 64 or 256 evaluations of the gradient of its log density. The
-mean of their log weights is a lower bound of log Z. The heavy ball is ``hbnode.HeavyBallAnnealing``; with infinite
-damping it is annealed overdamped (unadjusted) Langevin dynamics, its rival. Both are tuned alike: the best bound over
-a grid of step sizes, for the heavy ball times dampings, on a seed of its own. Then both are trained alike from there:
-step size of each dimension, damping, schedule and a small force network, by Adam on the bound. Those parameters are
-kept that have the best bound on another seed. Results are of a third seed.
+mean of their log weights is a lower bound of log Z. The heavy ball is ``hbnode.distributions.HeavyBallAnnealing``; with
+infinite damping it is annealed overdamped (unadjusted) Langevin dynamics, its rival. Both are tuned alike: the best
+bound over a grid of step sizes, for the heavy ball times dampings, on a seed of its own. Then both are trained alike
+from there: step size of each dimension, damping, schedule and a small force network, by Adam on the bound. Those
+parameters are kept that have the best bound on another seed. Results are of a third seed.
 
 Targets: the funnel in 10 dimensions of Neal, Slice sampling, Annals of Statistics 31 (2003), section 8, with log Z = 0;
 many-well in 50 dimensions, 25 of the double wells of Midgley et al., Flow Annealed Importance Sampling Bootstrap,
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 
 import hbnode
-from hbnode.analysis.figures import ticks_of_short_axis
+from hbnode.diagnostics.figures import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import read_json, write_figure, write_json, write_table, write_whole
 from tasks.common.run import environment
@@ -118,7 +118,7 @@ class Force(nn.Module):
         self.shift = nn.Parameter(torch.randn(dim, hidden))
         self.drift = nn.Parameter(torch.randn(dim, hidden))
         self.weight = nn.Parameter(torch.zeros(dim, hidden))
-        self.net = hbnode.nets.MLP(dim, [joint], dim, activation=nn.Tanh, time_dependent=True)
+        self.net = hbnode.nn.MLP(dim, [joint], dim, activation=nn.Tanh, time_dependent=True)
         for parameter in self.net.layers[-1].parameters():
             nn.init.zeros_(parameter)
 
@@ -128,24 +128,28 @@ class Force(nn.Module):
         return (of_each * self.weight).sum(-1) + self.net(t, x)
 
 
-def annealing(target: Target, evaluations: int, step_size: float, damping: float) -> hbnode.HeavyBallAnnealing:
+def annealing(
+    target: Target, evaluations: int, step_size: float, damping: float
+) -> hbnode.distributions.HeavyBallAnnealing:
     """Untrained paths from a standard normal prior."""
     prior = Independent(Normal(torch.zeros(target.dim), torch.ones(target.dim), validate_args=False), 1)
-    return hbnode.HeavyBallAnnealing(
+    return hbnode.distributions.HeavyBallAnnealing(
         target.log_prob, prior, evaluations, step_size=torch.full((target.dim,), step_size), damping=damping
     )
 
 
-def bound(model: hbnode.HeavyBallAnnealing, paths: int, seed: int) -> float:
+def bound(model: hbnode.distributions.HeavyBallAnnealing, paths: int, seed: int) -> float:
     """The bound without a graph; minus infinity if a path is not finite."""
     try:
         with torch.no_grad():
             return model.bound(paths, seed=seed).item()
-    except hbnode.NonFiniteError:
+    except hbnode.errors.NonFiniteError:
         return -math.inf
 
 
-def tuned(target: Target, sampler: str, evaluations: int, options: argparse.Namespace) -> hbnode.HeavyBallAnnealing:
+def tuned(
+    target: Target, sampler: str, evaluations: int, options: argparse.Namespace
+) -> hbnode.distributions.HeavyBallAnnealing:
     """The best of the grid."""
     seed = 1000 * options.seed + TUNING
     grid = itertools.product(STEP_SIZES, DAMPINGS[sampler])
@@ -157,11 +161,13 @@ def tuned(target: Target, sampler: str, evaluations: int, options: argparse.Name
     return models[best]
 
 
-def train(model: hbnode.HeavyBallAnnealing, options: argparse.Namespace) -> hbnode.HeavyBallAnnealing:
+def train(
+    model: hbnode.distributions.HeavyBallAnnealing, options: argparse.Namespace
+) -> hbnode.distributions.HeavyBallAnnealing:
     """The same with a force, trained on the bound; what has the best bound on a seed of its own is kept."""
     seed = 1000 * options.seed + CHOOSING
     torch.manual_seed(seed)
-    model = hbnode.HeavyBallAnnealing(
+    model = hbnode.distributions.HeavyBallAnnealing(
         model.log_prob,
         model.prior,
         model.steps,
@@ -189,7 +195,7 @@ def train(model: hbnode.HeavyBallAnnealing, options: argparse.Namespace) -> hbno
     return model
 
 
-def result(model: hbnode.HeavyBallAnnealing, options: argparse.Namespace) -> dict[str, float | None]:
+def result(model: hbnode.distributions.HeavyBallAnnealing, options: argparse.Namespace) -> dict[str, float | None]:
     """Bound, estimate of log Z and their errors, on a seed that nothing was chosen by."""
     seed = 1000 * options.seed + TESTING
     _, log_weight = model.sample(options.paths, seed=seed)

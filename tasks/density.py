@@ -1,10 +1,10 @@
 """Densities in the plane by a heavy-ball flow, beside a continuous normalizing flow with the exact trace.
 
 Section 3.5 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), leaves
-normalizing flows by HBNODEs open. On phase space they have an exact density without a trace (hbnode.HeavyBallFlow), but
-data have no momentum, so that their likelihood is a bound. The rival (Chen et al., arXiv:1806.07366) is a NODE whose
-log-density is integrated along its path, with as many parameters. It has the better likelihood; a step of the
-heavy-ball flow costs less.
+normalizing flows by HBNODEs open. On phase space they have an exact density without a trace
+(hbnode.distributions.HeavyBallFlow), but data have no momentum, so that their likelihood is a bound. The rival (Chen et
+al., arXiv:1806.07366) is a NODE whose log-density is integrated along its path, with as many parameters. It has the
+better likelihood; a step of the heavy-ball flow costs less.
 
 Every batch is new; the test set is the same for all runs. The test loss is a negative log-likelihood in nats: exact
 for the rival, for heavy-ball flows an upper bound from --eval-samples momenta for each point, in the summary from

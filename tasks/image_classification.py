@@ -145,7 +145,7 @@ class Classifier(nn.Module):
         self.uses_bfloat16 = bfloat16
         hidden = HIDDEN["digits-small" if small else dataset][model]
         channels, (image_channels, *size) = CHANNELS[dataset][model], SHAPE[dataset]
-        func = hbnode.nets.ConvNet(2 * channels if model == "sonode" else channels, hidden, channels)
+        func = hbnode.nn.ConvNet(2 * channels if model == "sonode" else channels, hidden, channels)
         field: hbnode.Field = {
             "node": lambda: hbnode.NODE(func),
             "anode": lambda: hbnode.ANODE(func, augment=channels - image_channels),
@@ -228,7 +228,7 @@ def save_examples(run: Run, model: nn.Module, test: Samples, count: int = 60) ->
 def save_curve(run: Run, model: nn.Module, test: Samples, loss_scale: float) -> None:
     """Evaluations, error and gradient error of the trained model against tolerance in ``tolerance.csv``."""
     x, y = (part[:CURVE_IMAGES].to(run.workers.device) for part in test)
-    curve = hbnode.nfe_vs_tolerance(
+    curve = hbnode.diagnostics.nfe_vs_tolerance(
         model,
         x,
         [10.0**-k for k in range(1, 6)],

@@ -86,7 +86,7 @@ class ImageGenerationConfig(ContenderConfig):
         channels, edge, _ = SHAPE[self.dataset]
         return self.side or edge, self.side or edge, channels
 
-    def make_model(self) -> hbnode.MomentumTransformer:
+    def make_model(self) -> hbnode.nn.MomentumTransformer:
         """The model that the options describe: levels and the start symbol go in, parameters of mixtures come out."""
         return self.make_transformer(self.levels + 1, output_size=3 * self.logistics)
 
@@ -133,7 +133,7 @@ def bits_per_dimension(model: nn.Module, batch: Samples, levels: int) -> tuple[T
 
 
 def draw_pixels(
-    model: hbnode.MomentumTransformer, count: int, pixels: int, levels: int, generator: torch.Generator
+    model: hbnode.nn.MomentumTransformer, count: int, pixels: int, levels: int, generator: torch.Generator
 ) -> Tensor:
     """Levels (count, pixels), drawn one after the other; the model is left in the mode that it was in.
 
@@ -162,7 +162,7 @@ class Drawings:
             except Exception as error:  # a damaged pickle raises whatever it likes
                 raise SystemExit(damaged(self.path, f"cannot be read ({error})")) from error
 
-    def add(self, model: hbnode.MomentumTransformer, epoch: int) -> None:
+    def add(self, model: hbnode.nn.MomentumTransformer, epoch: int) -> None:
         """Draw images after an epoch if it is time to, and write both files whole."""
         config = self.config
         is_due = epoch % config.draw_every == 0 or epoch == config.epochs

@@ -54,7 +54,7 @@ from tasks.models.depth import DepthConfig
 from tasks.models.recurrent import RecurrentConfig, RuleOptions
 
 EVAL_COLUMNS = 10  # streams that the validation text and the test are read in
-States = list["hbnode.RecurrentState | None"]  # of each layer
+States = list["hbnode.nn.RecurrentState | None"]  # of each layer
 
 # What a table has no row of goes by momentum's. The second is the paper's, tables 7 and 10.
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6), "sr": RuleOptions(step_size=0.6, restart=2)}
@@ -259,7 +259,7 @@ class TextPieces:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        states = (state and hbnode.RecurrentState(**state) for state in state["states"])
+        states = (state and hbnode.nn.RecurrentState(**state) for state in state["states"])
         self.states = [state and state.map(lambda x: x.to(self.text.device)) for state in states]
 
 

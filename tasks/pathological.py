@@ -178,7 +178,7 @@ def make_data(run: Run, config: PathologicalConfig, problem: Problem) -> Shuffle
 def make_optimizer(config: PathologicalConfig, model: nn.Module, problem: Problem) -> torch.optim.Optimizer:
     """The optimizer that the options describe, with a smaller rate for an orthogonal weight."""
     if config.model == "dtriv" and config.optimizer != "hf":
-        groups = hbnode.recurrent.parameter_groups(model, config.lr, ORTHOGONAL * config.lr)
+        groups = hbnode.nn.recurrent.parameter_groups(model, config.lr, ORTHOGONAL * config.lr)
         return config.make_optimizer(groups, problem.loss)
     return config.make_optimizer(model.parameters(), problem.loss)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from hbnode.recurrent import parameter_groups
+from hbnode.nn.recurrent import parameter_groups
 from tasks.common.batches import Samples
 from tasks.common.config import option, parse
 from tasks.common.run import Run, count_parameters
@@ -224,7 +224,7 @@ def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Op
 def rebase(model: PixelClassifier, config: PixelMnistConfig, steps: int) -> None:
     """Move the basis of an orthogonal weight if, after so many steps, it is time to."""
     if config.cell == "dtriv" and config.rebase and steps % config.rebase == 0:
-        cast(hbnode.MomentumDTRIV, model.layer).rebase()
+        cast(hbnode.nn.MomentumDTRIV, model.layer).rebase()
 
 
 def degrees_of_freedom(model: nn.Module, config: PixelMnistConfig) -> int:

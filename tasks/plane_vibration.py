@@ -232,7 +232,7 @@ class Forecaster(nn.Module):
         super().__init__()
         n, hidden = SIZES[model]
         parts = 1 if model in ("node", "anode") else 2
-        f = hbnode.nets.MLP(2 * n if model == "sonode" else n, hidden, n, activation=nn.ReLU)
+        f = hbnode.nn.MLP(2 * n if model == "sonode" else n, hidden, n, activation=nn.ReLU)
         field = {
             "node": lambda: hbnode.NODE(f),
             "anode": lambda: hbnode.ANODE(f, augment=n - CHANNELS),

@@ -74,15 +74,15 @@ class Separator(nn.Module):
         n = HIDDEN[model]
 
         def start() -> nn.Module:
-            return nn.Sequential(hbnode.nets.MLP(2, [n, n], 2), nn.Hardtanh(-5.0, 5.0))
+            return nn.Sequential(hbnode.nn.MLP(2, [n, n], 2), nn.Hardtanh(-5.0, 5.0))
 
         field = {
-            "node": lambda: hbnode.NODE(hbnode.nets.MLP(2, [n, n], 2)),
-            "anode": lambda: hbnode.ANODE(hbnode.nets.MLP(3, [n, n], 3), augment=1),
-            "sonode": lambda: hbnode.SONODE(hbnode.nets.MLP(4, [n, n], 2), initial_velocity=start()),
-            "hbnode": lambda: hbnode.HBNODE(hbnode.nets.MLP(2, [n, n], 2), initial_momentum=start()),
+            "node": lambda: hbnode.NODE(hbnode.nn.MLP(2, [n, n], 2)),
+            "anode": lambda: hbnode.ANODE(hbnode.nn.MLP(3, [n, n], 3), augment=1),
+            "sonode": lambda: hbnode.SONODE(hbnode.nn.MLP(4, [n, n], 2), initial_velocity=start()),
+            "hbnode": lambda: hbnode.HBNODE(hbnode.nn.MLP(2, [n, n], 2), initial_momentum=start()),
             "ghbnode": lambda: hbnode.GHBNODE(
-                hbnode.nets.MLP(2, [n, n], 2), initial_momentum=start(), xi=2.0, learn_xi=False
+                hbnode.nn.MLP(2, [n, n], 2), initial_momentum=start(), xi=2.0, learn_xi=False
             ),
         }[model]()
         self.block = hbnode.ODEBlock(field, **solver)

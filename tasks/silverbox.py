@@ -124,7 +124,7 @@ class Force(nn.Module):
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs + 1, outputs, bias=False)
-        self.net = hbnode.nets.MLP(inputs + 1, [hidden], outputs, activation=nn.Tanh)
+        self.net = hbnode.nn.MLP(inputs + 1, [hidden], outputs, activation=nn.Tanh)
         for p in (self.linear.weight, *self.net.layers[-1].parameters()):
             nn.init.zeros_(p)  # the ball hardly moves at first: a random force would throw it far away
         self.input: Callable[[Tensor], Tensor]  # set for each solve, and its backward pass
@@ -142,7 +142,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.pair = pair
         self.linear = nn.Linear(2 * past, size)
-        self.net = hbnode.nets.MLP(2 * past, [32], size, activation=nn.Tanh)
+        self.net = hbnode.nn.MLP(2 * past, [32], size, activation=nn.Tanh)
 
     def forward(self, past: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """(batch, past, 2) -> h, or h and its momentum, of (batch, size) together."""
@@ -186,11 +186,11 @@ class Swinging(nn.Module):
         with torch.random.fork_rng(devices=[]):
             parameters = count_parameters(Simulator("ghbnode", past))
 
-        def stack(width: int) -> hbnode.OscillatorStack:
+        def stack(width: int) -> hbnode.nn.OscillatorStack:
             frequency, decay = (0.01, 0.25), (0.01, 0.1)
-            return hbnode.OscillatorStack(3, width, 3, output_size=1, norm=False, frequency=frequency, decay=decay)
+            return hbnode.nn.OscillatorStack(3, width, 3, output_size=1, norm=False, frequency=frequency, decay=decay)
 
-        self.stack = hbnode.nets.match_parameters(stack, parameters)
+        self.stack = hbnode.nn.match_parameters(stack, parameters)
 
     def forward(self, past: Tensor, drive: Tensor) -> Tensor:
         """The shapes of :meth:`Simulator.forward`; V2 is an input as long as it is known, and whether it is."""

@@ -131,7 +131,7 @@ def make_optimizer(config: SpeechConfig, model: nn.Module) -> torch.optim.Optimi
     """The optimizer; see above for what Adam does to the orthogonal weight of a DTRIV."""
     if config.cell != "dtriv" or config.optimizer != "adam":
         return config.make_optimizer(model.parameters(), "mse")
-    others, orthogonal = hbnode.recurrent.parameter_groups(model, config.lr, config.orthogonal_lr)
+    others, orthogonal = hbnode.nn.recurrent.parameter_groups(model, config.lr, config.orthogonal_lr)
     return torch.optim.Adam([others, orthogonal | {"betas": (0.0, RMSPROP_ALPHA)}])
 
 

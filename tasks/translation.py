@@ -179,8 +179,10 @@ class Translator(nn.Module):
         options = config.layer_options()
         self.embedding = nn.Embedding(words, config.d_model, padding_idx=PADDING)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
-        self.encoder = nn.ModuleList(hbnode.MomentumTransformerLayer(*sizes, **options) for _ in range(config.layers))
-        decoder = hbnode.MomentumTransformerDecoderLayer
+        self.encoder = nn.ModuleList(
+            hbnode.nn.MomentumTransformerLayer(*sizes, **options) for _ in range(config.layers)
+        )
+        decoder = hbnode.nn.MomentumTransformerDecoderLayer
         self.first = nn.ModuleList(decoder(*sizes, **options) for _ in range(config.layers))
         self.second = nn.ModuleList(decoder(*sizes, **options) for _ in range(config.layers))
         self.bias = nn.Parameter(torch.zeros(words))

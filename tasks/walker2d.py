@@ -188,7 +188,7 @@ class Cell(nn.Module):
 
     def __init__(self, state_size: int, hidden: Sequence[int], shrink: float = 1.0) -> None:
         super().__init__()
-        net = hbnode.nets.MLP(CHANNELS + state_size, hidden, state_size, activation=nn.Tanh)
+        net = hbnode.nn.MLP(CHANNELS + state_size, hidden, state_size, activation=nn.Tanh)
         with torch.no_grad():
             for p in net.layers[-1].parameters():
                 p.mul_(shrink)
@@ -216,7 +216,7 @@ def make_field(model: str, n: int) -> hbnode.Field:
     return {
         "node": lambda: hbnode.NODE(nn.Linear(n, n)),
         "anode": lambda: hbnode.ANODE(nn.Linear(n, n), augment=n - ANODE_START),
-        "sonode": lambda: hbnode.SONODE(hbnode.nets.MLP(2 * n, [], n)),
+        "sonode": lambda: hbnode.SONODE(hbnode.nn.MLP(2 * n, [], n)),
         "hbnode": lambda: hbnode.HBNODE(nn.Linear(n, n)),
         "ghbnode": lambda: hbnode.GHBNODE(nn.Linear(n, n)),
     }[model]()
@@ -282,7 +282,7 @@ class Walker(Predictor):
             **solver,
         )
 
-    def forward(self, x: Tensor, t: Tensor, state: hbnode.ODERNNState | None = None) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, t: Tensor, state: hbnode.nn.ODERNNState | None = None) -> tuple[Tensor, Any]:
         """(batch, T, 17), (batch, T) -> the frame after each, (batch, T, 17), and the state to go on from."""
         _, after, state = self.rnn.filter(self.enter(x), t, state)
         later, _ = self.rnn.forecast(after, t.new_tensor([FRAME]))

@@ -22,10 +22,10 @@ def make_field(model, shape="vector", *, time_dependent=True, smooth=True):
     inputs = 2 * d if model == "sonode" else d
     activation = nn.Tanh if smooth else nn.ReLU
     if shape == "vector":
-        func = hbnode.nets.MLP(inputs, [6], d, activation=activation, time_dependent=time_dependent)
+        func = hbnode.nn.MLP(inputs, [6], d, activation=activation, time_dependent=time_dependent)
         start = nn.Linear(channels, channels)
     else:
-        func = hbnode.nets.ConvNet(inputs, 4, d, activation=activation, time_dependent=time_dependent)
+        func = hbnode.nn.ConvNet(inputs, 4, d, activation=activation, time_dependent=time_dependent)
         start = nn.Conv2d(channels, channels, 1)
     return {
         "node": lambda: hbnode.NODE(func),

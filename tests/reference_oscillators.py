@@ -3,8 +3,8 @@
 import mpmath
 import torch
 
-from hbnode import oscillator_step
-from hbnode.oscillators import held_response
+from hbnode.nn.functional import oscillator_step
+from hbnode.nn.oscillators import held_response
 
 DIGITS = 50
 

@@ -191,7 +191,7 @@ def test_oscillators(tmp_path):
 
 def test_the_loop_is_the_layer():
     torch.manual_seed(0)
-    layer = oscillators.hbnode.Oscillators(3, 4, 5)
+    layer = oscillators.hbnode.nn.Oscillators(3, 4, 5)
     x, t = torch.randn(2, 9, 3), torch.rand(2, 9).cumsum(1)
     torch.testing.assert_close(oscillators.Loop(layer)(x, t)[0], layer(x, t)[0])
 

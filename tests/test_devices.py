@@ -191,7 +191,7 @@ def test_an_integral_along_the_path(device, solver):
 
 def test_nfe_vs_tolerance(device):
     block = device.move(hbnode.HeavyBallODEBlock(nn.Linear(3, 3)))
-    curve = hbnode.nfe_vs_tolerance(block, device.move(torch.randn(2, 3)), [1e-2], reference_tolerance=1e-6)
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, device.move(torch.randn(2, 3)), [1e-2], reference_tolerance=1e-6)
     assert curve.error[0] < 1e-2
 
 
@@ -200,8 +200,8 @@ def test_diagnostics(device, model):
     """Their numbers end on the host."""
     block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", steps=2))
     x = device.move(make_input("vector", torch.float32))
-    assert hbnode.adjoint_norms(block, x).h[0] > 0
-    assert hbnode.spectrum(block, x).eigenvalues.is_cpu
+    assert hbnode.diagnostics.adjoint_norms(block, x).h[0] > 0
+    assert hbnode.diagnostics.spectrum(block, x).eigenvalues.is_cpu
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -210,7 +210,7 @@ def test_recorded_steps_wait_for_the_device_only_where_each_sample_has_its_own(d
     torch.manual_seed(1)
     _, waited = train(device, block)
     torch.manual_seed(1)
-    with hbnode.record_steps(block) as steps:
+    with hbnode.diagnostics.record_steps(block) as steps:
         _, waited_recording = train(device, block)
     assert len(steps) >= block.nfe.steps
     assert waited_recording <= waited + (0 if not per_sample else 3 * attempts(block.nfe))
@@ -222,10 +222,10 @@ def test_plots(device, model):
     block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", steps=2))
     x = device.move(make_input("vector", torch.float32)).requires_grad_()
     drawn = [
-        hbnode.plot.trajectories(block(x, [0.0, 0.5, 1.0]), [0.0, 0.5, 1.0]),
-        hbnode.plot.phase_portrait(block, x),
-        hbnode.plot.vector_field(block, at=parts(block.start(x))[0][0]),
-        hbnode.plot.steps(block, x),
+        hbnode.diagnostics.plot.trajectories(block(x, [0.0, 0.5, 1.0]), [0.0, 0.5, 1.0]),
+        hbnode.diagnostics.plot.phase_portrait(block, x),
+        hbnode.diagnostics.plot.vector_field(block, at=parts(block.start(x))[0][0]),
+        hbnode.diagnostics.plot.steps(block, x),
     ]
     plt.close("all")
     assert all(ax.lines or ax.collections for ax in drawn)
@@ -238,7 +238,7 @@ def test_images(device, model):
 
 
 def test_dropout(device):
-    net = device.move(nn.Sequential(nn.Linear(3, 3), hbnode.nets.SolveDropout(0.5)))
+    net = device.move(nn.Sequential(nn.Linear(3, 3), hbnode.nn.SolveDropout(0.5)))
     assert hbnode.HeavyBallODEBlock(net, rtol=1e-3, atol=1e-3)(device.move(torch.randn(2, 3))).is_cuda
 
 
@@ -323,7 +323,7 @@ def test_an_ode_rnn_with_all_its_options(device):
     rnn = device.move(hbnode.ODERNN(3, 8, num_layers=2, dropout=0.5, time_unit=5.0, **options))
     x, t = device.move(torch.randn(4, 6, 3)), device.move(torch.rand(4, 6).cumsum(1))
     rnn.fit_time_unit(t)
-    scale = device.move(hbnode.nets.Standardize(3)).fit(x)
+    scale = device.move(hbnode.nn.Standardize(3)).fit(x)
     mask, static = device.move(torch.rand(4, 6, 3) > 0.5), device.move(torch.randn(4, 2))
     output, state = rnn(scale(x), t, mask=mask, lengths=torch.tensor([6, 5, 3, 1]), static=static)
     output.square().sum().backward()
@@ -373,12 +373,12 @@ def test_recurrent_layers_and_cells(device, cell, rule):
 
 @pytest.mark.parametrize("cell", ["TanhRNN", "RNN", "GRU", "LSTM"])
 def test_hessian_free_waits_once_for_each_iteration(device, cell):
-    make = hbnode.TanhRNN if cell == "TanhRNN" else getattr(nn, cell)
+    make = hbnode.nn.TanhRNN if cell == "TanhRNN" else getattr(nn, cell)
     layer, readout = device.move(make(3, 5)), device.move(nn.Linear(5, 2))
     x, y = device.move(torch.randn(7, 2, 3)), device.move(torch.randint(2, (7, 2)))
     parameters = [*layer.parameters(), *readout.parameters()]
     options = {"structural_damping": 0.1, "preconditioner_samples": 2, "case_dim": 1}
-    optimizer = hbnode.HessianFree(parameters, loss="cross_entropy", **options)
+    optimizer = hbnode.optim.HessianFree(parameters, loss="cross_entropy", **options)
 
     def evaluate():
         h, _ = layer(x)
@@ -395,7 +395,7 @@ def test_hessian_free_waits_once_for_each_iteration(device, cell):
 def test_annealing_waits_for_its_bound_alone(device, checkpoint):
     zeros = device.move(torch.zeros(2))
     prior = Independent(Normal(zeros, zeros + 1, validate_args=False), 1, validate_args=False)
-    annealing = hbnode.HeavyBallAnnealing(
+    annealing = hbnode.distributions.HeavyBallAnnealing(
         lambda x: -x.pow(4).sum(-1), prior, 5, force=nn.Linear(2, 2), checkpoint=checkpoint
     )
     device.move(annealing)
@@ -409,7 +409,7 @@ def test_annealing_waits_for_its_bound_alone(device, checkpoint):
 @pytest.mark.parametrize("input", ["impulse", "hold"])
 @pytest.mark.parametrize("discretization", ["exact", "imex"])
 def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, discretization, input):
-    layer = device.move(hbnode.Oscillators(3, 4, discretization=discretization, input=input))
+    layer = device.move(hbnode.nn.Oscillators(3, 4, discretization=discretization, input=input))
     x, t = device.move(torch.randn(2, 20, 3)), device.move(torch.rand(2, 20).cumsum(1))
     for times, lengths in ((None, None), (t, None), (t, [20, 5])):
         before = device.synchronisations
@@ -422,7 +422,7 @@ def test_oscillators_wait_for_checks_and_for_the_kinds_of_oscillators(device, di
         assert waited <= 2 + (times is not None) * (1 + 4 * (discretization == "exact"))
     ahead, _ = layer.forecast(state, device.move(torch.tensor([0.5])))
     assert ahead.is_cuda
-    cell = device.move(hbnode.OscillatorCell(3, 4, discretization=discretization, input=input))
+    cell = device.move(hbnode.nn.OscillatorCell(3, 4, discretization=discretization, input=input))
     assert cell(x[:, 0], cell(x[:, 1])[1], 0.5)[0].is_cuda
-    stack = device.move(hbnode.OscillatorStack(3, 4, head="next"))
+    stack = device.move(hbnode.nn.OscillatorStack(3, 4, head="next"))
     assert stack(x, t, lengths=[20, 5])[0].is_cuda

@@ -62,7 +62,7 @@ def sdeint():
 
 
 def lstm():
-    x, lstm = torch.randn(6, 10, 4), hbnode.MomentumLSTM(4, 5, batch_first=True)
+    x, lstm = torch.randn(6, 10, 4), hbnode.nn.MomentumLSTM(4, 5, batch_first=True)
     return lambda: lstm(x)[0].square().mean().backward()
 
 

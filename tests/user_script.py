@@ -53,9 +53,9 @@ def readme_evaluations_against_tolerance() -> None:
 
     import hbnode
 
-    field = hbnode.HBNODE(hbnode.nets.MLP(2, [32, 32], 2, time_dependent=True))
+    field = hbnode.HBNODE(hbnode.nn.MLP(2, [32, 32], 2, time_dependent=True))
     block = hbnode.ODEBlock(field, t_span=(0.0, 5.0))  # or method="dopri5", gradient="adjoint"
-    curve = hbnode.nfe_vs_tolerance(block, torch.randn(64, 2), [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(64, 2), [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
 
     print(curve.forward, curve.backward, curve.gradient_error)
     curve.to_csv("curve.csv")
@@ -85,7 +85,7 @@ def readme_integrals_along_the_path() -> None:
 
     import hbnode
 
-    net = hbnode.nets.MLP(2, [32], 2)
+    net = hbnode.nn.MLP(2, [32], 2)
     block = hbnode.ODEBlock(hbnode.NODE(net))
     x = torch.randn(64, 2)
 
@@ -135,7 +135,7 @@ def readme_oscillators_on_long_series() -> None:
     t = (0.1 + torch.rand(8, 2000)).cumsum(1)  # irregular; leave t out for regular samples
     x = torch.sin(2 * t + 6.3 * torch.rand(8, 1)).unsqueeze(-1)
 
-    model = hbnode.OscillatorStack(1, 16, num_layers=2, output_size=1, head="next", **hbnode.oscillator_ranges(t))
+    model = hbnode.nn.OscillatorStack(1, 16, num_layers=2, output_size=1, head="next", **hbnode.nn.oscillator_ranges(t))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(40):
         optimizer.zero_grad()
@@ -151,7 +151,7 @@ def readme_noise() -> None:
 
     import hbnode
 
-    net = hbnode.nets.MLP(2, [32], 2)
+    net = hbnode.nn.MLP(2, [32], 2)
     sde = hbnode.HeavyBallSDE(net, damping=0.5, temperature=0.1, learn_temperature=True)
     state = sde.initial_state(torch.randn(256, 2))  # (h, m), at rest
     h, m = hbnode.sdeint(sde, state, [0.0, 0.5, 1.0], dt=0.05, gradient="reversible")  # (3, 256, 2) each
@@ -173,7 +173,7 @@ def readme_known_densities() -> None:
         return -0.5 * (a.square() / 4 + (b - a.square() / 4).square())
 
     prior = Independent(Normal(torch.zeros(2), torch.ones(2)), 1)
-    annealing = hbnode.HeavyBallAnnealing(log_prob, prior, steps=32, step_size=0.3)
+    annealing = hbnode.distributions.HeavyBallAnnealing(log_prob, prior, steps=32, step_size=0.3)
     optimizer = torch.optim.Adam(annealing.parameters(), lr=0.05)
     for _ in range(50):
         optimizer.zero_grad()
@@ -193,7 +193,7 @@ def readme_recurrent_layers_with_momentum() -> None:
     frequency, phase = 1 + torch.rand(64, 1), 6.3 * torch.rand(64, 1)
     x = torch.sin(frequency * torch.linspace(0, 10, 50) + phase).unsqueeze(-1)  # (64, 50, 1)
 
-    rnn = hbnode.MomentumLSTM(1, 32, momentum=0.6, step_size=0.6, batch_first=True)  # or rule="adam", "nag", ...
+    rnn = hbnode.nn.MomentumLSTM(1, 32, momentum=0.6, step_size=0.6, batch_first=True)  # or rule="adam", "nag", ...
     head = nn.Linear(32, 1)
     optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=0.02)
     for _ in range(60):
@@ -217,7 +217,7 @@ def readme_attention_with_momentum() -> None:
     start, stride = torch.randint(11, (64, 1)), torch.randint(1, 4, (64, 1))
     tokens = (start + stride * torch.arange(24)) % 11  # (64, 24): 2 5 8 0 3 6 ...
 
-    model = hbnode.MomentumTransformer(11, d_model=32, nhead=4, num_layers=2, dim_feedforward=64, dropout=0.0)
+    model = hbnode.nn.MomentumTransformer(11, d_model=32, nhead=4, num_layers=2, dim_feedforward=64, dropout=0.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(70):
         optimizer.zero_grad()
@@ -240,9 +240,9 @@ def readme_hessian_free_optimization() -> None:
     y = torch.randint(2, (200,))
     x[:, 0, 0] = 2.0 * y - 1
 
-    rnn, readout = hbnode.TanhRNN(1, 20, batch_first=True), nn.Linear(20, 2)
+    rnn, readout = hbnode.nn.TanhRNN(1, 20, batch_first=True), nn.Linear(20, 2)
     parameters = [*rnn.parameters(), *readout.parameters()]
-    optimizer = hbnode.HessianFree(parameters, loss="cross_entropy", structural_damping=1 / 30, max_cg=50)
+    optimizer = hbnode.optim.HessianFree(parameters, loss="cross_entropy", structural_damping=1 / 30, max_cg=50)
 
     def evaluate() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Outputs, targets, and the hidden states that are damped."""
@@ -259,7 +259,7 @@ def readme_solvers_and_gradients() -> None:
 
     import hbnode
 
-    func = hbnode.nets.MLP(2, [32, 32], 2)
+    func = hbnode.nn.MLP(2, [32, 32], 2)
     x = torch.randn(64, 2)
     hbnode.HeavyBallODEBlock(func, rtol=1e-6, atol=1e-6)(x)  # picks nystrom4 or nystrom8 by the tolerance
     hbnode.HeavyBallODEBlock(func, method="nystrom8", steps=2)(x)  # a fixed grid
@@ -300,7 +300,9 @@ def as_torchdiffeq() -> None:
 
 
 class Classifier(nn.Module):
-    def __init__(self, solver: hbnode.Method | None = None, gradient: hbnode.Gradient | None = None) -> None:
+    def __init__(
+        self, solver: hbnode.solve.Method | None = None, gradient: hbnode.solve.Gradient | None = None
+    ) -> None:
         super().__init__()
         self.inside = nn.Linear(2, 8)
         func = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -326,7 +328,7 @@ class Classifier(nn.Module):
 def as_torch_nn() -> None:
     model, x, y = Classifier(), torch.randn(6, 2), torch.randint(3, (6,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hbnode.count_nfe(model) as nfe, hbnode.record_steps(model) as steps:
+    with hbnode.count_nfe(model) as nfe, hbnode.diagnostics.record_steps(model) as steps:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
@@ -355,7 +357,7 @@ def blocks() -> None:
     assert isinstance(states, Tensor)
     start: Callable[[Tensor], tuple[Tensor, Tensor]] = lambda x: (x, torch.zeros_like(x))
     hbnode.ODEBlock(hbnode.SONODE(lambda h, v: -h - v), initial_state=start)(torch.randn(4, 3))
-    curve = hbnode.nfe_vs_tolerance(block, x, [1e-2, 1e-3])
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-2, 1e-3])
     table = pd.DataFrame({"tolerance": curve.tolerance, "forward": curve.forward, "error": curve.error})
     assert len(table) == 2
 
@@ -366,7 +368,7 @@ def choices() -> None:
     assert fastest.name == "nystrom8" and "dopri5" in set(table["name"])
     try:
         hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), rtol=1e-6, atol=1e-6, max_steps=1)(torch.ones(1, 2))
-    except hbnode.MaxStepsError as error:
+    except hbnode.errors.MaxStepsError as error:
         print(error.t, error.step_size, error.nfe)
     except hbnode.SolverError:
         raise
@@ -379,19 +381,19 @@ def sequences() -> None:
     more, state = rnn(x, t + 9, state)
     ahead, state = rnn.forecast(state, [0.5])
     assert output.shape == more.shape == (3, 5, 4) and ahead.shape == (3, 1, 4)
-    oscillators = hbnode.Oscillators(2, 4, num_oscillators=6, bidirectional=False)
+    oscillators = hbnode.nn.Oscillators(2, 4, num_oscillators=6, bidirectional=False)
     y, swinging = oscillators(x, t, lengths=torch.tensor([5, 3, 2]))
     y, swinging = oscillators(x, t + 9, swinging)
     swung, _ = oscillators.forecast(swinging.detach(), [0.5])
     assert y.shape == (3, 5, 4) and swung.shape == (3, 1, 4)
-    lstm = hbnode.MomentumLSTM(2, 4, num_layers=2, batch_first=True, dropout=0.1)
+    lstm = hbnode.nn.MomentumLSTM(2, 4, num_layers=2, batch_first=True, dropout=0.1)
     output, (h, c) = lstm(x)
     output, carry = lstm(x)
     packed, carry = lstm(nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2], batch_first=True), carry)
-    cell = hbnode.MomentumLSTMCell(2, 4)
+    cell = hbnode.nn.MomentumLSTMCell(2, 4)
     step, carried = cell(x[:, 0])
     step, carried = cell(x[:, 1], carried)
-    gru = hbnode.MomentumGRU(2, 4, rule="nag")
+    gru = hbnode.nn.MomentumGRU(2, 4, rule="nag")
     output, last = gru(x.transpose(0, 1))
     assert h.shape == c.shape == (2, 3, 4) and step.shape == (3, 4) and last.h.shape == (1, 3, 4)
 
@@ -399,19 +401,19 @@ def sequences() -> None:
 def attention() -> None:
     x, padding = torch.randn(3, 9, 16), torch.arange(9) >= torch.tensor([[9], [5], [1]])
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    layer.register_module("self_attn", hbnode.MomentumAttention(16, 4, batch_first=True))
+    layer.register_module("self_attn", hbnode.nn.MomentumAttention(16, 4, batch_first=True))
     encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
     assert encoder(x, src_key_padding_mask=padding).shape == encoder.eval()(x).shape == x.shape
-    attend = hbnode.MomentumAttention(16, 4, momentum=[0.0, 0.5, 0.9, 0.99], batch_first=True)
+    attend = hbnode.nn.MomentumAttention(16, 4, momentum=[0.0, 0.5, 0.9, 0.99], batch_first=True)
     output, weights = attend(x, x, x, key_padding_mask=padding, need_weights=False)
     y, carried = attend.prefill(x[:, :8])
     y, carried = attend.step(x[:, 8], carried)
     assert weights is None and torch.allclose(y[0], output[0, 8], atol=1e-5)
     q, k, v = torch.randn(3, 2, 4, 50, 8)
-    mixed: Tensor = hbnode.momentum_attention(q, k, v, momentum=0.9)
-    read: Tensor = hbnode.heavy_ball_memory(q, nn.functional.normalize(k, dim=-1), v, log_momentum=-1.0)
+    mixed: Tensor = hbnode.nn.functional.momentum_attention(q, k, v, momentum=0.9)
+    read: Tensor = hbnode.nn.functional.heavy_ball_memory(q, nn.functional.normalize(k, dim=-1), v, log_momentum=-1.0)
     assert mixed.shape == read.shape == nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).shape
-    model = hbnode.MomentumTransformer(50, 16, 2, 2, 32, attention="heavy_ball", connection="nesterov")
+    model = hbnode.nn.MomentumTransformer(50, 16, 2, 2, 32, attention="heavy_ball", connection="nesterov")
     tokens = torch.randint(50, (2, 7))
     logits: Tensor = model(tokens)
     scores, stream = model.prefill(tokens)
@@ -423,14 +425,14 @@ def attention() -> None:
 def hessian_free() -> None:
     x, y = torch.randn(50, 4), torch.randint(3, (50,))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = hbnode.HessianFree(model.named_parameters(), loss="cross_entropy", damping=1.0)
+    optimizer = hbnode.optim.HessianFree(model.named_parameters(), loss="cross_entropy", damping=1.0)
     losses = [optimizer.step(lambda: (model(x), y), lambda: (model(x[:20]), y[:20])).item() for _ in range(5)]
     assert losses[-1] < losses[0] and optimizer.progress is not None and optimizer.progress.cg_iterations > 0
-    resumed = hbnode.HessianFree(model.named_parameters(), loss="cross_entropy", damping=1.0)
+    resumed = hbnode.optim.HessianFree(model.named_parameters(), loss="cross_entropy", damping=1.0)
     resumed.load_state_dict(optimizer.state_dict())
     lstm = nn.LSTM(4, 5, batch_first=True)
     head = nn.Linear(5, 3)
-    both = hbnode.HessianFree([*lstm.parameters(), *head.parameters()], loss="cross_entropy", max_cg=10)
+    both = hbnode.optim.HessianFree([*lstm.parameters(), *head.parameters()], loss="cross_entropy", max_cg=10)
     before = both.step(lambda: (head(lstm(x[:, None].expand(50, 6, 4))[0][:, -1]), y))
     assert before.isfinite()
 

@@ -239,7 +239,7 @@ def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
     precision of the dtype, that precision stands for it.
 
     Arguments:
-        h: the states, of any shape, as ``torch.nn.RNN`` or :class:`hbnode.TanhRNN` returns them.
+        h: the states, of any shape, as ``torch.nn.RNN`` or :class:`hbnode.nn.TanhRNN` returns them.
 
     Returns:
         The pair (h, 1 / (1 - h^2)), without graph in its second part.

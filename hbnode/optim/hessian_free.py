@@ -82,7 +82,7 @@ class HessianFree(Optimizer):
     The closures draw no new data: a step evaluates each of them several times, with the same
     random numbers of torch's default generators. Layers
     take forms that can be differentiated twice while the curvature is evaluated. ``torch.nn.RNN``, ``GRU`` and ``LSTM``
-    and :class:`hbnode.TanhRNN` then have products written for them, but not on a PackedSequence.
+    and :class:`hbnode.nn.TanhRNN` then have products written for them, but not on a PackedSequence.
 
     All parameter groups have the same options. Frozen parameters stay as they are. ``state_dict`` has the damping and
     the last direction, so that a resumed run goes on exactly.

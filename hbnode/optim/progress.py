@@ -11,7 +11,7 @@ Outcome: TypeAlias = Literal["accepted", "restarted", "rejected", "stationary"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step of :class:`~hbnode.HessianFree` did; ``str`` of it is a line for a progress bar.
+    """What a step of :class:`~hbnode.optim.HessianFree` did; ``str`` of it is a line for a progress bar.
 
     Attributes:
         loss: the loss before the step, on the gradient batch.

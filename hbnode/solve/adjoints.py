@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hbnode import _torch
-from hbnode._closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode._state import parts
 from hbnode._torch import random_state
 from hbnode.errors import RecomputationError, ReversalError
+from hbnode.solve.closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem, Rows, fixed_steps, integrate
 from hbnode.solve.methods import METHODS
@@ -247,7 +247,7 @@ def _leaves(
     if not all(map(torch.equal, random, random_state(rows[0].device))) and not snapshot.masks:
         raise ValueError(
             f"func draws random numbers, which gradient={name!r} cannot draw again. "
-            "Fix: gradient='checkpoint', or hbnode.nets.SolveDropout for dropout."
+            "Fix: gradient='checkpoint', or hbnode.nn.SolveDropout for dropout."
         )
     known = {id(x): x for x in (*found, *own_parameters(term.inner), *(tensor for _, _, tensor in snapshot.slots))}
     leaves = [x for x in known.values() if x.requires_grad]

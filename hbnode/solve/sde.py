@@ -392,7 +392,7 @@ class BrownianIncrements:
         >>> import torch, hbnode
         >>> sde = hbnode.HeavyBallSDE(lambda h: -h, damping=1.0, temperature=0.5, learn_damping=False)
         >>> state = sde.initial_state(torch.zeros(1000, 1, dtype=torch.float64))
-        >>> noise = hbnode.BrownianIncrements.draw(sde, state[0], [0.0, 1.0], dt=0.01, seed=0)
+        >>> noise = hbnode.solve.BrownianIncrements.draw(sde, state[0], [0.0, 1.0], dt=0.01, seed=0)
         >>> errors = []
         >>> exact, _ = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.01, noise=noise)
         >>> for _ in range(2):
@@ -659,7 +659,8 @@ def check_noise(noise: object, method: str, gradient: str, seed: int | None, siz
     """Refuse what is no noise, what it does not go together with, and that of other steps or another state."""
     if not isinstance(noise, BrownianIncrements):
         raise TypeError(
-            f"noise must be BrownianIncrements, got {type(noise).__name__}. Fix: hbnode.BrownianIncrements.draw(...)."
+            f"noise must be BrownianIncrements, got {type(noise).__name__}. "
+            "Fix: hbnode.solve.BrownianIncrements.draw(...)."
         )
     if seed is not None:
         raise ValueError("seed and noise are both given, and both determine the noise. Fix: leave seed out.")

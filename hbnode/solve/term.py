@@ -15,9 +15,9 @@ from hbnode._checks import CHANGES_INPUT
 from hbnode._state import State, cast, like
 from hbnode._torch import is_tracing
 from hbnode.fields import GHBNODE, HBNODE
-from hbnode.nets import SolveDropout
 from hbnode.nfe import Tally
 from hbnode.signal import queries
+from hbnode.solve.dropout import SolveDropout
 
 _FORWARDS = tuple(kind.forward for kind in (HBNODE, GHBNODE))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -167,7 +167,7 @@ class Snapshot:
             elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
                 raise ValueError(
                     f"{type(module).__name__} is in training mode inside a solve, where each evaluation would draw "
-                    "another mask and no step size would meet the tolerance. Fix: hbnode.nets.SolveDropout(p) draws "
+                    "another mask and no step size would meet the tolerance. Fix: hbnode.nn.SolveDropout(p) draws "
                     "one mask for the whole solve; or move it out of func."
                 )
             self.modes.append((module, module.training))

@@ -6,7 +6,7 @@
   pytorch_optimizer, without weight decay. Of the second-order methods of kept libraries it is the one whose rate and
   moments are Adam's, so that a comparison tells what curvature gains; it takes any weight, where Muon, in torch itself,
   takes matrices only and leaves the rest to Adam.
-- "hf": :class:`hbnode.HessianFree`, with structural damping where the loss names hidden states.
+- "hf": :class:`hbnode.optim.HessianFree`, with structural damping where the loss names hidden states.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OptimizerConfig(TaskConfig):
             ImportError: if "soap" is asked for and pytorch_optimizer is not installed.
         """
         if self.optimizer == "hf":
-            return hbnode.HessianFree(
+            return hbnode.optim.HessianFree(
                 parameters,
                 loss=loss,
                 damping=self.damping,
@@ -127,7 +127,7 @@ class Objective(abc.ABC):
         Arguments:
             model: the model.
             batch: samples, the first dimension of each tensor.
-            with_hidden: whether hidden states come third, as :meth:`hbnode.HessianFree.step` takes them.
+            with_hidden: whether hidden states come third, as :meth:`hbnode.optim.HessianFree.step` takes them.
         """
 
     def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -151,7 +151,7 @@ class Objective(abc.ABC):
 
 
 def hessian_free_step(
-    optimizer: hbnode.HessianFree, model: nn.Module, batch: Samples, objective: Objective
+    optimizer: hbnode.optim.HessianFree, model: nn.Module, batch: Samples, objective: Objective
 ) -> tuple[Tensor, dict[str, float]]:
     """One iteration; the loss before it, and its progress.
 

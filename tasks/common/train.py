@@ -218,7 +218,7 @@ class Trainer:
 
     def update(self, piece: Piece) -> tuple[Tensor, dict[str, float]]:
         """Change the weights by what a piece shows; its loss before that, and further means."""
-        if isinstance(self.optimizer, hbnode.HessianFree) and isinstance(self.loss, Objective):
+        if isinstance(self.optimizer, hbnode.optim.HessianFree) and isinstance(self.loss, Objective):
             return hessian_free_step(self.optimizer, self.model, piece.batch, self.loss)
         self.optimizer.zero_grad()
         value, means = self.loss(self.wrapped, piece.batch)

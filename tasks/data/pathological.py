@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def loss(self) -> Literal["mse", "bce", "cross_entropy"]:
-        """The loss that matches the outputs, as :class:`hbnode.HessianFree` names it."""
+        """The loss that matches the outputs, as :class:`hbnode.optim.HessianFree` names it."""
         if self.name == "xor":
             return "bce"
         return "mse" if self.name in PAIRS else "cross_entropy"

@@ -6,7 +6,7 @@ differ in how they treat the gaps between samples:
 - "lstm", "gru": torch's, which read the gap as one more input.
 - "gru-d": a GRU whose hidden state decays over the gap.
 - "cfc": closed-form continuous-time units, of the package ncps.
-- "oscillators": two blocks of :class:`hbnode.OscillatorStack`, exact over any gap.
+- "oscillators": two blocks of :class:`hbnode.nn.OscillatorStack`, exact over any gap.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Swinging(Recurrent):
 
     def __init__(self, input_size: int, hidden_size: int, **options: bool) -> None:
         super().__init__(input_size, hidden_size, **options)
-        self.stack = hbnode.OscillatorStack(self.features, hidden_size, frequency=(0.005, 0.25), decay=(0.005, 0.1))
+        self.stack = hbnode.nn.OscillatorStack(self.features, hidden_size, frequency=(0.005, 0.25), decay=(0.005, 0.1))
 
     def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
         t = gap.squeeze(-1).double().cumsum(1)
@@ -183,7 +183,7 @@ def make_baseline(
         return nn.ModuleList([make(hidden_size), *head])
 
     with torch.device("meta"):  # no random numbers drawn
-        matched = hbnode.nets.match_parameters(with_head, parameters)[0]
+        matched = hbnode.nn.match_parameters(with_head, parameters)[0]
     return make(typing.cast(Recurrent, matched).hidden_size)
 
 

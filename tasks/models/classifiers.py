@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from hbnode.ode_rnn.sequences import Inputs, Sequences
+from hbnode.nn.ode_rnn.sequences import Inputs, Sequences
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS
 from tasks.models.baselines import BASELINES, kind_of
@@ -92,7 +92,7 @@ class RecurrentReader(Reader):
         if self.takes_gaps:
             self.net: nn.Module = kind_of(name)(count, size)
         else:
-            self.net = hbnode.MomentumLSTM(count + 1, size, batch_first=True)
+            self.net = hbnode.nn.MomentumLSTM(count + 1, size, batch_first=True)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> Tensor:
         """(batch, size)."""
@@ -156,8 +156,8 @@ class Classifier(nn.Module):
         self,
         reader: nn.Module,
         size: int,
-        scale: hbnode.nets.Standardize,
-        scale_static: hbnode.nets.Standardize | None,
+        scale: hbnode.nn.Standardize,
+        scale_static: hbnode.nn.Standardize | None,
         classes: int,
     ) -> None:
         super().__init__()
@@ -194,10 +194,10 @@ def make_classifier(
         return RecurrentReader(name, features, fixed, unit, size)
 
     def make(size: int) -> Classifier:
-        scales = hbnode.nets.Standardize(features), hbnode.nets.Standardize(fixed) if fixed else None
+        scales = hbnode.nn.Standardize(features), hbnode.nn.Standardize(fixed) if fixed else None
         return Classifier(reader(size), size, *scales, classes)
 
-    model = hbnode.nets.match_parameters(make, parameters)
+    model = hbnode.nn.match_parameters(make, parameters)
     model.scale.fit(x, mask)
     if model.scale_static is not None:
         model.scale_static.fit(static)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal, cast
 
-from hbnode import MomentumTransformer
+from hbnode.nn import MomentumTransformer
 from tasks.common.config import TaskConfig, option
 from tasks.models.transformers import CONTENDERS, make_transformer
 

@@ -28,8 +28,8 @@ class Flow(nn.Module):
 
     def __init__(self, hidden: int, **options: Any) -> None:
         super().__init__()
-        net = hbnode.nets.MLP(2, [hidden] * 2, 2, activation=nn.Tanh, time_dependent=True)
-        self.flow = hbnode.HeavyBallFlow(net, 2, **options)
+        net = hbnode.nn.MLP(2, [hidden] * 2, 2, activation=nn.Tanh, time_dependent=True)
+        self.flow = hbnode.distributions.HeavyBallFlow(net, 2, **options)
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
         """The bound."""
@@ -46,7 +46,7 @@ class CNF(nn.Module):
 
     def __init__(self, hidden: int, tol: float) -> None:
         super().__init__()
-        net = hbnode.nets.MLP(2, [hidden] * 2, 2, activation=nn.Tanh, time_dependent=True)
+        net = hbnode.nn.MLP(2, [hidden] * 2, 2, activation=nn.Tanh, time_dependent=True)
         self.block = hbnode.ODEBlock(hbnode.NODE(net), rtol=tol, atol=tol)
 
     def change(self, t: Tensor, h: Tensor, dh: Tensor) -> Tensor:

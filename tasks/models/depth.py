@@ -100,7 +100,7 @@ class DepthConfig(TaskConfig):
             options |= {"connection": "heavy_ball", "connection_momentum": 0.0}
         elif connection in ("momentum", "momentum_state"):
             options["connection_momentum"] = self.connection_momentum
-        return hbnode.MomentumTransformer(
+        return hbnode.nn.MomentumTransformer(
             words,
             self.d_model,
             self.heads,

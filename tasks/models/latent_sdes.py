@@ -71,8 +71,8 @@ class LatentSDE(nn.Module, abc.ABC):
         self.encoder = nn.GRU(channels + 1, context, batch_first=True)
         self.start = nn.Linear(context, 2 * state)
         self.prior_start = nn.Parameter(torch.zeros(2, state))
-        self.drift = hbnode.nets.MLP(size, [hidden] * 2, size, activation=nn.Softplus)
-        self.control = hbnode.nets.MLP(size + context, [hidden] * 2, size, activation=nn.Softplus)
+        self.drift = hbnode.nn.MLP(size, [hidden] * 2, size, activation=nn.Softplus)
+        self.control = hbnode.nn.MLP(size + context, [hidden] * 2, size, activation=nn.Softplus)
         self.decoder = nn.Linear(size, channels)
         self.log_noise = nn.Parameter(torch.full((channels,), -1.0))
         with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from hbnode.oscillators import Gaussian
+from hbnode.nn.oscillators import Gaussian
 
 TITLES = {
     "oscillators": "oscillators",
@@ -42,10 +42,10 @@ class RowForecaster(nn.Module):
         self.channels, self.horizon = channels, horizon
         outputs = channels * (LONGEST - 1 + horizon)
 
-        def layer(size: int) -> hbnode.Oscillators:
-            return hbnode.Oscillators(2 * channels, outputs, size, frequency=frequency, decay=decay)
+        def layer(size: int) -> hbnode.nn.Oscillators:
+            return hbnode.nn.Oscillators(2 * channels, outputs, size, frequency=frequency, decay=decay)
 
-        self.oscillators = hbnode.nets.match_parameters(layer, parameters)
+        self.oscillators = hbnode.nn.match_parameters(layer, parameters)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The forecast (batch, horizon, channels), the predictions at the next stamps (batch, T, channels), and None.
@@ -77,7 +77,7 @@ class NoisyOscillators(nn.Module):
 
     def __init__(self, channels: int, size: int, noise: float, **ranges: Any) -> None:
         super().__init__()
-        self.oscillators = hbnode.Oscillators(channels, channels, size, noise=True, **ranges)
+        self.oscillators = hbnode.nn.Oscillators(channels, channels, size, noise=True, **ranges)
         for weight in (self.oscillators.weight_in, self.oscillators.weight_skip):
             weight.requires_grad_(False)  # which have no part in the model
         if self.oscillators.log_observation_noise is not None:

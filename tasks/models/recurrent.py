@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.recurrent import rules
+from hbnode.nn import rules
 from tasks.common.config import TaskConfig, option
 
 VARIANTS = ("plain", "gain", "steady", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
@@ -47,10 +47,10 @@ USES = {
     OSCILLATORS: (),
 }
 LAYERS = {
-    "lstm": hbnode.MomentumLSTM,
-    "rnn": hbnode.MomentumRNN,
-    "gru": hbnode.MomentumGRU,
-    "dtriv": hbnode.MomentumDTRIV,
+    "lstm": hbnode.nn.MomentumLSTM,
+    "rnn": hbnode.nn.MomentumRNN,
+    "gru": hbnode.nn.MomentumGRU,
+    "dtriv": hbnode.nn.MomentumDTRIV,
 }
 # The rules beside momentum, with the papers' names of the layers that have them.
 RULES = {
@@ -187,7 +187,7 @@ def make_layer(
     init: str = "cayley",
     **options: Any,
 ) -> nn.Module:
-    """A layer of :mod:`hbnode.recurrent`.
+    """A layer of :mod:`hbnode.nn.recurrent`.
 
     Arguments:
         model: one of :data:`VARIANTS`.
@@ -208,7 +208,7 @@ def make_layer(
     return LAYERS[cell](input_size, hidden_size, rule=kind(**numbers), **options)
 
 
-def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.OscillatorStack:
+def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.nn.OscillatorStack:
     """Two blocks of oscillators with a linear readout as large as an LSTM's h, and as many parameters as it has.
 
     Arguments:
@@ -219,12 +219,12 @@ def make_oscillators(input_size: int, hidden_size: int, memory: int) -> hbnode.O
     slowest = 0.1 / memory
     frequency, decay = (slowest, max(0.25, slowest)), (slowest, max(0.1, slowest))
 
-    def stack(width: int) -> hbnode.OscillatorStack:
-        return hbnode.OscillatorStack(input_size, width, output_size=hidden_size, frequency=frequency, decay=decay)
+    def stack(width: int) -> hbnode.nn.OscillatorStack:
+        return hbnode.nn.OscillatorStack(input_size, width, output_size=hidden_size, frequency=frequency, decay=decay)
 
     with torch.device("meta"):
         parameters = sum(p.numel() for p in nn.LSTM(input_size, hidden_size).parameters())
-    return hbnode.nets.match_parameters(stack, parameters)
+    return hbnode.nn.match_parameters(stack, parameters)
 
 
 def title(model: str, cell: str) -> str:

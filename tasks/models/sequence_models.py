@@ -2,15 +2,16 @@
 
 ``make_model("gru", input_size, hidden, output_size)`` reads sequences of equal or different lengths:
 
-- "tanh": :class:`hbnode.TanhRNN`, with 15 connections a unit at first, in the readout too, and biases drawn as weights.
+- "tanh": :class:`hbnode.nn.TanhRNN`, with 15 connections a unit at first, in the readout too,
+  and biases drawn as weights.
 - "lstm": torch's, with a bias of 1 at the forget gate.
 - "lstm_chrono": the same with chrono initialisation (Tallec and Ollivier, arXiv:1804.11188): biases log u at the forget
   gate and -log u at the input gate, u uniform in [1, length - 1].
 - "gru": torch's.
-- "dtriv": an orthogonal weight, :class:`hbnode.DTRIV`.
+- "dtriv": an orthogonal weight, :class:`hbnode.nn.DTRIV`.
 - "momentum_lstm", "nag_lstm", "sr_lstm", "adam_lstm", "rmsprop_lstm": the momentum LSTMs, with a bias of 1 at the
   forget gate, half of it in each of two.
-- "oscillators": a network of each sample, and a layer of as many :class:`hbnode.Oscillators` as units, which is linear.
+- "oscillators": a network of each sample, and a linear layer of as many :class:`hbnode.nn.Oscillators` as units.
 - "ode_rnn": an ODE-RNN whose state follows a heavy ball from step to step, a step of leapfrog for each.
 
 Another layer is one line in :data:`LAYERS`, and one in :data:`TITLES`.
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
+from hbnode.nn.recurrent import sparse_
 from hbnode.optim import tanh_hidden
-from hbnode.recurrent import sparse_
 from tasks.models.recurrent import RuleOptions, make_layer
 
 # The rules' values in adding and copying, table 7 to 10 of Nguyen et al. (2020) for T = 2K.
@@ -66,7 +67,7 @@ class Swinging(nn.Sequential):
             nn.Linear(input_size, 2 * hidden),
             nn.GELU(),
             nn.Linear(2 * hidden, hidden),
-            hbnode.Oscillators(hidden, hidden, frequency=ranges, decay=ranges),
+            hbnode.nn.Oscillators(hidden, hidden, frequency=ranges, decay=ranges),
         )
 
 
@@ -110,11 +111,11 @@ def ode_rnn(input_size: int, hidden: int, length: int) -> nn.Module:
 
 
 LAYERS: dict[str, MakeLayer] = {
-    "tanh": lambda inputs, hidden, length: hbnode.TanhRNN(inputs, hidden, batch_first=True),
+    "tanh": lambda inputs, hidden, length: hbnode.nn.TanhRNN(inputs, hidden, batch_first=True),
     "lstm": lstm,
     "lstm_chrono": lstm_chrono,
     "gru": lambda inputs, hidden, length: nn.GRU(inputs, hidden, batch_first=True),
-    "dtriv": lambda inputs, hidden, length: hbnode.DTRIV(inputs, hidden, batch_first=True),
+    "dtriv": lambda inputs, hidden, length: hbnode.nn.DTRIV(inputs, hidden, batch_first=True),
     **{f"{name}_lstm": with_rule(name) for name in RULES},
     "oscillators": Swinging,
     "ode_rnn": ode_rnn,
@@ -161,7 +162,7 @@ class SequenceModel(nn.Module):
         self.reads_end = reads_end
         self.layer = LAYERS[name](input_size, hidden, length)
         self.head = nn.Linear(hidden, output_size)
-        if isinstance(self.layer, hbnode.TanhRNN):
+        if isinstance(self.layer, hbnode.nn.TanhRNN):
             connections = self.layer.connections
             sparse_(self.head.weight, connections)
             nn.init.normal_(self.head.bias, std=connections**-0.5)
@@ -186,6 +187,6 @@ class SequenceModel(nn.Module):
         """
         h = self.layer(x)[0]
         counts = (torch.arange(h.shape[1], device=h.device) <= last[:, None]).to(h.dtype).unsqueeze(2)
-        if isinstance(self.layer, hbnode.TanhRNN):
+        if isinstance(self.layer, hbnode.nn.TanhRNN):
             counts = counts * tanh_hidden(h)[1]
         return self.read(h, last), (h, counts)

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hbnode import MomentumTransformer
-from hbnode.transformer.kinds import AttentionName, ConnectionName
+from hbnode.nn import MomentumTransformer
+from hbnode.nn.transformer.kinds import AttentionName, ConnectionName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,12 @@ def make_transformer(
 
     Arguments:
         name: one of :data:`CONTENDERS`.
-        num_embeddings: of :class:`hbnode.MomentumTransformer`.
+        num_embeddings: of :class:`hbnode.nn.MomentumTransformer`.
         momentum: β of momentum attention, and of the gain of ``linear_gain``.
         step_size: γ of momentum attention.
         connection_momentum: β of the momentum connection.
         positions: of the transformer; "auto" is rotary for softmax attention that is causal, else sinusoidal.
-        **options: further arguments of :class:`hbnode.MomentumTransformer`.
+        **options: further arguments of :class:`hbnode.nn.MomentumTransformer`.
     """
     layer = attention_of(name, momentum, step_size)
     if layer["connection"] == "momentum":

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode import MomentumTransformer
-from hbnode.attention.softmax import KeyValueCache
+from hbnode.nn import MomentumTransformer
+from hbnode.nn.attention.softmax import KeyValueCache
 from tasks.common.files import write_json
 from tasks.common.run import environment
 from tasks.common.workers import Workers

@@ -53,7 +53,7 @@ def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
     return [round(float(f[place]), 2) for place in places]
 
 
-def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.Oscillators]:
+def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.nn.Oscillators]:
     """The options and the trained layer of a run of ``--model kalman``."""
     described = read_json(folder / "config.json")
     task, model = described.get("task"), described.get("model")
@@ -67,7 +67,7 @@ def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.Oscillators]:
 
 
 @torch.no_grad()
-def learned(layer: hbnode.Oscillators) -> list[dict[str, float]]:
+def learned(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
     """Of each oscillator, by frequency: Hz, damping ratio, share in the accelerations' variance and in the force's."""
     omega = layer.stiffness.sqrt()
     noise = layer.process_noise

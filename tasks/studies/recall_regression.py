@@ -62,7 +62,7 @@ def errors(spread: Tensor, noise: float, sequences: int, seed: int) -> Tensor:
     for momentum in MOMENTA:
         log_momentum = math.log(momentum) if momentum else None
         step = (1 - momentum) * torch.tensor(STEPS)
-        read = hbnode.heavy_ball_memory(*every, log_momentum=log_momentum, step=step)
+        read = hbnode.nn.functional.heavy_ball_memory(*every, log_momentum=log_momentum, step=step)
         wrong = (read - q @ w).square().mean((0, 3))
         rows.append(torch.stack([wrong[:, length - length // 10 : length].mean(1) for length in LENGTHS], 1))
     return torch.stack(rows).nan_to_num(torch.inf, torch.inf)

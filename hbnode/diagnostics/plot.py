@@ -1,0 +1,398 @@
+"""Pictures of fields, solves and diagnostics: data or a block first, the matplotlib axes drawn into returned.
+
+Needs matplotlib, ``pip install 'hbnode[plot]'``, which is imported when something is drawn. Every function draws into
+``ax``, or into a new figure without it, passes further keyword arguments to the artists, and neither shows nor closes a
+figure. Data are tensors of any device, with or without a gradient, arrays or lists. A block is solved in evaluation
+mode and without gradients; its modes and ``block.nfe`` stay as they are. An open :class:`hbnode.count_nfe` or
+:class:`hbnode.diagnostics.record_steps` includes the evaluations and steps made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._state import State, parts
+from hbnode.diagnostics import figures
+from hbnode.diagnostics.figures import numbers
+from hbnode.diagnostics.paths import check_block, dtype_and_device, evaluating, states
+from hbnode.diagnostics.selection import Index, chosen
+from hbnode.diagnostics.spectra import Spectrum
+from hbnode.diagnostics.spectra import spectrum as find_spectrum
+from hbnode.diagnostics.tolerance import NFEToleranceCurve
+from hbnode.fields import GHBNODE, HBNODE, SONODE
+from hbnode.nfe import StepRecord, record_steps
+from hbnode.nn.blocks import ODEBlock
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["phase_portrait", "spectrum", "steps", "tolerance_curve", "trajectories", "vector_field"]
+
+Array: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
+MOST_LABELS = 10
+
+
+def trajectories(
+    data: nn.Module | Array,
+    x: Array | None = None,
+    t: Array | None = None,
+    *,
+    features: Index = None,
+    samples: Index = None,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw h over time: ``trajectories(block, x)`` or ``trajectories(h, t)``.
+
+    With several features each has a colour; with one, each sample has.
+
+    Arguments:
+        data: a block, or a trajectory h (T, batch, ...) such as ``block(x, t)``; also (T, batch), (T,), and h in a
+            pair (h, m).
+        x: of a block, the input (batch, ...) that it starts from; of a trajectory, its times, as ``t``. Default: None.
+        t: times (T,). None is, of a block, 200 equally spaced ones of ``t_span``, or the grid that it solves on.
+            Default: None.
+        features: which features of h, flattened, to draw: an index, several, a slice, or a mask of booleans. None is
+            all. Default: None.
+        samples: which samples to draw, likewise. Default: None.
+        ax: axes to draw into; None makes a figure. Default: None.
+        kwargs: passed to ``Axes.plot``.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2), t_span=(0.0, 10.0))
+        >>> ax = hbnode.diagnostics.plot.trajectories(block, torch.randn(5, 2), features=0, alpha=0.7)
+        >>> len(ax.get_lines())
+        5
+    """
+    if isinstance(data, nn.Module):
+        times, path = states(check_block(data, "trajectories"), x, t)
+        h = numbers(path[0])
+    else:
+        h = numbers(data[0] if isinstance(data, tuple) else data)
+        t = x if t is None else t
+        times = numbers(range(len(h)) if t is None else t)
+        _check_times(h, times)
+    h, numbered = chosen(h, features, samples)
+    ax = figures.axes(ax)
+    for i, feature in enumerate(numbered):
+        several = {"color": f"C{i}"} if len(numbered) > 1 else {}
+        lines = ax.plot(times, h[:, :, i], **figures.style(several, kwargs))
+        if lines and several:
+            name = f"$h_{{{feature}}}$" if len(numbered) <= MOST_LABELS else None
+            lines[0].set_label(_label(kwargs.get("label"), name, is_first=i == 0))
+        for line in lines[1:]:
+            line.set_label("_nolegend_")
+    ax.set_xlabel("time $t$" if t is not None or isinstance(data, nn.Module) else "output")
+    ax.set_ylabel("$h(t)$" if len(numbered) > 1 or not numbered else f"$h_{{{numbered[0]}}}(t)$")
+    figures.legend(ax)
+    return ax
+
+
+def phase_portrait(
+    data: nn.Module | Array,
+    x: Array | None = None,
+    t: Array | None = None,
+    *,
+    features: Index = None,
+    samples: Index = None,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw momentum against h, or one feature of h against another: ``phase_portrait(block, x)``, ``(h, m)``, ``(h)``.
+
+    A circle marks where each path starts.
+
+    Arguments:
+        data: a block, a trajectory h (T, batch, ...), or a pair ``(h, m)`` such as ``block.trajectory(x, t)``.
+        x: of a block, the input (batch, ...) that it starts from; of a trajectory h, its momentum m, if it has one.
+            Default: None.
+        t: of a block, the times (T,), as for :func:`trajectories`. Default: None.
+        features: where there is m, the features to draw, each with its momentum; None is all. Of h alone, the two to
+            draw against each other; None is (0, 1). Default: None.
+        samples: which samples to draw; None is all. Default: None.
+        ax: axes to draw into; None makes a figure. Default: None.
+        kwargs: passed to ``Axes.plot`` for the paths.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> spring = hbnode.HeavyBallODEBlock(lambda h: -h, damping=0.2, t_span=(0.0, 20.0))
+        >>> ax = hbnode.diagnostics.plot.phase_portrait(spring, torch.ones(1, 1))
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('$h$', '$m$')
+    """
+    second = "m"
+    if isinstance(data, nn.Module):
+        block = check_block(data, "phase_portrait")
+        _, path = states(block, x, t)
+        second = _second(block.field)
+    else:
+        pair = isinstance(data, tuple) or (isinstance(data, list) and all(hasattr(part, "shape") for part in data))
+        path = tuple(data) if pair else (data,) if x is None else (data, x)
+    names, labels, pairs = _planes(path, features, samples, second)
+    ax = figures.axes(ax)
+    for index, ((across, up), label) in enumerate(zip(pairs, labels, strict=True)):
+        for sample in range(across.shape[1]):
+            color = {"color": f"C{index}"} if len(pairs) > 1 else {}
+            shown = _label(kwargs.get("label"), label, is_first=index == 0) if sample == 0 else "_nolegend_"
+            (line,) = ax.plot(across[:, sample], up[:, sample], **figures.style(color, kwargs | {"label": shown}))
+            ax.plot(*(x[:1, sample] for x in (across, up)), "o", color=line.get_color(), mfc="white", ms=5)
+    ax.set(xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
+    figures.legend(ax)
+    return ax
+
+
+def vector_field(
+    field: Callable[[Tensor, Any], State],
+    t: float = 0.0,
+    *,
+    at: Array | None = None,
+    features: int | Sequence[int] = (0, 1),
+    xlim: tuple[float, float] | None = None,
+    ylim: tuple[float, float] | None = None,
+    points: int = 20,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw a field as arrows of one length, coloured by its speed, with a colour bar.
+
+    The plane is (h, m) for the second-order fields and (h_0, h_1) for the others.
+
+    Arguments:
+        field: a field or a block, or a callable ``(t, state)``.
+        t: the time at which the field is drawn. Default: 0.0.
+        at: a state of one sample, h or (h, m), that the plane passes through, for a field of more dimensions. None is
+            zero: h and m of one feature each, or h of two. A tensor keeps its dtype; a list or an array takes that of
+            f's parameters. Default: None.
+        features: the two features of h, (i, j), that span the plane; for the second-order fields the first one or
+            one alone, i, spans (h_i, m_i). Default: (0, 1).
+        xlim: range of the first axis. None is that of ``ax`` if something is drawn there, else (-2, 2). Default: None.
+        ylim: range of the second axis, likewise. Default: None.
+        points: arrows in each direction. Default: 20.
+        ax: axes to draw into; None makes a figure. Default: None.
+        kwargs: passed to ``Axes.quiver``.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> spring = hbnode.HeavyBallODEBlock(lambda h: -h, damping=0.2, t_span=(0.0, 20.0))
+        >>> ax = hbnode.diagnostics.plot.phase_portrait(spring, torch.ones(1, 1))
+        >>> ax is hbnode.diagnostics.plot.vector_field(spring, ax=ax)
+        True
+    """
+    field = field.field if isinstance(field, ODEBlock) else field
+    ax = figures.axes(ax)
+    drawn = ax.has_data()
+    xlim = xlim if xlim is not None else ax.get_xlim() if drawn else (-2.0, 2.0)
+    ylim = ylim if ylim is not None else ax.get_ylim() if drawn else (-2.0, 2.0)
+    centres = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    across, up = torch.meshgrid(*(low + (high - low) * centres for low, high in (xlim, ylim)), indexing="xy")
+    (du, dv), (i, j), is_pair = _slopes(field, torch.as_tensor(t), (across, up), _base(field, at), features)
+    speed = torch.hypot(du, dv)
+    length = torch.where(speed > 0, speed, 1.0)
+    options: dict[str, Any] = {"angles": "xy", "pivot": "mid", "cmap": "viridis", "zorder": 0.5} | kwargs
+    arrows = ax.quiver(across, up, du / length, dv / length, speed, **options)
+    names = ("h", _second(field)) if is_pair else (f"h_{{{i}}}", f"h_{{{j}}}")
+    ax.figure.colorbar(arrows, ax=ax, label=f"speed $|d({names[0]}, {names[1]})/dt|$")
+    ax.set(xlim=xlim, ylim=ylim, xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
+    return ax
+
+
+def steps(
+    data: StepRecord | nn.Module,
+    x: Array | None = None,
+    t: Tensor | Sequence[float] | None = None,
+    *,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw the accepted and rejected steps of a solve, their size over time: ``steps(block, x)`` or ``steps(record)``.
+
+    Arguments:
+        data: a block, or what :func:`hbnode.diagnostics.record_steps` has recorded.
+        x: of a block, the input (batch, ...) that it starts from. Default: None.
+        t: of a block, its output times (T,); None is the ends of ``t_span``. Default: None.
+        ax: axes to draw into; None makes a figure. Default: None.
+        kwargs: passed to ``Axes.plot`` for all markers.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(lambda t, h: torch.sin(t * t) - h, t_span=(0.0, 9.0))
+        >>> with hbnode.diagnostics.record_steps(block) as record:
+        ...     h = block(torch.zeros(1, 1))
+        >>> ax = hbnode.diagnostics.plot.steps(record)
+        >>> len(ax.get_lines()[0].get_xdata()) == block.nfe.steps
+        True
+    """
+    if not isinstance(data, StepRecord):
+        block = check_block(data, "steps")
+        with record_steps(block) as record:
+            states(block, x, block.t_span if t is None else t)
+        data = record
+    return figures.draw_steps(data.t, data.size, data.accepted, data.backward, ax, **kwargs)
+
+
+def tolerance_curve(
+    data: NFEToleranceCurve | Mapping[str, NFEToleranceCurve], *, ax: Axes | None = None, **kwargs: Any
+) -> Axes:
+    """Draw evaluations (left axis) and errors (right axis) against tolerance, of one curve or of several.
+
+    Arguments:
+        data: what :func:`hbnode.diagnostics.nfe_vs_tolerance` returns, or several of these by their names.
+        ax: axes to draw into; None makes a figure. Default: None.
+        kwargs: passed to ``Axes.plot`` for all lines.
+
+    Returns:
+        The axes on the left.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(3, 3))
+        >>> curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(4, 3), [1e-2, 1e-4])
+        >>> hbnode.diagnostics.plot.tolerance_curve({"HBNODE": curve}).get_xscale()
+        'log'
+    """
+    curves = data if isinstance(data, Mapping) else {"": data}
+    if not all(isinstance(curve, NFEToleranceCurve) for curve in curves.values()):
+        raise TypeError(
+            f"expected an NFEToleranceCurve or several by name, got {type(data).__name__}. "
+            "Fix: tolerance_curve({'a': curve, 'b': other}), of what nfe_vs_tolerance returns."
+        )
+    return figures.draw_tolerance_curves({name: curve.columns() for name, curve in curves.items()}, ax, **kwargs)
+
+
+def spectrum(
+    data: Spectrum | nn.Module,
+    x: Array | None = None,
+    t: float | None = None,
+    *,
+    ax: Axes | None = None,
+    **kwargs: Any,
+) -> Axes:
+    """Draw eigenvalues in the complex plane and what damping does to them: ``spectrum(block, x)``.
+
+    Open circles are the eigenvalues that a heavy ball has without damping, and lines lead from them to those that it
+    has: damping moves each pair to the left, until its centre is at -γ/2.
+
+    Arguments:
+        data: a block, or what :func:`hbnode.diagnostics.spectrum` returns.
+        x: of a block, the input (batch, ...). Default: None.
+        t: of a block, the time, as for :func:`hbnode.diagnostics.spectrum`. Default: None.
+        ax: axes to draw into; None makes a figure. Default: None.
+        kwargs: passed to ``Axes.plot`` for the eigenvalues.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(3, 3), damping=0.5)
+        >>> hbnode.diagnostics.plot.spectrum(block, torch.randn(4, 3)).get_xlabel()
+        'real part (1/time)'
+    """
+    return (data if isinstance(data, Spectrum) else find_spectrum(data, x, t)).plot(ax, **kwargs)
+
+
+def _check_times(h: Tensor, times: Tensor) -> None:
+    if h.dim() == 0 or times.shape != h.shape[:1]:
+        raise ValueError(
+            f"expected a trajectory (T, batch, ...) and times (T,), got shapes {tuple(h.shape)} and "
+            f"{tuple(times.shape)}. Fix: trajectories(block(x, t), t), or trajectories(block, x)."
+        )
+
+
+def _planes(
+    path: tuple[Array, ...], features: Index, samples: Index, second: str
+) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
+    """The names of the axes of a phase portrait, and the label and the two coordinates of each colour."""
+    if len(path) > 2:
+        raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
+    if len(path) == 1:
+        count = numbers(path[0]).shape[2:].numel()
+        if features is None and count < 2:
+            raise ValueError(
+                f"a phase portrait of h alone, as of a first-order field, needs two features, got {count}. "
+                "Fix: trajectories(block, x), trajectories(h, t), or (h, m) for the plane of h and m."
+            )
+        h, numbered = chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
+        if len(numbered) != 2:
+            raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
+        return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
+    shapes = [tuple(numbers(part).shape) for part in path]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"h and {second} must be of one shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second}).")
+    (h, numbered), (m, _) = (chosen(numbers(part), features, samples) for part in path)
+    names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
+    are_few = 1 < len(numbered) <= MOST_LABELS
+    labels = [f"$i = {i}$" if are_few else None for i in numbered]
+    return names, labels, [(h[:, :, i], m[:, :, i]) for i in range(len(numbered))]
+
+
+def _label(given: object, name: str | None, *, is_first: bool) -> str:
+    """The label of a colour: the caller's and the name of the feature, or the caller's once without names."""
+    both = [str(part) for part in (given if is_first or name else None, name) if part is not None]
+    return ", ".join(both) or "_nolegend_"
+
+
+def _second(field: object) -> str:
+    """The letter for the second part of a state."""
+    return "v" if isinstance(field, SONODE) else "m"
+
+
+def _base(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
+    """A state of one sample on the field's device: a tensor keeps its dtype, other numbers take that of f."""
+    dtype, device = dtype_and_device(field)
+    is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
+    given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
+    are_states = at is not None and all(isinstance(part, Tensor) and part.is_floating_point() for part in given)
+    base = tuple(part.detach().to(device) if are_states else numbers(part).to(device, dtype) for part in given)
+    return (*base, torch.zeros_like(base[0])) if is_pair and len(base) == 1 else base
+
+
+def _slopes(
+    field: Callable[[Tensor, Any], State],
+    t: Tensor,
+    plane: tuple[Tensor, Tensor],
+    base: tuple[Tensor, ...],
+    features: int | Sequence[int],
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int], bool]:
+    """The derivatives along the two axes at the points of a plane, the features they are of, and if there is m."""
+    is_pair, (across, up) = len(base) == 2, plane
+    given = [features] if isinstance(features, int) else list(features)
+    if len(given) < 2 - is_pair:
+        raise ValueError(f"features must be two of h, got {features!r}. Fix: features=(0, 1).")
+    i, j = (given[0], given[0]) if is_pair else (given[0], given[1])
+    if max(i, j) >= base[0].numel():
+        raise ValueError(
+            f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
+            "Fix: at=torch.zeros(d), a state of the field, or features="
+        )
+    rows = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
+    rows[0][:, i], rows[-1][:, j] = (x.reshape(-1).to(base[0]) for x in (across, up))
+    state = tuple(row.reshape(-1, *part.shape) for row, part in zip(rows, base, strict=True))
+    try:
+        with torch.no_grad(), evaluating(field):
+            value = field(t.to(base[0]), state if is_pair else state[0])
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"the field cannot be called (t, state) with {len(base)} tensor(s) of {base[0].numel()} feature(s): "
+            f"{error}. Fix: at=torch.zeros(d), a state of the field in its dtype; of a network, "
+            "vector_field(hbnode.NODE(net))."
+        ) from error
+    slopes = [numbers(part).reshape(across.numel(), -1) for part in parts(value)]
+    return (slopes[0][:, i].reshape(across.shape), slopes[-1][:, j].reshape(across.shape)), (i, j), is_pair

@@ -1,0 +1,183 @@
+"""The spectrum of a field along its path, and what damping does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._state import State, describe, parts
+from hbnode.diagnostics import figures
+from hbnode.diagnostics.paths import check_block, evaluating, states, with_graphs
+from hbnode.diagnostics.results import Result
+from hbnode.fields import GHBNODE, HBNODE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NODES = 8  # of the mean over the time span
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum(Result):
+    r"""Eigenvalues of the first-order system of a block, for each sample.
+
+    Attributes:
+        eigenvalues: complex128 (batch, n) in units of 1/time, n being the size of a sample's state: d for h, 2d for h
+            and m. Those of :class:`hbnode.HBNODE` and :class:`hbnode.GHBNODE` with one γ stand in pairs, entries 2i
+            and 2i + 1, that sum to -γ.
+        damping: γ; None for a field without damping, or with a γ for each feature.
+    """
+
+    eigenvalues: Tensor
+    damping: float | None
+
+    @property
+    def pairs(self) -> Tensor:
+        """The eigenvalues in pairs that sum to -γ, (batch, n / 2, 2).
+
+        Raises:
+            ValueError: if the field has no γ, or one for each feature: then they do not come in such pairs.
+        """
+        if self.damping is None:
+            raise ValueError("only the eigenvalues of a heavy ball with one damping γ come in pairs. Fix: eigenvalues.")
+        return self.eigenvalues.unflatten(1, (-1, 2))
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """One row for each eigenvalue, with its sample."""
+        batch, n = self.eigenvalues.shape
+        flat = self.eigenvalues.reshape(-1)
+        samples = torch.arange(batch).repeat_interleave(n)
+        return {"sample": samples.tolist(), "real": flat.real.tolist(), "imag": flat.imag.tolist()}
+
+    def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
+        r"""Draw the eigenvalues in the complex plane.
+
+        Where they come in pairs, lines lead to them from where they are without damping, the open circles: damping
+        moves every pair to the left, until its centre is at -γ/2.
+
+        Arguments:
+            ax: axes to draw into; None makes a figure. Default: None.
+            kwargs: passed to ``Axes.plot`` for the eigenvalues.
+
+        Returns:
+            The axes.
+        """
+        return figures.draw_spectrum(self.eigenvalues, self.damping, ax, **kwargs)
+
+
+def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
+    r"""Eigenvalues of the Jacobian of a block's first-order system, for each sample.
+
+    The adjoint of a sample obeys :math:`a(t) = a(T)\, e^{(T - t) H}` if the Jacobian of the system is a constant H, so
+    an eigenvalue with real part r multiplies its part of the gradient by :math:`e^{r (T - t)}`. Proposition 4 takes H
+    for the mean of the Jacobian over the time span,
+
+    .. math:: H = \frac{1}{T - t_0} \int_{t_0}^T
+        \begin{pmatrix} 0 & \sigma'(m) \\ \partial f/\partial h - \xi I & -\gamma I \end{pmatrix} ds,
+
+    and shows that its eigenvalues come in pairs that sum to -γ. So with a small γ half of them have a real part of at
+    least -γ/2: that half of the gradient cannot vanish fast. All eigenvalues of a NODE's
+    :math:`\partial f/\partial h` may lie far to the left. The block is used in evaluation mode, and its samples
+    must not act on one another. ``block.nfe`` stays as it is; an open :class:`hbnode.count_nfe` or
+    :class:`hbnode.diagnostics.record_steps` includes the evaluations and steps made here.
+
+    References:
+        Proposition 4 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022).
+
+    Arguments:
+        block: an :class:`hbnode.ODEBlock`.
+        x: input batch (batch, d, ...).
+        t: the time at which the Jacobian is taken, on the path that starts from x at the start of ``t_span``. None is
+            the mean over ``t_span``, by Gauss's formula with 8 nodes. Default: None.
+
+    Returns:
+        The eigenvalues, with ``.plot()`` and ``.to_csv(path)``.
+
+    Raises:
+        TypeError: if ``block`` is no ODEBlock.
+        ValueError: if the state has no batch dimension or no features.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(3, 3), damping=0.25, learn_damping=False)
+        >>> found = hbnode.diagnostics.spectrum(block, torch.randn(5, 3))
+        >>> torch.allclose(found.pairs.sum(-1), torch.full((5, 3), -0.25, dtype=torch.complex128))
+        True
+    """
+    block = check_block(block, "spectrum")
+    first, last = block.t_span
+    if t is None:
+        nodes, weights = gauss_legendre(NODES)
+        inner = first + (last - first) * nodes
+        times, path = states(block, x, [first, *inner.tolist(), last])
+        chosen = range(1, len(times) - 1)
+    else:
+        weights = torch.ones(1, dtype=torch.float64)
+        times, path = states(block, x, [first, float(t) if t != first else last])
+        chosen = range(1) if t == first else range(1, 2)
+    if path[0].dim() < 3 or 0 in path[0].shape[2:]:
+        raise ValueError(
+            f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
+            "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
+        )
+    with evaluating(block):
+        matrix = sum(
+            weight * jacobian(block.field, times[i], tuple(part[i] for part in path))
+            for i, weight in zip(chosen, weights.tolist(), strict=True)
+        )
+    eigenvalues = torch.linalg.eigvals(matrix)
+    damping = _one_damping(block.field)
+    return Spectrum(eigenvalues if damping is None else paired(eigenvalues, damping), damping)
+
+
+def _one_damping(field: nn.Module) -> float | None:
+    """The γ of a heavy ball, if it has a single one."""
+    if not isinstance(field, (HBNODE, GHBNODE)):
+        return None
+    damping = field.damping
+    if isinstance(damping, Tensor):
+        return float(damping.detach()) if damping.numel() == 1 else None
+    return damping
+
+
+def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights on (0, 1), by the eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
+    k = torch.arange(1, count, dtype=torch.float64)
+    beta = k / (4 * k * k - 1).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
+    return (nodes + 1) / 2, vectors[0] ** 2
+
+
+def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
+    """The derivative of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
+    with with_graphs():
+        leaves = [part.detach().clone().requires_grad_() for part in state]
+        value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
+        flat = torch.cat([part.unsqueeze(-1).flatten(1) for part in parts(value)], dim=1)
+        rows = []
+        for of_all_samples in flat.sum(0):
+            if of_all_samples.requires_grad:
+                found = torch.autograd.grad(of_all_samples, leaves, retain_graph=True, materialize_grads=True)
+            else:  # a constant
+                found = tuple(torch.zeros_like(leaf) for leaf in leaves)
+            rows.append(torch.cat([g.unsqueeze(-1).flatten(1) for g in found], dim=1))
+    return torch.stack(rows, dim=1).to("cpu", torch.float64)
+
+
+def paired(eigenvalues: Tensor, damping: float) -> Tensor:
+    """The eigenvalues (batch, n) in an order in which entries 2i and 2i + 1 sum to -γ, as nearly as they do."""
+    ordered = torch.empty_like(eigenvalues)
+    for into, row in zip(ordered, eigenvalues, strict=True):
+        left, pairs = list(range(len(row))), []
+        distance = (row[:, None] + row[None, :] + damping).abs().fill_diagonal_(torch.inf)
+        while left:
+            first = left.pop(0)
+            second = left[int(distance[first, left].argmin())]
+            left.remove(second)
+            pairs += [first, second]
+        into[:] = row[pairs]
+    return ordered

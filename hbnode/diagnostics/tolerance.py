@@ -1,0 +1,152 @@
+"""Cost and error of a model against the tolerance of its solver."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode.diagnostics import figures
+from hbnode.diagnostics.results import Result
+from hbnode.nfe import NFE, count_nfe
+from hbnode.nn.blocks import ODEBlock
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class NFEToleranceCurve(Result):
+    """Cost and error of a model against its solver's tolerance; one entry per tolerance in each list.
+
+    Attributes:
+        tolerance: rtol = atol.
+        forward: evaluations of the forward pass.
+        backward: evaluations of the backward pass.
+        error: root mean square difference of the output from the reference's.
+        gradient_error: norm of the gradient's difference from the reference's, over all parameters and the input,
+            divided by the norm of the reference's.
+    """
+
+    tolerance: list[float]
+    forward: list[int]
+    backward: list[int]
+    error: list[float]
+    gradient_error: list[float]
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """All attributes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
+        """Draw evaluations on the left axis and errors on the right, against the tolerance.
+
+        :func:`hbnode.diagnostics.plot.tolerance_curve` draws several of them into the same axes.
+
+        Arguments:
+            ax: axes to draw into; None makes a figure. Default: None.
+            kwargs: passed to ``Axes.plot``.
+
+        Returns:
+            The axes on the left.
+        """
+        return figures.draw_tolerance_curves({"": self.columns()}, ax, **kwargs)
+
+
+def nfe_vs_tolerance(
+    block: nn.Module,
+    x: Tensor,
+    tolerances: Iterable[float],
+    *,
+    loss: Callable[[Tensor], Tensor] | None = None,
+    reference_tolerance: float = 1e-12,
+) -> NFEToleranceCurve:
+    r"""Evaluations, error and gradient error of a block (or a model with blocks inside) against tolerance.
+
+    The reference is a float64 copy solved by dopri8 at a tight tolerance and backpropagated directly. The model itself
+    is left as it is; its copies are in evaluation mode. The backward evaluations of the adjoint depend on the scale of
+    the loss, because atol is absolute.
+
+    Arguments:
+        block: an :class:`hbnode.ODEBlock`, or a module that contains some; its own gradient modes are used.
+        x: input batch, (batch, ...), of integers if the model begins with an embedding.
+        tolerances: values for rtol = atol, any iterable.
+        loss: output -> scalar; None is the mean of squares. Default: None.
+        reference_tolerance: rtol = atol of the reference. Where f has kinks (ReLU) a solver steps over each of them
+            in small steps, and a looser one, well below the tolerances compared, saves hours. Default: 1e-12.
+
+    Returns:
+        The curve, with ``.plot()`` and ``.to_csv(path)``.
+
+    Raises:
+        ValueError: if there is no block, no tolerance, or none that is looser than the reference's.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(3, 3), gradient="adjoint")
+        >>> curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(4, 3), [1e-2, 1e-5])
+        >>> curve.forward[0] <= curve.forward[1] and curve.error[0] >= curve.error[1]
+        True
+    """
+    if not any(isinstance(module, ODEBlock) for module in block.modules()):
+        raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with one inside.")
+    tolerances = list(map(float, tolerances))
+    if not tolerances:
+        raise ValueError("tolerances is empty. Fix: for instance [1e-2, 1e-3, 1e-4, 1e-5].")
+    if not reference_tolerance < min(tolerances):
+        raise ValueError(
+            f"reference_tolerance={reference_tolerance:g} must be tighter than all of them, got {min(tolerances):g}. "
+            f"Fix: reference_tolerance={min(tolerances) / 10:g}."
+        )
+    loss = _mean_square if loss is None else loss
+    reference = _with_solver(copy.deepcopy(block).double().eval(), reference_tolerance, **_TIGHT)
+    exact, exact_gradient, _ = _solve(reference, x.double() if x.is_floating_point() else x, loss)
+    rows = []
+    for tolerance in tolerances:
+        output, gradient, nfe = _solve(_with_solver(copy.deepcopy(block).eval(), tolerance), x, loss)
+        error = (output.double() - exact).pow(2).mean().sqrt()
+        gradient_error = (gradient.double() - exact_gradient).norm() / exact_gradient.norm()
+        rows.append((tolerance, nfe.forward, nfe.backward, float(error), float(gradient_error)))
+    return NFEToleranceCurve(*map(list, zip(*rows, strict=True)))
+
+
+_TIGHT = {
+    "method": "dopri8",
+    "gradient": "direct",
+    "steps": None,
+    "per_sample": False,
+    "save": "exact",
+    "options": None,
+    "adjoint_options": None,
+    "compile_steps": False,
+    "max_steps": 10**6,
+}
+
+
+def _mean_square(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def _with_solver(model: nn.Module, tolerance: float, **changes: object) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, ODEBlock):
+            module.rtol = module.atol = tolerance
+            for name, value in changes.items():
+                setattr(module, name, value)
+    return model
+
+
+def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, NFE]:
+    """Output, flattened gradient with respect to the parameters and a floating-point input, and evaluations."""
+    x = x.detach().requires_grad_(x.is_floating_point())
+    model.zero_grad(set_to_none=True)
+    with count_nfe(model) as nfe, torch.enable_grad():
+        output = model(x)
+        loss(output).backward()
+    tensors = [p for p in (x, *model.parameters()) if p.requires_grad]
+    gradient = torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in tensors])
+    return output.detach(), gradient, nfe

@@ -1,0 +1,381 @@
+"""The sampler: its parameters, its paths and their weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.utils.checkpoint import checkpoint as recomputed
+from typing_extensions import override
+
+from hbnode import _torch
+from hbnode._checks import as_count, as_seed
+from hbnode._signature import takes_time
+from hbnode.distributions.annealing.checks import (
+    check_device,
+    check_dtype,
+    check_force,
+    check_functions,
+    checked_dim,
+    checked_log_prob,
+    log_increments,
+    log_of,
+)
+from hbnode.errors import NonFiniteError
+
+
+class LogZ(NamedTuple):
+    """An estimate of log Z and its standard error, both scalars."""
+
+    estimate: Tensor
+    standard_error: Tensor
+
+
+class _State(NamedTuple):
+    """Where the paths are after some steps. All tensors have n rows."""
+
+    x: Tensor
+    m: Tensor
+    force: Tensor  # at x
+    log_density: Tensor  # of the annealed density at x
+    kinetic: Tensor  # sum of log N(m'; 0, 1) - log N(m; 0, 1) over the steps
+    steps: Tensor  # how many were finite
+    is_force: Tensor  # whether the force was the first that was not finite
+
+
+class HeavyBallAnnealing(nn.Module):
+    r"""Annealed underdamped Langevin dynamics, a sampler and estimator of log Z for unnormalised densities.
+
+    The density :math:`\tilde\pi(x) = e^{\text{log\_prob}(x)}` has the integral Z. A path begins at
+    :math:`x_0 \sim q`, the prior, with a momentum :math:`m \sim \mathcal{N}(0, I)`. It moves through the densities
+    :math:`\pi_k \propto q^{1-\beta_k}\, \tilde\pi^{\beta_k}`, :math:`0 = \beta_0 \le \dots \le \beta_K = 1`. Step k
+    refreshes the momentum and makes a leapfrog step of size H:
+
+    .. math::
+        m_k &= b\, m'_{k-1} + \sqrt{1 - b^2}\, \xi_k, \qquad b = e^{-\gamma H}, \quad \xi_k \sim \mathcal{N}(0, I) \\
+        x_k &= x_{k-1} + H\, (m_k + \tfrac{H}{2} f_{k-1}(x_{k-1})) \\
+        m'_k &= m_k + \tfrac{H}{2} f_{k-1}(x_{k-1}) + \tfrac{H}{2} f_k(x_k), \qquad
+        f_k(x) = \nabla \log \pi_k(x) + u(k/K, x)
+
+    Two half refreshments of consecutive OBABO steps are one refreshment here. u is an optional network. The log weight
+
+    .. math::
+        \log w = \text{log\_prob}(x_K) - \log q(x_0)
+        + \sum_k [\log \mathcal{N}(m'_k; 0, I) - \log \mathcal{N}(m_k; 0, I)]
+
+    has :math:`E[w] = Z` for any force, step size and damping. So :math:`E[\log w] \le \log Z`, and an optimizer that
+    maximises :meth:`bound` trains the step size, the damping, the schedule and u. The gradient is exact. It needs the
+    second derivatives of ``log_prob``.
+
+    One path evaluates ``log_prob`` and its gradient ``steps`` times. With an infinite damping it is annealed overdamped
+    (unadjusted) Langevin dynamics with step :math:`H^2/2`. A temperature η would change the units only: momenta of
+    variance η with H and γ give the paths of variance 1 with :math:`\sqrt\eta H` and :math:`\gamma/\sqrt\eta`.
+
+    ``log_prob`` and ``prior`` are not part of the module: they are neither trained by ``annealing.parameters()``, nor
+    moved by ``.to(device)``, nor in the ``state_dict``. The samples have the dtype and device of the prior.
+
+    References:
+        Neal, Annealed Importance Sampling, arXiv:physics/9803008. Geffner and Domke, MCMC Variational Inference via
+        Uncorrected Hamiltonian Annealing, arXiv:2107.04150. Zhang et al., Differentiable Annealed Importance Sampling
+        and the Perils of Gradient Noise, arXiv:2107.10211.
+
+    Arguments:
+        log_prob: log density, up to a constant, of points (n, d), returning (n,). torch must be able to differentiate
+            it. ``-inf`` gives a path the weight 0.
+        prior: distribution on all of R^d, with batch shape () and event shape (d,).
+        steps: number of steps K.
+        step_size: initial H, a positive number or a tensor (d,). Default: ``0.1``.
+        damping: initial γ, in units of 1/H: a positive number, ``math.inf``, or a tensor (d,). An infinite damping is
+            not learned. Default: ``1.0``.
+        schedule: initial β, ``steps + 1`` numbers that increase from 0 to 1. None: equally spaced. Default: None.
+        force: the network u, a module or a function that takes ``(x)`` or ``(t, x)`` with t from 0 to 1 and returns the
+            shape of x. A last layer of zeros starts without a change. Default: None.
+        learn_step_size: whether H requires a gradient. Default: True.
+        learn_damping: whether γ requires a gradient. Default: True.
+        learn_schedule: whether β requires a gradient. Default: True.
+        checkpoint: whether to keep the points of the paths alone, not what ``log_prob`` and the force keep for their
+            derivatives. They are evaluated three times in each step. Default: False.
+
+    Raises:
+        ValueError: if an argument is out of its range, or the prior or ``log_prob`` has a wrong shape.
+        NonFiniteError: if a path overflows, or the force or ``log_prob`` on it is not finite.
+
+    Example:
+        The integral of exp(-(a² + b²)/8) over the plane (a, b) is 8π.
+
+        >>> import math, torch, hbnode
+        >>> from torch.distributions import Independent, Normal
+        >>> prior = Independent(Normal(torch.zeros(2), torch.ones(2)), 1)
+        >>> log_density = lambda x: -x.square().sum(-1) / 8
+        >>> annealing = hbnode.distributions.HeavyBallAnnealing(log_density, prior, steps=32, step_size=0.3)
+        >>> x, log_weight = annealing.sample(1000, seed=0)
+        >>> x.shape, log_weight.shape
+        (torch.Size([1000, 2]), torch.Size([1000]))
+        >>> estimate, error = annealing.log_z(1000, seed=0)
+        >>> bool(abs(estimate - math.log(8 * math.pi)) < 3 * error)
+        True
+        >>> optimizer = torch.optim.Adam(annealing.parameters(), lr=0.05)
+        >>> for _ in range(10):
+        ...     optimizer.zero_grad()
+        ...     (-annealing.bound(64)).backward()
+        ...     optimizer.step()
+    """
+
+    log_prob: Callable[[Tensor], Tensor]
+    prior: Distribution
+
+    def __init__(
+        self,
+        log_prob: Callable[[Tensor], Tensor],
+        prior: Distribution,
+        steps: int,
+        *,
+        step_size: float | Tensor = 0.1,
+        damping: float | Tensor = 1.0,
+        schedule: Tensor | Sequence[float] | None = None,
+        force: Callable[..., Tensor] | None = None,
+        learn_step_size: bool = True,
+        learn_damping: bool = True,
+        learn_schedule: bool = True,
+        checkpoint: bool = False,
+    ) -> None:
+        super().__init__()
+        check_functions(log_prob, force)
+        self.dim = checked_dim(prior)
+        self.steps = as_count(steps, "steps")
+        self.checkpoint = checkpoint
+        # a module among the attributes would be trained as a part of this one
+        self.__dict__.update(log_prob=log_prob, prior=prior)
+        log_step_size = log_of(step_size, self.dim, "step_size", 0.1)
+        log_damping = log_of(damping, self.dim, "damping", 1.0)
+        if not log_step_size.isfinite().all():
+            raise ValueError("step_size must be finite. Fix: step_size=0.1.")
+        self.log_step_size = nn.Parameter(log_step_size, requires_grad=learn_step_size)
+        is_finite = bool(log_damping.isfinite().all())
+        self.log_damping = nn.Parameter(log_damping, requires_grad=learn_damping and is_finite)
+        self.log_increments = nn.Parameter(log_increments(schedule, self.steps, learn_schedule), learn_schedule)
+        self.force = force
+        self._takes_time = force is not None and takes_time(force, 1)
+
+    # The parameters
+
+    @property
+    def step_size(self) -> Tensor:
+        """The current H, of shape () or (d,)."""
+        return self.log_step_size.exp()
+
+    @property
+    def damping(self) -> Tensor:
+        """The current γ, of shape () or (d,)."""
+        return self.log_damping.exp()
+
+    @property
+    def schedule(self) -> Tensor:
+        """The current β, of shape (steps + 1,)."""
+        inner = self.log_increments.softmax(0).cumsum(0)[:-1]
+        return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
+
+    # What users call
+
+    def sample(self, n: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
+        """Draw paths, without a graph.
+
+        Arguments:
+            n: how many.
+            seed: a whole number that determines them, and leaves torch's generators as they were; None draws from
+                torch's generators. Default: None.
+
+        Returns:
+            The ends x (n, d), and their log weights (n,). Self-normalised weights, ``log_weight.softmax(0)``, make
+            means over x those of the target.
+        """
+        with torch.no_grad():
+            return self._draw(n, seed)
+
+    def rsample(self, n: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
+        """Draw paths whose ends and log weights can be differentiated with respect to the parameters.
+
+        Arguments:
+            n: how many.
+            seed: as in :meth:`sample`. Default: None.
+
+        Returns:
+            The ends x (n, d), and their log weights (n,).
+        """
+        return self._draw(n, seed)
+
+    def bound(self, n: int, *, seed: int | None = None) -> Tensor:
+        """The mean log weight of n paths, whose expectation is at most log Z. Maximise it to train.
+
+        Arguments:
+            n: how many paths.
+            seed: as in :meth:`sample`. Default: None.
+
+        Returns:
+            A scalar.
+        """
+        _, log_weight = self.rsample(as_count(n, "n"), seed=seed)
+        mean = log_weight.mean()
+        if mean.detach() == -math.inf:
+            raise self._error(
+                f"{int((log_weight == -math.inf).sum())} of {n} log weights are -inf, so the bound is -inf and has no "
+                "gradient. Fix: a log_prob that is finite wherever the prior is, of which log_z needs none.",
+                self.steps,
+            )
+        return mean
+
+    def log_z(self, n: int, *, seed: int | None = None) -> LogZ:
+        r"""Estimate log Z by the log of the mean weight of n paths.
+
+        The standard error is that of the delta method, :math:`s / (\bar w \sqrt n)` with the standard deviation s of
+        the weights. The estimate is too small by about half the square of this error. Neither is to be trusted where a
+        few paths have most of the weight, which shows as an error near 1.
+
+        Arguments:
+            n: how many paths, at least 2.
+            seed: as in :meth:`sample`. Default: None.
+
+        Returns:
+            ``LogZ(estimate, standard_error)``, two scalars.
+        """
+        _, log_weight = self.sample(as_count(n, "n", least=2), seed=seed)
+        largest = log_weight.max()
+        if largest == -math.inf:
+            raise self._error(
+                f"all {n} weights are 0, as log_prob is -inf at every end. Fix: a prior that covers the support of "
+                "log_prob, or more paths.",
+                self.steps,
+            )
+        w = (log_weight - largest).exp()
+        return LogZ(largest + w.mean().log(), w.std() / (w.mean() * math.sqrt(n)))
+
+    @override
+    def forward(self, n: int, *, seed: int | None = None) -> Tensor:
+        return self.bound(n, seed=seed)
+
+    # The paths
+
+    def _draw(self, n: int, seed: int | None) -> tuple[Tensor, Tensor]:
+        n = as_count(n, "n", least=0)
+        if _torch.is_transformed():
+            raise ValueError(
+                "annealing takes gradients of log_prob by autograd, which does not work in the transforms of "
+                "torch.func (grad, vmap, jvp, ...) and in forward mode. Fix: rsample(n) or bound(n) outside of them, "
+                "and .backward()."
+            )
+        is_differentiated = torch.is_grad_enabled()
+        # the force is a gradient, which inference mode cannot take
+        device = self.log_step_size.device
+        with _seeded(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
+            draw = self.prior.rsample if is_differentiated and self.prior.has_rsample else self.prior.sample
+            x = draw(torch.Size([n]))
+            check_device(x, device)
+            return self._run(x) if n else (x, x.new_zeros(0))
+
+    def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The ends of the paths that start at x, and their log weights."""
+        schedule, step_size = self.schedule.to(x.dtype), self.step_size.to(x.dtype)
+        gamma = self.damping.to(x.dtype)
+        # infinity times the gradient of the exponential, 0, would be NaN
+        decay = torch.where(gamma.isinf(), math.inf, torch.where(gamma.isinf(), 1, gamma) * step_size)
+        coefficients = step_size, (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
+        force, log_q = self._force(x, 0, schedule)
+        count = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        state = _State(x, torch.randn_like(x), force, log_q, torch.zeros_like(log_q), count, count > 0)
+        step: Callable[..., _State] = self._step
+        if self.checkpoint and torch.is_grad_enabled():  # of more steps the force of each would compute all again
+            step = functools.partial(recomputed, self._step, use_reentrant=False)
+        for k in range(1, self.steps + 1):
+            state = step(state, k, schedule, *coefficients)
+        log_weight = state.log_density - log_q + state.kinetic
+        self._check_end(state, log_weight)
+        return state.x, log_weight
+
+    def _step(self, state: _State, k: int, schedule: Tensor, size: Tensor, keep: Tensor, noise: Tensor) -> _State:
+        """Refresh the momentum, and make a leapfrog step."""
+        m = keep * state.m + noise * torch.randn_like(state.m)
+        x = state.x + size * (m + size / 2 * state.force)
+        is_finite = x.isfinite().all(-1)
+        x = torch.where(is_finite[:, None], x, 0)  # distributions refuse others; such a path counts as lost
+        force, log_density = self._force(x, k, schedule)
+        kick = size / 2 * (state.force + force)
+        kinetic = state.kinetic - (kick * (m + kick / 2)).sum(-1)
+        was_finite = state.steps == k - 1
+        has_force = force.isfinite().all(-1)
+        steps = state.steps + (was_finite & is_finite & has_force & kinetic.isfinite())
+        is_force = state.is_force | (was_finite & is_finite & ~has_force)
+        return _State(x, m + kick, force, log_density, kinetic, steps, is_force)
+
+    def _force(self, x: Tensor, k: int, schedule: Tensor) -> tuple[Tensor, Tensor]:
+        """The force f_k and the annealed log density, (n, d) and (n,), at x."""
+        is_differentiated = torch.is_grad_enabled()
+        with torch.enable_grad():
+            at = x if is_differentiated and x.requires_grad else x.detach().requires_grad_()
+            parts = []
+            if k < self.steps:
+                parts.append((1 - schedule[k]) * self.prior.log_prob(at))
+            if k > 0:
+                parts.append(schedule[k] * checked_log_prob(self.log_prob, at))
+            log_density = sum(parts[1:], parts[0])
+            (force,) = torch.autograd.grad(log_density.sum(), at, create_graph=is_differentiated)
+        if self.force is not None:
+            force = force + self._learned_force(at, k)
+        return (force, log_density) if is_differentiated else (force.detach(), log_density.detach())
+
+    def _learned_force(self, x: Tensor, k: int) -> Tensor:
+        force = cast(Callable[..., Tensor], self.force)
+        check_dtype(force, x)
+        u = force(x.new_full((), k / self.steps), x) if self._takes_time else force(x)
+        check_force(u, x)
+        return u
+
+    # Failures
+
+    def _check_end(self, state: _State, log_weight: Tensor) -> None:
+        """Refuse paths that are not finite, with how many they are."""
+        is_lost = (state.steps < self.steps) | log_weight.isnan() | (log_weight == math.inf)
+        if not bool(is_lost.any()):
+            return
+        first = int(state.steps[is_lost].min()) + 1
+        who = f"{int(is_lost.sum())} of {len(is_lost)} paths"
+        if first > self.steps:
+            what = f"the log weights of {who} are not finite. Fix: a log_prob that returns no nan and no inf."
+        elif bool((state.is_force & (state.steps == first - 1)).any()):
+            what = (
+                f"the force is not finite on {who}, first in step {first} of {self.steps}. Fix: a log_prob whose "
+                "gradient is finite, or a smaller step_size if x grows."
+            )
+        else:
+            what = f"{who} overflow, first in step {first} of {self.steps}. Fix: a smaller step_size."
+        raise self._error(what, first)
+
+    def _error(self, what: str, step: int) -> NonFiniteError:
+        size = float(self.step_size.detach().mean())
+        return NonFiniteError(what, t=min(step / self.steps, 1.0), step_size=size, nfe=min(step, self.steps))
+
+    @override
+    def extra_repr(self) -> str:
+        shown = []
+        for name in ("step_size", "damping"):
+            value = getattr(self, name).detach()
+            number = f"{value.mean().item():.4g}" if not value.is_meta else "unknown"
+            shown.append(f"{name}={number}" + (f" of shape {tuple(value.shape)}" if value.dim() else ""))
+        return f"dim={self.dim}, steps={self.steps}, " + ", ".join(shown)
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Within it, torch's generators start from a seed; after it, they are as they were."""
+    if seed is None:
+        yield
+        return
+    number = as_seed(seed)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(number)
+        yield

@@ -1,0 +1,376 @@
+r"""Heavy-ball flows: normalizing flows on phase space whose log-determinant is known.
+
+The point z = (h, m) follows :math:`h' = m,\; m' = -\gamma m + f(h, t)`. f does not see m, so the divergence is
+:math:`-\gamma D` whatever f is, and the density is exact without a trace. See :class:`HeavyBallFlow`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal
+from typing_extensions import override
+
+from hbnode._checks import as_count, check_input
+from hbnode._state import describe
+from hbnode.distributions.flows.conditioned import ConditionedGHBNODE, ConditionedHBNODE
+from hbnode.fields import GHBNODE, HBNODE
+from hbnode.nn.nets import MLP
+from hbnode.solve.methods import SPLITTING
+from hbnode.solve.odeint import checked_span, odeint
+
+GRADIENTS = ("reversible", "checkpoint", "direct")
+
+
+class HeavyBallFlow(nn.Module):
+    r"""Normalizing flow on phase space with the exact log-determinant of a heavy ball.
+
+    A point (h, m) with h and m in :math:`\mathbb{R}^D` moves from the base at :math:`t_0` to the data at T:
+
+    .. math:: h' = m, \qquad m' = -\gamma m + f(h, t)
+
+    The divergence is :math:`-\gamma D` for every f, so no trace is computed:
+
+    .. math:: \log p_T(h_T, m_T) = \log p_0(h_0, m_0) + \gamma D (T - t_0)
+
+    Each :math:`p_0` is a standard normal of h and of m. A splitting method solves the equation. Its steps have exactly
+    this determinant and are undone exactly, so the density is exact for the computed map, however few the steps.
+
+    Data have no momentum. A network gives them one, :math:`m \sim q(m \mid h)`, a normal with independent components,
+    and the log-density of h alone has the lower bound :math:`E_q[\log p_T(h, m) - \log q(m \mid h)]`. On data, a
+    continuous normalizing flow with the exact trace reaches a better likelihood; its steps cost more.
+
+    The module is called as ``flow(h, condition)``, which is :meth:`elbo`.
+
+    References:
+        Xia et al., Heavy Ball Neural Ordinary Differential Equations, arXiv:2110.04840, for the equation; Huang,
+        Dinh and Courville, Augmented Normalizing Flows, arXiv:2002.07101, for the bound; Burda, Grosse and
+        Salakhutdinov, Importance Weighted Autoencoders, arXiv:1509.00519, for the bound with several samples.
+
+    Arguments:
+        func: f, a module or callable taking ``(h)`` or ``(t, h)``, with the condition last if there is one. h is
+            (batch, dim), the value too.
+        dim: number D of features of h.
+        t_span: start and end of the motion, ``(t0, T)``. Default: (0.0, 1.0).
+        generalized: use the equation of :class:`hbnode.GHBNODE`, :math:`h' = \sigma(m)` and
+            :math:`m' = -\gamma m + f(h, t) - \xi h`, which has the same divergence. Default: False.
+        condition_dim: number of features of a condition that f and q see. Default: 0, no condition.
+        damping: initial γ, in units of 1/time: a number, or a tensor (dim,) for one γ a feature. γD is then the sum of
+            its elements. Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
+        learn_damping: whether γ is a parameter. Default: True.
+        max_damping: upper bound of a learned γ. Default: 1.0.
+        xi: initial ξ of a generalized flow, in units of 1/time. Default: None, ln 2.
+        activation: σ of a generalized flow, elementwise. Default: None, tanh.
+        posterior: q, a module or callable taking ``(h)`` or ``(h, condition)`` and returning (..., 2 dim), the means
+            and the logarithms of the standard deviations of m. Default: None, an :class:`hbnode.nn.MLP` with two
+            hidden layers of 64 that starts as the standard normal.
+        time_dependent: whether ``func`` takes the time. Default: None, which looks at the arguments of ``func``.
+        method: ``"leapfrog"``, one evaluation of f a step, or ``"blanes_moan4"``, six. Default: ``"leapfrog"``.
+        steps: number of steps. Default: 16.
+        gradient: ``"reversible"`` undoes the steps in the backward pass and stores the ends only; ``"checkpoint"`` and
+            ``"direct"`` as in :func:`hbnode.odeint`. Second derivatives and torch.func need ``"direct"``.
+            Default: ``"reversible"``.
+
+    Shape:
+        - h and m: (..., dim), any batch shape. condition: (..., condition_dim), which broadcasts with that batch shape.
+        - Log-densities and log-determinants: the batch shape.
+
+    Raises:
+        TypeError: if it cannot be told how to call ``func``.
+        ValueError: if an argument is out of its range, or a shape does not fit.
+        SolverError: if the motion is not finite, or cannot be undone.
+
+    Example:
+        Fit data by the bound, and a known energy U by the reverse Kullback-Leibler divergence:
+
+        >>> import torch, hbnode
+        >>> flow = hbnode.distributions.HeavyBallFlow(hbnode.nn.MLP(2, [16], 2), 2)
+        >>> data = torch.randn(32, 2)
+        >>> (-flow.elbo(data).mean()).backward()
+        >>> h, m, log_prob = flow.rsample_and_log_prob(32)
+        >>> energy = h.square().sum(1)
+        >>> (log_prob - flow.posterior(h).log_prob(m) + energy).mean().backward()
+    """
+
+    field: HBNODE | GHBNODE
+    anchor: Tensor
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        dim: int,
+        *,
+        t_span: Sequence[float] = (0.0, 1.0),
+        generalized: bool = False,
+        condition_dim: int = 0,
+        damping: float | Tensor | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        xi: float | None = None,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        posterior: Callable[..., Tensor] | None = None,
+        time_dependent: bool | None = None,
+        method: Literal["leapfrog", "blanes_moan4"] = "leapfrog",
+        steps: int = 16,
+        gradient: Literal["reversible", "checkpoint", "direct"] = "reversible",
+    ) -> None:
+        super().__init__()
+        self.dim = as_count(dim, "dim")
+        self.condition_dim = as_count(condition_dim, "condition_dim", least=0)
+        self.t_span = checked_span(t_span)
+        self.steps = as_count(steps, "steps")
+        _check_choice("method", method, tuple(SPLITTING))
+        _check_choice("gradient", gradient, GRADIENTS)
+        self.method, self.gradient = method, gradient
+        of_ghbnode = {name: x for name, x in {"xi": xi, "activation": activation}.items() if x is not None}
+        if of_ghbnode and not generalized:
+            raise ValueError(
+                f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
+                "Fix: generalized=True, or leave it out."
+            )
+        kind: Callable[..., HBNODE | GHBNODE] = ConditionedGHBNODE if generalized else ConditionedHBNODE
+        self.field = kind(
+            func,
+            self.dim,
+            self.condition_dim,
+            damping=_checked_damping(damping, self.dim),
+            learn_damping=learn_damping,
+            max_damping=max_damping,
+            time_dependent=time_dependent,
+            **of_ghbnode,
+        )
+        self.posterior_net = self._default_posterior() if posterior is None else posterior
+        self.register_buffer("anchor", torch.zeros(()), persistent=False)  # has the dtype and device of samples
+
+    def _default_posterior(self) -> nn.Module:
+        net = MLP(self.dim + self.condition_dim, [64, 64], 2 * self.dim)
+        for p in net.layers[-1].parameters():
+            nn.init.zeros_(p)
+        return net
+
+    if TYPE_CHECKING:  # nn.Module leaves the type of a call open
+
+        @override
+        def __call__(self, h: Tensor, condition: Tensor | None = None) -> Tensor: ...
+
+    def forward(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
+        """:meth:`elbo`, so that wrappers of modules, as DistributedDataParallel, can train a flow."""
+        return self.elbo(h, condition)
+
+    def push(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Move a point from the base at :math:`t_0` to the data at T.
+
+        Arguments:
+            h: position (..., dim).
+            m: momentum (..., dim).
+            condition: (..., condition_dim). Default: None, for a flow without a condition.
+
+        Returns:
+            h and m at T, and the log-determinant of the map, :math:`-\gamma D (T - t_0)`, in the batch shape.
+        """
+        return self._move(h, m, condition, forwards=True)
+
+    def pull(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Move a point from the data at T to the base at :math:`t_0`, the inverse of :meth:`push`.
+
+        Arguments:
+            h: position (..., dim).
+            m: momentum (..., dim).
+            condition: (..., condition_dim). Default: None, for a flow without a condition.
+
+        Returns:
+            h and m at :math:`t_0`, and the log-determinant of the map, :math:`\gamma D (T - t_0)`.
+        """
+        return self._move(h, m, condition, forwards=False)
+
+    def log_prob(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> Tensor:
+        r"""Exact log-density of (h, m) on phase space, :math:`\log p_T(h, m)`.
+
+        Arguments:
+            h: position (..., dim).
+            m: momentum (..., dim).
+            condition: (..., condition_dim). Default: None, for a flow without a condition.
+        """
+        h, m, log_determinant = self.pull(h, m, condition)
+        return _log_normal(h) + _log_normal(m) + log_determinant
+
+    def posterior(self, h: Tensor, condition: Tensor | None = None) -> Independent:
+        r"""The distribution :math:`q(m \mid h)` of the momentum, with event shape (dim,).
+
+        Arguments:
+            h: position (..., dim).
+            condition: (..., condition_dim). Default: None, for a flow without a condition.
+        """
+        condition = self._checked(h, condition)
+        value = self.posterior_net(h) if condition is None else self.posterior_net(h, condition)
+        wanted = (*h.shape[:-1], 2 * self.dim)
+        if not isinstance(value, Tensor) or value.shape != wanted:
+            raise ValueError(
+                f"posterior returned {describe(value)}; expected means and log standard deviations of m, {wanted}. "
+                f"Fix: make its last layer's output size {2 * self.dim}."
+            )
+        mean, log_std = value.to(h.dtype).chunk(2, -1)  # autocast may have made it smaller
+        return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
+
+    def elbo(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
+        r"""One-sample estimate of a lower bound of :math:`\log p_T(h)`, the density of h alone.
+
+        .. math:: \log p_T(h, m) - \log q(m \mid h), \qquad m \sim q(m \mid h)
+
+        Its mean over m is at most :math:`\log p_T(h)`. Draws m from torch's generator.
+
+        Arguments:
+            h: position (..., dim).
+            condition: (..., condition_dim). Default: None, for a flow without a condition.
+        """
+        q = self.posterior(h, condition)
+        m = q.rsample()
+        log_q = q.base_dist.log_prob(m).sum(-1)  # q.log_prob(m) refuses an empty batch
+        return self.log_prob(h, m, condition) - log_q
+
+    def log_prob_bound(self, h: Tensor, samples: int, condition: Tensor | None = None) -> Tensor:
+        r"""Importance-weighted estimate of :math:`\log p_T(h)` from below.
+
+        .. math:: \log \frac{1}{K} \sum_{k=1}^{K} \frac{p_T(h, m_k)}{q(m_k \mid h)}, \qquad m_k \sim q(m \mid h)
+
+        Its mean is at most :math:`\log p_T(h)` and grows with K towards it. K points for each h are moved at once.
+
+        Arguments:
+            h: position (..., dim).
+            samples: number K of momenta for each h.
+            condition: (..., condition_dim). Default: None, for a flow without a condition.
+        """
+        count = as_count(samples, "samples")
+        check_input(h, "h")
+        return self.elbo(h.expand(count, *h.shape), condition).logsumexp(0) - math.log(count)
+
+    def sample(self, n: int | Sequence[int] = (), condition: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Draw points (h, m) at T, without gradients; the h of them are samples of the data.
+
+        Arguments:
+            n: number of samples, or their shape, as torch.distributions takes it. Default: (), one sample.
+            condition: (..., condition_dim), each of which gets that many samples. Default: None.
+
+        Returns:
+            h and m, both of the shape ``(*n, *condition.shape[:-1], dim)``.
+        """
+        with torch.no_grad():
+            return self.rsample(n, condition)
+
+    def rsample(self, n: int | Sequence[int] = (), condition: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Draw points (h, m) at T as :meth:`sample` does, with gradients of the parameters.
+
+        Arguments:
+            n: number of samples, or their shape. Default: (), one sample.
+            condition: (..., condition_dim), each of which gets that many samples. Default: None.
+        """
+        h, m, _ = self.rsample_and_log_prob(n, condition)
+        return h, m
+
+    def rsample_and_log_prob(
+        self, n: int | Sequence[int] = (), condition: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw points (h, m) at T with their exact log-densities, with gradients, in one solve.
+
+        Arguments:
+            n: number of samples, or their shape. Default: (), one sample.
+            condition: (..., condition_dim), each of which gets that many samples. Default: None.
+
+        Returns:
+            h, m and ``log_prob(h, m, condition)``.
+        """
+        sizes = (n,) if not isinstance(n, Sequence) else n
+        shape = tuple(as_count(size, "n", least=0) for size in sizes)
+        if condition is not None:
+            check_input(condition, "condition")
+            shape += condition.shape[:-1]
+        noise = torch.randn(2, *shape, self.dim, dtype=self.anchor.dtype, device=self.anchor.device)
+        start = _log_normal(noise).sum(0)
+        h, m, log_determinant = self.push(noise[0], noise[1], condition)
+        return h, m, start - log_determinant
+
+    def _move(self, h: Tensor, m: Tensor, condition: Tensor | None, *, forwards: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The point at the other end of ``t_span``, and the log-determinant of the way there."""
+        condition = self._checked(h, condition)
+        check_input(m, "m")
+        if m.shape != h.shape or m.dtype != h.dtype:
+            raise ValueError(
+                f"m must be as h, {h.dtype} of shape {tuple(h.shape)}; got {m.dtype} of shape {tuple(m.shape)}. "
+                "Fix: m = torch.randn_like(h), for instance."
+            )
+        state = h.reshape(-1, self.dim), m.reshape(-1, self.dim)
+        if condition is not None:  # it is a part of the position at rest, so that every gradient mode reaches it
+            rows = condition.reshape(-1, self.condition_dim)
+            state = torch.cat([state[0], rows], 1), torch.cat([state[1], torch.zeros_like(rows)], 1)
+        start, end = self.t_span if forwards else self.t_span[::-1]
+        points = odeint(self.field, state, [start, end], method=self.method, gradient=self.gradient, steps=self.steps)
+        moved = [x[-1, :, : self.dim].reshape(h.shape) for x in points]
+        damping = self.field.damping
+        total = damping.expand(self.dim).sum() if isinstance(damping, Tensor) else self.dim * damping
+        log_determinant = moved[0].new_zeros(h.shape[:-1]) + (start - end) * total
+        return moved[0], moved[1], log_determinant.to(moved[0].dtype)
+
+    def _checked(self, h: Tensor, condition: Tensor | None) -> Tensor | None:
+        """The condition in the batch shape of h, after checks of both."""
+        check_input(h, "h")
+        if h.dim() == 0 or h.shape[-1] != self.dim:
+            fix = "h.unsqueeze(-1)" if self.dim == 1 else f"HeavyBallFlow(func, {h.shape[-1] if h.dim() else 1})"
+            raise ValueError(f"h must be (..., {self.dim}), got {describe(h)}. Fix: {fix}.")
+        if h.dtype != self.anchor.dtype:
+            raise TypeError(
+                f"h is {h.dtype}, the flow is {self.anchor.dtype}; expected one dtype. "
+                f"Fix: h.to({self.anchor.dtype}){f', or flow.to({h.dtype})' if h.is_floating_point() else ''}."
+            )
+        if (condition is None) != (self.condition_dim == 0):
+            wanted = f"condition_dim={self.condition_dim}"
+            fix = (
+                f"pass condition= (..., {self.condition_dim})"
+                if condition is None
+                else "HeavyBallFlow(condition_dim=n)"
+            )
+            got = "no condition" if condition is None else "a condition"
+            raise ValueError(f"the flow has {wanted} and got {got}. Fix: {fix}.")
+        if condition is None:
+            return None
+        check_input(condition, "condition")
+        wanted_shape = (*h.shape[:-1], self.condition_dim)
+        try:
+            if condition.dim() == 0 or condition.shape[-1] != self.condition_dim:
+                raise RuntimeError
+            return condition.to(h.dtype).expand(wanted_shape)
+        except RuntimeError:
+            raise ValueError(
+                f"condition must broadcast to {wanted_shape}, got {describe(condition)}. "
+                f"Fix: a last dimension of {self.condition_dim}, and the batch dimensions of h before it."
+            ) from None
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        condition = f", condition_dim={self.condition_dim}" if self.condition_dim else ""
+        return f"{self.dim}, t_span={self.t_span}, method={self.method!r}, steps={self.steps}{condition}"
+
+
+def _log_normal(x: Tensor) -> Tensor:
+    """Log-density of a standard normal, over the last dimension."""
+    return -0.5 * (x.square() + math.log(2 * math.pi)).sum(-1)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be one of {choices}, got {value!r}: steps must be undone exactly. Fix: {name}={choices[0]!r}."
+        )
+
+
+def _checked_damping(damping: float | Tensor | None, dim: int) -> float | Tensor | None:
+    """A damping that is a number or has one value a feature."""
+    if isinstance(damping, Tensor) and damping.shape not in ((), (dim,)):
+        raise ValueError(
+            f"damping must be a number or a tensor ({dim},), one γ a feature; got {describe(damping)}. "
+            "Fix: damping=0.1."
+        )
+    return damping

@@ -1,0 +1,83 @@
+"""Layers: blocks, ODE-RNNs, recurrent layers, attention and memory with momentum, oscillators, small networks."""
+
+from hbnode.nn import functional, rules
+from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, SoftmaxAttention
+from hbnode.nn.blocks import HeavyBallODEBlock, ODEBlock
+from hbnode.nn.nets import MLP, ConvNet, Standardize, match_parameters
+from hbnode.nn.ode_rnn import ODERNN, Filtered, ODERNNState
+from hbnode.nn.oscillators import (
+    Gaussian,
+    OscillatorBelief,
+    OscillatorCell,
+    OscillatorFiltered,
+    Oscillators,
+    OscillatorStack,
+    OscillatorStackState,
+    OscillatorState,
+    OscillatorStep,
+    oscillator_ranges,
+)
+from hbnode.nn.recurrent import (
+    DTRIV,
+    DTRIVCell,
+    MomentumDTRIV,
+    MomentumDTRIVCell,
+    MomentumGRU,
+    MomentumGRUCell,
+    MomentumLSTM,
+    MomentumLSTMCell,
+    MomentumRNN,
+    MomentumRNNCell,
+    RecurrentState,
+    TanhRNN,
+)
+from hbnode.nn.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
+from hbnode.solve.dropout import SolveDropout
+
+__all__ = [
+    # ODEs
+    "ODEBlock",
+    "HeavyBallODEBlock",
+    "ODERNN",
+    "ODERNNState",
+    "Filtered",
+    # recurrent layers with momentum, and their cells
+    "MomentumRNN",
+    "MomentumLSTM",
+    "MomentumGRU",
+    "MomentumDTRIV",
+    "DTRIV",
+    "TanhRNN",
+    "MomentumRNNCell",
+    "MomentumLSTMCell",
+    "MomentumGRUCell",
+    "MomentumDTRIVCell",
+    "DTRIVCell",
+    "RecurrentState",
+    "rules",
+    # oscillators
+    "Oscillators",
+    "OscillatorStack",
+    "OscillatorCell",
+    "OscillatorState",
+    "OscillatorStackState",
+    "OscillatorBelief",
+    "OscillatorFiltered",
+    "OscillatorStep",
+    "Gaussian",
+    "oscillator_ranges",
+    # attention and memory with momentum
+    "MomentumAttention",
+    "HeavyBallMemory",
+    "SoftmaxAttention",
+    "MomentumTransformer",
+    "MomentumTransformerLayer",
+    "MomentumTransformerDecoderLayer",
+    # networks
+    "MLP",
+    "ConvNet",
+    "Standardize",
+    "SolveDropout",
+    "match_parameters",
+    "functional",
+]

@@ -1,0 +1,388 @@
+"""Blocks: a field, its solver and a time span as one layer of a network."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._checks import as_count
+from hbnode._state import State, Times, append_zeros, parts
+from hbnode._torch import checking_shapes, is_exporting
+from hbnode.fields import GHBNODE, HBNODE, Field
+from hbnode.nfe import NFE
+from hbnode.solve.integral import Integrand, WithIntegral, settings_of_integral
+from hbnode.solve.odeint import checked_span, resolve, solve
+from hbnode.solve.settings import Gradient, Method, Save, Settings, checked_jumps
+
+if TYPE_CHECKING:
+    from typing_extensions import override
+
+_SETTINGS = tuple(field.name for field in dataclasses.fields(Settings) if field.name not in ("compile", "common_steps"))
+_COMPILE = "compile_steps"  # nn.Module has a method of the shorter name
+
+
+class ODEBlock(nn.Module):
+    r"""A layer that maps x to h(T), the solution of an ODE that starts from x.
+
+    Arguments:
+        field: the right-hand side: one of hbnode's fields, or a module called ``(t, state)`` with the methods
+            ``initial_state`` and ``readout``.
+        t_span: start and end of the integration, ``(t0, T)``. The end may lie before the start. Default: (0.0, 1.0).
+        method: solver, as in :func:`hbnode.odeint`; :func:`hbnode.methods` lists them. Default: None, the best native
+            method for the field and the tolerance.
+        rtol: relative tolerance of adaptive methods. Default: 1e-5.
+        atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
+        gradient: ``"checkpoint"``, ``"direct"``, ``"reversible"`` or ``"adjoint"``, as in :func:`hbnode.odeint`.
+            Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for torchdiffeq's.
+        steps: a fixed grid: the number of equal steps in each output interval, from start to end for ``block(x)``.
+            Default: None, steps are adaptive.
+        per_sample: whether each sample has steps of its own (native methods). Default: False, one step size for the
+            whole batch.
+        save: ``"interpolate"``: adaptive steps pass output times, which are interpolated within the tolerance.
+            ``"exact"``: a step ends on each. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
+        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
+        options: further options of the method, such as ``{"max_step": 0.1}``. Default: None.
+        adjoint_options: options of the backward solve of ``gradient="adjoint"`` with one of torchdiffeq's methods.
+            Default: None, which is ``{"norm": "seminorm"}``.
+        compile: compile the steps of a native method with torch.compile. Default: False.
+        augment: number of zeros appended to x along dimension 1 before the solve (features, or channels of an image).
+            Default: 0.
+        initial_state: module or callable x -> state that replaces the zeros and the field's own ``initial_state``.
+            Default: None.
+
+    Shape:
+        - ``block(x)``: x (batch, d, ...) -> (batch, d + augment, ...), h at the end of ``t_span``.
+        - ``block(x, t)``: x is the state at ``t[0]``, t (T,) -> (T, batch, d + augment, ...). Native methods also take
+          t (batch, T), times for each sample.
+
+    Raises:
+        TypeError: if ``field`` is no field.
+        ValueError: if an argument is out of its range.
+
+    Example:
+        >>> import torch, hbnode
+        >>> block = hbnode.ODEBlock(hbnode.NODE(torch.nn.Linear(2, 2)))
+        >>> block(torch.randn(8, 2)).shape, block(torch.randn(8, 2), [0.0, 0.5, 2.0]).shape
+        (torch.Size([8, 2]), torch.Size([3, 8, 2]))
+    """
+
+    def __init__(
+        self,
+        field: nn.Module,
+        t_span: Sequence[float] = (0.0, 1.0),
+        *,
+        method: Method | None = None,
+        rtol: float = 1e-5,
+        atol: float = 1e-5,
+        gradient: Gradient | None = None,
+        steps: int | None = None,
+        per_sample: bool = False,
+        save: Save = "interpolate",
+        jump_times: Times | None = None,
+        max_steps: int = 10_000,
+        options: dict[str, Any] | None = None,
+        adjoint_options: dict[str, Any] | None = None,
+        compile: bool = False,
+        augment: int = 0,
+        initial_state: Callable[[Tensor], State] | None = None,
+    ) -> None:
+        super().__init__()
+        if not (callable(field) and hasattr(field, "initial_state") and hasattr(field, "readout")):
+            raise TypeError(
+                f"ODEBlock expected a field, got {type(field).__name__}. "
+                "Fix: wrap the network, ODEBlock(hbnode.NODE(net)), or use HeavyBallODEBlock(net)."
+            )
+        self.augment = as_count(augment, "augment", least=0)
+        if augment and initial_state is not None:
+            raise ValueError("augment and initial_state were both given. Fix: let initial_state do the augmenting.")
+        self.field = cast(Field, field)  # or another module with its methods
+        self.t_span = checked_span(t_span)
+        self.method = method
+        self.rtol = rtol
+        self.atol = atol
+        self.gradient = gradient
+        self.steps = steps
+        self.per_sample = per_sample
+        self.save = save
+        self.jump_times = jump_times
+        self.max_steps = max_steps
+        self.options = options
+        self.adjoint_options = adjoint_options
+        self.compile_steps = compile
+        self.initial_state = initial_state
+        self._nfe = NFE()
+        self._settings: Settings | None = None
+        self.settings()  # raises for a wrong argument now rather than at the first call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "jump_times":
+            value = checked_jumps(value)
+        super().__setattr__(name, value)
+        if name in _SETTINGS or name == _COMPILE:
+            self._settings = None  # they are checked together, in the next call
+
+    @property
+    def nfe(self) -> NFE:
+        """Evaluations of the last call; the backward pass fills in its part.
+
+        ``block.nfe = 0`` starts a new count, in which the backward pass of the last call counts as well.
+        """
+        return self._nfe
+
+    @nfe.setter
+    def nfe(self, value: int) -> None:
+        if value != 0:
+            raise ValueError(f"block.nfe can be set to 0 only, got {value!r}. Fix: block.nfe = 0 starts a new count.")
+        self._nfe.successor = NFE()
+        self._nfe = self._nfe.successor
+
+    if TYPE_CHECKING:  # nn.Module leaves the type of a call open
+
+        @override
+        def __call__(self, x: Tensor, t: Times | None = None) -> Tensor: ...
+
+    def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
+        """h(T), or the trajectory of h at the times ``t``."""
+        readout = self.field.readout
+        if t is None and getattr(readout, "__func__", None) is Field.readout:  # which takes a state as well
+            return readout(self._solve(self.field, self.start(x), None, end=True))
+        h = readout(self.trajectory(x, t))
+        return h[-1] if t is None else h
+
+    def trajectory(self, x: Tensor, t: Times | None = None) -> State:
+        r"""The whole state at the times ``t``, time first, where ``block(x, t)`` gives h alone.
+
+        Counts evaluations and gives gradients as ``block(x, t)`` does.
+
+        Arguments:
+            x: input (batch, d, ...), the state at ``t[0]``.
+            t: times (T,), or (batch, T) for each sample. Default: None, the two ends of ``t_span``.
+
+        Returns:
+            What :func:`hbnode.odeint` returns for the field: the pair (h, m) of an HBNODE or GHBNODE and (h, v) of a
+            SONODE, each (T, batch, d + augment, ...), and the tensor h of a NODE or ANODE, whose state has no other
+            part. With ``initial_state``: the structure of what it returns.
+
+        Example:
+            >>> import torch, hbnode
+            >>> block = hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2))
+            >>> h, m = block.trajectory(torch.randn(8, 2), [0.0, 0.5, 2.0])
+            >>> h.shape, m.shape, bool((m[0] == 0).all())
+            (torch.Size([3, 8, 2]), torch.Size([3, 8, 2]), True)
+        """
+        return self._solve(self.field, self.start(x), t)
+
+    def with_integral(self, x: Tensor, integrand: Integrand, t: Times | None = None) -> tuple[Tensor, Tensor]:
+        r"""The output of the block and the integral of g along its path.
+
+        .. math:: q(t) = \int_{t_0}^{t} g(s, y(s), y'(s))\, ds
+
+        q is solved as one more equation, q' = g with q = 0 at the start, by ``"tsit5"`` or one of torchdiffeq's methods
+        (Nyström and splitting methods solve h'' + γh' = f alone). A step is accepted when the error norm of the state
+        and the error norm of q are both at most 1, so the integral does not loosen the steps of h. Gradients flow to h,
+        q and all parameters in f and g in every gradient mode except ``"reversible"``. ``block.nfe`` counts evaluations
+        of the field, not calls of a network inside g. ``compile=True`` has no effect here.
+
+        Arguments:
+            x: input (batch, d, ...), the state at the start.
+            integrand: g, called ``(t, state, derivative)`` with the state, h or (h, m), and its derivative, both as the
+                field has them. It returns (batch,). t is a scalar. With ``per_sample=True`` or times of each
+                sample its shape is (batch, 1, ...), or (1, 1, ...) at a time that all share, and broadcasts with h;
+                ``t.reshape(-1)`` always broadcasts with (batch,). g runs without a graph of autograd in the forward
+                pass; use ``torch.func`` for derivatives in it.
+            t: times (T,), or (batch, T) for each sample. Default: None, the end of ``t_span``.
+
+        Returns:
+            h (batch, d + augment, ...) as ``block(x)`` and q (batch,), or as ``block(x, t)`` h (T, batch, ...) and
+            q (T, batch), which is 0 at ``t[0]``.
+
+        Raises:
+            ValueError: if the block's method or gradient mode cannot solve the integral, or g returns another shape.
+
+        Example:
+            The kinetic energy of a path, a penalty for straight ones (Finlay et al., arXiv:2002.02798), and the change
+            of a log-density, :math:`d \log p / dt = -\mathrm{tr}(\partial f / \partial h)` (Chen et al.,
+            arXiv:1806.07366):
+
+            >>> import torch, hbnode
+            >>> net = torch.nn.Linear(2, 2)
+            >>> block = hbnode.ODEBlock(hbnode.NODE(net))
+            >>> energy = lambda t, h, dh: dh.square().sum(1)
+            >>> trace = lambda h: torch.func.jacrev(net)(h).trace()
+            >>> log_density = lambda t, h, dh: -torch.func.vmap(trace)(h)
+            >>> h, change = block.with_integral(torch.randn(8, 2), log_density)
+            >>> torch.allclose(change, -net.weight.trace().expand(8), atol=1e-4)
+            True
+        """
+        state = self.start(x)
+        equation = WithIntegral(self.field, integrand, state)
+        rows = self._solve(equation, equation.start(state), t, settings_of_integral(self.settings()))
+        states, q = equation.split(*parts(rows))
+        h = self.field.readout(states)
+        return (h[-1], q[-1]) if t is None else (h, q)
+
+    def start(self, x: Tensor) -> State:
+        """The state at the start of a solve, from an input x (batch, d, ...): augmented, with its momentum."""
+        with _traced_shapes():
+            if self.initial_state is not None:
+                return self.initial_state(x)
+            return self.field.initial_state(append_zeros(x, self.augment) if self.augment else x)
+
+    def _solve(
+        self, field: nn.Module, state: State, t: Times | None, settings: Settings | None = None, *, end: bool = False
+    ) -> State:
+        """The solution at the times, or its end alone, counted; with the block's own settings if none are given."""
+        nfe = NFE()
+        if not is_exporting():  # a graph without Python has no attributes
+            self._nfe = nfe
+        if settings is None:
+            settings = self._settings or self.settings()
+            if self.options is None and self.adjoint_options is None:  # dicts may change in place
+                self._settings = settings
+        with _traced_shapes():
+            return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
+
+    def settings(self) -> Settings:
+        """How the block solves, checked, from its attributes, which may be changed at any time."""
+        return Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps).checked()
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows beside the submodules."""
+        settings = resolve(self.settings(), self.field, torch.tensor(self.t_span))
+        augment = f", augment={self.augment}" if self.augment else ""
+        return (
+            f"t_span={self.t_span}, method={settings.method!r}, rtol={self.rtol:g}, atol={self.atol:g}, "
+            f"gradient={settings.gradient!r}{augment}"
+        )
+
+
+def _traced_shapes() -> AbstractContextManager[None]:
+    return checking_shapes() if torch.jit.is_tracing() else nullcontext()
+
+
+def _heavy_ball(generalized: bool, of_ghbnode: dict[str, Any]) -> Callable[..., HBNODE | GHBNODE]:
+    """What makes the field of a heavy ball, with the arguments that a generalized one alone has."""
+    if of_ghbnode and not generalized:
+        raise ValueError(
+            f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
+            "Fix: generalized=True, or leave it out."
+        )
+    return functools.partial(GHBNODE if generalized else HBNODE, **of_ghbnode)
+
+
+class HeavyBallODEBlock(ODEBlock):
+    r"""A layer that lets a heavy ball roll: :math:`h'' + \gamma h' = f(h, t)` from h = x, returning h(T).
+
+    With ``generalized=True`` the equation is that of :class:`hbnode.GHBNODE`,
+    :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
+
+    Arguments:
+        func: f, a module or callable taking ``(h)`` or ``(t, h)`` and returning the shape of h.
+        generalized: use :class:`hbnode.GHBNODE` in place of :class:`hbnode.HBNODE`. Default: False.
+        augment: number of zeros appended to x along dimension 1 (features, or channels of an image). Default: 0.
+        initial_momentum: module or callable h -> m(t0) of the shape of h, augmentation included. Default: None, the
+            ball starts at rest.
+        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature.
+            Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
+        learn_damping: whether γ is a parameter. Default: True.
+        max_damping: upper bound of a learned γ. Default: 1.0.
+        xi: initial ξ of a generalized block, in units of 1/time. Default: None, ln 2.
+        learn_xi: whether ξ of a generalized block is a parameter. Default: None, True.
+        activation: σ of a generalized block, elementwise. Default: None, tanh.
+        time_dependent: whether ``func`` takes the time. Default: None, which looks at the arguments of ``func``.
+        t_span: start and end of the integration, ``(t0, T)``. Default: (0.0, 1.0).
+        method: solver, as for :class:`ODEBlock`; so are the following arguments. Default: None, the best native one.
+        rtol: relative tolerance. Default: 1e-5.
+        atol: absolute tolerance. Default: 1e-5.
+        gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods.
+        steps: a fixed grid: the number of equal steps in each output interval. Default: None, steps are adaptive.
+        per_sample: whether each sample has steps of its own. Default: False.
+        save: ``"interpolate"``, or ``"exact"``: a step ends on each output time. Default: ``"interpolate"``.
+        jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
+        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
+        options: further options of the method. Default: None.
+        adjoint_options: options of the backward solve of ``gradient="adjoint"``, torchdiffeq's methods. Default: None.
+        compile: compile the steps of a native method with torch.compile. Default: False.
+        initial_state: module or callable x -> (h, m) that replaces ``augment`` and ``initial_momentum``. Default: None.
+
+    Raises:
+        TypeError: if it cannot be told how to call ``func``.
+        ValueError: if an argument is out of its range, or belongs to a generalized block.
+
+    Example:
+        >>> import torch, hbnode
+        >>> func = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
+        >>> block = hbnode.HeavyBallODEBlock(func, augment=1)
+        >>> block(torch.randn(8, 4)).shape
+        torch.Size([8, 5])
+    """
+
+    field: HBNODE | GHBNODE
+
+    def __init__(
+        self,
+        func: Callable[..., Tensor],
+        *,
+        generalized: bool = False,
+        augment: int = 0,
+        initial_momentum: Callable[[Tensor], Tensor] | None = None,
+        damping: float | Tensor | None = None,
+        learn_damping: bool = True,
+        max_damping: float = 1.0,
+        xi: float | None = None,
+        learn_xi: bool | None = None,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        time_dependent: bool | None = None,
+        t_span: Sequence[float] = (0.0, 1.0),
+        method: Method | None = None,
+        rtol: float = 1e-5,
+        atol: float = 1e-5,
+        gradient: Gradient | None = None,
+        steps: int | None = None,
+        per_sample: bool = False,
+        save: Save = "interpolate",
+        jump_times: Times | None = None,
+        max_steps: int = 10_000,
+        options: dict[str, Any] | None = None,
+        adjoint_options: dict[str, Any] | None = None,
+        compile: bool = False,
+        initial_state: Callable[[Tensor], State] | None = None,
+    ) -> None:
+        of_ghbnode = {"xi": xi, "learn_xi": learn_xi, "activation": activation}
+        super().__init__(
+            _heavy_ball(generalized, {name: value for name, value in of_ghbnode.items() if value is not None})(
+                func,
+                damping=damping,
+                learn_damping=learn_damping,
+                max_damping=max_damping,
+                initial_momentum=initial_momentum,
+                time_dependent=time_dependent,
+            ),
+            t_span,
+            method=method,
+            rtol=rtol,
+            atol=atol,
+            gradient=gradient,
+            steps=steps,
+            per_sample=per_sample,
+            save=save,
+            jump_times=jump_times,
+            max_steps=max_steps,
+            options=options,
+            adjoint_options=adjoint_options,
+            compile=compile,
+            augment=augment,
+            initial_state=initial_state,
+        )
+
+    if TYPE_CHECKING:
+
+        @override
+        def trajectory(self, x: Tensor, t: Times | None = None) -> tuple[Tensor, Tensor]: ...

@@ -1,0 +1,13 @@
+"""Attention, memory and oscillators as functions."""
+
+from hbnode.nn.attention.memory import HeavyBallMemoryState, heavy_ball_memory
+from hbnode.nn.attention.momentum import MomentumAttentionState, momentum_attention
+from hbnode.nn.oscillators.closed_form import oscillator_step
+
+__all__ = [
+    "momentum_attention",
+    "MomentumAttentionState",
+    "heavy_ball_memory",
+    "HeavyBallMemoryState",
+    "oscillator_step",
+]

@@ -1,0 +1,292 @@
+"""Small networks to put inside a field, and what goes before or around a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from hbnode._checks import as_count, check_input
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class MLP(nn.Module):
+    """Fully connected network over the last dimension.
+
+    Called with the parts that a field hands over, ``(h)`` or ``(h, v)``, which it concatenates; with the time in front
+    if ``time_dependent``, which it appends as a last feature.
+
+    Arguments:
+        in_features: size of its inputs together, the time not counted.
+        hidden: sizes of the hidden layers.
+        out_features: size of the output.
+        activation: class of the modules between the layers. Default: ``torch.nn.modules.activation.ELU``.
+        time_dependent: whether it is called with the time. Default: False.
+
+    Raises:
+        TypeError: if ``hidden`` is a number, or ``activation`` a module or a function of tensors.
+
+    Shape:
+        - ``mlp(h)``: (..., in_features) -> (..., out_features); ``mlp(t, h, v)`` likewise.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden: Sequence[int],
+        out_features: int,
+        *,
+        activation: Callable[[], nn.Module] = nn.ELU,
+        time_dependent: bool = False,
+    ) -> None:
+        super().__init__()
+        self.time_dependent = time_dependent
+        if isinstance(hidden, int):
+            raise TypeError(f"hidden must be the sizes of the hidden layers, got {hidden}. Fix: [{hidden}].")
+        sizes = [in_features + time_dependent, *hidden, out_features]
+        layers: list[nn.Module] = []
+        for size, following in itertools.pairwise(sizes):
+            layers += [nn.Linear(size, following), _made(activation)]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Concatenate the inputs along the last dimension and apply the layers."""
+        if self.time_dependent:
+            t, parts = inputs[0], list(inputs[1:])
+            parts.append(t.to(parts[0].dtype).expand(*parts[0].shape[:-1], 1))
+        else:
+            parts = list(inputs)
+        return self.layers(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0])
+
+
+class ConvNet(nn.Module):
+    """The three-layer convolutional f of the papers' image models: 1x1, 3x3 and 1x1, with ReLU between.
+
+    If ``time_dependent``, the time is appended as a constant channel before each convolution.
+
+    References:
+        Dupont et al., Augmented Neural ODEs, arXiv:1904.01681, appendix; used by Xia et al., arXiv:2110.04840.
+
+    Arguments:
+        in_channels: channels of its inputs together, the time not counted.
+        hidden: channels of the two hidden layers.
+        out_channels: channels of the output.
+        activation: class of the modules between the layers. Default: ``torch.nn.modules.activation.ReLU``.
+        time_dependent: whether it is called with the time in front. Default: True.
+
+    Shape:
+        - ``net(t, h)``: scalar and (batch, in_channels, height, width) -> (batch, out_channels, height, width);
+          ``net(t, h, v)`` concatenates h and v over channels.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden: int,
+        out_channels: int,
+        *,
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        time_dependent: bool = True,
+    ) -> None:
+        super().__init__()
+        self.time_dependent = time_dependent
+        extra = int(time_dependent)
+        self.conv1 = nn.Conv2d(in_channels + extra, hidden, 1)
+        self.conv2 = nn.Conv2d(hidden + extra, hidden, 3, padding=1)
+        self.conv3 = nn.Conv2d(hidden + extra, out_channels, 1)
+        self.activation = _made(activation)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Concatenate the inputs over channels and apply the three convolutions."""
+        if self.time_dependent:
+            t, *parts = inputs
+            clock = t.to(parts[0].dtype).expand(parts[0].shape[0], 1, *parts[0].shape[2:])
+        else:
+            parts, clock = list(inputs), None
+
+        def with_time(*x: Tensor) -> Tensor:
+            channels = x if clock is None else (*x, clock)
+            return torch.cat(channels, dim=1) if len(channels) > 1 else channels[0]
+
+        x = self.activation(self.conv1(with_time(*parts)))
+        x = self.activation(self.conv2(with_time(x)))
+        return self.conv3(with_time(x))
+
+
+def _made(activation: Callable[[], nn.Module]) -> nn.Module:
+    """A module of the class."""
+    try:
+        module = activation()
+    except TypeError:  # a module or a function is called without the tensor that it wants
+        module = None
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"activation must be a class of modules, got {activation!r}. Fix: activation=nn.ReLU, or "
+            "lambda: nn.LeakyReLU(0.1)."
+        )
+    return module
+
+
+class Standardize(nn.Module):
+    r"""Features with mean 0 and standard deviation 1 over the training data: :math:`(x - \mu) / \sigma`.
+
+    :math:`\mu` and :math:`\sigma` are buffers: they are saved with the model and move with it. NaN is a missing value;
+    it does not count, and stays NaN. A feature that is constant, or was never observed, is only shifted.
+
+    Arguments:
+        num_features: size of the last dimension.
+
+    Shape:
+        - (..., num_features) -> (..., num_features).
+
+    Example:
+        >>> import torch, hbnode
+        >>> x = torch.tensor([[1.0, 10.0], [3.0, torch.nan], [5.0, 30.0]])
+        >>> scale = hbnode.nn.Standardize(2).fit(x)
+        >>> scale.mean, scale(x)[0, 1], scale.inverse(scale(x))[0, 1]
+        (tensor([ 3., 20.]), tensor(-1.), tensor(10.))
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = as_count(num_features, "num_features")
+        self.register_buffer("mean", torch.zeros(self.num_features))
+        self.register_buffer("std", torch.ones(self.num_features))
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> Self:
+        """Take mean and standard deviation, that of the population, of training data.
+
+        Arguments:
+            x: data (..., num_features).
+            mask: which values count, (...) or (..., num_features) of bool, or of 0 and 1; NaN never does.
+                Default: ``None``.
+            lengths: of series x (batch, T, num_features), the length of each, (batch,). Default: ``None``.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            ValueError: if x, the mask or the lengths have another shape, x holds infinite values that count, or a mean
+                or a standard deviation is none that the buffers' dtype holds.
+        """
+        self._check(x)
+        counts = ~torch.isnan(x)
+        if mask is not None:
+            counts = counts & self._as_mask(mask, x)
+        if lengths is not None:
+            if x.dim() != 3:
+                raise ValueError(f"lengths are of series x (batch, T, features), got x {tuple(x.shape)}. Fix: mask=.")
+            ends = torch.as_tensor(lengths, device=x.device)
+            counts = counts & (torch.arange(x.shape[1], device=x.device) < ends.unsqueeze(1)).unsqueeze(-1)
+        counts = counts.flatten(0, -2)
+        values = torch.where(counts, x.double().flatten(0, -2), 0.0)
+        if not bool(torch.isfinite(values).all()):
+            feature = int((~torch.isfinite(values)).nonzero()[0, 1])
+            raise ValueError(f"x is infinite in feature {feature}. Fix: make it NaN, which is a missing value.")
+        total = counts.sum(0).clamp(min=1)
+        mean = values.sum(0) / total
+        spread = torch.where(counts, values - mean, 0.0).square().sum(0) / total
+        self._keep(mean, torch.where(_varies(values, counts), spread.sqrt(), 1.0))
+        return self
+
+    def _as_mask(self, mask: Tensor, x: Tensor) -> Tensor:
+        """A mask of numbers or booleans, as one that goes with x."""
+        mask = torch.as_tensor(mask, device=x.device).bool()
+        if mask.shape not in (x.shape, x.shape[:-1]):
+            raise ValueError(
+                f"mask must be {tuple(x.shape[:-1])} or {tuple(x.shape)}, as x is, got {tuple(mask.shape)}. "
+                "Fix: mask.expand(x.shape)."
+            )
+        return mask if mask.shape == x.shape else mask.unsqueeze(-1)
+
+    def _keep(self, mean: Tensor, std: Tensor) -> None:
+        """Fill the buffers, if their dtype holds these numbers."""
+        rounded = mean.to(self.mean.dtype).double(), std.to(self.std.dtype).double()
+        held = ((rounded[0] - mean).abs() <= 0.1 * std) & (rounded[1] > 0) & torch.isfinite(rounded[1])
+        if not bool(held.all()):
+            feature = int((~held).nonzero()[0, 0])
+            raise ValueError(
+                f"feature {feature} has mean {float(mean[feature]):g} and standard deviation {float(std[feature]):g}, "
+                f"which {self.mean.dtype} does not hold. Fix: Standardize({self.num_features}).double(), or new units."
+            )
+        self.mean.copy_(mean)
+        self.std.copy_(std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardised x."""
+        self._check(x)
+        return (x - self.mean) / self.std
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """What standardises to x."""
+        self._check(x)
+        return x * self.std + self.mean
+
+    def _check(self, x: Tensor) -> None:
+        check_input(x, "x")
+        if x.dim() < 2 or x.shape[-1] != self.num_features:
+            raise ValueError(
+                f"x must be (..., {self.num_features}) with at least two dimensions, got {tuple(x.shape)}. "
+                f"Fix: Standardize({x.shape[-1] if x.dim() > 1 else 1})."
+            )
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"{self.num_features}"
+
+
+def _varies(values: Tensor, counts: Tensor) -> Tensor:
+    """Whether a column has different values among those that count; the variance of equal ones is not exactly 0."""
+    most, least = (nn.functional.pad(torch.where(counts, values, end), (0, 0, 0, 1), value=end) for end in (-inf, inf))
+    return most.amax(0) > least.amin(0)
+
+
+def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
+    """The model whose number of trained parameters is nearest to a number, of those that a function makes by size.
+
+    Models of one hidden size differ in parameters: the state of an HBNODE is (h, m), so that the GRU cell of an ODE-RNN
+    is twice as wide as with a NODE. Compare models of equal parameters.
+
+    Arguments:
+        make: size -> model, whose parameters increase with the size.
+        parameters: how many it shall have.
+
+    Raises:
+        ValueError: if the smallest model has more already.
+
+    Example:
+        >>> import hbnode
+        >>> ball = hbnode.nn.match_parameters(lambda n: hbnode.ODERNN(8, n), 10_000)
+        >>> node = hbnode.nn.match_parameters(lambda n: hbnode.ODERNN(8, n, field="node"), 10_000)
+        >>> ball.hidden_size, node.hidden_size
+        (25, 42)
+    """
+
+    def count(size: int) -> int:
+        with torch.device("meta"):  # no memory, and no random numbers drawn
+            return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
+
+    parameters = as_count(parameters, "parameters")
+    if count(1) > parameters:
+        raise ValueError(
+            f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. Fix: a larger number."
+        )
+    low, high = 1, 2
+    while count(high) < parameters:
+        if high > parameters:
+            raise ValueError("the number of parameters does not increase with the size. Fix: use the size in make.")
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) <= parameters else (low, middle)
+    return make(min((low, high), key=lambda size: abs(count(size) - parameters)))

@@ -1,0 +1,471 @@
+"""Irregular series as a recurrent module wants them, checked and without NaN, in a unit of time; its states."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, softplus
+from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import override
+
+from hbnode._checks import ArrayLike, as_count, as_tensor, tensor_fix
+from hbnode._records import Record, record
+from hbnode._suggestions import nearest
+from hbnode._times import as_times
+from hbnode._torch import may_look
+from hbnode.errors import MaxStepsError, SolverError
+from hbnode.nfe import NFE
+
+Missing = Literal["zero", "hold", "decay"]
+Lengths = Tensor | Sequence[int]
+KINDS: tuple[str, ...] = get_args(Missing)
+GAPS_PER_UNIT = 10  # a fresh network acts over about one unit: a gap of a tenth of it takes one step of any method
+MANY = 50  # evaluations in a gap
+TIGHT = 1e-6  # a tolerance from which on many are what was asked for
+TOO_LONG = 2.0  # times the gap that a fitted unit would make of the median
+
+
+# States
+
+
+@record
+class ODERNNState(Record):
+    """The state of an :class:`ODERNN`, from which a series goes on.
+
+    It has no axis of layers, unlike the h of torch.nn.GRU: where that takes ``h[-1]``, take ``state.h``.
+
+    Attributes:
+        h: hidden state of the last layer, (batch, hidden_size); (batch, 2 hidden_size) of a bidirectional module, the
+            ends of its two directions side by side.
+        m: its momentum or velocity, of the same shape; None for first-order fields.
+        t: the time that it belongs to, (batch,).
+        last: the last value observed of each feature, (batch, input_size); None where the module does not use it.
+        last_t: when that was, (batch, input_size); where nothing was observed, when the series began.
+        below: the state of the layer below; None for the first layer.
+    """
+
+    h: Tensor
+    m: Tensor | None
+    t: Tensor
+    last: Tensor | None = None
+    last_t: Tensor | None = None
+    below: ODERNNState | None = None
+
+    def __getitem__(self, index: object) -> NoReturn:  # which iteration calls too
+        raise TypeError(
+            "an ODERNNState is read by name: it has no axis of layers, and carries a time. Fix: state.h, "
+            "(batch, hidden_size), for the h[-1] of torch.nn.GRU; state.m and state.t for the rest."
+        )
+
+    @property
+    def joined(self) -> Tensor:
+        """H, or h and m side by side, as a cell has them."""
+        return self.h if self.m is None else torch.cat([self.h, self.m], -1)
+
+    @property
+    def layers(self) -> list[ODERNNState]:
+        """The states of the layers, from the first."""
+        return [self] if self.below is None else [*self.below.layers, self]
+
+    @staticmethod
+    @override
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name in ("t", "last_t") else new
+
+
+@record
+class Filtered(Record):
+    """What :meth:`ODERNN.filter` returns; it unpacks into its three attributes.
+
+    Attributes:
+        before: the states of the last layer just before each sample was seen, with h and m (batch, T, hidden_size) and
+            t (batch, T).
+        after: the states just after.
+        state: the state at the end of each sequence.
+    """
+
+    before: ODERNNState
+    after: ODERNNState
+    state: ODERNNState
+
+    def __iter__(self) -> Iterator[ODERNNState]:
+        return iter((self.before, self.after, self.state))
+
+
+def state_of(s: Tensor, t: Tensor, sizes: list[int]) -> ODERNNState:
+    """The state of s (..., h and m side by side) of so many features each, with storage of its own."""
+    h, *m = s.split(sizes, -1)
+    return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t)
+
+
+def check_state(state: object, shape: torch.Size | None, hidden_size: int, *, second_order: bool) -> None:
+    """Refuse what is no state of an ODERNN of these sizes; its own batch dimensions are right if ``shape`` is None."""
+    if not isinstance(state, ODERNNState):
+        raise TypeError(
+            f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.nn.ODERNNState(h, m, t), or the "
+            "state that an earlier call returned."
+        )
+    h, m, t = state.h, state.m, state.t
+    shape = h.shape[:-1] if shape is None else shape
+    wanted = (*shape, hidden_size)
+    if h.shape != wanted or (m is not None) != second_order or (m is not None and m.shape != wanted):
+        raise ValueError(
+            f"the state must have {'h and m' if second_order else 'h, and None for m,'} of shape {wanted}, got h "
+            f"{tuple(h.shape)} and m {None if m is None else tuple(m.shape)}. Fix: a state that this module returned "
+            "for such a batch."
+        )
+    if t.shape != shape:
+        raise ValueError(f"the state's t must have shape {tuple(shape)}, got {tuple(t.shape)}. Fix: one time each.")
+
+
+def check_start(state: ODERNNState, t: Tensor, num_layers: int) -> None:
+    """Refuse a state from which a module of so many layers cannot go on through times (batch, T)."""
+    layers = len(state.layers)
+    if layers != num_layers:
+        raise ValueError(
+            f"the state has {layers} layers, the module {num_layers}. Fix: the state that forward returned, which has "
+            "the layers below; those before and after each sample do not."
+        )
+    first = t[:, 0].detach()
+    if bool((state.t.detach().to(first.dtype) > first).any()):
+        raise ValueError(
+            "the state's time lies after the first of t; expected the series to go on from it. "
+            "Fix: times of the whole series, not of its part."
+        )
+
+
+# Series
+
+
+class Sequences:
+    """A checked batch of series.
+
+    Attributes:
+        x: samples (batch, T, input_size), zero where nothing was observed; T is the greatest length.
+        t: times (batch, T), on padding that of the last sample.
+        raw_t: times (batch, T), on padding as given.
+        observed: which values were observed, (batch, T, 1) or (batch, T, input_size); None for all.
+        seen: of which samples something was observed, (batch, T); None for all.
+    """
+
+    def __init__(self, input_size: int, x: Tensor, t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> None:
+        if isinstance(x, PackedSequence):
+            raise TypeError(
+                "x is a PackedSequence; expected a padded tensor. Fix: x, lengths = pad_packed_sequence(x, "
+                "batch_first=True), and lengths=lengths."
+            )
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"x must be a tensor (batch, T, input_size), got {type(x).__name__}. Fix: {tensor_fix(x)}, and "
+                ".unsqueeze(0) after it for a single series (T, input_size)."
+            )
+        if x.dim() != 3 or x.shape[-1] != input_size or 0 in x.shape[:2]:
+            raise ValueError(
+                f"x must be (batch, T, input_size) with input_size={input_size} and at least one sample, got "
+                f"{tuple(x.shape)}. Fix: {_shape_fix(x, input_size)}."
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"x must be floating point, got {x.dtype}. Fix: x.float().")
+        self.total = x.shape[1]
+        t = _checked_times(t, x)
+        self.raw_t, self.valid = t, None
+        self.observed = None if mask is None else _checked_mask(mask, x)
+        if lengths is not None:
+            valid, longest = _checked_lengths(lengths, x)
+            x, t, self.valid = x[:, :longest], t[:, :longest], valid[:, :longest]
+            is_there = self.valid.unsqueeze(-1)
+            self.observed = is_there if self.observed is None else self.observed[:, :longest] & is_there
+            t = torch.where(self.valid, t, t.gather(1, self.valid.sum(1, keepdim=True) - 1))
+        self.t = t
+        self.x = x if self.observed is None else torch.where(self.observed, x, 0.0)
+        self.seen = None if self.observed is None else self.observed.any(-1)
+        if may_look():
+            self._check_values()
+
+    @property
+    def window(self) -> Tensor:
+        """Samples as many as were given, zero on padding."""
+        return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
+
+    def at_samples(self, x: Tensor) -> Tensor:
+        """Values (batch, T, n) as long as x was given, zero where nothing was observed."""
+        x = x if self.seen is None else torch.where(self.seen.unsqueeze(-1), x, 0.0)
+        return pad(x, (0, 0, 0, self.total - x.shape[1]))
+
+    def backwards(self) -> tuple[Tensor, Tensor]:
+        """Where each sample is when every series is turned within its own length, (batch, T), and times since the end.
+
+        Padding stays where it is, at the time of the sample before it.
+        """
+        places = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
+        if self.valid is None:
+            order = places.flip(1)
+        else:
+            order = torch.where(self.valid, self.valid.sum(1, keepdim=True) - 1 - places, places)
+        since = self.t[:, -1:] - self.t.gather(1, order)  # on padding the last of t is that of the last sample
+        if self.valid is not None:
+            since = torch.where(self.valid, since, (self.t[:, -1:] - self.t[:, :1]).expand_as(since))
+        return order, since
+
+    @property
+    def padded_t(self) -> Tensor:
+        """Times as many as x was given with."""
+        missing = self.total - self.t.shape[1]
+        return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
+
+    def padded(self, states: Tensor) -> Tensor:
+        """States (..., batch, T, n) with zeros on padding, as long as x was given."""
+        if self.valid is None:
+            return states
+        states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
+        return pad(states, (0, 0, 0, self.total - states.shape[-2]))
+
+    def _check_values(self) -> None:
+        """Of times and samples, with one synchronisation."""
+        t = self.t.detach()
+        rising = t.diff() > 0
+        rising = rising if self.valid is None else rising | ~self.valid[:, 1:]
+        finite, increasing, observed = torch.stack(
+            [torch.isfinite(t).all(), rising.all(), torch.isfinite(self.x.detach()).all()]
+        ).tolist()
+        if not finite:
+            raise ValueError("t is not finite before the padding. Fix: every sample needs a time, observed or not.")
+        if not increasing:
+            row, i = (int(index) for index in (~rising).nonzero()[0])
+            raise ValueError(
+                f"t must increase strictly, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
+                f"{float(t[row, i + 1]):.9g}. Fix: sort the samples and merge those of one time, pass lengths= if the "
+                f"rest is padding, or give large times in float64 (these are {self.t.dtype})."
+            )
+        if not observed:
+            raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
+
+
+def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
+    """A tensor of what was given beside a padded x."""
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            f"{name} is a PackedSequence and x is not; expected both of one kind. "
+            f"Fix: pad_packed_sequence({name}, batch_first=True)[0], with lengths=."
+        )
+    return value if isinstance(value, Tensor) else conversion(value, name)
+
+
+def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
+    """The times as (batch, T), on the device of the samples."""
+    shape = x.shape[:2]
+    t = _tensor(t, "t", as_times)
+    if t.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
+            "Fix: a time for each sample; t.squeeze(-1) if there is one already."
+        )
+    t = t if t.is_floating_point() else t.to(torch.float64)
+    return t.to(x.device).expand(shape)
+
+
+def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask as (batch, T, 1) or (batch, T, input_size)."""
+    mask = _tensor(mask, "mask", as_tensor)
+    if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
+        raise ValueError(
+            f"mask must be bool of shape {tuple(x.shape[:2])} or {tuple(x.shape)}, True where observed, got "
+            f"{mask.dtype} of shape {tuple(mask.shape)}. Fix: mask=torch.isfinite(x), or mask.bool() of zeros and ones."
+        )
+    mask = mask.to(x.device)
+    return mask if mask.dim() == 3 else mask.unsqueeze(-1)
+
+
+def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
+    """Which samples are none of the padding, and the greatest length; T where values cannot be looked at."""
+    lengths = torch.as_tensor(lengths)
+    batch, total = x.shape[:2]
+    if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(
+            f"lengths must be {batch} whole numbers, got {lengths.dtype} of shape {tuple(lengths.shape)}. "
+            "Fix: one length for each sequence of the batch."
+        )
+    longest = total
+    if may_look():
+        lengths = lengths.cpu()
+        if not bool(((lengths >= 1) & (lengths <= total)).all()):
+            raise ValueError(f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones.")
+        longest = int(lengths.max())
+    valid = torch.arange(total, device=lengths.device) < lengths.unsqueeze(1)
+    return valid.to(x.device), longest
+
+
+def _shape_fix(x: Tensor, input_size: int) -> str:
+    """What is wrong with the shape of samples."""
+    if x.dim() == 2:
+        return "x.unsqueeze(0) for a single series" if x.shape[1] == input_size else "x.unsqueeze(-1) for numbers"
+    if x.dim() == 3 and 0 not in x.shape[:2]:
+        return f"input_size={x.shape[-1]}"
+    return "leave out series without samples"
+
+
+class Inputs(nn.Module):
+    r"""Samples without holes, and by choice their mask, the time since each feature was last observed, static features.
+
+    Arguments:
+        input_size: features of a sample.
+        missing: what a missing value is: 0; the last one observed; or that one times :math:`e^{-\lambda\delta}`, with
+            the time δ since then in units of time and a rate :math:`\lambda = \mathrm{softplus}(\omega)` for each
+            feature, ω at first 0.
+        mask_features: whether the mask is fed too.
+        elapsed_features: whether δ is fed too.
+        static_size: static features.
+    """
+
+    def __init__(
+        self, input_size: int, missing: Missing = "zero", mask_features: bool = False, elapsed_features: bool = False,
+        static_size: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        input_size = as_count(input_size, "input_size")
+        static_size = as_count(static_size, "static_size", least=0)
+        if missing not in KINDS:
+            near = nearest(missing, KINDS) or "zero"
+            raise ValueError(f"missing must be one of {KINDS}, got {missing!r}. Fix: {near!r}.")
+        self.input_size, self.missing, self.static_size = input_size, missing, static_size
+        self.mask_features, self.elapsed_features = bool(mask_features), bool(elapsed_features)
+        self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # that the cell is fed
+        self.looks_back = missing != "zero" or self.elapsed_features
+        self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
+
+    def forward(
+        self, sequences: Sequences, static: Tensor | None, state: ODERNNState | None, time_unit: float
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the cell is fed, (batch, T, size); then ``last`` and ``last_t`` of the state after the series."""
+        x, observed = sequences.x, sequences.observed
+        if observed is None:
+            observed = x.new_ones((), dtype=torch.bool)
+        observed, last, last_t = observed.expand(x.shape), None, None
+        columns = [x]
+        if self.mask_features:
+            columns.append(observed.to(x.dtype))
+        if self.looks_back:
+            held, since, last, last_t = _look_back(sequences, observed, state)
+            since = (since / time_unit).to(x.dtype)
+            if self.rate is not None:
+                held = held * torch.exp(-softplus(self.rate) * since)
+            if self.missing != "zero":
+                columns[0] = torch.where(observed, x, held)
+            if self.elapsed_features:
+                columns.append(since)
+        if static is not None:
+            columns.append(static.unsqueeze(1).expand(-1, x.shape[1], -1))
+        return torch.cat(columns, -1) if len(columns) > 1 else columns[0], last, last_t
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"{self.input_size}, missing={self.missing!r}, size={self.size}"
+
+
+def _look_back(
+    sequences: Sequences, observed: Tensor, state: ODERNNState | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The last value before each sample, and the time since (batch, T, n); the last of all, and when it was (batch, n).
+
+    Before a feature was first observed its value is 0, and the time runs from the beginning of the series.
+    """
+    x, t = sequences.x, sequences.t.to(torch.float64)
+    shape = (x.shape[0], x.shape[2])
+    last, last_t = (None, None) if state is None else (state.last, state.last_t)
+    if last is None or last_t is None:
+        begin = t[:, 0] if state is None else state.t.to(t)
+        last, last_t = x.new_zeros(shape), begin.unsqueeze(1).expand(shape)
+    places = torch.arange(x.shape[1], device=x.device).view(1, -1, 1)
+    latest = torch.where(observed, places, -1).cummax(1).values + 1  # 0: before the first sample
+    values = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
+    times = torch.cat([last_t.to(t).unsqueeze(1), t.unsqueeze(-1).expand(x.shape)], 1)
+    before = pad(latest[:, :-1], (0, 0, 1, 0))
+    since = t.unsqueeze(-1) - times.gather(1, before)
+    end = latest[:, -1:]
+    return values.gather(1, before), since, values.gather(1, end)[:, 0], times.gather(1, end)[:, 0]
+
+
+def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
+    """Ten times the median gap between samples of which something was observed, padding ignored."""
+    t = as_times(t, "t").detach().to("cpu", torch.float64)
+    t = t.unsqueeze(0) if t.dim() == 1 else t
+    if t.dim() != 2:
+        raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
+    counts = torch.ones(t.shape, dtype=torch.bool)
+    if mask is not None:
+        mask = as_tensor(mask, "mask").detach().cpu().bool()
+        if mask.shape[:2] != t.shape or mask.dim() > 3:
+            raise ValueError(
+                f"mask must be {tuple(t.shape)}, or with a dimension of features behind, got {tuple(mask.shape)}. "
+                "Fix: a mark for each sample, or for each value."
+            )
+        counts = mask if mask.dim() == 2 else mask.any(-1)
+    if lengths is not None:
+        lengths = torch.as_tensor(lengths).cpu()
+        if lengths.shape != t.shape[:1]:
+            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one for each row.")
+        counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
+    if not bool(torch.isfinite(t[counts]).all()):
+        raise ValueError("t is not finite where something was observed. Fix: lengths=, if that is padding.")
+    rows, times = counts.nonzero()[:, 0], t[counts]
+    gaps = times.diff()[rows.diff() == 0]
+    if len(gaps) == 0:
+        raise ValueError("t has no two samples in any series, so no gap. Fix: ODERNN(..., time_unit=), a typical gap.")
+    if not bool((gaps > 0).all()):
+        raise ValueError(
+            "t must increase along each series where something was observed, and some times do not. Fix: lengths=, if "
+            "the rest is padding; else sort the samples and merge those of one time, as hbnode.data.from_long does."
+        )
+    return GAPS_PER_UNIT * float(gaps.median())
+
+
+def warn_if_too_short(
+    time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
+) -> bool:
+    """Warn that the unit of time is too short, if most gaps take many evaluations; whether it did.
+
+    Arguments:
+        time_unit: the unit.
+        times: (batch, T), in that unit.
+        counts: the evaluations of each gap, of the batch together.
+        networks: how many networks these are of.
+        rtol: of the solves; a tight one asks for many.
+    """
+    spent = []
+    for gap in counts:
+        evaluations = 0
+        for nfe in gap:
+            evaluations += nfe.forward
+        spent.append(evaluations / networks)
+    spent.sort()
+    if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
+        return False
+    gaps = times.detach().diff()
+    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # one wait for the device, in a call that was slow
+    if not unit > TOO_LONG:
+        return False
+    warnings.warn(
+        f"the gaps between samples take {spent[len(spent) // 2]:.0f} evaluations each: they are long in the unit of "
+        f"time that the network acts over, time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
+        f"the times of the training data, or ODERNN(..., time_unit={unit * time_unit:.3g}).",
+        stacklevel=2,
+    )
+    return True
+
+
+@contextmanager
+def in_user_units(time_unit: float) -> Iterator[None]:
+    """Within it, failures of solves in units of time are told in the user's, and too many steps with what to do."""
+    try:
+        yield
+    except SolverError as error:
+        message = error.message
+        if isinstance(error, MaxStepsError):
+            message += f". In an ODERNN, rescale time: rnn.fit_time_unit(t), or time_unit= (it is {time_unit:g})"
+        t, size = error.t * time_unit, error.step_size * time_unit
+        raise type(error)(message, t=t, step_size=size, nfe=error.nfe) from error

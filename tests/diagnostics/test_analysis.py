@@ -1,0 +1,116 @@
+import csv
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+
+
+@pytest.fixture
+def curve():
+    block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(3, [8], 3), method="dopri5", gradient="adjoint")
+    return hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(5, 3), [1e-1, 1e-3, 1e-5])
+
+
+def test_cost_rises_and_error_falls_with_the_tolerance(curve):
+    assert curve.tolerance == [1e-1, 1e-3, 1e-5]
+    assert curve.forward == sorted(curve.forward)
+    assert curve.backward[0] >= 8
+    assert curve.error[0] > curve.error[-1]
+    assert curve.error[-1] < 1e-4
+    assert curve.gradient_error[-1] < 1e-3
+
+
+def test_errors_are_against_the_exact_solution():
+    """H' = -a h at a = 2: h(1) = x exp(-2), and the gradients for a and x are known."""
+
+    class Decay(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, h):
+            return -self.rate * h
+
+    block = hbnode.ODEBlock(hbnode.NODE(Decay()), method="rk4", steps=2)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-3])
+    z = -1.0  # rate times step, negative
+    factor = 1 + z + z**2 / 2 + z**3 / 6 + z**4 / 24
+    h, exact = factor**2, torch.tensor(-2.0).exp().item()
+    assert curve.forward == [8]
+    assert curve.error[0] == pytest.approx(abs(h - exact), rel=1e-5)
+    slope = 2 * factor * (1 + z + z**2 / 2 + z**3 / 6) * -0.5
+    got, expected = torch.tensor([2 * h * h, 2 * h * slope]), torch.tensor([2 * exact**2, -2 * exact**2])
+    assert curve.gradient_error[0] == pytest.approx(((got - expected).norm() / expected.norm()).item(), rel=1e-3)
+
+
+def test_a_model_with_blocks_inside_and_a_loss_of_ones_own():
+    block = hbnode.HeavyBallODEBlock(nn.Linear(3, 3), gradient="adjoint", rtol=0.5)
+    model = nn.Sequential(nn.Linear(2, 3), block, nn.Linear(3, 2))
+    target = torch.randint(2, (6,))
+    before = [p.clone() for p in model.parameters()]
+    curve = hbnode.diagnostics.nfe_vs_tolerance(
+        model, torch.randn(6, 2), [1e-2, 1e-4], loss=lambda out: nn.functional.cross_entropy(out, target)
+    )
+    assert curve.error[1] < 1e-3
+    assert block.rtol == 0.5
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+def test_the_copies_are_in_evaluation_mode():
+    block = hbnode.HeavyBallODEBlock(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), max_steps=20)
+    curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(4, 3), [1e-3])
+    assert curve.error[0] < 1e-3
+    assert block.training
+
+
+def test_to_csv(curve, tmp_path):
+    curve.to_csv(tmp_path / "curve.csv")
+    with open(tmp_path / "curve.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["tolerance"]) for row in rows] == curve.tolerance
+    assert [int(row["backward"]) for row in rows] == curve.backward
+    assert [float(row["gradient_error"]) for row in rows] == curve.gradient_error
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.csv"]
+
+
+def test_plot(curve):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    ax = curve.plot()
+    assert ax.get_xscale() == "log"
+    assert list(ax.get_lines()[0].get_ydata()) == curve.forward
+    _, given = plt.subplots()
+    assert curve.plot(given) is given
+    plt.close("all")
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="Linear contains no ODEBlock"):
+        hbnode.diagnostics.nfe_vs_tolerance(nn.Linear(2, 2), torch.zeros(1, 2), [1e-3])
+    with pytest.raises(ValueError, match="tolerances is empty"):
+        hbnode.diagnostics.nfe_vs_tolerance(hbnode.HeavyBallODEBlock(nn.Linear(2, 2)), torch.zeros(1, 2), [])
+
+
+def test_any_solver_has_a_curve():
+    for settings in ({}, {"per_sample": True}, {"gradient": "adjoint"}):
+        block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(3, [8], 3), **settings)
+        curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(5, 3), [1e-2, 1e-5])
+        assert curve.error[1] < 1e-5
+        assert curve.gradient_error[1] < 1e-4
+
+
+def test_a_reference_looser_than_the_tolerances_is_refused():
+    with pytest.raises(ValueError, match=r"reference_tolerance=0.001 must be tighter than all of them, got 1e-05"):
+        hbnode.diagnostics.nfe_vs_tolerance(
+            hbnode.HeavyBallODEBlock(torch.nn.Linear(2, 2)), torch.zeros(1, 2), [1e-2, 1e-5], reference_tolerance=1e-3
+        )
+
+
+def test_integers_into_an_embedding_and_a_generator_of_tolerances():
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), hbnode.HeavyBallODEBlock(nn.Linear(6, 6)))
+    curve = hbnode.diagnostics.nfe_vs_tolerance(model, torch.randint(7, (4, 2)), (10.0**-k for k in (2, 5)))
+    assert curve.tolerance == [1e-2, 1e-5]
+    assert 0 < curve.gradient_error[1] < 1e-3

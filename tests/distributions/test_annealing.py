@@ -1,0 +1,514 @@
+"""Annealed heavy-ball Langevin dynamics against path densities written out by hand and exact normalising constants."""
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Exponential,
+    Independent,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    Uniform,
+    Weibull,
+)
+
+import hbnode
+from hbnode.distributions import HeavyBallAnnealing
+from hbnode.nn.nets import MLP
+
+DOUBLE = {"dtype": torch.float64}
+MEAN = torch.tensor([1.0, -0.5], **DOUBLE)
+COVARIANCE = torch.tensor([[1.5, 0.4], [0.4, 0.6]], **DOUBLE)
+
+
+def standard_normal(d=2, dtype=torch.float64, scale=1.0):
+    return Independent(Normal(torch.zeros(d, dtype=dtype), torch.full((d,), scale, dtype=dtype)), 1)
+
+
+def gaussian(x):
+    """A Gaussian times 3."""
+    return MultivariateNormal(MEAN, COVARIANCE).log_prob(x) + math.log(3)
+
+
+def quartic(x):
+    """Wells of unequal depth in each coordinate."""
+    return (-x.pow(4) / 4 + x.square() + x / 2).sum(-1)
+
+
+def log_z_of_quartic(d):
+    grid = torch.linspace(-8, 8, 20001, **DOUBLE)
+    return d * torch.trapezoid(quartic(grid[:, None]).exp(), grid).log().item()
+
+
+def network(seed=0, d=2):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MLP(d, [8], d, activation=nn.Tanh, time_dependent=True).double()
+
+
+def unequal(steps, **options):
+    """One with nothing equal: step sizes, damping, schedule, and a force of random weights."""
+    schedule = torch.linspace(0, 1, steps + 1).square()
+    values = {"step_size": torch.tensor([0.3, 0.45]), "damping": 0.8, "schedule": schedule, "force": network()}
+    return HeavyBallAnnealing(gaussian, standard_normal(), steps, **{**values, **options}).double()
+
+
+def gradient(log_prob, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(log_prob(x).sum(), x)[0]
+
+
+def slow_paths(annealing, n, seed, temperature=1.0):
+    """Paths step by step, with their densities in both directions as they are defined.
+
+    The momenta have variance ``temperature``, and units of time are those of that temperature.
+    """
+    torch.manual_seed(seed)
+    prior, beta, root = annealing.prior, annealing.schedule.detach(), math.sqrt(temperature)
+    h, gamma = annealing.step_size.detach() / root, annealing.damping.detach() * root
+    b = torch.exp(-gamma * h)
+    momenta = Normal(torch.zeros((), **DOUBLE), root)
+
+    def force(k, x):
+        whole = temperature * gradient(lambda y: beta[k] * gaussian(y) + (1 - beta[k]) * prior.log_prob(y), x)
+        if annealing.force is not None:
+            whole = whole + temperature * annealing.force(torch.tensor(k / annealing.steps), x).detach()
+        return whole
+
+    x = prior.sample((n,))
+    m = root * torch.randn_like(x)
+    forward = prior.log_prob(x) + momenta.log_prob(m).sum(-1)
+    backward = torch.zeros(n, **DOUBLE)
+    for k in range(1, annealing.steps + 1):
+        before = m
+        m = b * before + (1 - b * b).sqrt() * root * torch.randn_like(m)
+        forward = forward + Normal(b * before, root * (1 - b * b).sqrt()).log_prob(m).sum(-1)
+        backward = backward + Normal(b * m, root * (1 - b * b).sqrt()).log_prob(before).sum(-1)
+        x0, m0 = x, m
+        m = m + h / 2 * force(k - 1, x)
+        x = x + h * m
+        m = m + h / 2 * force(k, x)
+        # the same leapfrog step with the momentum reversed leads back
+        y, v = x, -m
+        v = v + h / 2 * force(k, y)
+        y = y + h * v
+        v = v + h / 2 * force(k - 1, y)
+        torch.testing.assert_close((y, -v), (x0, m0))
+    backward = backward + gaussian(x) + momenta.log_prob(m).sum(-1)
+    return x, backward - forward
+
+
+# The weights
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_a_log_weight_is_the_ratio_of_the_densities_of_the_path_in_both_directions(temperature):
+    annealing = unequal(7)
+    x, log_weight = annealing.sample(50, seed=3)
+    torch.testing.assert_close((x, log_weight), slow_paths(annealing, 50, 3, temperature))
+
+
+def test_with_infinite_damping_it_is_overdamped_langevin():
+    steps, n = 6, 40
+    annealing = HeavyBallAnnealing(gaussian, standard_normal(), steps, step_size=0.4, damping=math.inf)
+    x, log_weight = annealing.sample(n, seed=1)
+    torch.manual_seed(1)
+    prior, e, beta = standard_normal(), annealing.step_size.item() ** 2 / 2, torch.linspace(0, 1, steps + 1, **DOUBLE)
+    y = prior.sample((n,))
+    torch.randn_like(y)  # the momentum that is forgotten
+    expected = -prior.log_prob(y)
+    for k in range(1, steps + 1):
+
+        def mean(k, z):
+            return z + e * gradient(lambda p: beta[k] * gaussian(p) + (1 - beta[k]) * prior.log_prob(p), z)
+
+        there = Normal(mean(k - 1, y), math.sqrt(2 * e))
+        before, y = y, there.loc + there.scale * torch.randn_like(y)
+        expected = expected + Normal(mean(k, y), math.sqrt(2 * e)).log_prob(before).sum(-1)
+        expected = expected - there.log_prob(y).sum(-1)
+    torch.testing.assert_close((x, log_weight), (y, expected + gaussian(y)), atol=1e-6, rtol=1e-6)
+
+
+def test_a_large_damping_tends_to_the_infinite_one():
+    ends = [
+        HeavyBallAnnealing(gaussian, standard_normal(), 4, step_size=0.4, damping=gamma).sample(5, seed=0)
+        for gamma in (100.0, math.inf)
+    ]
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"force": None, "damping": 2.0}, {"damping": math.inf}, {"damping": torch.tensor([0.1, 3.0])}],
+    ids=["random force", "no force", "overdamped", "damping of each dimension"],
+)
+def test_the_mean_weight_is_z(options):
+    estimate, error = unequal(4, **options).log_z(40_000, seed=0)
+    assert error < 0.05
+    assert abs(estimate - math.log(3)) < 3 * error
+
+
+def test_the_standard_error_is_the_spread_of_the_estimates():
+    annealing = unequal(4, force=None)
+    estimates = torch.stack([torch.stack(annealing.log_z(500, seed=seed)) for seed in range(100)])
+    z = (estimates[:, 0] - math.log(3)) / estimates[:, 1]
+    assert 0.7 < z.square().mean() < 1.4  # three standard errors of the mean square of 100 normal variables
+
+
+def test_self_normalised_weights_give_moments_of_the_target():
+    x, log_weight = unequal(8, force=None).sample(40_000, seed=0)
+    w = log_weight.softmax(0)
+    torch.testing.assert_close(w @ x, MEAN, atol=0.03, rtol=0)
+
+
+def test_the_gap_of_the_bound_shrinks_with_the_steps():
+    exact = log_z_of_quartic(5)
+    gaps = [
+        exact
+        - HeavyBallAnnealing(quartic, standard_normal(5), steps, step_size=0.2, damping=1.0).bound(1000, seed=0).item()
+        for steps in (4, 16, 64, 256)
+    ]
+    assert all(0 < later < 0.65 * earlier for earlier, later in itertools.pairwise(gaps)), gaps
+
+
+# Training
+
+
+@pytest.mark.parametrize("damping", [torch.tensor([0.5, 1.5]), math.inf], ids=["underdamped", "overdamped"])
+def test_gradients_are_those_of_finite_differences(damping):
+    annealing = unequal(5, damping=damping)
+    names = [name for name, p in annealing.named_parameters() if p.requires_grad]
+    assert {"log_step_size", "log_increments"} < set(names)
+    assert ("log_damping" in names) == (damping is not math.inf)
+    state = [annealing.get_parameter(name).detach().clone().requires_grad_() for name in names]
+
+    def bound(*values):
+        return torch.func.functional_call(annealing, dict(zip(names, values, strict=True)), (6,), {"seed": 0})
+
+    assert torch.autograd.gradcheck(bound, state, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 10])
+def test_checkpoints_change_nothing(steps):
+    results = []
+    for checkpoint in (False, True):
+        annealing = unequal(steps, checkpoint=checkpoint)
+        torch.manual_seed(5)
+        bound = annealing.bound(16)
+        bound.backward()
+        results.append([bound, torch.rand(1), *(p.grad for p in annealing.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_checkpoints_keep_less():
+    network = MLP(2, [64, 64], 1)
+    kept, calls = [], []
+
+    def log_prob(x):
+        calls.append(len(x))
+        return network(x).squeeze(-1) - x.square().sum(-1)
+
+    for checkpoint in (False, True):
+        calls.clear()
+        annealing = HeavyBallAnnealing(log_prob, standard_normal(dtype=torch.float32), 16, checkpoint=checkpoint)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            bound = annealing.bound(100)
+        kept.append(sum(event.self_cpu_memory_usage for event in profile.key_averages()))
+        bound.backward()
+    assert kept[1] < kept[0] / 4
+    assert len(calls) == 3 * 16
+
+
+def test_training_raises_the_bound():
+    exact = log_z_of_quartic(4)
+    last = network(d=4).float()
+    nn.init.zeros_(last.layers[-1].weight)
+    nn.init.zeros_(last.layers[-1].bias)
+    prior = standard_normal(4, torch.float32)
+    annealing = HeavyBallAnnealing(quartic, prior, 8, step_size=torch.full((4,), 0.3), force=last)
+    before = exact - annealing.bound(2000, seed=9).item()
+    optimizer = torch.optim.Adam(annealing.parameters(), lr=0.03)
+    for step in range(60):
+        optimizer.zero_grad()
+        (-annealing.bound(64, seed=step)).backward()
+        optimizer.step()
+    after = exact - annealing.bound(2000, seed=9).item()
+    assert 0 < after < 0.75 * before
+    beta = annealing.schedule.detach()
+    assert beta[0] == 0
+    assert beta[-1] == 1
+    assert (beta.diff() > 0).all()
+
+
+def test_what_is_learned():
+    prior = standard_normal()
+    annealing = HeavyBallAnnealing(gaussian, prior, 3, learn_step_size=False, damping=math.inf, learn_schedule=False)
+    assert not any(p.requires_grad for p in annealing.parameters())
+    assert annealing.damping == math.inf
+    fixed = HeavyBallAnnealing(gaussian, prior, 3, schedule=[0, 0.5, 0.5, 1], learn_schedule=False)
+    assert fixed.schedule.tolist() == [0, 0.5, 0.5, 1]
+    fixed.bound(4).backward()
+    assert fixed.log_step_size.grad.isfinite()
+    target = nn.Linear(2, 1)
+    annealing = HeavyBallAnnealing(lambda x: -target(x).square().sum(-1), prior, 3)
+    assert len(list(annealing.parameters())) == 3
+    # a module as log_prob is not part of it either
+    assert len(list(HeavyBallAnnealing(target, prior, 3).parameters())) == 3
+
+
+def test_a_force_without_the_time():
+    annealing = HeavyBallAnnealing(gaussian, standard_normal(), 4, force=nn.Linear(2, 2).double())
+    assert annealing.bound(3).isfinite()
+
+
+# As others use it
+
+
+def test_a_seed_determines_the_paths_and_leaves_the_generators_alone():
+    annealing = unequal(3)
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    first = annealing.sample(5, seed=7)
+    assert torch.equal(torch.rand(2), expected)
+    assert all(torch.equal(*pair) for pair in zip(first, annealing.sample(5, seed=7), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(first, annealing.rsample(5, seed=7), strict=True))
+    assert annealing.bound(5, seed=7) == annealing(5, seed=7) == first[1].mean()
+    assert not torch.equal(annealing.sample(5, seed=8)[0], first[0])
+    assert not torch.equal(annealing.sample(5)[0], annealing.sample(5)[0])
+
+
+def test_samples_have_no_graph_and_rsamples_do():
+    annealing = unequal(3)
+    assert not any(part.requires_grad for part in annealing.sample(4))
+    assert all(part.requires_grad for part in annealing.rsample(4))
+    with torch.no_grad():
+        assert not annealing.bound(4).requires_grad
+    with torch.inference_mode():
+        assert annealing.sample(4)[0].shape == (4, 2)
+        assert annealing.log_z(4).estimate.isfinite()
+        assert not annealing.bound(4).requires_grad
+
+
+def test_copies():
+    annealing = unequal(3)
+    with torch.no_grad():
+        annealing.log_damping += 0.3
+    other = unequal(3)
+    other.load_state_dict(annealing.state_dict())
+    for twin in (copy.deepcopy(annealing), pickle.loads(pickle.dumps(annealing)), other):
+        assert all(torch.equal(*pair) for pair in zip(twin.sample(4, seed=0), annealing.sample(4, seed=0), strict=True))
+    assert set(annealing.state_dict()) == {name for name, _ in annealing.named_parameters()}
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_few_paths(n):
+    x, log_weight = unequal(3).sample(n)
+    assert x.shape == (n, 2)
+    assert log_weight.shape == (n,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_samples_have_the_dtype_of_the_prior(dtype):
+    annealing = HeavyBallAnnealing(quartic, standard_normal(3, dtype), 3)
+    assert {part.dtype for part in (*annealing.sample(2), annealing.bound(2), *annealing.log_z(2))} == {dtype}
+
+
+def test_priors():
+    mixture = MixtureSameFamily(
+        Categorical(torch.ones(2, **DOUBLE)),
+        Independent(Normal(torch.tensor([[-1.0, 0.0], [1.0, 0.0]], **DOUBLE), torch.ones(2, 2, **DOUBLE)), 1),
+    )
+    for prior in (mixture, MultivariateNormal(MEAN, COVARIANCE)):
+        annealing = HeavyBallAnnealing(gaussian, prior, 5, step_size=0.3)
+        annealing.bound(10).backward()
+        estimate, error = annealing.log_z(5000, seed=0)
+        assert abs(estimate - math.log(3)) < 3 * error
+
+
+def test_its_representation():
+    assert "dim=2, steps=3, step_size=0.375 of shape (2,), damping=0.8" in repr(unequal(3))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        (
+            Normal(torch.zeros(2), torch.ones(2)),
+            r"got \(2,\) and \(\)\. Fix: torch.distributions.Independent\(prior, 1",
+        ),
+        (Normal(0.0, 1.0), r"got \(\) and \(\)\. Fix: .*Normal\(torch.zeros\(d\)"),
+        (MultivariateNormal(torch.zeros(3, 2), torch.eye(2)), r"got \(3,\) and \(2,\)\. Fix: .*Normal"),
+        (Independent(Uniform(torch.zeros(2), torch.ones(2)), 1), "on all of R"),
+        (Independent(Weibull(torch.ones(2), torch.ones(2)), 1), "on all of R"),
+        (Independent(Bernoulli(torch.ones(2) / 2), 1), "on all of R"),
+    ],
+    ids=["batch", "scalar", "both", "uniform", "positive", "discrete"],
+)
+def test_a_wrong_prior_is_refused(prior, message):
+    with pytest.raises(ValueError, match=message):
+        HeavyBallAnnealing(gaussian, prior, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, "steps must be an integer >= 1"),
+        ({"step_size": -0.1}, r"step_size must be positive.*Fix: step_size=0.1"),
+        ({"step_size": torch.ones(3)}, r"step_size must be a number or a tensor \(2,\), got shape \(3,\)"),
+        ({"step_size": math.inf}, "step_size must be finite"),
+        ({"step_size": math.nan}, "step_size must be positive"),
+        ({"damping": 0}, r"damping must be positive.*Fix: damping=1.0"),
+        ({"schedule": [0.0, 1.0]}, r"schedule must be \(4,\), steps \+ 1, got shape \(2,\). Fix: torch.linspace"),
+        ({"schedule": [0.0, 0.6, 0.5, 1.0]}, "schedule must increase from 0 to 1"),
+        ({"schedule": [0.1, 0.5, 0.6, 1.0]}, "schedule must increase from 0 to 1"),
+        ({"schedule": [0.0, 0.5, 0.5, 1.0]}, "Fix: learn_schedule=False"),
+    ],
+    ids=[*"0123456789"],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HeavyBallAnnealing(gaussian, standard_normal(), **{"steps": 3, **arguments})
+
+
+def test_what_is_no_number_is_refused():
+    for name in ("step_size", "damping", "schedule"):
+        with pytest.raises(TypeError, match=rf"{name} must be a number or a tensor, got 'auto'. Fix: "):
+            HeavyBallAnnealing(gaussian, standard_normal(), 3, **{name: "auto"})
+    with pytest.raises(ValueError, match=r"seed must be below 2\*\*64.*Fix: seed=0"):
+        HeavyBallAnnealing(gaussian, standard_normal(), 3).sample(4, seed=2**64)
+
+
+def test_transforms_of_functions_are_refused():
+    annealing = HeavyBallAnnealing(gaussian, standard_normal(), 3)
+    parameters = dict(annealing.named_parameters())
+    with pytest.raises(ValueError, match=r"torch.func.*Fix: rsample\(n\) or bound\(n\) outside"):
+        torch.func.grad(lambda p: torch.func.functional_call(annealing, p, (4,)))(parameters)
+    lent = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    torch.func.functional_call(annealing, lent, (4,)).backward()
+    assert all(p.grad is not None for p in lent.values())
+
+
+def test_objects_in_place_of_functions_are_refused():
+    with pytest.raises(TypeError, match=r"got MultivariateNormal. Fix: pass target.log_prob"):
+        HeavyBallAnnealing(MultivariateNormal(MEAN, COVARIANCE), standard_normal(), 3)
+    with pytest.raises(TypeError, match=r"prior must be a torch.distributions object, got function. Fix: .*Normal"):
+        HeavyBallAnnealing(gaussian, gaussian, 3)
+    with pytest.raises(TypeError, match="force must be a module or a function, got Tensor"):
+        HeavyBallAnnealing(gaussian, standard_normal(), 3, force=MEAN)
+
+
+def _column(x):
+    return gaussian(x)[:, None]
+
+
+def _unsummed(x):
+    return -x.square()
+
+
+def _mean(x):
+    return gaussian(x).mean()
+
+
+def _detached(x):
+    return gaussian(x).detach()
+
+
+def _array(x):
+    return gaussian(x).detach().numpy()
+
+
+def _constant(x):
+    return torch.zeros(len(x))
+
+
+def _of_a_part(x):
+    return Exponential(torch.ones(2), validate_args=True).log_prob(x - 100).sum(-1)  # torch.compile turns it off
+
+
+@pytest.mark.parametrize(
+    ("log_prob", "message"),
+    [
+        (_column, r"must map \(4, 2\) to \(4,\), got \(4, 1\). Fix: log_prob\(x\).squeeze\(-1\)"),
+        (_unsummed, r"got \(4, 2\). Fix: log_prob\(x\).sum\(-1\)"),
+        (_mean, r"got \(\). Fix: sum over the last dimension alone"),
+        (_detached, r"does not depend on x for autograd. Fix: no .detach\(\)"),
+        (_constant, r"if it is constant, add 0 \* x.sum\(-1\)"),
+        (_of_a_part, r"on a part of R\^d.*Fix: unbounded coordinates"),
+        (_array, r"must return a tensor, got ndarray. Fix: write it in torch"),
+    ],
+)
+def test_a_wrong_log_prob_is_refused(log_prob, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        HeavyBallAnnealing(log_prob, standard_normal(), 3).sample(4)
+
+
+def test_a_wrong_force_or_number_of_paths_is_refused():
+    with pytest.raises(ValueError, match=r"the shape of x, \(4, 2\), got \(4, 1\). Fix: 2 outputs"):
+        HeavyBallAnnealing(gaussian, standard_normal(), 3, force=nn.Linear(2, 1).double()).sample(4)
+    annealing = HeavyBallAnnealing(gaussian, standard_normal(), 3, force=nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"has parameters of torch.float32. Fix: annealing.to\(torch.float64\)"):
+        annealing.sample(4)
+    assert annealing.to(torch.float64).sample(4)[1].isfinite().all()
+    with pytest.raises(ValueError, match="n must be an integer >= 0"):
+        annealing.sample((4,))
+    with pytest.raises(ValueError, match="n must be an integer >= 1"):
+        annealing.bound(0)
+    with pytest.raises(ValueError, match="n must be an integer >= 2"):
+        annealing.log_z(1)
+    with pytest.raises(ValueError, match="seed must be an integer >= 0"):
+        annealing.sample(4, seed=-1)
+    with pytest.raises(ValueError, match=r"draws on cpu, but the step size is on meta. Fix: annealing.to\('cpu'\)"):
+        copy.deepcopy(annealing).to("meta").sample(4)
+
+
+def test_what_is_not_finite_is_named():
+    wide = HeavyBallAnnealing(quartic, standard_normal(), 64, step_size=3.0)
+    with pytest.raises(
+        hbnode.errors.NonFiniteError, match=r"\d+ of 100 paths overflow|\d+ of 100 paths, first in step"
+    ) as e:
+        wide.sample(100, seed=0)
+    assert "smaller step_size" in str(e.value)
+    assert 0 < e.value.t <= 1
+
+    def root(x):
+        return x[:, 0].sqrt() - x.square().sum(-1)
+
+    with pytest.raises(
+        hbnode.errors.NonFiniteError, match=r"the force is not finite on \d+ of 100 paths, first in step 1 of 4"
+    ):
+        HeavyBallAnnealing(root, standard_normal(), 4).bound(100, seed=0)
+
+    def endless(x):
+        return gaussian(x) + torch.where(x[:, 0] > 0, math.inf, 0.0)
+
+    with pytest.raises(hbnode.errors.NonFiniteError, match=r"the log weights of \d+ of 100 paths are not finite"):
+        HeavyBallAnnealing(endless, standard_normal(), 4).sample(100, seed=0)
+
+
+def test_weights_of_zero():
+    def half(x):
+        return torch.where(x[:, 0] > 0, standard_normal().log_prob(x), -math.inf)
+
+    annealing = HeavyBallAnnealing(half, standard_normal(), 4, step_size=0.3)
+    estimate, error = annealing.log_z(20_000, seed=0)
+    assert abs(estimate - math.log(0.5)) < 3 * error
+    with pytest.raises(hbnode.errors.NonFiniteError, match=r"of 100 log weights are -inf, so the bound is -inf"):
+        annealing.bound(100, seed=0)
+
+    def nowhere(x):
+        return torch.where(x[:, 0] > 100, x[:, 0], -math.inf)
+
+    with pytest.raises(hbnode.errors.NonFiniteError, match="all 50 weights are 0"):
+        HeavyBallAnnealing(nowhere, standard_normal(), 4).log_z(50)

@@ -1,0 +1,416 @@
+"""Heavy-ball flows: exact densities on phase space, bounds on data, samples, conditions and use."""
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal
+
+import hbnode
+from hbnode.solve.tableaus import BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS, STRANG_DRIFTS, STRANG_KICKS
+from tests.pretend_device import pretended_device
+
+SPLITTINGS = {
+    "leapfrog": (STRANG_DRIFTS, STRANG_KICKS),
+    "blanes_moan4": (BLANES_MOAN4_DRIFTS, BLANES_MOAN4_KICKS),
+}
+FORMS = ["plain", "generalized", "per feature", "conditioned", "conditioned generalized", "backwards"]
+
+
+def make_flow(form="plain", *, dim=2, dtype=torch.float64, **options):
+    """A flow of moderate nonlinearity, with a time-dependent f and a q that is not the standard normal."""
+    torch.manual_seed(0)
+    given = {"damping": 0.4, "steps": 5} | options
+    if "generalized" in form:
+        given |= {"generalized": True, "xi": 0.3, "activation": torch.sigmoid}
+    if "conditioned" in form:
+        given["condition_dim"] = 3
+    if form == "per feature" or form == "conditioned":
+        given["damping"] = torch.linspace(0.2, 0.7, dim)
+    if form == "backwards":
+        given["t_span"] = (1.5, 0.25)
+    size = given.get("condition_dim", 0)
+    func = hbnode.nn.MLP(dim + size, [16], dim, activation=nn.Tanh, time_dependent=True)
+    flow = hbnode.distributions.HeavyBallFlow(func, dim, **given).to(dtype)
+    for p in flow.posterior_net.parameters():
+        nn.init.normal_(p, std=0.2)
+    return flow
+
+
+def make_points(flow, *batch, dtype=torch.float64):
+    """h, m and the condition that the flow takes, by name."""
+    torch.manual_seed(1)
+    h, m = torch.randn(2, *batch, flow.dim, dtype=dtype)
+    condition = torch.randn(*batch, flow.condition_dim, dtype=dtype) if flow.condition_dim else None
+    return h, m, {"condition": condition}
+
+
+def plain_push(flow, h, m, condition=None):
+    """The twin of push: the drifts and kicks one after another, with their log-determinants."""
+    drifts, kicks = SPLITTINGS[flow.method]
+    (start, end), field = flow.t_span, flow.field
+    tau, gamma, generalized = (end - start) / flow.steps, field.damping, isinstance(field, hbnode.GHBNODE)
+    sigma = getattr(field.activation, "activation", field.activation) if generalized else lambda x: x
+    seen = [] if condition is None else [condition]
+    gamma = gamma.double().expand(flow.dim)
+    log_determinant = torch.zeros(h.shape[:-1], dtype=h.dtype)
+    for step in range(flow.steps):
+        t = torch.tensor(start + step * tau, dtype=h.dtype)
+        h = h + drifts[0] * tau * sigma(m)
+        for kick, before, after in zip(kicks, drifts[:-1], drifts[1:], strict=True):
+            t = t + before * tau
+            f = field.func(t, h, *seen) - (field.xi * h if generalized else 0)
+            decay = torch.exp(-gamma * kick * tau)
+            m = decay * m + (1 - decay) / gamma * f
+            log_determinant = log_determinant - (gamma * kick * tau).sum()
+            h = h + after * tau * sigma(m)
+    return h, m, log_determinant
+
+
+def gradients(value, flow, *inputs):
+    """Gradients of a scalar by the inputs and all parameters that it depends on."""
+    found = torch.autograd.grad(value, [*inputs, *flow.field.parameters()], allow_unused=True)
+    return [x for x in found if x is not None]
+
+
+@pytest.mark.parametrize("method", SPLITTINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_gradients_are_those_of_the_plain_twin(form, method):
+    results = []
+    for name in ("push", "twin"):
+        flow = make_flow(form, method=method)
+        h, m, given = make_points(flow, 4)
+        inputs = [x.requires_grad_() for x in (h, m, given["condition"]) if x is not None]
+        moved = flow.push(h, m, **given) if name == "push" else plain_push(flow, h, m, given["condition"])
+        results.append([*moved, *gradients(sum((x * x.cos()).sum() for x in moved), flow, *inputs)])
+    assert len(results[0]) == len(results[1]) >= 3 + 2 + 5
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_log_determinant_is_that_of_the_jacobian(form):
+    flow = make_flow(form)
+    h, m, given = make_points(flow)
+
+    def moved(way, z):
+        return torch.cat(way(*z.split(flow.dim), **given)[:2])
+
+    for way in (flow.push, flow.pull):
+        jacobian = torch.autograd.functional.jacobian(lambda z, way=way: moved(way, z), torch.cat([h, m]))
+        assert abs(jacobian.slogdet().logabsdet - way(h, m, **given)[2]) < 1e-8
+    gamma = flow.field.damping.double().expand(flow.dim).sum()
+    assert abs(flow.push(h, m, **given)[2] + gamma * (flow.t_span[1] - flow.t_span[0])) < 1e-12
+
+
+@pytest.mark.parametrize("method", SPLITTINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_pull_undoes_push(form, method):
+    flow = make_flow(form, method=method, steps=50)
+    h, m, given = make_points(flow, 7)
+    for there, back in ((flow.push, flow.pull), (flow.pull, flow.push)):
+        *moved, forth = there(h, m, **given)
+        assert (moved[0] - h).abs().max() > 0.1
+        *returned, home = back(*moved, **given)
+        assert torch.equal(home, -forth)
+        for x, expected in zip(returned, (h, m), strict=True):
+            assert (x - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("form", ["plain", "generalized"])
+def test_the_density_integrates_to_one(form):
+    flow = make_flow(form, dim=1)
+    axis = torch.linspace(-9, 9, 301, dtype=torch.float64)
+    h, m = torch.meshgrid(axis, axis, indexing="ij")
+    with torch.no_grad():
+        density = flow.log_prob(h.unsqueeze(-1), m.unsqueeze(-1)).exp()
+    assert density.shape == (301, 301)
+    assert abs(density.sum() * (axis[1] - axis[0]) ** 2 - 1) < 1e-6
+
+
+def linear_flow(weight):
+    """A flow with f(h) = -W h, and its map from the base to the data as a matrix."""
+    func = nn.Linear(2, 2, bias=False)
+    func.weight.data = -weight
+    flow = hbnode.distributions.HeavyBallFlow(
+        func, 2, damping=0.5, learn_damping=False, steps=40, method="blanes_moan4"
+    ).double()
+    generator = torch.zeros(4, 4, dtype=torch.float64)
+    generator[:2, 2:], generator[2:, :2], generator[2:, 2:] = torch.eye(2), -weight, -0.5 * torch.eye(2)
+    return flow, torch.linalg.matrix_exp(generator)
+
+
+def test_a_linear_force_gives_the_normal_in_closed_form():
+    flow, matrix = linear_flow(torch.tensor([[1.0, 0.3], [-0.2, 0.5]]).double())
+    h, m, _ = make_points(flow, 6)
+    exact = MultivariateNormal(torch.zeros(4).double(), matrix @ matrix.T)
+    assert torch.allclose(flow.log_prob(h, m), exact.log_prob(torch.cat([h, m], 1)), atol=1e-7)
+
+
+def test_with_the_exact_posterior_every_bound_is_the_log_density():
+    flow, matrix = linear_flow(torch.diag(torch.tensor([1.0, 0.5]).double()))
+    covariance = matrix @ matrix.T
+    gain = covariance[2:, :2] @ covariance[:2, :2].inverse()
+    log_std = (covariance[2:, 2:] - gain @ covariance[:2, 2:]).diagonal().log() / 2
+    del flow.posterior_net
+    flow.posterior_net = lambda h: torch.cat([h @ gain.T, log_std.expand_as(h)], -1)
+    h, *_ = make_points(flow, 6)
+    exact = MultivariateNormal(torch.zeros(2).double(), covariance[:2, :2]).log_prob(h)
+    assert torch.allclose(flow.elbo(h), exact, atol=1e-6)
+    assert torch.allclose(flow.log_prob_bound(h, 3), exact, atol=1e-6)
+
+
+def test_bounds_are_below_the_log_density_and_tighten_with_samples():
+    flow = make_flow(dim=1, t_span=(0.0, 2.0))
+    h = torch.linspace(-2, 2, 5, dtype=torch.float64).unsqueeze(-1)
+    m = torch.linspace(-12, 12, 2001, dtype=torch.float64).view(-1, 1, 1)
+    with torch.no_grad():
+        exact = flow.log_prob(h.expand(2001, 5, 1), m.expand(2001, 5, 1)).logsumexp(0) + math.log(24 / 2000)
+        bounds = [flow.log_prob_bound(h.expand(1000, 5, 1), k).mean(0) for k in (1, 4, 32)]
+        elbo = flow.elbo(h.expand(20000, 5, 1)).mean(0)
+        assert torch.allclose(flow.log_prob_bound(h, 20000), exact, atol=0.05)
+    assert (elbo < exact).all()
+    gaps = [exact - bound for bound in bounds]
+    for looser, tighter in itertools.pairwise(gaps):
+        assert tighter.mean() < 0.6 * looser.mean()
+
+
+def test_samples_have_the_density():
+    flow = make_flow(dim=1)
+    h, m, log_prob = flow.rsample_and_log_prob(20000)
+    assert torch.allclose(log_prob, flow.log_prob(h, m))
+    inside = ((h.abs() < 1) & (m.abs() < 1)).double().mean().item()
+    axis = torch.linspace(-1, 1, 401, dtype=torch.float64)
+    square = torch.meshgrid(axis, axis, indexing="ij")
+    with torch.no_grad():
+        density = flow.log_prob(*(x.unsqueeze(-1) for x in square)).exp()
+    expected = torch.trapezoid(torch.trapezoid(density, axis), axis).item()
+    assert abs(inside - expected) < 4 * math.sqrt(expected * (1 - expected) / 20000)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_modes_agree(form):
+    found = []
+    for gradient in ("direct", "checkpoint", "reversible"):
+        flow = make_flow(form, gradient=gradient, steps=20)
+        h, _, given = make_points(flow, 4)
+        inputs = [x.requires_grad_() for x in (h, given["condition"]) if x is not None]
+        torch.manual_seed(2)
+        value = flow.log_prob_bound(h, 3, **given).sum() + flow.rsample_and_log_prob(5, **given)[2].sum()
+        value.backward()
+        found.append([x.grad for x in (*inputs, *flow.parameters())])
+    assert all(x is not None for x in found[0])
+    for others in zip(*found, strict=True):
+        for x in others[1:]:
+            assert torch.allclose(x, others[0], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["plain", "conditioned generalized"])
+def test_gradients_are_those_of_finite_differences(form):
+    flow = make_flow(form)
+    h, m, given = make_points(flow, 3)
+
+    def value(*inputs):
+        h, m, *condition = inputs
+        return flow.log_prob(h, m, *condition)
+
+    inputs = [x.requires_grad_() for x in (h, m, given["condition"]) if x is not None]
+    assert torch.autograd.gradcheck(value, inputs)
+    omega, step = flow.field.omega, 1e-5
+    (slope,) = torch.autograd.grad(value(*inputs).sum(), omega)
+    with torch.no_grad():
+        direction = torch.ones_like(omega)
+        omega += step * direction
+        above = value(*inputs).sum()
+        omega -= 2 * step * direction
+        below = value(*inputs).sum()
+    assert abs((above - below) / (2 * step) - slope.sum()) < 1e-6 * (1 + slope.sum().abs())
+
+
+def test_reverse_divergence_finds_a_normal():
+    torch.manual_seed(0)
+    flow = hbnode.distributions.HeavyBallFlow(nn.Linear(2, 2), 2, steps=6, posterior=nn.Linear(2, 4))
+    optimizer = torch.optim.Adam(flow.parameters(), lr=0.03)
+    target = MultivariateNormal(torch.tensor([1.0, -0.5]), torch.diag(torch.tensor([0.5, 1.5])))
+    for _ in range(200):
+        h, m, log_prob = flow.rsample_and_log_prob(128)
+        loss = (log_prob - flow.posterior(h).log_prob(m) - target.log_prob(h)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        h, _ = flow.sample(20000)
+    assert loss < 0.2
+    assert torch.allclose(h.mean(0), target.mean, atol=0.15)
+    assert torch.allclose(h.var(0), target.variance, rtol=0.25)
+
+
+def test_the_bound_learns_data():
+    torch.manual_seed(0)
+    flow = hbnode.distributions.HeavyBallFlow(hbnode.nn.MLP(1, [16], 1), 1, steps=6)
+    optimizer = torch.optim.Adam(flow.parameters(), lr=0.02)
+    data = 1 + 0.3 * torch.randn(256, 1)
+    before = flow.log_prob_bound(data, 50).mean().item()
+    for _ in range(60):
+        optimizer.zero_grad()
+        (-flow(data).mean()).backward()
+        optimizer.step()
+    assert flow.log_prob_bound(data, 50).mean().item() > before + 0.3
+
+
+def test_a_condition_is_seen_and_broadcasts():
+    flow = make_flow("conditioned")
+    h, m, _ = make_points(flow, 4, 5)
+    condition = torch.randn(5, 3, dtype=torch.float64)
+    value = flow.log_prob(h, m, condition)
+    assert value.shape == (4, 5)
+    assert torch.allclose(value[2, 3], flow.log_prob(h[2, 3], m[2, 3], condition[3]))
+    assert not torch.allclose(value, flow.log_prob(h, m, condition + 1))
+    assert [x.shape for x in flow.sample((7, 2), condition)] == [(7, 2, 5, 2)] * 2
+    assert flow.log_prob_bound(h, 6, condition).shape == flow.elbo(h, condition).shape == (4, 5)
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (1,), (3, 0, 2), (2, 3)])
+def test_batch_shapes(batch):
+    flow = make_flow()
+    h, m, _ = make_points(flow, *batch)
+    h, m = h.requires_grad_(), m.transpose(0, -1).contiguous().transpose(0, -1)
+    assert [x.shape for x in flow.pull(h, m)] == [(*batch, 2), (*batch, 2), batch]
+    assert flow.log_prob(h, m).shape == flow.elbo(h).shape == flow.log_prob_bound(h, 3).shape == batch
+    flow.elbo(h).sum().backward()
+    assert h.grad.shape == h.shape
+    drawn = flow.sample(batch)
+    assert [x.shape for x in drawn] == [(*batch, 2)] * 2
+    assert not drawn[0].requires_grad
+    assert flow.rsample(batch)[0].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtypes(dtype):
+    flow = make_flow(dtype=dtype)
+    h, m, _ = make_points(flow, 4, dtype=dtype)
+    values = [*flow.push(h, m), flow.log_prob(h, m), flow.elbo(h), flow.log_prob_bound(h, 2), *flow.sample(3)]
+    assert {x.dtype for x in values} == {dtype}
+
+
+def test_copies_states_and_pickles_give_the_same_density():
+    flow = make_flow("conditioned generalized")
+    h, m, given = make_points(flow, 4)
+    expected = flow.log_prob(h, m, **given)
+    another = make_flow("conditioned generalized", damping=0.2)
+    for p in another.parameters():
+        nn.init.normal_(p)
+    another.load_state_dict(flow.state_dict())
+    for same in (copy.deepcopy(flow), pickle.loads(pickle.dumps(flow)), another):
+        assert torch.equal(same.log_prob(h, m, **given), expected)
+    assert "anchor" not in flow.state_dict()
+    assert "condition_dim=3" in repr(flow)
+
+
+def test_on_another_device():
+    with pretended_device() as device:
+        flow = device.move(make_flow("conditioned", dtype=torch.float32))
+        h, _, given = make_points(flow, 4, dtype=torch.float32)
+        h, condition = device.move(h).requires_grad_(), device.move(given["condition"])
+        value = flow.log_prob_bound(h, 2, condition)
+        drawn = flow.rsample_and_log_prob(3, condition)
+        (value.sum() + drawn[2].sum()).backward()
+        assert all(x.is_cuda for x in (value, *drawn, h.grad, flow.field.omega.grad))
+
+
+def test_second_derivatives_and_transforms_with_the_direct_gradient():
+    flow = make_flow(gradient="direct")
+    h, m, _ = make_points(flow, 4)
+    score = torch.func.vmap(torch.func.grad(flow.log_prob))(h, m)
+    x = h.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(flow.log_prob(x, m).sum(), x, create_graph=True)
+    assert torch.allclose(score, expected)
+    expected.square().sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_evaluations_are_counted():
+    flow = make_flow(steps=5)
+    h, m, _ = make_points(flow, 4)
+    with hbnode.count_nfe(flow) as nfe:
+        flow.log_prob(h, m).sum().backward()
+    assert nfe.backward == 5
+    with hbnode.count_nfe(flow) as nfe:
+        flow.sample(4)
+    assert (nfe.forward, nfe.backward) == (5, 0)
+
+
+def test_the_backward_pass_of_a_reversible_flow_stores_the_ends_alone():
+    saved = {}
+    for steps in (10, 100):
+        flow = make_flow(steps=steps)
+        h, m, _ = make_points(flow, 16)
+        saved[steps] = []
+        keep = saved[steps].append
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, keep=keep: keep(x.numel()) or x, lambda x: x):
+            flow.log_prob(h.requires_grad_(), m)
+    assert sum(saved[10]) == sum(saved[100]) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"dim": 0}, ValueError, "dim must be an integer >= 1, got 0"),
+        ({"steps": 0.5}, ValueError, "steps must be an integer"),
+        ({"method": "tsit5"}, ValueError, "method must be one of .*got 'tsit5'.*Fix: method='leapfrog'"),
+        ({"gradient": "adjoint"}, ValueError, "gradient must be one of .*Fix: gradient='reversible'"),
+        ({"xi": 1.0}, ValueError, "xi belongs to .*Fix: generalized=True"),
+        ({"damping": torch.ones(3)}, ValueError, r"damping must be a number or a tensor \(2,\).*\(3,\)"),
+        ({"t_span": (0.0, 0.0)}, ValueError, "two different times"),
+        ({"func": "net"}, TypeError, "func must be callable"),
+        ({"condition_dim": -1}, ValueError, "condition_dim must be an integer >= 0"),
+        ({"condition_dim": 1}, TypeError, r"\(h, condition\) or \(t, h, condition\). Fix: let it take h, condition"),
+    ],
+    ids=[
+        "dim",
+        "steps",
+        "method",
+        "gradient",
+        "xi",
+        "damping",
+        "t_span",
+        "func",
+        "condition_dim",
+        "no condition in func",
+    ],
+)
+def test_wrong_arguments_are_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        hbnode.distributions.HeavyBallFlow(**({"func": nn.Linear(2, 2), "dim": 2} | given))
+
+
+def test_wrong_inputs_are_refused():
+    flow, conditioned = make_flow(), make_flow("conditioned")
+    h, m, _ = make_points(flow, 4)
+    cases = [
+        (lambda: flow.log_prob(h[:, :1], m), ValueError, r"h must be \(..., 2\), got shape \(4, 1\)"),
+        (lambda: flow.elbo(h.tolist()), TypeError, "h must be a tensor, got list"),
+        (lambda: flow.log_prob_bound(h.tolist(), 2), TypeError, "h must be a tensor, got list"),
+        (lambda: flow.log_prob(h, m[:1]), ValueError, "m must be as h.*Fix"),
+        (lambda: flow.log_prob(h.float(), m.float()), TypeError, "h is torch.float32, the flow is torch.float64"),
+        (lambda: flow.elbo(h.long()), TypeError, r"h is torch.int64.*Fix: h.to\(torch.float64\)\.$"),
+        (lambda: flow.log_prob_bound(h, 0), ValueError, "samples must be an integer >= 1"),
+        (lambda: flow.sample(-1), ValueError, "n must be an integer >= 0"),
+        (lambda: flow.elbo(h, h), ValueError, "the flow has condition_dim=0 and got a condition"),
+        (lambda: conditioned.elbo(h), ValueError, "the flow has condition_dim=3 and got no condition"),
+        (lambda: conditioned.elbo(h, h), ValueError, r"condition must broadcast to \(4, 3\), got shape \(4, 2\)"),
+        (lambda: conditioned.elbo(h, torch.ones(3, 3)), ValueError, "condition must broadcast"),
+        (lambda: flow.log_prob(h * math.nan, m), hbnode.errors.NonFiniteError, "not finite"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    narrow = hbnode.distributions.HeavyBallFlow(nn.Linear(2, 2), 2, posterior=nn.Linear(2, 2))
+    with pytest.raises(
+        ValueError, match=r"posterior returned shape \(4, 2\).*Fix: make its last layer's output size 4"
+    ):
+        narrow.elbo(h.float())

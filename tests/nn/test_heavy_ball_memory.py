@@ -1,0 +1,682 @@
+"""heavy_ball_memory against plain recurrences: values and gradients, masks, states, special cases by their papers."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+from torch.utils.checkpoint import checkpoint
+
+import hbnode
+from hbnode.nn.attention.memory import functional, layout
+from hbnode.nn.attention.memory.plain import chunkwise
+from hbnode.nn.attention.memory.stability import resonance
+from tests import reference_memory as reference
+
+F64 = torch.float64
+DELTAS = ["decayed", "plain", False]
+
+
+def make(batch=2, heads=3, length=23, dim=4, width=5, *, seed=0, low=-1.0, holes=False, state=False, delta="decayed"):
+    """Inputs of heavy_ball_memory, all of which need a gradient."""
+    torch.manual_seed(seed)
+    shape = (batch, heads, length)
+    q, v = torch.randn(*shape, dim, dtype=F64), torch.randn(*shape, width, dtype=F64)
+    k = normalize(torch.randn(*shape, dim, dtype=F64), dim=-1)
+    log_momentum, log_decay = (low * torch.rand(shape, dtype=F64) for _ in range(2))
+    made = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "log_momentum": log_momentum,
+        "log_decay": log_decay,
+        "step": (1 - log_momentum.exp()) * torch.rand(shape, dtype=F64),
+        "write": torch.rand(shape, dtype=F64),
+    }
+    made = {name: z.requires_grad_() for name, z in made.items()}
+    made["delta"] = delta
+    if holes:
+        made["key_padding_mask"] = torch.rand(batch, length) < 0.3
+    if state:
+        s, p = torch.randn(2, batch, heads, dim, width, dtype=F64)
+        made["initial_state"] = hbnode.nn.functional.HeavyBallMemoryState(s.requires_grad_(), p.requires_grad_())
+    return made
+
+
+def leaves(made):
+    found = []
+    for z in made.values():
+        parts = z if isinstance(z, tuple) else [z]
+        found += [x for x in parts if isinstance(x, torch.Tensor) and x.requires_grad]
+    return found
+
+
+def run(made, **options):
+    out, state = hbnode.nn.functional.heavy_ball_memory(**made, return_state=True, **options)
+    return out, *(z for z in state if z is not None)
+
+
+def gradients(outputs, inputs, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(y.shape, dtype=F64, generator=generator).to(y.dtype) for y in outputs]
+    return torch.autograd.grad(outputs, inputs, weights, allow_unused=True, materialize_grads=True)
+
+
+def assert_near(got, wanted, tolerance):
+    for x, y in zip(got, wanted, strict=True):
+        assert x.shape == y.shape
+        assert (x - y).abs().max() <= tolerance * max(1.0, y.abs().max()) if y.numel() else True
+
+
+def assert_matches(made, **options):
+    """Values and all gradients are the recurrence's."""
+    got, wanted = run(made, **options), reference.heavy_ball_memory(**made)
+    assert_near(got, wanted[: len(got)], 1e-10)
+    assert_near(gradients(got, leaves(made)), gradients(wanted[: len(got)], leaves(made)), 1e-9)
+
+
+@pytest.fixture
+def _plain(monkeypatch):
+    """The form that is used inside transforms and graphs, and for second derivatives."""
+    monkeypatch.setattr(functional, "fast_chunkwise", chunkwise)
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "plain"])
+def _each_form(request):
+    if request.param:
+        request.getfixturevalue("_plain")
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("chunk", [1, 16, 64])
+def test_any_chunk(delta, chunk):
+    assert_matches(make(length=37, delta=delta, holes=True, state=True), chunk_size=chunk)
+
+
+@pytest.mark.usefixtures("_plain")
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("chunk", [1, 5, 23, 64])
+def test_any_chunk_of_the_plain_form(delta, chunk):
+    assert_matches(make(delta=delta, holes=True, state=True), chunk_size=chunk)
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 33])
+def test_any_length(delta, length):
+    assert_matches(make(length=length, delta=delta, holes=True, state=True), chunk_size=8)
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("at_once", [1, 4, 1000])
+def test_any_number_of_chunks_and_sequences_at_once(monkeypatch, delta, at_once):
+    monkeypatch.setattr(layout, "AT_ONCE", at_once)
+    assert_matches(make(3, 2, 27, delta=delta, holes=True, state=True), chunk_size=8)
+
+
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("missing", [["log_decay"], ["step"], ["log_decay", "step", "write"], []])
+@pytest.mark.parametrize("momentum", [True, False])
+def test_gates_left_out(delta, missing, momentum):
+    made = make(delta=delta, holes=True, length=13, heads=2)
+    made |= dict.fromkeys(missing)
+    made |= {} if momentum else {"log_momentum": None}
+    assert_matches(made, chunk_size=4)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.6, 0.9, 0.99, 0.999])
+def test_momentum_attention_of_the_paper(beta):
+    """Its closed form, equation 73 without the normaliser: weights γ (1 − β^{i−j+1}) / (1 − β)."""
+    made = make(length=40, delta=False)
+    q, k, v = made["q"], made["k"], made["v"]
+    out = hbnode.nn.functional.heavy_ball_memory(
+        q, k, v, log_momentum=math.log(beta), step=0.7, delta=False, chunk_size=16
+    )
+    gap = torch.arange(40)[:, None] - torch.arange(40)
+    weights = 0.7 * (1 - beta ** (gap + 1).clamp(min=0).to(F64)) / (1 - beta)
+    wanted = ((q @ k.mT) * weights) @ v
+    assert_near([out], [wanted], 1e-10)
+
+
+# Special cases, each against its own paper's recurrence
+
+
+def test_linear_attention():
+    made = make()
+    q, k, v = made["q"], made["k"], made["v"]
+    got = hbnode.nn.functional.heavy_ball_memory(q, k, v, log_momentum=None, delta=False, chunk_size=8)
+    assert_near([got], [reference.linear_attention(q, k, v)], 1e-10)
+
+
+def test_retnet():
+    made, decays = make(), torch.tensor([0.7, 0.9, 1.0], dtype=F64)
+    q, k, v = made["q"], made["k"], made["v"]
+    got = hbnode.nn.functional.heavy_ball_memory(
+        q, k, v, log_momentum=None, log_decay=decays.log(), delta=False, chunk_size=8
+    )
+    assert_near([got], [reference.retnet(q, k, v, decays)], 1e-10)
+
+
+def test_gated_linear_attention():
+    made = make()
+    q, k, v, log_decay = made["q"], made["k"], made["v"], made["log_decay"]
+    got = hbnode.nn.functional.heavy_ball_memory(
+        q, k, v, log_momentum=None, log_decay=log_decay, delta=False, chunk_size=8
+    )
+    assert_near([got], [reference.gated_linear_attention(q, k, v, log_decay.exp())], 1e-10)
+
+
+def test_gated_delta_net():
+    made = make()
+    q, k, v, log_decay, write = (made[name] for name in ("q", "k", "v", "log_decay", "write"))
+    got = hbnode.nn.functional.heavy_ball_memory(
+        q, k, v, log_momentum=None, log_decay=log_decay, write=write, chunk_size=8
+    )
+    assert_near([got], [reference.gated_delta_net(q, k, v, log_decay.exp(), write)], 1e-10)
+
+
+def test_momentum_delta_net():
+    made = make()
+    gates = [made["log_decay"].exp(), made["log_momentum"].exp(), made["write"], made["step"]]
+    wanted = reference.momentum_delta_net(made["q"], made["k"], made["v"], *gates)
+    assert_near([hbnode.nn.functional.heavy_ball_memory(**made, chunk_size=8)], [wanted], 1e-10)
+
+
+# Gates
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+def test_gates_of_one_are_no_gates(delta):
+    made = make(delta=delta)
+    q, k, v = made["q"], made["k"], made["v"]
+    ones = {"log_decay": torch.zeros(2, 3, 23, dtype=F64), "step": 1.0, "write": torch.ones(3, dtype=F64)}
+    for momentum in (None, -math.inf):
+        given = hbnode.nn.functional.heavy_ball_memory(q, k, v, log_momentum=momentum, delta=delta, **ones)
+        without = hbnode.nn.functional.heavy_ball_memory(q, k, v, log_momentum=None, delta=delta)
+        assert_near([given], [without], 1e-12)
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+def test_a_gate_for_each_head_or_for_all(delta):
+    made = make(delta=delta)
+    for name in ("log_momentum", "log_decay", "step", "write"):
+        per_head = made[name].detach()[0, :, 0].clone().requires_grad_()
+        assert_matches({**made, name: per_head}, chunk_size=8)
+        number = made[name][0, 0, 0].item()
+        steps = torch.full((2, 3, 23), number, dtype=F64)
+        got, wanted = (hbnode.nn.functional.heavy_ball_memory(**{**made, name: z}) for z in (number, steps))
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("name", ["log_momentum", "log_decay"])
+def test_gates_of_zero_have_finite_gradients(delta, name):
+    made = make(delta=delta, holes=True, state=True)
+    zero = torch.rand(2, 3, 23, generator=torch.Generator().manual_seed(3)) < 0.4
+    made[name] = made[name].detach().masked_fill(zero, -math.inf).requires_grad_()
+    for step in (made["step"], None):
+        made["step"] = step
+        assert_matches(made, chunk_size=8)
+        assert all(z.isfinite().all() for z in gradients(run(made), leaves(made)))
+
+
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize(
+    ("momentum", "decay"), [(-0.05, -0.05), (-1.0, -1.0), (-0.05, -0.5), (-2.0, -0.05), (-4.0, -4.0)]
+)
+def test_float32_keeps_its_digits(delta, momentum, decay):
+    """A difference of cumulative sums in their place loses them all: 8e-6, .03, 1.7 and NaN in fla-core 0.6.0."""
+    made = make(1, 2, 256, 16, 16, delta=delta)
+    log_momentum, log_decay = (2 * mean * torch.rand(1, 2, 256, dtype=F64) for mean in (momentum, decay))
+    made |= {"log_momentum": log_momentum.clamp(-4), "log_decay": log_decay.clamp(-4)}
+    made["step"] = -torch.expm1(made["log_momentum"])
+    made = {name: z.detach().float() if isinstance(z, torch.Tensor) else z for name, z in made.items()}
+    exact = {name: z.double() if isinstance(z, torch.Tensor) else z for name, z in made.items()}
+    wanted = reference.heavy_ball_memory(**exact)
+    for got, truth in zip(run(made), wanted, strict=True):
+        assert (got.double() - truth).norm() <= 1e-6 * truth.norm()
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("low", [-0.1, -2.0, -8.0])
+def test_gradients_in_float32_keep_their_digits(delta, low):
+    """Of the gates too, against float64."""
+    made = make(1, 2, 150, 8, 8, low=low, delta=delta)
+    del made["delta"]
+    single = {name: z.detach().float().requires_grad_() for name, z in made.items()} | {"delta": delta}
+    double = {name: z.detach().float().double().requires_grad_() for name, z in made.items()} | {"delta": delta}
+    found, exact = (gradients(run(given)[:1], leaves(given)) for given in (single, double))
+    for got, truth in zip(found, exact, strict=True):
+        assert (got.double() - truth).norm() <= 1e-6 * truth.norm()
+
+
+# States and masks
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("momentum", [True, False])
+def test_a_sequence_in_parts(delta, momentum):
+    made = make(delta=delta, holes=True)
+    made |= {} if momentum else {"log_momentum": None}
+    whole = run(made, chunk_size=8)
+    state, parts = None, []
+    for at in (slice(0, 9), slice(9, 9), slice(9, 10), slice(10, 11), slice(11, 23)):
+        part = {name: z[:, :, at] for name, z in made.items() if isinstance(z, torch.Tensor) and z.dim() > 2}
+        mask = made["key_padding_mask"][:, at]
+        part |= {"delta": delta, "key_padding_mask": mask, "initial_state": state}
+        part |= {} if momentum else {"log_momentum": None}
+        out, state = hbnode.nn.functional.heavy_ball_memory(**part, return_state=True, chunk_size=4)
+        parts.append(out)
+    assert_near([torch.cat(parts, 2), *(z for z in state if z is not None)], whole, 1e-10)
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_padding_changes_nothing(delta, batch):
+    """At the start, in the middle and at the end, with NaN in all that is ignored."""
+    made = make(batch, delta=delta, state=True)
+    tensors = [name for name, z in made.items() if isinstance(z, torch.Tensor)]
+    places = torch.tensor([0, 1, 2, 5, 6, 9, 20, 21, 22])
+    kept = torch.tensor([t for t in range(23) if t not in places])
+    short = made | {name: made[name][:, :, kept] for name in tensors}
+    mask = torch.zeros(batch, 23, dtype=torch.bool)
+    mask[:, places] = True
+    dirty = {name: made[name].detach().index_fill(2, places, math.nan).requires_grad_() for name in tensors}
+    long = made | dirty | {"key_padding_mask": mask}
+    out, *state = run(long, chunk_size=4)
+    wanted, *wanted_state = run(short, chunk_size=4)
+    assert_near([out[:, :, kept], *state], [wanted, *wanted_state], 1e-10)
+    assert all(z.isfinite().all() for z in gradients([out], leaves(long)))
+
+
+@pytest.mark.parametrize("momentum", [-0.3, None])
+def test_a_mask_that_ignores_everything_keeps_the_state(momentum):
+    made = make(state=True) | {"key_padding_mask": torch.ones(2, 23, dtype=torch.bool), "log_momentum": momentum}
+    out, *state = run(made, chunk_size=8)
+    assert_near(state, made["initial_state"][: len(state)], 1e-15)
+    assert_near([out], [made["q"] @ state[0]], 1e-12)
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0), (0, 0)])
+def test_empty(delta, batch, length):
+    made = make(batch, length=length, delta=delta, state=True)
+    out, *state = run(made)
+    assert out.shape == (batch, 3, length, 5)
+    assert_near(state, made["initial_state"], 0.0)
+    assert all(z.shape == x.shape for z, x in zip(gradients([out, *state], leaves(made)), leaves(made), strict=True))
+
+
+def test_a_state_is_not_changed_in_place():
+    made = make(state=True)
+    before = [z.clone() for z in made["initial_state"]]
+    for length in (1, 23):
+        part = {name: z[:, :, :length] if isinstance(z, torch.Tensor) else z for name, z in made.items()}
+        first, again = run(part), run(part)
+        assert_near(first, again, 0.0)
+    assert_near(made["initial_state"], before, 0.0)
+
+
+# Dtypes, layouts, transforms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("delta", DELTAS)
+def test_half_precision_is_accumulated_in_float32(dtype, delta):
+    made = make(1, 2, 200, 16, 16, delta=delta)
+    half = {name: z.detach().to(dtype) if isinstance(z, torch.Tensor) else z for name, z in made.items()}
+    full = {name: z.float() if isinstance(z, torch.Tensor) else z for name, z in half.items()}
+    out, *state = run(half)
+    wanted, *wanted_state = run(full)
+    assert out.dtype == dtype
+    assert torch.equal(out, wanted.to(dtype))
+    assert all(z.dtype == torch.float32 and torch.equal(z, y) for z, y in zip(state, wanted_state, strict=True))
+
+
+def test_autocast_changes_nothing():
+    made = {name: z.detach().float() if isinstance(z, torch.Tensor) else z for name, z in make().items()}
+    wanted = run(made)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(made)
+    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
+def test_inputs_that_are_not_contiguous():
+    made = make()
+    turned = {
+        name: z.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        for name, z in made.items()
+        if isinstance(z, torch.Tensor)
+    }
+    assert not turned["q"].is_contiguous()
+    assert_near(run(turned), run(made), 1e-12)
+    assert_near(gradients(run(turned), leaves(turned)), gradients(run(made), leaves(made)), 1e-11)
+
+
+@pytest.mark.parametrize("momentum", [-0.3, None])
+def test_inputs_that_need_no_gradient(momentum):
+    """Each on its own: the others are constants, and a constant gate is a number."""
+    made = make(holes=True) | {"log_momentum": momentum, "log_decay": -0.2, "step": 0.1, "write": 0.5}
+    wanted = gradients(run(made), leaves(made))
+    for name, expected in zip(("q", "k", "v"), wanted, strict=True):
+        frozen = {other: z.detach() if other in "qkv" and other != name else z for other, z in made.items()}
+        assert_near(gradients(run(frozen), [made[name]]), [expected], 1e-12)
+    with torch.no_grad():
+        assert_near(run(made), [y.detach() for y in run(made)], 0.0)
+
+
+def test_gradients_of_one_output():
+    """Of the outputs, S or P alone, a second time, and with autocast on in the backward pass."""
+    made = make(length=20, holes=True, state=True)
+    wanted = reference.heavy_ball_memory(**made)
+    for index in range(3):
+        expected = torch.autograd.grad(wanted[index].square().sum(), leaves(made), retain_graph=True, allow_unused=True)
+        expected = [torch.zeros_like(z) if g is None else g for g, z in zip(expected, leaves(made), strict=True)]
+        loss = run(made, chunk_size=8)[index].square().sum()
+        assert_near(torch.autograd.grad(loss, leaves(made), retain_graph=True, materialize_grads=True), expected, 1e-9)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            again = torch.autograd.grad(loss, leaves(made), materialize_grads=True)
+        assert_near(again, expected, 1e-9)
+
+
+def test_checkpointed():
+    made = make()
+    del made["delta"]
+    tensors = list(made.values())
+
+    def function(*given):
+        return hbnode.nn.functional.heavy_ball_memory(**dict(zip(made, given, strict=True)))
+
+    out = checkpoint(function, *tensors, use_reentrant=False)
+    assert_near(gradients([out], tensors), gradients([function(*tensors)], tensors), 0.0)
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+def test_twice_differentiable(delta):
+    """The first derivatives by the written-out backward pass, the second by that of the plain form."""
+    made = make(1, 1, 4, 2, 1, delta=delta, state=True)
+    names = ["q", "k", "v", "log_momentum", "log_decay", "step", "write"]
+
+    def function(*tensors):
+        given = dict(zip(names, tensors[:7], strict=True))
+        return run(made | given | {"initial_state": tensors[7:]}, chunk_size=3)
+
+    inputs = leaves(made)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+def test_transforms_of_torch_func():
+    made = make(1, 2, 9, 3, 3)
+    del made["delta"]
+    names = list(made)
+    tensors = [z.detach() for z in made.values()]
+
+    def loss(*given):
+        return (
+            hbnode.nn.functional.heavy_ball_memory(**dict(zip(names, given, strict=True)), chunk_size=4).square().sum()
+        )
+
+    argnums = tuple(range(len(tensors)))
+    wanted = torch.autograd.grad(loss(*made.values()), list(made.values()))
+    assert_near(torch.func.grad(loss, argnums)(*tensors), wanted, 1e-12)
+    tangents = [torch.randn_like(z) for z in tensors]
+    _, slope = torch.func.jvp(loss, tuple(tensors), tuple(tangents))
+    assert_near([slope], [sum((g * t).sum() for g, t in zip(wanted, tangents, strict=True))], 1e-10)
+    several = [torch.stack([z, z.flip(-1)]) for z in tensors]
+    each = torch.stack([loss(*(z[i] for z in several)) for i in range(2)])
+    assert_near([torch.func.vmap(loss)(*several)], [each], 1e-12)
+
+
+@pytest.fixture
+def _compiler():
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("length", [1, pytest.param(21, marks=pytest.mark.slow)])
+def test_one_graph_of_torch_compile(length):
+    made = make(length=length, holes=True, state=True)
+    state = made.pop("initial_state")
+    compiled = torch.compile(hbnode.nn.functional.heavy_ball_memory, fullgraph=True, backend="eager")
+    out, after = compiled(**made, initial_state=state, return_state=True, chunk_size=8)
+    made["initial_state"] = state
+    wanted = run(made, chunk_size=8)
+    assert_near([out, *after], wanted, 1e-12)
+    assert_near(gradients([out, *after], leaves(made)), gradients(wanted, leaves(made)), 1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_compiler")
+def test_exported_for_any_batch():
+    class Memory(torch.nn.Module):
+        def forward(self, q, k, v):
+            return hbnode.nn.functional.heavy_ball_memory(
+                q, k, v, log_momentum=-1.0, log_decay=-0.1, step=0.3, chunk_size=8
+            )
+
+    made = make()
+    tensors = [made[name].detach() for name in ("q", "k", "v")]
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(Memory(), tuple(tensors), dynamic_shapes=({0: batch},) * 3).module()
+    for count in (1, 2):
+        few = [z[:count] for z in tensors]
+        assert_near([exported(*few)], [Memory()(*few)], 1e-12)
+
+
+# Stability
+
+
+def test_the_largest_safe_gains():
+    """Of g = s η / (1 − μ) for a key that comes in bursts, without decay: the design's 2.0, 1.0, .66, .32, .031."""
+    for mu, limit in ((0.5, 2.0), (0.7, 1.0), (0.8, 0.66), (0.9, 0.32), (0.99, 0.031)):
+        low, high = 0.0, 4.0
+        for _ in range(30):
+            g = (low + high) / 2
+            low, high = (g, high) if resonance(mu, 1.0, g * (1 - mu)) is None else (low, g)
+        assert abs(low - limit) <= 0.025 * limit, mu
+        assert limit >= min(3 * (1 - mu), 2.0)  # the region that is called safe
+
+
+@pytest.mark.parametrize(("gain", "is_bounded"), [(0.25, True), (1.0, False)])
+def test_a_key_in_bursts(gain, is_bounded):
+    """Shown four times, then 60 others, again and again, at μ = .9: the design's g = 1 grew to 1e15 in 3,000 steps."""
+    torch.manual_seed(0)
+    keys = torch.eye(61, dtype=F64)[torch.tensor([0] * 4 + list(range(1, 61))).repeat(47)].view(1, 1, -1, 61)
+    values = torch.randn(1, 1, len(keys[0, 0]), 2, dtype=F64)
+    gates = {"log_momentum": torch.tensor([math.log(0.9)], dtype=F64), "step": gain * 0.1}
+    _, state = hbnode.nn.functional.heavy_ball_memory(keys, keys, values, **gates, return_state=True)
+    assert (state.s.abs().max() < 10) == is_bounded
+    assert is_bounded or state.s.abs().max() > 1e12
+
+
+@pytest.mark.parametrize(
+    ("gates", "message"),
+    [
+        (
+            {"log_momentum": math.log(0.9)},
+            r"momentum 0.9, decay 1, step 0.1 and write 1 may grow .* Fix: step \* write",
+        ),
+        ({"log_momentum": math.log(0.9), "step": 1.0}, r"step \* write / \(1 - momentum\) is not below 2"),
+        ({"log_momentum": None, "write": 2.5}, r"is not below 2"),
+        ({"log_momentum": math.log(0.9), "log_decay": math.log(0.99)}, r"shown \d+ times, then not for \d+ steps"),
+        ({"log_momentum": math.log(0.5), "step": 1.6, "log_decay": 0, "delta": "plain"}, r"not below 2"),
+        ({"log_momentum": -0.589, "step": 1.0}, r"is not below 2"),
+        ({"log_momentum": None, "log_decay": -0.7, "step": 1.9, "delta": "plain"}, r"shown \d+ times"),
+    ],
+)
+def test_constant_gates_that_are_not_safe_give_a_warning(gates, message):
+    made = make()
+    with pytest.warns(UserWarning, match=message) as caught:
+        hbnode.nn.functional.heavy_ball_memory(made["q"], made["k"], made["v"], **gates)
+    assert caught[0].filename == __file__
+    advised = float(str(caught[0].message).split("<= ")[1].split(",")[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hbnode.nn.functional.heavy_ball_memory(
+            made["q"], made["k"], made["v"], **gates | {"step": advised, "write": 1.0}
+        )
+
+
+def test_constant_gates_that_are_safe_give_none():
+    made = make()
+    for gates in (
+        {"log_momentum": math.log(0.9), "step": 0.03},
+        {"log_momentum": math.log(0.9), "step": 0.1, "write": 0.3},
+        {"log_momentum": math.log(0.9), "delta": False},
+        {"log_momentum": math.log(0.9), "log_decay": math.log(0.9)},
+        {"log_momentum": torch.tensor(math.log(0.9))},
+        {"log_momentum": None},
+        {"log_momentum": -math.inf, "log_decay": -math.inf},
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hbnode.nn.functional.heavy_ball_memory(made["q"], made["k"], made["v"], **gates)
+
+
+def spread(alpha, mu, write, step, decayed=True):
+    """The largest |S|, |P| and |S + P| one step after a start in which none is above 1, with random symmetric H ≼ I."""
+    q, _ = torch.linalg.qr(torch.randn(3, 3, dtype=F64))
+    h = q @ torch.diag(torch.rand(3, dtype=F64).round(decimals=1)) @ q.T
+    s, p = normalize(torch.randn(2, 3, dtype=F64), dim=-1)
+    top = max(1.0, (s + p).norm())
+    s, p = s / top, p / top
+    p = mu * p - write * alpha * (h @ s)
+    s = alpha * s + step * p
+    return max(s.norm(), p.norm(), (s + p).norm())
+
+
+def test_gates_that_depend_on_the_input_are_bounded():
+    """s ≤ (1 − μ) / (1 + μ), η ≤ 1 − μ: no step leaves the set |S|, |P|, |S + P| ≤ 1, whatever gates and keys are."""
+    for _ in range(300):
+        alpha, mu, some, more = torch.rand(4).pow(torch.tensor([0.3, 0.3, 0.1, 0.1])).tolist()
+        step = more * (1 - mu) / (1 + mu)
+        assert spread(alpha, mu, some * (1 - mu), step) <= 1 + 1e-12
+
+
+def bursts(length, heads=4, dim=8):
+    """A key 1 to 16 times in a row, then up to 79 others that are orthogonal to it (1, heads, length, dim)."""
+    rows = []
+    for _ in range(heads):
+        row = []
+        while len(row) < length:
+            row += [0] * int(torch.randint(1, 17, ()))
+            row += (1 + torch.randint(dim - 1, (int(torch.randint(80, ())),))).tolist()
+        rows.append(row[:length])
+    return torch.eye(dim)[torch.tensor(rows)].unsqueeze(0)
+
+
+def largest(logits, length):
+    """The largest |S| of gates s = 1 − μ, η ≤ 1 − μ over a sequence of bursts, for momenta that depend on the key."""
+    torch.manual_seed(0)
+    state, top = None, 0.0
+    for _ in range(length // 2500):
+        k = bursts(2500)
+        logit = k @ (logits[1] * torch.randn(4, 8, 1)) + logits[0] + 0.3 * torch.randn(1, 4, 2500, 1)
+        log_momentum = torch.nn.functional.logsigmoid(logit.squeeze(-1))
+        rate = -torch.expm1(log_momentum)
+        gates = {"log_momentum": log_momentum, "step": rate, "write": rate * torch.rand(1, 4, 2500)}
+        v = normalize(torch.randn(1, 4, 2500, 3), dim=-1)
+        _, state = hbnode.nn.functional.heavy_ball_memory(k, k, v, **gates, initial_state=state, return_state=True)
+        top = max(top, float(state.s.abs().max()))
+    return top
+
+
+@pytest.mark.parametrize("logits", [(0.0, 0.6), (2.2, 2.0), (3.9, 2.0)])
+@pytest.mark.parametrize("length", [5000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_rare_keys_and_bursts_with_momenta_from_the_input(logits, length):
+    assert largest(logits, length) < 5
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(2, 23, 4)}, ValueError, r"q must be \(batch, heads, length, dim\).*Fix"),
+        ({"k": torch.zeros(2, 3, 22, 4)}, ValueError, r"a key and a value for each query"),
+        ({"v": torch.zeros(2, 3, 23, 5).long()}, TypeError, r"v must be floating point.*Fix: v.float\(\)"),
+        ({"q": [1.0]}, TypeError, r"q must be a tensor"),
+        ({"log_momentum": torch.zeros(2, 23, 3)}, ValueError, r"Fix: log_momentum.transpose\(1, 2\)"),
+        ({"log_decay": torch.zeros(2, 3, 23, 1)}, ValueError, r"Fix: log_decay.squeeze\(-1\)"),
+        ({"write": torch.zeros(7)}, ValueError, r"write must be .* or a number, got shape \(7,\)"),
+        ({"log_momentum": 0.9}, ValueError, r"at most 0, got 0.9. Fix: math.log\(0.9\)"),
+        ({"log_decay": math.nan}, ValueError, r"log_decay must be finite, or -inf, got nan"),
+        ({"step": math.inf}, ValueError, r"step must be finite, got inf"),
+        ({"write": "1.x"}, TypeError, r"write must be a tensor, a number or None"),
+        ({"delta": True}, ValueError, r"delta must be 'decayed', 'plain' or False, got True"),
+        ({"delta": 0}, ValueError, r"delta must be 'decayed', 'plain' or False, got 0"),
+        ({"chunk_size": 0}, ValueError, r"chunk_size must be an integer >= 1"),
+        ({"key_padding_mask": torch.zeros(3, 23).bool()}, ValueError, r"key_padding_mask must be \(batch, length\)"),
+        ({"key_padding_mask": torch.zeros(2, 23)}, TypeError, r"key_padding_mask must be bool.*Fix"),
+        ({"initial_state": torch.zeros(2, 3, 4, 5)}, TypeError, r"initial_state must be a HeavyBallMemoryState"),
+        ({"initial_state": (torch.zeros(1, 3, 4, 5),) * 2}, ValueError, r"initial_state.s must be .*Fix"),
+    ],
+)
+def test_bad_input_is_named(change, error, message):
+    with pytest.raises(error, match=message):
+        hbnode.nn.functional.heavy_ball_memory(**(make() | change))
+
+
+def test_nan_under_the_mask_reaches_nothing():
+    """In queries, keys, values and gates, for the values and for the gradients."""
+    torch.manual_seed(0)
+    ignored = torch.zeros(2, 50, dtype=torch.bool)
+    ignored[1, 20:40] = True
+    results = []
+    for filling in (0.5, torch.nan):
+        torch.manual_seed(1)
+        vectors = [0.4 * torch.randn(2, 2, 50, 4, dtype=torch.float64) for _ in range(3)]
+        gates = [torch.rand(2, 2, 50, dtype=torch.float64) for _ in range(4)]
+        x = [part.masked_fill(ignored[:, None, :, None], filling).requires_grad_() for part in vectors]
+        g = [part.masked_fill(ignored[:, None], filling).requires_grad_() for part in gates]
+        out, state = hbnode.nn.functional.heavy_ball_memory(
+            *x, log_momentum=-g[0], log_decay=-g[1], write=g[3], key_padding_mask=ignored, return_state=True
+        )
+        seen = out.transpose(1, 2)[~ignored]
+        (seen.square().sum() + state.s.sum()).backward()
+        results.append([seen, *state, *(each.grad for each in [*x, g[0], g[1], g[3]])])
+    for a, b in zip(*results, strict=True):
+        assert b.isfinite().all()
+        torch.testing.assert_close(a, b)
+
+
+def test_second_derivatives_of_queries_alone():
+    """The returned state does not depend on them."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 5, 3, dtype=torch.float64) for _ in range(3))
+    q.requires_grad_()
+    out, state = hbnode.nn.functional.heavy_ball_memory(q, k, v, log_momentum=-1.0, step=0.1, return_state=True)
+    (first,) = torch.autograd.grad(out.sin().sum() + state.s.sin().sum(), q, create_graph=True)
+    first.sum().backward()
+    assert q.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("momentum", [None, -0.5])
+def test_inputs_that_depend_on_each_other_twice(momentum):
+    """A gradient with create_graph=True is that without, where inputs are one tensor or made from one another."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 9, 3, dtype=F64, requires_grad=True)
+    for given in ((x, x, x), (x.sin(), x, x.cos())):
+        out = hbnode.nn.functional.heavy_ball_memory(
+            *given, log_momentum=momentum, step=0.1, initial_state=(x[:, :, :3], x[:, :, :3])
+        ).sin()
+        (once,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        (twice,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        assert_near([twice], [once], 1e-12)
+
+
+def test_gradients_of_many_outputs_at_once():
+    made = make(1, 2, 5, 3, 2, state=True)
+    inputs = leaves(made)
+
+    def function(*tensors):
+        return run(made | dict(zip(list(made)[:7], tensors[:7], strict=True)) | {"initial_state": tensors[7:]})[0]
+
+    jacobian = torch.autograd.functional.jacobian
+    assert_near(jacobian(function, tuple(inputs), vectorize=True), jacobian(function, tuple(inputs)), 1e-12)

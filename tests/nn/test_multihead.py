@@ -1,0 +1,517 @@
+"""The attention modules: torch's interface, streaming, masks, and what users do with modules."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from hbnode.nn.attention.softmax import KeyValueCache, rotate
+
+E, H = 16, 4
+
+KINDS = {
+    "momentum": (hbnode.nn.MomentumAttention, {"momentum": 0.9}),
+    "linear": (hbnode.nn.MomentumAttention, {"momentum": 0.0}),
+    "per_head": (hbnode.nn.MomentumAttention, {"momentum": [0.0, 0.5, 0.9, 0.99], "step_size": 0.5}),
+    "learned": (hbnode.nn.MomentumAttention, {"learn_momentum": True, "learn_step_size": True}),
+    "heavy_ball": (hbnode.nn.HeavyBallMemory, {}),
+    "plain_delta": (hbnode.nn.HeavyBallMemory, {"delta": "plain", "decay": False}),
+    "no_decay": (hbnode.nn.HeavyBallMemory, {"decay": False}),
+    "gated_delta": (hbnode.nn.HeavyBallMemory, {"momentum": False}),
+    "gated_linear": (hbnode.nn.HeavyBallMemory, {"momentum": False, "delta": False}),
+    "rotary": (hbnode.nn.SoftmaxAttention, {}),
+    "softmax": (hbnode.nn.SoftmaxAttention, {"rotary": False}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind, batch_first=True, dtype=torch.float64, **options):
+    torch.manual_seed(3)
+    make_module, own = KINDS[kind]
+    module = make_module(E, H, batch_first=batch_first, dtype=dtype, **(own | options))
+    for p in module.parameters():  # biases begin at zero
+        p.data.add_(0.1 * torch.randn_like(p))
+    return module
+
+
+def inputs(length=11, batch=3, dtype=torch.float64):
+    return torch.randn(batch, length, E, dtype=dtype, generator=torch.Generator().manual_seed(5))
+
+
+def close(a, b, tol=1e-11):
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def tensors(state):
+    """The tensors of a state, of whatever kind."""
+    if isinstance(state, KeyValueCache):
+        return [state.keys, state.values]
+    return [x for x in state if x is not None]
+
+
+@every_kind
+def test_streaming_equals_the_whole(kind):
+    module, x = make(kind), inputs()
+    whole, weights = module(x, x, x)
+    assert weights is None
+    first, state = module.prefill(x[:, :4])
+    second, state = module.prefill(x[:, 4:9], state)
+    third, state = module.step(x[:, 9], state)
+    fourth, state = module.step(x[:, 10], state)
+    close(torch.cat((first, second, third[:, None], fourth[:, None]), 1), whole)
+    begun, _ = module.step(x[:, 0])
+    close(begun, whole[:, 0])
+    from_zero, _ = module.prefill(x, module.init_state(3))
+    close(from_zero, whole)
+
+
+@every_kind
+def test_streaming_has_the_gradients_of_the_whole(kind):
+    module = make(kind)
+    x = inputs().requires_grad_()
+    module(x, x, x)[0].square().sum().backward()
+    wanted = [x.grad.clone()] + [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    x.grad, parts, state = None, [], None
+    for piece in x.split((5, 1, 4, 1), 1):
+        y, state = module.prefill(piece, state)
+        parts.append(y)
+    torch.cat(parts, 1).square().sum().backward()
+    for a, b in zip([x.grad] + [p.grad for p in module.parameters()], wanted, strict=True):
+        close(a, b, 1e-9)
+
+
+@every_kind
+def test_ignored_tokens_leave_no_trace(kind):
+    module, x = make(kind), inputs()
+    ignored = torch.zeros(3, 11, dtype=torch.bool)
+    ignored[0, 8:] = True  # padding at the end
+    ignored[1, :3] = True  # at the start
+    ignored[2, [0, 4, 5, 10]] = True  # holes
+    x = x.masked_fill(ignored[..., None], 7.0)
+    output, _ = module(x, x, x, key_padding_mask=ignored)
+    streamed, state = module.prefill(x, None, ignored)
+    close(streamed, output)
+    head, middle = module.prefill(x[:, :5], None, ignored[:, :5])
+    tail, after = module.prefill(x[:, 5:], middle, ignored[:, 5:])
+    close(torch.cat((head, tail), 1)[~ignored], output[~ignored])
+    following = inputs(1, batch=3)[:, 0]
+    goes_on, _ = module.step(following, state)
+    goes_on_too, _ = module.step(following, after)
+    close(goes_on, goes_on_too)
+    for row in range(3):
+        alone = x[row, ~ignored[row]][None]
+        wanted, state = module.prefill(alone)
+        close(output[row, ~ignored[row]][None], wanted)
+        close(goes_on[row : row + 1], module.step(following[row : row + 1], state)[0])
+
+
+@every_kind
+def test_nan_under_the_mask_reaches_nothing(kind):
+    module, ignored = make(kind), torch.zeros(3, 11, dtype=torch.bool)
+    ignored[0, 8:] = ignored[1, :2] = ignored[2, 4:6] = True
+    outputs = []
+    for filling in (0.0, torch.nan):
+        x = inputs().masked_fill(ignored[..., None], filling).requires_grad_()
+        module.zero_grad()
+        output, _ = module(x, x, x, ignored)
+        _, state = module.prefill(x, None, ignored)
+        output[~ignored].square().sum().backward()
+        gradients = [x.grad[~ignored], *(p.grad for p in module.parameters())]
+        outputs.append([output[~ignored], *tensors(state), *gradients])
+    for a, b in zip(*outputs, strict=True):
+        close(a, b)
+
+
+@every_kind
+def test_a_state_serves_two_continuations(kind):
+    module, x = make(kind), inputs()
+    with torch.no_grad():
+        whole, _ = module(x, x, x)
+        _, state = module.prefill(x[:, :6])
+        before = [part.clone() for part in tensors(state)]
+        module.prefill(torch.ones_like(x), state)
+        again, _ = module.prefill(x[:, 6:], state)
+    close(again, whole[:, 6:])
+    for a, b in zip(tensors(state), before, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_kind
+def test_layouts_agree(kind):
+    module, other, x = make(kind), make(kind, batch_first=False), inputs()
+    mask = torch.zeros(3, 11, dtype=torch.bool)
+    mask[:, 7:] = True
+    output, _ = module(x, x, x, mask)
+    swapped = x.transpose(0, 1)
+    close(other(swapped, swapped, swapped, mask)[0].transpose(0, 1), output)
+    y, state = other.prefill(swapped)
+    close(y.transpose(0, 1), module(x, x, x)[0])
+    close(other.step(x[:, 0], state)[0], module.step(x[:, 0], module.prefill(x)[1])[0])
+    close(module(x[0], x[0], x[0], mask[0])[0], output[0])
+    close(other(x[0], x[0], x[0], mask[0])[0], output[0])
+    close(module(x)[0], module(x, x, x)[0])
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 1)])
+def test_few_tokens(kind, shape):
+    module = make(kind)
+    x = torch.randn(*shape, E, dtype=torch.float64, requires_grad=True)
+    output, _ = module(x, x, x)
+    assert output.shape == x.shape
+    output.sum().backward()
+    assert x.grad is None or x.grad.isfinite().all()
+    streamed, _ = module.prefill(x)
+    close(streamed, output)
+
+
+@every_kind
+def test_all_keys_ignored(kind):
+    module, x = make(kind), inputs().requires_grad_()
+    output, _ = module(x, x, x, torch.ones(3, 11, dtype=torch.bool))
+    close(output, module.out_proj.bias.expand_as(output))
+    output.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@every_kind
+def test_life_of_a_module(kind):
+    module, x = make(kind), inputs()
+    wanted = module(x, x, x)[0]
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        close(other(x, x, x)[0], wanted)
+    fresh = KINDS[kind][0](E, H, batch_first=True, dtype=torch.float64, **KINDS[kind][1])
+    fresh.load_state_dict(module.state_dict())
+    close(fresh(x, x, x)[0], wanted)
+    assert type(module).__name__ in repr(module)
+    assert f"{E}, {H}" in repr(module)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_numbers(kind, dtype):
+    module, x = make(kind, dtype=dtype), inputs(dtype=dtype)
+    wanted = copy.deepcopy(module).double()(x.double(), x.double(), x.double())[0]
+    output, _ = module(x, x, x)
+    assert output.dtype == dtype
+    error = (output.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < (0.03 if dtype == torch.bfloat16 else 1e-5)
+    y, state = module.step(x[:, 0])
+    assert y.dtype == dtype
+    y, state = module.step(x[:, 1], state)
+    assert y.isfinite().all()
+
+
+@every_kind
+def test_autocast(kind):
+    module, x = make(kind, dtype=torch.float32), inputs(dtype=torch.float32)
+    wanted = module(x, x, x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = module(x, x, x)
+        y, state = module.prefill(x[:, :5])
+        y, state = module.step(x[:, 5], state)
+    assert (output.float() - wanted).abs().max() < 0.05 * wanted.abs().max() + 0.02
+    assert (y.float() - wanted[:, 5]).abs().max() < 0.05 * wanted.abs().max() + 0.02
+
+
+@every_kind
+def test_compiled(kind):
+    module, x = make(kind), inputs()
+    compiled = torch.compile(module, backend="eager")
+    close(compiled(x, x, x)[0], module(x, x, x)[0])
+
+
+@pytest.mark.parametrize("kind", ["momentum", "heavy_ball"])
+def test_compiled_for_any_length(kind):
+    module = make(kind)
+    compiled = torch.compile(module, backend="aot_eager", dynamic=True)
+    for length in (11, 70):
+        x = torch.randn(2, length, E, dtype=torch.float64).requires_grad_()
+        out = compiled(x, x, x)[0]
+        wanted = module(x, x, x)[0]
+        close(out, wanted)
+        close(torch.autograd.grad(out.sin().sum(), x)[0], torch.autograd.grad(wanted.sin().sum(), x)[0])
+
+
+@every_kind
+def test_exported(kind):
+    """For any batch; one of as many sequences as heads too."""
+    module, x = make(kind), inputs()
+    batch = torch.export.Dim("batch", max=64)
+    shapes = {name: {0: batch} for name in ("query", "key", "value", "key_padding_mask")}
+    mask = torch.zeros(3, 11, dtype=torch.bool)
+    program = torch.export.export(module, (x, x, x), {"key_padding_mask": mask}, dynamic_shapes=shapes).module()
+    for count in (3, H):
+        x, mask = inputs(batch=count), torch.zeros(count, 11, dtype=torch.bool)
+        mask[1, 6:] = True
+        close(program(x, x, x, key_padding_mask=mask)[0], module(x, x, x, mask)[0])
+
+
+@every_kind
+def test_what_has_no_weights_refuses_them(kind):
+    module, x = make(kind), inputs()
+    with pytest.raises(ValueError, match=r"need_weights must be False.*Fix: leave it out"):
+        module(x, x, x, need_weights=True)
+    with pytest.raises(ValueError, match=r"attn_mask must be None.*Fix: is_causal=True or False alone"):
+        module(x, x, x, attn_mask=torch.zeros(11, 11))
+    with pytest.raises(ValueError, match=r"key_padding_mask must be bool, .batch, keys. = \(3, 11\)"):
+        module(x, x, x, key_padding_mask=torch.zeros(11, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"Fix: .* or mask == 0 of a mask whose ones are to be seen"):
+        module(x, x, x, key_padding_mask=torch.ones(3, 11, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"must be of 0 and -inf, got others"):
+        module(x, x, x, key_padding_mask=torch.ones(3, 11))
+    with pytest.raises(ValueError, match=r"query must be"):
+        module(x[..., :3])
+    with pytest.raises(ValueError, match=r"Fix: batch_first=True if the batch comes first"):
+        module(x, x[:2], x[:2])
+    with pytest.raises(ValueError, match=r"Fix: causal=False to attend to another sequence"):
+        module(x, x[:, :4], x[:, :4])
+    with pytest.raises(ValueError, match=r"Fix: prefill for several"):
+        module.step(x)
+    with pytest.raises(TypeError, match=r"Fix: torch.tensor\(x"):
+        module([[1.0] * E])
+
+
+@pytest.mark.parametrize("kind", ["momentum", "heavy_ball"])
+def test_dropout_of_weights_is_refused(kind):
+    with pytest.raises(ValueError, match=r"dropout must be 0, got 0.1.*Fix: leave it out"):
+        make(kind, dropout=0.1)
+
+
+def test_constructors_check():
+    with pytest.raises(ValueError, match=r"Fix: embed_dim=20"):
+        hbnode.nn.MomentumAttention(17, 4)
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\), got 1.0"):
+        hbnode.nn.MomentumAttention(16, 4, momentum=1.0)
+    with pytest.raises(ValueError, match=r"or 4 numbers, one per head"):
+        hbnode.nn.MomentumAttention(16, 4, momentum=[0.1, 0.2])
+    with pytest.raises(ValueError, match=r"step_size must be positive"):
+        hbnode.nn.MomentumAttention(16, 4, step_size=0.0)
+    with pytest.raises(ValueError, match=r"must start above 0"):
+        hbnode.nn.MomentumAttention(16, 4, momentum=0.0, learn_momentum=True)
+    with pytest.raises(ValueError, match=r"eps must be >= 0"):
+        hbnode.nn.MomentumAttention(16, 4, eps=-1)
+    with pytest.raises(ValueError, match=r"chunk_size must be an integer >= 1"):
+        hbnode.nn.HeavyBallMemory(16, 4, chunk_size=0)
+    with pytest.raises(ValueError, match=r"delta must be 'decayed', 'plain' or False, got 'plian'"):
+        hbnode.nn.HeavyBallMemory(16, 4, delta="plian")
+    with pytest.raises(TypeError, match=r"momentum must be True or False, got 0.9. Fix: momentum=True"):
+        hbnode.nn.HeavyBallMemory(16, 4, momentum=0.9)
+    with pytest.raises(ValueError, match=r"Fix: an even head size"):
+        hbnode.nn.SoftmaxAttention(12, 4)
+    with pytest.raises(TypeError, match=r"bias must be True or False"):
+        hbnode.nn.SoftmaxAttention(16, 4, 0.0, 0.5)
+    with pytest.raises(ValueError, match=r"Fix: causal=True"):
+        hbnode.nn.MomentumAttention(16, 4, causal=False).prefill(torch.zeros(3, 1, 16))
+    x = torch.zeros(3, 1, 16)
+    with pytest.raises(TypeError, match=r"key_padding_mask must be a tensor, got list"):
+        hbnode.nn.MomentumAttention(16, 4)(x[:, 0], key_padding_mask=[False] * 3)
+    with pytest.raises(ValueError, match=r"so it is causal"):
+        hbnode.nn.HeavyBallMemory(16, 4)(x, x, x, is_causal=False)
+
+
+def test_states_of_others_are_refused():
+    momentum, softmax = make("momentum"), make("rotary")
+    x = inputs()[:, 0]
+    with pytest.raises(TypeError, match=r"must be a MomentumAttentionState"):
+        momentum.step(x, softmax.init_state(3))
+    with pytest.raises(TypeError, match=r"state must be a KeyValueCache, got MomentumAttentionState"):
+        softmax.step(x, momentum.init_state(3))
+    with pytest.raises(ValueError, match=r"of 3 sequences.*got 2, 4 and 4. Fix: init_state\(3\)"):
+        softmax.step(x, softmax.init_state(2))
+
+
+# Against torch
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["momentum", "softmax"])
+def test_inside_torchs_encoder(kind, training):
+    """In evaluation torch's layer would call its own fused softmax attention with our weights."""
+    module = make(kind)
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True, dtype=torch.float64)
+    layer.self_attn = module
+    encoder, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training), inputs()
+    mask = torch.zeros(3, 11, dtype=torch.bool)
+    mask[1, 7:] = True
+    with torch.no_grad():
+        output = encoder(x, src_key_padding_mask=mask)
+        for part in encoder.layers:
+            x = part.norm1(x + module(x, x, x, mask, is_causal=False)[0])
+            x = part.norm2(x + part.linear2(torch.relu(part.linear1(x))))
+    close(output, x)
+
+
+@pytest.mark.parametrize(("causal", "masked"), list(itertools.product([True, False], repeat=2)))
+def test_softmax_is_torchs(causal, masked):
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
+    ours = hbnode.nn.SoftmaxAttention(E, H, batch_first=True, rotary=False, causal=causal, dtype=torch.float64)
+    ours.load_state_dict(stock.state_dict())
+    x = inputs()
+    mask = torch.zeros(3, 11, dtype=torch.bool)
+    mask[1, 7:] = True
+    mask = mask if masked else None
+    order = nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.bool) if causal else None
+    wanted, _ = stock(x, x, x, key_padding_mask=mask, attn_mask=order, need_weights=False)
+    output, _ = ours(x, x, x, mask)
+    close(output, wanted)
+    stock.load_state_dict(ours.state_dict())
+
+
+def test_other_sizes_of_keys_and_values():
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(E, H, kdim=6, vdim=10, dtype=torch.float64)
+    ours = hbnode.nn.SoftmaxAttention(E, H, kdim=6, vdim=10, rotary=False, causal=False, dtype=torch.float64)
+    ours.load_state_dict(stock.state_dict())
+    q, k, v = (torch.randn(n, 2, d, dtype=torch.float64) for n, d in ((5, E), (9, 6), (9, 10)))
+    close(ours(q, k, v)[0], stock(q, k, v, need_weights=False)[0])
+    linear = hbnode.nn.MomentumAttention(E, H, kdim=6, vdim=10, causal=False, dtype=torch.float64)
+    assert linear(q, k, v)[0].shape == q.shape
+
+
+def test_weights_begin_as_torchs():
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(E, H)
+    torch.manual_seed(0)
+    ours = hbnode.nn.MomentumAttention(E, H)
+    own = ours.state_dict()
+    for name, value in stock.state_dict().items():
+        assert torch.equal(own[name], value) or name == "out_proj.weight"
+
+
+def test_rotary_scores_depend_on_distances_alone():
+    q, k = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
+    places = torch.arange(5)
+
+    def scores(shift):
+        return rotate(q, places + shift) @ rotate(k, places + shift).mT
+
+    close(scores(1000), scores(0), 1e-4)  # the angles are float32
+    close(rotate(q, places).norm(dim=-1), q.norm(dim=-1), 1e-6)
+
+
+def test_cache_grows():
+    module = make("rotary")
+    x = inputs(200)
+    with torch.no_grad():
+        whole, _ = module(x, x, x)
+        state, buffers = None, set()
+        for i in range(200):
+            y, state = module.step(x[:, i], state)
+            buffers.add(state._keys.data_ptr())
+            close(y, whole[:, i])
+    assert len(state) == 200
+    assert len(buffers) <= 4
+
+
+def test_a_cache_of_inference_mode_goes_on_outside():
+    module, x = make("rotary"), inputs()
+    with torch.inference_mode():
+        _, state = module.prefill(x[:, :10])
+    with torch.no_grad():
+        y, _ = module.step(x[:, 10], state)
+    close(y, module(x, x, x)[0][:, 10])
+
+
+# What is our own
+
+
+def test_fixed_momentum_is_not_rounded():
+    module = hbnode.nn.MomentumAttention(E, H, momentum=0.9).bfloat16()
+    assert module.momentum == 0.9
+    assert module.state_dict()["momentum"].dtype == torch.float64
+    other = hbnode.nn.MomentumAttention(E, H, momentum=0.5)
+    other.load_state_dict(module.float().state_dict())
+    assert other.momentum == 0.9
+    assert "momentum=0.9" in repr(other)
+
+
+def test_learned_momentum():
+    module = make("learned")
+    assert module.momentum.shape == module.step_size.shape == (H,)
+    x = inputs()
+    module(x, x, x)[0].sum().backward()
+    assert module.momentum_logit.grad.abs().min() > 0
+    assert module.log_step_size.grad.abs().min() > 0
+    assert "momentum=unknown" in repr(module.to("meta"))
+    start = hbnode.nn.MomentumAttention(E, H, momentum=0.9, step_size=2.0, learn_momentum=True, learn_step_size=True)
+    close(start.momentum, torch.full((H,), 0.9), 1e-6)
+    near_one = hbnode.nn.MomentumAttention(E, H, momentum=0.999, learn_momentum=True).bfloat16()
+    assert (near_one.momentum < 0.9995).all()
+    close(start.step_size, torch.full((H,), 2.0), 1e-6)
+
+
+def test_a_bidirectional_call_of_a_causal_module():
+    module, x = make("momentum"), inputs()
+    both, _ = module(x, x, x, is_causal=False)
+    other = make("momentum", causal=False)
+    close(both, other(x, x, x)[0])
+    assert not torch.allclose(both, module(x, x, x)[0])
+
+
+def test_gates_begin_in_their_ranges():
+    module = hbnode.nn.HeavyBallMemory(64, 8)
+    gates = module._gates(torch.zeros(1, 1, 64))
+    decay, momentum = (gates[name].exp().flatten() for name in ("log_decay", "log_momentum"))
+    close(momentum, torch.linspace(0.05, 0.5, 8), 1e-5)
+    close(decay[[0, -1]], torch.tensor([0.5**0.1, 0.5**0.001]), 1e-5)
+
+
+def test_gates_begin_in_their_ranges_in_half_precision():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert hbnode.nn.HeavyBallMemory(E, H).gates.bias.isfinite().all()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_gates_are_in_the_safe_region():
+    """η <= 1 - μ and s <= 1 - μ, so that s η <= 3 (1 - μ)^2 too, whatever the input is."""
+    module = hbnode.nn.HeavyBallMemory(E, H, dtype=torch.float64)
+    gates = module._gates(100 * inputs())
+    rest = 1 - gates["log_momentum"].exp()
+    assert (gates["step"] <= rest + 1e-12).all()
+    assert (gates["write"] <= rest + 1e-12).all()
+
+
+@pytest.mark.parametrize("steps", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spread", [0.02, 1.0])
+@pytest.mark.parametrize("decay", [True, False])
+def test_bursts_of_equal_keys_stay_bounded(decay, spread, steps):
+    """A rare token in bursts of 1 to 16 between 0 to 79 others; gates as at the start, and far from there."""
+    torch.manual_seed(0)
+    module = hbnode.nn.HeavyBallMemory(E, H, batch_first=True, decay=decay)
+    words, tokens, most, state = torch.randn(12, E), [], 0.0, None
+    while len(tokens) < steps:
+        others = torch.randint(1, 12, (int(torch.randint(80, ())),)).tolist()
+        tokens += [0] * int(torch.randint(1, 17, ())) + others
+    with torch.no_grad():
+        module.gates.weight.normal_(std=spread)
+        for part in torch.tensor(tokens).split(500):
+            _, state = module.prefill(words[part][None], state)
+            most = max(most, float(torch.linalg.matrix_norm(state.s, 2).max()))
+        v = module._project(words[None], words[None], words[None])[2]
+    assert most < 5 * torch.linalg.vector_norm(v, dim=-1).max()
+
+
+def test_the_plain_delta_rule_warns_with_decay():
+    with pytest.warns(UserWarning, match=r"delta='plain', momentum and decay is not bounded.*Fix: delta='decayed'"):
+        hbnode.nn.HeavyBallMemory(E, H, delta="plain")
+
+
+@pytest.mark.parametrize("kind", ["heavy_ball", "gated_delta", "gated_linear"])
+def test_a_token_of_zeros(kind):
+    """Its query and key are 0 while the biases are: nothing is divided by a norm of 0."""
+    x = inputs(dtype=torch.float32)
+    x[:, 4] = 0
+    make_module, options = KINDS[kind]
+    module = make_module(E, H, batch_first=True, **options)
+    (module(x)[0] * torch.randn(x.shape)).sum().backward()
+    assert all(p.grad.abs().max() < 1e4 for p in module.parameters())
+    assert module.half()(x.half())[0].isfinite().all()

@@ -1,0 +1,150 @@
+"""``hbnode.methods()``: what it says is measured."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from hbnode.solve.torchsde import LEVY_AREAS, STRATONOVICH
+from tests.problems import damped_oscillator
+
+METHODS = hbnode.methods()
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def solved(method, **solver):
+    """The NFE, and the error of (h, m) at 2 from (1, 0), of the spring h'' + 0.4 h' + 4 h = 0."""
+    field = hbnode.HBNODE(lambda h: -4 * h, damping=0.4, learn_damping=False)
+    block = hbnode.ODEBlock(field, t_span=(0.0, 2.0), method=method, **solver)
+    h, m = block.trajectory(torch.ones(1, 1, dtype=torch.float64))
+    exact = damped_oscillator(2.0, 0.4, 1.0, 0.0, 2.0)
+    return block.nfe, math.hypot(h[-1].item() - exact[0], m[-1].item() - exact[1])
+
+
+ON_GRIDS = [m for m in METHODS if m.order and (m.library == "hbnode" or m.steps == "fixed")]
+
+
+@pytest.mark.parametrize("method", ON_GRIDS, ids=lambda method: method.name)
+def test_orders_and_evaluations_on_a_grid(method):
+    n = {8: 6, 6: 8, 5: 12}.get(method.order, 24)
+    (first, coarse), (second, fine) = (solved(method.name, steps=k) for k in (n, 2 * n))
+    assert (second.forward - first.forward) / n == method.evaluations
+    assert method.order - 0.4 < math.log2(coarse / fine) < method.order + 1
+
+
+@pytest.mark.parametrize("name", ["dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun"])
+def test_orders_and_evaluations_of_torchdiffeqs_adaptive_methods(name):
+    """Equal steps: the controller is kept from changing them."""
+    n = {8: 6, 5: 12}.get(BY_NAME[name].order, 24)
+    found = []
+    for steps in (n, 2 * n):
+        options = {"first_step": 2 / steps, "min_step": 2 / steps, "max_step": 2 / steps}
+        found.append(solved(name, rtol=1.0, atol=1.0, save="exact", options=options))
+    (first, coarse), (second, fine) = found
+    assert (second.forward - first.forward) / (second.steps - first.steps) == BY_NAME[name].evaluations
+    assert BY_NAME[name].order - 0.4 < math.log2(coarse / fine) < BY_NAME[name].order + 1
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_which_gradients_and_fields(method):
+    steps = 3 if "steps" in method.needs else None
+    fields = {"HBNODE": hbnode.HBNODE, "GHBNODE": hbnode.GHBNODE, "SONODE": lambda f: hbnode.SONODE(lambda h, v: f(h))}
+    for name, make in fields.items():
+        for gradient in ("checkpoint", "direct", "reversible", "adjoint"):
+            possible = gradient in method.gradients and (method.field == "any" or name in method.field.split(", "))
+            x = torch.ones(1, 1, requires_grad=True)
+
+            def run(make=make, gradient=gradient, x=x):
+                solver = {"method": method.name, "gradient": gradient, "steps": steps, "rtol": 1e-2, "atol": 1e-2}
+                hbnode.ODEBlock(make(lambda h: -h), **solver)(x).sum().backward()
+
+            if possible:
+                run()
+                assert x.grad is not None
+            else:
+                with pytest.raises(ValueError, match="Fix: "):
+                    run()
+
+
+def test_it_prints_as_a_table_and_makes_a_frame():
+    lines = str(METHODS).splitlines()
+    assert lines[0].split() == list(hbnode.solve.MethodInfo._fields)
+    assert len(lines) == 1 + len(METHODS)
+    assert lines[1].split() == "nystrom4 4 3 adaptive HBNODE checkpoint, direct, adjoint hbnode".split()
+    assert repr(METHODS) == str(METHODS)
+    frame = pytest.importorskip("pandas").DataFrame(METHODS)
+    assert list(frame.columns) == list(hbnode.solve.MethodInfo._fields)
+    assert frame.set_index("name").loc["rk4", "evaluations"] == 4
+
+
+# sdeint's
+
+
+SDE_METHODS = hbnode.solve.sde_methods()
+
+
+@pytest.mark.parametrize("method", SDE_METHODS, ids=lambda method: method.name)
+def test_evaluations_and_gradients_of_sdes(method):
+    sde = hbnode.HeavyBallSDE(nn.Linear(1, 1))
+    state = sde.initial_state(torch.ones(2, 1))
+    counts = []
+    for steps in (4, 8):
+        with hbnode.count_nfe(sde) as nfe:
+            hbnode.sdeint(sde, state, [0.0, 1.0], dt=1 / steps, method=method.name)
+        counts.append(nfe.forward)
+    assert (counts[1] - counts[0]) / 4 == method.evaluations
+    for gradient in ("direct", "checkpoint", "reversible", "adjoint"):
+        solve = lambda gradient=gradient: hbnode.sdeint(
+            sde, state, [0.0, 1.0], dt=0.5, method=method.name, gradient=gradient
+        )
+        if gradient in method.gradients:
+            solve()[0].sum().backward()
+        else:
+            with pytest.raises(ValueError, match="Fix: "):
+                solve()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [m for m in SDE_METHODS if m.library == "torchsde"], ids=lambda method: method.name)
+def test_strong_orders_of_torchsde(method):
+    """At least what the table says; srk has order 2 on this equation. Those of native methods: test_sde_orders."""
+    import torchsde
+
+    sde_type = "stratonovich" if method.name in STRATONOVICH else "ito"
+    sde = hbnode.HeavyBallSDE(lambda h: h - h**3, damping=1.0, temperature=0.5, learn_damping=False, sde_type=sde_type)
+    torch.manual_seed(0)
+    y, n = torch.randn(200, 2, dtype=torch.float64), 256
+    motion = torchsde.BrownianInterval(
+        0.0,
+        2.0,
+        size=(200, 1),
+        dtype=torch.float64,
+        entropy=3,
+        dt=2 / n,
+        levy_area_approximation=LEVY_AREAS.get(method.name, "none"),
+    )
+    t = torch.tensor([0.0, 2.0], dtype=torch.float64)
+    fine, half, coarse = (
+        torchsde.sdeint(sde, y, t, bm=motion, method=method.name, dt=2 / k)[-1] for k in (n, n // 4, n // 8)
+    )
+    error, larger = ((x - fine).square().mean().sqrt() for x in (half, coarse))
+    assert method.order - 0.3 < math.log2(larger / error) < method.order + 1
+
+
+def test_methods_of_sdes_print_as_a_table_and_make_a_frame():
+    lines = str(SDE_METHODS).splitlines()
+    assert lines[0].split() == list(hbnode.solve.SDEMethodInfo._fields)
+    assert lines[1].split() == "ubu 2 1 direct, checkpoint, reversible hbnode".split()
+    frame = pytest.importorskip("pandas").DataFrame(SDE_METHODS)
+    assert frame.set_index("name").loc["srk", "order"] == 1.5
+
+
+def test_a_name_of_the_other_solver_is_pointed_to():
+    field = hbnode.HeavyBallSDE(nn.Linear(1, 1))
+    state = field.initial_state(torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"Fix: hbnode.sdeint\(sde, y0, t, method='ubu', dt=...\)"):
+        hbnode.odeint(field, state, [0.0, 1.0], method="ubu")
+    with pytest.raises(ValueError, match=r"Fix: method='nystrom4', or hbnode.odeint, which leaves the noise out"):
+        hbnode.sdeint(field, state, [0.0, 1.0], method="nystrom8", dt=0.1)

@@ -1,0 +1,345 @@
+"""Classification of irregular series: data, models, training, the table."""
+
+import json
+import math
+import re
+import types
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+import pandas as pd
+
+import hbnode
+from tasks import classification, plot
+from tasks.common.config import parse
+from tasks.common.run import count_parameters
+from tasks.data import labelled_series
+from tasks.models.classifiers import CLASSIFIERS, SHALLOW, make_classifier, summaries
+from tasks.studies import classification_table
+from tests.tasks.small_runs import names_in
+
+NETWORKS = [name for name in CLASSIFIERS if name not in SHALLOW]
+every_network = pytest.mark.parametrize("name", NETWORKS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A set of 40 series in two files of long form, told by a mean."""
+    root = tmp_path_factory.mktemp("tables")
+    random = np.random.default_rng(0)
+    rows, labels = [], []
+    for one in range(40):
+        label = one % 2
+        labels.append((f"s{one}", "up" if label else "down", 0.1 * one))
+        for t in np.sort(random.uniform(0, 10, 8)):
+            rows.append((f"s{one}", t, random.choice(["a", "b"]), 3 * label + random.normal()))
+    pd.DataFrame(rows, columns=["id", "time", "variable", "value"]).to_csv(root / "table.csv", index=False)
+    pd.DataFrame(labels, columns=["id", "label", "age"]).to_csv(root / "labels.csv", index=False)
+    return root
+
+
+def arguments(folder, *options):
+    small = "--device cpu --epochs 2 --batch-size 8 --parameters 400 --lr 0.02".split()
+    return [*small, "--table", str(folder / "table.csv"), "--labels", str(folder / "labels.csv"), *options]
+
+
+def config_of(folder, *options):
+    return parse(classification.ClassificationConfig, {}, "", arguments(folder, *options))
+
+
+def test_tables_in_long_form(folder):
+    series, labels, names = labelled_series.read_labelled_series(
+        "", str(folder / "table.csv"), str(folder / "labels.csv")
+    )
+    assert names == ["down", "up"]
+    assert labels.tolist() == [int(one[1:]) % 2 for one in series.ids]
+    assert series.features == ["a", "b"]
+    torch.testing.assert_close(series.static[:, 0], torch.tensor([0.1 * int(one[1:]) for one in series.ids]))
+    broken = folder / "broken.csv"
+    pd.DataFrame({"x": [1]}).to_csv(broken, index=False)
+    with pytest.raises(ValueError, match="has no column 'id'"):
+        labelled_series.read_tables(broken, folder / "labels.csv")
+    wide = pd.DataFrame({"id": ["s0", "s0", "s1"], "time": ["2020-01-01", "2020-01-02", "2020-01-01"], "p": [1, 2, 3]})
+    wide.to_csv(folder / "wide.csv", index=False)
+    series, _, _ = labelled_series.read_tables(folder / "wide.csv", folder / "labels.csv")
+    assert series.t[0].diff().tolist() == [86400.0]
+
+
+def rewritten(folder, tmp_path, rows=None, known=None, **options):
+    """The set of two tables, each changed by a function and written anew."""
+    for name, change in (("table", rows), ("labels", known)):
+        frame = pd.read_csv(folder / f"{name}.csv")
+        (change or (lambda x: x))(frame).to_csv(tmp_path / f"{name}.csv", **{"index": False, **options})
+    return labelled_series.read_tables(tmp_path / "table.csv", tmp_path / "labels.csv")
+
+
+def test_tables_as_others_write_them(folder, tmp_path):
+    """An index without a name is no feature; line ends of Windows; ids that are numbers to pandas, and texts."""
+    expected, labels, _ = rewritten(folder, tmp_path)
+    for options in ({"index": True}, {"lineterminator": "\r\n"}, {"encoding": "utf-8-sig"}):
+        series, found, _ = rewritten(folder, tmp_path, **options)
+        assert found.equal(labels)
+        assert series.static_features == ["age"]
+        assert series.x.nan_to_num().equal(expected.x.nan_to_num())
+
+    def numbered(frame):
+        return frame.assign(id=frame["id"].str.removeprefix("s").str.zfill(3))
+
+    for change in (numbered, lambda x: pd.concat([numbered(x), x[:1].assign(id="control")])):  # in the labels alone
+        series, found, _ = rewritten(folder, tmp_path, numbered, change)
+        assert found.equal(labels)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("known", lambda x: pd.concat([x, x[:1].assign(label="up")]), r"id 's0' has rows that differ. Fix: one label"),
+        ("known", lambda x: x.assign(label=x["label"].where(x.index > 1)), r"id 's0' has no label. Fix: leave"),
+        ("known", lambda x: x.assign(sex="m"), r"'sex' is a static feature, a number, got 'm'"),
+        ("known", lambda x: x.assign(age=np.inf), r"'age' is a static feature, a number, got inf"),
+        ("rows", lambda x: x.assign(time=[f"{1 + i % 9},5" for i in x.index]), "got '1,5'"),
+        ("rows", lambda x: x.assign(time=x["time"].astype(str).where(x.index > 0, "late")), "dates, got 'late'"),
+        ("rows", lambda x: x.rename(columns={"id": "name"}), r"has no column 'id', but .* Fix: rename one"),
+        ("rows", lambda x: x.assign(id="other"), "share no id"),
+    ],
+    ids=["labels", "no-label", "text", "infinite", "comma", "late", "column", "ids"],
+)
+def test_tables_that_are_refused(folder, tmp_path, name, change, message):
+    with pytest.raises(ValueError, match=message):
+        rewritten(folder, tmp_path, **{name: change})
+
+
+def test_files_that_are_no_tables(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"has no column 'id', but \['id;time.* Fix: commas between the columns"):
+        rewritten(folder, tmp_path, sep=";")
+    with pytest.raises(ValueError, match=r"table.csv cannot be read \(.*codec.* Fix: a CSV file in UTF-8"):
+        rewritten(folder, tmp_path, encoding="utf-16")
+    with pytest.raises(FileNotFoundError, match=r"cannot be read: Is a directory. Fix: the path of a CSV file"):
+        labelled_series.read_tables(tmp_path, tmp_path / "labels.csv")
+
+
+def test_sets_of_the_archive_are_read_from_wheels(tmp_path, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"Fix: pip download --no-deps --dest \$HBNODE_DATA/wheels sktime"):
+        labelled_series.read_archive("PLAID")
+    (tmp_path / "wheels").mkdir()
+    text = "# about\n@classLabel true 0 1\n@data\n1,2,?:4,5,6:one\n7,8:9,10:0\n"
+    with zipfile.ZipFile(tmp_path / "wheels" / "sktime-1-py3-none-any.whl", "w") as wheel:
+        for part in ("TRAIN", "TEST"):
+            wheel.writestr(f"sktime/datasets/data/PLAID/PLAID_{part}.ts", text)
+    series, labels, names = labelled_series.read_archive("PLAID")
+    assert names == ["0", "one"]
+    assert labels.tolist() == [1, 0, 1, 0]
+    assert series.lengths.tolist() == [3, 2, 3, 2]
+    assert series.x[0].nan_to_num(-1).tolist() == [[1, 4], [2, 5], [-1, 6]]
+    assert series.t[1].tolist() == [0, 1, 1]
+    assert series.mask[1].tolist() == [[True, True], [True, True], [False, False]]
+    (tmp_path / "uea").mkdir()
+    for part in ("TRAIN", "TEST"):
+        (tmp_path / "uea" / f"PigCVP_{part}.txt").write_text("  1.0e+00  2.5 3.5\n 2 4.5 5.5\n")
+    series, labels, names = labelled_series.read_archive("PigCVP")
+    assert (names, labels.tolist()) == (["1", "2"], [0, 1, 0, 1])
+    assert series.x[..., 0].tolist() == [[2.5, 3.5], [4.5, 5.5]] * 2
+
+
+def test_the_clinic_is_the_same_every_time_and_imbalanced():
+    series, labels, _ = labelled_series.clinic(60, seed=1)
+    again, same, _ = labelled_series.clinic(60, seed=1)
+    assert series.x.nan_to_num().equal(again.x.nan_to_num())
+    assert labels.equal(same)
+    assert 0.05 < labels.float().mean() < 0.45
+    within = torch.arange(series.x.shape[1]) < series.lengths[:, None]
+    assert 0.5 < 1 - series.mask[within].float().mean() < 0.8
+
+
+def test_thinning_keeps_order_and_drops_at_random():
+    series, _, _ = labelled_series.clinic(50)
+    thin = labelled_series.thinned(series, 0.5, 6, seed=0)
+    assert thin.lengths.max() == 6
+    assert thin.lengths.min() >= 1
+    for b in range(50):
+        length = int(thin.lengths[b])
+        places = [series.t[b].tolist().index(t) for t in thin.t[b, :length].tolist()]
+        assert places == sorted(set(places))
+        kept = thin.x[b, :length]
+        seen = thin.mask[b, :length]
+        assert kept[seen].equal(series.x[b, places][seen])
+        assert kept[~seen].isnan().all()
+        assert not thin.mask[b, length:].any()
+    share = labelled_series.thinned(series, 0.5, 0, seed=0).mask.sum() / series.mask.sum()
+    assert 0.4 < share < 0.6
+    whole = labelled_series.thinned(series, 0.0, 0, seed=0)
+    assert whole.mask.sum() == series.mask.sum()
+
+
+def test_the_split_is_stratified_and_disjoint():
+    labels = torch.tensor([0] * 50 + [1] * 10 + [2] * 3)
+    parts = classification.split(labels, 0)
+    assert sorted(torch.cat(list(parts.values())).tolist()) == list(range(63))
+    assert [labels[part].bincount().tolist() for part in parts.values()] == [[30, 6, 1], [10, 2, 1], [10, 2, 1]]
+    with pytest.raises(ValueError, match="class 1 has 2 series"):
+        classification.split(torch.tensor([0, 0, 0, 1, 1]), 0)
+    with pytest.raises(ValueError, match=r"all series are of one class"):
+        classification.split(torch.zeros(5), 0)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    series, labels, _ = labelled_series.clinic(12)
+    return classification.as_samples(series, labels, series.x.shape[1])
+
+
+@every_network
+def test_networks_of_equal_parameters_that_padding_does_not_change(name, batch):
+    if name == "cfc":
+        pytest.importorskip("ncps")
+    x, t, mask, lengths, static, _ = batch
+    torch.manual_seed(0)
+    model = make_classifier(name, batch[:-1], 3, 10.0, 3000, {"rtol": 1e-6, "atol": 1e-6}).eval()
+    assert abs(count_parameters(model) - 3000) < 400
+    logits = model(x, t, mask, lengths, static)
+    assert logits.shape == (12, 3)
+    one = slice(3, 4)
+    end = int(lengths[3])
+    alone = model(x[one, :end], t[one, :end], mask[one, :end], lengths[one], static[one])
+    torch.testing.assert_close(alone, logits[one], rtol=1e-3, atol=1e-4)
+    logits.square().sum().backward()
+    for parameter, p in model.named_parameters():
+        assert p.grad is not None, parameter
+    assert model.scale.mean.isfinite().all()
+    moved = model(x, t + 100, mask, lengths, static)  # only gaps count
+    torch.testing.assert_close(moved, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_the_cde_follows_its_control():
+    """dz = f(z) dX with a constant f is a sum of the changes."""
+    from tasks.models.classifiers import Controlled
+
+    control = Controlled(2, 3)
+    with torch.no_grad():
+        control.net[2].weight.zero_()
+    control.change = torch.tensor([[0.5, -1.0]])
+    matrix = control.net[2].bias.tanh().view(3, 2)
+    z = hbnode.odeint(hbnode.NODE(control), torch.zeros(1, 3), [0.0, 1.0], method="rk4", steps=1)[-1]
+    torch.testing.assert_close(z[0], matrix @ torch.tensor([0.5, -1.0]))
+
+
+def test_summaries_against_numpy(batch):
+    x, t, mask, lengths, static, _ = batch
+    found = summaries(x, t, mask, lengths, static)
+    count = x.shape[2]
+    for b in range(12):
+        for k in range(count):
+            values, times = (part[b][mask[b, :, k]].double().numpy() for part in (x[..., k], t))
+            row = found[b, k : 8 * count : count]
+            assert row[0] == len(values)
+            if len(values) == 0:
+                assert np.isnan(row[1:]).all()
+                continue
+            expected = [values[0], values[-1], values.mean(), values.min(), values.max(), values.std()]
+            np.testing.assert_allclose(row[1:7], expected, rtol=1e-6, atol=1e-7)
+            slope = np.polyfit(times, values, 1)[0] if len(values) > 1 else math.nan
+            np.testing.assert_allclose(row[7], slope, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(found[:, 8 * count :], static.numpy())
+
+
+@pytest.mark.parametrize("name", ["hbnode", "gru", "logistic"])
+def test_runs_and_the_table(name, folder, tmp_path, capsys):
+    out = tmp_path / name
+    classification.main(arguments(folder, "--model", name, "--out", str(out)))
+    summary = json.loads((out / "summary.json").read_text())
+    assert {"test_accuracy", "test_auroc", "test_loss", "training_seconds"} <= set(summary)
+    assert "predictions.csv" in names_in(out)
+    before = (out / "metrics.csv").read_bytes()
+    classification.main(arguments(folder, "--model", name, "--out", str(out)))  # is finished already
+    assert "finished already" in capsys.readouterr().out
+    assert (out / "metrics.csv").read_bytes() == before
+    assert json.loads((out / "summary.json").read_text()) == summary
+
+
+def test_the_table_has_intervals(folder, tmp_path, capsys):
+    for model in ("gru", "logistic"):
+        for seed in ("0", "1"):
+            out = str(tmp_path / f"{model}-{seed}")
+            classification.main(arguments(folder, "--model", model, "--seed", seed, "--out", out))
+    capsys.readouterr()
+    classification_table.main([str(tmp_path), "--resamples", "50"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("|") for line in lines) == 4
+    assert " to " in lines[-1]
+    with pytest.raises(SystemExit, match="no finished runs"):
+        classification_table.main([str(folder)])
+    plot.main([str(tmp_path)])
+    _, head, _, network, regression, *_ = capsys.readouterr().out.splitlines()
+    columns = ["model", "seeds", "validation accuracy %", "best epoch", "train accuracy %", "test accuracy %"]
+    assert re.split("  +", head)[: len(columns)] == columns
+    assert (tmp_path / "classification-default-table.png").exists()  # the name of the set's file
+    assert [re.split("  +", line)[3] == "-" for line in (network, regression)] == [False, True]
+
+
+def test_runs_with_other_options_have_names_of_their_own(folder, tmp_path, capsys):
+    for rate in ("0.01", "0.02"):
+        classification.main(arguments(folder, "--model", "gru", "--lr", rate, "--out", str(tmp_path / rate)))
+    capsys.readouterr()
+    classification_table.main([str(tmp_path), "--resamples", "2"])
+    out = capsys.readouterr().out
+    assert "GRU lr=0.01 " in out
+    assert "GRU lr=0.02 " in out
+
+
+def test_the_loss_at_equal_seconds(tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder, losses in zip(folders, ([0.9, 0.5, 0.1], [0.8, 0.7, 0.2]), strict=True):
+        folder.mkdir()
+        lines = [f"{loss},2.0" for loss in losses]
+        (folder / "metrics.csv").write_text("\n".join(["validation_loss,seconds", *lines]))
+    group = types.SimpleNamespace(folders=folders)
+    assert [classification_table.early(group, s) for s in (1.0, 2.0, 5.9, np.inf)] == ["–", "0.850", "0.600", "0.150"]
+
+
+def test_scores_and_differences():
+    from sklearn.metrics import roc_auc_score
+
+    random = np.random.default_rng(0)
+    labels = random.integers(2, size=200)
+    good = np.clip(0.5 + 0.2 * (2 * labels - 1) + 0.2 * random.normal(size=200), 0, 1).round(2)
+    pair = np.stack([1 - good, good], 1)
+    assert classification_table.score(labels, pair) == pytest.approx(roc_auc_score(labels, good))
+    noise = random.random((200, 2))
+    mean, low, high = classification_table.difference({0: (labels, pair)}, {0: (labels, noise)}, 200)
+    assert 0 < low < mean < high
+    assert classification_table.difference({0: (labels, pair)}, {0: (labels, pair)}, 10) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--drop", "1"], "--drop must be below 1"),
+        (["--labels", ""], "--table and --labels go together"),
+        (["--model", "lstm"], "invalid choice: 'lstm'"),
+    ],
+)
+def test_wrong_options(folder, options, message, capsys):
+    with pytest.raises(SystemExit):
+        config_of(folder, *options)
+    assert message in capsys.readouterr().err
+
+
+def test_no_network_is_so_small(folder, tmp_path):
+    with pytest.raises(SystemExit, match=r"more than parameters=1. Fix: a larger number"):
+        classification.main(arguments(folder, "--model", "gru", "--parameters", "1", "--out", str(tmp_path / "run")))
+    with pytest.raises(SystemExit, match="2"):
+        classification_table.main([str(tmp_path), "--resamples", "0"])
+
+
+def test_a_missing_set_ends_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    with pytest.raises(SystemExit, match="PLAID is not in HBNODE_DATA"):
+        classification.main(["--dataset", "PLAID", "--model", "gru", "--out", str(tmp_path / "run")])

@@ -1,0 +1,101 @@
+"""Densities in the plane."""
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from tasks import density, plot
+from tasks.common.config import parse
+from tasks.common.run import count_parameters
+from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
+from tasks.models.densities import CNF
+from tests.tasks.small_runs import names_in, read_metrics
+
+TINY = (
+    "--device cpu --epochs 1 --iterations 2 --batch-size 8 --test-size 6 --hidden 4 --steps 2 --eval-samples 2 "
+    "--final-samples 3 --schedule constant"
+).split()
+
+
+def options_of(*argv):
+    return parse(density.DensityConfig, {}, "", ["--device", "cpu", *argv])
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_data_are_in_the_square_and_repeat_with_the_generator(name):
+    x, again = (DATASETS[name](5000, torch.Generator().manual_seed(0)) for _ in range(2))
+    assert x.shape == (5000, 2)
+    assert torch.equal(x, again)
+    assert (x.abs() < EXTENT).all(1).float().mean() > 0.999
+    assert x.mean(0).abs().max() < 0.15
+    assert 0.5 < x.std(0).min() < x.std(0).max() < 3
+
+
+def test_the_checkerboard_is_uniform_on_its_eight_squares():
+    x = DATASETS["checkerboard"](8000, torch.Generator().manual_seed(0))
+    square = ((x + 4) / 2).floor().long()
+    counts = (4 * square[:, 0] + square[:, 1]).bincount(minlength=16).view(4, 4)
+    assert (counts > 0).sum() == 8
+    assert (counts[counts > 0] - 1000).abs().max() < 150
+    assert not (counts[:-1] * counts[1:]).any()
+
+
+def test_the_grid_and_the_integral_of_an_energy():
+    points = grid(5)
+    assert points[0].tolist() == [-EXTENT, -EXTENT]
+    assert points[1].tolist() == [-EXTENT / 2, -EXTENT]
+    assert log_normalizer(lambda x: x.square().sum(-1) / 0.5) == pytest.approx(math.log(math.pi * 0.5), abs=1e-6)
+    assert log_normalizer(ring) == pytest.approx(log_normalizer(ring, 401), abs=1e-6)
+
+
+def test_the_rival_has_as_many_parameters():
+    sizes = [count_parameters(density.make_model(options_of("--model", name))) for name in density.TITLES]
+    assert max(sizes) < 1.02 * min(sizes)
+
+
+def test_the_density_of_the_rival_integrates_to_one_and_is_that_of_its_samples():
+    torch.manual_seed(0)
+    model = CNF(8, 1e-6)
+    points = grid(161)
+    with torch.no_grad():
+        total = model.log_prob(points, 1).exp().sum() * (2 * EXTENT / 160) ** 2
+        x, log_prob = model.draw(20)
+        assert torch.allclose(model.log_prob(x, 1), log_prob, atol=1e-4)
+    assert total.item() == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.parametrize("model", density.TITLES)
+def test_importance_sampling_finds_the_integral_of_the_ring(model):
+    torch.manual_seed(0)
+    made = density.make_model(options_of("--model", model, "--hidden", "8", "--span", "1"))
+    found = density.effective_sample_size(made, 20_000)
+    assert found["log_z"] == pytest.approx(log_normalizer(ring), abs=0.2)
+    assert 0 < found["effective_share"] <= 1
+
+
+@pytest.mark.parametrize("model", density.TITLES)
+def test_a_run_leaves_its_figures_and_resumes(model, tmp_path):
+    for dataset in ("two_moons", "ring"):
+        folder = tmp_path / dataset
+        argv = ["--model", model, "--dataset", dataset, "--out", str(folder), *TINY]
+        density.main(argv)
+        assert {"config.json", "metrics.csv", "summary.json", "density.png", "density.pt"} <= names_in(folder)
+        summary = json.loads((folder / "summary.json").read_text())
+        assert math.isfinite(summary["log_z" if dataset == "ring" else "test_nll"])
+    density.main([*argv, "--epochs", "2"])
+    assert len(read_metrics(folder)) == 2
+
+
+def test_the_table_of_runs(tmp_path, capsys):
+    for model in ("flow", "cnf"):
+        density.main(["--model", model, "--out", str(tmp_path / "runs" / model), *TINY])
+    plot.main([str(tmp_path / "runs"), "--out", str(tmp_path / "plot.png")])
+    shown = capsys.readouterr().out
+    assert "heavy-ball flow" in shown
+    assert "CNF, exact trace" in shown
+    assert {"plot.png", "plot-density.png"} <= names_in(tmp_path)

@@ -1,0 +1,151 @@
+"""Latent SDEs: the divergence of the paths, gradients, data, training and resuming."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+import hbnode
+from tasks import latent_sde, plot
+from tasks.common.config import parse
+from tasks.common.run import count_parameters
+from tasks.data.lorenz import stochastic_lorenz
+from tests.tasks.small_runs import names_in, read_metrics
+
+TINY = (
+    "--device cpu --epochs 1 --train-size 8 --test-size 4 --batch-size 4 --hidden 4 --context 4 --paths 2 "
+    "--eval-samples 3 --schedule constant"
+).split()
+
+
+class Constant(torch.nn.Module):
+    """A control, or a drift, that is the same everywhere."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return self.value.expand(len(x), -1)
+
+
+def model_of(name, *options):
+    torch.manual_seed(0)
+    config = parse(latent_sde.LatentSDEConfig, {}, "", ["--device", "cpu", "--model", name, *options])
+    return latent_sde.make_model(config, 3)
+
+
+def constant(name, u):
+    model = model_of(name, "--size", "2", "--hidden", "4").double()
+    model.control, model.drift = Constant(torch.tensor(u).double()), Constant(torch.zeros(2).double())
+    return model
+
+
+@pytest.mark.parametrize("name", latent_sde.TITLES)
+def test_the_divergence_of_a_constant_control_has_a_closed_form(name):
+    model = constant(name, [0.7, -1.2])
+    seen = torch.ones(3, 9, dtype=torch.float64)
+    seen[1, 5:] = 0  # after the last sample there is no control: 4 intervals
+    paths = model(torch.randn(3, 9, 3, dtype=torch.float64), seen)
+    rate = (0.7**2 + 1.2**2) / 2
+    expected = torch.tensor([8, 4, 8]) * 0.1 * rate
+    assert torch.allclose(paths.kl_path, expected.double(), rtol=1e-6)
+
+
+def test_the_divergence_is_the_mean_log_ratio_of_the_paths(monkeypatch):
+    """Of a constant control, what m + γh grows by says all about the ratio: it is s u T + s W(T)."""
+    model = constant("hbsde", [0.7, -1.2])
+    solve, ends = hbnode.sdeint, []
+
+    def noted(*args, **options):
+        h, m = solve(*args, **options)
+        ends.append(((m + model.sde.damping * h)[-1] - (m + model.sde.damping * h)[0])[:, :2])
+        return h, m
+
+    monkeypatch.setattr(hbnode, "sdeint", noted)
+    count, span = 20_000, 0.8
+    with torch.no_grad():
+        paths = model(torch.zeros(count, 9, 3, dtype=torch.float64), torch.ones(count, 9, dtype=torch.float64))
+    s = math.sqrt(2 * model.sde.damping.item())
+    under = [
+        torch.distributions.Normal(s * u * span, s * math.sqrt(span)).log_prob(ends[0]).sum(1)
+        for u in (model.control.value, torch.zeros(2))
+    ]
+    ratio = under[0] - under[1]
+    error = ratio.std().item() / math.sqrt(count)
+    assert abs(ratio.mean().item() - paths.kl_path[0].item()) < 4 * error
+
+
+@pytest.mark.parametrize("name", latent_sde.TITLES)
+def test_the_elbo_has_a_gradient_of_all_parameters(name):
+    model = model_of(name, "--hidden", "8", "--context", "8")
+    data, _ = latent_sde.lorenz(4, 0)
+    latent_sde.loss_of(model, data, 1)[0].backward()
+    for key, p in model.named_parameters():
+        assert p.grad is not None, key
+        assert p.grad.isfinite().all(), key
+        assert p.grad.abs().sum() > 0, key
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", latent_sde.TITLES)
+def test_what_is_not_seen_changes_nothing(name):
+    model = model_of(name, "--hidden", "8", "--context", "8")
+    (x, seen, *_), _ = latent_sde.lorenz(4, 0)
+    torch.manual_seed(1)
+    first = model(x, seen)
+    torch.manual_seed(1)
+    again = model(x + 5 * (1 - seen).unsqueeze(-1), seen)
+    assert torch.equal(first.mean, again.mean)
+
+
+def test_the_rival_has_as_many_parameters():
+    sizes = [count_parameters(model_of(name)) for name in latent_sde.TITLES]
+    assert max(sizes) < 1.02 * min(sizes)
+
+
+def test_lorenz_repeats_and_its_rows_are_seen_held_out_or_forecast():
+    paths = [stochastic_lorenz(5, 4, 0.02, torch.Generator().manual_seed(0)) for _ in range(2)]
+    assert torch.equal(*paths)
+    (x, *masks), _ = latent_sde.lorenz(500, 0)
+    assert x.shape == (500, 50, 3)
+    assert torch.equal(sum(masks), torch.ones(500, 50))
+    assert masks[1][:, :40].mean().item() == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("model", latent_sde.ALL_TITLES)
+def test_a_run_leaves_its_figures_and_resumes(model, tmp_path, capsys):
+    for dataset in ("lorenz", "vibration"):
+        folder = tmp_path / dataset
+        argv = ["--model", model, "--dataset", dataset, "--data", "generated", "--out", str(folder), *TINY]
+        latent_sde.main(argv)
+        assert {"config.json", "metrics.csv", "summary.json", "bands.png"} <= names_in(folder)
+        summary = json.loads((folder / "summary.json").read_text())
+        assert 0 <= summary["final_forecast_coverage"] <= 1
+    latent_sde.main([*argv, "--epochs", "2"])
+    assert len(read_metrics(folder)) == 2
+    plot.main([str(folder), "--out", str(tmp_path / "plot.png")])
+    assert latent_sde.ALL_TITLES[model] in capsys.readouterr().out
+
+
+def test_noisy_oscillators_predict_from_the_rows_before():
+    model = model_of("kalman")
+    (x, seen, *masks), _ = latent_sde.lorenz(4, 0)
+    loss, means = latent_sde.noisy_loss(model.train(), (x, seen, *masks), 0.1)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    expected = model.oscillators.log_likelihood(x, 0.1 * torch.arange(50), seen > 0).sum() / (3 * seen.sum())
+    torch.testing.assert_close(-loss, expected)
+    means = latent_sde.noisy_loss(model.eval(), (x, seen, *masks), 0.1)[1]
+    config = parse(latent_sde.LatentSDEConfig, {}, "", ["--device", "cpu", "--model", "kalman"])
+    low, middle, high = latent_sde.quantiles(model, x, seen, config)
+    inside = ((x > low) & (x < high)).float().mean(-1)
+    for name, mask in zip(("held", "forecast"), masks, strict=True):
+        assert means[f"{name}_coverage"] == pytest.approx(((inside * mask).sum() / mask.sum()).item(), abs=1e-6)
+    other = latent_sde.quantiles(model, x + 5 * (1 - seen).unsqueeze(-1), seen, config)[1]
+    assert torch.equal(middle, other)

@@ -1,0 +1,273 @@
+"""Oscillators as a model of the tasks: their sizes, what they see, and short runs."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+import hbnode
+from tasks import adding, copying, pixel_mnist, plane_vibration, plot, silverbox, speech
+from tasks.common.config import parse
+from tasks.common.run import count_parameters
+from tasks.data import f16
+from tasks.data import silverbox as silverbox_data
+from tasks.data import speech as speech_data
+from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, RowForecaster
+from tasks.models.recurrent import make_oscillators
+from tasks.studies import plane_vibration_frequencies
+from tests.tasks.small_runs import names_in, read_metrics
+
+SHORT = "--length 12 --hidden 8 --iterations 3 --batch-size 8 --test-size 10".split()
+RECURRENT = {
+    "adding": (adding, SHORT),
+    "copying": (copying, SHORT),
+    "pixel_mnist": (pixel_mnist, "--dataset digits --permuted --hidden 8 --train-size 24 --test-size 10".split()),
+    "speech": (speech, "--data generated --hidden 8 --batch-size 4".split()),
+}
+
+
+@pytest.fixture
+def few_voices(monkeypatch):
+    """A few made-up voices."""
+    whole = speech_data.tones
+    monkeypatch.setattr(speech_data, "tones", lambda: whole((6, 3, 3)))
+
+
+# Recurrent layers
+
+
+@pytest.mark.parametrize(("inputs", "hidden"), [(2, 64), (10, 64), (1, 128), (129, 84)])
+def test_as_many_parameters_as_the_plain_lstm(inputs, hidden):
+    model = make_oscillators(inputs, hidden, memory=200)
+    assert count_parameters(model) == pytest.approx(count_parameters(torch.nn.LSTM(inputs, hidden)), rel=0.03)
+    assert model(torch.randn(3, 5, inputs))[0].shape == (3, 5, hidden)
+
+
+@pytest.mark.parametrize("memory", [2, 200, 5000])
+def test_the_slowest_oscillators_outlast_what_is_to_be_remembered(memory):
+    layer = make_oscillators(2, 64, memory).blocks[0].oscillators
+    assert layer.frequency_range[0] == layer.decay_range[0] == pytest.approx(0.1 / memory)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_task_trains_oscillators(name, few_voices, tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    task, options = RECURRENT[name]
+    folder = tmp_path / "run"
+    task.main(["--device", "cpu", "--model", "oscillators", *options, "--epochs", "1", "--out", str(folder)])
+    assert "oscillators" in capsys.readouterr().out
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["model"] == "oscillators"
+    assert torch.tensor(summary["train_loss"]).isfinite()
+    (group,) = plot.collect(tmp_path)
+    assert group.label == "oscillators"
+
+
+def test_oscillators_have_no_cell_and_no_steps(capsys):
+    for options, message in (
+        (["--model", "oscillators", "--cell", "gru"], "--model oscillators is for --cell lstm"),
+        (["--model", "oscillators", "--compile"], "--compile is for the steps of a layer"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(adding.AddingConfig, {}, "", ["--device", "cpu", *options])
+        assert message in capsys.readouterr().err
+    chosen = parse(adding.AddingConfig, {}, "", ["--device", "cpu", "--model", "all", "--cell", "gru"]).chosen()
+    assert "oscillators" not in chosen
+
+
+def test_oscillators_learn_to_copy_where_it_is_short(tmp_path):
+    """Far below what can be had without memory."""
+    options = "--device cpu --model oscillators --length 0 --hidden 40 --lr 1e-2 --test-size 50".split()
+    copying.main([*options, "--epochs", "1", "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["test_loss"] < 0.7 * summary["trivial_loss"]
+
+
+# Silverbox
+
+QUICK = "--device cpu --window 20 --past 5 --stride 5 --validation 120 --batch-size 64".split()
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """A short record of a linear oscillator, and a split to go with it."""
+    generator = torch.Generator().manual_seed(0)
+    v1 = torch.randn(800, 1, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    layer = hbnode.nn.Oscillators(1, 1, 1, frequency=(0.1, 0.1), decay=(0.05, 0.05)).double()
+    with torch.no_grad():
+        v2 = layer(v1[None])[0][0]
+    parts = {
+        "train": slice(250, 650),
+        "multisine": slice(650, 800),
+        "arrow_no_extrapolation": slice(20, 140),
+        "arrow_full": slice(20, 200),
+    }
+    monkeypatch.setattr(silverbox, "SETS", parts)
+    monkeypatch.setattr(silverbox_data, "ROWS", 800)
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "data"))
+    path = tmp_path / "data" / "SNLS80mV.csv"
+    path.parent.mkdir()
+    path.write_text('"V1","V2",\n' + "".join(f"{u!r},{y!r},\n" for u, y in torch.cat([v1, v2], 1).tolist()))
+
+
+def test_silverbox_trains_oscillators(record, tmp_path):
+    folder = tmp_path / "run"
+    silverbox.main(["--model", "oscillators", *QUICK, "--epochs", "25", "--out", str(folder)])
+    assert "simulation.png" in names_in(folder)
+    rows = read_metrics(folder)
+    assert float(rows[-1]["validation_loss"]) < 0.5 * float(rows[0]["validation_loss"])
+    assert json.loads((folder / "summary.json").read_text())["arrow_full_rmse_mV"] > 0
+
+
+def test_silverbox_sees_v2_of_the_past_alone():
+    config = silverbox.SilverboxConfig(model="oscillators", past=5)
+    torch.manual_seed(0)
+    model = silverbox.make_model(config)
+    ghbnode = silverbox.make_model(dataclasses.replace(config, model="ghbnode"))
+    assert count_parameters(model) == pytest.approx(count_parameters(ghbnode), rel=0.08)
+    past, drive = torch.randn(2, 5, 2), torch.randn(2, 7 * silverbox.FINE + 1)
+    simulated = model(past, drive)
+    assert simulated.shape == (2, 7)
+    assert model(past, drive[:, :1]).shape == (2, 0)
+    for part, index in (
+        (past, (slice(None), -1, 1)),
+        (past, (slice(None), 0, 0)),
+        (drive, (slice(None), silverbox.FINE)),
+    ):
+        part[index] += 1.0
+        changed = model(past, drive)
+        assert (changed - simulated).abs().max() > 1e-6
+        simulated = changed
+    drive[:, 4 * silverbox.FINE] += 1.0  # V1 at the fourth sample
+    changed = model(past, drive)
+    assert torch.equal(changed[:, :3], simulated[:, :3])
+    assert (changed[:, 3:] - simulated[:, 3:]).abs().min() > 0
+
+
+# Plane vibration
+
+RANGES = {"frequency": (0.004, 0.05), "decay": (0.002, 0.05)}
+
+
+def window(batch=3, length=20):
+    """Samples and stamps, with one gap longer than the longest that is told apart."""
+    torch.manual_seed(0)
+    gaps = torch.randint(1, 4, (batch, length))
+    gaps[0, 3] = 11
+    return torch.randn(batch, length, 5), torch.nn.functional.pad(gaps.cumsum(1), (1, 0)).float()
+
+
+class Numbered(torch.nn.Module):
+    """In place of the oscillators: each output is the number of the row it is a forecast of, counted from a sample."""
+
+    def forward(self, x, t):
+        rows = torch.arange(1.0, 16.0).repeat_interleave(5)
+        return rows.expand(*x.shape[:2], -1), None
+
+
+def test_a_forecast_is_of_the_rows_from_the_next_stamp_on():
+    model = RowForecaster(5, 8, 2000, **RANGES)
+    assert model.oscillators.hidden_size == 75
+    model.oscillators = Numbered()
+    x, t = window()
+    forecast, following, current = model(x, t)
+    gaps = t.diff(dim=1)
+    assert torch.equal(following, gaps.clamp(max=8).unsqueeze(2).expand(-1, -1, 5))
+    assert torch.equal(forecast, (gaps[:, -1:] + torch.arange(8)).unsqueeze(2).expand(-1, -1, 5))
+    assert current is None
+
+
+def test_a_prediction_has_seen_the_samples_before_it_only():
+    torch.manual_seed(0)
+    noisy = NoisyOscillators(5, 4, noise=0.1, **RANGES)
+    for model in (RowForecaster(5, 8, 2000, **RANGES), NoisyForecaster(noisy, 8)):
+        x, t = window()
+        before = model(x, t)[:2]
+        x[:, 12] += 1.0
+        after = model(x, t)[:2]
+        assert torch.equal(before[1][:, :12], after[1][:, :12])
+        assert (before[1][:, 12] - after[1][:, 12]).abs().min() > 0
+        assert (before[0] - after[0]).abs().max() > 1e-6
+
+
+def test_noisy_oscillators_forecast_as_their_layer_does():
+    torch.manual_seed(0)
+    noisy = NoisyOscillators(5, 4, noise=0.1, **RANGES)
+    x, t = window()
+    forecast, following, _, log_likelihood = NoisyForecaster(noisy, 8)(x, t)
+    filtered = noisy.oscillators.filter(x, t[:, :-1])
+    ahead, _ = noisy.oscillators.forecast(filtered.state, t.diff(dim=1)[:, -1:] + torch.arange(8.0))
+    torch.testing.assert_close(forecast, ahead.mean.float())
+    torch.testing.assert_close(following, torch.cat([filtered.before.mean[:, 1:], ahead.mean[:, :1]], 1).float())
+    torch.testing.assert_close(log_likelihood, noisy.oscillators.log_likelihood(x, t[:, :-1]))
+    assert {name.rpartition(".")[2] for name, p in noisy.named_parameters() if not p.requires_grad} == {
+        "weight_in",
+        "weight_skip",
+    }
+
+
+@pytest.mark.parametrize("model", TITLES)
+def test_plane_vibration_trains_oscillators(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(plane_vibration, "WINDOW", 26)
+    monkeypatch.setattr(plane_vibration, "draw_forecasts", lambda *args: None)
+    options = "--device cpu --data generated --batch-size 256 --epochs 1 --lr 0.01".split()
+    plane_vibration.main([*options, "--model", model, "--out", str(tmp_path / "run")])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["test_forecast_mse"] < 5
+    assert model == "kalman" or 15_500 < summary["parameters"] < 16_500
+    (group,) = plot.collect(tmp_path)
+    assert group.label == TITLES[model]
+
+
+def test_resonances_of_the_made_up_structure():
+    f, response = plane_vibration_frequencies.frequency_response(f16.vibrating_structure())
+    assert response.shape == (len(f), 3)
+    found = plane_vibration_frequencies.resonances(f, response)
+    for mode in (3.3, 4.7, 6.1, 7.9, 10.2, 13.1):
+        assert min(abs(peak - mode) for peak in found) < 0.15
+
+
+def test_shares_of_the_oscillators_are_those_of_the_variance():
+    torch.manual_seed(0)
+    layer = NoisyOscillators(5, 3, noise=0.1, **RANGES).oscillators
+    torch.nn.init.normal_(layer.log_spread)
+    rows = plane_vibration_frequencies.learned(layer)
+    assert [row["hertz"] for row in rows] == pytest.approx((400 * layer.frequency).sort().values.tolist())
+    before = layer.filter(torch.zeros(1, 1, 5)).before
+    variance = before.std[0, 0] ** 2 - layer.observation_noise**2
+    for name, channels in (("acceleration_share", slice(2, 5)), ("force_share", slice(0, 1))):
+        assert sum(row[name] for row in rows) == pytest.approx(1.0)
+        first = layer.frequency.argmin()
+        own = (layer.log_spread[first].exp() * layer.weight_out[channels, [first, first + 3]]).square().sum()
+        assert rows[0][name] == pytest.approx((own / variance[channels].sum()).item(), rel=1e-4)
+
+
+def test_frequencies_are_those_of_runs_of_noisy_oscillators(tmp_path):
+    (tmp_path / "checkpoint.pt").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"task": "adding", "model": "plain"}))
+    with pytest.raises(SystemExit, match=r"is a run of tasks\.adding --model plain. Fix: plane_vibration"):
+        plane_vibration_frequencies.main([str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_frequencies_of_runs_are_drawn_and_tabulated(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plane_vibration, "draw_forecasts", lambda *args: None)
+    monkeypatch.setattr(plane_vibration, "WINDOW", 26)
+    folder, out = tmp_path / "kalman", tmp_path / "out"
+    options = "--device cpu --data generated --model kalman --batch-size 2048 --epochs 1".split()
+    plane_vibration.main([*options, "--out", str(folder)])
+    plane_vibration_frequencies.main([str(folder), "--out", str(out)])
+    assert "seed 0: most of the accelerations by" in capsys.readouterr().out
+    assert len((out / "frequencies.csv").read_text().splitlines()) == 13
+    assert (out / "frequencies.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit, match=r"no checkpoint\.pt in"):
+        plane_vibration_frequencies.main([str(out)])
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"model": "gru"}))
+    with pytest.raises(SystemExit, match=r"is a run of tasks\.plane_vibration --model gru"):
+        plane_vibration_frequencies.main([str(folder)])

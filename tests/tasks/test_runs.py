@@ -1,0 +1,390 @@
+"""Run folders: what is refused, what a killed, damaged or full one leaves, and sweeps; the processes are real."""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+
+from tasks import point_cloud
+from tasks.common import files, sweep
+from tasks.common.run import Run
+from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
+
+ROOT = Path(__file__).parents[2]
+FILES = ("checkpoint.pt", "config.json", "metrics.csv", "summary.json")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("polynomial") / "run"
+    polynomial("--out", folder)
+    return folder
+
+
+@pytest.fixture
+def finished(two_epochs, tmp_path):
+    """The folder of a finished run of two epochs."""
+    return Path(shutil.copytree(two_epochs, tmp_path / "run"))
+
+
+# What is refused
+
+
+def test_a_run_leaves_its_files(finished):
+    assert set(contents(finished)) == set(FILES)
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {"torch", "device", "commit", "threads", "parameters"} <= summary.keys()
+    assert [row["epoch"] for row in read_metrics(finished)] == ["1", "2"]
+
+
+@pytest.mark.parametrize("left", [part for n in range(1, 5) for part in itertools.combinations(FILES, n)], ids="-".join)
+def test_whatever_is_left_of_a_run_is_not_overwritten_by_another(left, finished):
+    for name in set(FILES) - set(left):
+        (finished / name).unlink()
+    before = contents(finished)
+    with pytest.raises(SystemExit, match=r"lr: 0.1 there, 0.5 wanted|no (config.json|checkpoint.pt)") as refusal:
+        polynomial("--lr", "0.5", "--out", finished)
+    assert "Fix: --out another-folder, or delete that one." in str(refusal.value)
+    assert contents(finished) == before
+    # nor by itself, if it could only begin anew; a lone configuration is of a run killed before its first checkpoint
+    if left != ("config.json",) and not {"checkpoint.pt", "config.json"} <= set(left):
+        with pytest.raises(SystemExit, match=r"holds .* but no (config.json|checkpoint.pt): .*Fix: --out another"):
+            polynomial("--epochs", "3", "--out", finished)
+        assert contents(finished) == before
+    else:
+        polynomial("--epochs", "3", "--out", finished)
+        assert len(read_metrics(finished)) == 3
+
+
+def test_a_run_is_deleted_to_begin_another(finished):
+    shutil.rmtree(finished)
+    polynomial("--lr", "0.5", "--out", finished)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.json", "{}"), ("config.json", "[1]"), ("metrics.csv", "a,b\n"), ("photo.png", ""), ("weights.pt", "")],
+)
+def test_files_of_other_origin_are_not_overwritten(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit, match=r"different run|holds no JSON object|but no config.json"):
+        polynomial("--out", tmp_path)
+    assert contents(tmp_path) == {name: content.encode()}
+
+
+def test_files_that_no_run_writes_are_let_be(tmp_path):
+    (tmp_path / "log.txt").write_text("begun")  # a shell's > run/log.txt
+    (tmp_path / "hbnode-seed0").mkdir()
+    polynomial("--out", tmp_path)
+    assert (tmp_path / "log.txt").read_text() == "begun"
+
+
+def test_no_metrics_without_a_checkpoint(tmp_path):
+    """Killed at any time, a run goes on: if there are metrics, the first epoch's checkpoint was there before."""
+    (tmp_path / "metrics.csv.partial.csv").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match=r"metrics.csv cannot be written"):
+        polynomial("--out", tmp_path)
+    assert set(contents(tmp_path)) == {"checkpoint.pt", "config.json"}
+    polynomial("--out", tmp_path)
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_a_cosine_schedule_cannot_be_extended(tmp_path):
+    polynomial("--schedule", "cosine", "--epochs", "1", "--out", tmp_path)
+    with pytest.raises(SystemExit, match="epochs: 1 there, 2 wanted"):
+        polynomial("--schedule", "cosine", "--epochs", "2", "--out", tmp_path)
+
+
+def test_a_finished_run_is_left_alone_and_can_be_trained_longer_to_the_same_numbers(finished, tmp_path, capsys):
+    before = contents(finished)
+    polynomial("--out", finished)
+    assert "is finished already" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"has 2 epochs behind it, more than --epochs 1.*Fix: ask for more"):
+        polynomial("--epochs", "1", "--out", finished)
+    assert contents(finished) == before
+    polynomial("--epochs", "4", "--out", finished)
+    polynomial("--epochs", "4", "--out", tmp_path / "whole")
+    assert read_metrics(finished) == read_metrics(tmp_path / "whole")
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(finished):
+    config = PolynomialConfig(device="cpu", epochs=3, out=str(finished))
+    Run("polynomial", config, "").begin(2)
+    assert not (finished / "summary.json").exists()
+
+
+def test_a_run_without_git_is_finished_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    polynomial("--out", tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["commit"] == "unknown"
+
+
+# Damage
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
+    polynomial("--model", "cubic", "--out", tmp_path / "other")
+    (tmp_path / "other" / "checkpoint.pt").replace(finished / "checkpoint.pt")
+    with pytest.raises(SystemExit, match=r"is a checkpoint of model_name='cubic'; expected 'line'. Fix: --out"):
+        polynomial("--out", finished)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(finished):
+    path = finished / "checkpoint.pt"
+    checkpoint = torch.load(path, weights_only=True)  # it is an ordinary one to torch
+    checkpoint["model"]["weight"] = torch.zeros(1, 7)
+    torch.save(checkpoint, path)  # without a digest, as older ones are
+    with pytest.raises(SystemExit, match=r"does not fit the model[\s\S]*size mismatch"):
+        polynomial("--out", finished)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "config.json"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"{"])
+def test_a_damaged_run_is_named(name, content, finished):
+    (finished / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=rf"{name} cannot be read[\s\S]*Fix: delete its folder"):
+        polynomial("--out", finished)
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def test_every_flipped_byte_of_a_checkpoint_is_seen_or_changes_nothing(tmp_path):
+    """Not torch, nor the checksums of the zip archive: flipping the kind of a file in its directory passes them."""
+    path = tmp_path / "checkpoint.pt"
+    state = {"weights": torch.arange(5.0), "position": 8, "rows": [{"loss": 1.25}], "done": True}
+    files.write_checkpoint(path, {"task": "polynomial", "model_name": "line", **state})
+    content = path.read_bytes()
+    whole = files.read_checkpoint(path, "polynomial", "line")
+    assert equal({name: whole[name] for name in state}, state)
+    mark = len(content) - 64 - len(files.SEAL)  # where the digest begins; before it is its length
+    unread = {mark - 2, mark - 1, *range(mark, mark + len(files.SEAL))}
+    for index in range(len(content)):
+        flipped = bytearray(content)
+        flipped[index] ^= 0xFF
+        if index not in unread:
+            with pytest.raises(ValueError, match="its bytes have changed"):
+                files.verified(bytes(flipped))
+    cuts = [content[:length] for length in range(0, len(content), 97)]
+    flips = [content[:index] + bytes([content[index] ^ 0xFF]) + content[index + 1 :] for index in sorted(unread)]
+    refused = 0
+    for changed in [*cuts, *flips]:
+        path.write_bytes(changed)
+        with contextlib.suppress(SystemExit):  # of the cuts, the one in the digest leaves the archive as it was
+            refused += 1
+            assert equal(files.read_checkpoint(path, "polynomial", "line"), whole)
+            refused -= 1
+    assert refused >= len(cuts) - 1
+
+
+def test_a_flipped_byte_is_not_resumed(finished):
+    path = finished / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    weights = torch.load(path, weights_only=True)["model"]["weight"].numpy().tobytes()
+    content[content.index(weights) + 2] ^= 1  # of a mantissa: torch loads another weight
+    path.write_bytes(content)
+    assert torch.load(path, weights_only=True)["model"]["weight"].isfinite()
+    with pytest.raises(SystemExit, match=r"checkpoint.pt cannot be read \(its SHA-256 .*Fix: delete its folder"):
+        polynomial("--epochs", "3", "--out", finished)
+
+
+# Writing
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_on_a_full_disk_the_run_ends_with_a_sentence_and_goes_on_later(name, finished, tmp_path):
+    before = contents(finished)
+    (finished / f"{name}.partial{Path(name).suffix}").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match=rf"{name} cannot be written: No space left on device. Fix: make room"):
+        polynomial("--epochs", "3", "--out", finished)
+    after = contents(finished)
+    assert set(after) <= set(FILES)  # nothing half written
+    assert after.get(name, before[name]) == before[name]
+    polynomial("--epochs", "3", "--out", finished)
+    polynomial("--epochs", "3", "--out", tmp_path / "whole")
+    assert read_metrics(finished) == read_metrics(tmp_path / "whole")
+    assert set(contents(finished)) == set(FILES)
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/proc/run", "{file}/run", "{tmp}/locked", "{tmp}/locked/run"])
+def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    if "locked" in folder and os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("root may write everywhere")
+    folder = folder.format(file=tmp_path / "file", tmp=tmp_path)
+    with pytest.raises(SystemExit, match=rf"{folder} cannot be written: .*Fix: make room or allow it"):
+        polynomial("--out", folder)
+
+
+def test_a_file_that_cannot_be_moved_into_place_leaves_no_part_of_it(tmp_path):
+    (tmp_path / "figure.png").mkdir()
+    with pytest.raises(SystemExit, match=r"figure.png cannot be written: Is a directory"):
+        files.write_whole(tmp_path / "figure.png", b"content")
+    assert [path.name for path in tmp_path.iterdir()] == ["figure.png"]
+
+
+# Processes
+
+
+def assert_same_run(one, other):
+    assert read_metrics(one) == read_metrics(other)
+    weights = [torch.load(folder / "checkpoint.pt", weights_only=True)["model"] for folder in (one, other)]
+    assert equal(*weights)
+
+
+def test_two_processes_on_one_folder_and_a_killed_one_that_is_resumed_to_the_same_numbers(tmp_path):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    options = ["--model", "cubic", "--checkpoint-seconds", "0.01", "--out"]
+    process = start(polynomial, *options, killed, "--epochs", "100000")
+    try:
+        wait_for_position(killed, 8, process.is_alive)
+        with pytest.raises(SystemExit, match=rf"another process is writing to {killed}. Fix: wait"):
+            polynomial(*options, killed, "--epochs", "100000")
+        assert process.is_alive()
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    position = torch.load(killed / "checkpoint.pt", weights_only=True)["position"]
+    epochs = str(position // 3 + 2)
+    polynomial(*options, killed, "--epochs", epochs)  # the lock ended with the process
+    polynomial(*options, whole, "--epochs", epochs)
+    assert_same_run(killed, whole)
+
+
+def stop_when(folder, number):
+    """Send this process a signal once the run there has a checkpoint."""
+
+    def stop():
+        wait_for_position(folder, 4, lambda: True)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_sweep_saves_what_goes_on_and_starts_no_more(number, tmp_path, capfd):
+    """Also where SIGINT is ignored, as in what a shell starts in the background; the handlers are set back."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        thread = stop_when(tmp_path / "line-seed0", number)
+        options = ["--seeds", "4", "--jobs", "1", "--checkpoint-seconds", "0.01", "--out", tmp_path]
+        with pytest.raises(SystemExit, match="interrupted: the same command goes on with what is not finished"):
+            polynomial(*options, "--epochs", "1000000")
+        thread.join()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"line-seed0"}
+    assert set(contents(tmp_path / "line-seed0")) == {"checkpoint.pt", "config.json", "metrics.csv"}
+    position = torch.load(tmp_path / "line-seed0" / "checkpoint.pt", weights_only=True)["position"]
+    assert len(read_metrics(tmp_path / "line-seed0")) == position // 3
+
+
+def test_a_run_in_the_background_saves_itself_first(tmp_path, monkeypatch):
+    """A whole process in which SIGINT is ignored; resumed, it gives the numbers of one that was not stopped."""
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    options = "--device cpu --model ghbnode --tol 0.1 --batch-size 40 --checkpoint-seconds 0.01 --out".split()
+    command = [sys.executable, "-m", "tasks.point_cloud", *options, str(stopped), "--epochs", "100000"]
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for_position(stopped, 4, lambda: process.poll() is None)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 1, output
+    assert output.endswith(f"interrupted: saved to {stopped}; the same command goes on from there\n")
+    assert "Traceback" not in output
+    assert not (stopped / "summary.json").exists()
+    position = torch.load(stopped / "checkpoint.pt", weights_only=True)["position"]
+    epochs = str(position // 3 + 2)
+    monkeypatch.setattr(point_cloud, "draw_evolution", lambda *args: None)
+    point_cloud.main([*options, str(stopped), "--epochs", epochs])
+    point_cloud.main([*options, str(whole), "--epochs", epochs])
+    assert_same_run(stopped, whole)
+
+
+def test_interrupted_before_the_training_it_ends_with_a_sentence():
+    def read_data(config):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit, match="interrupted: the same command goes on"):
+        sweep.sweep(PolynomialConfig(), read_data)
+
+
+# Sweeps
+
+FORK = """
+import importlib, os, signal, torch
+for name in {PRELOADED}:
+    importlib.import_module(name)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    torch.set_num_threads(2)
+    torch.ones(10**6).sin()
+    os._exit(0)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_what_runs_are_forked_from_has_no_threads_of_openmp():
+    """A child would wait for them for ever in its first large operation on two threads or more."""
+    code = FORK.replace("{PRELOADED}", repr(sweep.PRELOADED))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=True)
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    config = PolynomialConfig(model="all", seeds=3, jobs=2, out=str(tmp_path))
+    with pytest.raises(SystemExit) as end:
+        sweep.sweep(config, fail_or_write)
+    *lines, last = str(end.value).split("\n")
+    models = PolynomialConfig.models
+    killed = [f"{model}, seed 0: killed by signal 9" for model in models]
+    assert sorted(lines) == sorted(killed + [f"{model}, seed 1: failed, as said above" for model in models])
+    assert last == "6 of 9 runs failed"
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {f"{model}-seed2.txt": f"{model}, 2 at a time" for model in models}
+
+
+def test_all_models_and_seeds_side_by_side(tmp_path):
+    polynomial("--model", "line,cubic", "--seeds", "2", "--seed", "5", "--out", tmp_path)
+    folders = {path.parent.name for path in tmp_path.rglob("summary.json")}
+    assert folders == {f"{model}-seed{seed}" for model in ("line", "cubic") for seed in (5, 6)}
+    polynomial("--model", "cubic", "--seed", "6", "--out", tmp_path / "alone")
+    together = read_metrics(tmp_path / "cubic-seed6")
+    for one, other in zip(read_metrics(tmp_path / "alone"), together, strict=True):  # threads may round otherwise
+        assert {k: float(v) for k, v in one.items()} == pytest.approx({k: float(v) for k, v in other.items()}, rel=1e-4)

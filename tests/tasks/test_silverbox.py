@@ -1,0 +1,324 @@
+"""The Silverbox: its data and split, growth against closed forms, simulation against scipy, training and resuming."""
+
+import json
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+from torch import nn
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+import hbnode
+from tasks import silverbox
+from tasks.data import silverbox as silverbox_data
+from tests.models import MODELS
+from tests.tasks.small_runs import names_in, read_metrics
+
+GAMMA, A, B, GAIN = 0.07, 0.5, 0.05, 0.2  # of a Duffing oscillator much like the Silverbox, in samples
+ROWS = 800
+SETS = {
+    "train": slice(250, 650),
+    "multisine": slice(650, 800),
+    "arrow_no_extrapolation": slice(20, 140),
+    "arrow_full": slice(20, 200),
+}
+QUICK = "--device cpu --window 20 --past 5 --stride 5 --validation 120 --batch-size 64 --schedule constant".split()
+
+
+def force(t):
+    """A sum of sines of up to a quarter of the sampling rate; numpy or torch."""
+    sin = torch.sin if isinstance(t, torch.Tensor) else np.sin
+    return sum(sin(2 * math.pi * f * t + 7 * f) for f in (0.013, 0.057, 0.11, 0.17, 0.24))
+
+
+def duffing(count):
+    """Input, output and its velocity at each sample."""
+    times = np.arange(float(count))
+    solved = solve_ivp(
+        lambda t, x: (x[1], -GAMMA * x[1] - A * x[0] - B * x[0] ** 3 + GAIN * force(t)),
+        (0.0, count - 1.0),
+        (0.3, 0.0),
+        t_eval=times,
+        rtol=1e-10,
+        atol=1e-12,
+        method="DOP853",
+    )
+    return np.stack([force(times), *solved.y], axis=1)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return torch.tensor(duffing(ROWS))
+
+
+def write_csv(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('"V1","V2",\n' + "".join(f"{u!r},{y!r},\n" for u, y in rows))
+
+
+@pytest.fixture
+def record(samples, tmp_path, monkeypatch):
+    """A short record in HBNODE_DATA, and a split to go with it."""
+    monkeypatch.setattr(silverbox_data, "ROWS", ROWS)
+    monkeypatch.setattr(silverbox, "SETS", SETS)
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "data"))
+    volts = samples[:, :2] / 20 + 0.01
+    write_csv(tmp_path / "data" / "silverbox" / "SNLS80mV.csv", volts.tolist())
+    return volts
+
+
+# Data
+
+
+def test_the_record_is_read_from_the_data_folder(record, tmp_path):
+    assert torch.equal(silverbox_data.read_silverbox(), record)
+    (tmp_path / "data" / "silverbox" / "SNLS80mV.csv").rename(tmp_path / "data" / "SNLS80mV.csv")
+    assert torch.equal(silverbox_data.read_silverbox(), record)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2].rsplit("\n", 1)[0] + "\n", r"expected 800 rows .* got shape \(\d+, 2\)"),
+        (lambda text: text[:-30], "expected"),
+        (lambda text: "<html>404</html>", "expected the header V1,V2, got"),
+        (lambda text: "", "expected the header V1,V2, got"),
+        (lambda text: text.split("\n", 1)[0] + "\n", "expected 800 rows"),
+        (lambda text: text.replace("\n0.", "\nx.", 1), r"line \d+: expected 2 numbers"),
+        (lambda text: text.rsplit("\n", 2)[0] + "\ninf,0.1,\n", "800 rows of 2 finite numbers"),
+        (lambda text: text.rsplit("\n", 2)[0] + "\nnan,0.1,\n", r"line 801: expected 2 numbers, got \[nan"),
+    ],
+)
+def test_a_damaged_csv_is_named(damage, message, record, tmp_path):
+    path = tmp_path / "data" / "silverbox" / "SNLS80mV.csv"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=rf"SNLS80mV\.csv.*{message}[\s\S]*Fix: get SNLS80mV\.csv anew"):
+        silverbox_data.read_silverbox()
+
+
+def test_without_the_csv_the_package_is_asked(samples, record, tmp_path, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
+    with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks is not installed\. Fix: put SNLS80mV\.csv"):
+        silverbox_data.read_silverbox()
+
+    def whole(train_test_split):
+        assert train_test_split is False
+        return iter(record.T.numpy())  # the package's data set unpacks into u and y
+
+    monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", types.SimpleNamespace(Silverbox=whole))
+    assert torch.equal(silverbox_data.read_silverbox(), record)
+
+    def fails(train_test_split):
+        raise OSError("no network")
+
+    monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", types.SimpleNamespace(Silverbox=fails))
+    with pytest.raises(FileNotFoundError, match=r"nonlinear_benchmarks failed \(OSError\('no network'\)\)\. Fix: put"):
+        silverbox_data.read_silverbox()
+
+
+def test_the_split_is_the_benchmarks():
+    """The arithmetic of Silverbox() in nonlinear_benchmarks 1.0.1, on the numbers of the rows."""
+    rows = range(131_072)
+    arrow, multisine = rows[100:40_575], rows[40_650:127_400]
+    cut = int(len(multisine) * 0.75)
+    expected = {
+        "train": multisine[:cut],
+        "multisine": multisine[cut:],
+        "arrow_no_extrapolation": arrow[:32_000],
+        "arrow_full": arrow,
+    }
+    assert {name: rows[part] for name, part in silverbox_data.SETS.items()} == expected
+    assert [len(expected[name]) for name in ("train", "multisine", "arrow_full")] == [65_062, 21_688, 40_475]
+    assert (silverbox_data.ROWS, silverbox_data.START) == (131_072, 50)
+
+
+def test_the_real_record_when_it_is_there():
+    root = os.environ.get("HBNODE_DATA")
+    if not root or not any((Path(root) / sub / "SNLS80mV.csv").is_file() for sub in ("silverbox", ".")):
+        pytest.skip("the Silverbox is not in HBNODE_DATA")
+    found = silverbox_data.read_silverbox()
+    assert found[0].tolist() == [0.0057756, 0.0093978]
+    part = {name: found[part, 1] for name, part in silverbox_data.SETS.items()}
+    assert part["train"].std(correction=0).item() == pytest.approx(0.0545436, abs=1e-6)
+    highest = [part[name].abs().max().item() for name in ("train", "arrow_no_extrapolation", "arrow_full")]
+    assert highest == [pytest.approx(0.21633), pytest.approx(0.23227, abs=1e-4), pytest.approx(0.30028)]
+
+
+def test_training_statistics_only(record):
+    splits = silverbox.Splits.of(record, validation=120)
+    train = record[250:530]
+    assert splits.scale == pytest.approx(train[:, 1].std().item(), rel=1e-12)
+    torch.testing.assert_close(splits.records["train"].mean(0), torch.zeros(2), atol=1e-6, rtol=0)
+    torch.testing.assert_close(splits.records["train"].std(0), torch.ones(2))
+    restored = splits.records["multisine"][:, 1].double() * splits.scale + train[:, 1].mean()
+    torch.testing.assert_close(restored, record[650:800, 1], atol=1e-7, rtol=0)
+    assert len(splits.records["validation"]) == 120
+    torch.testing.assert_close(
+        splits.records["validation"][0, 1].double() * splits.scale + train[:, 1].mean(), record[530, 1]
+    )
+
+
+@pytest.mark.parametrize(("kind", "worst"), [("linear", 0.5), ("cubic", 0.2), ("sinc", 1e-3)])
+def test_refined_input(kind, worst):
+    """Each way of interpolation passes through the samples; the better one comes nearer to the signal between them."""
+    times = torch.arange(200, dtype=torch.float64)
+    fine = silverbox.refine(force(times), kind)
+    assert fine.shape == (199 * silverbox.FINE + 1,)
+    torch.testing.assert_close(fine[:: silverbox.FINE], force(times), atol=1e-9, rtol=0)
+    between = torch.arange(len(fine), dtype=torch.float64) / silverbox.FINE
+    error = (fine - force(between))[40 * silverbox.FINE : -40 * silverbox.FINE].abs().max()
+    assert worst / 10 < error < worst
+
+
+def test_windows_lie_where_they_should():
+    samples = torch.stack([torch.arange(100.0), 1000 + torch.arange(100.0)], dim=1)
+    fine = torch.arange(99 * silverbox.FINE + 1) / silverbox.FINE
+    past, drive, target = silverbox.windows(samples, fine, past=5, length=10, stride=7)
+    assert len(past) == len(drive) == len(target) == (100 - 15) // 7 + 1
+    for i in range(len(past)):
+        last = 7 * i + 4  # where the state is
+        assert torch.equal(past[i], samples[last - 4 : last + 1])
+        assert torch.equal(drive[i, :: silverbox.FINE], samples[last : last + 11, 0])
+        assert torch.equal(target[i], samples[last + 1 : last + 11, 1])
+
+
+class Duffing(nn.Module):
+    """The force of the oscillator that made the data."""
+
+    time_dependent = True
+
+    def forward(self, t, h):
+        return -A * h - B * h**3 + GAIN * self.input(t)
+
+
+class Runaway(nn.Module):
+    time_dependent = True
+
+    def forward(self, t, h):
+        return 50 * h + 0 * self.input(t)
+
+
+class Known(nn.Module):
+    """In place of the encoder: the output and its velocity."""
+
+    def __init__(self, velocity):
+        super().__init__()
+        self.velocity = velocity
+
+    def forward(self, past):
+        return past[:, -1, 1:], self.velocity
+
+
+def true_model(past, velocity):
+    """An HBNODE with the oscillator's own parameters, and its own state at the last sample of the past."""
+    model = silverbox.Simulator("hbnode", past, rtol=1e-3, steps=4).double()
+    model.block.field = hbnode.HBNODE(Duffing(), damping=GAMMA, learn_damping=False)
+    model.block.field.func.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    model.block.initial_state = Known(velocity)
+    return model
+
+
+@pytest.fixture
+def finer(monkeypatch):
+    """An input so fine that lines between its points are exact enough."""
+    monkeypatch.setattr(silverbox, "FINE", 128)
+
+
+def test_the_true_oscillator_simulates_its_data(samples, finer):
+    times = torch.arange(300 * silverbox.FINE + 1, dtype=torch.float64) / silverbox.FINE
+    model = true_model(1, samples[100:101, 2:])
+    simulated = model(samples[None, 100:101, :2], force(100 + times)[None])
+    torch.testing.assert_close(simulated[0], samples[101:401, 1], atol=5e-5, rtol=0)
+
+
+def test_a_whole_record_is_simulated_from_its_first_samples(samples, finer):
+    config = silverbox.SilverboxConfig(past=20)
+    model = true_model(20, samples[49:50, 2:])
+    simulated = silverbox.simulate(model, samples[:500, :2], config)
+    assert simulated.shape == (450,)
+    measured = samples[50:500, 1]
+    assert (simulated - measured)[:400].abs().max() < 1e-3  # the interpolation, which is worse at the end
+    assert silverbox.rmse(simulated, measured) == pytest.approx(
+        np.sqrt(np.mean((simulated.numpy() - measured.numpy()) ** 2)), rel=1e-12
+    )
+
+
+def test_a_simulation_that_diverges_is_infinite_from_there(samples):
+    model = true_model(20, samples[49:50, 2:])
+    model.block.field = hbnode.HBNODE(Runaway(), damping=GAMMA, learn_damping=False)
+    model.block.field.func.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    simulated = silverbox.simulate(model, samples[:300, :2], silverbox.SilverboxConfig(past=20))
+    finite = simulated.isfinite()
+    assert 0 < finite.sum() < 250
+    assert finite[: int(finite.sum())].all()
+    assert silverbox.rmse(simulated, samples[50:300, 1]) == math.inf
+
+
+def test_models_are_of_about_equal_size():
+    fields = [silverbox.Simulator(model, 20).block.field for model in MODELS]
+    counts = [sum(p.numel() for p in field.parameters()) for field in fields]
+    assert max(counts) < 1.06 * min(counts)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--past", "51"], "--past must be at most 50"),
+        (["--window", "0"], "--window must be positive, got 0"),
+        (["--validation", "10"], "--validation must be at least 100"),
+    ],
+)
+def test_bad_options(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        silverbox.main(argv)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["anode", "hbnode", "ghbnode"])
+def test_identification_learns_and_writes_its_files(model, record, tmp_path):
+    folder = tmp_path / "run"
+    silverbox.main(["--model", model, "--epochs", "2", "--out", str(folder), *QUICK])
+    names = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt", "simulation.png"}
+    assert names_in(folder) == names
+    rows = read_metrics(folder)
+    assert float(rows[-1]["train_loss"]) < 0.9 * float(rows[0]["train_loss"])
+    assert float(rows[-1]["nfe_forward"]) >= 20
+    summary = json.loads((folder / "summary.json").read_text())
+    trained = silverbox.Simulator(model, 5, rtol=1e-3, steps=1)
+    trained.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True)["model"])
+    config = silverbox.SilverboxConfig(past=5)
+    splits = silverbox.Splits.of(record, 120)
+    for name in ("multisine", "arrow_no_extrapolation"):
+        simulated = silverbox.simulate(trained, splits.records[name], config).double().numpy() * splits.scale
+        measured = splits.records[name][50:, 1].double().numpy() * splits.scale
+        expected = 1000 * np.sqrt(np.mean((simulated - measured) ** 2))
+        # the arrow's first part is simulated with the rest, and knows the input after its end
+        assert summary[f"{name}_rmse_mV"] == pytest.approx(expected, rel=1e-2 if "no_ext" in name else 1e-4)
+
+
+def test_without_the_data_it_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "nonlinear_benchmarks", None)
+    with pytest.raises(SystemExit, match=r"SNLS80mV.csv is not in HBNODE_DATA=.*Fix: put"):
+        silverbox.main(["--epochs", "1", "--out", str(tmp_path / "run")])
+
+
+def test_identification_resumes_to_the_same_numbers(record, tmp_path, monkeypatch):
+    monkeypatch.setattr(silverbox, "draw_simulation", lambda *args: None)  # it takes longer than the training
+    options = ["--model", "hbnode", *QUICK]
+    silverbox.main([*options, "--epochs", "2", "--out", str(tmp_path / "whole")])
+    silverbox.main([*options, "--epochs", "1", "--out", str(tmp_path / "parts")])
+    silverbox.main([*options, "--epochs", "2", "--out", str(tmp_path / "parts")])
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")]
+    assert summaries[0]["multisine_rmse_mV"] == summaries[1]["multisine_rmse_mV"]

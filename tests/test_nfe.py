@@ -1,0 +1,285 @@
+import copy
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hbnode
+from tests.models import AGAIN, every_model, make_field, make_input
+
+
+class Counted(nn.Module):
+    """A func that counts its own calls, in the forward and in the backward pass."""
+
+    def __init__(self, func):
+        super().__init__()
+        self.func = func
+        self.time_dependent = func.time_dependent
+        self.calls = 0
+
+    def forward(self, *args):
+        self.calls += 1
+        return self.func(*args)
+
+
+def counted_block(model, **solver):
+    field = make_field(model).double()
+    field.func = Counted(field.func)
+    return hbnode.ODEBlock(field, **{"method": "dopri5", **solver})
+
+
+@every_model
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-4, 1e-7])
+@pytest.mark.parametrize("norm", [{"norm": "seminorm"}, {}])
+def test_dopri5_counts_equal_an_independent_counter_and_the_formula(model, tolerance, norm):
+    block = counted_block(model, rtol=tolerance, atol=tolerance, gradient="adjoint", adjoint_options=norm)
+    func = block.field.func
+    loss = block(make_input()).pow(2).sum()
+    nfe = block.nfe
+    assert nfe.forward == func.calls == 2 + 6 * (nfe.steps + nfe.rejected)
+    assert nfe.backward == 0
+    loss.backward()
+    assert nfe.total == func.calls
+    assert nfe.backward == 2 + 6 * (nfe.backward_steps + nfe.backward_rejected)
+
+
+@pytest.mark.parametrize("outputs", [2, 3, 6])
+@pytest.mark.parametrize("learn_t", [False, True])
+def test_backward_over_n_output_intervals(outputs, learn_t):
+    block = counted_block("hbnode", gradient="adjoint")
+    t = torch.linspace(0, 1, outputs, dtype=torch.float64, requires_grad=learn_t)
+    path = block(make_input(), t)
+    path.pow(2).sum().backward()
+    nfe, intervals = block.nfe, outputs - 1
+    # with a gradient for t, torchdiffeq evaluates the field once more at each output
+    assert nfe.backward == (3 if learn_t else 2) * intervals + 6 * (nfe.backward_steps + nfe.backward_rejected)
+    assert nfe.total == block.field.func.calls
+    assert (t.grad is not None) == learn_t
+
+
+@pytest.mark.parametrize("method", ["bosh3", "dopri8", "adaptive_heun", "fehlberg2", "rk4", "implicit_adams", "euler"])
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+def test_every_kind_of_method_is_counted(method, gradient):
+    fixed = method in ("rk4", "implicit_adams", "euler")
+    block = counted_block("ghbnode", method=method, gradient=gradient, steps=5 if fixed else None)
+    block(make_input()).sum().backward()
+    assert block.nfe.total == block.field.func.calls
+    assert (block.nfe.backward > 0) == (gradient == "adjoint")
+    if fixed:
+        assert (block.nfe.steps, block.nfe.rejected) == (5, 0)
+
+
+def test_scipy_is_counted():
+    block = counted_block("hbnode", method="scipy_solver", gradient="adjoint")
+    block(make_input()).sum().backward()
+    assert block.nfe.forward > 0
+    assert block.nfe.backward > 0
+    assert block.nfe.total == block.field.func.calls
+
+
+def test_counts_are_of_the_last_call_and_not_cumulative():
+    block = counted_block("hbnode", gradient="adjoint")
+    x = make_input()
+    first = block(x)
+    first_nfe = block.nfe
+    second = block(x)
+    assert block.nfe is not first_nfe
+    assert block.nfe.forward == first_nfe.forward > 0
+    first.sum().backward()  # belongs to the first call, though it comes after the second
+    assert first_nfe.backward > 0
+    assert block.nfe.backward == 0
+    second.sum().backward()
+    assert block.nfe.backward == first_nfe.backward
+
+
+def test_no_grad_and_evaluation_mode_are_counted():
+    block = counted_block("hbnode", gradient="adjoint").eval()
+    with torch.no_grad():
+        block(make_input())
+    assert block.nfe.forward == block.field.func.calls > 0
+    assert block.nfe.backward == 0
+
+
+def test_count_nfe_sums_over_two_blocks_and_repeated_calls():
+    first, second = counted_block("hbnode", gradient="adjoint"), counted_block("node", gradient="adjoint")
+    model, x = nn.Sequential(first, second), make_input()
+    with hbnode.count_nfe(model) as both, hbnode.count_nfe(second) as only_second:
+        model(x).sum().backward()
+        backward = first.nfe.backward + second.nfe.backward
+        model(x)
+    assert both.total == first.field.func.calls + second.field.func.calls
+    assert only_second.total == second.field.func.calls
+    assert both.backward == backward > 0
+    model(x)  # outside of the context: not counted
+    assert both.total < first.field.func.calls + second.field.func.calls
+
+
+def test_a_block_inside_the_func_of_a_block():
+    inner = counted_block("node", method="rk4", steps=2, gradient="adjoint")
+    calls = []
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, h):
+            calls.append(1)
+            return -self.inner(h)
+
+    outer = hbnode.HeavyBallODEBlock(Outer(), method="rk4", steps=3, gradient="adjoint").double()
+    with hbnode.count_nfe(outer) as nfe:
+        h = outer(make_input())
+        outer_forward, inner_forward = len(calls), inner.field.func.calls
+        assert (outer_forward, inner_forward) == (12, 12 * 8)
+        assert (nfe.forward, nfe.backward) == (outer_forward + inner_forward, 0)
+        h.sum().backward()
+    assert outer.nfe.forward == 12
+    assert outer.nfe.backward == len(calls) - 12 == 12
+    # whatever the backward pass evaluates is backward: the inner solves replayed by the outer adjoint, and their own
+    assert nfe.forward == outer_forward + inner_forward
+    assert nfe.total == len(calls) + inner.field.func.calls
+
+
+def test_a_larger_loss_costs_more_backward_evaluations():
+    """The absolute tolerance applies to the adjoint as well, as the docs say."""
+    block = counted_block("node", gradient="adjoint", rtol=1e-5, atol=1e-5)
+    counts = []
+    for scale in (1.0, 1e6):
+        (scale * block(make_input()).pow(2).sum()).backward()
+        counts.append(block.nfe.backward)
+    assert counts[0] < counts[1]
+
+
+def test_recomputation_by_checkpointing_counts_as_backward():
+    from torch.utils.checkpoint import checkpoint
+
+    block = counted_block("hbnode")
+    with hbnode.count_nfe(block) as nfe:
+        h = checkpoint(block, make_input().requires_grad_(), use_reentrant=False)
+        assert nfe.backward == 0
+        h.sum().backward()
+    assert nfe.forward == nfe.backward > 0
+
+
+def test_count_nfe_of_a_plain_function_and_bad_input():
+    field = lambda t, y: -y
+    with hbnode.count_nfe(field) as nfe:
+        hbnode.odeint(field, torch.ones(2), [0.0, 1.0], method="euler", steps=7)
+    assert nfe.forward == 7
+    with pytest.raises(TypeError, match="count_nfe expected a module or a callable"), hbnode.count_nfe(3):
+        pass
+
+
+def test_count_nfe_of_a_bound_method():
+    class Owner:
+        def dynamics(self, t, y):
+            return -y
+
+    owner = Owner()
+    with hbnode.count_nfe(owner.dynamics) as nfe:
+        hbnode.odeint(owner.dynamics, torch.ones(2), [0.0, 1.0], method="euler", steps=3)
+    assert nfe.forward == 3
+
+
+def test_a_failed_solve_is_counted_as_far_as_it_went():
+    block = counted_block("hbnode", max_steps=1, rtol=1e-9, atol=1e-9)
+    with pytest.raises(hbnode.errors.MaxStepsError) as error:
+        block(make_input())
+    assert block.nfe.forward == error.value.nfe == block.field.func.calls == 8
+
+
+def test_every_backward_pass_has_its_own_limit_of_steps():
+    y0 = torch.ones(6, requires_grad=True)
+    y = hbnode.odeint(lambda t, y: -y, y0, [0.0, 1.0], gradient="adjoint", max_steps=8)[-1]
+    for row in y:
+        torch.autograd.grad(row, y0, retain_graph=True)
+    many = torch.linspace(0, 1, 31)
+    hbnode.odeint(lambda t, y: -y, y0, many, gradient="adjoint", max_steps=8)[-1].sum().backward()
+    assert torch.isfinite(y0.grad).all()
+
+
+def test_an_error_inside_the_context_closes_it():
+    block = counted_block("hbnode")
+    with pytest.raises(KeyError), hbnode.count_nfe(block) as nfe:
+        raise KeyError
+    block(make_input())
+    assert nfe.forward == 0
+
+
+def test_counts_add_up_and_format():
+    a, b = hbnode.nfe.NFE(forward=7, backward=3, steps=2), hbnode.nfe.NFE(forward=5, rejected=1)
+    assert a + b == sum([a, b]) == hbnode.nfe.NFE(forward=12, backward=3, steps=2, rejected=1)
+    total = kept = hbnode.nfe.NFE()
+    total += a
+    assert (total, kept) == (a, hbnode.nfe.NFE())
+    assert f"{a:d} {a.total:4d} {a:.1f}" == "10   10 10.0"
+    assert f"{a}" == str(a) == "forward 7, backward 3, steps 2, rejected 0"
+    assert (int(a), float(a), type(float(a))) == (10, 10.0, float)
+    assert np.array([a, b], dtype=float).tolist() == [10.0, 5.0]
+    assert json.loads(json.dumps(a.as_dict()))["total"] == 10
+    with pytest.raises(TypeError, match="unsupported operand"):
+        a + 1.5
+
+
+def test_where_the_graph_was_kept_printing_says_so():
+    x = make_input()
+    for method, gradient in ((None, None), (None, "direct"), ("dopri5", "direct")):
+        block = counted_block("hbnode", method=method, gradient=gradient)
+        with hbnode.count_nfe(block) as nfe:
+            block(x).sum().backward()
+        assert "backward 0 (graph kept)" in str(block.nfe + hbnode.nfe.NFE())
+        assert "backward 0 (graph kept)" in str(nfe)
+        with torch.no_grad():
+            block(x)
+        assert "kept" not in str(block.nfe)
+    for gradient in ("adjoint", AGAIN):
+        block = counted_block("hbnode", method=None, gradient=gradient)
+        block(x).sum().backward()
+        assert block.nfe.backward > 0
+        assert "kept" not in str(block.nfe)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [{"method": "dopri5", "gradient": "adjoint"}, {"method": "tsit5", "gradient": AGAIN}],
+    ids=["adjoint", "again"],
+)
+def test_the_count_starts_anew_where_it_is_set_to_0(solver):
+    """As torchdiffeq's examples do it: read and reset, then the backward pass, then read."""
+    block = counted_block("hbnode", **solver)
+    y = block(make_input())
+    forward = block.nfe
+    calls = block.field.func.calls
+    block.nfe = 0
+    assert block.nfe.total == 0
+    y.sum().backward()
+    assert (forward.forward, forward.backward) == (calls, 0)
+    assert (block.nfe.forward, block.nfe.backward) == (0, block.field.func.calls - calls)
+    assert block.nfe.backward > 0
+    block(make_input())
+    assert block.nfe.forward == calls
+    with pytest.raises(ValueError, match=r"can be set to 0 only, got 3. Fix: block.nfe = 0"):
+        block.nfe = 3
+    assert copy.deepcopy(block).nfe == pickle.loads(pickle.dumps(block)).nfe == block.nfe
+
+
+def test_fields_count_nothing_unless_a_subclass_does():
+    field = make_field("node")
+    with pytest.raises(AttributeError, match=r"no count of its own. Fix: block.nfe = 0, or hbnode.count_nfe\(field\)"):
+        field.nfe = 0
+
+    class Counting(hbnode.NODE):
+        def forward(self, t, h):
+            self.nfe += 1
+            return super().forward(t, h)
+
+    field = Counting(nn.Linear(2, 2))
+    assert not hasattr(field, "nfe")
+    field.nfe = 0
+    block = hbnode.ODEBlock(field)
+    block(torch.ones(1, 2))
+    assert field.nfe == block.nfe.forward > 0
