@@ -6,7 +6,8 @@ from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field, HeavyBall
 from hbnode.nfe import count_nfe
 from hbnode.nn import ODERNN, HeavyBallODEBlock, ODEBlock
 from hbnode.signal import Signal
-from hbnode.solve import methods, odeint, sdeint
+from hbnode.solve import odeint, sdeint
+from hbnode.solve.registry import methods
 
 __version__ = "0.1.0"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hbnode.nn import recurrent
-from hbnode.nn.recurrent import layers, rules
+from hbnode.nn import recurrent, rules
+from hbnode.nn.recurrent import layers
 from tests.reference_recurrent import Twin
 
 RULES = {

@@ -1,14 +1,13 @@
 """Solving ODEs and SDEs: one loop for every method, step control and gradient."""
 
 from hbnode.solve.odeint import odeint
-from hbnode.solve.registry import MethodInfo, SDEMethodInfo, methods, sde_methods
+from hbnode.solve.registry import MethodInfo, SDEMethodInfo, sde_methods
 from hbnode.solve.sde import BrownianIncrements, sdeint
 from hbnode.solve.settings import Gradient, Method, Save
 
 __all__ = [
     "odeint",
     "sdeint",
-    "methods",
     "sde_methods",
     "MethodInfo",
     "SDEMethodInfo",

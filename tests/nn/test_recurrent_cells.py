@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from hbnode.nn import recurrent
-from hbnode.nn.recurrent import rules
+from hbnode.nn import recurrent, rules
 from tests.momentum_layers import (
     CELLS,
     PAIRS,

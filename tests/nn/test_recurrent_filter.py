@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from hbnode.nn import _filter as filters
+from hbnode.nn import rules
 from hbnode.nn._filter import linear_filter
-from hbnode.nn.recurrent import filter as filters
-from hbnode.nn.recurrent import rules
 from tests.momentum_layers import RULES, close, numbers
 from tests.reference_recurrent import Twin
 

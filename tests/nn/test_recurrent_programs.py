@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.nn.recurrent import layers, rules
+from hbnode.nn import rules
+from hbnode.nn.recurrent import layers
 from tests.momentum_layers import (
     PAIRS,
     RULES,

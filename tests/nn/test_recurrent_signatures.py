@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import hbnode
-from hbnode.nn import recurrent
-from hbnode.nn.recurrent import rules
+from hbnode.nn import recurrent, rules
 from tests.momentum_layers import CELLS
 
 ALL = [*("Momentum" + cell + suffix for cell in CELLS.values() for suffix in ("", "Cell")), "DTRIV", "DTRIVCell"]
