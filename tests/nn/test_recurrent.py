@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hbnode
-from hbnode.nn import recurrent
+from hbnode.nn import recurrent, rules
 from tests.momentum_layers import (
     CELLS,
     RULES,
@@ -166,13 +166,6 @@ def test_initialisation_of_the_others(cell, rule):
     assert not layer.bias_hh_l0.any()
 
 
-def test_names_are_public():
-    for name in ("DTRIV", *("Momentum" + cell for cell in CELLS.values())):
-        for suffix in ("", "Cell"):
-            assert getattr(hbnode, name + suffix) is getattr(recurrent, name + suffix)
-            assert name + suffix in hbnode.__all__
-
-
 def test_refusals():
     layer, _ = make_pair("lstm", "momentum")
     x = make_input()
@@ -231,12 +224,12 @@ def test_arguments_refused(cell, options):
 @pytest.mark.parametrize(
     ("make", "numbers"),
     [
-        (recurrent.rules.ScheduledRestart, {"restart": 0}),
-        (recurrent.rules.ScheduledRestart, {"restart": 2.5}),
-        (recurrent.rules.Adam, {"beta": 1.0}),
-        (recurrent.rules.Adam, {"eps": 0.0}),
-        (recurrent.rules.RMSProp, {"eps": -1.0}),
-        (recurrent.rules.AdaptiveMomentum, {"delta": 2.0}),
+        (rules.ScheduledRestart, {"restart": 0}),
+        (rules.ScheduledRestart, {"restart": 2.5}),
+        (rules.Adam, {"beta": 1.0}),
+        (rules.Adam, {"eps": 0.0}),
+        (rules.RMSProp, {"eps": -1.0}),
+        (rules.AdaptiveMomentum, {"delta": 2.0}),
     ],
 )
 def test_numbers_of_a_rule_refused(make, numbers):
@@ -249,13 +242,13 @@ def test_numbers_of_a_rule_refused(make, numbers):
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_rule_by_name_and_as_an_object(cell, suffix):
     make = functools.partial(kind(cell, suffix=suffix), 2, 3)
-    assert make().rule == recurrent.rules.Momentum(0.6, 0.6)
-    assert make(momentum=0.9, step_size=0.5).rule == recurrent.rules.Momentum(0.9, 0.5)
+    assert make().rule == rules.Momentum(0.6, 0.6)
+    assert make(momentum=0.9, step_size=0.5).rule == rules.Momentum(0.9, 0.5)
     for name, rule in RULES.items():
         assert make(rule=name).rule == type(rule)()
         assert make(rule=name, step_size=0.5).rule == dataclasses.replace(type(rule)(), step_size=0.5)
         assert make(rule=rule).rule is rule
-    assert make(rule="adam", momentum=0.9).rule == recurrent.rules.Adam(momentum=0.9)
+    assert make(rule="adam", momentum=0.9).rule == rules.Adam(momentum=0.9)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +261,7 @@ def test_a_rule_by_name_and_as_an_object(cell, suffix):
         ({"rule": "adaptive_momentum"}, ValueError, r"Fix: rule='adaptive'\."),
         ({"rule": "?"}, ValueError, r"Fix: rule='momentum'\."),
         (
-            {"rule": recurrent.rules.Adam},
+            {"rule": rules.Adam},
             TypeError,
             r"rule must be a name or an object.*got the class Adam\. Fix: rule=Adam\(\)",
         ),
@@ -279,12 +272,12 @@ def test_a_rule_by_name_and_as_an_object(cell, suffix):
             r"rule='nag' must come without momentum.*got 0\.9\. Fix: ",
         ),
         (
-            {"rule": recurrent.rules.Adam(), "step_size": 0.6},
+            {"rule": rules.Adam(), "step_size": 0.6},
             ValueError,
             r"step_size must be an argument of the rule, got 0\.6 beside Adam\(.*Fix: Adam\(\.\.\., step_size=0\.6\)",
         ),
         (
-            {"rule": recurrent.rules.NAG(), "momentum": 0.6},
+            {"rule": rules.NAG(), "momentum": 0.6},
             ValueError,
             r"momentum must be an argument of the rule, got 0\.6 beside NAG\(.*Fix: leave out momentum",
         ),
@@ -323,9 +316,9 @@ def test_arguments_are_torchs(cell):
 def test_arguments_of_a_cell_by_position():
     for cell in ("rnn", "lstm", "gru"):
         one = kind(cell, suffix="Cell")(3, 4, 0.9, 0.5, False)
-        assert one.rule == recurrent.rules.Momentum(0.9, 0.5)
+        assert one.rule == rules.Momentum(0.9, 0.5)
         assert not one.has_bias
-    assert hbnode.nn.MomentumDTRIVCell(3, 4, 0.9, 0.5).rule == recurrent.rules.Momentum(0.9, 0.5)
+    assert hbnode.nn.MomentumDTRIVCell(3, 4, 0.9, 0.5).rule == rules.Momentum(0.9, 0.5)
     x, (h, c) = make_input(1).float()[0], torch.randn(2, 3, 3)
     cell = hbnode.nn.MomentumLSTMCell(2, 3)
     assert torch.equal(cell(x, hx=(h, c))[0], cell(x, (h, c))[0])
