@@ -1,6 +1,6 @@
 """Neural ODEs with momentum, on PyTorch."""
 
-from hbnode import data, diagnostics, distributions, errors, nn, optim
+from hbnode import data, diagnostics, distributions, errors, nn, optim, solve
 from hbnode.errors import SolverError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field, HeavyBallSDE
 from hbnode.nfe import count_nfe
@@ -37,5 +37,6 @@ __all__ = [
     "distributions",
     "data",
     "diagnostics",
+    "solve",
     "errors",
 ]

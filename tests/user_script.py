@@ -22,6 +22,18 @@ import hbnode
 # The README, section by section
 
 
+def readme_the_first_screen() -> None:
+    import torch
+
+    import hbnode
+
+    net = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+    block = hbnode.HeavyBallODEBlock(net, rtol=1e-3, atol=1e-3)  # a layer: h(0) = x -> h(1)
+    block(torch.randn(64, 2)).square().mean().backward()
+    print(block.nfe)  # function evaluations: forward 7, backward 0 (graph kept), steps 2, rejected 0
+    h, m = hbnode.odeint(block.field, (torch.ones(1, 2), torch.zeros(1, 2)), torch.linspace(0, 5, 50))
+
+
 def readme_a_heavy_ball_block_in_a_classifier() -> None:
     import torch
     from sklearn.datasets import load_digits
@@ -35,237 +47,63 @@ def readme_a_heavy_ball_block_in_a_classifier() -> None:
     func = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     block = hbnode.HeavyBallODEBlock(func, rtol=1e-3, atol=1e-3)
     model = nn.Sequential(block, nn.Linear(64, 10))
-
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(50):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-
     accuracy = (model(x).argmax(1) == y).float().mean()
     print(f"training accuracy {accuracy:.3f}, damping {block.field.damping:.3f}, {block.nfe}")
 
 
-def readme_evaluations_against_tolerance() -> None:
+def readme_nfe_against_tolerance() -> None:
     import matplotlib.pyplot as plt
     import torch
 
     import hbnode
 
     field = hbnode.HBNODE(hbnode.nn.MLP(2, [32, 32], 2, time_dependent=True))
-    block = hbnode.ODEBlock(field, t_span=(0.0, 5.0))  # or method="dopri5", gradient="adjoint"
+    block = hbnode.ODEBlock(field, t_span=(0.0, 5.0))  # or method="dopri5", gradient="adjoint", as the papers
     curve = hbnode.diagnostics.nfe_vs_tolerance(block, torch.randn(64, 2), [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
-
     print(curve.forward, curve.backward, curve.gradient_error)
-    curve.to_csv("curve.csv")
     curve.plot()
     plt.savefig("curve.png")
 
 
-def readme_irregular_times() -> None:
+def readme_an_ode_rnn_on_a_table() -> None:
+    import pandas as pd
     import torch
 
     import hbnode
 
-    t = torch.tensor([0.0, 0.1, 0.15, 0.9, 2.0])  # as irregular as you like
+    table = pd.DataFrame(
+        {
+            "patient": [1, 1, 1, 2, 2],
+            "hours": [0.0, 2.5, 30.0, 0.0, 4.0],
+            "what": ["pulse", "lactate", "pulse", "pulse", "lactate"],
+            "value": [88.0, 1.9, 104.0, 71.0, 0.8],
+        }
+    )
+    series = hbnode.data.from_long(table, id="patient", time="hours", variable="what", values="value")
+    scale = hbnode.nn.Standardize(len(series.features)).fit(series.x)
+    rnn = hbnode.ODERNN(len(series.features), 16, missing="decay", rtol=1e-3, atol=1e-3)
+    rnn.fit_time_unit(series.t, series.mask, series.lengths)  # one unit of time is ten median gaps
+    output, state = rnn(scale(series.x), series.t, mask=series.mask, lengths=series.lengths)  # output (batch, T, 16)
+    risk = torch.nn.Linear(16, 1)(state.h).sigmoid()  # after the last observation of each patient
+    ahead, _ = rnn.forecast(state, [1.0, 6.0])  # one and six hours later, (batch, 2, 16)
+
+
+def readme_a_measured_input() -> None:
+    import torch
+
+    import hbnode
+
     force = hbnode.Signal(torch.linspace(0, 3, 31), torch.linspace(0, 3, 31).sin())
     spring = hbnode.HBNODE(lambda t, h: force(t) - 4 * h, damping=0.2)
-    path = hbnode.ODEBlock(spring)(torch.zeros(1, 1), t)  # (5, 1, 1): time first
-    h, m = hbnode.HeavyBallODEBlock(torch.nn.Linear(1, 1)).trajectory(torch.zeros(1, 1), t)  # with the momentum
-    print(path[:, 0, 0], m[:, 0, 0])
-
-    own = torch.tensor([[0.0, 0.3, 1.0], [0.1, 0.2, 2.0]])  # each sample at times of its own, in one solve
-    print(hbnode.ODEBlock(spring, per_sample=True)(torch.zeros(2, 1), own)[:, :, 0])
-
-
-def readme_integrals_along_the_path() -> None:
-    import torch
-    from torch import Tensor
-
-    import hbnode
-
-    net = hbnode.nn.MLP(2, [32], 2)
-    block = hbnode.ODEBlock(hbnode.NODE(net))
-    x = torch.randn(64, 2)
-
-    def log_density(t: Tensor, h: Tensor, dh: Tensor) -> Tensor:
-        """d log p / dt = -tr(∂f / ∂h), the continuous normalising flow."""
-        jacobians: Tensor = torch.func.vmap(torch.func.jacrev(net))(h)
-        return -jacobians.diagonal(dim1=1, dim2=2).sum(1)
-
-    z, change = block.with_integral(x, log_density)
-    normal = torch.distributions.Normal(0.0, 1.0)
-    loss = -(normal.log_prob(z).sum(1) - change).mean()  # the negative log-likelihood of x
-
-    _, energy = block.with_integral(x, lambda t, h, dh: dh.square().sum(1))  # a penalty for straight paths
-    (loss + 0.01 * energy.mean()).backward()
-    print(f"negative log-likelihood {loss:.3f}, kinetic energy {energy.mean():.3f}")
-
-
-def readme_an_ode_rnn_on_irregular_series() -> None:
-    import torch
-    from torch import nn
-
-    import hbnode
-
-    t = torch.rand(64, 16).cumsum(1)  # each series at times of its own
-    x = torch.sin(2 * t + 6.3 * torch.rand(64, 1)).unsqueeze(-1)
-    mask = torch.rand(64, 16) < 0.9  # True: observed; lengths= for series of unlike length
-
-    rnn = hbnode.ODERNN(1, 32, field="hbnode", rtol=1e-3, atol=1e-3)  # .fit_time_unit(t) where gaps are long, or dates
-    head = nn.Linear(32, 1)
-    optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=0.02)
-    for _ in range(30):
-        optimizer.zero_grad()
-        before, after, state = rnn.filter(x, t, mask=mask)  # before: what it expects, each sample not yet seen
-        loss = (head(before.h[:, 4:]) - x[:, 4:]).square().mean()
-        loss.backward()
-        optimizer.step()
-
-    ahead, _ = rnn.forecast(state, [0.5, 1.0])
-    print(f"squared error one sample ahead {loss:.3f} of {x.var():.3f}; forecasts {tuple(head(ahead).shape)}")
-
-
-def readme_oscillators_on_long_series() -> None:
-    import torch
-
-    import hbnode
-
-    t = (0.1 + torch.rand(8, 2000)).cumsum(1)  # irregular; leave t out for regular samples
-    x = torch.sin(2 * t + 6.3 * torch.rand(8, 1)).unsqueeze(-1)
-
-    model = hbnode.nn.OscillatorStack(1, 16, num_layers=2, output_size=1, head="next", **hbnode.nn.oscillator_ranges(t))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(40):
-        optimizer.zero_grad()
-        y, state = model(x, t)
-        loss = (y[:, :-1] - x[:, 1:]).square().mean()
-        loss.backward()
-        optimizer.step()
-    print(f"squared error one sample ahead {loss:.3f} of {x.var():.3f}")
-
-
-def readme_noise() -> None:
-    import torch
-
-    import hbnode
-
-    net = hbnode.nn.MLP(2, [32], 2)
-    sde = hbnode.HeavyBallSDE(net, damping=0.5, temperature=0.1, learn_temperature=True)
-    state = sde.initial_state(torch.randn(256, 2))  # (h, m), at rest
-    h, m = hbnode.sdeint(sde, state, [0.0, 0.5, 1.0], dt=0.05, gradient="reversible")  # (3, 256, 2) each
-    loss = (h[-1].square().sum(1) - 1).square().mean()  # end near a circle
-    loss.backward()
-    print(f"loss {loss:.3f}, damping {sde.damping:.3f}, temperature {sde.temperature:.3f}")
-
-
-def readme_known_densities() -> None:
-    import math
-
-    import torch
-    from torch.distributions import Independent, Normal
-
-    import hbnode
-
-    def log_prob(x: torch.Tensor) -> torch.Tensor:  # of a banana, up to a constant
-        a, b = x.unbind(-1)
-        return -0.5 * (a.square() / 4 + (b - a.square() / 4).square())
-
-    prior = Independent(Normal(torch.zeros(2), torch.ones(2)), 1)
-    annealing = hbnode.distributions.HeavyBallAnnealing(log_prob, prior, steps=32, step_size=0.3)
-    optimizer = torch.optim.Adam(annealing.parameters(), lr=0.05)
-    for _ in range(50):
-        optimizer.zero_grad()
-        (-annealing.bound(128)).backward()
-        optimizer.step()
-    x, log_weight = annealing.sample(2000)  # (2000, 2), and the logarithms of their weights
-    estimate, error = annealing.log_z(2000)
-    print(f"log Z {estimate:.3f} ± {error:.3f}, exactly {math.log(4 * math.pi):.3f}")
-
-
-def readme_recurrent_layers_with_momentum() -> None:
-    import torch
-    from torch import nn
-
-    import hbnode
-
-    frequency, phase = 1 + torch.rand(64, 1), 6.3 * torch.rand(64, 1)
-    x = torch.sin(frequency * torch.linspace(0, 10, 50) + phase).unsqueeze(-1)  # (64, 50, 1)
-
-    rnn = hbnode.nn.MomentumLSTM(1, 32, momentum=0.6, step_size=0.6, batch_first=True)  # or rule="adam", "nag", ...
-    head = nn.Linear(32, 1)
-    optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=0.02)
-    for _ in range(60):
-        optimizer.zero_grad()
-        output, state = rnn(x)
-        loss = (head(output[:, 5:-1]) - x[:, 6:]).square().mean()  # the next sample
-        loss.backward()
-        optimizer.step()
-
-    print(f"squared error of the next sample {loss:.4f}, of the last one repeated {x.diff(dim=1).square().mean():.4f}")
-    output, state = rnn(x[:, :1], state)  # a state goes on where its sequence ended
-    stock = rnn.to_stock()  # a plain torch.nn.LSTM behind a filter, for deployment
-
-
-def readme_attention_with_momentum() -> None:
-    import torch
-    from torch import nn
-
-    import hbnode
-
-    start, stride = torch.randint(11, (64, 1)), torch.randint(1, 4, (64, 1))
-    tokens = (start + stride * torch.arange(24)) % 11  # (64, 24): 2 5 8 0 3 6 ...
-
-    model = hbnode.nn.MomentumTransformer(11, d_model=32, nhead=4, num_layers=2, dim_feedforward=64, dropout=0.0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(70):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-
-    print(f"loss {loss:.3f}", model.generate(torch.tensor([[2, 5]]), 10, temperature=0))
-    output, state = model.prefill(tokens)  # the same model token by token, with a state that does not grow
-    output, state = model.step(tokens[:, 0], state)
-
-
-def readme_hessian_free_optimization() -> None:
-    import torch
-    from torch import Tensor, nn
-
-    import hbnode
-
-    x = 0.3 * torch.randn(200, 40, 1)  # noise, and before it a sign that is to be remembered for 40 steps
-    y = torch.randint(2, (200,))
-    x[:, 0, 0] = 2.0 * y - 1
-
-    rnn, readout = hbnode.nn.TanhRNN(1, 20, batch_first=True), nn.Linear(20, 2)
-    parameters = [*rnn.parameters(), *readout.parameters()]
-    optimizer = hbnode.optim.HessianFree(parameters, loss="cross_entropy", structural_damping=1 / 30, max_cg=50)
-
-    def evaluate() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Outputs, targets, and the hidden states that are damped."""
-        h, _ = rnn(x)
-        return readout(h[:, -1]), y, hbnode.optim.tanh_hidden(h)
-
-    for _ in range(10):
-        loss = optimizer.step(evaluate)
-        print(optimizer.progress)
-
-
-def readme_solvers_and_gradients() -> None:
-    import torch
-
-    import hbnode
-
-    func = hbnode.nn.MLP(2, [32, 32], 2)
-    x = torch.randn(64, 2)
-    hbnode.HeavyBallODEBlock(func, rtol=1e-6, atol=1e-6)(x)  # picks nystrom4 or nystrom8 by the tolerance
-    hbnode.HeavyBallODEBlock(func, method="nystrom8", steps=2)(x)  # a fixed grid
-    hbnode.HeavyBallODEBlock(func, gradient="reversible", steps=20)(x)  # memory that does not grow with steps
-    hbnode.HeavyBallODEBlock(func, per_sample=True)(x)  # a sample's answer does not depend on its batch-mates
-    print(hbnode.methods())  # all methods: order, evaluations a step, what they need
+    path = hbnode.ODEBlock(spring)(torch.zeros(1, 1), [0.0, 0.1, 0.9, 2.0])  # (4, 1, 1), time first
+    own = torch.tensor([[0.0, 0.3, 1.0], [0.1, 0.2, 2.0]])
+    print(path[:, 0, 0], hbnode.ODEBlock(spring, per_sample=True)(torch.zeros(2, 1), own)[:, :, 0])
 
 
 # Habits
