@@ -92,38 +92,6 @@ def test_order_of_convergence(method, size, orders, t):
         assert np.log2(first / second) > order - 0.4
 
 
-@every_method
-def test_a_damping_for_each_channel(method):
-    """The same as one solve for each channel, in values and in the gradient for every gamma, with forced steps."""
-    torch.manual_seed(0)
-    gammas = float64(0.05, 0.4, 0.9)
-    h, m = torch.randn(2, 2, 3, dtype=torch.float64)
-    force = lambda h: -torch.sin(2 * h)
-    t = np.linspace(0.0, 1.0, 12)
-    settings = {"method": method, "options": {"max_step": 0.25}, "rtol": 1.0, "atol": 1.0}
-    field = hbnode.HBNODE(force, damping=gammas, learn_damping=True).double()
-    together = hbnode.odeint(field, (h, m), t, **settings)
-    for i, gamma in enumerate(field.damping.detach().tolist()):
-        single = hbnode.HBNODE(force, damping=gamma, learn_damping=True).double()
-        alone = hbnode.odeint(single, (h[:, i : i + 1], m[:, i : i + 1]), t, **settings)
-        for one, other in zip(together, alone, strict=True):
-            torch.testing.assert_close(one[..., i : i + 1], other, rtol=1e-6, atol=1e-7)
-        got = torch.autograd.grad(together[1][..., i].sin().sum(), field.omega, retain_graph=True)[0][i]
-        wanted = torch.autograd.grad(alone[1].sin().sum(), single.omega)[0]
-        torch.testing.assert_close(got, wanted.reshape(()), rtol=1e-5, atol=1e-7)
-
-
-def test_float32():
-    """Rounding is not magnified: at 1e-5 the errors are those of the tolerance."""
-    t = np.linspace(0.0, 3.0, 301)
-    exact = damped_oscillator(3.0, 0.3, 1.0, 0.5, t)
-    field = oscillator(0.3).float()
-    for method in ADAPTIVE:
-        state = tuple(part.float() for part in start(exact))
-        found = hbnode.odeint(field, state, t, method=method, rtol=1e-5, atol=1e-5)
-        assert worst(found, exact, 1e-5) < 10
-
-
 # Gradients
 
 
@@ -201,26 +169,6 @@ def test_the_gradient_for_the_times_is_that_of_the_map(method, gradient):
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
 
-def test_under_the_transforms_of_torch_func():
-    """Vjp and vmap pass through the interpolation."""
-    field = hbnode.HBNODE(lambda h: -h.sin(), damping=0.3)
-    x = torch.randn(3, 2, dtype=torch.float64)
-    t = np.linspace(0.0, 1.0, 20)
-    field = field.double()
-
-    def last_but_one(x):
-        return hbnode.odeint(field, (x, x), t, method="nystrom6", options={"max_step": 0.3})[0][-2]
-
-    _, back = torch.func.vjp(last_but_one, x)
-    value = last_but_one(x)
-    jacobian = torch.func.vmap(lambda g: back(g)[0])(torch.eye(6, dtype=torch.float64).view(6, 3, 2))
-    tangent = jacobian.sum((1, 2)).view(3, 2)
-    difference = (last_but_one(x + 1e-6) - last_but_one(x - 1e-6)) / 2e-6
-    torch.testing.assert_close(tangent, difference, rtol=1e-7, atol=1e-8)
-    alone = torch.func.vmap(last_but_one)(x[:, None])[:, 0]
-    torch.testing.assert_close(alone, value, rtol=1e-5, atol=1e-5)
-
-
 # Which steps pass output times
 
 
@@ -275,18 +223,6 @@ def test_irregular_times():
         assert worst(found, exact, 1e-7) < 10
 
 
-def test_an_output_at_the_very_end_of_a_step():
-    """It is that end, and not interpolated."""
-    t = [0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
-    state = (float64(1.0), float64(0.5))
-    settings = {"method": "nystrom4", "rtol": 1.0, "atol": 1.0}
-    options = {"max_step": 0.25, "first_step": 0.25}
-    _, passed = nfe_of(oscillator(0.3), state, t, **settings, options=options)
-    _, landed = nfe_of(oscillator(0.3), state, t[::2], **settings, options=options, save="exact")
-    for one, other in zip(passed, landed, strict=True):
-        torch.testing.assert_close(one[::2], other, rtol=1e-14, atol=1e-14)
-
-
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
 @pytest.mark.parametrize("save", ["interpolate", "exact"])
 def test_one_time_and_an_empty_batch(save, gradient):
@@ -304,55 +240,6 @@ def test_one_time_and_an_empty_batch(save, gradient):
 
 
 # Counts, and the rest of the library
-
-
-class Counted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.calls = 0
-
-    def forward(self, h):
-        self.calls += 1
-        return -self.layer(h).tanh()
-
-
-@pytest.mark.parametrize(
-    "gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=["direct", "kept", "again", "adjoint"]
-)
-@every_method
-def test_evaluations_are_counted(method, gradient):
-    func = Counted()
-    block = hbnode.HeavyBallODEBlock(func, method=method, gradient=gradient, rtol=1e-6, atol=1e-6).double()
-    x = make_input().requires_grad_()
-    h = block(x, torch.linspace(0.0, 4.0, 30))
-    nfe, stages = block.nfe, METHODS[method].evaluations
-    assert nfe.forward == func.calls == stages * (nfe.steps + nfe.rejected) + 1
-    inputs = [x, *block.parameters()]
-    first = torch.autograd.grad(h.sin().sum(), inputs, retain_graph=True)
-    assert nfe.total == func.calls
-    if gradient != "adjoint":
-        steps = nfe.steps if gradient is AGAIN else 0
-        assert (nfe.backward, nfe.backward_steps) == (stages * steps, steps)
-    second = torch.autograd.grad(h.sin().sum(), inputs)
-    assert nfe.total == func.calls
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
-def test_the_defaults_pass_output_times():
-    """The methods that ``method=None`` picks, for heavy balls by the tolerance, and for other fields."""
-    x = make_input()
-    t = torch.linspace(0.0, 1.0, 200)
-    for block, rtol in (
-        (hbnode.HeavyBallODEBlock(nn.Linear(4, 4)), 1e-2),
-        (hbnode.HeavyBallODEBlock(nn.Linear(4, 4)), 1e-6),
-        (hbnode.HeavyBallODEBlock(nn.Linear(4, 4), generalized=True), 1e-5),
-        (hbnode.ODEBlock(hbnode.NODE(nn.Linear(4, 4))), 1e-5),
-    ):
-        block.double().rtol = block.atol = rtol
-        assert block(x, t).shape == (200, *x.shape)
-        assert block.nfe.steps < 40
 
 
 class Operations(TorchDispatchMode):

@@ -53,29 +53,6 @@ def test_harmonics_that_vanish_at_the_nodes(method, per_sample):
         assert error_over_tolerance(force, t, 1e-4, method=method, per_sample=per_sample) < 100
 
 
-@pytest.mark.parametrize("per_sample", CONTROLS)
-def test_harmonics_with_the_default_method(per_sample):
-    for frequency, t in ((20, [0.0, 1.0, 2.0, 3.0]), (100, [0.0, 1.0])):
-        force = Forced(0.1, sines=[(1.0, frequency)])
-        assert error_over_tolerance(force, t, 1e-5, per_sample=per_sample) < 100
-
-
-@pytest.mark.parametrize("per_sample", CONTROLS)
-@pytest.mark.parametrize("method", METHODS)
-def test_bumps_in_the_middle(method, per_sample):
-    for center in (0.3, 0.5, 0.57, 0.82):
-        for tolerance in (1e-3, 1e-6):
-            force = Forced(0.1, bumps=[(1.0, center, 0.1 / 2.3548)])
-            assert error_over_tolerance(force, [0.0, 1.0], tolerance, method=method, per_sample=per_sample) < 100
-
-
-def test_the_default_sees_ten_hertz_at_any_tolerance():
-    force = Forced(0.1, sines=[(1.0, 10.0)])
-    for tolerance in (1e-2, 1e-5, 1e-8, 1e-12):
-        end = solve(force, [0.0, 1.0], rtol=tolerance, atol=tolerance)[0, -1]
-        assert end == pytest.approx(0.01515, abs=5e-6 + 10 * tolerance)
-
-
 FREQUENCIES = st.one_of(st.integers(1, 200), st.sampled_from([10, 20, 40, 50, 100, 200, 1 / 3, 2.5]))
 AMPLITUDES = st.floats(0.3, 1.0)
 
@@ -218,58 +195,6 @@ def test_the_gradient_of_the_last_time_is_the_velocity(method, per_sample, kind)
             assert by_h[-1].item() == pytest.approx(m[-1, 0, 0].item(), abs=1e-5)
             assert by_m[-1].item() == pytest.approx(end.item(), abs=1e-5)
             assert (by_h[1:-1].abs() < 1e-5).all()
-
-
-@pytest.mark.parametrize("per_sample", CONTROLS)
-def test_gradients_of_times_of_ones_own_with_knots(per_sample):
-    """Rows of times, forwards and backwards: each as if it were solved alone."""
-    knots = torch.linspace(-1, 3, 10, dtype=torch.float64)
-    drive = hbnode.Signal(knots, (3 * knots).sin())
-    field = hbnode.HBNODE(lambda t, h: drive(t) - h, damping=0.1, learn_damping=False)
-    x = torch.tensor([[1.0], [-0.5]], dtype=torch.float64)
-    t = torch.tensor([[0.0, 0.7, 2.2], [0.4, 0.5, 0.6]], dtype=torch.float64, requires_grad=True)
-    settings = {"rtol": 1e-9, "atol": 1e-9}
-    h, _ = hbnode.odeint(field, (x, 0 * x), t, per_sample=per_sample, **settings)
-    (together,) = torch.autograd.grad(h[1:].sum(), t)
-    for i in range(2):
-        alone, _ = hbnode.odeint(field, (x[i : i + 1], 0 * x[i : i + 1]), t[i], **settings)
-        torch.testing.assert_close(h[:, i : i + 1], alone, rtol=1e-7, atol=1e-7)
-        (by_t,) = torch.autograd.grad(alone[1:].sum(), t)
-        torch.testing.assert_close(together[i], by_t[i], rtol=1e-5, atol=1e-5)
-
-
-def test_an_ode_rnn_with_a_signal_has_gradients_of_times():
-    """Against finite differences."""
-    knots = torch.linspace(0, 4, 17, dtype=torch.float64)
-    drive = hbnode.Signal(knots, (3 * knots).sin())
-    rnn = hbnode.ODERNN(1, 2, field=hbnode.HBNODE(lambda t, h: drive(t).view(-1, 1) - h), rtol=1e-8, atol=1e-8).double()
-    x = torch.ones(1, 3, 1, dtype=torch.float64)
-    t = torch.tensor([[0.0, 0.9, 2.7]], dtype=torch.float64, requires_grad=True)
-    (by_t,) = torch.autograd.grad(rnn(x, t)[0].sum(), t)
-    for i in range(1, 3):
-        move = torch.zeros_like(t)
-        move[0, i] = 1e-4
-        with torch.no_grad():
-            slope = (rnn(x, t + move)[0].sum() - rnn(x, t - move)[0].sum()) / 2e-4
-        assert by_t[0, i].item() == pytest.approx(slope.item(), abs=1e-4)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_gradient_of_the_samples_of_a_signal(method):
-    """h is linear in the samples: the gradient is the response to a hat at each of them, as by a tight solve."""
-    knots = torch.linspace(0, 3, 16, dtype=torch.float64)
-
-    def by_samples(**settings):
-        u = knots.sin().requires_grad_()
-        drive = hbnode.Signal(knots, u)
-        field = hbnode.HBNODE(lambda t, h: drive(t) - h, damping=0.1, learn_damping=False)
-        x = torch.ones(1, 1, dtype=torch.float64)
-        h, _ = hbnode.odeint(field, (x, 0 * x), torch.linspace(0, 3, 40, dtype=torch.float64), **settings)
-        return torch.autograd.grad(h.sum(), u)[0]
-
-    tight = by_samples(method="rk4", options={"step_size": 3 / 39 / 13})
-    found = by_samples(method=method, rtol=1e-5, atol=1e-5)
-    assert (found - tight).abs().max() < 1e-3 * tight.abs().max()
 
 
 @pytest.mark.parametrize("per_sample", CONTROLS)

@@ -163,23 +163,6 @@ def test_an_empty_batch_has_an_empty_integral(solver):
     assert not block.field.func.weight.grad.any()
 
 
-@pytest.mark.parametrize("per_sample", [False, True])
-def test_the_time_that_an_integrand_gets_broadcasts_with_the_state(per_sample):
-    shapes = set()
-
-    def squared_time(t, h, derivative):
-        shapes.add(t.shape)
-        return t.reshape(-1) ** 2 + 0 * h.flatten(1).sum(1)
-
-    block = hbnode.ODEBlock(hbnode.NODE(lambda h: -h), per_sample=per_sample, **TIGHT)
-    _, q = block.with_integral(make_x(3, 2, 2), squared_time)
-    torch.testing.assert_close(q, torch.full_like(q, 1 / 3), rtol=1e-8, atol=1e-8)
-    assert shapes == ({(3, 1, 1)} if per_sample else {()})
-    _, q = block.with_integral(make_x(2, 2, 2), squared_time, torch.tensor([[0.0, 1.0], [0.0, 2.0]]).double())
-    torch.testing.assert_close(q[1], torch.tensor([1.0, 8.0]).double() / 3, rtol=1e-8, atol=1e-8)
-    assert (2, 1, 1) in shapes
-
-
 def test_counts_modules_and_masks():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 8), hbnode.nn.SolveDropout(0.5), nn.Tanh(), nn.Linear(8, 2)).double()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.nn.nets import MLP
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
 from tests.models import AGAIN, every_model, make_field, make_input
 from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
@@ -67,28 +66,6 @@ def test_order_of_the_splittings_for_ghbnode(method):
         h, _ = hbnode.odeint(field, state, [0.0, 1.0], method=method, steps=steps)
         found.append((h[-1] - exact[-1]).norm().item())
     assert math.log2(found[0] / found[1]) == pytest.approx(ORDERS[method], abs=0.3)
-
-
-@pytest.mark.parametrize("method", SPLITTING)
-def test_an_activation_that_is_not_elementwise(method):
-    """It gets the momentum in the shape of the state."""
-    activation = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).double()
-    field = hbnode.GHBNODE(MLP(4, [6], 4), activation=activation).double()
-    state = (make_input(), make_input())
-    exact, _ = hbnode.odeint(field, state, [0.0, 1.0], method="tsit5", rtol=1e-10, atol=1e-10)
-    for gradient in ("direct", "checkpoint", AGAIN, "reversible"):
-        h, _ = hbnode.odeint(field, state, [0.0, 1.0], method=method, steps=100, gradient=gradient)
-        torch.testing.assert_close(h[-1], exact[-1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential", "tsit5"])
-def test_tighter_tolerances_reach_smaller_errors(method):
-    previous = math.inf
-    for tolerance in (1e-3, 1e-5, 1e-7, 1e-9):
-        error = max(errors(method, [0.0, 2.0], rtol=tolerance, atol=tolerance))
-        assert error < 30 * tolerance
-        assert error < previous
-        previous = error
 
 
 @pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, "tsit5"])
@@ -148,22 +125,6 @@ def test_a_damping_for_each_channel(method, learn):
 # Times
 
 
-@every_method
-def test_several_outputs_and_the_way_back(method):
-    field = make_field("hbnode").double()
-    state = field.initial_state(make_input())
-    steps = 40 if method in SPLITTING else None
-    tight = {"method": method, "steps": steps, "rtol": 1e-10, "atol": 1e-10}
-    t = [0.0, 0.3, 0.35, 1.0]
-    there = hbnode.odeint(field, state, t, **tight)
-    for k in range(1, 4):
-        alone = hbnode.odeint(field, state, [0.0, t[k]], **tight)
-        torch.testing.assert_close(there[0][k], alone[0][-1], rtol=1e-4, atol=1e-4)
-    back = hbnode.odeint(field, tuple(part[-1] for part in there), t[::-1], **tight)
-    torch.testing.assert_close(back[0].flip(0), there[0], rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(back[1].flip(0), there[1], rtol=1e-8, atol=1e-8)
-
-
 @every_model
 @pytest.mark.parametrize(
     ("per_sample", "steps", "sign"),
@@ -196,52 +157,7 @@ def test_times_of_ones_own_are_a_loop_over_samples(model, per_sample, steps, sig
     torch.testing.assert_close(together, alone, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("gradient", ["checkpoint", "direct"])
-def test_gradients_for_times(gradient):
-    """Exact for the map in which steps are constant fractions of their interval, with times that f sees."""
-    field = make_field("hbnode").double()
-    state = tuple(part.detach() for part in field.initial_state(make_input()))
-    t = float64(0.1, 0.6, 1.3).requires_grad_()
-
-    def end(t, method):
-        steps = 2
-        return hbnode.odeint(field, state, t, method=method, steps=steps, gradient=gradient)[0][1:].sum(1)
-
-    for method in ("nystrom4", "nystrom8", "blanes_moan4", "tsit5"):
-        assert torch.autograd.gradcheck(lambda t, method=method: end(t, method), (t,), nondet_tol=1e-12)
-
-
 # Step control
-
-
-@every_model
-def test_a_sample_does_not_depend_on_its_batch_mates(model):
-    """With a step for each sample; with one for the batch it does, within the tolerance."""
-    torch.manual_seed(2)
-    field = make_field(model).double()
-    x = 3 * torch.randn(6, 4, dtype=torch.float64)
-    x[3:] *= 20
-
-    def solve(x, **settings):
-        state = field.initial_state(x)
-        return field.readout(hbnode.odeint(field, state, [0.0, 3.0], rtol=1e-4, atol=1e-4, **settings))[-1]
-
-    alone = torch.cat([solve(x[i : i + 1], per_sample=True) for i in range(6)])
-    together = solve(x, per_sample=True)
-    order = torch.tensor([5, 2, 0, 4, 1, 3])
-    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(solve(x[order], per_sample=True), alone[order], rtol=1e-12, atol=1e-12)
-    assert (solve(x) - torch.cat([solve(x[i : i + 1]) for i in range(6)])).abs().max() > 1e-9
-
-
-def test_steps_of_one_sample_are_those_of_the_batch_of_one():
-    field, state = driven()
-    batch, sample = hbnode.nfe.NFE(), hbnode.nfe.NFE()
-    for nfe, per_sample in ((batch, False), (sample, True)):
-        with hbnode.count_nfe(field) as count:
-            hbnode.odeint(field, tuple(part[None] for part in state), [0.0, 1.0, 5.0], per_sample=per_sample)
-        nfe.forward, nfe.steps, nfe.rejected = count.forward, count.steps, count.rejected
-    assert abs(batch.forward - sample.forward) <= 2 * 8
 
 
 def test_the_first_step_costs_no_probe_and_steps_are_shared_out_equally():
@@ -299,22 +215,6 @@ def test_leaves_are_found_by_one_more_evaluation(method, gradient):
     assert block.nfe.total == func.calls
     assert block.nfe.backward > 0
     assert "(graph kept)" not in str(block.nfe)
-
-
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=["kept", "again"])
-@pytest.mark.parametrize("steps", [6, None], ids=["grid", "adaptive"])
-def test_a_second_backward_pass(gradient, steps):
-    solver = {"method": "nystrom4", "steps": steps, "gradient": gradient}
-    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), **solver).double()
-    x = make_input().requires_grad_()
-    h = block(x).sum()
-    first = torch.autograd.grad(h, [x, *block.parameters()], retain_graph=True)
-    once = block.nfe.backward
-    assert once == (3 * block.nfe.steps if gradient is AGAIN else 0)
-    second = torch.autograd.grad(h, [x, *block.parameters()])
-    assert block.nfe.backward == 2 * once
-    for one, two in zip(first, second, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
 
 
 # Failures by name
@@ -495,32 +395,6 @@ def test_strong_damping_does_not_hide_errors(gamma, method, per_sample):
     assert h[-1].item() == pytest.approx(math.exp(-slow), abs=1e-3)
 
 
-@pytest.mark.parametrize("gradient", ["checkpoint", "direct"])
-@pytest.mark.parametrize("per_sample", [False, True])
-def test_an_interval_that_is_empty_for_all(gradient, per_sample):
-    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient=gradient, per_sample=per_sample).double()
-    x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
-    path = block(x, float64([0.0, 0.5, 0.5, 1.0]))
-    torch.testing.assert_close(path[1], path[2])
-    once, again = (torch.autograd.grad(path[k].sum(), x, retain_graph=True)[0] for k in (1, 2))
-    torch.testing.assert_close(once, again)
-    assert once.abs().sum() > 0.5
-
-
-def test_unequal_intervals_with_a_learned_damping():
-    x = make_input()
-    for method in METHODS:
-        found = []
-        for gradient in ("direct", "checkpoint", *(["reversible"] if method in SPLITTING else [])):
-            torch.manual_seed(0)
-            block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4), method=method, gradient=gradient, steps=4)
-            block = block.double()
-            block(x, [0.0, 0.4, 1.0]).sin().sum().backward()
-            found.append(torch.cat([p.grad.reshape(-1) for p in block.parameters()]))
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-11)
-
-
 def test_inference_mode_first():
     """What a method makes once, it makes for all modes; in a process of its own, in which no solve came before."""
     code = """
@@ -541,29 +415,6 @@ def test_the_result_may_be_changed_in_place():
     x = torch.tensor([[1.0, -1.0]], dtype=torch.float64, requires_grad=True)
     changed, kept = (torch.autograd.grad(nn.ReLU(inplace)(block(x)).sum(), x)[0] for inplace in (True, False))
     torch.testing.assert_close(changed, kept)
-
-
-@pytest.mark.parametrize("method", ["nystrom4", "leapfrog", "tsit5"])
-@pytest.mark.parametrize("gradient", ["checkpoint", "direct", "adjoint"])
-def test_an_f_that_changes_its_input_is_named(method, gradient):
-    func = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
-    steps = 2 if method == "leapfrog" else None
-    block = hbnode.HeavyBallODEBlock(func, method=method, gradient=gradient, steps=steps)
-    for leaf in (False, True):
-        for mode in (torch.no_grad, torch.enable_grad):
-            with mode(), pytest.raises(ValueError, match="func changes its input in place"):
-                block(torch.ones(1, 2, requires_grad=leaf))
-    with torch.inference_mode():  # has no versions to tell by: f gets a copy
-        expected = hbnode.HeavyBallODEBlock(nn.Sequential(nn.ReLU(), func[1]), method=method, steps=steps)
-        torch.testing.assert_close(block(torch.ones(1, 2)), expected(torch.ones(1, 2)))
-
-
-def test_an_f_that_works_in_place_on_a_view_of_its_own_is_told_by_torch():
-    def func(h):
-        return h * sum(part.mul_(2) for part in (h + 1).unbind(0))
-
-    with pytest.raises(RuntimeError, match="Output 0 of Unbind"):
-        hbnode.HeavyBallODEBlock(func, generalized=True)(torch.ones(2, 2, requires_grad=True))
 
 
 def test_times_that_are_none():
@@ -629,16 +480,6 @@ def test_too_many_steps_for_the_damping_of_a_ghbnode_are_named_at_once():
         block(ONE)
     block.method, block.steps = "leapfrog", 40  # the fix
     assert block(ONE).item() == pytest.approx(math.exp(-1e-3), abs=1e-4)
-
-
-def test_too_many_steps_that_the_damping_keeps_short_are_named():
-    block, _ = strongly_damped(1001.0, method="nystrom4", max_steps=1002)
-    with pytest.raises(
-        hbnode.errors.MaxStepsError, match="Fix: method='exponential', because the damping of 1001 keeps"
-    ):
-        block(ONE)
-    block.method = "exponential"
-    block(ONE)
 
 
 class Overridden(hbnode.HBNODE):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.solve.torchsde import LEVY_AREAS, STRATONOVICH
 from tests.problems import damped_oscillator
 
 METHODS = hbnode.methods()
@@ -104,33 +103,6 @@ def test_evaluations_and_gradients_of_sdes(method):
         else:
             with pytest.raises(ValueError, match="Fix: "):
                 solve()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [m for m in SDE_METHODS if m.library == "torchsde"], ids=lambda method: method.name)
-def test_strong_orders_of_torchsde(method):
-    """At least what the table says; srk has order 2 on this equation. Those of native methods: test_sde_orders."""
-    import torchsde
-
-    sde_type = "stratonovich" if method.name in STRATONOVICH else "ito"
-    sde = hbnode.HeavyBallSDE(lambda h: h - h**3, damping=1.0, temperature=0.5, learn_damping=False, sde_type=sde_type)
-    torch.manual_seed(0)
-    y, n = torch.randn(200, 2, dtype=torch.float64), 256
-    motion = torchsde.BrownianInterval(
-        0.0,
-        2.0,
-        size=(200, 1),
-        dtype=torch.float64,
-        entropy=3,
-        dt=2 / n,
-        levy_area_approximation=LEVY_AREAS.get(method.name, "none"),
-    )
-    t = torch.tensor([0.0, 2.0], dtype=torch.float64)
-    fine, half, coarse = (
-        torchsde.sdeint(sde, y, t, bm=motion, method=method.name, dt=2 / k)[-1] for k in (n, n // 4, n // 8)
-    )
-    error, larger = ((x - fine).square().mean().sqrt() for x in (half, coarse))
-    assert method.order - 0.3 < math.log2(larger / error) < method.order + 1
 
 
 def test_methods_of_sdes_print_as_a_table_and_make_a_frame():

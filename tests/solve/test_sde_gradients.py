@@ -1,6 +1,5 @@
 """hbnode.sdeint against the plain twins, and its gradients against each other."""
 
-import copy
 import math
 
 import mpmath
@@ -10,7 +9,6 @@ from torch import nn
 
 import hbnode
 from benchmarks.gradients import Living
-from hbnode.errors import RecomputationError
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.sde import free_flight
 from tests import reference_sde
@@ -81,17 +79,6 @@ def test_gradients_agree(method, gradient, time_dependent):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_steps_that_are_computed_again(method):
-    """Beyond those whose graph is kept, one by one and in segments."""
-    sde, state = make_sde(), make_state()
-    options = {"t": [0.0, 1.3, 3.0], "method": method, "dt": 0.05, "seed": 3}
-    _, expected = gradients(sde, state, **options)
-    for every in (1, 4, 100):
-        _, ours = gradients(sde, state, gradient=Checkpoint(keep_bytes=0, every=every), **options)
-        torch.testing.assert_close(flat(ours), flat(expected), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
 def test_channels_of_their_own(method, gradient):
     """Images with γ and η for each channel."""
@@ -154,13 +141,6 @@ def test_checkpoint_keeps_h_and_m_before_each_segment(every):
     assert many - few <= 100 / every * (2 * 64 * 3 * 4 + 64)
 
 
-def test_checkpoint_keeps_the_graph_of_what_is_not_large():
-    sde, state = make_sde(), make_state()
-    with hbnode.count_nfe(sde) as nfe:
-        gradients(sde, state, t=[0.0, 5.0], dt=0.1, gradient="checkpoint")
-    assert (nfe.forward, nfe.backward) == (50, 0)
-
-
 def test_evaluations_are_counted():
     sde, state = make_sde(), make_state()
     expected = {
@@ -181,16 +161,6 @@ def test_evaluations_are_counted():
         assert nfe.steps == 31
         steps_again = counts[1] // (3 if method == "nystrom4" else 1)
         assert nfe.backward_steps == (31 if gradient == "reversible" else steps_again)
-
-
-def test_steps_are_recorded():
-    sde = make_sde()
-    with hbnode.diagnostics.record_steps(sde) as steps:
-        hbnode.sdeint(sde, make_state(), [0.0, 0.25, 1.0], dt=0.2)
-    assert len(steps) == 2 + 4
-    assert steps.size == pytest.approx([0.125] * 2 + [0.1875] * 4)
-    assert steps.t[2] == pytest.approx(0.25)
-    assert all(steps.accepted)
 
 
 # Undoing the damping
@@ -255,21 +225,6 @@ def test_leaves_that_f_closes_over(gradient):
         return
     with pytest.raises(ValueError, match=r"computed outside it.*Fix: use gradient='direct'"):
         hbnode.sdeint(other, state, T, dt=0.1, gradient=gradient)
-
-
-@pytest.mark.parametrize("method", ["ubu", "baoab"])
-def test_a_leaf_that_f_uses_later(method):
-    """Checkpoints find it, steps that are undone do not."""
-    late = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    sde = hbnode.HeavyBallSDE(lambda t, h: -h if t < 0.5 else -h * late).double()
-    found = []
-    for gradient in ("direct", AGAIN):
-        value = loss(*hbnode.sdeint(sde, make_state(), T, dt=0.02, gradient=gradient, seed=0, method=method))
-        found.append(torch.autograd.grad(value, late)[0])
-    torch.testing.assert_close(*found)
-    h, m = hbnode.sdeint(sde, make_state(), T, dt=0.1, gradient="reversible", method=method)
-    with pytest.raises(ValueError, match="that it did not use at first"):
-        loss(h, m).backward()
 
 
 @pytest.mark.parametrize("gradient", [AGAIN, "reversible"])
@@ -340,17 +295,6 @@ def test_parameters_by_functional_call(gradient):
     torch.testing.assert_close(flat(found), flat(expected[2:]))
 
 
-def test_the_output_may_be_changed_in_place():
-    sde, state = make_sde(), make_state()
-    found = []
-    for gradient in ("direct", AGAIN, "reversible"):
-        h, m = hbnode.sdeint(sde, state, T, dt=0.05, seed=0, gradient=gradient)
-        h.mul_(2.0)
-        found.append(flat(torch.autograd.grad(loss(h, m), [*state, *sde.parameters()])))
-    torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0])
-
-
 # The coefficients
 
 
@@ -393,30 +337,6 @@ def test_the_slope_of_the_free_flight(z):
             at = mpmath.mpf(gamma.item()) if z else mpmath.mpf("1e-12")
             expected = float(mpmath.diff(coefficient, at, h=mpmath.mpf("1e-14")))
         assert found.item() == pytest.approx(expected, rel=1e-8, abs=1e-11)
-
-
-def test_copies_give_the_same_gradients():
-    sde, state = make_sde(), make_state()
-    other = copy.deepcopy(sde)
-    one, two = (gradients(x, state, t=T, dt=0.1, seed=0, gradient="reversible")[1] for x in (sde, other))
-    assert torch.equal(flat(one), flat(two))
-    assert math.isfinite(flat(one).sum())
-
-
-@pytest.mark.parametrize(
-    ("gradient", "error", "message"),
-    [
-        (AGAIN, RecomputationError, "ends in another state"),
-        ("reversible", ValueError, "that it did not use at first"),
-    ],
-)
-def test_another_func_in_the_backward_pass_is_noticed(gradient, error, message):
-    sde = hbnode.HeavyBallSDE(nn.Linear(2, 2), damping=0.5)
-    state = sde.initial_state(torch.ones(3, 2))
-    h, _ = hbnode.sdeint(sde, state, [0.0, 0.5, 1.0], dt=0.04, gradient=gradient, seed=0)
-    sde.func = nn.Linear(2, 2)
-    with pytest.raises(error, match=message):
-        h[-1].sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -5,11 +5,9 @@ import math
 import mpmath
 import pytest
 import torch
-import torchsde
 from scipy.linalg import solve_discrete_lyapunov
 
 import hbnode
-from benchmarks.sde import PathMotion, with_flights
 from tests import reference_sde
 
 METHODS = ("ubu", "baoab", "nystrom4")
@@ -61,20 +59,6 @@ def test_strong_order(method, order, fine, levels):
     steps = [1 / n for n in sorted(found)]
     for part in (0, 1):
         assert slope(steps, [found[n][part] for n in sorted(found)]) == pytest.approx(order, abs=0.25)
-
-
-def test_all_methods_converge_to_one_solution_on_one_path():
-    """torchsde's too, which see the same Brownian motion."""
-    sde, steps, t = double_well(), 512, torch.tensor([0.0, 2.0], dtype=torch.float64)
-    h, m = torch.randn(2, 300, 1, dtype=torch.float64)
-    path = hbnode.solve.BrownianIncrements.draw(sde, h, t, dt=2 / steps, method="nystrom4", seed=1)
-    exact = hbnode.sdeint(sde, (h, m), t, dt=2 / steps, method="nystrom4", noise=path)
-    noises = with_flights(path, 1.0)
-    for method, tolerance in (("ubu", 1.5e-4), ("baoab", 1.5e-2)):
-        found = hbnode.sdeint(sde, (h, m), t, dt=4 / steps, method=method, noise=noises[method])
-        assert max(rms(x[-1] - y[-1]) for x, y in zip(found, exact, strict=True)) < tolerance
-    theirs = torchsde.sdeint(sde, torch.cat([h, m], -1), t, bm=PathMotion(path), method="srk", dt=2 / steps)[-1]
-    assert rms(theirs - torch.cat([x[-1] for x in exact], -1)) < 1e-4
 
 
 def moments(sde, method, state, t, dt):
@@ -230,13 +214,6 @@ def test_temperature_zero_is_the_ode(method):
         errors.append(rms(torch.stack(hbnode.sdeint(sde, state, t, method=method, dt=dt)) - exact))
     order = {"ubu": 2, "baoab": 2, "nystrom4": 4}[method]
     assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.3)
-
-
-def test_nystrom4_at_temperature_zero_takes_the_steps_of_odeint():
-    sde, state = double_well(0.6, 0.0), (torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
-    ours = torch.stack(hbnode.sdeint(sde, state, [0.0, 1.0, 2.0], method="nystrom4", dt=0.1))
-    grid = torch.stack(hbnode.odeint(sde, state, [0.0, 1.0, 2.0], method="nystrom4", steps=10))
-    torch.testing.assert_close(ours, grid, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -140,39 +140,3 @@ def test_steps_of_an_adjoint_between_samples_are_in_time():
     back = [(t, sample) for t, sample, is_back in zip(steps.t, steps.sample, steps.backward, strict=True) if is_back]
     assert (10.0, 0) in back
     assert (101.0, 1) in back
-
-
-class Counted(nn.Linear):
-    """A func that counts its own calls, in the forward and in the backward pass."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.calls = 0
-
-    def forward(self, h):
-        self.calls += 1
-        return super().forward(h)
-
-
-@pytest.mark.parametrize("t", [[0.0, 1.0], [0.0, 0.5, 1.0]])
-@pytest.mark.parametrize(
-    ("method", "solver"),
-    [
-        ("nystrom8", {"steps": 3}),
-        ("leapfrog", {"steps": 20}),
-        ("tsit5", {"steps": 12}),
-        ("tsit5", {}),
-        ("nystrom4", {"rtol": 1e-7, "atol": 1e-7}),
-    ],
-)
-def test_compiled_steps_are_counted(method, solver, t, monkeypatch):
-    """The programs themselves, left as they are, call func as often as is counted."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    func = Counted()
-    block = hbnode.HeavyBallODEBlock(func, method=method, compile=True, **solver).double()
-    y = block(torch.randn(3, 2, dtype=torch.float64), t)
-    assert block.nfe.forward == func.calls
-    y.sum().backward()
-    assert block.nfe.total == func.calls
-    if method == "nystrom8":
-        assert block.nfe.forward == 1 + 24 * (len(t) - 1)

@@ -110,46 +110,6 @@ def test_times_and_their_gradients(method, rows, request):
             torch.testing.assert_close(solve(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_trajectories_and_integrals_as_they_are_traced():
-    block = hbnode.HeavyBallODEBlock(nn.Tanh(), initial_momentum=nn.Tanh(), gradient="direct", steps=4)
-    x = torch.randn(2, 2, dtype=torch.float64)
-
-    def solve():
-        trajectory = block.double().trajectory(x, [0.0, 0.4, 1.5])
-        block.method = "tsit5"
-        return *trajectory, *block.with_integral(x, lambda t, state, derivative: derivative[0].square().sum(1))
-
-    expected = solve()
-    block.method = None
-    with pytest.MonkeyPatch.context() as patch:
-        pretend_tracing(patch)
-        torch.testing.assert_close(solve(), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("method", ["euler", "midpoint", "heun2", "heun3", "rk4"])
-def test_times_of_torchdiffeqs_methods(method):
-    t = torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64)
-    y0 = torch.ones(2, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-
-    def field(t, state):
-        return t * state[0] - state[1].sum(), state[1].cos()
-
-    expected = hbnode.odeint(field, y0, t, method=method, steps=3)
-    with pytest.MonkeyPatch.context() as patch:
-        pretend_tracing(patch)
-        found = hbnode.odeint(field, y0, t, method=method, steps=3)
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
-
-
-@pytest.mark.usefixtures("_traced")
-def test_a_func_that_begins_in_place():
-    x = torch.randn(2, 3)
-    in_place, plain = (nn.Sequential(nn.ReLU(inplace=flag), nn.Linear(3, 3)) for flag in (True, False))
-    in_place.load_state_dict(plain.state_dict())
-    found, expected = (hbnode.HeavyBallODEBlock(func, steps=2)(x) for func in (in_place, plain))
-    torch.testing.assert_close(found, expected)
-
-
 SLOW = pytest.mark.slow
 EVERY = [(*case, [SLOW] if case not in (("hbnode", "nystrom4"), ("ghbnode", "leapfrog")) else []) for case in CASES]
 EVERY = [pytest.param(field, method, marks=marks) for field, method, marks in EVERY]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.linalg import expm
 
+import hbnode
 from hbnode.solve import tableaus
 from hbnode.solve.methods import METHODS, _interpolant
 from hbnode.solve.tableaus import RKN4, RKN6, RKN8, TSIT5
@@ -212,3 +213,42 @@ def test_the_coefficients_of_a_step_are_those_of_its_matrix(method, error):
             found[..., i + 1 :, inner.rows + 1 + i] = np.moveaxis(column.numpy(), 0, -1)
         largest = np.abs(matrix).max((-2, -1), keepdims=True)
         assert (np.abs(found - matrix[..., :count, :]) < 1e-14 * largest).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize(("damping", "step"), [(0.0, 0.3), (0.047, 0.3), (2.0, -0.7), (30.0, 0.4)])
+def test_coefficients_of_numbers_are_those_of_tensors(method, damping, step, error):
+    """And their derivatives: by a complex step where γ is a number, and by torch, of which there are more."""
+    rule = METHODS[method]
+    gamma = torch.tensor(damping, dtype=torch.float64, requires_grad=True)
+    size = torch.tensor(step, dtype=torch.float64)
+    of_tensors = rule.packed(torch, gamma, size, error=error)
+    of_numbers = rule.packed(np, np.asarray(damping + 1e-30j), np.asarray(step), error=error)
+    largest = of_tensors.detach().abs().max().item()
+    assert np.abs(of_numbers.real - of_tensors.detach().numpy()).max() < 1e-14 * largest
+    if not of_tensors.requires_grad:
+        assert not of_numbers.imag.any()
+        return
+    weights = torch.randn_like(of_tensors)
+    (slope,) = torch.autograd.grad((weights * of_tensors).sum(), gamma)
+    assert (weights.numpy() * of_numbers.imag / 1e-30).sum() == pytest.approx(slope.item(), rel=1e-10, abs=1e-13)
+    assert torch.autograd.gradcheck(lambda g: rule.packed(torch, g, size, error=error), gamma)
+    assert torch.autograd.gradgradcheck(lambda g: rule.packed(torch, g, size, error=error), gamma, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("gamma", [0.01, 0.8, 12.0])
+def test_all_derivatives_in_the_damping(method, gamma):
+    """Of the number γ = 20 sigmoid(ω), up to the third, as where each channel has a γ of its own."""
+    found = []
+    for damping in (gamma, [gamma]):
+        field = hbnode.HBNODE(lambda h: -h.sin(), damping=damping, max_damping=20.0).double()
+        state = torch.full((1, 1), 0.9, dtype=torch.float64), torch.full((1, 1), 0.4, dtype=torch.float64)
+        value = hbnode.odeint(field, state, [0.0, 0.7], method=method, steps=2, gradient="direct")[0][-1].sum()
+        derivatives = [value.reshape(())]
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value.sum(), field.omega, create_graph=True)
+            derivatives.append(value.reshape(()))
+        found.append(torch.stack(derivatives).detach())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)  # the omegas are of float32
