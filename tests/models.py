@@ -40,6 +40,17 @@ def make_input(shape="vector", dtype=torch.float64):
     return torch.randn(*SHAPES[shape], dtype=dtype)
 
 
+def gradients(field, x, t, **settings):
+    """Of a scalar of h and m at all times, with respect to x, t, and every parameter; and the field's evaluations."""
+    x, t = x.detach().requires_grad_(), t.detach().requires_grad_()
+    with hbnode.count_nfe(field) as nfe:
+        states = hbnode.odeint(field, field.initial_state(x), t, **settings)
+        states = states if isinstance(states, tuple) else (states,)
+        value = sum((part.sin() * (i + 1)).sum() for i, part in enumerate(states))
+        found = torch.autograd.grad(value, [x, t, *field.parameters()])
+    return torch.cat([g.reshape(-1) for g in found]), nfe
+
+
 AGAIN = Checkpoint(keep_bytes=0)  # computes every step again, where the default keeps the graph of a short solve
 
 

@@ -11,11 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
-from hbnode.nn import MLP, SolveDropout
-from hbnode.solve import compiled as compiled_steps
+from hbnode.nn import SolveDropout
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
-from tests.models import AGAIN, MODELS, Watched, compile_without_back_end, every_model, make_field, make_input
+from tests.models import AGAIN, MODELS, Watched, every_model, gradients, make_field, make_input
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -27,17 +26,6 @@ def float64(*values):
 def name(gradient):
     """Of a way to compute gradients, for the names of tests."""
     return "again" if gradient is AGAIN else str(gradient)
-
-
-def gradients(field, x, t, **settings):
-    """Of a scalar of h and m at all times, with respect to x, t, and every parameter; and the field's evaluations."""
-    x, t = x.detach().requires_grad_(), t.detach().requires_grad_()
-    with hbnode.count_nfe(field) as nfe:
-        states = hbnode.odeint(field, field.initial_state(x), t, **settings)
-        states = states if isinstance(states, tuple) else (states,)
-        value = sum((part.sin() * (i + 1)).sum() for i, part in enumerate(states))
-        found = torch.autograd.grad(value, [x, t, *field.parameters()])
-    return torch.cat([g.reshape(-1) for g in found]), nfe
 
 
 def methods_of(model):
@@ -644,166 +632,6 @@ def test_long_times_in_float32_are_accurate_or_refused(gamma):
 
 
 # Compiled
-
-
-@pytest.fixture
-def eager_compiler(monkeypatch):
-    compile_without_back_end(monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    [
-        ("hbnode", {"method": "nystrom4"}),
-        ("hbnode", {"method": "nystrom4", "steps": 2}),
-        ("hbnode", {"method": "nystrom4", "steps": 25}),  # too long for one program
-        ("node", {"per_sample": True}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("ghbnode", {"method": "leapfrog", "steps": 2}),
-                ("hbnode", {}),
-                ("hbnode", {"gradient": "direct"}),
-                ("hbnode", {"per_sample": True}),
-                ("sonode", {}),
-                ("sonode", {"steps": 3}),
-                ("ghbnode", {"method": "blanes_moan4", "steps": 2}),
-            )
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
-def test_compiled_steps_compute_the_same(model, settings, eager_compiler):
-    field = make_field(model).double()
-    x, t = make_input(), float64(0.0, 0.4, 1.0)
-    expected, count = gradients(field, x, t, **settings)
-    for _ in range(2):
-        found, again = gradients(field, x, t, compile=True, **settings)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        assert again == count
-    assert field.compiled
-    assert not any(program.failed for program in field.compiled.values())
-    assert copy.deepcopy(field).compiled == {}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("default:The .grad attribute")
-@pytest.mark.parametrize("steps", [None, 2], ids=str)
-def test_a_closure_over_a_leaf_with_compiled_steps(steps, eager_compiler):
-    leaf = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(4, 4)
-
-        def forward(self, h):
-            return leaf * self.net(h)
-
-    func, x, found = Scaled().double(), make_input(), []
-    for compile in (False, True):
-        solver = {"method": "nystrom4", "rtol": 1e-6, "atol": 1e-6, "steps": steps}
-        block = hbnode.HeavyBallODEBlock(func, compile=compile, **solver).double()
-        found.append(torch.autograd.grad(block(x).sum(), [leaf, *func.parameters()]))
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one, two)
-
-
-def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
-    class Untraceable(nn.Module):
-        def forward(self, h):
-            torch._dynamo.graph_break()
-            return -h
-
-    block = hbnode.HeavyBallODEBlock(Untraceable(), compile=True).double()
-    x = make_input().requires_grad_()
-    with pytest.warns(compiled_steps.CompilationWarning, match="compile=True has no effect"):
-        h = block(x)
-    h.sum().backward()
-    block(x)  # said once
-    plain = hbnode.HeavyBallODEBlock(Untraceable()).double()
-    torch.testing.assert_close(h, plain(x))
-
-
-def test_random_numbers_are_not_compiled():
-    dropout = with_layer(SolveDropout(0.5), compile=True)
-    with pytest.warns(compiled_steps.CompilationWarning, match="draws random numbers"):
-        dropout(make_input())
-
-
-def ends_of_short_solves(block):
-    """The end of a solve, its gradients and its count, time and again, with whatever may change in between."""
-    x, found = make_input(), []
-
-    def solve(x):
-        h = block(x)
-        inputs = [z for z in (x, *block.parameters()) if z.requires_grad]
-        gradients = torch.autograd.grad(h.sin().sum(), inputs, retain_graph=True) if inputs else ()
-        again = torch.autograd.grad(h.sin().sum(), inputs) if inputs else ()
-        found.extend([h.detach(), *gradients, *again])
-        counts.append((block.nfe.forward, block.nfe.steps, block.nfe.rejected))
-
-    counts: list[tuple] = []
-    solve(x.requires_grad_())
-    solve(x.detach())
-    with torch.no_grad():
-        found.append(block(x))
-        block.field.func.layers[0].weight.mul_(1.5)
-    solve(x[:2].detach())
-    block.field.func.layers[0].weight = nn.Parameter(block.field.func.layers[0].weight.detach() / 2)
-    solve(x)
-    block.field.func.layers.requires_grad_(False)
-    solve(x)
-    block.t_span = (0.5, -1.0)
-    solve(x)
-    lent = {name: 2 * p for name, p in block.named_parameters()}
-    found.append(torch.func.functional_call(block, lent, x))
-    nn.functional.relu(block(x), inplace=True)
-    return found, counts
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("default:The .grad attribute")
-@pytest.mark.parametrize(
-    ("method", "gradient"),
-    [
-        ("nystrom4", "checkpoint"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("nystrom4", "direct"), ("leapfrog", "checkpoint"), ("tsit5", "direct"))
-        ),
-    ],
-)
-def test_short_compiled_solves_whatever_changes(method, gradient, eager_compiler):
-    found = []
-    for compile in (False, True):
-        torch.manual_seed(0)
-        net = MLP(4, [6], 4, activation=nn.Tanh, time_dependent=True)
-        solver = {"method": method, "steps": 2, "gradient": gradient, "compile": compile}
-        block = hbnode.HeavyBallODEBlock(net, **solver).double()
-        found.append(ends_of_short_solves(block))
-    (expected, counts), (got, compiled_counts) = found
-    assert len(got) == len(expected)
-    for one, two in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
-    assert compiled_counts == counts
-    assert block.field.compiled
-    assert not any(program.failed for program in block.field.compiled.values())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("model", ["hbnode", "sonode"])
-@pytest.mark.parametrize("settings", [{}, {"steps": 3}], ids=str)
-def test_compiled_by_inductor(model, settings):
-    field = make_field(model).double()
-    x, t = make_input(), float64(0.0, 1.0)
-    expected, _ = gradients(field, x, t, **settings)
-    found, _ = gradients(field, x, t, compile=True, **settings)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("method", ["exponential", "nystrom8", "tsit5"])

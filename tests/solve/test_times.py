@@ -1,13 +1,21 @@
-"""Times of outputs, jumps and rests, with their gradients, against closed forms and finite differences."""
+"""Times: of outputs, of jumps, and those that f sees, with their gradients, against closed forms."""
+
+import itertools
+import math
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import hbnode
+from hbnode.solve import methods
+from hbnode.solve.control import PROBES
 from tests.models import AGAIN
+from tests.problems import Forced
 
 X = torch.ones(1, 1, dtype=torch.float64)
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
@@ -153,3 +161,290 @@ def test_a_step_that_overflows_for_one_sample_leaves_its_gradient_finite(gradien
     assert weight.grad.item() == pytest.approx(-(exact**15 * t.detach()[1:]).sum().item(), rel=1e-2)
     assert torch.isfinite(x.grad).all()
     assert not needs_t or t.grad[1].item() == pytest.approx(-(exact[0] ** 15).item(), rel=1e-2)
+
+
+JUMP, END, HEIGHT = 0.37, 1.0, 0.5
+SOLVERS = {
+    "tsit5": {"method": "tsit5"},
+    "dopri5": {"method": "dopri5"},
+    "dopri5, adjoint": {"method": "dopri5", "gradient": "adjoint"},
+    "tsit5, direct": {"method": "tsit5", "gradient": "direct"},
+    "tsit5, adjoint": {"method": "tsit5", "gradient": "adjoint"},
+    "tsit5, per sample": {"method": "tsit5", "per_sample": True},
+    "tsit5, exact": {"method": "tsit5", "save": "exact"},
+    "dopri5, exact": {"method": "dopri5", "save": "exact"},
+}
+MODERATE = {"rtol": 1e-7, "atol": 1e-7}
+
+
+def solve(t, **solver):
+    """Outputs of y' = c [t >= JUMP] - y, the gradient of the last one for c, the count and the steps."""
+    height = torch.tensor(HEIGHT, dtype=torch.float64, requires_grad=True)
+    field = lambda t, y: torch.where(t < JUMP, 0.0, height) - y
+    with hbnode.count_nfe(field) as nfe, hbnode.diagnostics.record_steps(field) as steps:
+        y = hbnode.odeint(field, torch.ones(2, 1, dtype=torch.float64), t, **MODERATE | solver)
+    (slope,) = torch.autograd.grad(y[-1, 0, 0], height)
+    return y[:, 0, 0].tolist(), slope.item(), nfe, steps
+
+
+def exact(t):
+    return math.exp(-t) + HEIGHT * max(1 - math.exp(-(t - JUMP)), 0.0)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_solve_past_a_jump(name):
+    t = [0.0, 0.2, 0.6, END]
+    y, slope, nfe, steps = solve(t, **SOLVERS[name], jump_times=[JUMP])
+    assert y == pytest.approx([exact(time) for time in t], abs=2e-5)
+    assert slope == pytest.approx(1 - math.exp(JUMP - END), abs=2e-5)
+    forward = [i for i in range(len(steps)) if not steps.backward[i]]
+    assert min(abs(steps.t[i] + steps.size[i] - JUMP) for i in forward) < 1e-9
+    *_, without, _ = solve(t, **SOLVERS[name])
+    assert nfe.forward < without.forward
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_an_output_at_a_jump(name):
+    t = [0.0, JUMP, END]
+    y, *_ = solve(t, **SOLVERS[name], jump_times=[JUMP])
+    assert y == pytest.approx([exact(time) for time in t], abs=2e-5)
+
+
+@pytest.mark.parametrize("method", ["tsit5", "dopri5"])
+@pytest.mark.parametrize(
+    "jump_times", [[JUMP, -1.0, 2.0], (2.0, JUMP), torch.tensor([JUMP, JUMP, 0.5], dtype=torch.float64)], ids=str
+)
+def test_any_times_in_any_order(method, jump_times):
+    for t in ([0.0, END], [END, 0.0]):
+        field = lambda t, y: torch.where(t < JUMP, 0.0, HEIGHT) * torch.ones_like(y)
+        y = hbnode.odeint(field, torch.zeros(1).double(), t, method=method, jump_times=jump_times, **MODERATE)
+        assert y[-1].item() == pytest.approx(math.copysign(HEIGHT * (END - JUMP), t[1] - t[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("method", ["nystrom4", "nystrom6", "nystrom8", "exponential"])
+def test_a_heavy_ball_that_is_pushed(method, per_sample):
+    push = lambda t, h: torch.where(t < JUMP, 0.0, HEIGHT) * torch.ones_like(h)
+    block = hbnode.HeavyBallODEBlock(
+        push,
+        damping=0.0,
+        learn_damping=False,
+        method=method,
+        per_sample=per_sample,
+        jump_times=[JUMP],
+        **MODERATE,
+    )
+    h = block(torch.zeros(3, 1, dtype=torch.float64))
+    assert h[:, 0].tolist() == pytest.approx([HEIGHT * (END - JUMP) ** 2 / 2] * 3, abs=1e-5)
+    block.jump_times = None
+    assert block(torch.zeros(3, 1, dtype=torch.float64)).shape == (3, 1)
+
+
+def test_times_of_each_samples_own():
+    t = torch.tensor([[0.0, 1.0], [0.2, 1.0]], dtype=torch.float64)
+    field = lambda t, y: torch.where(t < JUMP, 0.0, HEIGHT) * torch.ones_like(y)
+    zero = torch.zeros(2, 1, dtype=torch.float64)
+    for solver in ({}, {"per_sample": True}):
+        y = hbnode.odeint(field, zero, t, jump_times=[JUMP], **solver, **MODERATE)
+        assert y[-1, :, 0].tolist() == pytest.approx([HEIGHT * (END - JUMP)] * 2, abs=1e-5)
+
+
+METHODS = [name for name, method in methods.METHODS.items() if method.error_order is not None]
+CONTROLS = [False, True]
+
+
+def solve_forced(force, t, **settings):
+    start = torch.full((1, 1), float(force.h0), dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    with torch.no_grad():
+        h, m = hbnode.odeint(force.field(), start, torch.as_tensor(t, dtype=torch.float64), **settings)
+    return np.stack([h[:, 0, 0].numpy(), m[:, 0, 0].numpy()])
+
+
+def error_over_tolerance(force, t, tolerance, **settings):
+    exact = force.exact(np.asarray(t, dtype=float))
+    error = np.abs(solve_forced(force, t, rtol=tolerance, atol=tolerance, **settings) - exact)
+    return (error / (1 + np.abs(exact))).max() / tolerance
+
+
+def test_the_exact_solution_itself():
+    """The reference against solutions in closed form, and against a tight solve_forced in many steps."""
+    t = np.linspace(0, 2, 5)
+    w = 2 * math.pi * 3
+    sine = Forced(sines=[(1.0, 3.0)]).exact(t)
+    np.testing.assert_allclose(sine, [t / w - np.sin(w * t) / w**2, (1 - np.cos(w * t)) / w], atol=1e-15)
+    for gamma, kappa in ((0.1, 0.0), (1.0, 30.0), (3.0, 1.0), (2.0, 1.0)):
+        force = Forced(gamma, kappa, 1.0 if kappa else 0.0, [(0.7, 2.5)], [(1.0, 0.8, 0.3)])
+        tight = solve_forced(
+            force, t, method="dopri8", rtol=1e-12, atol=1e-12, save="exact", options={"max_step": 0.05}
+        )
+        np.testing.assert_allclose(force.exact(t), tight, atol=1e-10)
+
+
+@pytest.mark.parametrize("per_sample", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_harmonics_that_vanish_at_the_nodes(method, per_sample):
+    """Sines alone, with a spring, and with outputs at whole seconds."""
+    for frequency, kappa, t in ((10, 0.0, [0.0, 1.0]), (20, 1.0, [0.0, 1.0]), (10, 0.0, [0.0, 1.0, 2.0])):
+        force = Forced(0.1, kappa, sines=[(1.0, frequency)])
+        assert error_over_tolerance(force, t, 1e-4, method=method, per_sample=per_sample) < 100
+
+
+FREQUENCIES = st.one_of(st.integers(1, 200), st.sampled_from([10, 20, 40, 50, 100, 200, 1 / 3, 2.5]))
+AMPLITUDES = st.floats(0.3, 1.0)
+
+
+@st.composite
+def problems(draw):
+    """A forced oscillator and the end of its solve_forced."""
+    end = draw(st.sampled_from([1.0, 2.0, 3.0]))
+    kappa = draw(st.sampled_from([0.0, 1.0, 30.0]))
+    sines = draw(st.lists(st.tuples(AMPLITUDES, FREQUENCIES), max_size=2))
+    width = st.floats(0.1, 1.0).map(lambda share: share * end / 2.3548)  # from the full width at half maximum
+    bumps = draw(st.lists(st.tuples(AMPLITUDES, st.floats(0, end), width), min_size=not sines, max_size=2))
+    h0 = draw(st.sampled_from([0.0, 1.0])) if kappa else 0.0
+    return Forced(draw(st.sampled_from([0.0, 0.1, 1.0])), kappa, h0, sines, bumps), end
+
+
+@settings(max_examples=25)
+@given(
+    problems(),
+    st.sampled_from(METHODS),
+    st.sampled_from(CONTROLS),
+    st.sampled_from([1e-3, 1e-4, 1e-5, 1e-6]),
+    st.sampled_from([2, 2, 4, 11]),
+)
+@example((Forced(0.1, 1.0, 1.0, [(0.7, 20)]), 3.0), "nystrom4", True, 1e-3, 4)
+@example((Forced(0.1, 30.0, 0.0, [(0.5, 22), (0.9, 84)]), 3.0), "nystrom4", False, 1e-4, 2)
+@example((Forced(0.0, 1.0, 1.0, [(0.33, 96)]), 2.0), "tsit5", True, 1e-3, 2)
+@example((Forced(0.0, sines=[(1.0, 200)]), 1.0), "tsit5", False, 1e-4, 2)
+@example((Forced(0.0, sines=[(1.0, 128)]), 1.0), "tsit5", True, 1e-4, 5)
+def test_no_force_is_stepped_over(problem, method, per_sample, tolerance, outputs):
+    """The error stays within 100 tolerances, or an error says why there is no solution."""
+    force, end = problem
+    t = np.linspace(0, end, outputs)
+    options = {"max_nfe": 2000}
+    try:
+        ratio = error_over_tolerance(force, t, tolerance, method=method, per_sample=per_sample, options=options)
+    except hbnode.errors.MaxNFEError:
+        return
+    assert ratio < 100
+
+
+def evaluations(func, **settings):
+    field = hbnode.HBNODE(func)
+    with hbnode.count_nfe(field) as nfe, torch.no_grad():
+        hbnode.odeint(field, field.initial_state(torch.zeros(3, 2)), [0.0, 1.0], **settings)
+    return nfe.forward
+
+
+@pytest.mark.parametrize("per_sample", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_what_it_costs(method, per_sample):
+    """Nothing where f is autonomous; four evaluations a solve_forced where a network's last layer starts at zero."""
+    one_step = 1 + methods.METHODS[method].evaluations
+    assert evaluations(lambda h: -h, method=method, per_sample=per_sample) == one_step
+    net = hbnode.nn.MLP(2, [8], 2, time_dependent=True)
+    torch.nn.init.zeros_(net.layers[-1].weight)
+    torch.nn.init.zeros_(net.layers[-1].bias)
+    assert evaluations(net, method=method, per_sample=per_sample) == one_step + len(PROBES)
+
+
+def spike(samples, at):
+    u = torch.zeros(samples, dtype=torch.float64)
+    u[at] = 1.0
+    return u
+
+
+@pytest.mark.parametrize("per_sample", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_spike_of_a_signal_is_seen(method, per_sample):
+    """One sample of 101 is not zero: h'' = u kicks the ball by the integral of u."""
+    t = torch.linspace(0, 10, 101, dtype=torch.float64)
+    for kind in ("linear", "cubic"):
+        drive = hbnode.Signal(t, spike(101, 37), kind)
+        field = hbnode.HBNODE(lambda t, h: drive(t) + 0 * h, damping=0.0, learn_damping=False)  # noqa: B023
+        rest = field.initial_state(torch.zeros(2, 1, dtype=torch.float64))
+        with torch.no_grad():
+            _, m = hbnode.odeint(field, rest, [0.0, 10.0], method=method, per_sample=per_sample, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(m[-1], torch.full((2, 1), 0.1, dtype=torch.float64), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_steps_end_on_the_knots_of_a_signal(direction):
+    """Between its knots a linear signal is a polynomial, for which steps that end on them are exact."""
+    t = torch.tensor([0.0, 0.3, 0.37, 1.0, 1.9, 2.0], dtype=torch.float64)
+    u = torch.tensor([0.0, 5.0, -3.0, 2.0, 2.0, -4.0], dtype=torch.float64)
+    signal = hbnode.Signal(t, u)
+    field = hbnode.HBNODE(lambda t, h: signal(t) + 0 * h, damping=0.0, learn_damping=False)
+    ends = [0.05, 1.2, 1.95][::direction]
+    start = field.initial_state(torch.zeros(1, 1, dtype=torch.float64))
+    with hbnode.count_nfe(field) as nfe:
+        h, m = hbnode.odeint(field, start, ends, method="nystrom8", rtol=1e-6, atol=1e-6)
+    knots = sorted({*ends, *(float(k) for k in t if 0.05 < k < 1.95)})[::direction]
+    exact_m, exact_h = [0.0], [0.0]
+    for a, b in itertools.pairwise(knots):
+        ua, ub = signal(torch.tensor([a, b], dtype=torch.float64)).tolist()
+        exact_h.append(exact_h[-1] + exact_m[-1] * (b - a) + (b - a) ** 2 * (ua / 3 + ub / 6))
+        exact_m.append(exact_m[-1] + (b - a) * (ua + ub) / 2)
+    for i, end in enumerate(ends):
+        assert h[i].item() == pytest.approx(exact_h[knots.index(end)], abs=1e-12)
+        assert m[i].item() == pytest.approx(exact_m[knots.index(end)], abs=1e-12)
+    assert nfe.forward < 150
+
+
+def test_gradients_with_knots_in_the_way():
+    """Checkpointed steps that end on knots have the gradient of backpropagation, γ and the times included."""
+    t = torch.linspace(0, 2, 9, dtype=torch.float64)
+    found = []
+    for gradient in ("direct", "checkpoint", AGAIN):
+        u = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        drive = hbnode.Signal(t, u)
+        field = hbnode.HBNODE(lambda t, h: drive(t) - h.sin(), damping=0.3).double()  # noqa: B023
+        times = torch.tensor([0.1, 0.9, 1.7], dtype=torch.float64, requires_grad=True)
+        h, m = hbnode.odeint(
+            field, field.initial_state(torch.ones(2, 1, dtype=torch.float64)), times, gradient=gradient
+        )
+        (h[1:].square().sum() + m[-1].sum()).backward()
+        found.append([u.grad, times.grad, *(p.grad for p in field.parameters())])
+    for checkpoint in found[1:]:
+        torch.testing.assert_close(checkpoint, found[0], atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "per_sample", "kind"),
+    [*itertools.product(METHODS, CONTROLS, ["linear"]), ("nystrom8", False, "cubic")],
+)
+def test_the_gradient_of_the_last_time_is_the_velocity(method, per_sample, kind):
+    """dh(T)/dT = m(T), and dm(T)/dT = u(T) - h(T) - γ m(T), with kinks of the signal on the way."""
+    knots = torch.linspace(0, 3, 13, dtype=torch.float64)
+    drive = hbnode.Signal(knots, (3 * knots).sin(), kind)
+    field = hbnode.HBNODE(lambda t, h: drive(t) - h, damping=0.1, learn_damping=False)
+    x = torch.ones(2, 1, dtype=torch.float64)
+    for gradient in ("direct", "checkpoint", AGAIN):
+        for t in ([0.0, 1.2, 2.9], [0.0, 1.03, 1.1, 2.03, 2.1, 2.9], [2.9, 0.3]):
+            t = torch.tensor(t, dtype=torch.float64, requires_grad=True)
+            settings = {"method": method, "per_sample": per_sample, "gradient": gradient, "rtol": 1e-7, "atol": 1e-7}
+            h, m = hbnode.odeint(field, (x, 0 * x), t, **settings)
+            assert h.shape == (len(t), 2, 1)
+            by_h, by_m = (torch.autograd.grad(y[-1, 0, 0], t, retain_graph=True)[0] for y in (h, m))
+            end = drive(t[-1].detach()) - h[-1, 0, 0] - 0.1 * m[-1, 0, 0]
+            assert by_h[-1].item() == pytest.approx(m[-1, 0, 0].item(), abs=1e-5)
+            assert by_m[-1].item() == pytest.approx(end.item(), abs=1e-5)
+            assert (by_h[1:-1].abs() < 1e-5).all()
+
+
+@pytest.mark.parametrize("per_sample", CONTROLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_and_the_jumps_in_their_way(method, per_sample):
+    """Steps cover the interval, end on jumps that are given, and pass knots of a signal only while a node sees each."""
+    jumps = [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.9]
+    start = torch.ones(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
+    field = hbnode.HBNODE(lambda t, h: sum(t > jump for jump in jumps) - h, learn_damping=False)
+    with hbnode.diagnostics.record_steps(field) as steps:
+        hbnode.odeint(field, start, [0.0, 1.0], method=method, per_sample=per_sample, jump_times=jumps)
+    taken = [(a, a + size) for a, size, good in zip(steps.t, steps.size, steps.accepted, strict=True) if good]
+    for (_, end), (begin, _) in itertools.pairwise(taken[:: 2 if per_sample else 1]):
+        assert begin == pytest.approx(end, abs=1e-12)
+    assert taken[0][0] == 0.0
+    assert taken[-1][1] == pytest.approx(1.0)
+    assert all(any(abs(end - jump) < 1e-9 for _, end in taken) for jump in jumps)

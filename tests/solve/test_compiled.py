@@ -1,5 +1,6 @@
 """Models with a fixed grid as graphs of torch.compile, torch.export and torch.jit.trace, and what importing takes."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from torch import nn
 
 import hbnode
 from hbnode import _torch
-from tests.models import AGAIN, pretend_tracing
+from hbnode.nn import MLP, SolveDropout
+from hbnode.solve.compiled import CompilationWarning
+from tests.models import AGAIN, compile_without_back_end, gradients, make_field, make_input, pretend_tracing
 
 FIELDS = {
     "node": lambda: hbnode.NODE(hbnode.nn.MLP(3, [4], 3, activation=nn.Tanh, time_dependent=True)),
@@ -58,7 +61,7 @@ class Model(nn.Module):
         return self.head(self.block(x).relu_())
 
 
-def make_input(batch=5):
+def make_rows(batch=5):
     return torch.randn(batch, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
 
 
@@ -80,7 +83,7 @@ def _compiler():
 
 @pytest.mark.parametrize(("field", "method"), CASES)
 def test_what_is_traced_computes_what_an_eager_solve_does(field, method, request):
-    model, x = Model(field, method=method, steps=2, gradient="direct"), make_input()
+    model, x = Model(field, method=method, steps=2, gradient="direct"), make_rows()
     parameters = list(model.parameters())
     expected, eager = outputs_and_gradients(model, x, parameters), model.block.nfe
     request.getfixturevalue("_traced")
@@ -94,7 +97,7 @@ def test_times_and_their_gradients(method, rows, request):
     """Backwards in time too; a row of times for each sample, in which some repeat."""
     torch.manual_seed(0)
     field = FIELDS["hbnode"]().double()
-    state = field.initial_state(make_input(2))
+    state = field.initial_state(make_rows(2))
     for times in ([0.0, 0.5, 2.0], [1.0, 0.2, -0.1]):
         t = torch.tensor([times, [times[0], times[2], times[2]]] if rows else times, dtype=torch.float64)
         t.requires_grad_()
@@ -118,7 +121,7 @@ EVERY = [pytest.param(field, method, marks=marks) for field, method, marks in EV
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(("field", "method"), EVERY)
 def test_one_graph_of_torch_compile(field, method):
-    model, x = Model(field, method=method, steps=2), make_input()
+    model, x = Model(field, method=method, steps=2), make_rows()
     parameters = list(model.parameters())
     expected, eager = outputs_and_gradients(model, x, parameters), model.block.nfe
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -132,11 +135,11 @@ def test_one_graph_of_torch_compile(field, method):
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(("field", "method"), EVERY)
 def test_exported_for_any_batch(field, method):
-    model, x = Model(field, method=method, steps=2, gradient="adjoint"), make_input()
+    model, x = Model(field, method=method, steps=2, gradient="adjoint"), make_rows()
     batch = torch.export.Dim("batch")
     exported = torch.export.export(model, (x.detach(),), dynamic_shapes=({0: batch},)).module()
     for count in (1, 2, 7):
-        x = make_input(count)
+        x = make_rows(count)
         torch.testing.assert_close(exported(x), model(x), rtol=1e-12, atol=1e-13)
 
 
@@ -144,15 +147,15 @@ def test_exported_for_any_batch(field, method):
 @pytest.mark.parametrize(("field", "method"), [("hbnode", "nystrom4"), ("sonode", "heun3")])
 def test_jit_trace(field, method):
     model = Model(field, method=method, steps=2)
-    traced = torch.jit.trace(model, (make_input().detach(),))
-    x = make_input(7)
+    traced = torch.jit.trace(model, (make_rows().detach(),))
+    x = make_rows(7)
     torch.testing.assert_close(traced(x), model(x), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.usefixtures("_compiler")
 def test_adaptive_steps_are_no_graph_and_say_so():
-    model, x = Model("hbnode"), make_input().detach()
+    model, x = Model("hbnode"), make_rows().detach()
     for trace in (lambda: torch.export.export(model, (x,)), lambda: torch.jit.trace(model, (x,))):
         with pytest.raises(ValueError, match="Fix: steps=n"):
             trace()
@@ -164,7 +167,7 @@ def test_adaptive_steps_are_no_graph_and_say_so():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=["kept", "again"])
 def test_a_gradient_that_saves_memory_is_taken_outside_of_the_graph(gradient):
-    model, x = Model("hbnode", steps=30, gradient=gradient), make_input()
+    model, x = Model("hbnode", steps=30, gradient=gradient), make_rows()
     torch.compile(model, backend="eager")(x).sum().backward()
     assert model.block.nfe.forward > 0
     assert (model.block.nfe.backward > 0) == (gradient is AGAIN)
@@ -209,3 +212,166 @@ def test_a_signal_in_a_graph():
     t = torch.tensor([0.0, 1.9])
     torch.testing.assert_close(exported(t), signal(t))
     assert exported(torch.tensor([1.0, 2.5])).isnan().tolist() == [False, True]
+
+
+# compile=True: single steps are compiled
+
+
+@pytest.fixture
+def eager_compiler(monkeypatch):
+    compile_without_back_end(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("hbnode", {"method": "nystrom4"}),
+        ("hbnode", {"method": "nystrom4", "steps": 2}),
+        ("hbnode", {"method": "nystrom4", "steps": 25}),  # too long for one program
+        ("node", {"per_sample": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("ghbnode", {"method": "leapfrog", "steps": 2}),
+                ("hbnode", {}),
+                ("hbnode", {"gradient": "direct"}),
+                ("hbnode", {"per_sample": True}),
+                ("sonode", {}),
+                ("sonode", {"steps": 3}),
+                ("ghbnode", {"method": "blanes_moan4", "steps": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
+def test_compiled_steps_compute_the_same(model, settings, eager_compiler):
+    field = make_field(model).double()
+    x, t = make_input(), torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
+    expected, count = gradients(field, x, t, **settings)
+    for _ in range(2):
+        found, again = gradients(field, x, t, compile=True, **settings)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        assert again == count
+    assert field.compiled
+    assert not any(program.failed for program in field.compiled.values())
+    assert copy.deepcopy(field).compiled == {}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("default:The .grad attribute")
+@pytest.mark.parametrize("steps", [None, 2], ids=str)
+def test_a_closure_over_a_leaf_with_compiled_steps(steps, eager_compiler):
+    leaf = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def forward(self, h):
+            return leaf * self.net(h)
+
+    func, x, found = Scaled().double(), make_input(), []
+    for compile in (False, True):
+        solver = {"method": "nystrom4", "rtol": 1e-6, "atol": 1e-6, "steps": steps}
+        block = hbnode.HeavyBallODEBlock(func, compile=compile, **solver).double()
+        found.append(torch.autograd.grad(block(x).sum(), [leaf, *func.parameters()]))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_what_cannot_be_compiled_is_said_and_solved_without(eager_compiler):
+    class Untraceable(nn.Module):
+        def forward(self, h):
+            torch._dynamo.graph_break()
+            return -h
+
+    block = hbnode.HeavyBallODEBlock(Untraceable(), compile=True).double()
+    x = make_input().requires_grad_()
+    with pytest.warns(CompilationWarning, match="compile=True has no effect"):
+        h = block(x)
+    h.sum().backward()
+    block(x)  # said once
+    plain = hbnode.HeavyBallODEBlock(Untraceable()).double()
+    torch.testing.assert_close(h, plain(x))
+
+
+def test_random_numbers_are_not_compiled():
+    dropout = hbnode.HeavyBallODEBlock(nn.Sequential(nn.Linear(4, 4), SolveDropout(0.5)), compile=True).double()
+    with pytest.warns(CompilationWarning, match="draws random numbers"):
+        dropout(make_input())
+
+
+def ends_of_short_solves(block):
+    """The end of a solve, its gradients and its count, time and again, with whatever may change in between."""
+    x, found = make_input(), []
+
+    def solve(x):
+        h = block(x)
+        inputs = [z for z in (x, *block.parameters()) if z.requires_grad]
+        gradients = torch.autograd.grad(h.sin().sum(), inputs, retain_graph=True) if inputs else ()
+        again = torch.autograd.grad(h.sin().sum(), inputs) if inputs else ()
+        found.extend([h.detach(), *gradients, *again])
+        counts.append((block.nfe.forward, block.nfe.steps, block.nfe.rejected))
+
+    counts: list[tuple] = []
+    solve(x.requires_grad_())
+    solve(x.detach())
+    with torch.no_grad():
+        found.append(block(x))
+        block.field.func.layers[0].weight.mul_(1.5)
+    solve(x[:2].detach())
+    block.field.func.layers[0].weight = nn.Parameter(block.field.func.layers[0].weight.detach() / 2)
+    solve(x)
+    block.field.func.layers.requires_grad_(False)
+    solve(x)
+    block.t_span = (0.5, -1.0)
+    solve(x)
+    lent = {name: 2 * p for name, p in block.named_parameters()}
+    found.append(torch.func.functional_call(block, lent, x))
+    nn.functional.relu(block(x), inplace=True)
+    return found, counts
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("default:The .grad attribute")
+@pytest.mark.parametrize(
+    ("method", "gradient"),
+    [
+        ("nystrom4", "checkpoint"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("nystrom4", "direct"), ("leapfrog", "checkpoint"), ("tsit5", "direct"))
+        ),
+    ],
+)
+def test_short_compiled_solves_whatever_changes(method, gradient, eager_compiler):
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        net = MLP(4, [6], 4, activation=nn.Tanh, time_dependent=True)
+        solver = {"method": method, "steps": 2, "gradient": gradient, "compile": compile}
+        block = hbnode.HeavyBallODEBlock(net, **solver).double()
+        found.append(ends_of_short_solves(block))
+    (expected, counts), (got, compiled_counts) = found
+    assert len(got) == len(expected)
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    assert compiled_counts == counts
+    assert block.field.compiled
+    assert not any(program.failed for program in block.field.compiled.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model", ["hbnode", "sonode"])
+@pytest.mark.parametrize("settings", [{}, {"steps": 3}], ids=str)
+def test_compiled_by_inductor(model, settings):
+    field = make_field(model).double()
+    x, t = make_input(), torch.tensor([0.0, 1.0], dtype=torch.float64)
+    expected, _ = gradients(field, x, t, **settings)
+    found, _ = gradients(field, x, t, compile=True, **settings)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)

@@ -1,6 +1,7 @@
-"""The native methods: their orders, their control of steps, and what they say when they fail."""
+"""The loop of the native methods: steps and their control, outputs inside of steps, what is refused, failures."""
 
 import copy
+import functools
 import math
 import subprocess
 import sys
@@ -9,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
-from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
-from tests.models import AGAIN, every_model, make_field, make_input
-from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
+from hbnode.solve.control import UNEVEN
+from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, RUNGE_KUTTA, SPLITTING
+from tests.models import AGAIN, compile_without_back_end, every_model, make_field, make_input
+from tests.problems import Driven, damped_oscillator, driven_exact
 
-ORDERS = {"nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "exponential": 5, "tsit5": 5, "leapfrog": 2, "blanes_moan4": 4}
-STEPS = {"nystrom4": (16, 32), "nystrom6": (8, 16), "nystrom8": (4, 8), "tsit5": (16, 32)}
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -24,102 +25,9 @@ def float64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def driven(gamma=0.4, **options):
+def start_driven(gamma=0.4, **options):
     h, m = driven_exact(gamma, 0.0)
     return hbnode.HBNODE(Driven(gamma), damping=gamma, learn_damping=False, **options), (float64(h), float64(m))
-
-
-def errors(method, t, **settings):
-    """Of h and m at the last time."""
-    field, state = driven()
-    h, m = hbnode.odeint(field, state, t, method=method, **settings)
-    exact = driven_exact(0.4, t[-1])
-    return abs(h[-1].item() - exact[0]), abs(m[-1].item() - exact[1])
-
-
-# Orders
-
-
-@every_method
-@pytest.mark.parametrize("t", [[0.0, 2.0], [2.0, 0.5]], ids=["up", "down"])
-def test_order_of_convergence(method, t):
-    field, _ = driven()
-    h, m = driven_exact(0.4, t[0])
-    coarse, fine = STEPS.get(method, (16, 32))
-    found = []
-    for steps in (coarse, fine):
-        got = hbnode.odeint(field, (float64(h), float64(m)), t, method=method, steps=steps)
-        found.append([abs(x[-1].item() - e) for x, e in zip(got, driven_exact(0.4, t[1]), strict=True)])
-    for first, second in zip(*found, strict=True):
-        assert math.log2(first / second) > ORDERS[method] - 0.4
-    assert max(found[1]) < 3e-3
-
-
-@pytest.mark.parametrize("method", SPLITTING)
-def test_order_of_the_splittings_for_ghbnode(method):
-    torch.manual_seed(0)
-    field = make_field("ghbnode").double()
-    state = (make_input(), make_input())
-    exact, _ = hbnode.odeint(field, state, [0.0, 1.0], method="dopri8", save="exact", rtol=1e-12, atol=1e-13)
-    found = []
-    for steps in (8, 16):
-        h, _ = hbnode.odeint(field, state, [0.0, 1.0], method=method, steps=steps)
-        found.append((h[-1] - exact[-1]).norm().item())
-    assert math.log2(found[0] / found[1]) == pytest.approx(ORDERS[method], abs=0.3)
-
-
-@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, "tsit5"])
-def test_two_bodies(method):
-    """Eccentricities 0.1 to 0.9 over a period and a half, each sample with steps of its own and in one batch."""
-    e = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
-    h, m = kepler_exact(e, 20.0)
-    field = hbnode.HBNODE(Kepler(), damping=0.0, learn_damping=False)
-    tolerance = 1e-7 if method == "nystrom4" else 1e-9
-    tight = {"rtol": tolerance, "atol": tolerance}
-    for per_sample in (False, True):
-        got = hbnode.odeint(field, kepler_start(e), [0.0, 20.0], method=method, per_sample=per_sample, **tight)
-        np.testing.assert_allclose(got[0][-1].numpy(), h, atol=2e4 * tolerance)
-        np.testing.assert_allclose(got[1][-1].numpy(), m, atol=2e5 * tolerance)
-
-
-@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING])
-@pytest.mark.parametrize("gamma", [0.0, 0.3, 4.0])
-def test_damping_without_a_force(method, gamma):
-    """H' = m, m' = -gamma m: splittings damp exactly in one step of any size, Nystrom methods to their order.
-
-    Exponential methods solve it exactly.
-    """
-    field = hbnode.HBNODE(lambda h: 0.0 * h, damping=gamma, learn_damping=False)
-    steps = 20 if method in NYSTROM else 1
-    h, m = hbnode.odeint(field, (float64(1.0), float64(2.0)), [0.0, 1.5], method=method, steps=steps)
-    decay = math.exp(-1.5 * gamma)
-    assert m[-1].item() == pytest.approx(2 * decay, rel=1e-3 if method in NYSTROM else 1e-14)
-    if method not in SPLITTING:
-        way = 2 * (1.5 if gamma == 0 else (1 - decay) / gamma)
-        assert h[-1].item() == pytest.approx(1 + way, rel=1e-4 if method in NYSTROM else 1e-14)
-
-
-@pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING])
-@pytest.mark.parametrize("learn", [True, False])
-def test_a_damping_for_each_channel(method, learn):
-    """The same as one solve for each channel, in values and in the gradient for every gamma."""
-    gammas = float64(0.05, 0.4, 0.9)
-    h0, m0 = torch.randn(2, 5, 3, dtype=torch.float64)
-    force = lambda h: -torch.sin(2 * h)
-    steps = 4
-    field = hbnode.HBNODE(force, damping=gammas, learn_damping=learn).double()
-    h, _ = hbnode.odeint(field, (h0, m0), [0.0, 1.0], method=method, steps=steps)
-    assert ("omega" in field.state_dict()) == learn
-    torch.testing.assert_close(field.damping.detach(), gammas, rtol=1e-7, atol=0)
-    for i, gamma in enumerate(field.damping.detach().tolist()):
-        single = hbnode.HBNODE(force, damping=gamma, learn_damping=learn).double()
-        state = (h0[:, i : i + 1], m0[:, i : i + 1])
-        expected, _ = hbnode.odeint(single, state, [0.0, 1.0], method=method, steps=steps)
-        torch.testing.assert_close(h[..., i : i + 1], expected, rtol=1e-6, atol=1e-7)
-        if learn:
-            (got,) = torch.autograd.grad(h[-1][:, i].sum(), field.omega, retain_graph=True)
-            (wanted,) = torch.autograd.grad(expected[-1].sum(), single.omega)
-            assert got[i].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 # Times
@@ -171,7 +79,7 @@ def test_the_first_step_costs_no_probe_and_steps_are_shared_out_equally():
 
 
 def test_first_step_and_max_step():
-    field, state = driven()
+    field, state = start_driven()
     for options, steps in (({"max_step": 0.1}, 20), ({"max_step": 0.1, "first_step": 5.0}, 20)):
         with hbnode.count_nfe(field) as nfe:
             hbnode.odeint(field, state, [0.0, 2.0], rtol=1.0, atol=1.0, options=options)
@@ -588,3 +496,384 @@ def test_nested_solves_share_a_mask():
     assert len(masks) > 20
     assert all(mask == masks[0] for mask in masks)
     assert dropout.solve is None
+
+
+ADAPTIVE = (*NYSTROM, *EXPONENTIAL, *RUNGE_KUTTA)
+every_adaptive = pytest.mark.parametrize("method", ADAPTIVE)
+TOLERANCES = (1e-2, 1e-4, 1e-6, 1e-9)
+
+
+def oscillator(gamma, omega=3.0):
+    return hbnode.HBNODE(lambda h: -(omega**2) * h, damping=gamma, learn_damping=False).double()
+
+
+def driven(gamma=0.4):
+    return hbnode.HBNODE(Driven(gamma), damping=gamma, learn_damping=False)
+
+
+def start(exact):
+    """The state at the first of the times of an exact (h, m), of shape (1,)."""
+    return tuple(float64(x[0]) for x in exact)
+
+
+def worst(found, exact, tolerance):
+    """The largest error over the tolerance at its scale, of all parts and times."""
+    ratios = [
+        np.abs(x.detach().double().numpy().reshape(e.shape) - e) / (tolerance + tolerance * np.abs(e))
+        for x, e in zip(found, exact, strict=True)
+    ]
+    return max(ratio.max() for ratio in ratios)
+
+
+# Errors
+
+
+@every_adaptive
+@pytest.mark.parametrize("problem", ["damped", "undamped", "driven"])
+def test_errors_stay_within_the_tolerance(method, problem):
+    """Between the ends of steps they are no larger than at them, but for the tolerance itself."""
+    t = np.linspace(0.0, 3.0, 151)
+    if problem == "driven":
+        field, exact = driven(), driven_exact(0.4, t)
+    else:
+        gamma = 0.3 if problem == "damped" else 0.0
+        field, exact = oscillator(gamma), damped_oscillator(3.0, gamma, 1.0, 0.5, t)
+    for tolerance in TOLERANCES:
+        solve = functools.partial(hbnode.odeint, field, start(exact), method=method, rtol=tolerance, atol=tolerance)
+        with hbnode.count_nfe(field) as nfe:
+            found = solve(t, save="interpolate")
+        ends = solve(t[[0, -1]])
+        at_the_end = worst(ends, [x[[0, -1]] for x in exact], tolerance)
+        assert worst(found, exact, tolerance) < 1.0 + 3.0 * max(at_the_end, 1.0)
+        assert nfe.steps < 150 or tolerance < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "orders"),
+    [
+        ("nystrom4", 0.1, (4, 4)),
+        ("nystrom6", 0.4, (6, 5)),
+        ("nystrom8", 0.4, (7, 6)),
+        ("exponential", 0.2, (4, 4)),
+        ("tsit5", 0.4, (4, 4)),
+    ],
+)
+@pytest.mark.parametrize("t", [(0.0, 2.0), (2.0, 0.5)], ids=["up", "down"])
+def test_order_of_convergence(method, size, orders, t):
+    """Between steps of a size that is held fixed, for h and for m."""
+    t = np.linspace(*t, 41)
+    exact = driven_exact(0.4, t)
+    found = []
+    for step in (size, size / 2):
+        options = {"first_step": step, "max_step": step}
+        got = hbnode.odeint(driven(), start(exact), t, method=method, options=options, rtol=1.0, atol=1.0)
+        found.append([np.abs(x[:, 0].numpy() - e).max() for x, e in zip(got, exact, strict=True)])
+    for first, second, order in zip(*found, orders, strict=True):
+        assert np.log2(first / second) > order - 0.4
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("model", ["hbnode", "node"])
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+def test_gradients_agree_with_a_tight_reference(model, gradient):
+    """Of a random weighting of all outputs: for x, the times, gamma and all parameters."""
+    torch.manual_seed(0)
+    field = make_field(model).double()
+    x = make_input()
+    t = torch.linspace(0.2, 1.5, 4 if gradient == "adjoint" else 14, dtype=torch.float64)
+    weights = torch.randn(len(t), *x.shape, dtype=torch.float64)
+
+    def gradients(**settings):
+        leaves = [x.detach().requires_grad_(), t.detach().requires_grad_(), *field.parameters()]
+        states = hbnode.odeint(field, field.initial_state(leaves[0]), leaves[1], **settings)
+        states = states if isinstance(states, tuple) else (states,)
+        value = sum(((i + 1) * weights * part).sum() for i, part in enumerate(states))
+        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, leaves)])
+
+    tight = {"rtol": 1e-12, "atol": 1e-12, "save": "exact", "gradient": "direct"}
+    reference = gradients(**tight, method="nystrom8" if model == "hbnode" else "tsit5")
+    for method in ADAPTIVE if model == "hbnode" else RUNGE_KUTTA:
+        for tolerance in (1e-3, 1e-9):
+            found = gradients(method=method, gradient=gradient, rtol=tolerance, atol=tolerance, save="interpolate")
+            error = (found - reference).norm() / reference.norm()
+            assert error < 20 * tolerance, (method, tolerance)
+
+
+def matrix_of(method, gamma, size):
+    """C of a step without an error estimate, from its coefficients in the order of their use."""
+    first, *later = method.unpack(method.packed(torch, gamma, size, error=False), 0, error=False)
+    later = [nn.functional.pad(column, (len(first) - len(column), 0)) for column in later]
+    return torch.cat([first, torch.stack(later, 1)], 1)
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", AGAIN], ids=["direct", "kept", "again"])
+@every_adaptive
+def test_the_gradient_for_the_times_is_that_of_the_map(method, gradient):
+    """A slow twin: steps end at constant fractions of the output intervals that they end in."""
+    field = driven()
+    t = float64(0.0, 0.3, 0.5, 0.6, 1.1, 1.2).requires_grad_()
+    state = (float64(1.5), float64(0.2))
+    settings = {"method": method, "options": {"first_step": 0.3, "max_step": 0.3}}
+    got = hbnode.odeint(field, state, t, gradient=gradient, rtol=1.0, atol=1.0, **settings)
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+    found = torch.autograd.grad((weights[:, None] * (got[0] + 2 * got[1])).sum(), t)[0]
+
+    inner, grid, n = METHODS[method], t.detach().tolist(), METHODS[method].rows
+    gamma, begin, outputs = torch.tensor(0.4, dtype=torch.float64), t[0], [torch.stack(state)]
+    rows = torch.stack(state) if n == 2 else torch.stack(state)[None]
+    evaluate = field.force if n == 2 else lambda s, y: torch.stack(field(s, tuple(y)))
+    first = 0.3 * UNEVEN
+    for end in np.linspace(first, 1.2, 4).tolist():  # of four steps three end inside of an interval
+        i = max(k for k in range(5) if grid[k] < end - 1e-9)
+        fraction = (end - grid[i]) / (grid[i + 1] - grid[i])
+        end = t[i] * (1 - fraction) + t[i + 1] * fraction
+        size = end - begin
+        matrix = matrix_of(inner, gamma, size)
+        columns = [*rows, evaluate(begin, rows[0])]
+        for k, node in enumerate(inner.nodes):
+            x = torch.tensordot(matrix[k, : len(columns)], torch.stack(columns), 1)
+            columns.append(evaluate(begin + node * size, x))
+        columns = torch.stack(columns)
+        for time in t[1:-1]:
+            if begin < time < end:
+                blend = inner.blend(torch, gamma, size[None], ((time - begin) / size)[None])[0]
+                outputs.append(torch.tensordot(blend, columns, 1).view(2, 1))
+        stages = len(inner.nodes) - 1
+        rows = torch.tensordot(matrix[stages : stages + n], columns, 1)
+        begin = end
+    outputs = torch.stack([*outputs, rows.view(2, 1)])
+    torch.testing.assert_close(torch.stack(got, 1), outputs, rtol=1e-10, atol=1e-12)
+    wanted = torch.autograd.grad((weights[:, None] * (outputs[:, 0] + 2 * outputs[:, 1])).sum(), t)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+# Which steps pass output times
+
+
+def nfe_of(field, state, t, **settings):
+    with hbnode.count_nfe(field) as nfe:
+        found = hbnode.odeint(field, state, t, **settings)
+    return nfe, found
+
+
+@every_adaptive
+def test_steps_that_are_longer_than_the_intervals_pass_them(method):
+    """Then many output times cost no more than one, whichever way time goes."""
+    t = np.linspace(0.0, 2.0, 101)
+    for times in (t, t[::-1].copy()):
+        exact = driven_exact(0.4, times)
+        settings = {"method": method, "rtol": 1e-4, "atol": 1e-4}
+        passing, found = nfe_of(driven(), start(exact), times, **settings)
+        landing, there = nfe_of(driven(), start(exact), times, **settings, save="exact")
+        assert passing.forward < landing.forward / 5
+        assert landing.steps == 100
+        assert worst(there, exact, 1e-4) < 1
+        for one, other in zip(found, there, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@every_adaptive
+def test_a_step_ends_on_each_output_time_if_that_is_asked_for(method):
+    t = [0.0, 0.5, 1.0, 2.0]
+    exact = driven_exact(0.4, np.array(t))
+    settings = {"method": method, "rtol": 1e-6, "atol": 1e-6}
+    ends = {}
+    for save in ("interpolate", "exact"):
+        field = driven()
+        with hbnode.diagnostics.record_steps(field) as steps:
+            found = hbnode.odeint(field, start(exact), t, **settings, save=save)
+        assert worst(found, exact, 1e-6) < 20
+        taken = zip(steps.t, steps.size, steps.accepted, strict=True)
+        ends[save] = {round(begin + size, 9) for begin, size, accepted in taken if accepted}
+    assert ends["exact"] >= set(t[1:])
+    assert not ends["interpolate"] >= set(t[1:])
+
+
+def test_irregular_times():
+    """A cluster of outputs is passed; the long intervals beside it are landed on; many lie in one step."""
+    t = np.concatenate([[0.0, 2.0], 2.0 + np.linspace(1e-3, 1e-2, 50), [2.5, 4.0, 4.0 + 1e-9]])
+    exact = driven_exact(0.4, t)
+    for method in ADAPTIVE:
+        settings = {"method": method, "rtol": 1e-7, "atol": 1e-7}
+        nfe, found = nfe_of(driven(), start(exact), t, **settings)
+        few, _ = nfe_of(driven(), start(exact), t[[0, 1, -3, -2]], **settings)
+        assert nfe.steps <= few.steps + 4
+        assert worst(found, exact, 1e-7) < 10
+
+
+@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "adjoint"])
+@pytest.mark.parametrize("save", ["interpolate", "exact"])
+def test_one_time_and_an_empty_batch(save, gradient):
+    for field in (make_field("hbnode"), make_field("node")):
+        settings = {"gradient": gradient, "save": save}
+        x = make_input(dtype=torch.float32).requires_grad_()
+        once = field.readout(hbnode.odeint(field, field.initial_state(x), [0.3], **settings))
+        torch.testing.assert_close(once[0], field.readout(field.initial_state(x)))
+        once.sum().backward()
+        empty = x.detach()[:0].requires_grad_()
+        none = field.readout(hbnode.odeint(field, field.initial_state(empty), np.linspace(0, 1, 9), **settings))
+        assert none.shape == (9, 0, x.shape[1])
+        none.sum().backward()
+        assert empty.grad.shape == empty.shape
+
+
+# Counts, and the rest of the library
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_outputs_cost_little_beside_the_steps():
+    """No work for each output: the operations of a solve do not grow with their number."""
+    field = driven()
+    state = start(driven_exact(0.4, np.zeros(1)))
+    counts = []
+    for outputs in (50, 1000):
+        with Operations() as operations:
+            hbnode.odeint(field, state, np.linspace(0, 2, outputs), method="nystrom6")
+        counts.append(operations.count)
+    assert counts[1] < 1.1 * counts[0]
+
+
+SOLVERS = {
+    "nystrom8": {"method": "nystrom8"},
+    "tsit5, past outputs": {"method": "tsit5", "save": "interpolate"},
+    "grid": {"method": "leapfrog", "steps": 5},
+    "compiled grid": {"method": "nystrom8", "steps": 3, "compile": True},
+    "dopri5": {"method": "dopri5"},
+    "rk4": {"method": "rk4", "steps": 5},
+}
+
+
+class Pulse(nn.Module):
+    """A force with a sudden beginning, so that steps are rejected."""
+
+    def forward(self, t, h):
+        return torch.exp(-(((t - 0.6) / 0.1) ** 2)) - h
+
+
+def make_block(**solver):
+    return hbnode.HeavyBallODEBlock(Pulse(), damping=0.1, **{"gradient": "direct"} | solver).double()
+
+
+@pytest.mark.parametrize("t", [[0.0, 0.3, 1.0], [1.0, 0.7, 0.0]])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_the_accepted_steps_follow_one_another_from_start_to_end(name, t, monkeypatch):
+    compile_without_back_end(monkeypatch)
+    block = make_block(**SOLVERS[name])
+    with torch.no_grad(), hbnode.diagnostics.record_steps(block) as steps:
+        block(torch.zeros(2, 1, dtype=torch.float64), t)
+    assert len(steps) == block.nfe.steps + block.nfe.rejected
+    assert sum(steps.accepted) == block.nfe.steps
+    assert not any(steps.backward)
+    assert set(steps.sample) == {None}
+    taken = [
+        (start, size) for start, size, accepted in zip(steps.t, steps.size, steps.accepted, strict=True) if accepted
+    ]
+    now, sign = t[0], 1 if t[-1] > t[0] else -1
+    for start, size in taken:
+        assert start == pytest.approx(now, abs=1e-12)
+        now = start + sign * size
+    if name == "dopri5":  # steps past the last output time
+        assert sign * now >= sign * t[-1]
+    else:
+        assert now == pytest.approx(t[-1], abs=1e-12)
+
+
+@pytest.mark.parametrize("method", ["tsit5", "nystrom8", "dopri5"])
+def test_rejected_steps_are_longer_than_what_follows(method):
+    block = make_block(method=method, rtol=1e-8, atol=1e-8)
+    with torch.no_grad(), hbnode.diagnostics.record_steps(block.field) as steps:
+        block(torch.zeros(1, 1, dtype=torch.float64))
+    rejected = [i for i, accepted in enumerate(steps.accepted) if not accepted]
+    assert len(rejected) == block.nfe.rejected > 0
+    for i in rejected:
+        assert steps.t[i + 1] == steps.t[i]
+        assert steps.size[i + 1] < steps.size[i]
+
+
+def test_every_sample_has_steps_of_its_own():
+    block = make_block(per_sample=True, method="tsit5")
+    x = torch.tensor([[0.0], [30.0], [-1.0]], dtype=torch.float64)
+    with torch.no_grad(), hbnode.diagnostics.record_steps(block) as steps:
+        block(x)
+    for sample in range(len(x)):
+        rows = [i for i, of in enumerate(steps.sample) if of == sample]
+        assert sum(steps.size[i] for i in rows if steps.accepted[i]) == pytest.approx(1.0, abs=1e-12)
+        with torch.no_grad(), hbnode.diagnostics.record_steps(block) as alone:
+            block(x[sample : sample + 1])
+        assert alone.size == pytest.approx([steps.size[i] for i in rows], rel=1e-9)
+
+
+@pytest.mark.parametrize("solver", [{"method": "dopri5", "gradient": "adjoint"}, {"gradient": "adjoint"}])
+def test_the_steps_of_an_adjoint_are_marked(solver):
+    block = make_block(**solver)
+    with hbnode.diagnostics.record_steps(block) as steps:
+        block(torch.ones(2, 1, dtype=torch.float64)).sum().backward()
+    assert steps.backward.count(False) == block.nfe.steps + block.nfe.rejected
+    assert steps.backward.count(True) == block.nfe.backward_steps + block.nfe.backward_rejected > 0
+    assert steps.t[steps.backward.index(True)] == 1.0
+
+
+def test_recomputed_steps_are_not_recorded_again():
+    block = make_block(gradient=AGAIN, rtol=1e-8, atol=1e-8)
+    with hbnode.diagnostics.record_steps(block) as steps:
+        block(torch.ones(2, 1, dtype=torch.float64, requires_grad=True)).sum().backward()
+    assert block.nfe.backward_steps > 0
+    assert not any(steps.backward)
+
+
+def test_steps_before_a_failure_and_of_one_module_only():
+    block, other = make_block(method="tsit5", rtol=1e-10, atol=1e-10, max_steps=7), make_block()
+    with pytest.raises(hbnode.errors.MaxStepsError), hbnode.diagnostics.record_steps(block) as steps:  # noqa: PT012
+        other(torch.ones(1, 1, dtype=torch.float64))
+        block(torch.ones(1, 1, dtype=torch.float64))
+    assert len(steps) == 7
+    block(torch.ones(1, 1, dtype=torch.float64), [0.0, 1e-3])
+    assert len(steps) == 7
+    with pytest.raises(TypeError, match=r"record_steps expected a module or a callable field, got int"):
+        hbnode.diagnostics.record_steps(3).__enter__()
+
+
+def test_an_ode_rnn_records_the_gaps_of_each_sequence():
+    rnn = hbnode.ODERNN(2, 3)
+    t = torch.tensor([[0.0, 1.0, 3.0], [0.0, 0.5, 0.75]])
+    with torch.no_grad(), hbnode.diagnostics.record_steps(rnn) as steps:
+        rnn(torch.randn(2, 3, 2), t)
+    for sample, span in enumerate((3.0, 0.75)):
+        sizes = [s for s, of, a in zip(steps.size, steps.sample, steps.accepted, strict=True) if of == sample and a]
+        assert sum(sizes) == pytest.approx(span, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", [None, "rk4", "dopri5"])
+def test_a_common_step_of_an_ode_rnn_has_the_samples_and_times_of_the_batch(method):
+    """Sequences that have ended take no part; the others keep their numbers and their own times."""
+    options = {"method": method, "steps": 2} if method == "rk4" else {"method": method}
+    rnn = hbnode.ODERNN(2, 3, per_sample=False, rtol=0.1, atol=0.1, **options)
+    t = torch.tensor([[0.0], [100.0], [200.0]]) + 10 * torch.arange(3.0)
+    with hbnode.diagnostics.record_steps(rnn) as steps:
+        rnn(torch.randn(3, 3, 2), t, lengths=torch.tensor([1, 3, 2]))
+    assert set(steps.sample) == {1, 2}
+    for sample, start, length in ((1, 100.0, 20.0), (2, 200.0, 10.0)):
+        rows = [i for i, other in enumerate(steps.sample) if other == sample and steps.accepted[i]]
+        assert steps.t[rows[0]] == start
+        total = sum(steps.size[i] for i in rows)
+        assert total > length if method == "dopri5" else total == pytest.approx(length, rel=1e-5)  # it passes the end
+
+
+def test_steps_of_an_adjoint_between_samples_are_in_time():
+    rnn = hbnode.ODERNN(2, 3, method="dopri5", per_sample=False, gradient="adjoint", rtol=0.1, atol=0.1)
+    with hbnode.diagnostics.record_steps(rnn) as steps:
+        rnn(torch.randn(2, 2, 2), torch.tensor([[0.0, 10.0], [100.0, 101.0]]))[0].sum().backward()
+    back = [(t, sample) for t, sample, is_back in zip(steps.t, steps.sample, steps.backward, strict=True) if is_back]
+    assert (10.0, 0) in back
+    assert (101.0, 1) in back
