@@ -60,24 +60,18 @@ def test_backward_over_n_output_intervals(outputs, learn_t):
     assert (t.grad is not None) == learn_t
 
 
-@pytest.mark.parametrize("method", ["bosh3", "dopri8", "adaptive_heun", "fehlberg2", "rk4", "implicit_adams", "euler"])
+@pytest.mark.parametrize(
+    "method", ["bosh3", "dopri8", "adaptive_heun", "fehlberg2", "rk4", "implicit_adams", "scipy_solver"]
+)
 @pytest.mark.parametrize("gradient", ["direct", "adjoint"])
 def test_every_kind_of_method_is_counted(method, gradient):
-    fixed = method in ("rk4", "implicit_adams", "euler")
+    fixed = method in ("rk4", "implicit_adams")
     block = counted_block("ghbnode", method=method, gradient=gradient, steps=5 if fixed else None)
     block(make_input()).sum().backward()
     assert block.nfe.total == block.field.func.calls
     assert (block.nfe.backward > 0) == (gradient == "adjoint")
     if fixed:
         assert (block.nfe.steps, block.nfe.rejected) == (5, 0)
-
-
-def test_scipy_is_counted():
-    block = counted_block("hbnode", method="scipy_solver", gradient="adjoint")
-    block(make_input()).sum().backward()
-    assert block.nfe.forward > 0
-    assert block.nfe.backward > 0
-    assert block.nfe.total == block.field.func.calls
 
 
 def test_counts_are_of_the_last_call_and_not_cumulative():
@@ -93,14 +87,6 @@ def test_counts_are_of_the_last_call_and_not_cumulative():
     assert block.nfe.backward == 0
     second.sum().backward()
     assert block.nfe.backward == first_nfe.backward
-
-
-def test_no_grad_and_evaluation_mode_are_counted():
-    block = counted_block("hbnode", gradient="adjoint").eval()
-    with torch.no_grad():
-        block(make_input())
-    assert block.nfe.forward == block.field.func.calls > 0
-    assert block.nfe.backward == 0
 
 
 def test_count_nfe_sums_over_two_blocks_and_repeated_calls():
@@ -144,16 +130,6 @@ def test_a_block_inside_the_func_of_a_block():
     assert nfe.total == len(calls) + inner.field.func.calls
 
 
-def test_a_larger_loss_costs_more_backward_evaluations():
-    """The absolute tolerance applies to the adjoint as well, as the docs say."""
-    block = counted_block("node", gradient="adjoint", rtol=1e-5, atol=1e-5)
-    counts = []
-    for scale in (1.0, 1e6):
-        (scale * block(make_input()).pow(2).sum()).backward()
-        counts.append(block.nfe.backward)
-    assert counts[0] < counts[1]
-
-
 def test_recomputation_by_checkpointing_counts_as_backward():
     from torch.utils.checkpoint import checkpoint
 
@@ -172,17 +148,6 @@ def test_count_nfe_of_a_plain_function_and_bad_input():
     assert nfe.forward == 7
     with pytest.raises(TypeError, match="count_nfe expected a module or a callable"), hbnode.count_nfe(3):
         pass
-
-
-def test_count_nfe_of_a_bound_method():
-    class Owner:
-        def dynamics(self, t, y):
-            return -y
-
-    owner = Owner()
-    with hbnode.count_nfe(owner.dynamics) as nfe:
-        hbnode.odeint(owner.dynamics, torch.ones(2), [0.0, 1.0], method="euler", steps=3)
-    assert nfe.forward == 3
 
 
 def test_a_failed_solve_is_counted_as_far_as_it_went():
