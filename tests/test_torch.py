@@ -1,4 +1,4 @@
-"""The private functions of torch that hbnode calls exist, and mean what they are used for; memory that is freed is kept."""
+"""The private functions of torch that hbnode calls exist and mean what they are used for; freed memory is kept."""
 
 import platform
 import subprocess
