@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.nn.ode_rnn import layer
-from hbnode.nn.ode_rnn.fused import Run, coefficient_matrix
+from hbnode.nn import ode_rnn as layer
+from hbnode.nn._fused_ode_rnn import Run, coefficient_matrix
 from hbnode.solve.methods import METHODS
 
 LENGTHS = torch.tensor([6, 4, 1])

@@ -10,7 +10,7 @@ from torch import nn
 
 import hbnode
 from hbnode.errors import NonFiniteError
-from hbnode.nn.ode_rnn import layer
+from hbnode.nn import ode_rnn as layer
 from hbnode.solve.methods import METHODS
 
 GRADIENTS = "direct", "checkpoint"
