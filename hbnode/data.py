@@ -125,7 +125,7 @@ def from_long(
     unit: str | datetime.timedelta | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Series:
-    """Padded series of a table in long form.
+    """Return the padded series of a table in long form.
 
     The table is a DataFrame of pandas or polars, or a dictionary of columns. It has a row for each sample, with a
     column for each feature; or, with ``variable``, a row for each measurement, which names its feature. Rows may come
@@ -223,7 +223,7 @@ def _array(column: Any, name: str) -> NDArray[Any]:
 
 
 def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
-    """The different entries in the order in which they first come, and which of them each row has."""
+    """Return the different entries in the order of their first rows, and the index of the entry of each row."""
     array = _array(column, name)
     if len(array) == 0:
         raise ValueError("the table has no rows. Fix: at least one.")
@@ -236,7 +236,7 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
-    """Names of the features, and the place of each row's; -1 for one that is not wanted."""
+    """Return the names of the features, and the index of the feature of each row; -1 for one that is not wanted."""
     found, codes = _codes(column, name)
     names = sorted(found) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
     places = {feature: i for i, feature in enumerate(names)}
@@ -266,7 +266,7 @@ def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDA
 
 
 def _numbers(column: Any, name: str) -> NDArray[Any]:
-    """A column as float64, missing values as NaN."""
+    """Return a column as float64, missing values as NaN."""
     array = _array(column, name)
     if array.dtype.kind == "O" and hasattr(column, "to_numpy"):
         array = np.array([np.nan if str(entry) == "<NA>" else entry for entry in array.tolist()], dtype=object)
@@ -307,7 +307,7 @@ def _merge(
 
 
 def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: str) -> NDArray[Any]:
-    """One value for each series, of those that are there."""
+    """Return the value of each series; NaN if all are missing."""
     least, most = (np.full(len(ids), np.nan) for _ in range(2))
     np.fmin.at(least, codes, numbers)
     np.fmax.at(most, codes, numbers)
@@ -370,7 +370,7 @@ class Dataset(TorchDataset[Any]):
 
 
 def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | tuple[Series, Tensor]:
-    """One padded batch of the items of a :class:`Dataset`, for a DataLoader's ``collate_fn``.
+    """Return one padded batch of the items of a :class:`Dataset`, for a DataLoader's ``collate_fn``.
 
     Arguments:
         items: series, or pairs of a series and a target.
@@ -433,7 +433,7 @@ def bucketed_batches(
     drop_last: bool = False,
     generator: torch.Generator | None = None,
 ) -> BucketedBatches:
-    """Batches of series of like length, so that little is padding: the ``batch_sampler`` of a DataLoader.
+    """Return batches of series of similar length, with little padding: the ``batch_sampler`` of a DataLoader.
 
     Shuffled, each pass has other batches: 50 batches of series at a time are drawn at random, put in order of length,
     and cut; the batches then come in random order.
