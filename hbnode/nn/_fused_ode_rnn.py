@@ -29,18 +29,11 @@ from hbnode.errors import NonFiniteError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE
 from hbnode.nfe import NFE, Tally, open_records
 from hbnode.nn.nets import MLP
-from hbnode.solve.control import (
-    FIRST_LOOK,
-    LONGEST_DECAY,
-    NON_FINITE_ATTEMPTS,
-    TOO_MANY,
-    Array,
-    PIController,
-    first_size,
-)
+from hbnode.solve.control import FIRST_LOOK, LONGEST_DECAY, NON_FINITE_ATTEMPTS, TOO_MANY, PIController, first_size
 from hbnode.solve.methods import METHODS, NYSTROM, SECOND_ORDER, Explicit, Method, Splitting
 from hbnode.solve.settings import Settings
 
+Array = np.ndarray
 Weights = Sequence[Any]  # weight and bias of each linear layer: the cell's hidden one, then those of f
 
 MANY = 1024  # rows of a batch, of so many or more uses a gradient is summed in one product

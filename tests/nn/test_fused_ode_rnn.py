@@ -4,7 +4,6 @@ import copy
 import pickle
 import threading
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 import hbnode
 from hbnode.errors import NonFiniteError
 from hbnode.nn import ode_rnn
-from hbnode.nn._fused_ode_rnn import Run, coefficient_matrix
+from hbnode.nn._fused_ode_rnn import Run
 from hbnode.solve.methods import METHODS
 
 LENGTHS = torch.tensor([6, 4, 1])
@@ -423,13 +422,3 @@ def test_outputs_and_states_have_storage_of_their_own():
     assert output.is_contiguous()
     assert path.is_contiguous()
     assert state.h.untyped_storage().nbytes() <= 8 * 2 * 3 * 4
-
-
-@pytest.mark.parametrize("name", ["nystrom4", "nystrom8", "exponential", "tsit5"])
-def test_the_matrix_of_coefficients_is_that_of_the_method(name):
-    method, sizes = METHODS[name], np.array([0.0, 0.3, 2.0])
-    expected = torch.from_numpy(method.matrix(np, 0.4, sizes)).permute(1, 2, 0)
-    for error in (True, False):
-        packed = torch.from_numpy(method.packed(np, 0.4, sizes, error=error))
-        got = coefficient_matrix(method, packed, error=error).squeeze(-1)
-        close(got, expected[: len(got)], rtol=1e-12, atol=1e-14)

@@ -458,6 +458,7 @@ def test_every_parameter_learns_and_copies_agree(model):
     for other in (copy.deepcopy(rnn), fresh, pickle.loads(pickle.dumps(rnn)), torch.compile(rnn, backend="eager")):
         assert other(x, t, mask=mask, static=static)[0].equal(output)
     assert "num_layers=2, bidirectional=True, dropout=0.5" in repr(rnn)
+    assert "initial_state=learned" in repr(rnn)
     assert "per_sample=True" in repr(rnn)
 
 
