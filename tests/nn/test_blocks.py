@@ -27,6 +27,15 @@ SOLVERS = {
 }
 every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 every_gradient = pytest.mark.parametrize("gradient", ["direct", "checkpoint", AGAIN, "adjoint"], ids=str)
+every_backward = pytest.mark.parametrize(
+    "solver",
+    [
+        *({"gradient": gradient} for gradient in ("direct", "checkpoint", AGAIN, "adjoint")),
+        *({"gradient": AGAIN, "steps": 20}, {"gradient": "reversible", "steps": 3}),
+        *({"method": "dopri5", "gradient": gradient} for gradient in ("direct", "adjoint")),
+        {"method": "rk4", "gradient": "adjoint", "steps": 3},
+    ],
+)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TIMES = [0.0, 0.4, 1.5]
 close, HeavyBall = torch.testing.assert_close, hbnode.HeavyBallODEBlock
@@ -372,18 +381,8 @@ def test_a_block_gives_the_end_of_its_trajectory(model, steps, gradient):
 # In a user's hands
 
 
-@pytest.mark.parametrize(
-    ("solver", "generalized"),
-    [
-        *(({"gradient": gradient}, False) for gradient in ("direct", "checkpoint", AGAIN, "adjoint")),
-        ({"gradient": AGAIN, "steps": 20}, True),
-        ({"gradient": "adjoint", "save": "interpolate"}, True),
-        ({"gradient": "reversible", "steps": 3}, True),
-        ({"method": "dopri5"}, False),
-        ({"method": "dopri5", "gradient": "adjoint"}, False),
-        ({"method": "rk4", "gradient": "adjoint", "steps": 3}, True),
-    ],
-)
+@every_backward
+@pytest.mark.parametrize("generalized", [False, True])
 def test_an_output_may_be_changed_in_place(solver, generalized):
     """As ``nn.ReLU(inplace=True)`` behind the block does; no backward pass needs what the caller has."""
     block = HeavyBall(nn.Linear(2, 2), generalized=generalized, **solver).double()
@@ -407,18 +406,7 @@ class Forced(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize(
-    "solver",
-    [
-        {"gradient": "direct"},
-        {"gradient": "checkpoint"},
-        {"gradient": AGAIN, "steps": 20},
-        {"gradient": "adjoint"},
-        {"gradient": "reversible", "steps": 3},
-        {"method": "dopri5"},
-        {"method": "dopri5", "gradient": "adjoint"},
-    ],
-)
+@every_backward
 @pytest.mark.parametrize("compile", [torch.jit.script, lambda func: torch.jit.trace(func, (ONE, torch.ones(3, 2)))])
 def test_a_func_of_torchscript(solver, compile):
     func, x = Forced(), torch.randn(3, 2)
@@ -426,7 +414,7 @@ def test_a_func_of_torchscript(solver, compile):
     plain, block = (HeavyBall(f, damping=0.1, **solver) for f in (func, scripted))
     block.field.omega = plain.field.omega
     found, expected = (torch.autograd.grad(b(x).square().sum(), list(func.parameters())) for b in (block, plain))
-    torch.testing.assert_close(found, expected)
+    close(found, expected)
 
 
 def test_vmap_and_other_transforms():
@@ -525,6 +513,10 @@ def test_an_unknown_method_suggests_the_nearest(name, fix):
         HeavyBall(nn.Identity(), method=name)
 
 
+RK4, DOPRI5, LEAPFROG = {"method": "rk4"}, {"method": "dopri5"}, {"method": "leapfrog", "steps": 9}
+ADJOINT, REVERSIBLE = DOPRI5 | {"gradient": "adjoint"}, LEAPFROG | {"gradient": "reversible"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "fix", "right"),
     [
@@ -537,58 +529,42 @@ def test_an_unknown_method_suggests_the_nearest(name, fix):
         ({"steps": 0}, "steps=8", {"steps": 8}),
         ({"steps": True}, "steps=8", {"steps": 8}),
         ({"steps": 2.0}, "steps=8", {"steps": 8}),
-        ({"method": "leapfrog"}, "steps=n", {"method": "leapfrog", "steps": 9}),
+        ({"method": "leapfrog"}, "steps=n", LEAPFROG),
         ({"per_sample": "sample"}, "per_sample=True", {"per_sample": True}),
         ({"per_sample": True, "method": "dopri5"}, "per_sample=False", {"per_sample": False, "method": "dopri5"}),
         ({"save": "land"}, "save='exact'", {"save": "exact"}),
         ({"save": "interpolation"}, "save='interpolate'", {"save": "interpolate"}),
         ({"save": 3}, "leave it out", {}),
-        ({"save": "exact", "method": "rk4", "options": {"step_size": 0.3}}, "leave save out", {"method": "rk4"}),
+        ({"save": "exact", "method": "rk4", "options": {"step_size": 0.3}}, "leave save out", RK4),
         ({"jump_times": 0.5}, "jump_times=[0.5]", {"jump_times": [0.5]}),
         ({"jump_times": [float("nan")]}, "jump_times=[0.5]", {"jump_times": [0.5]}),
         ({"jump_times": [0.5], "steps": 9}, "leave steps out", {"jump_times": [0.5]}),
-        ({"jump_times": [0.5], "method": "rk4"}, "method='dopri5'", {"jump_times": [0.5], "method": "dopri5"}),
+        ({"jump_times": [0.5], "method": "rk4"}, "method='dopri5'", DOPRI5 | {"jump_times": [0.5]}),
         (
-            {"jump_times": [0.5], "method": "dopri5", "options": {"jump_t": torch.tensor([0.5])}},
+            DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": torch.tensor([0.5])}},
             "jump_times alone",
-            {"jump_times": [0.5], "method": "dopri5"},
+            DOPRI5 | {"jump_times": [0.5]},
         ),
-        (
-            {"options": {"norm": max}},
-            "method='dopri5'",
-            {"method": "dopri5", "options": {"norm": lambda state: state[0].norm()}},
-        ),
+        ({"options": {"norm": max}}, "method='dopri5'", DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}}),
         ({"options": {"min_steps": 0.1}}, "options={'min_step': ...}", {"options": {"min_step": 1e-3}}),
         ({"options": 8}, "steps=8 for a grid, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),
-        (
-            {"method": "leapfrog", "steps": 9, "options": {"max_step": 1.0}},
-            "leave it out",
-            {"method": "leapfrog", "steps": 9},
-        ),
-        (
-            {"method": "dopri5", "steps": 9},
-            "method='rk4'",
-            {"method": "rk4", "steps": 9},
-        ),
-        ({"method": "rk4", "options": {"first_step": 0.1}}, "method='dopri5'", {"method": "dopri5"}),
-        ({"method": "dopri5", "options": {"max_num_steps": 9}}, "max_steps=n", {"method": "dopri5", "max_steps": 9}),
-        ({"method": "dopri5", "options": {"land": True}}, "save='exact'", {"method": "dopri5", "save": "exact"}),
-        ({"method": "dopri5", "options": {"max_nfe": 99}}, "method=None", {"options": {"max_nfe": 99}}),
-        ({"method": "rk4", "options": {"steps": 9}}, "steps=n", {"method": "rk4", "steps": 9}),
-        (
-            {"method": "rk4", "options": 8},
-            "options={'step_size': 0.1}",
-            {"method": "rk4", "options": {"step_size": 0.1}},
-        ),
+        (LEAPFROG | {"options": {"max_step": 1.0}}, "leave it out", LEAPFROG),
+        (DOPRI5 | {"steps": 9}, "method='rk4'", RK4 | {"steps": 9}),
+        (RK4 | {"options": {"first_step": 0.1}}, "method='dopri5'", DOPRI5),
+        (DOPRI5 | {"options": {"max_num_steps": 9}}, "max_steps=n", DOPRI5 | {"max_steps": 9}),
+        (DOPRI5 | {"options": {"land": True}}, "save='exact'", DOPRI5 | {"save": "exact"}),
+        (DOPRI5 | {"options": {"max_nfe": 99}}, "method=None", {"options": {"max_nfe": 99}}),
+        (RK4 | {"options": {"steps": 9}}, "steps=n", RK4 | {"steps": 9}),
+        (RK4 | {"options": 8}, "options={'step_size': 0.1}", RK4 | {"options": {"step_size": 0.1}}),
         (
             {"method": "tsit5", "gradient": "reversible"},
             "gradient='checkpoint', or method='leapfrog' with steps=n",
-            {"method": "leapfrog", "gradient": "reversible", "steps": 9},
+            REVERSIBLE,
         ),
         (
             {"adjoint_options": {}},
             "leave them out, or method='dopri5' with gradient='adjoint'",
-            {"method": "dopri5", "gradient": "adjoint", "adjoint_options": {}},
+            ADJOINT | {"adjoint_options": {}},
         ),
     ],
 )
