@@ -322,6 +322,10 @@ class FusedStep(NamedTuple):
     c: Any = None
     stages: Sequence[Stage] = ()
 
+    @property
+    def without_residuals(self) -> FusedStep:
+        return FusedStep(*self[:4])
+
     def end(self, y: Tensor, after: Tensor) -> Tensor:
         """Return the state of all samples after the step from the state of those that took it."""
         if self.accepted is not None:
@@ -435,22 +439,20 @@ class FusedODERNN:
             y = torch.cat((s, start.value), 1)
         steps: list[FusedStep] = []
         if self.by_error and not known:
-            y, attempts = self.adaptive(gap, y, p, steps)
+            y, attempts = self.adaptive(gap, y, p, steps, keep)
         else:
             for step in known or self.grid[gap]:
                 after, _, step = self.take(step, self.coefficients(step, p), y, p)
                 y = step.end(y, after)
-                steps.append(step)
+                steps.append(step if keep else step.without_residuals)
             attempts = len(steps)
         tally.add("evaluation", self.method.carries + attempts * self.evaluations)
         if not known:
             tally.add("accepted", len(steps))
             tally.add("rejected", attempts - len(steps))
-        if not keep:
-            start, steps = None, [FusedStep(*step[:4]) for step in steps]
-        return y[:, : self.size], Gap(start, steps)
+        return y[:, : self.size], Gap(start if keep else None, steps)
 
-    def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep]) -> tuple[Tensor, int]:
+    def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep], keep: bool) -> tuple[Tensor, int]:
         """Return the state at the end of a gap and the number of attempts; the accepted ones are added to ``steps``.
 
         The rules are those of :class:`hbnode.solve.control.AdaptiveSteps` for a field that does not depend on time.
@@ -492,14 +494,14 @@ class FusedODERNN:
                 ratio = in_common(ratio, length)
             accepted = ratio <= 1.0  # not those that are not finite
             if accepted.all() and step.place is not None:
-                steps.append(step)
+                steps.append(step if keep else step.without_residuals)
                 return after, attempt
             if not accepted.all():
                 mask = torch.from_numpy(accepted).unsqueeze(1)
                 step = step._replace(accepted=mask if step.samples is None else mask[step.samples])
             if (accepted & moves).any():
                 y = step.end(y, after)
-                steps.append(step)
+                steps.append(step if keep else step.without_residuals)
             now = np.where(accepted, np.where(number == 1.0, length, now + taken), now)
             if (now == length).all():
                 return y, attempt

@@ -323,13 +323,18 @@ def test_a_second_pass_over_a_retained_graph_evaluates_nothing():
         loss.backward()
 
 
-def test_residuals_are_freed_by_the_backward_pass(monkeypatch):
+def test_residuals_are_stored_for_the_backward_pass_only(monkeypatch):
     runs, init = [], Run.__init__
     monkeypatch.setattr(Run, "__init__", lambda run, *args, **kwargs: (runs.append(run), init(run, *args, **kwargs))[1])
     y = make_rnn()(*make_series()[:2])[0]
     assert runs[0].records
     y.sum().backward()
     assert not runs[0].records
+    with torch.no_grad():
+        make_rnn()(*make_series()[:2])
+    for gap, _ in runs[1].records:
+        assert gap.start is None
+        assert not any(step.stages for step in gap.steps)
 
 
 @pytest.mark.parametrize("where", ["field.func.layers.0.weight", "field.omega", "cell.weight_hh", "start"])
