@@ -249,18 +249,19 @@ class _FastForm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, residuals = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint allows no second look
+        tensors, residuals = saved[: ctx.count], saved[ctx.count :]
         needed = ctx.needs_input_grad[3:]
         given = [grad for grad in grads if grad is not None]
         with no_autocast(given[0]) if given else nullcontext():  # as the forward pass runs
             if torch.is_grad_enabled() or any(is_batched(grad) for grad in given):
-                found = _reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
+                found = reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
             else:
                 found = ctx.form.vjp(ctx.options, tensors, residuals, grads, needed)
         return None, None, None, *found
 
 
-def _reference_vjp(
+def reference_vjp(
     reference: Callable[..., Any],
     options: Any,
     tensors: Sequence[Tensor | None],

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.data import Series
-from hbnode.nn.ode_rnn.sequences import fitted_unit
+from hbnode.nn.sequences import fitted_unit
 from tasks.common.batches import Samples
 from tasks.common.config import SCHEDULES, TRIAL_FIELDS, option, parse
 from tasks.common.files import exit_on, write_table

@@ -29,7 +29,7 @@ def make_table(rows=200, seed=0):
     return table
 
 
-def plain(table, values, rule):
+def reference(table, values, rule):
     """The series, row by row, as {id: {time: {feature: value}}}."""
     series = {}
     for row in range(len(table["id"])):
@@ -46,10 +46,10 @@ def plain(table, values, rule):
 
 
 @pytest.mark.parametrize("rule", ["mean", "first", "last"])
-def test_against_a_plain_twin(rule):
+def test_series_are_those_of_the_table_row_by_row(rule):
     table = make_table()
     series = data.from_long(table, id="id", time="time", values=["a", "b"], duplicates=rule, dtype=torch.float64)
-    expected = plain(table, ["a", "b"], rule)
+    expected = reference(table, ["a", "b"], rule)
     assert series.ids == list(expected)
     assert series.lengths.tolist() == [len(stamps) for stamps in expected.values()]
     assert series.x.shape == (9, max(series.lengths), 2)
@@ -73,7 +73,7 @@ def test_a_row_for_each_measurement():
                 for name, entry in zip(long, (wide["id"][row], wide["time"][row], what, wide[what][row]), strict=True):
                     long[name].append(entry)
     series = data.from_long(long, id="id", time="time", values="value", variable="what")
-    expected = plain(wide, ["a", "b"], "mean")
+    expected = reference(wide, ["a", "b"], "mean")
     assert series.features == ["a", "b"]
     for b, one in enumerate(series.ids):
         stamps = {t: cells for t, cells in expected[one].items() if not all(map(math.isnan, cells.values()))}
@@ -86,22 +86,23 @@ def test_a_row_for_each_measurement():
     assert not turned.mask[..., 1].any()
 
 
-class Column:
-    """A column as polars has it: an array is all it gives."""
+class Frame(dict):
+    """A table as polars has it: ``columns`` are names, and columns give an array."""
 
+    def __init__(self, columns):
+        super().__init__(columns)
+        self.columns = list(columns)
+
+    def __getitem__(self, name):
+        return Column(super().__getitem__(name))
+
+
+class Column:
     def __init__(self, values):
         self.values = values
 
     def to_numpy(self):
         return self.values
-
-
-class Table(dict):
-    """A table as polars has it: ``columns`` are names, columns have ``to_numpy``."""
-
-    @property
-    def columns(self):
-        return list(self)
 
 
 def test_tables_of_pandas_and_polars_and_dictionaries_agree():
@@ -111,7 +112,7 @@ def test_tables_of_pandas_and_polars_and_dictionaries_agree():
     expected = data.from_long(table, **options)
     frame = pandas.DataFrame(table)
     nullable = frame.convert_dtypes()
-    tables = [frame, frame.set_index(frame.index[::-1]), nullable, Table({k: Column(v) for k, v in table.items()})]
+    tables = [frame, frame.set_index(frame.index[::-1]), nullable, Frame(table)]
     try:
         import polars
 
@@ -174,14 +175,15 @@ def test_tables_that_are_refused(change, options, kind, message):
 
 def test_tables_of_pandas_that_are_refused():
     pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(good())
-    options = {"id": "id", "time": "t", "values": "a"}
-    with pytest.raises(ValueError, match="'id' has missing entries"):
-        data.from_long(frame.assign(id=pandas.array(["x", None, "y"], dtype="string")), **options)
-    with pytest.raises(KeyError, match=r"Fix: table.reset_index\(\)"):
-        data.from_long(frame.set_index(["id", "t"]), **options)
-    with pytest.raises(ValueError, match=r"'a' must be one entry a row, got shape \(3, 2\)"):
-        data.from_long(pandas.concat([frame, frame[["a"]]], axis=1), **options)
+    frame, options = pandas.DataFrame(good()), {"id": "id", "time": "t", "values": "a"}
+    missing = frame.assign(id=pandas.array(["x", None, "y"], dtype="string"))
+    for table, kind, message in (
+        (missing, ValueError, "'id' has missing entries"),
+        (frame.set_index(["id", "t"]), KeyError, r"Fix: table.reset_index\(\)"),
+        (pandas.concat([frame, frame[["a"]]], axis=1), ValueError, r"'a' must be one entry a row, got shape \(3, 2\)"),
+    ):
+        with pytest.raises(kind, match=message):
+            data.from_long(table, **options)
 
 
 def test_series_select_move_and_run():

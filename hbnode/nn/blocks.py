@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -149,7 +148,7 @@ class ODEBlock(nn.Module):
         def __call__(self, x: Tensor, t: Times | None = None) -> Tensor: ...
 
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
-        """h(T), or the trajectory of h at the times ``t``."""
+        """Return h(T), or the trajectory of h at the times ``t``."""
         readout = self.field.readout
         if t is None and getattr(readout, "__func__", None) is Field.readout:  # which takes a state as well
             return readout(self._solve(self.field, self.start(x), None, end=True))
@@ -157,7 +156,7 @@ class ODEBlock(nn.Module):
         return h[-1] if t is None else h
 
     def trajectory(self, x: Tensor, t: Times | None = None) -> State:
-        r"""The whole state at the times ``t``, time first, where ``block(x, t)`` gives h alone.
+        r"""Return the whole state at the times ``t``, time first; ``block(x, t)`` gives only h.
 
         Counts evaluations and gives gradients as ``block(x, t)`` does.
 
@@ -180,12 +179,12 @@ class ODEBlock(nn.Module):
         return self._solve(self.field, self.start(x), t)
 
     def with_integral(self, x: Tensor, integrand: Integrand, t: Times | None = None) -> tuple[Tensor, Tensor]:
-        r"""The output of the block and the integral of g along its path.
+        r"""Return the output of the block and the integral of g along its path.
 
         .. math:: q(t) = \int_{t_0}^{t} g(s, y(s), y'(s))\, ds
 
         q is solved as one more equation, q' = g with q = 0 at the start, by ``"tsit5"`` or one of torchdiffeq's methods
-        (Nyström and splitting methods solve h'' + γh' = f alone). A step is accepted when the error norm of the state
+        (Nyström and splitting methods solve h'' + γh' = f only). A step is accepted when the error norm of the state
         and the error norm of q are both at most 1, so the integral does not loosen the steps of h. Gradients flow to h,
         q and all parameters in f and g in every gradient mode except ``"reversible"``. ``block.nfe`` counts evaluations
         of the field, not calls of a network inside g. ``compile=True`` has no effect here.
@@ -229,7 +228,7 @@ class ODEBlock(nn.Module):
         return (h[-1], q[-1]) if t is None else (h, q)
 
     def start(self, x: Tensor) -> State:
-        """The state at the start of a solve, from an input x (batch, d, ...): augmented, with its momentum."""
+        """Return the initial state of a solve from an input x (batch, d, ...): augmented, with its momentum."""
         with _traced_shapes():
             if self.initial_state is not None:
                 return self.initial_state(x)
@@ -238,7 +237,7 @@ class ODEBlock(nn.Module):
     def _solve(
         self, field: nn.Module, state: State, t: Times | None, settings: Settings | None = None, *, end: bool = False
     ) -> State:
-        """The solution at the times, or its end alone, counted; with the block's own settings if none are given."""
+        """Solve at the times, or return only the final state, and count the evaluations."""
         nfe = NFE()
         if not is_exporting():  # a graph without Python has no attributes
             self._nfe = nfe
@@ -250,11 +249,10 @@ class ODEBlock(nn.Module):
             return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
 
     def settings(self) -> Settings:
-        """How the block solves, checked, from its attributes, which may be changed at any time."""
+        """Return how the block solves, checked, from its attributes, which may be changed at any time."""
         return Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps).checked()
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
         settings = resolve(self.settings(), self.field, torch.tensor(self.t_span))
         augment = f", augment={self.augment}" if self.augment else ""
         return (
@@ -267,18 +265,8 @@ def _traced_shapes() -> AbstractContextManager[None]:
     return checking_shapes() if torch.jit.is_tracing() else nullcontext()
 
 
-def _heavy_ball(generalized: bool, of_ghbnode: dict[str, Any]) -> Callable[..., HBNODE | GHBNODE]:
-    """What makes the field of a heavy ball, with the arguments that a generalized one alone has."""
-    if of_ghbnode and not generalized:
-        raise ValueError(
-            f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
-            "Fix: generalized=True, or leave it out."
-        )
-    return functools.partial(GHBNODE if generalized else HBNODE, **of_ghbnode)
-
-
 class HeavyBallODEBlock(ODEBlock):
-    r"""A layer that lets a heavy ball roll: :math:`h'' + \gamma h' = f(h, t)` from h = x, returning h(T).
+    r"""ODE layer for the heavy-ball equation: :math:`h'' + \gamma h' = f(h, t)` from h = x, returning h(T).
 
     With ``generalized=True`` the equation is that of :class:`hbnode.GHBNODE`,
     :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
@@ -355,16 +343,24 @@ class HeavyBallODEBlock(ODEBlock):
         compile: bool = False,
         initial_state: Callable[[Tensor], State] | None = None,
     ) -> None:
-        of_ghbnode = {"xi": xi, "learn_xi": learn_xi, "activation": activation}
+        constants: dict[str, Any] = {"xi": xi, "learn_xi": learn_xi, "activation": activation}
+        constants = {name: value for name, value in constants.items() if value is not None}
+        if constants and not generalized:
+            raise ValueError(
+                f"{', '.join(constants)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
+                "Fix: generalized=True, or leave it out."
+            )
+        field = (GHBNODE if generalized else HBNODE)(
+            func,
+            damping=damping,
+            learn_damping=learn_damping,
+            max_damping=max_damping,
+            initial_momentum=initial_momentum,
+            time_dependent=time_dependent,
+            **constants,
+        )
         super().__init__(
-            _heavy_ball(generalized, {name: value for name, value in of_ghbnode.items() if value is not None})(
-                func,
-                damping=damping,
-                learn_damping=learn_damping,
-                max_damping=max_damping,
-                initial_momentum=initial_momentum,
-                time_dependent=time_dependent,
-            ),
+            field,
             t_span,
             method=method,
             rtol=rtol,

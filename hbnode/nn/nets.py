@@ -52,7 +52,7 @@ class MLP(nn.Module):
         sizes = [in_features + time_dependent, *hidden, out_features]
         layers: list[nn.Module] = []
         for size, following in itertools.pairwise(sizes):
-            layers += [nn.Linear(size, following), _made(activation)]
+            layers += [nn.Linear(size, following), _make_activation(activation)]
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class ConvNet(nn.Module):
         self.conv1 = nn.Conv2d(in_channels + extra, hidden, 1)
         self.conv2 = nn.Conv2d(hidden + extra, hidden, 3, padding=1)
         self.conv3 = nn.Conv2d(hidden + extra, out_channels, 1)
-        self.activation = _made(activation)
+        self.activation = _make_activation(activation)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Concatenate the inputs over channels and apply the three convolutions."""
@@ -119,8 +119,7 @@ class ConvNet(nn.Module):
         return self.conv3(with_time(x))
 
 
-def _made(activation: Callable[[], nn.Module]) -> nn.Module:
-    """A module of the class."""
+def _make_activation(activation: Callable[[], nn.Module]) -> nn.Module:
     try:
         module = activation()
     except TypeError:  # a module or a function is called without the tensor that it wants
@@ -164,7 +163,7 @@ class Standardize(nn.Module):
 
     @torch.no_grad()
     def fit(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> Self:
-        """Take mean and standard deviation, that of the population, of training data.
+        """Set mean and standard deviation, that of the population, from training data.
 
         Arguments:
             x: data (..., num_features).
@@ -196,11 +195,10 @@ class Standardize(nn.Module):
         total = counts.sum(0).clamp(min=1)
         mean = values.sum(0) / total
         spread = torch.where(counts, values - mean, 0.0).square().sum(0) / total
-        self._keep(mean, torch.where(_varies(values, counts), spread.sqrt(), 1.0))
+        self._store(mean, torch.where(_varies(values, counts), spread.sqrt(), 1.0))
         return self
 
     def _as_mask(self, mask: Tensor, x: Tensor) -> Tensor:
-        """A mask of numbers or booleans, as one that goes with x."""
         mask = torch.as_tensor(mask, device=x.device).bool()
         if mask.shape not in (x.shape, x.shape[:-1]):
             raise ValueError(
@@ -209,8 +207,8 @@ class Standardize(nn.Module):
             )
         return mask if mask.shape == x.shape else mask.unsqueeze(-1)
 
-    def _keep(self, mean: Tensor, std: Tensor) -> None:
-        """Fill the buffers, if their dtype holds these numbers."""
+    def _store(self, mean: Tensor, std: Tensor) -> None:
+        """Fill the buffers; refuse numbers that their dtype does not hold."""
         rounded = mean.to(self.mean.dtype).double(), std.to(self.std.dtype).double()
         held = ((rounded[0] - mean).abs() <= 0.1 * std) & (rounded[1] > 0) & torch.isfinite(rounded[1])
         if not bool(held.all()):
@@ -223,12 +221,12 @@ class Standardize(nn.Module):
         self.std.copy_(std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardised x."""
+        """Standardise x."""
         self._check(x)
         return (x - self.mean) / self.std
 
     def inverse(self, x: Tensor) -> Tensor:
-        """What standardises to x."""
+        """Return what standardises to x."""
         self._check(x)
         return x * self.std + self.mean
 
@@ -241,7 +239,6 @@ class Standardize(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
         return f"{self.num_features}"
 
 
@@ -252,7 +249,7 @@ def _varies(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
-    """The model whose number of trained parameters is nearest to a number, of those that a function makes by size.
+    """Return the model whose number of trained parameters is nearest to a number, of those that ``make`` gives by size.
 
     Models of one hidden size differ in parameters: the state of an HBNODE is (h, m), so that the GRU cell of an ODE-RNN
     is twice as wide as with a NODE. Compare models of equal parameters.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from hbnode.nn.ode_rnn.sequences import Inputs, Sequences
+from hbnode.nn.sequences import Inputs, Sequences
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS
 from tasks.models.baselines import BASELINES, kind_of

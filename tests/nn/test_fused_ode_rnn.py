@@ -1,13 +1,17 @@
-"""ODERNN: the fused form with its own VJP, against the plain form."""
+"""The fused form of an ODERNN: against the reference, and whatever users do to a module around its passes."""
 
-import numpy as np
+import copy
+import pickle
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import hbnode
-from hbnode.nn.ode_rnn import layer
-from hbnode.nn.ode_rnn.fused import Run, coefficient_matrix
+from hbnode.errors import NonFiniteError
+from hbnode.nn import ode_rnn
+from hbnode.nn._fused_ode_rnn import Run
 from hbnode.solve.methods import METHODS
 
 LENGTHS = torch.tensor([6, 4, 1])
@@ -39,23 +43,37 @@ CASES = {
     },
     "elu": {"field": lambda n: hbnode.HBNODE(hbnode.nn.MLP(n, [3, 5], n))},
     "many-layers": {"field": lambda n: hbnode.HBNODE(network(n))},
+    "one-activation-twice": {"field": lambda n: hbnode.NODE(one_activation_twice(n))},
+    "one-layer-twice": {"field": lambda n: hbnode.HBNODE(one_layer_twice(n))},
 }
+close = torch.testing.assert_close
+every_gradient = pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
 
 
 class OwnCell(nn.Module):
-    """A cell that is not known."""
+    """A cell that is not known, and changes the state that it is given."""
 
     def __init__(self, inputs, size):
         super().__init__()
         self.linear = nn.Linear(inputs + size, size)
 
     def forward(self, x, s):
-        return torch.sin(self.linear(torch.cat([x, s], 1)))
+        return torch.sin(self.linear(torch.cat([x, s.mul_(0.5)], 1)))
 
 
 def network(n):
     layers = nn.Linear(n, 3), nn.Sigmoid(), nn.Linear(3, 5, bias=False), nn.ReLU(), nn.Linear(5, n)
     return nn.Sequential(nn.Sequential(*layers[:2]), *layers[2:])
+
+
+def one_activation_twice(n):
+    tanh = nn.Tanh()
+    return hbnode.nn.MLP(n, [n, n], n, activation=lambda: tanh)
+
+
+def one_layer_twice(n):
+    layer = nn.Linear(n, n)
+    return nn.Sequential(layer, nn.Tanh(), layer)
 
 
 def make_rnn(**options):
@@ -67,22 +85,23 @@ def make_rnn(**options):
     return rnn.double()
 
 
-def make_series(longest=2.0):
+def make_series():
     generator = torch.Generator().manual_seed(1)
-    steps = 0.05 + longest * torch.rand(3, 6, generator=generator, dtype=torch.float64) ** 3
+    steps = 0.05 + 2.0 * torch.rand(3, 6, generator=generator, dtype=torch.float64) ** 3
     mask = torch.rand(3, 6, 3, generator=generator) < 0.6
     mask[0, 2] = False
     return torch.randn(3, 6, 3, generator=generator, dtype=torch.float64), steps.cumsum(1), mask
 
 
-def solved(rnn, x, t, mask, lengths=LENGTHS):
-    """All that a module makes of a series, its gradients, and what it cost."""
-    x = x.clone().requires_grad_()
-    output, state = rnn(x, t, mask=mask, lengths=lengths)
-    counts = rnn.nfe_per_gap
+def solved(rnn):
+    """All outputs for a series, their gradients, and the evaluations."""
+    x, t, mask = make_series()
+    x.requires_grad_()
+    output, state = rnn(x, t, mask=mask, lengths=LENGTHS)
+    counts = [nfe.as_dict() for nfe in rnn.nfe_per_gap]
     values = [output, state.h]
     if not rnn.bidirectional:
-        values += rnn.filter(x, t, mask=mask, lengths=lengths).before.h, rnn.forecast(state, [0.0, 0.4, 2.5])[0]
+        values += rnn.filter(x, t, mask=mask, lengths=LENGTHS).before.h, rnn.forecast(state, [0.0, 0.4, 2.5])[0]
     inputs = [x, *rnn.parameters()]
     weights = [torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view_as(value) for value in values]
     total = sum((value * weight).sum() for value, weight in zip(values, weights, strict=True))
@@ -90,44 +109,59 @@ def solved(rnn, x, t, mask, lengths=LENGTHS):
     return values, [torch.zeros_like(z) if g is None else g for g, z in zip(grads, inputs, strict=True)], counts
 
 
+def trained(rnn, call=None):
+    """The output and the gradients of all parameters after a backward pass."""
+    rnn.zero_grad()
+    y = (rnn if call is None else call)(*make_series()[:2])[0]
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in rnn.parameters() if p.grad is not None)]
+
+
+def assert_same(got, expected):
+    close(got, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.fixture
-def plainly(monkeypatch):
-    """Runs a function with the plain form."""
+def reference(monkeypatch):
+    """Runs a function with the reference."""
 
     def run(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(layer, "fuse", lambda *args: None)
+            patch.setattr(ode_rnn, "fuse", lambda *args: None)
             return function(*args)
 
     return run
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@every_gradient
 @pytest.mark.parametrize("case", CASES)
-def test_values_gradients_and_counts(case, gradient, plainly):
+def test_values_gradients_and_counts(case, gradient, reference, monkeypatch):
+    values, grads, counts = reference(solved, make_rnn(**CASES[case]))
+    found, fuse = [], ode_rnn.fuse
+    monkeypatch.setattr(ode_rnn, "fuse", lambda *args: (found.append(fuse(*args)), found[-1])[1])
     rnn = make_rnn(**CASES[case], gradient=gradient)
-    inputs = make_series()
     with hbnode.count_nfe(rnn) as nfe:
-        values, grads, counts = solved(rnn, *inputs)
-    twins, expected, counted = plainly(solved, make_rnn(**CASES[case]), *inputs)
-    torch.testing.assert_close(values, twins, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-11)
-    assert (nfe.backward > 0) == (gradient == "checkpoint")
-    assert [nfe.as_dict() for nfe in counts] == [nfe.as_dict() for nfe in counted]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_known_networks_are_fused(case, monkeypatch):
-    found, fuse = [], layer.fuse
-    monkeypatch.setattr(layer, "fuse", lambda *args: (found.append(fuse(*args)), found[-1])[1])
-    solved(make_rnn(**CASES[case]), *make_series())
+        got = solved(rnn)
     assert found
     assert None not in found
+    close(got[0], values, rtol=1e-10, atol=1e-12)
+    close(got[1], grads, rtol=1e-9, atol=1e-11)
+    assert got[2] == counts
+    assert (nfe.backward > 0) == (gradient == "checkpoint")
+
+
+@pytest.mark.parametrize("options", [{}, {"field": "ghbnode", "per_sample": False}], ids=["hbnode", "ghbnode-batch"])
+def test_more_gaps_than_have_their_coefficients_computed_at_once(options, reference, monkeypatch):
+    monkeypatch.setattr("hbnode.nn._fused_ode_rnn.TOGETHER", 7)
+    monkeypatch.setattr("hbnode.nn._fused_ode_rnn.FEW_SIZES", 4)
+    got, expected = solved(make_rnn(**options)), reference(solved, make_rnn(**options))
+    close(got[:2], expected[:2], rtol=1e-9, atol=1e-11)
 
 
 def odd(what):
-    """A module in which something is not as its class says, or not known."""
-    rnn = make_rnn()
+    """A module in which something does not do what its class says, or is not known."""
+    damping = torch.full((4,), 0.3) if what == "γ" else None
+    rnn = make_rnn(field=hbnode.HBNODE(hbnode.nn.MLP(4, [4], 4, activation=nn.Tanh), damping=damping))
     func = rnn.field.func
     if what == "hook":
         func.layers[0].register_forward_hook(lambda module, inputs, output: 2 * output)
@@ -139,12 +173,14 @@ def odd(what):
         nn.utils.parametrizations.weight_norm(func.layers[0])
         with torch.no_grad():
             func.layers[0].parametrizations.weight.original0.mul_(2)
-    elif what == "weight that is none":
+    elif what == "weight that is no parameter":
         weight = func.layers[0].weight
         del func.layers[0].weight
         func.layers[0].weight = 2 * weight
     elif what == "layer":
         func.layers.insert(1, nn.LayerNorm(4).double())
+    elif what == "elu":
+        func.layers[1] = nn.ELU(alpha=0.5)
     elif what == "function":
         del rnn.field.func
         rnn.field.func = torch.tanh
@@ -153,249 +189,241 @@ def odd(what):
     return rnn
 
 
-ODD = "hook", "hook of the cell", "forward", "parametrization", "weight that is none", "layer", "function", "field"
+ODD = ["hook", "hook of the cell", "forward", "parametrization", "weight that is no parameter", "layer", "elu", "γ"]
 
 
-@pytest.mark.parametrize("what", ODD)
-def test_what_is_not_known_is_called(what, plainly):
+@pytest.mark.parametrize("what", [*ODD, "function", "field"])
+def test_what_is_not_known_is_called(what, reference):
     rnn = odd(what)
-    values, grads, _ = solved(rnn, *make_series())
-    twins, expected, _ = plainly(solved, rnn, *make_series())
-    torch.testing.assert_close(values, twins, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-12)
-    assert not torch.allclose(values[0], solved(make_rnn(), *make_series())[0][0])
+    (values, grads, _), (expected, by_reference, _) = solved(rnn), reference(solved, rnn)
+    close(values, expected, rtol=1e-12, atol=1e-13)
+    close(grads, by_reference, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(values[0], solved(odd("nothing"))[0][0])
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
+@pytest.mark.parametrize("name", ["node", "anode", "sonode", "hbnode", "ghbnode"])
+@pytest.mark.parametrize("method", ["forward", "evaluate"])
+def test_a_field_that_was_changed_is_called(name, method):
+    rnn, calls = make_rnn(field=name, rtol=1e-6, atol=1e-6), []
+    (expected, *_), own = trained(rnn), getattr(rnn.field, method)
+    setattr(rnn.field, method, lambda *args: (calls.append(1), own(*args))[1])
+    close(trained(rnn)[0], expected, rtol=1e-4, atol=1e-4)  # perhaps by another method
+    assert calls
+
+
+def test_a_hook_of_a_field_is_called():
+    rnn, calls = make_rnn(field="node"), []
+    rnn.field.register_forward_hook(lambda *args: calls.append(1))
+    rnn(*make_series()[:2])
+    assert len(calls) == rnn.nfe.forward
+
+
+@pytest.mark.parametrize("kind", [nn.Tanh, nn.GRUCell])
+def test_a_class_of_torch_whose_call_was_replaced(kind, monkeypatch):
+    rnn, calls, own = make_rnn(), [], kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args: (calls.append(1), own(self, *args))[1])
+    rnn(*make_series()[:2])
+    assert calls
+
+
+@every_gradient
 @pytest.mark.parametrize("case", ["hbnode", "ghbnode", "ghbnode-leapfrog", "rnn-cell"])
-def test_second_derivatives_and_second_passes(case, gradient, plainly):
+def test_second_derivatives_and_second_passes(case, gradient, reference):
     rnn = make_rnn(**CASES[case], gradient=gradient)
     x, t, mask = make_series()
 
     def penalty(rnn):
         x_ = x.clone().requires_grad_()
-        loss = rnn(x_, t, mask=mask)[0].square().sum()
+        loss = rnn(x_, t, mask=mask, lengths=LENGTHS)[0].square().sum()
         (slope,) = torch.autograd.grad(loss, x_, create_graph=True)
         return torch.autograd.grad(slope.square().sum(), list(rnn.parameters()), allow_unused=True)
 
-    for got, expected in zip(penalty(rnn), plainly(penalty, make_rnn(**CASES[case])), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+    close(penalty(rnn), reference(penalty, make_rnn(**CASES[case])), rtol=1e-9, atol=1e-11)
     loss = rnn(x, t, mask=mask)[0].square().sum()
-    first, second = (torch.autograd.grad(loss, rnn.cell.weight_hh, retain_graph=True) for _ in range(2))
-    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-13)
+    close(*(torch.autograd.grad(loss, rnn.cell.weight_hh, retain_graph=True) for _ in range(2)), rtol=1e-12, atol=1e-13)
 
 
 def test_transforms_of_torch_func():
-    rnn = make_rnn(steps=2)
-    x, t, mask = make_series()
+    rnn, (x, t, mask) = make_rnn(steps=2), make_series()
     parameters = dict(rnn.named_parameters())
 
     def loss(parameters):
         return torch.func.functional_call(rnn, parameters, (x, t), {"mask": mask})[0].square().sum()
 
-    by_func = torch.func.grad(loss)(parameters)
     lent = {name: (1.0 * p.detach()).requires_grad_() for name, p in parameters.items()}
     by_call = torch.autograd.grad(loss(lent), list(lent.values()))
-    for name, got in zip(parameters, by_call, strict=True):
-        torch.testing.assert_close(got, by_func[name], rtol=1e-9, atol=1e-11)
+    close(dict(zip(lent, by_call, strict=True)), torch.func.grad(loss)(parameters), rtol=1e-9, atol=1e-11)
 
 
-def test_frozen_parts_and_no_gradient():
-    rnn = make_rnn()
-    x, t, mask = make_series()
+def test_many_gradients_at_once():
+    rnn, (x, t, _) = make_rnn(), make_series()
+    last = rnn(x, t)[0][0, -1]
+    (at_once,) = torch.autograd.grad(last, rnn.cell.weight_hh, torch.eye(4).double(), True, is_grads_batched=True)
+    for own, part in zip(at_once, last, strict=True):
+        close(own, torch.autograd.grad(part, rnn.cell.weight_hh, retain_graph=True)[0])
+
+
+def test_frozen_parts_and_no_gradient(monkeypatch):
+    rnn, (x, t, mask), stored, forward = make_rnn(), make_series(), [], Run.forward
     expected = rnn(x, t, mask=mask)[0]
-    with torch.no_grad():
-        torch.testing.assert_close(rnn(x, t, mask=mask)[0], expected, rtol=0, atol=0)
+    monkeypatch.setattr(Run, "forward", lambda *args, keep: (stored.append(keep), forward(*args, keep=keep))[1])
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            close(rnn(x, t, mask=mask)[0], expected, rtol=0, atol=0)
+    assert stored == [False, False]
     rnn.field.requires_grad_(False)
-    output = rnn(x, t, mask=mask)[0]
-    output.sum().backward()
+    rnn(x, t, mask=mask)[0].sum().backward()
     assert rnn.field.omega.grad is None
     assert rnn.cell.weight_hh.grad.any()
     rnn.requires_grad_(False)
     assert not rnn(x, t, mask=mask)[0].requires_grad
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
-def test_outputs_may_be_changed_in_place(gradient):
-    rnn = make_rnn(gradient=gradient)
-    x, t, mask = make_series()
-    expected = torch.autograd.grad((2 * rnn(x, t, mask=mask)[0]).sum(), rnn.cell.weight_hh)
-    output, _ = rnn(x, t, mask=mask)
+@every_gradient
+def test_outputs_may_be_changed_in_place_and_weights_may_not(gradient):
+    rnn, (x, t, _) = make_rnn(gradient=gradient), make_series()
+    expected = torch.autograd.grad((2 * rnn(x, t)[0]).sum(), rnn.cell.weight_hh)
+    output, _ = rnn(x, t)
     output *= 2
-    torch.testing.assert_close(torch.autograd.grad(output.sum(), rnn.cell.weight_hh), expected)
+    close(torch.autograd.grad(output.sum(), rnn.cell.weight_hh), expected)
+    for name in ("field.func.layers.0.weight", "field.func.layers.2.bias", "cell.weight_hh"):
+        output, _ = rnn(x, t)
+        with torch.no_grad():
+            rnn.get_parameter(f"layers.0.{name}").mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
 
 
-def test_weights_may_not_be_changed_before_the_gradient():
+@every_gradient
+@pytest.mark.parametrize("options", [{}, {"field": "ghbnode"}, {"cell": "rnn"}], ids=["hbnode", "ghbnode", "rnn"])
+def test_data_replaced_before_the_backward_pass_does_not_enter_it(options, gradient):
+    expected = trained(make_rnn(**options, gradient=gradient))
+    for name in dict(make_rnn(**options).named_parameters()):
+        if name.endswith("chi"):  # autograd itself takes the new one: softplus keeps its input
+            continue
+        rnn = make_rnn(**options, gradient=gradient)
+        y = rnn(*make_series()[:2])[0]
+        parameter = rnn.get_parameter(name)
+        parameter.data = parameter.data + 1.0
+        y.square().sum().backward()
+        assert_same([y, *(p.grad for p in rnn.parameters() if p.grad is not None)], expected)
+
+
+def test_a_second_pass_over_a_retained_graph_evaluates_nothing():
     rnn = make_rnn()
-    x, t, mask = make_series()
-    output, _ = rnn(x, t, mask=mask)
+    loss = rnn(*make_series()[:2])[0].square().sum()
+    with hbnode.count_nfe(rnn) as nfe:
+        loss.backward(retain_graph=True)
+        first = [p.grad.clone() for p in rnn.parameters() if p.grad is not None]
+        rnn.zero_grad()
+        loss.backward()
+    assert nfe.backward == 0
+    assert_same([p.grad for p in rnn.parameters() if p.grad is not None], first)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_residuals_are_stored_for_the_backward_pass_only(monkeypatch):
+    runs, init = [], Run.__init__
+    monkeypatch.setattr(Run, "__init__", lambda run, *args, **kwargs: (runs.append(run), init(run, *args, **kwargs))[1])
+    y = make_rnn()(*make_series()[:2])[0]
+    assert runs[0].records
+    y.sum().backward()
+    assert not runs[0].records
     with torch.no_grad():
-        rnn.field.func.layers[0].weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
+        make_rnn()(*make_series()[:2])
+    for gap, _ in runs[1].records:
+        assert gap.start is None
+        assert not any(step.stages for step in gap.steps)
 
 
-def test_many_gradients_at_once():
+@pytest.mark.parametrize("where", ["field.func.layers.0.weight", "field.omega", "cell.weight_hh", "start"])
+def test_parameters_that_are_not_finite_are_found_at_once(where):
     rnn = make_rnn()
-    x, t, mask = make_series()
-    last = rnn(x, t, mask=mask)[0][0, -1]
-    (at_once,) = torch.autograd.grad(last, rnn.cell.weight_hh, torch.eye(4).double(), True, is_grads_batched=True)
-    for mine, part in zip(at_once, last, strict=True):
-        torch.testing.assert_close(mine, torch.autograd.grad(part, rnn.cell.weight_hh, retain_graph=True)[0])
+    with torch.no_grad():
+        rnn.get_parameter(f"layers.0.{where}").view(-1)[0] = torch.nan
+    with pytest.raises(NonFiniteError) as failure, hbnode.count_nfe(rnn) as nfe:
+        rnn(*make_series()[:2])
+    assert nfe.forward <= 6 * (1 + METHODS["nystrom4"].evaluations)  # a step is made smaller five times
+    assert failure.value.nfe <= nfe.forward
 
 
-@pytest.mark.parametrize("name", ["nystrom4", "nystrom8", "exponential", "tsit5"])
-def test_the_matrix_of_a_vjp_is_that_of_the_method(name):
-    method, sizes = METHODS[name], np.array([0.0, 0.3, 2.0])
-    expected = torch.from_numpy(method.matrix(np, 0.4, sizes)).permute(1, 2, 0)
-    for error in (True, False):
-        packed = torch.from_numpy(method.packed(np, 0.4, sizes, error=error))
-        got = coefficient_matrix(method, packed, error=error).squeeze(-1)
-        torch.testing.assert_close(got, expected[: len(got)], rtol=1e-12, atol=1e-14)
+@every_gradient
+def test_hooks_of_parameters_are_called_once(gradient):
+    rnn, calls = make_rnn(gradient=gradient), []
+    expected = trained(rnn)
+    for p in rnn.parameters():
+        p.register_hook(lambda g: calls.append("before"))
+        p.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
+    assert_same(trained(rnn), expected)
+    assert calls.count("before") == calls.count("after") == len(expected) - 1
 
 
-# What a network may be, and what a user does with the outputs
+def test_copies_threads_and_data_parallel():
+    rnn, found = make_rnn(), []
+    expected = trained(rnn)
+    for other in (copy.deepcopy(rnn), pickle.loads(pickle.dumps(rnn))):
+        assert_same(trained(other), expected)
+    assert_same(trained(rnn, nn.DataParallel(rnn)), expected)
+    parameters = [p for p in rnn.parameters() if p.grad is not None]
+
+    def work():
+        y = rnn(*make_series()[:2])[0]
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), parameters)])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for one in found:
+        assert_same(one, expected)
 
 
-class Wraps(nn.Module):
-    """A network that is not known, around one that is."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, h):
-        return self.net(h)
-
-
-def series(batch=5, length=7):
-    torch.manual_seed(1)
-    return torch.randn(batch, length, 3, dtype=torch.float64), torch.rand(batch, length, dtype=torch.float64).cumsum(1)
+@every_gradient
+def test_a_backward_pass_inside_autocast_is_as_precise_as_its_forward_pass(gradient):
+    rnn, (x, t, _) = make_rnn(gradient=gradient).float(), make_series()
+    slopes = []
+    for enabled in (False, True):
+        loss = rnn(x.float(), t)[0].square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            slopes.append(torch.autograd.grad(loss, [rnn.cell.weight_hh, rnn.field.func.layers[0].weight]))
+    close(*slopes, rtol=0, atol=0)
 
 
-def twice_the_same_activation():
-    act = nn.Tanh()
-    return nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 4))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_goes_to_the_reference(dtype):
+    rnn, (x, t, _) = make_rnn(rtol=1e-1, atol=1e-1), make_series()
+    expected = rnn(x, t)[0]
+    with torch.autocast("cpu", dtype=dtype):
+        close(rnn.float()(x.float(), t)[0].double(), expected, rtol=0.05, atol=0.05)
+    low = rnn.to(dtype)(x.to(dtype), t)[0]
+    assert low.dtype == dtype
+    close(low.double(), expected, rtol=0.05, atol=0.05)
 
 
-def twice_the_same_layer():
-    layer = nn.Linear(4, 4)
-    return nn.Sequential(layer, nn.Tanh(), layer)
-
-
-def an_mlp_with_one_activation():
-    act = nn.Tanh()
-    return hbnode.nn.MLP(4, [4, 4], 4, activation=lambda: act)
-
-
-@pytest.mark.parametrize("make", [twice_the_same_activation, twice_the_same_layer, an_mlp_with_one_activation])
-@pytest.mark.parametrize("kind", [hbnode.NODE, hbnode.HBNODE])
-def test_a_module_that_is_in_a_network_twice(kind, make):
-    found = []
-    for wrap in (lambda net: net, Wraps):
-        torch.manual_seed(0)
-        rnn = hbnode.ODERNN(3, 4, field=kind(wrap(make()))).double()
-        y = rnn(*series())[0]
-        found.append([y, *torch.autograd.grad(y.sin().sum(), list(rnn.parameters()))])
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", ["node", "anode", "sonode", "hbnode", "ghbnode"])
-@pytest.mark.parametrize("method", ["forward", "evaluate"])
-def test_a_field_that_was_changed_is_called(name, method):
-    torch.manual_seed(0)
-    rnn = hbnode.ODERNN(3, 4, field=name).double()
-    x, t = series()
-    calls, own = [], getattr(rnn.field, method)
-
-    def changed(*args):
-        calls.append(1)
-        return own(*args)
-
-    plain = rnn(x, t)[0]
-    setattr(rnn.field, method, changed)
-    torch.testing.assert_close(rnn(x, t)[0], plain, rtol=1e-2, atol=1e-2)  # perhaps by another method
-    assert calls
-
-
-def test_a_hook_of_a_field_is_called():
-    rnn, calls = hbnode.ODERNN(3, 4, field="node").double(), []
-    rnn.field.register_forward_hook(lambda *args: calls.append(1))
-    rnn(*series())
-    assert len(calls) == rnn.nfe.forward
-
-
-@pytest.mark.parametrize("kind", [nn.Tanh, nn.GRUCell])
-def test_a_class_of_torch_whose_call_was_replaced(kind, monkeypatch):
-    rnn, calls = hbnode.ODERNN(3, 4, field="hbnode").double(), []
-    own = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, *args: (calls.append(1), own(self, *args))[1])
-    rnn(*series())
-    assert calls
+@pytest.mark.parametrize("options", [{}, {"steps": 1}], ids=["adaptive", "steps"])
+def test_a_module_that_torch_compiles(options):
+    rnn, expected = make_rnn(**options), trained(make_rnn(**options))
+    compiled = torch.compile(rnn, backend="aot_eager")
+    for _ in range(2):
+        assert_same(trained(rnn, compiled), expected)
 
 
 @pytest.mark.parametrize("solver", [{"options": {"step_size": 0.1}}, {"steps": 2}, {}], ids=str)
 def test_one_sample_and_no_gap(solver):
-    x, t = series(length=1)
-    rnn = hbnode.ODERNN(3, 4, **solver).double()
-    output, state = rnn(x, t)
-    assert output.shape == (5, 1, 4)
-    assert rnn(x, t + 1, state)[0].shape == (5, 1, 4)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_kept_for_them(context, monkeypatch):
-    rnn, kept, forward = hbnode.ODERNN(3, 4).double(), [], Run.forward
-
-    def watched(*args, keep):
-        kept.append(keep)
-        return forward(*args, keep=keep)
-
-    monkeypatch.setattr(Run, "forward", watched)
-    with context():
-        rnn(*series())
-    assert kept == [False]
+    rnn, (x, t, _) = make_rnn(**solver), make_series()
+    output, state = rnn(x[:, :1], t[:, :1])
+    assert output.shape == (3, 1, 4)
+    assert rnn(x[:, :1], t[:, :1] + 1, state)[0].shape == (3, 1, 4)
 
 
 def test_outputs_and_states_have_storage_of_their_own():
-    rnn = hbnode.ODERNN(3, 4).double()
-    x, t = series()
+    rnn, (x, t, _) = make_rnn(), make_series()
     with torch.no_grad():
         output, state = rnn(x, t)
-        path = rnn.forecast(state, torch.rand(5, 9, dtype=torch.float64).cumsum(1))[0]
+        path = rnn.forecast(state, torch.rand(3, 9, dtype=torch.float64).cumsum(1))[0]
     assert output.is_contiguous()
     assert path.is_contiguous()
-    assert state.h.untyped_storage().nbytes() <= 8 * 2 * 5 * 4
-    assert output.view(5, -1).shape == (5, 28)
-
-
-def test_a_cell_that_changes_the_state_that_it_is_given():
-    class InPlace(nn.Module):
-        def __init__(self, size, state):
-            super().__init__()
-            self.linear = nn.Linear(size, state)
-
-        def forward(self, x, h):
-            h.mul_(0.5)
-            return h + self.linear(x)
-
-    rnn = hbnode.ODERNN(3, 4, cell=InPlace).double()
-    x, t = series(batch=1)
-    with torch.no_grad():
-        rnn.start.fill_(1.0)
-        rnn(x, t)
-    assert (rnn.start == 1).all()
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_second_derivatives_where_a_sample_rests(known):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    rnn = hbnode.ODERNN(3, 4, field=hbnode.HBNODE(net if known else Wraps(net)), method="nystrom4").double()
-    x, t = series(batch=2, length=4)
-    parameters = list(rnn.parameters())
-    y = rnn(x, t, lengths=torch.tensor([4, 2]))[0]
-    first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
-    assert all(torch.isfinite(g).all() for g in second)
+    assert state.h.untyped_storage().nbytes() <= 8 * 2 * 3 * 4

@@ -7,18 +7,20 @@ from torch import nn
 
 import hbnode
 
+close, Standardize = torch.testing.assert_close, hbnode.nn.Standardize
+
 
 def test_mlp_appends_the_time_as_a_feature():
     net = hbnode.nn.MLP(3, [5], 2, time_dependent=True)
     t, h = torch.tensor(0.7), torch.randn(4, 6, 3)
     joined = torch.cat([h, torch.full((4, 6, 1), 0.7)], dim=-1)
-    torch.testing.assert_close(net(t, h), net.layers(joined))
+    close(net(t, h), net.layers(joined))
 
 
 def test_mlp_concatenates_position_and_velocity():
     net = hbnode.nn.MLP(4, [5], 2)
     h, v = torch.randn(2, 7, 2)
-    torch.testing.assert_close(net(h, v), net.layers(torch.cat([h, v], dim=-1)))
+    close(net(h, v), net.layers(torch.cat([h, v], dim=-1)))
 
 
 def test_networks_of_wrong_options():
@@ -37,10 +39,10 @@ def test_conv_net_appends_the_time_as_a_channel_before_every_convolution():
     clock = torch.full((4, 1, 6, 6), 0.7)
     x = net.conv1(torch.cat([h, clock], 1)).relu()
     x = net.conv2(torch.cat([x, clock], 1)).relu()
-    torch.testing.assert_close(net(t, h), net.conv3(torch.cat([x, clock], 1)))
+    close(net(t, h), net.conv3(torch.cat([x, clock], 1)))
     # without the time: plain convolutions
     net = hbnode.nn.ConvNet(2, 5, 3, time_dependent=False)
-    torch.testing.assert_close(net(h), net.conv3(net.conv2(net.conv1(h).relu()).relu()))
+    close(net(h), net.conv3(net.conv2(net.conv1(h).relu()).relu()))
 
 
 def test_standardize_ignores_what_is_missing():
@@ -50,62 +52,64 @@ def test_standardize_ignores_what_is_missing():
     x[0, :4, 0] = torch.nan
     lengths = torch.tensor([8, 5, 1, 8, 3, 2])
     mask = torch.rand(6, 8, 3) < 0.7
-    scale = hbnode.nn.Standardize(3).double().fit(x, mask, lengths)
+    scale = Standardize(3).double().fit(x, mask, lengths)
     kept = [value for b in range(6) for i in range(lengths[b]) if mask[b, i, 0] and not (value := x[b, i, 0]).isnan()]
     values = torch.stack(kept).numpy()
-    torch.testing.assert_close(scale.mean, torch.tensor([numpy.mean(values), 2.0, 0.0]).double())
-    torch.testing.assert_close(scale.std, torch.tensor([numpy.std(values), 1.0, 1.0]).double())
+    close(scale.mean, torch.tensor([numpy.mean(values), 2.0, 0.0]).double())
+    close(scale.std, torch.tensor([numpy.std(values), 1.0, 1.0]).double())
     assert scale(x)[0, :4, 0].isnan().all()
-    torch.testing.assert_close(scale.inverse(scale(x)), x, equal_nan=True)
-    fresh = hbnode.nn.Standardize(3).double()
+    close(scale.inverse(scale(x)), x, equal_nan=True)
+    fresh = Standardize(3).double()
     fresh.load_state_dict(scale.state_dict())
     assert copy.deepcopy(fresh)(x).nan_to_num().equal(scale(x).nan_to_num())
-    by_row = hbnode.nn.Standardize(3).double().fit(x, mask.any(-1))
-    torch.testing.assert_close(by_row.mean[0], x[..., 0][mask.any(-1) & ~x[..., 0].isnan()].mean())
+    by_row = Standardize(3).double().fit(x, mask.any(-1))
+    close(by_row.mean[0], x[..., 0][mask.any(-1) & ~x[..., 0].isnan()].mean())
 
 
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 1e-300, 3e5 + 0.1])
 def test_standardize_only_shifts_a_constant(value):
     """The mean of equal numbers is rounded, so that their variance is not exactly 0."""
     x = torch.full((1000, 1), value, dtype=torch.float64)
-    scale = hbnode.nn.Standardize(1).fit(x)
+    scale = Standardize(1).fit(x)
     assert scale.std.item() == 1
-    torch.testing.assert_close(scale(x + 1), torch.ones_like(x), atol=0.1, rtol=0)
+    close(scale(x + 1), torch.ones_like(x), atol=0.1, rtol=0)
 
 
 def test_standardize_refuses_what_its_dtype_does_not_hold():
     x = torch.randn(1000, 2, dtype=torch.float64)
     for far in (1.7e9 + 63 + x, 1e-50 * x, 1e50 * x):
         with pytest.raises(ValueError, match=r"feature 0 has mean .*, which torch.float32 does not hold. Fix: Stand"):
-            hbnode.nn.Standardize(2).fit(far)
-        scaled = hbnode.nn.Standardize(2).double().fit(far)(far)
-        torch.testing.assert_close(scaled.mean(0), torch.zeros(2).double(), atol=1e-6, rtol=0)
+            Standardize(2).fit(far)
+        scaled = Standardize(2).double().fit(far)(far)
+        close(scaled.mean(0), torch.zeros(2).double(), atol=1e-6, rtol=0)
 
 
 def test_standardize_takes_masks_of_numbers():
     x, mask = torch.randn(6, 8, 3), torch.rand(6, 8) < 0.7
     expected = x[mask].mean(0)
     for given in (mask, mask.float(), mask.long(), mask.numpy(), mask.unsqueeze(-1).expand(x.shape).int()):
-        torch.testing.assert_close(hbnode.nn.Standardize(3).fit(x, given).mean, expected)
-    assert hbnode.nn.Standardize(3).fit(x[:0]).std.equal(torch.ones(3))
+        close(Standardize(3).fit(x, given).mean, expected)
+    assert Standardize(3).fit(x[:0]).std.equal(torch.ones(3))
 
 
 def test_standardize_of_values_far_from_zero():
     x = 1e6 + torch.randn(1000, 1)
-    torch.testing.assert_close(hbnode.nn.Standardize(1).fit(x).std, x.double().std(0, correction=0).float())
+    close(Standardize(1).fit(x).std, x.double().std(0, correction=0).float())
 
 
-def test_what_standardize_refuses():
-    with pytest.raises(ValueError, match=r"x must be \(..., 2\).*Fix: Standardize\(3\)"):
-        hbnode.nn.Standardize(2)(torch.ones(4, 3))
-    with pytest.raises(ValueError, match=r"infinite in feature 1\. Fix: make it NaN"):
-        hbnode.nn.Standardize(2).fit(torch.tensor([[0.0, torch.inf]]))
-    with pytest.raises(TypeError, match="x must be a tensor"):
-        hbnode.nn.Standardize(2).fit([[1.0, 2.0]])
-    with pytest.raises(ValueError, match=r"mask must be \(2, 2\) or \(2, 2, 2\), as x is, got \(2,\)"):
-        hbnode.nn.Standardize(2).fit(torch.ones(2, 2, 2), torch.ones(2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"lengths are of series x \(batch, T, features\), got x \(4, 2\)"):
-        hbnode.nn.Standardize(2).fit(torch.ones(4, 2), lengths=[3])
+@pytest.mark.parametrize(
+    ("use", "kind", "message"),
+    [
+        (lambda scale: scale(torch.ones(4, 3)), ValueError, r"x must be \(..., 2\).*Fix: Standardize\(3\)"),
+        (lambda scale: scale.fit(torch.tensor([[0.0, torch.inf]])), ValueError, "infinite in feature 1"),
+        (lambda scale: scale.fit([[1.0, 2.0]]), TypeError, "x must be a tensor"),
+        (lambda scale: scale.fit(torch.ones(2, 2, 2), torch.ones(2).bool()), ValueError, r"mask must be \(2, 2\) or"),
+        (lambda scale: scale.fit(torch.ones(4, 2), lengths=[3]), ValueError, "lengths are of series x"),
+    ],
+)
+def test_what_standardize_refuses(use, kind, message):
+    with pytest.raises(kind, match=message):
+        use(Standardize(2))
 
 
 @pytest.mark.parametrize("field", ["node", "hbnode", "ghbnode"])

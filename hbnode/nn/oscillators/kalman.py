@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from hbnode._checks import ArrayLike
 from hbnode._records import Record, record
 from hbnode._torch import may_look
-from hbnode.nn.ode_rnn.sequences import Sequences
 from hbnode.nn.oscillators.closed_form import oscillator_step
 from hbnode.nn.oscillators.coefficients import wide
 from hbnode.nn.oscillators.rates import OscillatorBank
+from hbnode.nn.sequences import Sequences
 
 
 @record

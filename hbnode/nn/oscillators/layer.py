@@ -14,13 +14,13 @@ from typing_extensions import override
 from hbnode._checks import ArrayLike
 from hbnode._times import as_times
 from hbnode._torch import may_look, no_autocast
-from hbnode.nn.ode_rnn.sequences import Sequences
 from hbnode.nn.oscillators.coefficients import entries_of
 from hbnode.nn.oscillators.kalman import Gaussian, KalmanBank, OscillatorBelief
 from hbnode.nn.oscillators.plain import ScanInput
 from hbnode.nn.oscillators.rates import DECAY, FREQUENCY, Range
 from hbnode.nn.oscillators.scan import scan
 from hbnode.nn.oscillators.state import OscillatorState
+from hbnode.nn.sequences import Sequences
 
 
 class Oscillators(KalmanBank):

@@ -1,10 +1,11 @@
-"""Irregular series as a recurrent module wants them, checked and without NaN, in a unit of time; its states."""
+"""Irregular series as a recurrent layer takes them: padding, masks, lengths and times, checked; and its states."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Literal, NoReturn, get_args
 
 import torch
@@ -35,7 +36,7 @@ TOO_LONG = 2.0  # times the gap that a fitted unit would make of the median
 
 @record
 class ODERNNState(Record):
-    """The state of an :class:`ODERNN`, from which a series goes on.
+    """The state of an :class:`ODERNN`, from which a series continues.
 
     It has no axis of layers, unlike the h of torch.nn.GRU: where that takes ``h[-1]``, take ``state.h``.
 
@@ -64,12 +65,12 @@ class ODERNNState(Record):
 
     @property
     def joined(self) -> Tensor:
-        """H, or h and m side by side, as a cell has them."""
+        """Return h, or h and m side by side, as a cell has them."""
         return self.h if self.m is None else torch.cat([self.h, self.m], -1)
 
     @property
     def layers(self) -> list[ODERNNState]:
-        """The states of the layers, from the first."""
+        """Return the states of the layers, from the first."""
         return [self] if self.below is None else [*self.below.layers, self]
 
     @staticmethod
@@ -80,10 +81,10 @@ class ODERNNState(Record):
 
 @record
 class Filtered(Record):
-    """What :meth:`ODERNN.filter` returns; it unpacks into its three attributes.
+    """The output of :meth:`ODERNN.filter`; it unpacks into its three attributes.
 
     Attributes:
-        before: the states of the last layer just before each sample was seen, with h and m (batch, T, hidden_size) and
+        before: the states of the last layer just before each sample, with h and m (batch, T, hidden_size) and
             t (batch, T).
         after: the states just after.
         state: the state at the end of each sequence.
@@ -97,10 +98,13 @@ class Filtered(Record):
         return iter((self.before, self.after, self.state))
 
 
-def state_of(s: Tensor, t: Tensor, sizes: list[int]) -> ODERNNState:
-    """The state of s (..., h and m side by side) of so many features each, with storage of its own."""
+def state_of(
+    s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
+    below: ODERNNState | None = None,
+) -> ODERNNState:  # fmt: skip
+    """Return the state of s (..., h and m side by side) of so many features each, with storage of its own."""
     h, *m = s.split(sizes, -1)
-    return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t)
+    return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
 def check_state(state: object, shape: torch.Size | None, hidden_size: int, *, second_order: bool) -> None:
@@ -124,7 +128,7 @@ def check_state(state: object, shape: torch.Size | None, hidden_size: int, *, se
 
 
 def check_start(state: ODERNNState, t: Tensor, num_layers: int) -> None:
-    """Refuse a state from which a module of so many layers cannot go on through times (batch, T)."""
+    """Refuse a state from which a module of so many layers cannot continue through times (batch, T)."""
     layers = len(state.layers)
     if layers != num_layers:
         raise ValueError(
@@ -134,7 +138,7 @@ def check_start(state: ODERNNState, t: Tensor, num_layers: int) -> None:
     first = t[:, 0].detach()
     if bool((state.t.detach().to(first.dtype) > first).any()):
         raise ValueError(
-            "the state's time lies after the first of t; expected the series to go on from it. "
+            "the state's time lies after the first of t; expected t to start at or after it. "
             "Fix: times of the whole series, not of its part."
         )
 
@@ -189,16 +193,16 @@ class Sequences:
 
     @property
     def window(self) -> Tensor:
-        """Samples as many as were given, zero on padding."""
+        """Return the samples at their given length, zero on padding."""
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
-        """Values (batch, T, n) as long as x was given, zero where nothing was observed."""
+        """Return values (batch, T, n) padded to the given length, zero where nothing was observed."""
         x = x if self.seen is None else torch.where(self.seen.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
     def backwards(self) -> tuple[Tensor, Tensor]:
-        """Where each sample is when every series is turned within its own length, (batch, T), and times since the end.
+        """Return the order (batch, T) that reverses every series within its own length, and the times since the end.
 
         Padding stays where it is, at the time of the sample before it.
         """
@@ -214,19 +218,19 @@ class Sequences:
 
     @property
     def padded_t(self) -> Tensor:
-        """Times as many as x was given with."""
+        """Return the times, padded to the given length."""
         missing = self.total - self.t.shape[1]
         return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
 
     def padded(self, states: Tensor) -> Tensor:
-        """States (..., batch, T, n) with zeros on padding, as long as x was given."""
+        """Return states (..., batch, T, n) with zeros on padding, at the given length."""
         if self.valid is None:
             return states
         states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self) -> None:
-        """Of times and samples, with one synchronisation."""
+        """Check times and samples, with one synchronisation."""
         t = self.t.detach()
         rising = t.diff() > 0
         rising = rising if self.valid is None else rising | ~self.valid[:, 1:]
@@ -247,7 +251,6 @@ class Sequences:
 
 
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
-    """A tensor of what was given beside a padded x."""
     if isinstance(value, PackedSequence):
         raise ValueError(
             f"{name} is a PackedSequence and x is not; expected both of one kind. "
@@ -257,7 +260,6 @@ def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor
 
 
 def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
-    """The times as (batch, T), on the device of the samples."""
     shape = x.shape[:2]
     t = _tensor(t, "t", as_times)
     if t.shape not in (shape, shape[1:]):
@@ -270,7 +272,7 @@ def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
 
 
 def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask as (batch, T, 1) or (batch, T, input_size)."""
+    """Return the mask as (batch, T, 1) or (batch, T, input_size)."""
     mask = _tensor(mask, "mask", as_tensor)
     if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
         raise ValueError(
@@ -282,7 +284,7 @@ def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
-    """Which samples are none of the padding, and the greatest length; T where values cannot be looked at."""
+    """Return which samples are not padding, and the greatest length; T where values cannot be looked at."""
     lengths = torch.as_tensor(lengths)
     batch, total = x.shape[:2]
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
@@ -301,7 +303,6 @@ def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
 
 
 def _shape_fix(x: Tensor, input_size: int) -> str:
-    """What is wrong with the shape of samples."""
     if x.dim() == 2:
         return "x.unsqueeze(0) for a single series" if x.shape[1] == input_size else "x.unsqueeze(-1) for numbers"
     if x.dim() == 3 and 0 not in x.shape[:2]:
@@ -310,7 +311,7 @@ def _shape_fix(x: Tensor, input_size: int) -> str:
 
 
 class Inputs(nn.Module):
-    r"""Samples without holes, and by choice their mask, the time since each feature was last observed, static features.
+    r"""The inputs of a cell: samples without holes, and by choice the mask, elapsed times and static features.
 
     Arguments:
         input_size: features of a sample.
@@ -341,7 +342,7 @@ class Inputs(nn.Module):
     def forward(
         self, sequences: Sequences, static: Tensor | None, state: ODERNNState | None, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the cell is fed, (batch, T, size); then ``last`` and ``last_t`` of the state after the series."""
+        """Return the inputs, (batch, T, size); then ``last`` and ``last_t`` of the state after the series."""
         x, observed = sequences.x, sequences.observed
         if observed is None:
             observed = x.new_ones((), dtype=torch.bool)
@@ -362,15 +363,15 @@ class Inputs(nn.Module):
             columns.append(static.unsqueeze(1).expand(-1, x.shape[1], -1))
         return torch.cat(columns, -1) if len(columns) > 1 else columns[0], last, last_t
 
+    @override
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
         return f"{self.input_size}, missing={self.missing!r}, size={self.size}"
 
 
 def _look_back(
     sequences: Sequences, observed: Tensor, state: ODERNNState | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The last value before each sample, and the time since (batch, T, n); the last of all, and when it was (batch, n).
+    """Return the last value before each sample, the time since (batch, T, n); the last of all, and its time (batch, n).
 
     Before a feature was first observed its value is 0, and the time runs from the beginning of the series.
     """
@@ -391,7 +392,7 @@ def _look_back(
 
 
 def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
-    """Ten times the median gap between samples of which something was observed, padding ignored."""
+    """Return ten times the median gap between samples of which something was observed, padding ignored."""
     t = as_times(t, "t").detach().to("cpu", torch.float64)
     t = t.unsqueeze(0) if t.dim() == 1 else t
     if t.dim() != 2:
@@ -427,7 +428,7 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 def warn_if_too_short(
     time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
 ) -> bool:
-    """Warn that the unit of time is too short, if most gaps take many evaluations; whether it did.
+    """Warn if most gaps take many evaluations, because the unit of time is too short; return whether it did.
 
     Arguments:
         time_unit: the unit.
@@ -438,10 +439,7 @@ def warn_if_too_short(
     """
     spent = []
     for gap in counts:
-        evaluations = 0
-        for nfe in gap:
-            evaluations += nfe.forward
-        spent.append(evaluations / networks)
+        spent.append(sum(map(attrgetter("forward"), gap)) / networks)
     spent.sort()
     if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
         return False
@@ -460,7 +458,7 @@ def warn_if_too_short(
 
 @contextmanager
 def in_user_units(time_unit: float) -> Iterator[None]:
-    """Within it, failures of solves in units of time are told in the user's, and too many steps with what to do."""
+    """Report failures of solves in the user's times, and suggest another unit of time after too many steps."""
     try:
         yield
     except SolverError as error:

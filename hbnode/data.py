@@ -1,0 +1,456 @@
+"""Irregular series: tables in long form to padded series, and series to batches for torch's DataLoader."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypedDict, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import Sampler
+from typing_extensions import override
+
+from hbnode._checks import as_count, as_tensor
+from hbnode._records import Record, record
+from hbnode._suggestions import nearest
+from hbnode._times import as_duration, as_seconds, as_times
+
+__all__ = ["BucketedBatches", "Dataset", "Series", "bucketed_batches", "collate", "from_long"]
+
+Duplicates = Literal["mean", "first", "last", "error"]
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
+POOL = 50  # batches whose series are sorted by length together
+
+
+class SeriesInputs(TypedDict):
+    """What :meth:`Series.inputs` returns."""
+
+    x: Tensor
+    t: Tensor
+    mask: Tensor
+    lengths: Tensor
+    static: Tensor | None
+
+
+@record
+class Series(Record):
+    """A batch of irregular series, padded to the length of the longest.
+
+    ``rnn(**series.inputs())`` hands it to an :class:`hbnode.ODERNN`. It moves with :meth:`to`;
+    ``dataclasses.replace(series, x=scale(series.x))`` changes a part of it.
+
+    Attributes:
+        x: values (batch, T, features); NaN where missing, and on padding.
+        t: times (batch, T) in float64; on padding that of the last sample.
+        mask: which values were observed, (batch, T, features).
+        lengths: samples of each series, (batch,).
+        static: features that do not change, (batch, static features); NaN where missing. None if there are none.
+        ids: what identifies each series.
+        features: names of the features.
+        static_features: names of the static features.
+    """
+
+    x: Tensor
+    t: Tensor
+    mask: Tensor
+    lengths: Tensor
+    static: Tensor | None = None
+    ids: Sequence[Any] = ()
+    features: Sequence[str] = ()
+    static_features: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @override
+    def __repr__(self) -> str:
+        batch, length, count = self.x.shape
+        names = f" {list(self.features)}" if 0 < len(self.features) <= 8 else ""
+        static = "" if self.static is None else f", {self.static.shape[1]} static"
+        return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
+
+    def inputs(self) -> SeriesInputs:
+        """Return the arguments of an :class:`hbnode.ODERNN`: x, t, mask, lengths and static, which may be None."""
+        return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
+
+    def select(self, index: Tensor | Sequence[int] | slice) -> Series:
+        """Return some of the series, padded no more than they need.
+
+        Arguments:
+            index: their places, or a mask (batch,) of bool.
+        """
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        places = torch.as_tensor(list(index) if isinstance(index, range) else index)
+        if places.dtype == torch.bool and places.shape == (len(self),):
+            places = places.nonzero()[:, 0]
+        if places.dim() != 1 or places.dtype == torch.bool or (places.is_floating_point() and len(places)):
+            raise ValueError(
+                f"index must be places (n,), or a mask ({len(self)},) of bool, got {places.dtype} of shape "
+                f"{tuple(places.shape)}. Fix: [3] for one series."
+            )
+        places = places.long()
+        lengths = self.lengths[places.to(self.lengths.device)]
+        total = int(lengths.max()) if len(lengths) else 0
+        places = places.to(self.x.device)
+        x, t, mask = (part[places, :total] for part in (self.x, self.t, self.mask))
+        static = None if self.static is None else self.static[places]
+        ids = [self.ids[i] for i in places.tolist()] if self.ids else ()
+        return Series(x, t, mask, lengths, static, ids, self.features, self.static_features)
+
+    @staticmethod
+    @override
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name in ("t", "mask", "lengths") else new
+
+
+# Tables in long form
+
+
+def from_long(
+    table: Any,
+    *,
+    id: str,
+    time: str,
+    values: str | Sequence[str],
+    static: str | Sequence[str] | None = None,
+    variable: str | None = None,
+    features: str | Sequence[str] | None = None,
+    duplicates: Duplicates = "mean",
+    unit: str | datetime.timedelta | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Series:
+    """Return the padded series of a table in long form.
+
+    The table is a DataFrame of pandas or polars, or a dictionary of columns. It has a row for each sample, with a
+    column for each feature; or, with ``variable``, a row for each measurement, which names its feature. Rows may come
+    in any order. Series are in the order in which the table first names them; their samples are sorted by time.
+
+    Arguments:
+        table: the table.
+        id: column that identifies the series.
+        time: column of times: numbers, or dates.
+        values: columns of the features; with ``variable``, the one column of the measured values. Missing values are
+            NaN or null.
+        static: columns of features that do not change within a series, or are missing.
+            Default: ``None``.
+        variable: column that names the feature of each row's measurement. Default: ``None``.
+        features: with ``variable``, the features and their order; rows of others are left out, and a series without
+            any other row has the length 0. Give those of the training data, ``features=train.features``. None takes
+            all, sorted by name. Default: ``None``.
+        duplicates: what becomes of values that a series has of one feature at one time: their ``"mean"``, the
+            ``"first"`` or ``"last"`` of the table, or an ``"error"``. Default: ``"mean"``.
+        unit: of dates, the length of time that is 1 in t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration;
+            t is counted since 1970. None is a second. Default: ``None``.
+        dtype: of the values. Default: ``torch.float32``.
+
+    Returns:
+        The series, with x, t, mask, lengths, static and ids.
+
+    Raises:
+        KeyError: if there is no such column.
+        ValueError, TypeError: if a column does not hold what it should; the message names it.
+
+    Example:
+        >>> import hbnode
+        >>> table = {"patient": ["a", "a", "b", "a"], "hour": [2.0, 0.5, 1.0, 2.0], "pulse": [80.0, 70.0, 60.0, 90.0]}
+        >>> series = hbnode.data.from_long(table, id="patient", time="hour", values=["pulse"])
+        >>> series.ids, series.lengths, series.t, series.x[..., 0]
+        (['a', 'b'], tensor([2, 1]), tensor([[0.5000, 2.0000],
+                [1.0000, 1.0000]], dtype=torch.float64), tensor([[70., 85.],
+                [60., nan]]))
+    """
+    if duplicates not in get_args(Duplicates):
+        near = nearest(duplicates, get_args(Duplicates)) or "mean"
+        raise ValueError(f"duplicates must be one of {get_args(Duplicates)}, got {duplicates!r}. Fix: {near!r}.")
+    columns = [values] if isinstance(values, str) else list(values)
+    statics = [] if static is None else [static] if isinstance(static, str) else list(static)
+    if variable is not None and len(columns) != 1:
+        raise ValueError(f"with variable=, values must be one column, got {columns}. Fix: values='value'.")
+    if features is not None and variable is None:
+        raise ValueError("features is for tables with variable=. Fix: values=, which has an order already.")
+    ids, codes = _codes(_column(table, id), id)
+    times = _times(_column(table, time), time, unit)
+    names, feature = columns, np.arange(len(columns))[None]  # the feature of each value: one for each column, or row
+    if variable is not None:
+        names, of_rows = _features(_column(table, variable), variable, features)
+        feature = of_rows[:, None]
+    numbers = np.stack([_numbers(_column(table, name), name) for name in columns], 1)
+    fixed = [_constant(_numbers(_column(table, name), name), codes, ids, name) for name in statics]
+
+    order = np.lexsort((times, codes))
+    feature = np.broadcast_to(feature, numbers.shape)[order]
+    order, feature = order[feature[:, 0] >= 0], feature[feature[:, 0] >= 0]
+    codes, times, numbers = codes[order], times[order], numbers[order]
+    is_new = np.ones(len(codes), dtype=bool)  # the first row of a time point
+    is_new[1:] = (np.diff(codes) != 0) | (np.diff(times) != 0)
+    merged = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
+    codes, times = codes[is_new], times[is_new]
+    counts = np.bincount(codes, minlength=len(ids))
+    place = np.arange(len(codes)) - (counts.cumsum() - counts)[codes]
+    x = np.full((len(ids), counts.max(), len(names)), np.nan)
+    t = np.full(x.shape[:2], -np.inf)
+    x[codes, place], t[codes, place] = merged, times
+    t[counts == 0] = 0.0
+    t = np.maximum.accumulate(t, axis=1)
+    constant = torch.from_numpy(np.stack(fixed, 1)).to(dtype) if fixed else None
+    padded, mask = torch.from_numpy(x).to(dtype), torch.from_numpy(~np.isnan(x))
+    return Series(padded, torch.from_numpy(t), mask, torch.from_numpy(counts).long(), constant, ids, names, statics)
+
+
+def _column(table: Any, name: str) -> Any:
+    known = list(table.columns) if hasattr(table, "columns") else list(table)
+    if name not in known:
+        is_index = name in getattr(getattr(table, "index", None), "names", ())
+        fix = "table.reset_index()" if is_index else nearest(name, tuple(map(str, known))) or repr(known[:1])
+        raise KeyError(f"the table has no column {name!r}, but {known}. Fix: {fix}.")
+    return table[name]
+
+
+def _array(column: Any, name: str) -> NDArray[Any]:
+    array: NDArray[Any] = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
+    if array.ndim != 1:
+        raise ValueError(
+            f"column {name!r} must be one entry a row, got shape {array.shape}. Fix: a column for each, with a name of "
+            "its own."
+        )
+    return array
+
+
+def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
+    """Return the different entries in the order of their first rows, and the index of the entry of each row."""
+    array = _array(column, name)
+    if len(array) == 0:
+        raise ValueError("the table has no rows. Fix: at least one.")
+    known: dict[Any, int] = {}
+    entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
+    if any(entry is None or str(entry) in ("<NA>", "NaT") or entry != entry for entry in entries):
+        raise ValueError(f"column {name!r} has missing entries; expected one in each row. Fix: drop these rows.")
+    codes = np.array([known.setdefault(entry, len(known)) for entry in entries])
+    return list(known), codes
+
+
+def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
+    """Return the names of the features, and the index of the feature of each row; -1 for one that is not wanted."""
+    found, codes = _codes(column, name)
+    names = sorted(found) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    places = {feature: i for i, feature in enumerate(names)}
+    of_rows = np.array([places.get(feature, -1) for feature in found])[codes]
+    if (of_rows < 0).all():
+        raise ValueError(f"column {name!r} has none of the features {names}, but {found}. Fix: features=None.")
+    return names, of_rows
+
+
+def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDArray[Any]:
+    seconds = as_seconds(column)
+    if seconds is None and unit is not None:
+        raise ValueError(f"unit={unit!r} is for dates, and column {name!r} holds numbers. Fix: leave it out.")
+    if isinstance(unit, str) and unit not in UNITS:
+        raise ValueError(f"unit must be one of {tuple(UNITS)} or a duration, got {unit!r}. Fix: 'h'.")
+    length = 1.0 if unit is None else UNITS[unit] if isinstance(unit, str) else as_duration(unit, "unit")
+    array = _array(column, name)
+    if seconds is None and array.dtype.kind in "OUT" and any(isinstance(entry, str) for entry in array.tolist()):
+        raise TypeError(
+            f"column {name!r} must hold numbers or dates, got text. Fix: pandas.to_datetime(table[{name!r}])."
+        )
+    times: NDArray[Any] = (as_times(column, name) if seconds is None else seconds / length).double().numpy()
+    if not np.isfinite(times).all():
+        row = int((~np.isfinite(times)).nonzero()[0][0])
+        raise ValueError(f"column {name!r} is missing or infinite in row {row}. Fix: drop rows without a time.")
+    return times
+
+
+def _numbers(column: Any, name: str) -> NDArray[Any]:
+    """Return a column as float64, missing values as NaN."""
+    array = _array(column, name)
+    if array.dtype.kind == "O" and hasattr(column, "to_numpy"):
+        array = np.array([np.nan if str(entry) == "<NA>" else entry for entry in array.tolist()], dtype=object)
+    try:
+        if array.dtype.kind not in "biufO":
+            raise ValueError
+        numbers: NDArray[Any] = array.astype(np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"column {name!r} must hold numbers, got {array.dtype}. Fix: codes or pandas.get_dummies for categories; "
+            "of dates the time since another."
+        ) from None
+    if np.isinf(numbers).any():
+        raise ValueError(f"column {name!r} holds infinite values. Fix: make them NaN, which is missing.")
+    return numbers
+
+
+def _merge(
+    numbers: NDArray[Any], points: NDArray[Any], places: NDArray[Any], features: int, rule: Duplicates
+) -> NDArray[Any]:
+    """Return the values (time points, features) of values (rows, columns), each with its time point and feature."""
+    observed = ~np.isnan(numbers)
+    index, found = (points[:, None] * features + places)[observed], numbers[observed]
+    size = (int(points[-1]) + 1) * features
+    count = np.bincount(index, minlength=size)
+    if rule == "error" and (count > 1).any():
+        raise ValueError(
+            f"{int((count > 1).sum())} values of a feature have more than one row of one series and time. "
+            "Fix: duplicates='mean', 'first' or 'last'."
+        )
+    merged: NDArray[Any] = np.full(size, np.nan)
+    if rule == "mean":
+        np.divide(np.bincount(index, found, minlength=size), count, out=merged, where=count > 0)
+    else:
+        step = -1 if rule == "first" else 1
+        merged[index[::step]] = found[::step]  # of equal places the last one stays
+    return merged.reshape(-1, features)
+
+
+def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: str) -> NDArray[Any]:
+    """Return the value of each series; NaN if all are missing."""
+    least, most = (np.full(len(ids), np.nan) for _ in range(2))
+    np.fmin.at(least, codes, numbers)
+    np.fmax.at(most, codes, numbers)
+    changes = least < most
+    if changes.any():
+        one = ids[int(changes.nonzero()[0][0])]
+        raise ValueError(
+            f"static column {name!r} changes within series {one!r}. Fix: make it one of values=, or take its first."
+        )
+    return least
+
+
+# Batches
+
+
+class Dataset(TorchDataset[Any]):
+    """The series of a batch one by one, for a DataLoader with ``collate_fn=hbnode.data.collate``.
+
+    Arguments:
+        series: the series.
+        targets: what is to be predicted of each, (batch, ...), a tensor or an array. Default: ``None``.
+
+    Raises:
+        ValueError: if there is not one target for each series.
+
+    Example:
+        >>> import torch, hbnode
+        >>> table = {"id": [1, 1, 1, 2, 2, 3], "t": [0.0, 1, 3, 0, 5, 2], "y": [0.1, 0.2, 0.3, 1.0, 1.1, 2.0]}
+        >>> series = hbnode.data.from_long(table, id="id", time="t", values=["y"])
+        >>> labels = torch.tensor([0, 1, 1])
+        >>> loader = torch.utils.data.DataLoader(
+        ...     hbnode.data.Dataset(series, labels),
+        ...     batch_sampler=hbnode.data.bucketed_batches(series.lengths, 2, shuffle=False),
+        ...     collate_fn=hbnode.data.collate,
+        ... )
+        >>> for batch, y in loader:
+        ...     print(batch.ids, tuple(batch.x.shape), y)
+        [3, 2] (2, 2, 1) tensor([1, 1])
+        [1] (1, 3, 1) tensor([0])
+    """
+
+    def __init__(self, series: Series, targets: Tensor | None = None) -> None:
+        if targets is not None and len(targets) != len(series):
+            raise ValueError(
+                f"targets must be one for each of {len(series)} series, got {len(targets)}. "
+                "Fix: labels in the order of series.ids, labels.loc[series.ids] of a pandas Series."
+            )
+        self.series = series
+        self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # by place
+
+    def __len__(self) -> int:
+        return len(self.series)
+
+    def __getitem__(self, index: int) -> Series | tuple[Series, Tensor]:
+        """A series by itself, without padding, and its target if there are any."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} series")
+        one = self.series.select([index % len(self)])
+        return one if self.targets is None else (one, self.targets[index])
+
+
+def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | tuple[Series, Tensor]:
+    """Return one padded batch of the items of a :class:`Dataset`, for a DataLoader's ``collate_fn``.
+
+    Arguments:
+        items: series, or pairs of a series and a target.
+    """
+    if not items:
+        raise ValueError("there are no items. Fix: a batch of at least one.")
+    series = [item if isinstance(item, Series) else item[0] for item in items]
+    targets = [item[1] for item in items if not isinstance(item, Series)]
+    total = max(one.x.shape[1] for one in series)
+    x, mask, t = [], [], []
+    for one in series:
+        missing = total - one.x.shape[1]
+        x.append(pad(one.x, (0, 0, 0, missing), value=torch.nan))
+        mask.append(pad(one.mask, (0, 0, 0, missing), value=False))
+        last = one.t[:, -1:] if one.t.shape[1] else one.t.new_zeros(len(one), 1)
+        t.append(torch.cat([one.t, last.expand(-1, missing)], 1))
+    lengths, ids = torch.cat([one.lengths for one in series]), [name for one in series for name in one.ids]
+    statics = [one.static for one in series if one.static is not None]
+    static, names = torch.cat(statics) if statics else None, (series[0].features, series[0].static_features)
+    batch = Series(torch.cat(x), torch.cat(t), torch.cat(mask), lengths, static, ids, *names)
+    return (batch, torch.stack([torch.as_tensor(target) for target in targets])) if targets else batch
+
+
+class BucketedBatches(Sampler[list[int]]):
+    """Batches of series of like length: see :func:`bucketed_batches`."""
+
+    def __init__(
+        self, lengths: Sequence[int], batch_size: int, shuffle: bool, drop_last: bool, generator: torch.Generator | None
+    ) -> None:
+        self.lengths, self.batch_size = list(lengths), batch_size
+        self.shuffle, self.drop_last, self.generator = shuffle, drop_last, generator
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.lengths), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """New batches each time, if shuffled."""
+        count, size = len(self.lengths), self.batch_size
+        if not self.shuffle:
+            order = sorted(range(count), key=self.lengths.__getitem__)
+            yield from [order[i : i + size] for i in range(0, count, size)][: len(self)]
+            return
+        order = torch.randperm(count, generator=self.generator).tolist()
+        order = order[: len(self) * size]  # with drop_last, other series are left out each time
+        pools = [order[i : i + POOL * size] for i in range(0, len(order), POOL * size)]
+        batches = []
+        for pool in pools:
+            pool.sort(key=self.lengths.__getitem__)
+            batches += [pool[i : i + size] for i in range(0, len(pool), size)]
+        for i in torch.randperm(len(batches), generator=self.generator).tolist():
+            yield batches[i]
+
+
+def bucketed_batches(
+    lengths: Tensor | Sequence[int],
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    generator: torch.Generator | None = None,
+) -> BucketedBatches:
+    """Return batches of series of similar length, with little padding: the ``batch_sampler`` of a DataLoader.
+
+    Shuffled, each pass has other batches: 50 batches of series at a time are drawn at random, put in order of length,
+    and cut; the batches then come in random order.
+
+    Arguments:
+        lengths: length of each series, (batch,).
+        batch_size: series of a batch.
+        shuffle: whether batches are drawn anew in each pass; else they are in order of length. Default: ``True``.
+        drop_last: whether a batch that is not full is left out. Default: ``False``.
+        generator: of the random numbers; None is torch's own. Default: ``None``.
+
+    Returns:
+        An iterable over lists of places.
+    """
+    counts = torch.as_tensor(lengths)
+    if counts.dim() != 1 or counts.is_floating_point():
+        raise ValueError(
+            f"lengths must be whole numbers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: .long()."
+        )
+    return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)

@@ -1,0 +1,270 @@
+"""Times, units of time, masks and lengths of series, as an ODERNN takes them."""
+
+import copy
+import datetime
+import warnings
+
+import numpy
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import hbnode
+from hbnode._times import as_duration, as_times
+
+LENGTHS = torch.tensor([6, 4, 2])
+close = torch.testing.assert_close
+
+
+def make_series(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, 2, generator=generator, dtype=dtype)
+    return x, (0.2 + torch.rand(3, 6, generator=generator, dtype=torch.float64)).cumsum(1).to(dtype)
+
+
+class Frame:
+    """As much of a table or a column of pandas or polars as is asked for."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return self.values
+
+
+# Units of time
+
+
+@pytest.mark.parametrize("scale", [1000.0, 1e-3])
+@pytest.mark.parametrize(("field", "missing"), [("hbnode", "decay"), ("ghbnode", "zero"), ("node", "hold")])
+def test_equal_answers_for_t_and_multiples_of_t(field, missing, scale):
+    x, t = make_series()
+    mask = torch.rand(3, 6, 2, generator=torch.Generator().manual_seed(1)) < 0.7
+    rnn = hbnode.ODERNN(2, 5, field=field, missing=missing, elapsed_features=True)
+    other = copy.deepcopy(rnn)
+    rnn.fit_time_unit(t, mask, LENGTHS)
+    other.fit_time_unit(scale * t, mask, LENGTHS)
+    (output, state), (same, end) = (one(x, s * t, mask=mask, lengths=LENGTHS) for one, s in ((rnn, 1), (other, scale)))
+    close(same, output, rtol=1e-5, atol=1e-5)
+    close(end.t, scale * state.t)
+    (ahead, later), (same, end) = rnn.forecast(state, [0.5, 2.0]), other.forecast(end, [0.5 * scale, 2.0 * scale])
+    close(same, ahead, rtol=1e-5, atol=1e-5)
+    close(end.t, scale * later.t)
+
+
+def test_a_unit_is_a_change_of_the_field():
+    """h' = f(t / u, h) / u."""
+    inner = hbnode.nn.MLP(4, [6], 4, activation=torch.nn.Tanh, time_dependent=True)
+    rnn = hbnode.ODERNN(2, 4, field=hbnode.NODE(inner), time_unit=3.0, rtol=1e-9, atol=1e-9).double()
+    other = hbnode.ODERNN(2, 4, field=hbnode.NODE(lambda t, h: inner(t / 3, h) / 3), rtol=1e-9, atol=1e-9).double()
+    other.cell, other.start = rnn.cell, rnn.start
+    x, t = make_series(torch.float64)
+    close(rnn(x, t)[0], other(x, t)[0], rtol=1e-7, atol=1e-8)
+    t.requires_grad_()
+    slopes = [torch.autograd.grad(one(x, t)[0].square().sum(), t)[0] for one in (rnn, other)]
+    close(*slopes, rtol=1e-6, atol=1e-7)
+
+
+def test_the_fitted_unit_is_ten_median_gaps_without_padding():
+    rnn = hbnode.ODERNN(2, 4)
+    t = torch.tensor([[0.0, 1.0, 3.0, 6.0], [5.0, 15.0, 0.0, 0.0]])
+    assert rnn.fit_time_unit(t, lengths=torch.tensor([4, 2])) is rnn
+    assert rnn.time_unit == 20.0  # gaps 1, 2, 3, 10
+    mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    assert rnn.fit_time_unit(t, mask).time_unit == 30.0  # gaps 3, 3, 10
+    assert rnn.fit_time_unit(t, mask.unsqueeze(-1).expand(2, 4, 3)).time_unit == 30.0
+    assert rnn.fit_time_unit([0, 2, 4]).time_unit == 20.0
+    days = numpy.datetime64("2020-01-01") + numpy.arange(3)
+    assert rnn.fit_time_unit(days).time_unit == 864000.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[0.0], [1.0]],), "no two samples"),
+        (([0.0, 1.0, 1.0],), "must increase.*from_long"),
+        ((torch.zeros(2, 2, 2),), r"t must be \(batch, T\)"),
+        (([0.0, float("nan")],), "not finite"),
+        (([0.0, 1.0], torch.ones(3, dtype=torch.bool)), "mask must be"),
+        (([0.0, 1.0], torch.ones(1, 2, 1, 1, dtype=torch.bool)), "mask must be"),
+        (([0.0, 1.0], None, [1, 2]), "lengths must be"),
+    ],
+)
+def test_times_that_cannot_be_fitted(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        hbnode.ODERNN(2, 4).fit_time_unit(*arguments)
+
+
+def test_the_unit_is_saved_and_shown():
+    rnn, fresh = hbnode.ODERNN(2, 4, time_unit=86400.25), hbnode.ODERNN(2, 4)
+    fresh.load_state_dict(rnn.state_dict())
+    assert fresh.time_unit == copy.deepcopy(rnn).half().time_unit == 86400.25
+    assert "time_unit=86400" in repr(rnn)
+    rnn.time_unit = datetime.timedelta(hours=1)
+    assert rnn.time_unit == 3600
+    for wrong in (0.0, -1, float("nan"), "h", None):
+        with pytest.raises(ValueError, match="time_unit must be a positive number or a duration"):
+            rnn.time_unit = wrong
+    before = {key: value for key, value in fresh.state_dict().items() if key != "time_unit"}
+    hbnode.ODERNN(2, 4).load_state_dict(before)  # of a version that had no unit, which was 1
+    with pytest.warns(UserWarning, match="does not hold the constant 'time_unit'"):
+        fresh.load_state_dict(before)
+
+
+def test_slow_gaps_warn_once():
+    rnn = hbnode.ODERNN(2, 8, field="ghbnode")
+    with torch.no_grad():
+        for p in rnn.field.parameters():
+            p.mul_(2)
+    x, t = make_series()
+    with pytest.warns(UserWarning, match=r"time_unit=1\. Fix: before training, rnn.fit_time_unit\(t\)"):
+        rnn(x, 20 * t)
+    rnn(x, 20 * t)
+    fitted = copy.deepcopy(rnn).fit_time_unit(20 * t)
+    fitted.has_warned = False
+    fitted(x, 20 * t)
+    assert fitted.nfe.forward < rnn.nfe.forward / 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hbnode.ODERNN(2, 8, field=rnn.field, rtol=1e-6, atol=1e-6)(x, 20 * t)
+
+
+def test_a_failure_tells_the_users_time():
+    rnn, (x, t) = hbnode.ODERNN(2, 4, time_unit=2.0, max_steps=3, options={"max_step": 0.1}), make_series()
+    with pytest.raises(
+        hbnode.errors.MaxStepsError, match=r"rnn.fit_time_unit\(t\), or time_unit= \(it is 2\)"
+    ) as error:
+        rnn(x, 100.0 + 10 * t)
+    assert 100 < error.value.t < 200
+
+
+# Times
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_times_since_1970(per_sample):
+    """Only gaps count: large times in float64 beside samples in float32."""
+    field = hbnode.HBNODE(lambda h: -4e-4 * h * (1 + 20 * h * h), damping=0.001)
+    rnn = hbnode.ODERNN(2, 4, field=field, per_sample=per_sample)
+    rnn.has_warned = True
+    x, t = make_series()[0], 600.0 * torch.arange(6, dtype=torch.float64)
+    (near, _), (far, state) = rnn(x, t), rnn(x, t + 1.7e9)
+    close(far, near, rtol=1e-4, atol=1e-5)
+    (moved, end), (soon, _) = rnn.forecast(state, [10.0]), rnn.forecast(state, torch.tensor([10.0]))
+    assert moved.equal(soon)
+    assert not moved[:, 0].equal(state.h)
+    assert end.t.equal(state.t + 10)
+
+
+def test_dates_and_durations_are_seconds():
+    days = numpy.array(["2020-01-01", "2020-01-02", "2020-01-04"], dtype="datetime64[D]")
+    seconds = torch.tensor([1577836800.0, 1577923200.0, 1578096000.0], dtype=torch.float64)
+    standard = [datetime.datetime(2020, 1, day) for day in (1, 2, 4)]
+    aware = [date.replace(tzinfo=datetime.timezone.utc) for date in standard]
+    kinds = (days, days.astype("datetime64[ns]"), Frame(days), list(days), standard, aware)
+    for dates in (*kinds, [date.date() for date in standard], numpy.array(aware, dtype=object)):
+        assert as_times(dates, "t").equal(seconds)
+        if isinstance(dates, list):
+            assert as_times([dates], "t").equal(seconds[None])
+    assert as_times([days, days], "t").equal(seconds.expand(2, 3))
+    assert as_times(days - days[0], "dt").equal(seconds - seconds[0])
+    assert as_times([datetime.timedelta(hours=1)], "dt").tolist() == [3600.0]
+    assert as_duration(numpy.timedelta64(2, "h"), "time_unit") == 7200.0
+
+
+def test_dates_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    dates = pandas.Series(pandas.to_datetime(["2020-01-01", "2020-01-02", "2020-01-04"]))
+    expected = as_times(dates.to_numpy(), "t")
+    for kind in (dates, pandas.DatetimeIndex(dates), dates.dt.tz_localize("UTC"), list(dates), dates.to_frame().T):
+        assert as_times(kind, "t").reshape(-1).equal(expected)
+    assert as_times(dates.dt.tz_localize("Europe/Berlin"), "t").equal(expected - 3600)
+    assert as_duration(pandas.Timedelta("1h"), "time_unit") == 3600
+    x, rnn = torch.randn(2, 3, 2), hbnode.ODERNN(2, 4).fit_time_unit(dates)
+    output, state = rnn(x, dates)
+    by_number = hbnode.ODERNN(2, 4)
+    by_number.load_state_dict(rnn.state_dict() | {"time_unit": torch.tensor(rnn.time_unit / 86400)})
+    close(output, by_number(x, [0.0, 1.0, 3.0])[0], rtol=1e-4, atol=1e-5)
+    ahead, _ = rnn.forecast(state, pandas.to_timedelta(["1h", "2h"]))
+    assert ahead.equal(rnn.forecast(state, [3600.0, 7200.0])[0])
+    with pytest.raises(ValueError, match="t is not finite"):
+        rnn(x, pandas.Series([dates[0], pandas.NaT, dates[2]]))
+
+
+def test_times_and_masks_as_arrays_and_lists():
+    rnn, (x, _) = hbnode.ODERNN(2, 4), make_series()
+    mask, whole = torch.tensor([True, False, True, True, False, True]).expand(3, 6), numpy.arange(6)
+    expected, _ = rnn(x, torch.arange(6.0, dtype=torch.float64).expand(3, 6), mask=mask)
+    for times in (whole, whole.astype(float), Frame(whole), range(6), [0, 1, 2, 3, 4, 5], torch.arange(6)):
+        assert rnn(x, times, mask=Frame(mask.numpy()))[0].equal(expected)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"x": torch.zeros(3, 6, 3)}, ValueError, "input_size=2.*Fix: input_size=3"),
+        ({"x": torch.zeros(6, 2)}, ValueError, r"Fix: x.unsqueeze\(0\) for a single series"),
+        ({"x": torch.zeros(6, 3)}, ValueError, r"Fix: x.unsqueeze\(-1\) for numbers"),
+        ({"x": torch.zeros(3, 0, 2)}, ValueError, "at least one sample.*Fix: leave out series without samples"),
+        ({"x": torch.zeros(3, 6, 2, dtype=torch.long)}, TypeError, "floating point"),
+        (
+            {"x": torch.zeros(3, 6, 2).double()},
+            TypeError,
+            r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)",
+        ),
+        ({"x": torch.full((3, 6, 2), torch.nan)}, ValueError, "mask=torch.isfinite"),
+        ({"x": [torch.ones(6, 2)] * 2}, TypeError, r"Fix: torch.stack\(x\)"),
+        ({"t": torch.zeros(3, 4)}, ValueError, r"t must be \(batch, T\)"),
+        ({"t": torch.zeros(3, 6)}, ValueError, r"sequence 0 t\[0\]=0 is followed by 0.*large times in float64"),
+        ({"t": [0.0, 1.0, torch.nan, 3.0, 4.0, 5.0]}, ValueError, "t is not finite"),
+        ({"t": None}, TypeError, r"got NoneType\. Fix: one number a sample"),
+        ({"mask": torch.ones(3, 6)}, ValueError, "mask must be bool"),
+        ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must be bool"),
+        ({"lengths": torch.tensor([1, 2, 3, 4])}, ValueError, "3 whole numbers"),
+        ({"lengths": torch.tensor([1.0, 2.0, 3.0])}, ValueError, "3 whole numbers"),
+        ({"lengths": torch.tensor([1, 0, 3])}, ValueError, "between 1 and T=6"),
+        ({"lengths": torch.tensor([1, 7, 3])}, ValueError, "between 1 and T=6"),
+    ],
+)
+def test_wrong_series(change, kind, message):
+    x, t = make_series()
+    with pytest.raises(kind, match=message):
+        hbnode.ODERNN(2, 4)(**{"x": x, "t": t} | change)
+
+
+def test_packed_and_padded_do_not_mix():
+    rnn, (x, t) = hbnode.ODERNN(2, 4), make_series()
+    packed, times = (pack_padded_sequence(z, LENGTHS, batch_first=True) for z in (x, t))
+    with pytest.raises(ValueError, match="has its own"):
+        rnn(packed, times, lengths=LENGTHS)
+    with pytest.raises(TypeError, match=r"expected a padded tensor.*Fix"):
+        rnn.filter(packed, times)
+    with pytest.raises(ValueError, match=r"t is a PackedSequence and x is not.*Fix: pad_packed_sequence"):
+        rnn(x, times)
+    with pytest.raises(ValueError, match=r"mask is a PackedSequence and x is not"):
+        rnn(x, t, mask=times)
+
+
+def test_samples_that_are_no_tensor_say_how_to_make_one():
+    layer, cell, rnn = hbnode.nn.MomentumLSTM(2, 4), hbnode.nn.MomentumLSTMCell(2, 4), hbnode.ODERNN(2, 4)
+    values, t = numpy.ones((6, 2)), torch.arange(6.0)
+    for x, array in ((values, "x"), (values.tolist(), "x"), (Frame(values), "x.to_numpy()")):
+        fix = f"torch.tensor({array}, dtype=torch.float32)"
+        for call in (layer, cell, lambda x: rnn(x, t)):
+            with pytest.raises(TypeError) as error:
+                call(x)
+            assert f"Fix: {fix}" in str(error.value)
+        made = eval(fix, {"torch": torch, "x": x})
+        layer(made), cell(made), rnn(made.unsqueeze(0), t)
+    with pytest.raises(ValueError, match=r"Fix: x.to\(torch.float32\), or layer.to\(torch.float64\)"):
+        layer(torch.ones(4, 5, 2).double())
+
+
+def test_a_reversed_series_keeps_its_padding_in_place():
+    sequences = hbnode.nn.sequences.Sequences(1, torch.ones(2, 4, 1), [[0.0, 1, 3, 6], [2.0, 4, 0, 0]], None, [4, 2])
+    order, since = sequences.backwards()
+    assert order.tolist() == [[3, 2, 1, 0], [1, 0, 2, 3]]
+    assert since.tolist() == [[0.0, 3, 5, 6], [0.0, 2, 2, 2]]
