@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hbnode.data import Series
 from hbnode.nn.ode_rnn.sequences import fitted_unit
 from tasks.common.batches import Samples
-from tasks.common.config import SCHEDULES, TRIAL_FIELDS, option, parse
+from tasks.common.config import MODELS, SCHEDULES, option, parse
 from tasks.common.files import exit_on, write_table
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
@@ -71,7 +71,7 @@ class ClassificationConfig(IrregularSeriesConfig):
 
     def try_out(self, model: str) -> None:
         """Solve a small ODE-RNN with these options, or see that what a baseline needs is installed."""
-        if model in TRIAL_FIELDS or model in BASELINES:
+        if model in MODELS or model in BASELINES:
             super().try_out(model)
 
 

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import MODELS, SCHEDULES, option, parse
+from tasks.common.config import MODELS, SCHEDULES, SECOND_ORDER, make_field, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
 from tasks.common.run import Run
@@ -231,15 +231,9 @@ class Forecaster(nn.Module):
     def __init__(self, model: str, *, residual: bool = True, shrink: float = 1.0, **solver: Any) -> None:
         super().__init__()
         n, hidden = SIZES[model]
-        parts = 1 if model in ("node", "anode") else 2
+        parts = 2 if model in SECOND_ORDER else 1
         f = hbnode.nn.MLP(2 * n if model == "sonode" else n, hidden, n, activation=nn.ReLU)
-        field = {
-            "node": lambda: hbnode.NODE(f),
-            "anode": lambda: hbnode.ANODE(f, augment=n - CHANNELS),
-            "sonode": lambda: hbnode.SONODE(f),
-            "hbnode": lambda: hbnode.HBNODE(f),
-            "ghbnode": lambda: hbnode.GHBNODE(f, xi=XI),
-        }[model]()
+        field = make_field(model, f, anode={"augment": n - CHANNELS}, ghbnode={"xi": XI})
         cell = LinearCell(CHANNELS, n, parts)
         encoder = Encoder(CHANNELS if model == "anode" else parts * n)
         with torch.no_grad():

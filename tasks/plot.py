@@ -14,7 +14,6 @@ in the plane have a figure of their own, of each model's first seed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -68,20 +67,19 @@ def _cells(group: Group) -> dict[str, str]:
         kinds = ("_accuracy", "_auroc") if group.metric == "validation_accuracy" else ("_mse",)
     errors = [name for name in entries if name.startswith("test_") and name.endswith(kinds)]
     best = f"best_{group.metric}" if f"best_{group.metric}" in entries else group.metric
+    errors += [name for name in entries if name.endswith("_rmse_mV")]
+    values = {
+        name: [_entry(summary, name) for summary in group.summaries]
+        for name in (best, "best_epoch", group.train_metric, *errors)
+        if name in entries
+    }
+    values |= {name: [group.mean(name)] for name in GUESSES if name in entries}
     cells = {}
-    for name in dict.fromkeys(x for x in (best, "best_epoch", group.train_metric, *errors) if x in entries):
+    for name, found in values.items():
         unit = " %" if name.endswith("accuracy") else ""
-        cells[name.replace("_", " ") + unit] = _range([_entry(summary, name) for summary in group.summaries], unit)
-    for name in entries:
-        if name.endswith("_rmse_mV"):
-            values = [summary[name] for summary in group.summaries]
-            cells[name.replace("_", " ")] = "diverged" if None in values else f"{np.median(values):.3g}"
+        cells[name.replace("_", " ") + unit] = _range(found, unit)
     if "separates" in entries:
         cells["separated"] = f"{group.mean('separates') * 100:.0f} %"
-    for name in GUESSES:
-        if name in entries:
-            unit = " %" if name.endswith("accuracy") else ""
-            cells[name.replace("_", " ") + unit] = _range([group.mean(name)], unit)
     if "state" in entries:
         cells["state"] = f"{group.mean('state'):.0f}"
     return cells | {"parameters": f"{group.mean('parameters'):.0f}"} | _costs(group)
@@ -263,9 +261,7 @@ def _draw_samples(figure: Figure | SubFigure, groups: Sequence[Group]) -> None:
     for group in groups:
         by_epoch: dict[int, torch.Tensor] = torch.load(group.folders[0] / "samples.pt", weights_only=True)
         rows[group.label] = by_epoch[max(by_epoch)]
-    names = {field.name for field in dataclasses.fields(ImageGenerationConfig)}
-    config = ImageGenerationConfig(**{name: value for name, value in groups[0].config.items() if name in names})
-    draw_rows(figure, rows, config)
+    draw_rows(figure, rows, ImageGenerationConfig.read(groups[0].config))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -284,18 +280,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = options.out or options.root / f"{name}.png"
         title = f"{name}: {tell_apart(groups)}"
         print(f"{title}\n{table(groups)}")
-        write_figure(draw(groups, title), path)
-        print(f"figure: {path}")
-        measured = [group for group in groups if group.tolerances()]
-        if measured:
-            path = path.with_stem(f"{path.stem}-tolerance")
-            write_figure(draw_tolerances(measured, name), path)
-            print(f"figure: {path}")
-        pictured = [group for group in groups if (group.folders[0] / "density.pt").exists()]
-        if pictured:
-            path = path.with_stem(f"{path.stem}-density")
-            write_figure(draw_planar_densities(pictured), path)
-            print(f"figure: {path}")
+        figures = {"": draw(groups, title)}
+        if measured := [group for group in groups if group.tolerances()]:
+            figures["-tolerance"] = draw_tolerances(measured, name)
+        if pictured := [group for group in groups if (group.folders[0] / "density.pt").exists()]:
+            figures["-density"] = draw_planar_densities(pictured)
+        for suffix, figure in figures.items():
+            file = path.with_stem(path.stem + suffix)
+            write_figure(figure, file)
+            print(f"figure: {file}")
         print()
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, ODEConfig, option, parse
+from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
 from tasks.common.run import Run, count_parameters
@@ -157,15 +157,10 @@ class Simulator(nn.Module):
 
     def __init__(self, model: str, past: int, **solver: Any) -> None:
         super().__init__()
-        n = HIDDEN[model]
-        field = {
-            "node": lambda: hbnode.NODE(Force(1, n, 1)),
-            "anode": lambda: hbnode.ANODE(Force(2, n, 2), augment=1),
-            "sonode": lambda: hbnode.SONODE(Force(2, n, 1)),
-            "hbnode": lambda: hbnode.HBNODE(Force(1, n, 1)),
-            "ghbnode": lambda: hbnode.GHBNODE(Force(1, n, 1), activation=nn.Hardtanh(-5.0, 5.0)),
-        }[model]()
-        encoder = Encoder(past, 1 if model == "node" else 2, pair=model not in ("node", "anode"))
+        force = Force(2 if model in ("anode", "sonode") else 1, HIDDEN[model], 2 if model == "anode" else 1)
+        sigma = nn.Hardtanh(-5.0, 5.0)
+        field = make_field(model, force, anode={"augment": 1}, ghbnode={"activation": sigma})
+        encoder = Encoder(past, 1 if model == "node" else 2, pair=model in SECOND_ORDER)
         self.block = hbnode.ODEBlock(field, initial_state=encoder, **solver)
 
     def forward(self, past: Tensor, drive: Tensor) -> Tensor:

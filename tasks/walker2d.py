@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import option, parse
+from tasks.common.config import make_field, option, parse
 from tasks.common.files import exit_on
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
@@ -211,15 +211,10 @@ class FirstFrame(nn.Module):
         return self.dense(x[:, 0])
 
 
-def make_field(model: str, n: int) -> hbnode.Field:
+def dense_field(model: str, n: int) -> hbnode.Field:
     """A field on h of size n, whose f is one dense layer."""
-    return {
-        "node": lambda: hbnode.NODE(nn.Linear(n, n)),
-        "anode": lambda: hbnode.ANODE(nn.Linear(n, n), augment=n - ANODE_START),
-        "sonode": lambda: hbnode.SONODE(hbnode.nn.MLP(2 * n, [], n)),
-        "hbnode": lambda: hbnode.HBNODE(nn.Linear(n, n)),
-        "ghbnode": lambda: hbnode.GHBNODE(nn.Linear(n, n)),
-    }[model]()
+    func = hbnode.nn.MLP(2 * n, [], n) if model == "sonode" else nn.Linear(n, n)
+    return make_field(model, func, anode={"augment": n - ANODE_START})
 
 
 class Predictor(nn.Module):
@@ -312,7 +307,7 @@ def make_model(config: WalkerConfig, mean: Tensor, deviation: Tensor) -> Walker 
         return Baseline(config.model, **scale)
     n = HIDDEN[config.model]
     cell: dict[str, Any] = {"residual": config.residual, "shrink": config.shrink}
-    return Walker(make_field(config.model, n), n, CELL[config.model], **cell, **scale, **config.rnn_options())
+    return Walker(dense_field(config.model, n), n, CELL[config.model], **cell, **scale, **config.rnn_options())
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:

@@ -94,8 +94,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON object, whole or not at all; numbers of it that are not finite, which JSON lacks, are null."""
-    known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in content.items()}
-    write_whole(path, json.dumps(known, indent=2).encode())
+    write_whole(path, json.dumps(_finite(content), indent=2).encode())
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {name: _finite(value) for name, value in content.items()}
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -117,13 +122,22 @@ def write_figure(figure: Figure, path: Path) -> None:
     write_whole(path, buffer.getvalue())
 
 
+def write_tensors(path: Path, content: Mapping[Any, object]) -> None:
+    """Write what ``torch.load`` reads, whole or not at all."""
+    write_whole(path, _archive(content))
+
+
 def write_checkpoint(path: Path, checkpoint: dict[str, object]) -> None:
     """Write a checkpoint with its SHA-256 as the comment of the zip archive that it is: torch verifies nothing."""
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    archive = buffer.getvalue()
+    archive = _archive(checkpoint)
     seal = SEAL + hashlib.sha256(archive).hexdigest().encode()
     write_whole(path, archive[:-2] + len(seal).to_bytes(2, "little") + seal)
+
+
+def _archive(content: Mapping[Any, object]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 def read_checkpoint(path: Path, task: str, model: str) -> dict[str, Any]:

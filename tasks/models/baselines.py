@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.config import MODELS, TRIAL_FIELDS, ODEConfig, option
+from tasks.common.config import MODELS, ODEConfig, option, trial_field
 
 BASELINES = ("lstm", "gru", "gru-d", "cfc", "oscillators")
 NetworkState = typing.Any  # a tensor or a pair of them, to be handed back as it came
@@ -217,8 +217,8 @@ class IrregularSeriesConfig(ODEConfig):
         """Solve a small ODE-RNN with these options, or make a baseline: what it needs must be installed."""
         if model in BASELINES:
             make_baseline(model, input_size=1, parameters=1000)
-        if model not in TRIAL_FIELDS:
+        if model not in MODELS:
             return
         x = torch.ones(1, 2, 2, requires_grad=True)
-        rnn = hbnode.ODERNN(2, 2, field=TRIAL_FIELDS[model](), **self.rnn_options())
+        rnn = hbnode.ODERNN(2, 2, field=trial_field(model), **self.rnn_options())
         rnn(x, torch.tensor([0.0, 1.0]))[0].sum().backward()

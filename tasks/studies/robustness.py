@@ -20,13 +20,12 @@ there they do not prove, and other attacks may be stronger.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -37,13 +36,14 @@ from tqdm import tqdm
 import hbnode
 from hbnode.solve.odeint import resolve
 from tasks.common.batches import Samples
+from tasks.common.config import REQUIRED, Options, option, parse
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure, write_json, write_table
 from tasks.common.run import environment
 from tasks.common.train import EVAL_BATCH_SIZE
 from tasks.common.workers import Workers
 from tasks.image_classification import load_data, load_run
-from tasks.run_groups import Group, collect, tell_apart, titles
+from tasks.run_groups import Group, collect, tell_apart
 
 SIZES = {
     "noise": (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0),
@@ -64,6 +64,20 @@ GRADIENT_SLACK = 0.2  # likewise of the central difference's ratio to the gradie
 logger = logging.getLogger("tasks.studies.robustness")
 Perturb = Callable[[nn.Module, Tensor, Tensor, float, torch.Generator], Tensor]
 Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RobustnessOptions(Options):
+    """Options of the study."""
+
+    positive: ClassVar[tuple[str, ...]] = ("pgd_steps",)
+
+    root: str = option(REQUIRED, "folder of run folders of tasks.image_classification")
+    out: str = option("", "where to write robustness.csv, .json and .png; empty is the folder of the runs")
+    images: int = option(0, "the first N test images only; 0 is all of them")
+    pgd_steps: int = option(20, "steps of PGD")
+    seed: int = option(0, "of the noise and of PGD's starts")
+    device: str = option("auto", "what computes", ("auto", "cpu", "cuda"))
 
 
 def noise(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
@@ -150,7 +164,7 @@ def comparable(root: Path) -> list[Group]:
     for name in TRAINING:
         found: dict[str, list[str]] = {}
         for group in groups:
-            found.setdefault(str(group.config.get(name)), []).append(titles(group.config)[group.model])
+            found.setdefault(str(group.config.get(name)), []).append(group.title)
         if len(found) > 1:
             listed = ", ".join(f"{value} ({', '.join(sorted(set(models)))})" for value, models in sorted(found.items()))
             differing.append(f"{name}: {listed}")
@@ -168,7 +182,7 @@ def comparable(root: Path) -> list[Group]:
     return groups
 
 
-def attack(groups: Sequence[Group], options: argparse.Namespace, device: torch.device) -> list[Row]:
+def attack(groups: Sequence[Group], options: RobustnessOptions, device: torch.device) -> list[Row]:
     """Rows of robustness.csv: every run under every attack, and the check of its gradient."""
     attacks: dict[str, Perturb] = {
         "noise": noise,
@@ -268,27 +282,11 @@ def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str) 
     return figure
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="folder of run folders of tasks.image_classification")
-    parser.add_argument("--out", type=Path, help="where to write robustness.csv, .json and .png [ROOT]")
-    parser.add_argument("--images", type=int, default=0, help="the first N test images only; 0 is all of them [0]")
-    parser.add_argument("--pgd-steps", type=int, default=20, help="steps of PGD [20]")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise and of PGD's starts [0]")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto]")
-    options = parser.parse_args(argv)
-    for name, least in (("images", 0), ("pgd_steps", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Attack all finished runs under a folder, print a table and write table, summary and figure."""
-    options = parse(argv)
+    options = parse(RobustnessOptions, {}, __doc__, argv)
     logging.basicConfig(format="%(message)s")
-    groups = comparable(options.root)
+    groups = comparable(Path(options.root))
     device = Workers.join(options.device).device
     rows = attack(groups, options, device)
     models, masked = summarise(rows), signs_of_masking(rows)
@@ -307,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "signs_of_masking": masked,
         **environment(device),
     }
-    out = options.out or options.root
+    out = Path(options.out or options.root)
     write_table(out / "robustness.csv", rows)
     write_json(out / "robustness.json", summary)
     about = ", ".join(f"{name} {training[name]}" for name in ("dataset", "epochs", "batch_size", "lr"))
