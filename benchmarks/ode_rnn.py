@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,6 @@ from tasks.plane_vibration import Forecaster, Splits, squared_errors
 BATCH = 64
 TOLERANCE = 1e-5
 REFERENCE = 1e-9
-loss_of = functools.partial(squared_errors, ahead=0.1, seen=0.0)
 ADJOINT = {"method": "dopri5", "gradient": "adjoint", "per_sample": False}
 SOLVERS = {
     "odeint_adjoint": ADJOINT | {"adjoint_options": {}},
@@ -50,12 +48,12 @@ SOLVERS = {
 def trained(name: str, splits: Splits, epochs: int) -> Forecaster:
     """A model after some epochs, trained as the task does."""
     torch.manual_seed(0)
-    model = Forecaster(name, shrink=1e-3, rtol=1e-4, atol=1e-4)
+    model = Forecaster(name, rtol=1e-4, atol=1e-4)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(epochs):
         for parts in zip(*(part.split(BATCH) for part in splits.batches["train"]), strict=True):
             optimizer.zero_grad()
-            loss_of(model, parts)[0].backward()
+            squared_errors(model, parts)[0].backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     return model
@@ -74,7 +72,7 @@ def step(model: Forecaster, batch: Samples) -> Callable[[], None]:
 
     def run() -> None:
         model.zero_grad()
-        loss_of(model, batch)[0].backward()
+        squared_errors(model, batch)[0].backward()
 
     return run
 
@@ -134,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     record, source = f16.read_plane_vibration()
-    splits = Splits.of(record, "paper", 1)
+    splits = Splits.of(record, "paper")
     print(f"data: {source}")
     widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}
     print("  ".join(name.rjust(width) for name, width in widths.items()))

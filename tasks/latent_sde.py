@@ -67,8 +67,7 @@ class LatentSDEConfig(TaskConfig):
     models: ClassVar[tuple[str, ...]] = (*TITLES, KALMAN)
     positive: ClassVar[tuple[str, ...]] = (
         *TaskConfig.positive,
-        *("size", "hidden", "context", "damping", "steps", "train_size", "test_size"),
-        *("eval_samples", "paths", "draw_every"),
+        *("size", "hidden", "context", "train_size", "test_size", "eval_samples", "paths", "draw_every"),
     )
 
     epochs: int = option(40, "passes over the training series", may_change=True)
@@ -79,10 +78,10 @@ class LatentSDEConfig(TaskConfig):
     dataset: str = option("lorenz", "what the series are of", tuple(SPACING))
     data: str = option("auto", "of vibration, as for tasks.plane_vibration", f16.SOURCES)
     size: int = option(4, "size of h, and of the state of a first-order SDE")
-    hidden: int = option(64, "units of the drift's and the control's hidden layers; the rival has more, to be equal")
+    hidden: int = option(
+        64, "units of the drift's and the control's hidden layers; a first-order SDE has more, to be equal"
+    )
     context: int = option(32, "units of the encoder")
-    damping: float = option(1.0, "γ of the heavy ball at first, in 1/time; it stays below ten times this")
-    steps: int = option(1, "steps of the solver between two rows")
     train_size: int = option(4096, "series of training, or all segments if these are fewer")
     test_size: int = option(256, "series of the test")
     paths: int = option(8, "paths a series in the test after every epoch")
@@ -126,7 +125,7 @@ def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
         return train, lorenz(config.test_size, 1, moments)[0], "generated"
     with exit_on(FileNotFoundError, ValueError):
         record, source = f16.read_plane_vibration(config.data)
-    splits = Splits.of(record, "honest", 1)
+    splits = Splits.of(record, "honest")
     length = max(int((rows[:, -1] - rows[:, 0]).max()) for rows in splits.rows.values()) + HORIZON
     train = vibration(splits, "train", length, config.train_size)
     return train, vibration(splits, "test", length, config.test_size), source
@@ -136,24 +135,20 @@ def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
 
 
 def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
-    """The model; the rival as wide as brings it to the parameters of a heavy ball."""
+    """The model; a first-order SDE as wide as brings it to the parameters of a heavy ball."""
     if config.model == KALMAN:
         return NoisyOscillators(channels, OSCILLATORS, noise=0.1, **RANGES[config.dataset])
-    options = {"context": config.context, "spacing": SPACING[config.dataset], "steps": config.steps}
 
-    def heavy_ball() -> LatentSDE:
-        return HeavyBall(channels, config.size, config.damping, hidden=config.hidden, **options)
+    def make(kind: type[LatentSDE], hidden: int) -> LatentSDE:
+        return kind(channels, config.size, hidden=hidden, context=config.context, spacing=SPACING[config.dataset])
 
     if config.model == "hbsde":
-        return heavy_ball()
+        return make(HeavyBall, config.hidden)
     with torch.random.fork_rng(devices=[]):
-        wanted = count_parameters(heavy_ball())
-        sizes = {
-            width: count_parameters(FirstOrder(channels, config.size, hidden=width, **options))
-            for width in range(max(1, config.hidden - 2), config.hidden + 20)
-        }
-    width = min(sizes, key=lambda width: abs(sizes[width] - wanted))
-    return FirstOrder(channels, config.size, hidden=width, **options)
+        wanted = count_parameters(make(HeavyBall, config.hidden))
+        widths = range(max(1, config.hidden - 2), config.hidden + 20)
+        width = min(widths, key=lambda width: abs(count_parameters(make(FirstOrder, width)) - wanted))
+    return make(FirstOrder, width)
 
 
 def loss_of(model: torch.nn.Module, batch: Samples, paths: int) -> tuple[Tensor, dict[str, float]]:

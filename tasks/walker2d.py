@@ -15,8 +15,8 @@ sizes by the code make 8,819, and 8,899 for HBNODE, which counts a xi that it do
 
 That code differs in what is compared: there only the second-order models had a cell with a residual path and were shown
 the frame before the one to predict; SONODE disregarded the gaps, and the adjoint method took one gap for all. Here all
-models have the residual path, or with --no-residual none has, every prediction sees all frames up to its own, and the
-state moves by each sample's own gap. In the preset "paper" frames enter as they are and weights start as torch makes
+models have the residual path, every prediction sees all frames up to its own, and the state moves by each sample's own
+gap. In the preset "paper" frames enter as they are and weights start as torch makes
 them (the learning rate is 3e-3 for all, where the code has 1e-3 for the first 50 epochs of some); otherwise each
 channel is standardised on its way in and restored on its way out, which changes no unit of an error, and what a
 residual cell adds starts small. Solves are short, so gradients are taken directly through them and no evaluations are
@@ -65,7 +65,6 @@ class WalkerConfig(IrregularSeriesConfig):
     lr: float = option(3e-3, "Adam's learning rate")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     tol: float = option(1e-5, "rtol = atol of an adaptive method")
-    residual: bool = option(True, "whether the cells of the field models have a residual path")
     shrink: float = option(0.01, "factor of the initial weights of a residual cell's last layer")
     standardize: bool = option(True, "standardise the channels inside of the model; errors keep their units")
     windows: int = option(0, "training windows, every k-th of all, and of validation likewise; 0 takes all")
@@ -306,8 +305,8 @@ def make_model(config: WalkerConfig, mean: Tensor, deviation: Tensor) -> Walker 
     if config.model in BASELINES:
         return Baseline(config.model, **scale)
     n = HIDDEN[config.model]
-    cell: dict[str, Any] = {"residual": config.residual, "shrink": config.shrink}
-    return Walker(dense_field(config.model, n), n, CELL[config.model], **cell, **scale, **config.rnn_options())
+    options = {"shrink": config.shrink, **scale, **config.rnn_options()}
+    return Walker(dense_field(config.model, n), n, CELL[config.model], **options)
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
@@ -364,8 +363,7 @@ def train(config: WalkerConfig) -> None:
     run.announce(model, config.model, f"{len(splits.train[0])} training windows, {splits.source}")
     fit(run, model, splits.train, splits.validation, squared_error, held_out="validation")
     errors = {} if run.is_finished else report(run, model, splits, config)
-    found = {name: value if math.isfinite(value) else None for name, value in errors.items()}  # JSON has no infinity
-    run.finish(model, **found, training_windows=len(splits.train[0]), data=splits.source)
+    run.finish(model, **errors, training_windows=len(splits.train[0]), data=splits.source)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ import hbnode
 from hbnode.nn.ode_rnn.sequences import Inputs, Sequences
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS
-from tasks.models.baselines import BASELINES, kind_of
+from tasks.models.baselines import BASELINES, KINDS
 
 SHALLOW = ("boosting", "logistic")
 TITLES = {
@@ -90,7 +90,7 @@ class RecurrentReader(Reader):
         self.takes_gaps = name != "momentum_lstm"
         count = self.inputs.size
         if self.takes_gaps:
-            self.net: nn.Module = kind_of(name)(count, size)
+            self.net: nn.Module = KINDS[name](count, size)
         else:
             self.net = hbnode.nn.MomentumLSTM(count + 1, size, batch_first=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,6 @@ from torch import Tensor, nn
 import hbnode
 
 TITLES = {"flow": "heavy-ball flow", "generalized": "generalized heavy-ball flow", "cnf": "CNF, exact trace"}
-
-
-class Density(Protocol):
-    """What is asked of a model."""
-
-    def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """The log-density of x, or a bound from so many samples; of points (batch, 2)."""
-
-    def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Points (n, 2) with gradients, and their log-densities, or for a flow log p(h, m) - log q(m | h)."""
 
 
 class Flow(nn.Module):
@@ -32,19 +22,24 @@ class Flow(nn.Module):
         self.flow = hbnode.distributions.HeavyBallFlow(net, 2, **options)
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """The bound."""
+        """A bound of the log-density of x (batch, 2) from so many samples."""
         return self.flow.log_prob_bound(x, samples)
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Positions, and log p(h, m) - log q(m | h)."""
+        """Positions (n, 2) with gradients, and log p(h, m) - log q(m | h)."""
         h, m, log_prob = self.flow.rsample_and_log_prob(n)
         return h, log_prob - self.flow.posterior(h).log_prob(m)
 
 
 class CNF(nn.Module):
-    """A NODE from the data at 0 to the standard normal at 1, with the integral of its trace."""
+    """A NODE from the data at 0 to the standard normal at 1, with the integral of its trace.
 
-    def __init__(self, hidden: int, tol: float) -> None:
+    Arguments:
+        hidden: units of the two hidden layers of f.
+        tol: rtol = atol of its solver, tsit5.
+    """
+
+    def __init__(self, hidden: int, tol: float = 1e-3) -> None:
         super().__init__()
         net = hbnode.nn.MLP(2, [hidden] * 2, 2, activation=nn.Tanh, time_dependent=True)
         self.block = hbnode.ODEBlock(hbnode.NODE(net), rtol=tol, atol=tol)

@@ -56,18 +56,17 @@ class LatentSDE(nn.Module, abc.ABC):
     Arguments:
         channels: of a sample.
         size: of h, or of the first-order state.
-        state: numbers in the initial state.
         hidden: units of the two hidden layers of the drift and of the control.
         context: units of the encoder.
-        spacing: time between two rows.
-        steps: of the solver between two rows.
+        spacing: time between two rows, and the length of the solver's steps.
     """
 
-    def __init__(
-        self, channels: int, size: int, state: int, hidden: int, context: int, spacing: float, steps: int
-    ) -> None:
+    states = 1  # parts of the state, as large as h
+
+    def __init__(self, channels: int, size: int, hidden: int, context: int, spacing: float) -> None:
         super().__init__()
-        self.size, self.spacing, self.dt = size, spacing, spacing / steps
+        state = self.states * size
+        self.size, self.spacing = size, spacing
         self.encoder = nn.GRU(channels + 1, context, batch_first=True)
         self.start = nn.Linear(context, 2 * state)
         self.prior_start = nn.Parameter(torch.zeros(2, state))
@@ -123,19 +122,17 @@ class HeavyBall(LatentSDE):
     The temperature is 1, because another would only rescale h. One more component of h, without noise, is pushed by
     |u|² / 2: then its m + γh grows by the integral, exactly in the free flights too.
 
-    Arguments:
-        channels: of a sample.
-        size: of h.
-        damping: γ at first, in 1/time.
-        options: of :class:`LatentSDE`.
+    γ is 1 / time at first, and stays below ten times this.
     """
 
-    def __init__(self, channels: int, size: int, damping: float, **options: Any) -> None:
-        super().__init__(channels, size, 2 * size, **options)
+    states = 2
+
+    def __init__(self, channels: int, size: int, **options: Any) -> None:
+        super().__init__(channels, size, **options)
         temperature = torch.ones(size + 1)
         temperature[-1] = 0.0
         self.sde = hbnode.HeavyBallSDE(
-            no_force, damping=damping, max_damping=10 * damping, temperature=temperature, time_dependent=True
+            no_force, damping=1.0, max_damping=10.0, temperature=temperature, time_dependent=True
         )
 
     @override
@@ -150,7 +147,7 @@ class HeavyBall(LatentSDE):
         h, m = (nn.functional.pad(part, (0, 1)) for part in start.chunk(2, 1))
         self.sde.func = force
         try:
-            h, m = hbnode.sdeint(self.sde, (h, m), t, dt=self.dt)
+            h, m = hbnode.sdeint(self.sde, (h, m), t, dt=self.spacing)
         finally:
             self.sde.func = no_force  # which a copy of the model can hold
         return h[..., :-1], m[-1, :, -1] + gamma * h[-1, :, -1]
@@ -162,7 +159,7 @@ class FirstOrder(LatentSDE):
     UNITS = 8  # of the hidden layer of a feature's diffusion
 
     def __init__(self, channels: int, size: int, **options: Any) -> None:
-        super().__init__(channels, size, size, **options)
+        super().__init__(channels, size, **options)
         self.inner = nn.Parameter(torch.randn(2, size, self.UNITS))
         self.outer = nn.Parameter(torch.randn(size, self.UNITS) / self.UNITS**0.5)
         self.bias = nn.Parameter(torch.zeros(size))
@@ -185,9 +182,9 @@ class FirstOrder(LatentSDE):
             dtype=start.dtype,
             device=start.device,
             entropy=int(torch.randint(2**62, ())),  # without it, numpy's generator decides
-            dt=self.dt,
+            dt=self.spacing,
         )
-        z, kl = torchsde.sdeint(equation, start, t, bm=motion, dt=self.dt, method="euler", logqp=True)
+        z, kl = torchsde.sdeint(equation, start, t, bm=motion, dt=self.spacing, method="euler", logqp=True)
         return z, kl.sum(0)
 
 
