@@ -82,9 +82,7 @@ def test_rollouts_are_read_from_the_data_folder(data):
 
 def test_without_rollouts_it_says_what_to_do(monkeypatch):
     monkeypatch.delenv("HBNODE_DATA", raising=False)
-    with pytest.raises(
-        FileNotFoundError, match=r"HBNODE_DATA=None. Fix: put the rollouts[\s\S]*--generate 100"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"HBNODE_DATA=None. Fix: put the rollouts[\s\S]*--generate 100"):
         read_walker2d()
 
 
