@@ -1,6 +1,5 @@
 """The task of annealing: exact normalising constants, a small run, and that it goes on where it was."""
 
-import argparse
 import math
 
 import pytest
@@ -40,8 +39,8 @@ def test_logistic_regression_is_likelihood_times_prior():
 
 @pytest.mark.parametrize("sampler", annealing.DAMPINGS)
 def test_training_raises_the_bound(sampler):
-    options = argparse.Namespace(seed=0, paths=800, iterations=80, batch_size=64, lr=0.02)
-    model = annealing.tuned(annealing.many_well(), sampler, 4, options)
+    options = annealing.AnnealingOptions(paths=800, iterations=80)
+    model = annealing.tune(annealing.many_well(), sampler, 4, options)
     trained = annealing.train(model, options)
     before, after = (annealing.bound(one, 400, 17) for one in (model, trained))
     assert after > before + 1
@@ -56,7 +55,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     assert "logistic regression, d = 31: log Z = " in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"has other options.*Fix: --out another-folder"):
         annealing.main([*arguments, "--seed", "1"])
-    monkeypatch.setattr(annealing, "tuned", None)
+    monkeypatch.setattr(annealing, "tune", None)
     annealing.main(arguments)
     assert (tmp_path / "annealing.md").read_text() == table
 
