@@ -1,9 +1,7 @@
 """Images: what is read, and what is refused."""
 
 import math
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,16 +97,6 @@ def test_idx_files_that_are_not_mnists_are_named(images, labels, message, tmp_pa
         read_mnist("train")
     with pytest.raises(SystemExit, match=match):
         image_classification.load_data(image_classification.ImageConfig(dataset="mnist"))
-
-
-def test_the_real_mnist_when_it_is_there():
-    root = os.environ.get("HBNODE_DATA")
-    if not root or not (Path(root) / "MNIST" / "raw").is_dir():
-        pytest.skip("MNIST is not in HBNODE_DATA")
-    x, y = read_mnist("test")
-    assert x.shape == (10_000, 1, 28, 28)
-    assert torch.bincount(y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert x.mean().item() == pytest.approx(0.1325, abs=1e-4)
 
 
 def write_cifar(folder, count=4, labels=None):

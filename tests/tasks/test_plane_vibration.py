@@ -1,13 +1,9 @@
 """Plane vibration: the record and its stand-in, both splits, what the models see, the loss."""
 
 import json
-import math
-import os
 import sys
 import types
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -40,44 +36,6 @@ def test_the_made_up_structure_repeats_but_for_its_noise(made_up):
     spectrum = torch.fft.rfft(period, dim=0).abs()
     f = torch.fft.rfftfreq(8192, 1 / 400)
     assert spectrum[(f < 1.9) | (f > 15.1)].square().sum() < 1e-2 * spectrum.square().sum()
-
-
-def test_modes_of_the_made_up_structure(made_up):
-    """In the time domain, the response of the six modes to the force is the accelerations, but for three factors."""
-    from scipy.signal import cont2discrete, lfilter, ss2tf
-
-    fine = 8  # samples a row, of the periodic force, so that a line between two of them is the force
-    force = made_up.reshape(9, 8192, 5).mean(0)[:, 0].numpy()
-    spectrum = np.fft.rfft(force)
-    spectrum[np.fft.rfftfreq(8192, 1 / 400) > 15.01] = 0  # the noise
-    force = np.tile(np.fft.irfft(spectrum, 8192 * fine) * fine, 3)
-    responses = []
-    for f, zeta in zip((3.3, 4.7, 6.1, 7.9, 10.2, 13.1), (0.02, 0.015, 0.01, 0.012, 0.015, 0.02), strict=True):
-        w = 2 * math.pi * f
-        a, b = np.array([[0.0, 1.0], [-(w**2), -2 * zeta * w]]), np.array([[0.0], [1.0]])
-        c, d = np.array([[-(w**2), -2 * zeta * w]]), np.array([[1.0]])  # q'' from q, q' and F
-        discrete = cont2discrete((a, b, c, d), 1 / (400 * fine), method="foh")[:4]
-        (numerator,), denominator = ss2tf(*discrete)
-        responses.append(lfilter(numerator, denominator, force)[2 * 8192 * fine :: fine])
-    basis = np.stack(responses, axis=1)
-    measured = made_up.reshape(9, 8192, 5).mean(0)[:, 2:].numpy()
-    _, residual, *_ = np.linalg.lstsq(basis, measured, rcond=None)
-    assert np.sqrt(residual / 8192).max() < 0.005 * 0.3  # a third of the noise of a period
-
-
-def test_the_real_record_when_it_is_there():
-    root = os.environ.get("HBNODE_DATA")
-    if not root or not any((Path(root) / sub / f"{NAME}.csv").is_file() for sub in ("plane-vibration", ".")):
-        pytest.skip("the F-16 is not in HBNODE_DATA")
-    rows, source = f16.read_plane_vibration()
-    assert source == "f16"
-    assert rows.shape == (73_728, 5)
-    assert rows[0].tolist() == [0.95714, -0.00045788, -0.018392, -0.049607, -0.046328]
-    periods = rows.reshape(9, 8192, 5)
-    assert ((periods - periods.mean(0)).std((0, 1)) / rows.std(0)).max() < 0.02  # it repeats
-    paper = plane_vibration.Splits.of(rows, "paper")
-    assert {name: len(part) for name, part in paper.rows.items()} == {"train": 509, "validation": 254, "test": 254}
-    assert paper.yardsticks()["periods_earlier_forecast_mse"] < 1e-3 < paper.yardsticks()["persistence_forecast_mse"]
 
 
 def test_the_record_is_read_from_the_data_folder_or_the_package(made_up, tmp_path, monkeypatch):

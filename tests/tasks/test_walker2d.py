@@ -4,10 +4,8 @@ import csv
 import itertools
 import json
 import math
-import os
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,22 +140,6 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     assert all(len(walker2d.thin(batch, count)[0]) == 100 for count in (0, 100, 300))
 
 
-def test_the_real_rollouts_when_they_are_there():
-    root = os.environ.get("HBNODE_DATA")
-    if not root or len(list((Path(root) / "walker").glob("rollout_*.npy"))) != 400:
-        pytest.skip("the rollouts are not in HBNODE_DATA")
-    rollouts, _ = read_walker2d()
-    assert sum(map(len, rollouts)) == 254_963
-    # the step of the height is its velocity times the duration of a frame
-    one = rollouts[0].double()
-    torch.testing.assert_close(one[1:, 0] - one[:-1, 0], (one[1:, 9] + one[:-1, 9]) / 2 * 0.008, atol=2e-3, rtol=0)
-    limbs = walker2d_simulation.skeleton(torch.cat(rollouts[:50]).double())
-    lowest = torch.cat([limbs[side][:, 2:, 1] for side in ("right", "left")], dim=1).min(1).values
-    assert lowest.min() > -0.03  # feet stay on the floor, and are half on it in the median stride
-    assert lowest.quantile(0.2).item() == pytest.approx(0.06, abs=0.02)  # the radius of a foot
-    assert len(walker2d.Splits.of(walker2d.WalkerConfig()).test[0]) == 1948
-
-
 # Models
 
 
@@ -184,17 +166,6 @@ def test_a_prediction_sees_its_own_frame_and_none_after_it(model):
         seen = gradient.abs().amax(-1) > 0
         assert seen[:, : i + 1].all()
         assert not seen[:, i + 1 :].any()
-
-
-@pytest.mark.parametrize("model", [*MODELS, "gru", "gru-d"])
-def test_going_on_from_a_state_is_reading_it_all(model):
-    torch.manual_seed(1)
-    x, t = samples(3, 6, 17), torch.rand(3, 6, dtype=torch.float64).cumsum(1)
-    net = make(model, shrink=1.0)
-    whole, _ = net(x, t)
-    first, state = net(x[:, :4], t[:, :4])
-    rest, _ = net(x[:, 4:], t[:, 4:], state)
-    torch.testing.assert_close(torch.cat([first, rest], dim=1), whole)
 
 
 def test_a_prediction_is_the_head_of_the_state_a_frame_later():
