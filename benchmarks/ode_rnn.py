@@ -15,19 +15,15 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.gradients import interleaved
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS
-from tasks.common.files import write_json
-from tasks.common.run import environment
 from tasks.data import f16
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
 
@@ -100,11 +96,12 @@ def compare(name: str, splits: Splits, epochs: int, repeats: int, *, compiled: b
         error = ((found - exact).norm() / exact.norm()).item()
         row = {"model": name, "epochs": epochs, "solver": what, "gradient_error": error}
         rows.append(row | {"nfe_forward": nfe.forward, "nfe_backward": nfe.backward})
-    times = interleaved([step(each, batch) for each in models.values()], repeats)
-    for row, mine in zip(rows, times, strict=True):
-        row["ms"] = 1e3 * statistics.median(mine)
-        row["faster"] = statistics.median(b / a for a, b in zip(mine, times[0], strict=True))
-        row["than_seminorm"] = statistics.median(b / a for a, b in zip(mine, times[1], strict=True))
+    times = interleaved({what: step(each, batch) for what, each in models.items()}, repeats)
+    full, seminorm, *_ = times.values()
+    for row, mine in zip(rows, times.values(), strict=True):
+        row["ms"] = milliseconds(mine)
+        row["faster"] = ratio(full, mine)
+        row["than_seminorm"] = ratio(seminorm, mine)
     return rows
 
 
@@ -123,12 +120,11 @@ COLUMNS = {
 
 def main() -> None:
     """Time, print a row per model and solver, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "ode_rnn")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--training", type=int, nargs="+", default=(0, 5), help="epochs of training before [0 5]")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds [5]")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compiled steps too")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/ode_rnn.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     record, source = f16.read_plane_vibration()
@@ -142,9 +138,7 @@ def main() -> None:
             for row in compare(name, splits, epochs, options.repeats, compiled=options.compiled):
                 rows.append(row)
                 print("  ".join(f"{row[key]:{form}}" for key, form in COLUMNS.items()), flush=True)
-    result = {"rows": rows, "tolerance": TOLERANCE, "source": source, **environment(torch.device("cpu"))}
-    write_json(options.out, result)
-    print(f"written: {options.out}")
+    write(options.out, {"rows": rows, "tolerance": TOLERANCE, "source": source})
 
 
 if __name__ == "__main__":
