@@ -128,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     record, source = f16.read_plane_vibration()
-    splits = Splits.of(record, "paper")
+    splits = Splits.from_record(record, "paper")
     print(f"data: {source}")
     widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}
     print("  ".join(name.rjust(width) for name, width in widths.items()))

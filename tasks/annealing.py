@@ -125,11 +125,11 @@ class AnnealingOptions(Options):
     out: str = option("runs/annealing", "folder for the tables and the figure")
 
     def chosen_targets(self) -> list[str]:
-        """The targets' names."""
+        """Return the targets' names."""
         return list(TARGETS) if self.targets == "all" else self.targets.split(",")
 
     def counts(self) -> list[int]:
-        """The numbers of evaluations, growing."""
+        """Return the numbers of evaluations, growing."""
         return sorted({int(count) for count in self.evaluations.split(",")})
 
     def check(self) -> None:
@@ -161,7 +161,7 @@ class Force(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        """The force (n, d) at x (n, d)."""
+        """Return the force (n, d) at x (n, d)."""
         of_each = (x[..., None] * self.slope + self.shift + t * self.drift).tanh()
         return (of_each * self.weight).sum(-1) + self.net(t, x)
 
@@ -175,7 +175,7 @@ def annealing(target: Target, evaluations: int, step_size: float, damping: float
 
 
 def bound(model: HeavyBallAnnealing, paths: int, seed: int) -> float:
-    """The bound without a graph; minus infinity if a path is not finite."""
+    """Return the bound without a graph; minus infinity if a path is not finite."""
     try:
         with torch.no_grad():
             return model.bound(paths, seed=seed).item()
@@ -184,7 +184,7 @@ def bound(model: HeavyBallAnnealing, paths: int, seed: int) -> float:
 
 
 def tune(target: Target, sampler: str, evaluations: int, options: AnnealingOptions) -> HeavyBallAnnealing:
-    """The best of the grid."""
+    """Return the best of the grid."""
     seed = 1000 * options.seed + TUNING
     grid = itertools.product(STEP_SIZES, DAMPINGS[sampler])
     models = [annealing(target, evaluations, step_size, damping) for step_size, damping in grid]
@@ -196,7 +196,7 @@ def tune(target: Target, sampler: str, evaluations: int, options: AnnealingOptio
 
 
 def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnnealing:
-    """The same with a force, trained on the bound; what has the best bound on a seed of its own is kept."""
+    """Return the same with a force, trained on the bound; what has the best bound on a seed of its own is kept."""
     seed = 1000 * options.seed + CHOOSING
     torch.manual_seed(seed)
     model = HeavyBallAnnealing(
@@ -243,7 +243,7 @@ def result(model: HeavyBallAnnealing, options: AnnealingOptions) -> dict[str, fl
 
 
 def measure(name: str, sampler: str, evaluations: int, options: AnnealingOptions) -> list[dict[str, Any]]:
-    """The rows of one sampler with one number of evaluations, untrained and trained; those on disk if there are."""
+    """Return the rows of one sampler with one number of evaluations, from disk if they are there."""
     path = Path(options.out) / f"{name}-{sampler.replace(' ', '-')}-{evaluations}.json"
     wanted = {key: getattr(options, key) for key in KEPT}
     if path.exists():
@@ -262,12 +262,12 @@ def measure(name: str, sampler: str, evaluations: int, options: AnnealingOptions
         rows.append({**about, "trained": True, **result(model, options), "seconds": time.process_time() - start})
     write_json(path, {"options": wanted, "rows": rows, **environment(torch.device("cpu"))})
     for row in rows:
-        print(f"{TITLES[name]}, {sampler}, {evaluations}, {trained(row)}: bound {row['bound']:.2f}", flush=True)
+        print(f"{TITLES[name]}, {sampler}, {evaluations}, {stage(row)}: bound {row['bound']:.2f}", flush=True)
     return rows
 
 
 def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The log Z of a target and its standard error: exact, or the estimate that has the least error."""
+    """Return the log Z of a target and its standard error: exact, or the estimate that has the least error."""
     exact = TARGETS[name]().log_z
     if exact is not None:
         return exact, 0.0
@@ -278,13 +278,13 @@ def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, floa
 # The table and the figure
 
 
-def trained(row: Mapping[str, Any]) -> str:
-    """Whether a row is of a trained sampler, in words."""
+def stage(row: Mapping[str, Any]) -> str:
+    """Return whether a row is of a trained sampler, in words."""
     return "trained" if row["trained"] else "untrained"
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table: bound minus log Z, and the error of the estimate of log Z."""
+    """Return the table: bound minus log Z, and the error of the estimate of log Z."""
     lines = [
         "| target | sampler | | evaluations | step size | damping | bound − log Z | estimate − log Z | CPU s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -295,7 +295,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['step_size']:.3g} | {damping} | {row['gap']:.2f} ± {row['bound_error']:.2f} | "
             f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f} | {row['seconds']:.0f}"
         )
-        of_row = f"| {TITLES[row['target']]} | {row['sampler']} | {trained(row)} | {row['evaluations']} | "
+        of_row = f"| {TITLES[row['target']]} | {row['sampler']} | {stage(row)} | {row['evaluations']} | "
         lines.append(of_row + numbers + " |")
     return "\n".join(lines)
 

@@ -79,7 +79,7 @@ class Objective(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Negative log-likelihood of x, or the reverse divergence of as many samples."""
+        """Return negative log-likelihood of x, or the reverse divergence of as many samples."""
         if self.energy:
             drawn, log_prob = self.model.draw(len(x))
             return (log_prob + ring(drawn)).mean() + self.log_z
@@ -87,17 +87,17 @@ class Objective(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a batch."""
+    """Return the loss of a batch."""
     return model(batch[0]), {}
 
 
 def make_flow(config: DensityConfig, generalized: bool = False) -> Flow:
-    """A heavy-ball flow of the options."""
+    """Return a heavy-ball flow of the options."""
     return Flow(config.hidden, t_span=(0.0, SPAN), generalized=generalized, steps=config.steps)
 
 
 def make_model(config: DensityConfig) -> Flow | CNF:
-    """The model; a CNF as wide as gives it the parameters of a heavy-ball flow."""
+    """Return the model; a CNF as wide as gives it the parameters of a heavy-ball flow."""
     if config.model != "cnf":
         return make_flow(config, config.model == "generalized")
     with torch.random.fork_rng(devices=[]):
@@ -108,13 +108,13 @@ def make_model(config: DensityConfig) -> Flow | CNF:
 
 @torch.no_grad()
 def log_density(model: Flow | CNF, x: Tensor, samples: int) -> Tensor:
-    """The log-density of many points, some at a time."""
+    """Return the log-density of many points, some at a time."""
     return torch.cat([model.log_prob(part, samples) for part in x.split(max(1, ROWS // samples))])
 
 
 @torch.no_grad()
 def effective_sample_size(model: Flow | CNF, n: int) -> dict[str, float]:
-    """What importance sampling of the ring by n samples gives: the share of effective samples, and log Z."""
+    """Return what importance sampling of the ring by n samples gives: the share of effective samples, and log Z."""
     x, log_prob = model.draw(n)
     weight = -ring(x) - log_prob
     share = (2 * weight.logsumexp(0) - (2 * weight).logsumexp(0)).exp() / n
@@ -122,7 +122,7 @@ def effective_sample_size(model: Flow | CNF, n: int) -> dict[str, float]:
 
 
 def picture_of(model: Flow | CNF, wanted: Tensor, samples: int) -> dict[str, Tensor]:
-    """What is drawn: the density on a grid, samples, and what is wanted: points, or a density on that grid."""
+    """Return what is drawn: the density on a grid, samples, and what is wanted: points, or a density on that grid."""
     density = log_density(model, grid(PICTURE).to(wanted.device), samples).exp()
     with torch.no_grad():
         drawn = model.draw(2000)[0]

@@ -87,7 +87,7 @@ class ImageConfig(ODEConfig):
             raise ValueError("--curve varies the tolerance, which a fixed grid (--steps) does not have")
 
     def make_model(self) -> Classifier:
-        """The model that the options describe."""
+        """Return the model that the options describe."""
         return Classifier(
             self.model,
             self.dataset,
@@ -154,7 +154,7 @@ class Classifier(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's signatures
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits ``(batch, 10)`` of images ``(batch, channels, H, W)``.
+        """Return logits ``(batch, 10)`` of images ``(batch, channels, H, W)``.
 
         In training, a regularised model also returns the kinetic and the Jacobian penalty, ``(batch, 2)``.
         """
@@ -173,7 +173,7 @@ class CrossEntropy:
     penalty: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """The loss, the accuracy and the penalties."""
+        """Return the loss, the accuracy and the penalties."""
         x, y = batch
         out = model(x)
         logits, penalties = out if isinstance(out, tuple) else (out, None)
@@ -188,7 +188,7 @@ class CrossEntropy:
 
 
 def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
-    """The configuration and the trained model of a finished run."""
+    """Return the configuration and the trained model of a finished run."""
     config = ImageConfig.read(read_json(folder / "config.json"), out=str(folder))
     model = config.make_model()
     if not (folder / "summary.json").exists():
@@ -199,7 +199,7 @@ def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
 
 
 def load_data(config: ImageConfig) -> tuple[Samples, Samples]:
-    """Training and test data, cut to the sizes wanted."""
+    """Return training and test data, cut to the sizes wanted."""
     with exit_on(FileNotFoundError, ValueError):
         train, test = (READ[config.dataset](split) for split in ("train", "test"))
     return tuple(x[: config.subset or None] for x in train), tuple(x[: config.test_subset or None] for x in test)

@@ -3,11 +3,11 @@
 Section 3.4.3 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 12:
 force, voltage and three accelerations of a ground vibration test, 400 rows a second, of which 10 % are removed. From
 64 samples the 8 consecutive rows from the 65th stamp on are forecast. The unit of time is a row, 0.0025 s. Without the
-data a made-up structure stands in for the aircraft; the summary names the source. Yardstick: the last sample, repeated.
+data a made-up structure stands in for the aircraft; the summary names the source. Trivial baseline: the last sample.
 
 --protocol paper: the last 100 rows dropped, the rest split 50/25/25 in order, standardised with all rows, as in the
 authors' code. The force repeats every 8192 rows, so that the test set repeats the training set almost exactly: what the
-rows a whole number of periods earlier say, all of the first half, is printed as a second yardstick.
+rows a whole number of periods earlier say, all of the first half, is printed as a second one.
 
 --protocol honest: the rows are folded into the 8192 phases of the period; training has the phases 0 to 3975, validation
 4056 to 6043, test 6124 to 8111, targets included, in each of the nine periods. Nobody uses the 80 phases between two of
@@ -111,7 +111,7 @@ PRESETS = {
 
 
 def split_rows(count: int, protocol: str) -> dict[str, Tensor]:
-    """Numbers of the rows of non-overlapping segments of 65 stamps, (segments, 65), of training, validation and test.
+    """Return the row numbers of non-overlapping segments of 65 stamps, (segments, 65), for each part.
 
     A tenth of the rows is removed at random, whole rows. The 8 rows that are forecast begin at a segment's last stamp.
 
@@ -162,7 +162,7 @@ class Splits:
     deviation: Tensor
 
     @classmethod
-    def of(cls, record: Tensor, protocol: str) -> Splits:
+    def from_record(cls, record: Tensor, protocol: str) -> Splits:
         """Split and standardise a record (N, 5)."""
         rows = split_rows(len(record), protocol)
         known = record
@@ -178,8 +178,8 @@ class Splits:
         }
         return cls(batches, rows, record, mean, deviation)
 
-    def yardsticks(self) -> dict[str, float]:
-        """Mean squared errors of forecasts of the test set without a model."""
+    def trivial_errors(self) -> dict[str, float]:
+        """Return mean squared errors of forecasts of the test set without a model."""
         x, _, target = self.batches["test"]
         errors = {"persistence_forecast_mse": mse(x[:, -1:].expand_as(target), target)}
         rows = self.rows["test"][:, -1:] + torch.arange(HORIZON)
@@ -238,7 +238,7 @@ class Forecaster(nn.Module):
         self.head = nn.Linear(n, CHANNELS)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The forecast, and the predictions at stamps 2 to 65.
+        """Return the forecast, and the predictions at stamps 2 to 65.
 
         Arguments:
             x: samples (batch, 64, 5).
@@ -263,7 +263,7 @@ class Baseline(nn.Module):
         self.head = nn.Linear(self.rnn.hidden_size, CHANNELS)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The forecast and the predictions at stamps 2 to 65, for the arguments of :class:`Forecaster`."""
+        """Return the forecast and the predictions at stamps 2 to 65, for the arguments of :class:`Forecaster`."""
         gap = t.diff(dim=1)
         features, state = self.rnn(x, nn.functional.pad(gap[:, :-1], (1, 0)), gap_after=gap)
         following = self.head(features)
@@ -277,7 +277,7 @@ class Baseline(nn.Module):
 
 
 def make_model(config: PlaneVibrationConfig) -> nn.Module:
-    """The model that the options name."""
+    """Return the model that the options name."""
     if config.model == "oscillators":
         return RowForecaster(CHANNELS, HORIZON, PARAMETERS, frequency=FREQUENCY, decay=(0.002, 0.05))
     if config.model == "kalman":
@@ -294,7 +294,7 @@ mse = nn.functional.mse_loss
 
 
 def squared_errors(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the forecast, plus a tenth of that at the next stamps.
+    """Return mean squared error of the forecast, plus a tenth of that at the next stamps.
 
     A model that returns log-likelihoods is trained by these instead.
     """
@@ -315,14 +315,14 @@ def train(config: PlaneVibrationConfig) -> None:
     with exit_on(FileNotFoundError, ValueError):
         record, source = f16.read_plane_vibration(config.data)
     config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
-    splits = Splits.of(record, config.protocol)
+    splits = Splits.from_record(record, config.protocol)
     run = Run("plane_vibration", config, f"{config.preset}-{config.protocol}-{config.model}-seed{config.seed}")
     model = make_model(config)
     if isinstance(model, Forecaster) and config.time_unit == 0:
         model.rnn.fit_time_unit(splits.batches["train"][1])
-    yardsticks = splits.yardsticks()
+    trivial_errors = splits.trivial_errors()
     sizes = "/".join(str(len(rows)) for rows in splits.rows.values())
-    errors_without = ", ".join(f"{name} {value:.4g}" for name, value in yardsticks.items())
+    errors_without = ", ".join(f"{name} {value:.4g}" for name, value in trivial_errors.items())
     run.announce(model, config.model, f"data: {source}, {sizes} segments; {errors_without}")
     fit(run, model, splits.batches["train"], splits.batches["validation"], squared_errors, held_out="validation")
     errors: dict[str, object] = {}
@@ -339,7 +339,7 @@ def train(config: PlaneVibrationConfig) -> None:
             print(f"{config.model}: test forecast MSE {errors['test_forecast_mse']:.4g}")
             name = TITLES.get(config.model, config.model.upper())
             draw_forecasts(forecast, splits, f"{name}, {source}, {config.protocol} split", run.folder)
-    run.finish(model, source=source, **yardsticks, **errors)
+    run.finish(model, source=source, **trivial_errors, **errors)
 
 
 def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -> None:

@@ -60,7 +60,7 @@ def table(groups: Sequence[Group]) -> str:
 
 
 def _cells(group: Group) -> dict[str, str]:
-    """A line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
+    """Return a line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
     entries = group.summaries[0]
     kinds: tuple[str, ...] = ("_accuracy", "_bleu", "_mse", "_nll", "_perplexity", "_loss")
     if group.solves:
@@ -86,7 +86,7 @@ def _cells(group: Group) -> dict[str, str]:
 
 
 def _costs(group: Group) -> dict[str, str]:
-    """The columns of evaluations, of a task that solves ODEs, and seconds."""
+    """Return the columns of evaluations, of a task that solves ODEs, and seconds."""
     seconds = {"s/epoch": f"{group.mean('seconds_per_epoch'):.3g}"}
     if not group.solves:
         return seconds
@@ -102,13 +102,13 @@ def _costs(group: Group) -> dict[str, str]:
 
 
 def _entry(summary: Mapping[str, Any], name: str) -> float | None:
-    """A number of a summary, of the training loss that without penalties; None if the run diverged there."""
+    """Return a number of a summary, of the training loss that without penalties; None if the run diverged there."""
     value = summary.get("train_cross_entropy", summary[name]) if name == "train_loss" else summary[name]
     return None if value is None else float(value)
 
 
 def _range(values: Sequence[float | None], unit: str) -> str:
-    """A cell of the table: the median over the seeds, and the range if there are several."""
+    """Return a cell of the table: the median over the seeds, and the range if there are several."""
     if None in values:
         return "diverged"
     low, median, high = (f"{100 * x:.1f}" if unit else f"{x:.3g}" for x in _spread(np.array(values)))
@@ -123,7 +123,7 @@ def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def draw(groups: Sequence[Group], title: str) -> Figure:
-    """Accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
+    """Return accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
     kept = [group for group in groups if group.model == "hbnode" and (group.folders[0] / "examples.pt").exists()]
     sampled = [group for group in groups if (group.folders[0] / "samples.pt").exists()]
     panels, below = _panels(groups), 4.0 if kept else 0.7 * len(sampled)
@@ -171,7 +171,7 @@ def _draw_curves(ax: Axes, groups: Sequence[Group], name: str) -> None:
 
 
 def _panels(groups: Sequence[Group]) -> dict[str, str]:
-    """The columns that are drawn, and what their axes say; evaluations only if a model makes some in that pass."""
+    """Return the columns to draw and the labels of their axes; evaluations only if a model makes some in that pass."""
     metric, odes = groups[0].metric, [group for group in groups if group.is_ode]
     is_split = metric.startswith("validation_") or not groups[0].solves
     names = (groups[0].train_metric, metric) if is_split else (metric,)
@@ -189,7 +189,7 @@ def _panels(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
-    """Evaluations of the trained models against tolerance, forward and backward, and what they buy."""
+    """Return evaluations of the trained models against tolerance, forward and backward, and what they buy."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     config = groups[0].config
     figure.suptitle(
@@ -218,7 +218,7 @@ def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
 
 
 def draw_planar_densities(groups: Sequence[Group]) -> Figure:
-    """A row for each model: its density in the plane, its samples, and what is wanted."""
+    """Return a row for each model: its density in the plane, its samples, and what is wanted."""
     rows = {}
     for group in groups:
         summary = group.summaries[0]

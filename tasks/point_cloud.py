@@ -86,12 +86,12 @@ class Separator(nn.Module):
         self.head = nn.Sequential(nn.Linear(size, 1), nn.Hardtanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores in [-1, 1], (batch, 1), of points (batch, 2)."""
+        """Return scores in [-1, 1], (batch, 1), of points (batch, 2)."""
         return self.head(self.block(x))
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared distance of the scores from the targets, and the share on the right side of zero."""
+    """Return mean squared distance of the scores from the targets, and the share on the right side of zero."""
     x, target = batch
     score = model(x)
     return nn.functional.mse_loss(score, target), {"accuracy": (score.sign() == target).float().mean().item()}

@@ -39,19 +39,19 @@ logger = logging.getLogger("tasks.plot")
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, str]:
-    """Titles of the five models and what stands beside them."""
+    """Return titles of the five models and what stands beside them."""
     return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC", **OSCILLATING}
 
 
 def recurrent(config: Mapping[str, Any]) -> dict[str, str]:
-    """Titles of recurrent layers with momentum of one cell, or of transformers with momentum over depth."""
+    """Return titles of recurrent layers with momentum of one cell, or of transformers with momentum over depth."""
     if config["model"] == "transformer":
         return {name: name.replace("_", " ") for name in DepthConfig.models}
     return {name: title(name, str(config["cell"])) for name in (*VARIANTS, OSCILLATORS)}
 
 
 def same(names: Mapping[str, str]) -> Titles:
-    """Titles that depend on no option."""
+    """Return titles that depend on no option."""
     return lambda config: names
 
 
@@ -132,7 +132,7 @@ class Group:
         return "-".join(name if value is True else str(value) for name, value in values.items())
 
     def mean(self, name: str) -> float:
-        """Mean of an entry of the summaries over the seeds."""
+        """Return mean of an entry of the summaries over the seeds."""
         return float(np.mean([summary[name] for summary in self.summaries]))
 
     @property
@@ -160,7 +160,7 @@ class Group:
         return found.index.to_numpy(), found.to_numpy().T
 
     def tolerances(self) -> dict[str, np.ndarray]:
-        """What ``tolerance.csv`` holds, each column (seed, tolerance); empty if a run has none."""
+        """Return what ``tolerance.csv`` holds, each column (seed, tolerance); empty if a run has none."""
         paths = [folder / "tolerance.csv" for folder in self.folders]
         if not all(path.exists() for path in paths):
             return {}
@@ -169,7 +169,7 @@ class Group:
 
 
 def collect(root: Path) -> list[Group]:
-    """The finished runs under a folder, grouped; others are mentioned and left out."""
+    """Return the finished runs under a folder, grouped; others are mentioned and left out."""
     groups: dict[str, Group] = {}
     for path in sorted(root.rglob("config.json")):
         folder = path.parent

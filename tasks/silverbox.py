@@ -77,7 +77,7 @@ class SilverboxConfig(ODEConfig):
 
 
 def refine(u: Tensor) -> Tensor:
-    """A signal of N samples at :data:`FINE` points a sample, (N - 1) * FINE + 1 of them.
+    """Return a signal of N samples at :data:`FINE` points a sample, (N - 1) * FINE + 1 of them.
 
     The input has power up to a third of the sampling rate, where lines between its samples lose a good part of it: this
     is band-limited interpolation with a Kaiser window of 48 samples; beyond the ends it takes the last sample.
@@ -125,7 +125,7 @@ class Force(nn.Module):
         self.input: Callable[[Tensor], Tensor]  # set for each solve, and its backward pass
 
     def forward(self, t: Tensor, *state: Tensor) -> Tensor:
-        """The shape of one part of the state, (batch, outputs)."""
+        """Return the shape of one part of the state, (batch, outputs)."""
         x = torch.cat([*state, self.input(t)], dim=-1)
         return self.linear(x) + self.net(x)
 
@@ -183,7 +183,7 @@ class Swinging(nn.Module):
         self.stack = hbnode.nn.match_parameters(stack, parameters)
 
     def forward(self, past: Tensor, drive: Tensor) -> Tensor:
-        """The shapes of :meth:`Simulator.forward`; V2 is an input as long as it is known, and whether it is."""
+        """Return the shapes of :meth:`Simulator.forward`; V2 is an input as long as it is known, and whether it is."""
         v1 = torch.cat([past[..., 0], drive[:, FINE::FINE]], 1)
         known = torch.arange(v1.shape[1], device=v1.device).expand(v1.shape) < past.shape[1]
         v2 = nn.functional.pad(past[..., 1], (0, v1.shape[1] - past.shape[1]))
@@ -191,22 +191,22 @@ class Swinging(nn.Module):
 
 
 def make_model(config: SilverboxConfig) -> nn.Module:
-    """The model that the options name."""
+    """Return the model that the options name."""
     if config.model == OSCILLATORS:
         return Swinging(config.past)
     return Simulator(config.model, config.past, **config.ode_options())
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the standardised V2."""
+    """Return mean squared error of the standardised V2."""
     past, drive, target = batch
     return nn.functional.mse_loss(model(past, drive), target), {}
 
 
 def split(record: Tensor, validation: int) -> tuple[dict[str, Tensor], float]:
-    """The official split, with the last samples of the training set as validation, and the deviation of V2 in volts.
+    """Return the official split, standardised by the training record, and the standard deviation of V2 in volts.
 
-    All parts are standardised by the training record.
+    The last samples of the training set are for validation.
     """
     records = {name: record[part] for name, part in SETS.items()}
     whole = records["train"]

@@ -88,7 +88,7 @@ PRESETS = {
 
 
 def stamps(frames: int, generator: torch.Generator, after: int = 1) -> Tensor:
-    """Numbers of the frames in each window of a rollout, (windows, LENGTH).
+    """Return numbers of the frames in each window of a rollout, (windows, LENGTH).
 
     Arguments:
         frames: length of the rollout.
@@ -136,7 +136,7 @@ def split(rollouts: Sequence[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def thin(batch: Samples, count: int) -> Samples:
-    """So many windows, evenly spaced; all if there are no more."""
+    """Return so many windows, evenly spaced; all if there are no more."""
     total = len(batch[0])
     return batch if not 0 < count < total else tuple(x[torch.arange(count) * total // count] for x in batch)
 
@@ -154,7 +154,7 @@ class Splits:
     source: str
 
     @classmethod
-    def of(cls, config: WalkerConfig) -> Splits:
+    def from_options(cls, config: WalkerConfig) -> Splits:
         """Read, split and cut the rollouts; the statistics are those of the training rollouts."""
         rollouts, source = read_walker2d()
         parts = split(rollouts)
@@ -211,7 +211,7 @@ class FirstFrame(nn.Module):
 
 
 def dense_field(model: str, n: int) -> hbnode.Field:
-    """A field on h of size n, whose f is one dense layer."""
+    """Return a field on h of size n, whose f is one dense layer."""
     func = hbnode.nn.MLP(2 * n, [], n) if model == "sonode" else nn.Linear(n, n)
     return make_field(model, func, anode={"augment": n - ANODE_START})
 
@@ -229,11 +229,11 @@ class Predictor(nn.Module):
         self.register_buffer("deviation", torch.ones(CHANNELS) if deviation is None else deviation)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Frames as the model sees them."""
+        """Return frames as the model sees them."""
         return (x - self.mean) / self.deviation
 
     def read(self, features: Tensor) -> Tensor:
-        """Frames in their own units, (..., features) -> (..., 17)."""
+        """Return frames in their own units, (..., features) -> (..., 17)."""
         return self.mean + self.deviation * self.head(features)
 
 
@@ -300,7 +300,7 @@ class Baseline(Predictor):
 
 
 def make_model(config: WalkerConfig, mean: Tensor, deviation: Tensor) -> Walker | Baseline:
-    """The model that the options describe."""
+    """Return the model that the options describe."""
     scale: dict[str, Any] = {"mean": mean, "deviation": deviation} if config.standardize else {}
     if config.model in BASELINES:
         return Baseline(config.model, **scale)
@@ -310,13 +310,13 @@ def make_model(config: WalkerConfig, mean: Tensor, deviation: Tensor) -> Walker 
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the next frame, over all channels and frames."""
+    """Return mean squared error of the next frame, over all channels and frames."""
     x, t, y = batch
     return nn.functional.mse_loss(model(x, t)[0], y), {}
 
 
 def walk_on(model: nn.Module, x: Tensor, t: Tensor, frames: int) -> Tensor:
-    """What follows some frames, each prediction being the next frame that the model is shown: (batch, frames, 17)."""
+    """Return a forecast (batch, frames, 17), in which each prediction is the model's next input."""
     with torch.no_grad():
         predicted, state = model(x, t)
         walk = [predicted[:, -1:]]
@@ -328,7 +328,7 @@ def walk_on(model: nn.Module, x: Tensor, t: Tensor, frames: int) -> Tensor:
 
 
 def report(run: Run, model: nn.Module, splits: Splits, config: WalkerConfig) -> dict[str, float]:
-    """The errors on the test rollouts, of one frame and of walking on, and of standing still instead."""
+    """Return the errors on the test rollouts, of one frame and of walking on, and of standing still instead."""
     x, t, future = (x.to(run.workers.device) for x in splits.futures)
     test = tuple(x.to(run.workers.device) for x in splits.test)
     model.eval()
@@ -353,7 +353,7 @@ def report(run: Run, model: nn.Module, splits: Splits, config: WalkerConfig) -> 
 def train(config: WalkerConfig) -> None:
     """Train one model with one seed, and let it walk on from the test rollouts."""
     with exit_on(FileNotFoundError, ImportError, ValueError):
-        splits = Splits.of(config)
+        splits = Splits.from_options(config)
         torch.manual_seed(config.seed)
         model = make_model(config, splits.mean, splits.deviation)
         if isinstance(model, Walker) and config.time_unit == 0:

@@ -45,7 +45,7 @@ def make_field(model: str, func: Callable[..., Tensor], **options: Mapping[str, 
 def option(
     default: object, text: str, choices: Sequence[str] = (), *, may_change: bool = False, is_signed: bool = False
 ) -> typing.Any:
-    """A field of a configuration.
+    """Return a field of a configuration.
 
     Arguments:
         default: its default value; the help does not show None. With REQUIRED it is an argument and no option.
@@ -117,13 +117,13 @@ class TaskConfig(Options):
         """What ``--model``, or what else the task sweeps over, says."""
         return str(getattr(self, self.swept))
 
-    def of(self: C, name: str) -> C:
-        """The same options with one of the models."""
+    def with_model(self: C, name: str) -> C:
+        """Return the same options with one of the models."""
         chosen: dict[str, typing.Any] = {self.swept: name}
         return dataclasses.replace(self, **chosen)
 
     def chosen(self) -> tuple[str, ...]:
-        """The models that ``--model`` names, or what else the task sweeps over, in its order and each once."""
+        """Return the models that ``--model`` names, or what else the task sweeps over, in its order and each once."""
         names = self.models if self.label == "all" else tuple(dict.fromkeys(self.label.split(",")))
         for name in names:
             if name not in self.models:
@@ -165,7 +165,7 @@ class ODEConfig(TaskConfig):
     )
 
     def ode_options(self) -> dict[str, typing.Any]:
-        """The arguments of an ODEBlock that the options describe."""
+        """Return the arguments of an ODEBlock that the options describe."""
         options: dict[str, typing.Any] = {
             "method": self.method or None,
             "rtol": self.tol,

@@ -43,7 +43,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise SystemExit(unwritable(folder, error)) from error
+            raise SystemExit(write_error(folder, error)) from error
         self._close = weakref.finalize(self, os.close, file)
         try:
             if fcntl is not None:
@@ -62,13 +62,13 @@ class FolderLock:
 
 
 def outputs(folder: Path) -> set[str]:
-    """Names of the files in a folder that are of the kinds that a run writes."""
+    """Return names of the files in a folder that are of the kinds that a run writes."""
     return {path.name for path in folder.iterdir() if path.suffix in KINDS and ".partial" not in path.name}
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to instead: when all is written, the file moves to ``path``, whose folder is made.
+    """Yield a path to write to instead: when all is written, the file moves to ``path``, whose folder is made.
 
     Whenever the process ends, ``path`` is the new file or what it was before; a failed write ends it with a sentence.
     """
@@ -80,7 +80,7 @@ def written_whole(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        raise SystemExit(unwritable(path, error)) from error
+        raise SystemExit(write_error(path, error)) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -141,9 +141,9 @@ def _archive(content: Mapping[Any, object]) -> bytes:
 
 
 def read_checkpoint(path: Path, task: str, model: str) -> dict[str, Any]:
-    """A checkpoint, or the end with a message if it is damaged or another task's or model's."""
+    """Return a checkpoint, or end with a message if it is damaged or another task's or model's."""
     try:
-        checkpoint = torch.load(io.BytesIO(verified(path.read_bytes())), map_location="cpu", weights_only=True)
+        checkpoint = torch.load(io.BytesIO(verify(path.read_bytes())), map_location="cpu", weights_only=True)
         found = {name: checkpoint[name] for name in ("task", "model_name")}
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
@@ -155,8 +155,8 @@ def read_checkpoint(path: Path, task: str, model: str) -> dict[str, Any]:
     return checkpoint
 
 
-def verified(content: bytes) -> bytes:
-    """A checkpoint's bytes if they are those that were written; of one that was not sealed this is not known."""
+def verify(content: bytes) -> bytes:
+    """Return a checkpoint's bytes if they are those that were written; of one that was not sealed this is not known."""
     archive, seal = content[: -len(SEAL) - 64], content[-len(SEAL) - 64 :]
     if seal.startswith(SEAL):
         digest = hashlib.sha256(archive[:-2] + bytes(2)).hexdigest()  # without the comment's length
@@ -166,12 +166,12 @@ def verified(content: bytes) -> bytes:
 
 
 def damaged(path: Path, why: str) -> str:
-    """What to say of a file of a run that cannot be used."""
+    """Return what to say of a file of a run that cannot be used."""
     return f"{path} {why}. Fix: delete its folder and run anew, or --out another-folder."
 
 
-def unwritable(path: Path, error: OSError) -> str:
-    """What to say of a file or folder that cannot be written."""
+def write_error(path: Path, error: OSError) -> str:
+    """Return what to say of a file or folder that cannot be written."""
     why = error.strerror or error
     return f"{path} cannot be written: {why}. Fix: make room or allow it and run again, or --out another-folder."
 
@@ -186,7 +186,7 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or the end with a message that names the file."""
+    """Return a JSON object, or end with a message that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

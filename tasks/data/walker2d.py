@@ -43,7 +43,7 @@ def read_walker2d() -> tuple[list[Tensor], str]:
 
 
 def walker2d_folder() -> Path | None:
-    """Where the rollouts are or belong; None without ``HBNODE_DATA``."""
+    """Return where the rollouts are or belong; None without ``HBNODE_DATA``."""
     root = os.environ.get("HBNODE_DATA")
     return Path(root) / "walker" if root else None
 

@@ -29,7 +29,7 @@ SHOWN = {0: "height in m", 3: "right knee in rad", 8: "speed in m/s"}  # channel
 
 
 def skeleton(frames: Tensor) -> dict[str, Tensor]:
-    """Where the limbs are in the plane of the walk: x forwards from the torso's centre, z upwards, in m.
+    """Return where the limbs are in the plane of the walk: x forwards from the torso's centre, z upwards, in m.
 
     The torso's angle leans it forwards; the angles of the joints turn the other way, and each carries what hangs on it.
 
@@ -42,7 +42,7 @@ def skeleton(frames: Tensor) -> dict[str, Tensor]:
     height, lean = frames[..., 0], frames[..., 1]
 
     def turned(x: float, z: float, angle: Tensor) -> Tensor:
-        """A vector turned about the y axis, which takes z towards x."""
+        """Return a vector turned about the y axis, which takes z towards x."""
         return torch.stack([x * angle.cos() + z * angle.sin(), -x * angle.sin() + z * angle.cos()], dim=-1)
 
     centre = torch.stack([torch.zeros_like(height), height], dim=-1)
@@ -172,7 +172,7 @@ class Gait:
         self.swing, self.bend = random.uniform(0.15, 0.35), random.uniform(0.1, 0.6)  # in rad
 
     def __call__(self, observation: np.ndarray, frame: int) -> np.ndarray:
-        """Torques of the six joints, within [-1, 1], as the environment scales them."""
+        """Return torques of the six joints, within [-1, 1], as the environment scales them."""
         import numpy as np
 
         angle = self.phase + 2 * math.pi * self.frequency * frame * FRAME_SECONDS + np.array([0.0, math.pi])

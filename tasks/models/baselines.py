@@ -66,7 +66,7 @@ class Recurrent(nn.Module, abc.ABC):
     def _unroll(
         self, step: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, gap: Tensor, h: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Every h that ``step``, called with a sample, its gap and the h before, makes of x and of gap (B, T, ...)."""
+        """Return every h, and the last, where ``step`` makes each of a sample, its gap (B, ...) and the h before."""
         h = x.new_zeros(len(x), self.hidden_size) if h is None else h
         output = []
         for sample, elapsed in zip(x.unbind(1), gap.unbind(1), strict=True):
@@ -151,7 +151,7 @@ BASELINES = tuple(KINDS)
 def make_baseline(
     name: str, input_size: int, parameters: int, *, output_size: int = 0, predicts_ahead: bool = False
 ) -> Recurrent:
-    """A baseline of that number of parameters, or as near to it as a whole number of hidden units comes.
+    """Return a baseline of that number of parameters, or as near to it as a whole number of hidden units comes.
 
     Arguments:
         name: one of :data:`BASELINES`.
@@ -186,7 +186,7 @@ class IrregularSeriesConfig(ODEConfig):
     time_unit: float = option(1.0, "unit of time of an ODE-RNN, in that of the data; 0 fits it, ten median gaps")
 
     def rnn_options(self) -> dict[str, typing.Any]:
-        """The arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
+        """Return the arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
         return self.ode_options() | {"per_sample": self.solver == "native", "time_unit": self.time_unit or 1.0}
 
     def try_out(self, model: str) -> None:

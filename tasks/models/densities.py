@@ -22,11 +22,11 @@ class Flow(nn.Module):
         self.flow = hbnode.distributions.HeavyBallFlow(net, 2, **options)
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """A bound of the log-density of x (batch, 2) from so many samples."""
+        """Return a bound of the log-density of x (batch, 2) from so many samples."""
         return self.flow.log_prob_bound(x, samples)
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Positions (n, 2) with gradients, and log p(h, m) - log q(m | h)."""
+        """Return positions (n, 2) with gradients, and log p(h, m) - log q(m | h)."""
         h, m, log_prob = self.flow.rsample_and_log_prob(n)
         return h, log_prob - self.flow.posterior(h).log_prob(m)
 
@@ -45,7 +45,7 @@ class CNF(nn.Module):
         self.block = hbnode.ODEBlock(hbnode.NODE(net), rtol=tol, atol=tol)
 
     def change(self, t: Tensor, h: Tensor, dh: Tensor) -> Tensor:
-        """The rate -tr(∂f / ∂h) of the log-density, from the columns of the Jacobian."""
+        """Return the rate -tr(∂f / ∂h) of the log-density, from the columns of the Jacobian."""
         axes = torch.eye(2, dtype=h.dtype, device=h.device).unsqueeze(1).expand(2, *h.shape)
 
         def column(axis: Tensor) -> Tensor:
@@ -54,17 +54,17 @@ class CNF(nn.Module):
         return -torch.func.vmap(column)(axes).diagonal(dim1=0, dim2=2).sum(1)  # f itself is evaluated once
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """The log-density, up to the solver's tolerance."""
+        """Return the log-density, up to the solver's tolerance."""
         z, change = self.block.with_integral(x, self.change)
         return log_normal(z) - change
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Points and their log-densities."""
+        """Return points and their log-densities."""
         z = torch.randn(n, 2, device=next(self.parameters()).device)
         x, change = self.block.with_integral(z, self.change, [1.0, 0.0])
         return x[-1], log_normal(z) + change[-1]
 
 
 def log_normal(z: Tensor) -> Tensor:
-    """Log-density of the standard normal in the plane."""
+    """Return log-density of the standard normal in the plane."""
     return -z.square().sum(1) / 2 - math.log(2 * math.pi)

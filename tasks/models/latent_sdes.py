@@ -41,7 +41,7 @@ class Context:
         self.evaluations = 0
 
     def at(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The summary (batch, size) and whether a sample is left (batch, 1), at a time in one of the intervals."""
+        """Return the summary (batch, size), and whether a sample is left (batch, 1), at a time in an interval."""
         row = min(math.floor(float(t) / self.spacing + 1e-3) + 1, self.summary.shape[1] - 1)
         self.evaluations += 1
         return self.summary[:, row], self.active[:, row, None]
@@ -83,7 +83,7 @@ class LatentSDE(nn.Module, abc.ABC):
         """Values that the decoder reads, (rows, batch, size), and the integral of |u|² / 2, (batch,)."""
 
     def controls(self, t: Tensor, h: Tensor, context: Context) -> Tensor:
-        """The control, 0 after the last sample."""
+        """Return the control, 0 after the last sample."""
         summary, active = context.at(t)
         return self.control(torch.cat([h, summary], 1)) * active
 
@@ -112,7 +112,7 @@ class LatentSDE(nn.Module, abc.ABC):
 
 
 def no_force(t: Tensor, h: Tensor) -> Tensor:
-    """The force where there is no series."""
+    """Return the force where there is no series."""
     return torch.zeros_like(h)
 
 
@@ -165,7 +165,7 @@ class FirstOrder(LatentSDE):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def diffusion(self, z: Tensor) -> Tensor:
-        """The diffusion of each feature, between a hundredth, because torchsde divides by it, and 1."""
+        """Return the diffusion of each feature, between a hundredth, because torchsde divides by it, and 1."""
         units = nn.functional.softplus(z.unsqueeze(-1) * self.inner[0] + self.inner[1])
         return 0.01 + 0.99 * torch.sigmoid((units * self.outer).sum(-1) + self.bias)
 

@@ -48,7 +48,7 @@ class RowForecaster(nn.Module):
         self.oscillators = hbnode.nn.match_parameters(layer, parameters)
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The forecast (batch, horizon, channels), and the predictions at the next stamps (batch, T, channels).
+        """Return the forecast (batch, horizon, channels), and the predictions at the next stamps (batch, T, channels).
 
         Arguments:
             x: samples (batch, T, channels).
@@ -84,7 +84,7 @@ class NoisyOscillators(nn.Module):
             nn.init.constant_(self.oscillators.log_observation_noise, math.log(noise))
 
     def forward(self, x: Tensor, t: Tensor, seen: Tensor) -> tuple[Gaussian, Tensor]:
-        """The distribution of each sample given those seen before it, and the log-likelihood of each series.
+        """Return the distribution of each sample given those seen before it, and the log-likelihood of each series.
 
         Arguments:
             x: samples (batch, T, channels).
@@ -108,7 +108,7 @@ class NoisyForecaster(nn.Module):
         self.model, self.horizon = model, horizon
 
     def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What :class:`RowForecaster` returns, and for training the log-likelihood of each series, (batch,)."""
+        """Return what :class:`RowForecaster` returns, and for training the log-likelihood of each series, (batch,)."""
         ahead = t[:, -1:] + torch.arange(self.horizon, device=x.device)
         padded = nn.functional.pad(x, (0, 0, 0, self.horizon))
         seen = torch.arange(padded.shape[1], device=x.device) < x.shape[1]

@@ -38,7 +38,7 @@ class TableOptions(Options):
 
 
 def predictions(group: Group) -> Predicted:
-    """The test predictions of a group's runs."""
+    """Return the test predictions of a group's runs."""
     found = {}
     for seed, folder in zip(group.seeds, group.folders, strict=True):
         table = pd.read_csv(folder / "predictions.csv")
@@ -57,7 +57,7 @@ def score(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def difference(one: Predicted, other: Predicted, resamples: int, seed: int = 0) -> tuple[float, float, float]:
-    """Mean difference of the scores over the seeds that both have, and the ends of its interval of 95 %."""
+    """Return mean difference of the scores over the seeds that both have, and the ends of its interval of 95 %."""
     random = np.random.default_rng(seed)
     shared = sorted(one.keys() & other.keys())
     found = np.zeros(resamples + 1)
@@ -71,7 +71,7 @@ def difference(one: Predicted, other: Predicted, resamples: int, seed: int = 0) 
 
 
 def early(group: Group, seconds: float) -> str:
-    """The least validation loss within some seconds, mean over seeds; a dash if no epoch was done by then."""
+    """Return the least validation loss within some seconds, mean over seeds; a dash if no epoch was done by then."""
     found = []
     for folder in group.folders:
         metrics = pd.read_csv(folder / "metrics.csv")
@@ -80,7 +80,7 @@ def early(group: Group, seconds: float) -> str:
 
 
 def table(groups: Sequence[Group], resamples: int) -> str:
-    """The table of one set, in Markdown."""
+    """Return the table of one set, in Markdown."""
     two = "test_auroc" in groups[0].summaries[0]
     by = "test_auroc" if two else "test_accuracy"
     groups = sorted(groups, key=lambda group: -group.mean(by))

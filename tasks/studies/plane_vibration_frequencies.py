@@ -46,7 +46,7 @@ class FrequencyOptions(Options):
 
 
 def frequency_response(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Frequencies in Hz (N,) in the band, and accelerations over the force there, (N, 3)."""
+    """Return frequencies in Hz (N,) in the band, and accelerations over the force there, (N, 3)."""
     spectra = torch.fft.rfft(record.reshape(-1, f16.PERIOD, record.shape[1]).mean(0), dim=0)
     f = torch.fft.rfftfreq(f16.PERIOD, 1 / f16.RATE)
     inside = (f >= BAND[0]) & (f <= BAND[1])
@@ -54,7 +54,7 @@ def frequency_response(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
-    """Frequencies of the peaks, in Hz."""
+    """Return frequencies of the peaks, in Hz."""
     decibels = 10 * np.log10(np.square(np.abs(response)).sum(1))
     smooth = np.convolve(np.pad(decibels, 2, mode="edge"), np.full(5, 0.2), "valid")
     places, _ = find_peaks(smooth, prominence=3)
@@ -62,7 +62,7 @@ def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
 
 
 def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.nn.Oscillators]:
-    """The options and the trained layer of a run of ``--model kalman``."""
+    """Return the options and the trained layer of a run of ``--model kalman``."""
     described = read_json(folder / "config.json")
     task, model = described.get("task"), described.get("model")
     if (task, model) != ("plane_vibration", "kalman"):
@@ -74,7 +74,7 @@ def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.nn.Oscillators]
 
 
 @torch.no_grad()
-def learned(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
+def spectrum(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
     """Of each oscillator, by frequency: Hz, damping ratio, share in the accelerations' variance and in the force's."""
     omega = layer.stiffness.sqrt()
     noise = layer.process_noise
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         loaded = [load_run(folder) for folder in folders]
         record, source = f16.read_plane_vibration(loaded[0][0].data)
     f, response = frequency_response(record)
-    runs = [(config.seed, learned(layer)) for config, layer in loaded]
+    runs = [(config.seed, spectrum(layer)) for config, layer in loaded]
     peaks = resonances(f, response)
     print(f"{source}: resonances at {', '.join(f'{peak:.2f}' for peak in peaks)} Hz")
     for seed, oscillators in runs:

@@ -81,26 +81,26 @@ class RobustnessOptions(Options):
 
 
 def noise(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Images with Gaussian noise of standard deviation ``size``."""
+    """Return images with Gaussian noise of standard deviation ``size``."""
     drawn = torch.randn(images.shape, generator=generator).to(images)
     return (images + size * drawn).clamp(0, 1)
 
 
 def signs(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Images with every pixel moved by ``size``, up or down at random."""
+    """Return images with every pixel moved by ``size``, up or down at random."""
     drawn = torch.randint(2, images.shape, generator=generator).to(images)
     return (images + size * (2 * drawn - 1)).clamp(0, 1)
 
 
 def fgsm(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Images moved by ``size`` along the sign of the loss's gradient."""
+    """Return images moved by ``size`` along the sign of the loss's gradient."""
     return (images + size * gradient(model, images, labels).sign()).clamp(0, 1)
 
 
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator, *, steps: int
 ) -> Tensor:
-    """Images after ``steps`` steps along the gradient's sign from a random start, kept within ``size`` of the first."""
+    """Return images after steps along the gradient's sign from a random start, within ``size`` of the first ones."""
     low, high = (images - size).clamp(min=0), (images + size).clamp(max=1)
     start = 2 * torch.rand(images.shape, generator=generator) - 1
     moved = torch.clamp(images + size * start.to(images), low, high)
@@ -110,7 +110,7 @@ def pgd(
 
 
 def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of each image's cross-entropy; summed, so that a batch's size does not shrink it."""
+    """Return gradient of each image's cross-entropy; summed, so that a batch's size does not shrink it."""
     images = images.detach().requires_grad_()
     loss = nn.functional.cross_entropy(model(images), labels, reduction="sum")
     return torch.autograd.grad(loss, images)[0]
@@ -130,7 +130,7 @@ def gradient_ratio(model: nn.Module, images: Tensor, labels: Tensor, step: float
 def measure(
     model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], perturb: Perturb, size: float, seed: int
 ) -> tuple[float, float]:
-    """Accuracy on perturbed images, and the mean number of evaluations that the answers to a batch of them take."""
+    """Return the accuracy on perturbed images, and the mean number of evaluations for a batch of them."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU, and drawn anew: the same for all models and sizes
     right = evaluations = 0
     for images, labels in batches:
@@ -142,7 +142,7 @@ def measure(
 
 
 def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
-    """A run's model, whose gradient is that of the steps taken, and its test data."""
+    """Return a run's model, whose gradient is that of the steps taken, and its test data."""
     config, trained = load_run(folder)
     exact = "checkpoint" if config.solver == "native" else "direct"
     method = resolve(trained.block.settings(), trained.block.field).method  # which may depend on the gradient
@@ -152,7 +152,7 @@ def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
 
 
 def comparable(root: Path) -> list[Group]:
-    """The finished image classification runs under a folder, in groups; refused if they were not trained alike."""
+    """Return the finished image classification runs under a folder, in groups; all must be trained alike."""
     groups = [group for group in collect(root) if group.config.get("task") == "image_classification"]
     if not groups:
         raise SystemExit(
@@ -183,7 +183,7 @@ def comparable(root: Path) -> list[Group]:
 
 
 def attack(groups: Sequence[Group], options: RobustnessOptions, device: torch.device) -> list[Row]:
-    """Rows of robustness.csv: every run under every attack, and the check of its gradient."""
+    """Return rows of robustness.csv: every run under every attack, and the check of its gradient."""
     attacks: dict[str, Perturb] = {
         "noise": noise,
         "signs": signs,
@@ -230,7 +230,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def signs_of_masking(rows: Sequence[Row]) -> list[str]:
-    """What speaks against the attacks: gradients that mislead, and sizes at which PGD does less than weaker attacks."""
+    """Return signs of masking: gradients that mislead, and sizes at which PGD does less than weaker attacks."""
     accuracy = {(row["model"], row["seed"], row["attack"], row["size"]): row["accuracy"] for row in rows}
     found = []
     for model, seed, ratio in dict.fromkeys((row["model"], row["seed"], row["gradient_ratio"]) for row in rows):
@@ -246,7 +246,7 @@ def signs_of_masking(rows: Sequence[Row]) -> list[str]:
 
 
 def table(models: dict[str, dict[str, Any]]) -> str:
-    """Median accuracies in per cent, a block for each attack."""
+    """Return median accuracies in per cent, a block for each attack."""
     width = max(map(len, models))
     lines = []
     for name, title in TITLES.items():
@@ -260,7 +260,7 @@ def table(models: dict[str, dict[str, Any]]) -> str:
 
 
 def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str) -> plt.Figure:
-    """Accuracy against size: noise, FGSM, PGD; lines are medians, bands go from the smallest to the largest."""
+    """Return accuracy against size: noise, FGSM, PGD; lines are medians, bands go from the smallest to the largest."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), sharey=True, layout="constrained")
     for ax, name in zip(axes, ("noise", "fgsm", "pgd"), strict=True):
         for index, (label, model) in enumerate(models.items()):

@@ -55,20 +55,20 @@ class Draws:
         self.weight, self.bias, self.start = (torch.stack(x).double() for x in (weights, biases, starts))
 
     def take(self, index: slice) -> Draws:
-        """Some of them."""
+        """Return some of them."""
         part = object.__new__(Draws)
         part.model, part.signal = self.model, self.signal
         part.weight, part.bias, part.start = self.weight[index], self.bias[index], self.start[index]
         return part
 
     def dense(self, t: Tensor, *state: Tensor) -> Tensor:
-        """The dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
+        """Return the dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
         u = self.signal(t)
         x = torch.cat([*state, u.expand(len(self.weight), 1)], dim=-1)
         return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
 
     def field(self) -> hbnode.Field:
-        """The field of all draws."""
+        """Return the field of all draws."""
         timed = {"time_dependent": True}
         damped: dict[str, Any] = {**timed, "learn_damping": False, "initial_momentum": lambda x: self.start}
         xi = {"xi": math.log(2.0), "learn_xi": False}
@@ -83,7 +83,7 @@ class Draws:
         )
 
     def norms(self, start: float, times: Tensor, tol: float) -> Tensor:
-        """The norm of h(t), (times, draws); infinite from where a draw diverged."""
+        """Return the norm of h(t), (times, draws); infinite from where a draw diverged."""
         field = self.field()
         state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
         try:
@@ -112,7 +112,7 @@ def statistics(norms: Tensor) -> dict[str, Tensor]:
 
 
 def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, object]]:
-    """Rows of the statistics of all models at all times."""
+    """Return rows of the statistics of all models at all times."""
     return [
         {"model": model, "t": f"{t:g}"} | {name: values[i].item() for name, values in columns.items()}
         for model, columns in found.items()

@@ -79,7 +79,7 @@ class StillField(nn.Module):
         return torch.zeros_like(state[0]), torch.zeros_like(state[1])
 
     def readout(self, state: StillState) -> Tensor:
-        """The first part."""
+        """Return the first part."""
         return state if isinstance(state, Tensor) else state[0]
 
 
@@ -105,7 +105,7 @@ def adjoint_norms(model: Walker, batch: Samples) -> Tensor:
 
 
 def train(model: Walker, data: Samples, options: GradientOptions, seed: int) -> float:
-    """Some epochs of the task; the mean loss of the last one."""
+    """Return some epochs of the task; the mean loss of the last one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(options.epochs):
@@ -121,7 +121,7 @@ def train(model: Walker, data: Samples, options: GradientOptions, seed: int) -> 
 
 
 def measure(splits: Splits, options: GradientOptions) -> tuple[dict[Key, Tensor], dict[str, float]]:
-    """The norms of all models and cells, (seeds * windows, T), and the last training losses."""
+    """Return the norms of all models and cells, (seeds * windows, T), and the last training losses."""
     exact = tuple(x.double() for x in thin(splits.test, options.measured))
     norms: dict[Key, list[Tensor]] = {}
     losses: dict[str, float] = {}
@@ -140,27 +140,27 @@ def measure(splits: Splits, options: GradientOptions) -> tuple[dict[Key, Tensor]
 
 
 def ratios(norms: Tensor) -> Tensor:
-    """Median over the windows of |dL/ds_t| / |dL/ds_T|, (T,), by frames back from T."""
+    """Return median over the windows of |dL/ds_t| / |dL/ds_T|, (T,), by frames back from T."""
     return (norms / norms[:, -1:]).flip(1).median(0).values
 
 
-def left(norms: Tensor) -> dict[int, float]:
-    """What is left of the gradient 10 and 60 frames back from T, or as far back as the window goes."""
+def remaining(norms: Tensor) -> dict[int, float]:
+    """Return what is left of the gradient 10 and 60 frames back from T, or as far back as the window goes."""
     ratio = ratios(norms)
     return {back: ratio[back].item() for back in sorted({min(back, len(ratio) - 1) for back in BACK})}
 
 
 def sentence(norms: Tensor) -> str:
-    """The same in words."""
-    return ", ".join(f"{back} frames back {value:.2g}" for back, value in left(norms).items())
+    """Return the same in words."""
+    return ", ".join(f"{back} frames back {value:.2g}" for back, value in remaining(norms).items())
 
 
 def comparison(norms: Mapping[Key, Tensor]) -> str:
-    """A line for each cell, stage and model, beside the cell alone, and what the ODE and the residual path change."""
+    """Return a line for each cell, stage and model, and what the ODE and the residual path change."""
     lines = []
     logs: dict[Key, float] = {}
     for key, found in norms.items():
-        back, value = list(left(found).items())[-1]
+        back, value = list(remaining(found).items())[-1]
         logs[key] = math.log10(max(value, 1e-300))
     for cell, stage in itertools.product(CELLS, STAGES):
         lines.append(f"{cell} cell, {stage}; norm of the gradient, that at T being 1:")
@@ -180,7 +180,7 @@ def comparison(norms: Mapping[Key, Tensor]) -> str:
 
 
 def table(norms: Mapping[Key, Tensor]) -> list[dict[str, object]]:
-    """Rows of the quantiles of the norms, and the median ratio, by frames back from T."""
+    """Return rows of the quantiles of the norms, and the median ratio, by frames back from T."""
     levels = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
     rows: list[dict[str, object]] = []
     for (cell, stage, model), found in norms.items():
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure all models; write ``adjoint_norms.csv``, ``.json`` and ``.png``, and say what the ODE does."""
     options = parse(GradientOptions, {}, __doc__, argv)
     with exit_on(FileNotFoundError, ValueError):
-        splits = Splits.of(WalkerConfig(windows=options.windows))
+        splits = Splits.from_options(WalkerConfig(windows=options.windows))
     norms, losses = measure(splits, options)
     said = comparison(norms)
     print(said)

@@ -51,7 +51,7 @@ def test_starts_have_no_overlap_and_the_same_energy():
 
 def test_a_collision_keeps_momentum_and_energy_and_what_is_across_the_line():
     state = started(200)
-    after = balls.exchanged(*state, 0, 2)
+    after = balls.exchange(*state, 0, 2)
     torch.testing.assert_close(after.sum(1), state.velocity.sum(1))
     torch.testing.assert_close(energy(after), energy(state.velocity))
     assert torch.equal(after[:, 1], state.velocity[:, 1])
@@ -63,7 +63,7 @@ def test_a_collision_keeps_momentum_and_energy_and_what_is_across_the_line():
         torch.testing.assert_close(*along)  # exchanged
         kept = [(v[:, ball] * across).sum(1) for v in (after, state.velocity)]
         torch.testing.assert_close(*kept)
-    torch.testing.assert_close(balls.exchanged(state.position, after, 0, 2), state.velocity)  # and back again
+    torch.testing.assert_close(balls.exchange(state.position, after, 0, 2), state.velocity)  # and back again
 
 
 def test_balls_stay_in_the_box_and_keep_their_energy():
@@ -130,7 +130,7 @@ def test_the_loss_is_of_the_frames_after_the_first():
 
 def test_what_can_be_said_without_a_model():
     test = balls.videos(50, 12, torch.Generator().manual_seed(0))
-    found = bouncing_balls.yardsticks(test)
+    found = bouncing_balls.trivial_errors(test)
     true = test[:, 1:].double().flatten(0, 1)
     assert found["mean_squared_error"] == pytest.approx(true.var(0, correction=0).sum().item(), rel=1e-4)
     divergence = cross_entropy(true.mean(0).expand_as(true), true) - cross_entropy(true, true)

@@ -161,7 +161,7 @@ def test_shares_of_the_oscillators_are_those_of_the_variance():
     torch.manual_seed(0)
     layer = NoisyOscillators(5, 3, noise=0.1, **RANGES).oscillators
     torch.nn.init.normal_(layer.log_spread)
-    rows = plane_vibration_frequencies.learned(layer)
+    rows = plane_vibration_frequencies.spectrum(layer)
     assert [row["hertz"] for row in rows] == pytest.approx((400 * layer.frequency).sort().values.tolist())
     before = layer.filter(torch.zeros(1, 1, 5)).before
     variance = before.std[0, 0] ** 2 - layer.observation_noise**2

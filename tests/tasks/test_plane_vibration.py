@@ -83,7 +83,7 @@ def numbered():
 @pytest.mark.parametrize(("protocol", "sizes"), [("paper", (509, 254, 254)), ("honest", (491, 243, 243))])
 def test_segments_and_their_targets_are_the_right_rows(protocol, sizes):
     record = numbered()
-    splits = plane_vibration.Splits.of(record, protocol)
+    splits = plane_vibration.Splits.from_record(record, protocol)
     assert tuple(len(part) for part in splits.rows.values()) == sizes
     for name, rows in splits.rows.items():
         assert (rows.diff(dim=1) >= 1).all()
@@ -122,17 +122,17 @@ def test_no_phase_of_the_honest_split_is_in_two_parts():
 
 
 def test_standardised_with_what_training_may_know(made_up):
-    """And yardsticks: the last sample, and in the paper's protocol the same phase some periods earlier."""
-    splits = plane_vibration.Splits.of(made_up, "honest")
+    """And trivial_errors: the last sample, and in the paper's protocol the same phase some periods earlier."""
+    splits = plane_vibration.Splits.from_record(made_up, "honest")
     phase = torch.arange(73_728) % 8192
     torch.testing.assert_close(splits.mean, made_up[phase < 3976].mean(0))
     torch.testing.assert_close(splits.deviation, made_up[phase < 3976].std(0))
-    assert list(splits.yardsticks()) == ["persistence_forecast_mse"]
-    whole = plane_vibration.Splits.of(made_up, "paper")
+    assert list(splits.trivial_errors()) == ["persistence_forecast_mse"]
+    whole = plane_vibration.Splits.from_record(made_up, "paper")
     torch.testing.assert_close(whole.deviation, made_up.std(0))  # as the authors' code
     last, first = whole.rows["test"][:, 63], whole.rows["test"][:, 64]
     errors = [(whole.record[first + k] - whole.record[last]).square().mean() for k in range(8)]
-    found = whole.yardsticks()
+    found = whole.trivial_errors()
     assert found["persistence_forecast_mse"] == pytest.approx(torch.stack(errors).mean().item(), rel=1e-5)
     assert found["periods_earlier_forecast_mse"] == pytest.approx(2e-4, rel=0.1)  # two noises of 1 %
 

@@ -162,7 +162,7 @@ def test_every_flipped_byte_of_a_checkpoint_is_seen_or_changes_nothing(tmp_path)
                 assert equal(files.read_checkpoint(path, "polynomial", "line"), whole)
         else:
             with pytest.raises(ValueError, match="its bytes have changed"):
-                files.verified(flipped)
+                files.verify(flipped)
 
 
 def equal(a, b):

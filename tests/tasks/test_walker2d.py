@@ -130,7 +130,7 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     assert [len(part) for part in walker2d.split(rollouts[:3]).values()] == [1, 1, 1]
     with pytest.raises(ValueError, match="at least 3 rollouts, got 2"):
         walker2d.split(rollouts[:2])
-    splits = walker2d.Splits.of(walker2d.WalkerConfig(ahead=5, windows=7))
+    splits = walker2d.Splits.from_options(walker2d.WalkerConfig(ahead=5, windows=7))
     frames = torch.cat(walker2d.split(read_walker2d()[0])["train"])
     torch.testing.assert_close(splits.mean, frames.mean(0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(splits.deviation, frames.std(0), atol=1e-5, rtol=1e-5)
@@ -233,7 +233,7 @@ def test_the_skeleton_stands_and_bends_as_a_walker():
 
 def test_a_report_has_the_errors_of_predictions_and_of_standing_still(data, tmp_path):
     config = walker2d.WalkerConfig(model="node", ahead=3, windows=8, device="cpu", out=str(tmp_path), tol=1e-3)
-    splits = walker2d.Splits.of(config)
+    splits = walker2d.Splits.from_options(config)
     model = walker2d.make_model(config, splits.mean, splits.deviation)
     found = walker2d.report(Run("walker2d", config, ""), model, splits, config)
     x, t, y = splits.test
