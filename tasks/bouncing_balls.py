@@ -8,8 +8,8 @@ log((1 - q) / (1 - p)). What is trained on is the cross-entropy, which differs f
 Reported are the divergence a video, "kl", and the squared error a frame, the sum over its pixels, "squared_error".
 
 The supplement does not give the balls' size and speed: here radius 0.12 and root mean square speed 0.05 a frame in a
-box of side 1, without gravity, see tasks/data/bouncing_balls.py. Its figures are of other videos. Trivial baselines: the mean
-frame, and the last frame repeated; the divergence of the latter, whose pixels are 0 and 1 too, is infinite.
+box of side 1, without gravity, see tasks/data/bouncing_balls.py. Its figures are of other videos. Trivial baselines are
+the mean frame, and the last frame repeated, whose divergence is infinite, because it has pixels of 0 and 1 too.
 
 Every video is new: an epoch is --iterations batches. By --optimizer hf a batch has 500 videos, of which 100 show the
 curvature, else 50. The supplement's 40,000 and 4,000, and 10^8 videos in all, are the preset "supplement"; lambda 1 at
