@@ -28,7 +28,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,16 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.batches import Samples
 from tasks.common.config import make_field, option, parse
-from tasks.common.files import exit_on
+from tasks.common.figures import legend_beside
+from tasks.common.files import exit_on, write_figure
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import evaluate, fit
-from tasks.data.walker2d import CHANNELS, read_walker2d
-from tasks.data.walker2d_simulation import draw_walks, generate
+from tasks.data.walker2d import CHANNELS, FRAME_SECONDS, generate, read_walker2d
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LENGTH, STRIDE = 64, 16  # kept frames of a window, and between the starts of two
 KEEP = 0.9  # probability of a frame
@@ -52,6 +56,8 @@ HIDDEN = {"node": 24, "anode": 24, "sonode": 23, "hbnode": 24, "ghbnode": 24}  #
 CELL = {"node": (72, 48), "anode": (72, 48), "sonode": (46, 46), "hbnode": (48, 48), "ghbnode": (48, 48)}
 ANODE_START = 5  # features of an ANODE's initial state that are learned; the others are zeros
 PARAMETERS = 8_800  # of a baseline
+TORSO, THIGH, LEG, FOOT = 0.4, 0.45, 0.5, 0.2  # lengths in m, of walker2d.xml in gymnasium
+DRAWN = {0: "height in m", 3: "right knee in rad", 8: "speed in m/s"}  # channels of the figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +354,86 @@ def report(run: Run, model: nn.Module, splits: Splits, config: WalkerConfig) -> 
         future, walk, x, numbers = (part[one].cpu() for part in (future, walk, x, t / FRAME))
         draw_walks(future, walk, x, numbers, title, run.folder)
     return found
+
+
+# The figure
+
+
+def skeleton(frames: Tensor) -> dict[str, Tensor]:
+    """Return where the limbs are in the plane of the walk: x forwards from the torso's centre, z upwards, in m.
+
+    The torso's angle leans it forwards; the angles of the joints turn the other way, and each carries what hangs on it.
+
+    Arguments:
+        frames: observations (..., 17).
+
+    Returns:
+        "torso": hip and neck (..., 2, 2); "right" and "left": hip, knee, ankle and toe (..., 4, 2).
+    """
+    height, lean = frames[..., 0], frames[..., 1]
+
+    def turned(x: float, z: float, angle: Tensor) -> Tensor:
+        """Return a vector turned about the y axis, which takes z towards x."""
+        return torch.stack([x * angle.cos() + z * angle.sin(), -x * angle.sin() + z * angle.cos()], dim=-1)
+
+    centre = torch.stack([torch.zeros_like(height), height], dim=-1)
+    hip, neck = centre + turned(0.0, -TORSO / 2, lean), centre + turned(0.0, TORSO / 2, lean)
+    limbs = {"torso": torch.stack([hip, neck], dim=-2)}
+    for side, first in (("right", 2), ("left", 5)):
+        thigh, leg, foot = (lean - frames[..., first : first + 3].cumsum(-1).movedim(-1, 0)).unbind()
+        knee = hip + turned(0.0, -THIGH, thigh)
+        ankle = knee + turned(0.0, -LEG, leg)
+        limbs[side] = torch.stack([hip, knee, ankle, ankle + turned(FOOT, 0.0, foot)], dim=-2)
+    return limbs
+
+
+def draw_figure(ax: Axes, frame: Tensor, pale: float = 1.0) -> None:
+    """Draw the walker on its floor."""
+    limbs = skeleton(frame)
+    for name, color in (("left", "C4"), ("torso", "0.25"), ("right", "C1")):
+        ax.plot(*limbs[name].T, color=color, lw=3.5, solid_capstyle="round", alpha=pale)
+    ax.axhline(0.0, color="0.6", lw=1)
+    ax.set(xlim=(-0.75, 0.75), ylim=(-0.1, 1.85), aspect="equal", xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+
+
+def draw_walks(true: Tensor, walk: Tensor, seen: Tensor, numbers: Tensor, title: str, folder: Path) -> None:
+    """Draw, in ``forecast.png``, the walker as it went on and as it was predicted, and three channels over time.
+
+    Arguments:
+        true: frames after those seen, (frames, 17).
+        walk: the predicted ones.
+        seen: frames that the model was shown, (T, 17).
+        numbers: of the frames seen, from 0 on, (T,).
+        title: of the figure.
+        folder: where to put it.
+    """
+    import matplotlib.pyplot as plt
+
+    moments = torch.linspace(0, len(true) - 1, 8).round().long().unique().tolist()
+    figure = plt.figure(figsize=(12, 7), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1), squeeze=False)[:, 0]
+    axes = above.subplots(2, len(moments), squeeze=False)
+    for row, frames, name in zip(axes, (true, walk), ("simulator", "forecast"), strict=True):
+        for ax, moment in zip(row, moments, strict=True):
+            draw_figure(ax, frames[moment])
+        row[0].set_ylabel(name)
+    for ax, moment in zip(axes[0], moments, strict=True):
+        ax.set_title(f"+{(moment + 1) * FRAME_SECONDS:.2f} s", fontsize="medium")
+    above.suptitle(title)
+    before = (numbers - numbers[-1]) * FRAME_SECONDS
+    later = torch.arange(1, len(true) + 1) * FRAME_SECONDS
+    for ax, (channel, label) in zip(below.subplots(1, len(DRAWN)), DRAWN.items(), strict=True):
+        ax.plot(before, seen[:, channel], ".", ms=3, color="0.6", label="frames seen")
+        ax.plot(later, true[:, channel], color="k", label="simulator")
+        ax.plot(later, walk[:, channel], color="C3", ls="--", label="forecast")
+        ax.set(xlabel="time in s", ylabel=label)
+        ax.axvline(0.0, color="0.8", lw=0.8)
+    legend_beside(below)
+    write_figure(figure, folder / "forecast.png")
+
+
+# The run
 
 
 def train(config: WalkerConfig) -> None:

@@ -19,7 +19,7 @@ from tasks import walker2d
 from tasks.common.config import parse
 from tasks.common.files import read_checkpoint
 from tasks.common.run import Run, count_parameters
-from tasks.data import walker2d_simulation
+from tasks.data import walker2d as walker2d_data
 from tasks.data.walker2d import read_walker2d
 from tasks.models.baselines import BASELINES
 from tasks.studies import walker2d_gradients
@@ -217,14 +217,14 @@ def test_walking_on_feeds_predictions_a_frame_apart(model):
 def test_the_skeleton_stands_and_bends_as_a_walker():
     frame = torch.zeros(17)
     frame[0] = 1.25  # MuJoCo's model at rest: its feet's axes are 0.1 above the floor
-    limbs = walker2d_simulation.skeleton(frame)
+    limbs = walker2d.skeleton(frame)
     torch.testing.assert_close(limbs["torso"], torch.tensor([[0.0, 1.05], [0.0, 1.45]]))
     leg = torch.tensor([[0.0, 1.05], [0.0, 0.6], [0.0, 0.1], [0.2, 0.1]])
     torch.testing.assert_close(limbs["right"], leg)
     torch.testing.assert_close(limbs["left"], leg)
     frame[3] = -math.pi / 2  # a knee bends backwards
     frame[1] = 0.1  # the torso leans forwards
-    limbs = walker2d_simulation.skeleton(frame)
+    limbs = walker2d.skeleton(frame)
     assert limbs["torso"][1, 0] > 0 > limbs["torso"][0, 0]
     assert limbs["right"][2, 0] < limbs["right"][1, 0] - 0.4
     for name, lengths in (("torso", [0.4]), ("right", [0.45, 0.5, 0.2]), ("left", [0.45, 0.5, 0.2])):
@@ -302,15 +302,15 @@ def test_generated_rollouts_are_read_back(gymnasium, tmp_path, capsys):
 
 
 def test_generating_says_what_is_missing(gymnasium, monkeypatch):
-    monkeypatch.setattr(walker2d_simulation, "SHORTEST", 10_000)
+    monkeypatch.setattr(walker2d_data, "SHORTEST", 10_000)
     with pytest.raises(SystemExit, match="only 0 of 50 episodes lasted 10000 frames"):
-        walker2d_simulation.generate(1, 0)
+        walker2d_data.generate(1, 0)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(SystemExit, match=r"Walker2d-v5 cannot be simulated \(.*Fix: pip install -e '\.\[walker\]'"):
-        walker2d_simulation.generate(1, 0)
+        walker2d_data.generate(1, 0)
     monkeypatch.delenv("HBNODE_DATA")
     with pytest.raises(SystemExit, match="HBNODE_DATA is not set"):
-        walker2d_simulation.generate(1, 0)
+        walker2d_data.generate(1, 0)
 
 
 # Gradients through time
