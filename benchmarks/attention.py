@@ -32,12 +32,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 import hbnode
-from benchmarks.dense import seconds
-from benchmarks.gradients import interleaved
+from benchmarks.harness import command, interleaved, milliseconds, ratio, seconds, write
 from benchmarks.recurrent import peak_bytes, table
 from hbnode.nn.attention.softmax import KeyValueCache
-from tasks.common.files import write_figure, write_json
-from tasks.common.run import environment
+from tasks.common.files import write_figure
 from tasks.models.transformers import make_transformer
 
 LENGTHS = (256, 1024, 4096, 16384)
@@ -125,22 +123,16 @@ def time(options: argparse.Namespace) -> list[Row]:
         contenders = {name: Contender.of(name, length) for name in CONTENDERS}
         found: dict[str, Row] = {name: {"length": length, "attention": name} for name in contenders}
         for what in ("forward", "train"):
-            rounds = interleaved(
-                [getattr(each, what) for each in contenders.values()], options.repeats, warm=1, clock=seconds
-            )
-            times = dict(zip(contenders, rounds, strict=True))
+            steps = {name: getattr(each, what) for name, each in contenders.items()}
+            times = interleaved(steps, options.repeats, warm=1)
             for name, mine in times.items():
                 found[name] |= {
-                    f"{what}_ms": 1e3 * statistics.median(mine),
-                    f"{what}_ratio": statistics.median(_ratios(mine, times["linear"])),
-                    f"{what}_faster": statistics.median(_ratios(times["softmax"], mine)),
+                    f"{what}_ms": milliseconds(mine),
+                    f"{what}_ratio": ratio(mine, times["linear"]),
+                    f"{what}_faster": ratio(times["softmax"], mine),
                 }
         rows += found.values()
     return rows
-
-
-def _ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(mine, others, strict=True)]
 
 
 def peak(name: str, length: int) -> dict[str, float]:
@@ -260,17 +252,16 @@ def draw(path: Path, report: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON and the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "attention")
     parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=int, default=7, help="timed rounds [7]")
     parser.add_argument("--tokens", type=int, default=3000, help="that are generated [3000]")
     parser.add_argument("--batch", type=int, default=16, help="sequences that are generated [16]")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/attention.json"))
     options = parser.parse_args(arguments)
     options.lengths = sorted(options.lengths)
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"machine": environment(torch.device("cpu"))}
+    report: dict[str, Any] = {}
     measures: dict[str, Callable[[], list[Row]]] = {
         "time": lambda: time(options),
         "memory": lambda: memory(options),
@@ -281,10 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if section in options.sections or (section == "growth" and {"time", "memory"} <= report.keys()):
             report[section] = measure()
             print(f"{section}\n{table(report[section])}\n", flush=True)
-    write_json(options.out, report)
+    write(options.out, report)
     if set(SECTIONS) <= report.keys():
         draw(options.out.with_suffix(".png"), report)
-    print(f"written: {options.out}")
 
 
 if __name__ == "__main__":

@@ -9,20 +9,15 @@ processor, which other processes disturb less than that of the wall. Writes JSON
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torchdiffeq
 from torch import Tensor, nn
 
 import hbnode
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from benchmarks.overhead import Stacked
-from tasks.common.files import write_json
-from tasks.common.run import environment
 
 TOLERANCE = 1e-5
 Step = Callable[[], Tensor]
@@ -50,13 +45,6 @@ class Latent(nn.Module):
     def forward(self, t: Tensor, y: Tensor) -> Tensor:
         """The derivative."""
         return self.layers(y)
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """Time of the processor that a call takes."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
 
 
 def contenders(field: nn.Module, y0: Tensor | tuple[Tensor, ...], t: Tensor) -> dict[str, Step]:
@@ -101,18 +89,15 @@ def problems(batch: int, outputs: int, many: int) -> dict[str, dict[str, Step]]:
 
 def measured(steps: dict[str, Step], repeats: int) -> list[dict]:
     """A row for each contender."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
     gradients = {name: step() for name, step in steps.items()}
-    rival, *_ = steps
-    for _ in range(repeats):
-        for name, step in steps.items():
-            times[name].append(seconds(step))
-    reference = gradients[rival]
+    times = interleaved(steps, repeats, warm=0)
+    baseline, *_ = steps
+    reference = gradients[baseline]
     return [
         {
             "contender": name,
-            "ms": 1e3 * statistics.median(times[name]),
-            "ratio": statistics.median(a / b for a, b in zip(times[name], times[rival], strict=True)),
+            "ms": milliseconds(times[name]),
+            "ratio": ratio(times[name], times[baseline]),
             "gradient_difference": float((gradients[name] - reference).norm() / reference.norm()),
         }
         for name in steps
@@ -121,22 +106,19 @@ def measured(steps: dict[str, Step], repeats: int) -> list[dict]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time, print a table for each problem, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "dense")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/dense.json"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = (4, 10, 20) if options.quick else (1000, 100, 1000)
-    report: dict = {"machine": environment(torch.device("cpu"))}
+    report: dict = {}
     for problem, steps in problems(*sizes).items():
         report[problem] = measured(steps, options.repeats)
         print(f"{problem}\n{'contender':<28} {'ms':>8} {'ratio':>7} {'gradient difference':>20}")
         for row in report[problem]:
             print(f"{row['contender']:<28} {row['ms']:8.1f} {row['ratio']:7.3f} {row['gradient_difference']:20.1e}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.out, report)
-    print(f"written: {options.out}")
+    write(options.out, report)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ figure beside it.
 
 from __future__ import annotations
 
-import argparse
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
 from benchmarks.contenders import Maker, Step, TorchStep, native, of, with_diffrax, with_torchdiffeq, with_torchode
-from benchmarks.overhead import seconds
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from benchmarks.problems import Problem, network
 from hbnode.solve.adjoints import Checkpoint
-from tasks.common.files import write_figure, write_json
-from tasks.common.run import environment
+from tasks.common.files import write_figure
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
     "A": lambda: network(32, 3, 1.0, 0.5),
@@ -113,31 +110,12 @@ def tuned(method: str, make: Callable[[float], Step], exact: Tensor) -> Entry | 
     return None
 
 
-def interleaved(
-    functions: Sequence[Callable[[], None]],
-    repeats: int,
-    warm: int = 2,
-    clock: Callable[[Callable[[], None]], float] = seconds,
-) -> list[list[float]]:
-    """Seconds of each function in each round, after some rounds that do not count.
-
-    The order changes from round to round, because what ran before, in another library's threads or caches, is felt.
-    """
-    shuffle = random.Random(0)
-    order = list(range(len(functions)))
-    rounds = []
-    for _ in range(warm + repeats):
-        shuffle.shuffle(order)
-        times = {i: clock(functions[i]) for i in order}
-        rounds.append([times[i] for i in range(len(functions))])
-    return [list(times) for times in zip(*rounds[warm:], strict=True)]
-
-
 def fastest(entries: list[Entry]) -> Entry | None:
     """The entry with the smallest median time."""
     if len(entries) < 2:
         return entries[0] if entries else None
-    medians = [statistics.median(times) for times in interleaved([entry.step for entry in entries], 15)]
+    steps = {str(i): entry.step for i, entry in enumerate(entries)}
+    medians = [statistics.median(times) for times in interleaved(steps, 15).values()]
     return entries[medians.index(min(medians))]
 
 
@@ -165,7 +143,7 @@ def training(setting: str, repeats: int, compiled: bool) -> list[Row]:
     problem = SETTINGS[setting]()
     found = chosen(problem, reference(problem), compiled)
     ready = {name: entry for name, entry in found.items() if entry is not None}
-    times = dict(zip(ready, interleaved([entry.step for entry in ready.values()], repeats), strict=True))
+    times = interleaved({name: entry.step for name, entry in ready.items()}, repeats)
     rows = []
     for name, entry in found.items():
         row: Row = {"setting": setting, "problem": problem.name, "contender": name}
@@ -173,10 +151,9 @@ def training(setting: str, repeats: int, compiled: bool) -> list[Row]:
             source = found["hbnode checkpoint"] if name.endswith("compiled") else entry  # a hook would recompile
             forward, backward = source.step.evaluations()
             row |= {"method": entry.method, "tolerance": entry.tol, "gradient_error": entry.error}
-            row |= {"forward": forward, "backward": backward, "ms": 1e3 * statistics.median(times[name])}
+            row |= {"forward": forward, "backward": backward, "ms": milliseconds(times[name])}
             if BASELINE in times:
-                pairs = zip(times[name], times[BASELINE], strict=True)
-                row["ratio"] = statistics.median(a / b for a, b in pairs)
+                row["ratio"] = ratio(times[name], times[BASELINE])
         rows.append(row)
     return rows
 
@@ -258,10 +235,10 @@ def overhead(repeats: int) -> list[Row]:
                 with hbnode.count_nfe(problem.field) as nfe:
                     solve(steps=steps)
                 bare = partial(call, problem.field.func, problem.x, nfe.forward)
-                ours, theirs = interleaved([partial(solve, steps=steps), bare], repeats)
+                ours, theirs = interleaved({"solve": partial(solve, steps=steps), "bare": bare}, repeats).values()
                 row = {"method": method, "grid": grid, "dtype": str(dtype).removeprefix("torch.")}
-                row |= {"evaluations": nfe.forward, "ms": 1e3 * statistics.median(ours)}
-                row |= {"ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True))}
+                row |= {"evaluations": nfe.forward, "ms": milliseconds(ours)}
+                row |= {"ratio": ratio(ours, theirs)}
                 rows.append(row)
     return rows
 
@@ -369,14 +346,13 @@ def draw(path: Path, rows: list[Row], machine: str) -> None:
 
 def main() -> None:
     """Measure, print the tables, write JSON and the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "gradients")
     parser.add_argument("--quick", action="store_true", help="setting A only")
     parser.add_argument("--no-compile", dest="compiled", action="store_false", help="leave compile=True out")
     parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/gradients.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"machine": environment(torch.device("cpu"))}
+    report: dict[str, Any] = {}
     steps = [
         row
         for name in ("A" if options.quick else SETTINGS)
@@ -391,9 +367,8 @@ def main() -> None:
     for section, measure in sections.items():
         report[section] = measure()
         print(f"{section}\n{table(section, report[section])}\n", flush=True)
-    write_json(options.out, report)
-    machine = report["machine"]
-    draw(options.out.with_suffix(".png"), steps, f"{machine['device']}, PyTorch {machine['torch']}")
+    machine = write(options.out, report)
+    draw(options.out.with_suffix(".png"), steps, machine)
 
 
 if __name__ == "__main__":

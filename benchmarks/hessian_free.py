@@ -13,24 +13,19 @@ medians over the rounds. Writes JSON with the machine in it.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.gradients import interleaved
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from benchmarks.recurrent import Setting, table
 from hbnode.optim import tanh_hidden
 from hbnode.optim.gauss_newton import GaussNewton, Linearized
-from tasks.common.files import write_json
-from tasks.common.run import environment
 
 TINY = Setting(6, 4, 5, 3)
 SETTINGS = (Setting(30, 500, 100, 10), Setting(50, 1000, 100, 2))
@@ -174,42 +169,24 @@ def measured(options: argparse.Namespace) -> list[Row]:
     for setting in (TINY,) if options.quick else SETTINGS:
         for cell in CELLS:
             ways = products(cell, setting)
-            runs = [_run(way) for way in ways.values()]
-            times = dict(zip(ways, interleaved(runs, options.repeats, clock=seconds), strict=True))
+            times = interleaved(ways, options.repeats)
             for way, mine in times.items():
-                ratio = statistics.median(a / b for a, b in zip(mine, times["gradient"], strict=True))
-                ms = 1e3 * statistics.median(mine)
-                rows.append({"setting": str(setting), "cell": cell, "product": way, "ms": ms, "ratio": ratio})
+                row = {"setting": str(setting), "cell": cell, "product": way, "ms": milliseconds(mine)}
+                rows.append(row | {"ratio": ratio(mine, times["gradient"])})
     return rows
-
-
-def _run(way: Callable[[], Tensor]) -> Callable[[], None]:
-    def run() -> None:
-        way()
-
-    return run
-
-
-def seconds(function: Callable[[], None]) -> float:
-    """Processor time of a call."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "hessian_free")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch [1]")
     parser.add_argument("--repeats", type=int, default=9, help="timed rounds [9]")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/hessian_free.json"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows = measured(options)
     print(table(rows), flush=True)
-    write_json(options.out, {"machine": environment(torch.device("cpu")), "products": rows})
-    print(f"written: {options.out}")
+    write(options.out, {"products": rows})
 
 
 if __name__ == "__main__":

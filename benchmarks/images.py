@@ -13,20 +13,15 @@ comes from HBNODE_DATA; without it the images are noise.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.gradients import interleaved
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from tasks.common.config import MODELS
-from tasks.common.files import write_json
-from tasks.common.run import environment
 from tasks.data.mnist import read_mnist
 from tasks.image_classification import Classifier
 
@@ -114,13 +109,12 @@ def compare(name: str, training: int, repeats: int) -> list[dict[str, object]]:
                 if indices:
                     at, error = TOLERANCES[indices[0]], found[method][indices[0]]
                     chosen[f"{method}, equal {what}"] = with_solver(model, at, solver), at, error
-        steps = [step(each, x, y) for each, _, _ in chosen.values()]
-        times = interleaved(steps, repeats, warm=1)
-        for (what, (each, at, error)), mine in zip(chosen.items(), times, strict=True):
+        times = interleaved({what: step(each, x, y) for what, (each, _, _) in chosen.items()}, repeats, warm=1)
+        for what, (each, at, error) in chosen.items():
             row = {"model": name, "baseline": tol, "solver": what, "tolerance": at}
-            row |= {"logits_error": error[0], "gradient_error": error[1], "ms": 1e3 * statistics.median(mine)}
+            row |= {"logits_error": error[0], "gradient_error": error[1], "ms": milliseconds(times[what])}
             row |= {"nfe_forward": each.block.nfe.forward, "nfe_backward": each.block.nfe.backward}
-            rows.append(row | {"faster": statistics.median(b / a for a, b in zip(mine, times[0], strict=True))})
+            rows.append(row | {"faster": ratio(times["dopri5, adjoint"], times[what])})
     return rows
 
 
@@ -139,11 +133,10 @@ COLUMNS = {
 
 def main() -> None:
     """Time, print a row per model and baseline, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "images")
     parser.add_argument("--models", nargs="+", default=("hbnode",), choices=MODELS)
     parser.add_argument("--training", type=int, default=20, help="steps of training before [20]")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds [5]")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/images.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -153,8 +146,7 @@ def main() -> None:
         for row in compare(name, options.training, options.repeats):
             rows.append(row)
             print("  ".join(format(row[column], form) for column, form in COLUMNS.items()), flush=True)
-    report = {"machine": environment(torch.device("cpu")), "rows": rows}
-    write_json(options.out, report)
+    write(options.out, {"rows": rows})
 
 
 if __name__ == "__main__":

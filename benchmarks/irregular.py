@@ -13,17 +13,13 @@ dispatches in a step, "Python calls" the calls of functions. Memory is the growt
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import resource
-import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import hbnode
-from benchmarks.gradients import interleaved
-from tasks.common.files import write_json
-from tasks.common.run import environment
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 
 BATCH, LENGTH, FEATURES, HIDDEN = 96, 64, 40, 32
 BATCHES = 10  # of an epoch
@@ -170,13 +164,6 @@ def trained(make: Callable[[], nn.Module], epochs: int) -> nn.Module:
     return model
 
 
-def processor_time(function: Callable[[], None]) -> float:
-    """Seconds of the processor."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
 class Operations(TorchDispatchMode):
     """Counts what torch dispatches."""
 
@@ -202,14 +189,14 @@ def profile(function: Callable[[], None]) -> dict[str, int]:
 def compare(names: list[str], epochs: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each model."""
     models = {name: trained(MODELS[name], epochs) for name in names}
-    steps = [step(model, make_batch(1000)) for model in models.values()]
-    times = interleaved(steps, repeats, clock=processor_time)
+    steps = {name: step(model, make_batch(1000)) for name, model in models.items()}
+    times = interleaved(steps, repeats)
     rows = []
-    for (name, model), run, mine in zip(models.items(), steps, times, strict=True):
+    for name, model in models.items():
         nfe = model.rnn.nfe.forward / (LENGTH - 1) if isinstance(model, Hybrid) else None
-        over = statistics.median(a / b for a, b in zip(mine, times[0], strict=True))
-        row = {"model": name, "epochs": epochs, "ms": 1e3 * statistics.median(mine), "over_gru": over}
-        rows.append(row | {"evaluations_per_gap": nfe} | profile(run))
+        over = ratio(times[name], times["nn.GRU"])
+        row = {"model": name, "epochs": epochs, "ms": milliseconds(times[name]), "over_gru": over}
+        rows.append(row | {"evaluations_per_gap": nfe} | profile(steps[name]))
     return rows
 
 
@@ -225,13 +212,12 @@ def memory(name: str, length: int) -> float:
 
 def main() -> None:
     """Time, print a row for each model, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "irregular")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--training", type=int, nargs="+", default=(0, 3), help="epochs of training before [0 3]")
     parser.add_argument("--repeats", type=int, default=9, help="timed rounds [9]")
     parser.add_argument("--length", type=int, default=1000, help="samples where memory is measured, 0 for none [1000]")
     parser.add_argument("--memory-of", choices=list(MEMORY), help="print the memory of one model, and no more")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/irregular.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="the gaps between samples take")  # a unit that was not fitted
@@ -241,8 +227,8 @@ def main() -> None:
     names = list(dict.fromkeys(["nn.GRU", *options.models]))
     grown = {}  # before this process has grown itself, because a child begins with its parent's peak
     for name in MEMORY if options.length else ():
-        command = [sys.executable, "-m", "benchmarks.irregular", "--memory-of", name, "--length", str(options.length)]
-        grown[name] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        arguments = [sys.executable, "-m", "benchmarks.irregular", "--memory-of", name, "--length", str(options.length)]
+        grown[name] = float(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
         print(f"{name:>34}  {grown[name]:6.0f} MiB  {grown[name] / max(grown['nn.GRU'], 1.0):.2f}")
     print(f"{'model':>34}  epochs      ms  over nn.GRU  evaluations  operations  Python calls")
     rows = []
@@ -253,8 +239,7 @@ def main() -> None:
             counts = f"{row['operations']:10d}  {row['python_calls']:12d}"
             times = f"{row['ms']:6.1f}  {row['over_gru']:11.2f}"
             print(f"{row['model']:>34}  {epochs:6d}  {times}  {nfe:>11}  {counts}", flush=True)
-    write_json(options.out, {"rows": rows, "memory_MiB": grown, **environment(torch.device("cpu"))})
-    print(f"written: {options.out}")
+    write(options.out, {"rows": rows, "memory_MiB": grown})
 
 
 if __name__ == "__main__":

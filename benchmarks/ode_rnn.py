@@ -15,27 +15,21 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import functools
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.gradients import interleaved
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS
-from tasks.common.files import write_json
-from tasks.common.run import environment
 from tasks.data import f16
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
 
 BATCH = 64
 TOLERANCE = 1e-5
 REFERENCE = 1e-9
-loss_of = functools.partial(squared_errors, ahead=0.1, seen=0.0)
 ADJOINT = {"method": "dopri5", "gradient": "adjoint", "per_sample": False}
 SOLVERS = {
     "odeint_adjoint": ADJOINT | {"adjoint_options": {}},
@@ -50,12 +44,12 @@ SOLVERS = {
 def trained(name: str, splits: Splits, epochs: int) -> Forecaster:
     """A model after some epochs, trained as the task does."""
     torch.manual_seed(0)
-    model = Forecaster(name, shrink=1e-3, rtol=1e-4, atol=1e-4)
+    model = Forecaster(name, rtol=1e-4, atol=1e-4)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(epochs):
         for parts in zip(*(part.split(BATCH) for part in splits.batches["train"]), strict=True):
             optimizer.zero_grad()
-            loss_of(model, parts)[0].backward()
+            squared_errors(model, parts)[0].backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     return model
@@ -74,7 +68,7 @@ def step(model: Forecaster, batch: Samples) -> Callable[[], None]:
 
     def run() -> None:
         model.zero_grad()
-        loss_of(model, batch)[0].backward()
+        squared_errors(model, batch)[0].backward()
 
     return run
 
@@ -102,11 +96,12 @@ def compare(name: str, splits: Splits, epochs: int, repeats: int, *, compiled: b
         error = ((found - exact).norm() / exact.norm()).item()
         row = {"model": name, "epochs": epochs, "solver": what, "gradient_error": error}
         rows.append(row | {"nfe_forward": nfe.forward, "nfe_backward": nfe.backward})
-    times = interleaved([step(each, batch) for each in models.values()], repeats)
-    for row, mine in zip(rows, times, strict=True):
-        row["ms"] = 1e3 * statistics.median(mine)
-        row["faster"] = statistics.median(b / a for a, b in zip(mine, times[0], strict=True))
-        row["than_seminorm"] = statistics.median(b / a for a, b in zip(mine, times[1], strict=True))
+    times = interleaved({what: step(each, batch) for what, each in models.items()}, repeats)
+    full, seminorm, *_ = times.values()
+    for row, mine in zip(rows, times.values(), strict=True):
+        row["ms"] = milliseconds(mine)
+        row["faster"] = ratio(full, mine)
+        row["than_seminorm"] = ratio(seminorm, mine)
     return rows
 
 
@@ -125,16 +120,15 @@ COLUMNS = {
 
 def main() -> None:
     """Time, print a row per model and solver, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "ode_rnn")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--training", type=int, nargs="+", default=(0, 5), help="epochs of training before [0 5]")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds [5]")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="compiled steps too")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/ode_rnn.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     record, source = f16.read_plane_vibration()
-    splits = Splits.of(record, "paper", 1)
+    splits = Splits.from_record(record, "paper")
     print(f"data: {source}")
     widths = {name: int(form.lstrip("<").partition(".")[0].rstrip("d")) for name, form in COLUMNS.items()}
     print("  ".join(name.rjust(width) for name, width in widths.items()))
@@ -144,9 +138,7 @@ def main() -> None:
             for row in compare(name, splits, epochs, options.repeats, compiled=options.compiled):
                 rows.append(row)
                 print("  ".join(f"{row[key]:{form}}" for key, form in COLUMNS.items()), flush=True)
-    result = {"rows": rows, "tolerance": TOLERANCE, "source": source, **environment(torch.device("cpu"))}
-    write_json(options.out, result)
-    print(f"written: {options.out}")
+    write(options.out, {"rows": rows, "tolerance": TOLERANCE, "source": source})
 
 
 if __name__ == "__main__":

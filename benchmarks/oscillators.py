@@ -13,9 +13,6 @@ a figure with ``--figure``.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,19 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.gradients import interleaved
-from tasks.common.files import write_json
-from tasks.common.run import environment
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 
 BATCH, FEATURES, HIDDEN, OSCILLATORS = 8, 64, 64, 128
 LOOP_MOST = 1024  # samples that the loop is asked for
-
-
-def processor_seconds(function: Callable[[], None]) -> float:
-    """Of one call."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
 
 
 def step(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
@@ -82,17 +70,6 @@ def kept(function: Callable[[], None]) -> float:
     return sum(found.values()) / 2**20
 
 
-def compare(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in each round."""
-    times = interleaved(list(steps.values()), rounds, warm=1, clock=processor_seconds)
-    return dict(zip(steps, times, strict=True))
-
-
-def ratio(times: list[float], base: list[float]) -> float:
-    """The median of the ratios of each round."""
-    return statistics.median(a / b for a, b in zip(times, base, strict=True))
-
-
 def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
     """A row for each layer and length."""
     rows: list[dict[str, object]] = []
@@ -112,9 +89,9 @@ def layers(lengths: list[int], rounds: int) -> list[dict[str, object]]:
         }
         if length <= LOOP_MOST:
             steps["loop"] = step(Loop(layer), x, t)
-        times = compare(steps, rounds)
+        times = interleaved(steps, rounds, warm=1)
         for name, mine in times.items():
-            row: dict[str, object] = {"layer": name, "length": length, "ms": 1e3 * statistics.median(mine)}
+            row: dict[str, object] = {"layer": name, "length": length, "ms": milliseconds(mine)}
             row |= {"of_lstm": ratio(mine, times["nn.LSTM"]), "of_gru": ratio(mine, times["nn.GRU"])}
             row["of_loop"] = ratio(mine, times["loop"]) if "loop" in times else None
             row["kept_MiB"] = kept(steps[name])
@@ -133,9 +110,9 @@ def ode_rnns(lengths: list[int], rounds: int) -> list[dict[str, object]]:
     layer = hbnode.nn.Oscillators(features, 32, size)
     for length in lengths:
         x, t = torch.randn(batch, length, features), (0.5 + torch.rand(batch, length)).cumsum(1)
-        times = compare({"ODERNN": step(rnn, x, t), "oscillators": step(layer, x, t)}, rounds)
+        times = interleaved({"ODERNN": step(rnn, x, t), "oscillators": step(layer, x, t)}, rounds, warm=1)
         for name, mine in times.items():
-            row: dict[str, object] = {"layer": name, "length": length, "ms": 1e3 * statistics.median(mine)}
+            row: dict[str, object] = {"layer": name, "length": length, "ms": milliseconds(mine)}
             row["of_ode_rnn"] = ratio(mine, times["ODERNN"])
             row["parameters"] = sum(p.numel() for p in (rnn if name == "ODERNN" else layer).parameters())
             rows.append(row)
@@ -168,18 +145,16 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Time, print a row per layer and length, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "oscillators")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="[1024 4096 16384]")
     parser.add_argument("--ode-rnn", type=int, nargs="*", default=[64, 512], help="lengths beside ODE-RNNs [64 512]")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds [3]")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/oscillators.json"))
     parser.add_argument("--figure", type=Path, default=None, help="where to draw the figure [nowhere]")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found = {"layers": layers(options.lengths, options.rounds), "ode_rnns": ode_rnns(options.ode_rnn, options.rounds)}
-    write_json(options.out, {**found, **environment(torch.device("cpu"))})
-    print(f"written: {options.out}")
+    write(options.out, found)
     if options.figure is not None:
         draw(found["layers"], options.figure)
 

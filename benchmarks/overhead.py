@@ -12,9 +12,7 @@ machine in it.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import gc
 import os
 import pstats
 import statistics
@@ -22,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +27,7 @@ import torchdiffeq
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.files import write_json
-from tasks.common.run import environment
+from benchmarks.harness import command, ratio, seconds, write
 
 AT_ONCE = 5  # calls that are timed together
 
@@ -82,18 +78,6 @@ def steps(gradient: str, dim: int, batch: int, tol: float) -> dict[str, Callable
 def of_all(state: tuple[Tensor, Tensor]) -> Tensor:
     """The root mean square over both parts of the state, which is the norm of hbnode and of a stacked state."""
     return torch.cat([part.reshape(-1) for part in state]).square().mean().sqrt()
-
-
-def seconds(function: Callable[[], None]) -> float:
-    """Processor time of one call, without Python's garbage collector, as ``timeit`` does."""
-    gc.collect(0)
-    gc.disable()
-    try:
-        start = time.process_time()
-        function()
-        return time.process_time() - start
-    finally:
-        gc.enable()
 
 
 def importing(module: str) -> Callable[[], None]:
@@ -168,10 +152,7 @@ def in_turn(functions: dict[str, Callable[[], None]], repeats: int) -> dict[str,
             times[name].append(seconds(repeated(function)) / AT_ONCE)
     first, *_ = times.values()
     medians = {name: statistics.median(own) for name, own in times.items()}
-    ratios = {
-        f"{name} / {next(iter(times))}": statistics.median(a / b for a, b in zip(own, first, strict=True))
-        for name, own in [*times.items()][1:]
-    }
+    ratios = {f"{name} / {next(iter(times))}": ratio(own, first) for name, own in [*times.items()][1:]}
     return medians | ratios
 
 
@@ -206,11 +187,10 @@ def over_bare(repeats: int, *, compile: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Time, print a row per setting, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "overhead")
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--compile", action="store_true", help="compiled blocks too, which takes minutes")
     parser.add_argument("--imports", type=int, default=11, help="how many pairs of processes import the libraries")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/overhead.json"))
     options = parser.parse_args()
     if min(options.repeats, options.imports) < 1:
         parser.error("--repeats and --imports must be at least 1")
@@ -238,8 +218,7 @@ def main() -> None:
     ours, torchs = (statistics.median(times) for times in zip(*pairs, strict=True))
     imports = {"seconds": ours, "torch_seconds": torchs, "ratio": statistics.median(x / y for x, y in pairs)}
     print(f"import hbnode {ours:.2f} s, import torch {torchs:.2f} s, ratio {imports['ratio']:.2f}")
-    report = {"machine": environment(torch.device("cpu")), "solves": of_solves, "rows": rows, "imports": imports}
-    write_json(options.out, report)
+    write(options.out, {"solves": of_solves, "rows": rows, "imports": imports})
 
 
 if __name__ == "__main__":

@@ -18,23 +18,19 @@ import argparse
 import concurrent.futures
 import multiprocessing
 import resource
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.gradients import interleaved
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from hbnode.nn import recurrent
 from hbnode.nn.rules import RuleName
-from tasks.common.files import write_json
-from tasks.common.run import environment
 
 # By the papers' names: an AdamLSTM is a MomentumLSTM whose rule is "adam".
 RULES: dict[str, RuleName] = {
@@ -181,14 +177,13 @@ def timed(
     contenders: dict[str, Contender], repeats: int, what: str = "train", rivals: dict[str, str] | None = None
 ) -> list[Row]:
     """A row for each contender; its ratio is over the rival that its name begins with, else over the first."""
-    rounds = interleaved([getattr(each, what) for each in contenders.values()], repeats)
-    times, first = dict(zip(contenders, rounds, strict=True)), next(iter(contenders))
+    times = interleaved({name: getattr(each, what) for name, each in contenders.items()}, repeats)
+    first = next(iter(contenders))
     rows = []
     for name, mine in times.items():
         found = [rival for start, rival in (rivals or {}).items() if name.startswith(start)]
         over = found[0] if found else first
-        ratio = statistics.median(a / b for a, b in zip(mine, times[over], strict=True))
-        rows.append({"layer": name, "over": over, "ms": 1e3 * statistics.median(mine), "ratio": ratio})
+        rows.append({"layer": name, "over": over, "ms": milliseconds(mine), "ratio": ratio(mine, times[over])})
     return rows
 
 
@@ -345,22 +340,20 @@ def _show(value: Any, form: str | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "recurrent")
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU [1]")
     parser.add_argument("--repeats", type=int, default=7, help="timed rounds [7]")
     parser.add_argument("--no-compile", dest="compiled", action="store_false", help="leave compile=True out")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/recurrent.json"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    report: dict[str, Any] = {"machine": environment(options.device)}
+    report: dict[str, Any] = {}
     for section in options.sections:
         report[section] = SECTIONS[section](options)
         print(f"{section}\n{table(report[section])}\n", flush=True)
-    write_json(options.out, report)
-    print(f"written: {options.out}")
+    write(options.out, report, options.device)
 
 
 if __name__ == "__main__":

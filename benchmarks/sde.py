@@ -13,10 +13,7 @@ in it, and a figure beside it.
 
 from __future__ import annotations
 
-import argparse
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -29,11 +26,11 @@ import torchsde
 from torch import Tensor, nn
 
 import hbnode
-from benchmarks.gradients import Living, interleaved, relative
+from benchmarks.gradients import Living, relative
+from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from hbnode.solve import BrownianIncrements
 from hbnode.solve.sde import free_flight
-from tasks.common.files import write_figure, write_json
-from tasks.common.run import environment
+from tasks.common.files import write_figure
 
 SPAN, DAMPING, TEMPERATURE = 4.0, 1.0, 0.5
 WANTED = 1e-3
@@ -205,13 +202,6 @@ def to_reach(rows: list[Row]) -> list[Row]:
     return found
 
 
-def processor(function: Callable[[], None]) -> float:
-    """Seconds of processor time of a call."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
 def network(dim: int, hidden: int) -> hbnode.HeavyBallSDE:
     """A network of tanh as f, of two hidden layers; without hidden units, h - h³."""
     torch.manual_seed(0)
@@ -252,10 +242,9 @@ def times(repeats: int, steps: int) -> list[Row]:
         sde, h = network(dim, hidden), torch.randn(batch, dim)
         for training in (False, True):
             solvers = TRAINING if training else SOLVERS
-            solves = [partial(solve, sde, h, steps, training, **options) for options in solvers.values()]
-            found = dict(zip(solvers, interleaved(solves, repeats, clock=processor), strict=True))
-            for name, seconds in found.items():
-                ratio = statistics.median(b / a for a, b in zip(seconds, found[EULER], strict=True))
+            solves = {name: partial(solve, sde, h, steps, training, **options) for name, options in solvers.items()}
+            found = interleaved(solves, repeats)
+            for name, mine in found.items():
                 row = {
                     "f": "tanh" if hidden else "cubic",
                     "batch": batch,
@@ -263,7 +252,7 @@ def times(repeats: int, steps: int) -> list[Row]:
                     "pass": "training" if training else "evaluation",
                     "method": name,
                 }
-                rows.append(row | {"ms": 1e3 * statistics.median(seconds) / steps, "euler_over_it": ratio})
+                rows.append(row | {"ms": milliseconds(mine) / steps, "euler_over_it": ratio(found[EULER], mine)})
     return rows
 
 
@@ -366,13 +355,12 @@ def draw(path: Path, rows: list[Row], machine: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print the tables, write JSON and the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "sde")
     parser.add_argument("--quick", action="store_true", help="few paths and steps")
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/sde.json"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"machine": environment(torch.device("cpu"))}
+    report: dict[str, Any] = {}
     paths, fine, steps = (50, 256, 4) if options.quick else (1000, 4096, 100)
     report["strong error"] = [row for start in STARTS for row in strong(start, paths, fine)]
     report["evaluations to 1e-3"] = to_reach(report["strong error"])
@@ -380,10 +368,9 @@ def main(arguments: list[str] | None = None) -> None:
     report["gradients"] = gradients()
     for section in COLUMNS:
         print(f"{section}\n{table(section, report[section])}\n", flush=True)
-    write_json(options.out, report)
-    machine = report["machine"]
+    machine = write(options.out, report)
     shown = [row for row in report["strong error"] if row["start"] == AT_REST]
-    draw(options.out.with_suffix(".png"), shown, f"{machine['device']}, PyTorch {machine['torch']}")
+    draw(options.out.with_suffix(".png"), shown, machine)
 
 
 if __name__ == "__main__":

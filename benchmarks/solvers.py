@@ -10,7 +10,6 @@ Writes JSON with the machine in it, and a figure beside it.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,9 +20,9 @@ import torch
 from scipy.integrate import solve_ivp
 
 import hbnode
+from benchmarks.harness import command, write
 from benchmarks.problems import PROBLEMS, QUICK, Problem, geometric_mean
-from tasks.common.files import write_figure, write_json
-from tasks.common.run import environment
+from tasks.common.files import write_figure
 
 TARGETS = (1e-3, 1e-5, 1e-7)
 ENOUGH = 1e-8  # a sweep ends at this error,
@@ -214,9 +213,8 @@ def draw(path: Path, problems: list[dict[str, Any]], machine: str) -> None:
 
 def main() -> None:
     """Solve, print a table per problem and the means, write JSON and the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "solvers")
     parser.add_argument("--quick", action="store_true", help="three of the problems only")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/solvers.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     problems, rows = [], []
@@ -229,10 +227,8 @@ def main() -> None:
         print(table(problem.name, found, fixed), flush=True)
     overall = means(rows)
     print(summary(overall, len(problems)))
-    machine = environment(torch.device("cpu"))
-    report = {"machine": machine, "means": overall, "rows": rows, "problems": problems}
-    write_json(options.out, report)
-    draw(options.out.with_suffix(".png"), problems, f"{machine['device']}, PyTorch {machine['torch']}")
+    machine = write(options.out, {"means": overall, "rows": rows, "problems": problems})
+    draw(options.out.with_suffix(".png"), problems, machine)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ gives up. Prints a table and writes JSON with the machine in it.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,9 @@ from scipy.integrate import solve_ivp
 from torch import Tensor, nn
 
 import hbnode
+from benchmarks.harness import command, write
 from benchmarks.solvers import needed, rms, show
 from hbnode.nn.nets import MLP
-from tasks.common.files import write_json
-from tasks.common.run import environment
 
 DIM = 8
 METHODS = ("exponential", "nystrom4", "nystrom8", "tsit5", "dopri5")
@@ -126,13 +123,12 @@ def table(chosen: list[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Solve, print a table for each case, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, "strong_damping")
     parser.add_argument("--quick", action="store_true", help="γ = 30 alone, on two samples")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/strong_damping.json"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = rows(CASES[1:2] if options.quick else CASES, 2 if options.quick else 8)
-    write_json(options.out, {"machine": environment(torch.device("cpu")), "rows": found})
+    write(options.out, {"rows": found})
 
 
 if __name__ == "__main__":

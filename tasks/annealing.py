@@ -2,7 +2,7 @@
 
 Paths lead from a standard normal prior to a target in 16, 64 or 256 evaluations of the gradient of its log density. The
 mean of their log weights is a lower bound of log Z. The heavy ball is ``hbnode.distributions.HeavyBallAnnealing``; with
-infinite damping it is annealed overdamped (unadjusted) Langevin dynamics, its rival. Both are tuned alike: the best
+infinite damping it is annealed overdamped (unadjusted) Langevin dynamics, the baseline. Both are tuned alike: the best
 bound over a grid of step sizes, for the heavy ball times dampings, on a seed of its own. Then both are trained alike
 from there: step size of each dimension, damping, schedule and a small force network, by Adam on the bound. Those
 parameters are kept that have the best bound on another seed. Results are of a third seed.
@@ -21,15 +21,15 @@ What is finished is skipped, so that the command can be ended and given again. I
 
 from __future__ import annotations
 
-import argparse
 import copy
+import dataclasses
 import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from torch.distributions import Independent, Normal
 
 import hbnode
 from hbnode.diagnostics.figures import ticks_of_short_axis
+from hbnode.distributions import HeavyBallAnnealing
+from tasks.common.config import Options, option, parse
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import read_json, write_figure, write_json, write_table, write_whole
 from tasks.common.run import environment
@@ -106,6 +108,42 @@ def cancer() -> Target:
 TARGETS: dict[str, Callable[[], Target]] = {"funnel": funnel, "many_well": many_well, "cancer": cancer}
 
 
+@dataclasses.dataclass(frozen=True)
+class AnnealingOptions(Options):
+    """Options of annealing."""
+
+    positive: ClassVar[tuple[str, ...]] = ("batch_size", "lr")
+
+    targets: str = option("all", f"{', '.join(TARGETS)}, with commas between, or all")
+    evaluations: str = option("16,64,256", "several with commas between")
+    iterations: int = option(200, "of training; 0 trains nothing")
+    train_up_to: int = option(64, "evaluations beyond which nothing is trained")
+    batch_size: int = option(64, "paths in an iteration")
+    lr: float = option(0.02, "Adam's learning rate")
+    paths: int = option(2000, "paths of a result; an eighth of it to choose by")
+    seed: int = option(0, "to which the seeds of tuning, choosing and testing are added")
+    out: str = option("runs/annealing", "folder for the tables and the figure")
+
+    def chosen_targets(self) -> list[str]:
+        """Return the targets' names."""
+        return list(TARGETS) if self.targets == "all" else self.targets.split(",")
+
+    def counts(self) -> list[int]:
+        """Return the numbers of evaluations, growing."""
+        return sorted({int(count) for count in self.evaluations.split(",")})
+
+    def check(self) -> None:
+        """Refuse options that no run can have."""
+        super().check()
+        unknown = [name for name in self.chosen_targets() if name not in TARGETS]
+        if unknown:
+            raise ValueError(f"argument --targets: {unknown[0]!r} is not one of {', '.join(TARGETS)}")
+        if not all(count.isdecimal() and int(count) for count in self.evaluations.split(",")):
+            raise ValueError(f"--evaluations must be positive, with commas between, got {self.evaluations}")
+        if self.paths < 16:
+            raise ValueError(f"--paths must be 16 or more, got {self.paths}")
+
+
 # Tuning and training
 
 
@@ -123,23 +161,21 @@ class Force(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        """The force (n, d) at x (n, d)."""
+        """Return the force (n, d) at x (n, d)."""
         of_each = (x[..., None] * self.slope + self.shift + t * self.drift).tanh()
         return (of_each * self.weight).sum(-1) + self.net(t, x)
 
 
-def annealing(
-    target: Target, evaluations: int, step_size: float, damping: float
-) -> hbnode.distributions.HeavyBallAnnealing:
+def annealing(target: Target, evaluations: int, step_size: float, damping: float) -> HeavyBallAnnealing:
     """Untrained paths from a standard normal prior."""
     prior = Independent(Normal(torch.zeros(target.dim), torch.ones(target.dim), validate_args=False), 1)
-    return hbnode.distributions.HeavyBallAnnealing(
+    return HeavyBallAnnealing(
         target.log_prob, prior, evaluations, step_size=torch.full((target.dim,), step_size), damping=damping
     )
 
 
-def bound(model: hbnode.distributions.HeavyBallAnnealing, paths: int, seed: int) -> float:
-    """The bound without a graph; minus infinity if a path is not finite."""
+def bound(model: HeavyBallAnnealing, paths: int, seed: int) -> float:
+    """Return the bound without a graph; minus infinity if a path is not finite."""
     try:
         with torch.no_grad():
             return model.bound(paths, seed=seed).item()
@@ -147,10 +183,8 @@ def bound(model: hbnode.distributions.HeavyBallAnnealing, paths: int, seed: int)
         return -math.inf
 
 
-def tuned(
-    target: Target, sampler: str, evaluations: int, options: argparse.Namespace
-) -> hbnode.distributions.HeavyBallAnnealing:
-    """The best of the grid."""
+def tune(target: Target, sampler: str, evaluations: int, options: AnnealingOptions) -> HeavyBallAnnealing:
+    """Return the best of the grid."""
     seed = 1000 * options.seed + TUNING
     grid = itertools.product(STEP_SIZES, DAMPINGS[sampler])
     models = [annealing(target, evaluations, step_size, damping) for step_size, damping in grid]
@@ -161,13 +195,11 @@ def tuned(
     return models[best]
 
 
-def train(
-    model: hbnode.distributions.HeavyBallAnnealing, options: argparse.Namespace
-) -> hbnode.distributions.HeavyBallAnnealing:
-    """The same with a force, trained on the bound; what has the best bound on a seed of its own is kept."""
+def train(model: HeavyBallAnnealing, options: AnnealingOptions) -> HeavyBallAnnealing:
+    """Return the same with a force, trained on the bound; what has the best bound on a seed of its own is kept."""
     seed = 1000 * options.seed + CHOOSING
     torch.manual_seed(seed)
-    model = hbnode.distributions.HeavyBallAnnealing(
+    model = HeavyBallAnnealing(
         model.log_prob,
         model.prior,
         model.steps,
@@ -195,7 +227,7 @@ def train(
     return model
 
 
-def result(model: hbnode.distributions.HeavyBallAnnealing, options: argparse.Namespace) -> dict[str, float | None]:
+def result(model: HeavyBallAnnealing, options: AnnealingOptions) -> dict[str, float | None]:
     """Bound, estimate of log Z and their errors, on a seed that nothing was chosen by."""
     seed = 1000 * options.seed + TESTING
     _, log_weight = model.sample(options.paths, seed=seed)
@@ -210,9 +242,9 @@ def result(model: hbnode.distributions.HeavyBallAnnealing, options: argparse.Nam
     }
 
 
-def measure(name: str, sampler: str, evaluations: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one sampler with one number of evaluations, untrained and trained; those on disk if there are."""
-    path = options.out / f"{name}-{sampler.replace(' ', '-')}-{evaluations}.json"
+def measure(name: str, sampler: str, evaluations: int, options: AnnealingOptions) -> list[dict[str, Any]]:
+    """Return the rows of one sampler with one number of evaluations, from disk if they are there."""
+    path = Path(options.out) / f"{name}-{sampler.replace(' ', '-')}-{evaluations}.json"
     wanted = {key: getattr(options, key) for key in KEPT}
     if path.exists():
         found = read_json(path)
@@ -223,19 +255,19 @@ def measure(name: str, sampler: str, evaluations: int, options: argparse.Namespa
     start = time.process_time()
     target = TARGETS[name]()
     about = {"target": name, "sampler": sampler, "evaluations": evaluations}
-    model = tuned(target, sampler, evaluations, options)
+    model = tune(target, sampler, evaluations, options)
     rows = [{**about, "trained": False, **result(model, options), "seconds": time.process_time() - start}]
     if options.iterations and evaluations <= options.train_up_to:
         model = train(model, options)
         rows.append({**about, "trained": True, **result(model, options), "seconds": time.process_time() - start})
     write_json(path, {"options": wanted, "rows": rows, **environment(torch.device("cpu"))})
     for row in rows:
-        print(f"{TITLES[name]}, {sampler}, {evaluations}, {trained(row)}: bound {row['bound']:.2f}", flush=True)
+        print(f"{TITLES[name]}, {sampler}, {evaluations}, {stage(row)}: bound {row['bound']:.2f}", flush=True)
     return rows
 
 
 def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The log Z of a target and its standard error: exact, or the estimate that has the least error."""
+    """Return the log Z of a target and its standard error: exact, or the estimate that has the least error."""
     exact = TARGETS[name]().log_z
     if exact is not None:
         return exact, 0.0
@@ -246,13 +278,13 @@ def reference(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, floa
 # The table and the figure
 
 
-def trained(row: Mapping[str, Any]) -> str:
-    """Whether a row is of a trained sampler, in words."""
+def stage(row: Mapping[str, Any]) -> str:
+    """Return whether a row is of a trained sampler, in words."""
     return "trained" if row["trained"] else "untrained"
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table: bound minus log Z, and the error of the estimate of log Z."""
+    """Return the table: bound minus log Z, and the error of the estimate of log Z."""
     lines = [
         "| target | sampler | | evaluations | step size | damping | bound − log Z | estimate − log Z | CPU s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -263,7 +295,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['step_size']:.3g} | {damping} | {row['gap']:.2f} ± {row['bound_error']:.2f} | "
             f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f} | {row['seconds']:.0f}"
         )
-        of_row = f"| {TITLES[row['target']]} | {row['sampler']} | {trained(row)} | {row['evaluations']} | "
+        of_row = f"| {TITLES[row['target']]} | {row['sampler']} | {stage(row)} | {row['evaluations']} | "
         lines.append(of_row + numbers + " |")
     return "\n".join(lines)
 
@@ -305,42 +337,13 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 # The command
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default="all", help=f"{', '.join(TARGETS)}, with commas between, or all [all]")
-    parser.add_argument("--evaluations", default="16,64,256", help="several with commas between [16,64,256]")
-    parser.add_argument("--iterations", type=int, default=200, help="of training; 0 trains nothing [200]")
-    parser.add_argument("--train-up-to", type=int, default=64, help="evaluations beyond which nothing is trained [64]")
-    parser.add_argument("--batch-size", type=int, default=64, help="paths in an iteration [64]")
-    parser.add_argument("--lr", type=float, default=0.02, help="Adam's learning rate [0.02]")
-    parser.add_argument(
-        "--paths", type=int, default=2000, help="paths of a result; an eighth of it to choose by [2000]"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
-    parser.add_argument("--out", type=Path, default=Path("runs/annealing"), help="[runs/annealing]")
-    options = parser.parse_args(argv)
-    options.targets = list(TARGETS) if options.targets == "all" else options.targets.split(",")
-    unknown = [name for name in options.targets if name not in TARGETS]
-    if unknown:
-        parser.error(f"argument --targets: {unknown[0]!r} is not one of {', '.join(TARGETS)}")
-    try:
-        options.evaluations = sorted({int(count) for count in options.evaluations.split(",")})
-    except ValueError:
-        parser.error("--evaluations must be whole numbers with commas between")
-    if min(*options.evaluations, options.batch_size) < 1 or options.paths < 16:
-        parser.error("--evaluations and --batch-size must be positive, and --paths 16 or more")
-    if options.iterations < 0 or options.seed < 0 or not 0 < options.lr < math.inf:
-        parser.error("--iterations and --seed must not be negative, and --lr must be positive and finite")
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is not measured yet; print and write the table, and draw it."""
-    options = parse(argv)
+    options = parse(AnnealingOptions, {}, __doc__, argv)
+    out = Path(options.out)
     rows: list[dict[str, Any]] = []
-    for name in options.targets:
-        pairs = itertools.product(options.evaluations, DAMPINGS)
+    for name in options.chosen_targets():
+        pairs = itertools.product(options.counts(), DAMPINGS)
         measured = [row for count, sampler in pairs for row in measure(name, sampler, count, options)]
         log_z, error = reference(name, measured)
         print(f"{TITLES[name]}: log Z = {log_z:.3f}" + (f" ± {error:.3f}, estimated" if error else ""))
@@ -349,10 +352,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append({**row, "log_z": log_z, "log_z_reference_error": error, **gaps})
     text = markdown(rows)
     print(text)
-    write_whole(options.out / "annealing.md", (text + "\n").encode())
-    write_table(options.out / "annealing.csv", rows)
-    draw(rows, options.out / "annealing.png")
-    print("written: " + ", ".join(str(options.out / f"annealing.{end}") for end in ("md", "csv", "png")))
+    write_whole(out / "annealing.md", (text + "\n").encode())
+    write_table(out / "annealing.csv", rows)
+    draw(rows, out / "annealing.png")
+    print("written: " + ", ".join(str(out / f"annealing.{end}") for end in ("md", "csv", "png")))
 
 
 if __name__ == "__main__":

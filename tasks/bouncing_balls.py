@@ -8,8 +8,8 @@ log((1 - q) / (1 - p)). What is trained on is the cross-entropy, which differs f
 Reported are the divergence a video, "kl", and the squared error a frame, the sum over its pixels, "squared_error".
 
 The supplement does not give the balls' size and speed: here radius 0.12 and root mean square speed 0.05 a frame in a
-box of side 1, without gravity, see tasks/data/bouncing_balls.py. Its figures are of other videos. Yardsticks: the mean
-frame, and the last frame repeated; the divergence of the latter, whose pixels are 0 and 1 too, is infinite.
+box of side 1, without gravity, see tasks/data/bouncing_balls.py. Its figures are of other videos. Trivial baselines are
+the mean frame, and the last frame repeated, whose divergence is infinite, because it has pixels of 0 and 1 too.
 
 Every video is new: an epoch is --iterations batches. By --optimizer hf a batch has 500 videos, of which 100 show the
 curvature, else 50. The supplement's 40,000 and 4,000, and 10^8 videos in all, are the preset "supplement"; lambda 1 at
@@ -90,7 +90,7 @@ class Divergence(Objective):
     def outputs(
         self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
     ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
-        """Logits of the frames after the first, these frames, and what structural damping acts on."""
+        """Return logits of the frames after the first, these frames, and what structural damping acts on."""
         (x,) = batch
         if not with_hidden:
             return model(x[:, :-1]), x[:, 1:]
@@ -98,7 +98,7 @@ class Divergence(Objective):
         return logits, x[:, 1:], hidden
 
     def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """The divergence a video, and the squared error a frame."""
+        """Return the divergence a video, and the squared error a frame."""
         return {
             "kl": divergence(outputs, targets).mean().item(),
             "squared_error": (outputs.sigmoid() - targets).square().sum(2).mean().item(),
@@ -106,14 +106,14 @@ class Divergence(Objective):
 
 
 def divergence(logits: Tensor, targets: Tensor) -> Tensor:
-    """The Kullback-Leibler divergence of each video, (batch,), from logits (batch, frames, pixels) of pixels."""
+    """Return the Kullback-Leibler divergence of each video, (batch,), from logits (batch, frames, pixels) of pixels."""
     entropy = -torch.xlogy(targets, targets) - torch.xlogy(1 - targets, 1 - targets)
     crossed = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (crossed - entropy).sum((1, 2))
 
 
-def yardsticks(test: Tensor) -> dict[str, float]:
-    """What can be said of the test videos (N, frames, pixels) without a model."""
+def trivial_errors(test: Tensor) -> dict[str, float]:
+    """Return what can be said of the test videos (N, frames, pixels) without a model."""
     true = test[:, 1:]
     mean = true.mean((0, 1)).expand_as(true)
     return {
@@ -128,7 +128,7 @@ def yardsticks(test: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def free_running(model: nn.Module, video: Tensor, given: int = GIVEN) -> Tensor:
-    """The frames after the first, each predicted from the frames before it: of the first ones the true, then its own.
+    """Return the frames after the first, predicted from true frames at first, and then from the model's own.
 
     Arguments:
         model: of logits.
@@ -184,7 +184,7 @@ def train(config: BouncingBallsConfig) -> None:
     run = Run("bouncing_balls", config, f"{config.preset}-{config.name}")
     model = NextStep(config, PIXELS, TABLE)
     test = videos(config.test_size, config.length, torch.Generator().manual_seed(TEST_SEED))
-    simple = yardsticks(test)
+    simple = trivial_errors(test)
     run.announce(model, config.title, ", ".join(f"{name} {value:.4g}" for name, value in simple.items()))
     samples = config.iterations * config.batch_size
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hbnode.data import Series
 from hbnode.nn.sequences import fitted_unit
 from tasks.common.batches import Samples
-from tasks.common.config import SCHEDULES, TRIAL_FIELDS, option, parse
+from tasks.common.config import MODELS, SCHEDULES, option, parse
 from tasks.common.files import exit_on, write_table
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
@@ -71,7 +71,7 @@ class ClassificationConfig(IrregularSeriesConfig):
 
     def try_out(self, model: str) -> None:
         """Solve a small ODE-RNN with these options, or see that what a baseline needs is installed."""
-        if model in TRIAL_FIELDS or model in BASELINES:
+        if model in MODELS or model in BASELINES:
             super().try_out(model)
 
 
@@ -89,7 +89,7 @@ def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
 
 
 def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
-    """Places of 60, 20 and 20 % of the series of each class."""
+    """Return places of 60, 20 and 20 % of the series of each class."""
     generator = torch.Generator().manual_seed(seed)
     parts: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
     if len(labels.unique()) < 2:
@@ -107,7 +107,7 @@ def split(labels: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 def as_samples(series: Series, labels: Tensor, total: int) -> Samples:
-    """Tensors of equal length, padded alike in all parts."""
+    """Return tensors of equal length, padded alike in all parts."""
     static = series.x.new_zeros(len(series), 0) if series.static is None else series.static
     missing = (0, 0, 0, total - series.x.shape[1])
     x = nn.functional.pad(series.x, missing, value=torch.nan)
@@ -117,7 +117,7 @@ def as_samples(series: Series, labels: Tensor, total: int) -> Samples:
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean negative log-likelihood, and the accuracy."""
+    """Return mean negative log-likelihood, and the accuracy."""
     *inputs, labels = batch
     longest = int(inputs[3].max())
     x, t, mask = (part[:, :longest] for part in inputs[:3])
@@ -135,7 +135,7 @@ def probabilities(model: nn.Module, data: Samples) -> np.ndarray:
     return torch.cat(parts).cpu().numpy()
 
 
-def judged(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def scores(predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Accuracy, mean negative log-likelihood, and AUROC of two classes."""
     from sklearn.metrics import log_loss, roc_auc_score
 
@@ -157,7 +157,7 @@ def train_shallow(run: Run, config: ClassificationConfig, data: dict[str, Sample
     predicted = {name: model.predict_proba(x) for name, (x, _) in parts.items()}
     means: dict[str, float] = {}
     for name in ("train", "validation"):
-        found = judged(predicted[name], parts[name][1])
+        found = scores(predicted[name], parts[name][1])
         means |= {key.replace("test", name): value for key, value in found.items()}
     run.rows = [{"epoch": config.epochs, **means, "nfe_forward": 0.0, "nfe_backward": 0.0, "seconds": seconds}]
     if not run.is_finished:
@@ -204,7 +204,7 @@ def train(config: ClassificationConfig) -> None:
         ]
         write_table(run.folder / "predictions.csv", rows)
     seconds = sum(row["seconds"] for row in run.rows)
-    run.finish(model, **judged(predicted, labels), **extra, training_seconds=seconds, data=source)
+    run.finish(model, **scores(predicted, labels), **extra, training_seconds=seconds, data=source)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

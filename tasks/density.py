@@ -2,12 +2,12 @@
 
 Section 3.5 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), leaves
 normalizing flows by HBNODEs open. On phase space they have an exact density without a trace
-(hbnode.distributions.HeavyBallFlow), but data have no momentum, so that their likelihood is a bound. The rival (Chen et
+(hbnode.distributions.HeavyBallFlow), but data have no momentum, so that their likelihood is a bound. The CNF (Chen et
 al., arXiv:1806.07366) is a NODE whose log-density is integrated along its path, with as many parameters. It has the
 better likelihood; a step of the heavy-ball flow costs less.
 
 Every batch is new; the test set is the same for all runs. The test loss is a negative log-likelihood in nats: exact
-for the rival, for heavy-ball flows an upper bound from --eval-samples momenta for each point, in the summary from
+for the CNF, for heavy-ball flows an upper bound from --eval-samples momenta for each point, in the summary from
 --final-samples. With --dataset ring there are no data, but a known energy: the loss is the reverse Kullback-Leibler
 divergence, for heavy-ball flows that of h and m together, which is no smaller. It can settle on one of the two
 crescents, with a divergence of about log 2. density.png shows the density on a grid, by importance sampling over the
@@ -17,7 +17,6 @@ momenta, beside samples of the model and data; tasks.plot draws these of several
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -30,12 +29,12 @@ from typing_extensions import override
 
 from tasks.common.batches import FreshData, Samples, epoch_generator
 from tasks.common.config import TaskConfig, option, parse
-from tasks.common.files import write_figure, write_whole
+from tasks.common.files import write_figure, write_tensors
 from tasks.common.run import Run, count_parameters
 from tasks.common.sweep import sweep
 from tasks.common.train import fit
 from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
-from tasks.models.densities import CNF, TITLES, Density, Flow
+from tasks.models.densities import CNF, TITLES, Flow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 TEST_SEED = 2**62  # which no training data has
 PICTURE = 100  # points of a side of the density's picture
 ROWS = 50_000  # points that are moved at once to estimate a density
+SPAN = 2.0  # length of time of a heavy-ball flow; that of a CNF is 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DensityConfig(TaskConfig):
     models: ClassVar[tuple[str, ...]] = tuple(TITLES)
     positive: ClassVar[tuple[str, ...]] = (
         *TaskConfig.positive,
-        *("iterations", "test_size", "hidden", "steps", "span", "tol", "eval_samples", "final_samples"),
+        *("iterations", "test_size", "hidden", "steps", "eval_samples", "final_samples"),
     )
 
     epochs: int = option(10, "epochs, each of --iterations batches", may_change=True)
@@ -64,8 +64,6 @@ class DensityConfig(TaskConfig):
     dataset: str = option("pinwheel", "what is to be learned; ring is an energy", (*DATASETS, "ring"))
     hidden: int = option(64, "units of the two hidden layers of f; a CNF has more, for equal parameters")
     steps: int = option(16, "leapfrog steps of a heavy-ball flow")
-    span: float = option(2.0, "length of time of a heavy-ball flow; that of a CNF is 1")
-    tol: float = option(1e-3, "rtol = atol of a CNF's solver, tsit5")
     test_size: int = option(2000, "test points")
     eval_samples: int = option(20, "momenta for each test point after each epoch")
     final_samples: int = option(200, "momenta for each test point in the summary")
@@ -81,7 +79,7 @@ class Objective(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Negative log-likelihood of x, or the reverse divergence of as many samples."""
+        """Return negative log-likelihood of x, or the reverse divergence of as many samples."""
         if self.energy:
             drawn, log_prob = self.model.draw(len(x))
             return (log_prob + ring(drawn)).mean() + self.log_z
@@ -89,42 +87,42 @@ class Objective(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a batch."""
+    """Return the loss of a batch."""
     return model(batch[0]), {}
 
 
 def make_flow(config: DensityConfig, generalized: bool = False) -> Flow:
-    """A heavy-ball flow of the options."""
-    return Flow(config.hidden, t_span=(0.0, config.span), generalized=generalized, steps=config.steps)
+    """Return a heavy-ball flow of the options."""
+    return Flow(config.hidden, t_span=(0.0, SPAN), generalized=generalized, steps=config.steps)
 
 
 def make_model(config: DensityConfig) -> Flow | CNF:
-    """The model; a CNF as wide as gives it the parameters of a heavy-ball flow."""
+    """Return the model; a CNF as wide as gives it the parameters of a heavy-ball flow."""
     if config.model != "cnf":
         return make_flow(config, config.model == "generalized")
     with torch.random.fork_rng(devices=[]):
         wanted = count_parameters(make_flow(config))
     width = round((math.sqrt(41 + 4 * wanted) - 7) / 2)  # w² + 7w + 2 parameters
-    return CNF(width, config.tol)
+    return CNF(width)
 
 
 @torch.no_grad()
-def log_density(model: Density, x: Tensor, samples: int) -> Tensor:
-    """The log-density of many points, some at a time."""
+def log_density(model: Flow | CNF, x: Tensor, samples: int) -> Tensor:
+    """Return the log-density of many points, some at a time."""
     return torch.cat([model.log_prob(part, samples) for part in x.split(max(1, ROWS // samples))])
 
 
 @torch.no_grad()
-def effective_sample_size(model: Density, n: int) -> dict[str, float]:
-    """What importance sampling of the ring by n samples gives: the share of effective samples, and log Z."""
+def effective_sample_size(model: Flow | CNF, n: int) -> dict[str, float]:
+    """Return what importance sampling of the ring by n samples gives: the share of effective samples, and log Z."""
     x, log_prob = model.draw(n)
     weight = -ring(x) - log_prob
     share = (2 * weight.logsumexp(0) - (2 * weight).logsumexp(0)).exp() / n
     return {"effective_share": share.item(), "log_z": weight.logsumexp(0).item() - math.log(n)}
 
 
-def picture_of(model: Density, wanted: Tensor, samples: int) -> dict[str, Tensor]:
-    """What is drawn: the density on a grid, samples, and what is wanted: points, or a density on that grid."""
+def picture_of(model: Flow | CNF, wanted: Tensor, samples: int) -> dict[str, Tensor]:
+    """Return what is drawn: the density on a grid, samples, and what is wanted: points, or a density on that grid."""
     density = log_density(model, grid(PICTURE).to(wanted.device), samples).exp()
     with torch.no_grad():
         drawn = model.draw(2000)[0]
@@ -156,9 +154,7 @@ def write_picture(picture: dict[str, Tensor], name: str, title: str, folder: Pat
     """Write ``density.pt``, which tasks.plot draws beside those of other models, and ``density.png``."""
     import matplotlib.pyplot as plt
 
-    buffer = io.BytesIO()
-    torch.save(picture, buffer)
-    write_whole(folder / "density.pt", buffer.getvalue())
+    write_tensors(folder / "density.pt", picture)
     figure = plt.figure(figsize=(7.5, 3), layout="constrained")
     draw_densities(figure, {name: picture})
     figure.suptitle(title, fontsize="medium")

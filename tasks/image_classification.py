@@ -14,14 +14,13 @@ paper's.
 The paper trained models at each tolerance for figure 11; --curve solves one trained model at each, so that nothing but
 the tolerance differs, and measures the errors beside the evaluations.
 
-The obvious rival of momentum is regularisation: --regularize adds kinetic and Jacobian penalties (Finlay et al. 2020)
-to the loss of NODE and ANODE.
+Regularisation is the obvious alternative to momentum: --regularize adds kinetic and Jacobian penalties (Finlay et al.
+2020) to the loss of NODE and ANODE.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import ODEConfig, option, parse
-from tasks.common.files import exit_on, read_checkpoint, read_json, write_whole, written_whole
+from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option, parse
+from tasks.common.files import exit_on, read_checkpoint, read_json, write_tensors, written_whole
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import EVAL_BATCH_SIZE, fit
@@ -88,7 +87,7 @@ class ImageConfig(ODEConfig):
             raise ValueError("--curve varies the tolerance, which a fixed grid (--steps) does not have")
 
     def make_model(self) -> Classifier:
-        """The model that the options describe."""
+        """Return the model that the options describe."""
         return Classifier(
             self.model,
             self.dataset,
@@ -146,15 +145,8 @@ class Classifier(nn.Module):
         hidden = HIDDEN["digits-small" if small else dataset][model]
         channels, (image_channels, *size) = CHANNELS[dataset][model], SHAPE[dataset]
         func = hbnode.nn.ConvNet(2 * channels if model == "sonode" else channels, hidden, channels)
-        field: hbnode.Field = {
-            "node": lambda: hbnode.NODE(func),
-            "anode": lambda: hbnode.ANODE(func, augment=channels - image_channels),
-            "sonode": lambda: hbnode.SONODE(func),
-            "hbnode": lambda: hbnode.HBNODE(func),
-            "ghbnode": lambda: hbnode.GHBNODE(func, **XI[dataset]),
-        }[model]()
-        second_order = model in ("sonode", "hbnode", "ghbnode")
-        start = InitialState(image_channels, hidden, channels) if second_order else None
+        field = make_field(model, func, anode={"augment": channels - image_channels}, ghbnode=XI[dataset])
+        start = InitialState(image_channels, hidden, channels) if model in SECOND_ORDER else None
         penalized = Regularized(field) if is_regularized else field
         self.block = hbnode.ODEBlock(penalized, initial_state=start, **solver)
         self.head = nn.Linear(channels * size[0] * size[1], 10)
@@ -162,7 +154,7 @@ class Classifier(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's signatures
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits ``(batch, 10)`` of images ``(batch, channels, H, W)``.
+        """Return logits ``(batch, 10)`` of images ``(batch, channels, H, W)``.
 
         In training, a regularised model also returns the kinetic and the Jacobian penalty, ``(batch, 2)``.
         """
@@ -181,7 +173,7 @@ class CrossEntropy:
     penalty: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """The loss, the accuracy and the penalties."""
+        """Return the loss, the accuracy and the penalties."""
         x, y = batch
         out = model(x)
         logits, penalties = out if isinstance(out, tuple) else (out, None)
@@ -196,10 +188,8 @@ class CrossEntropy:
 
 
 def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
-    """The configuration and the trained model of a finished run."""
-    described = read_json(folder / "config.json")
-    names = {field.name for field in dataclasses.fields(ImageConfig)}
-    config = ImageConfig(**{name: value for name, value in described.items() if name in names} | {"out": str(folder)})
+    """Return the configuration and the trained model of a finished run."""
+    config = ImageConfig.read(read_json(folder / "config.json"), out=str(folder))
     model = config.make_model()
     if not (folder / "summary.json").exists():
         raise SystemExit(f"{folder} is no finished run. Fix: train it first.")
@@ -209,7 +199,7 @@ def load_run(folder: Path) -> tuple[ImageConfig, Classifier]:
 
 
 def load_data(config: ImageConfig) -> tuple[Samples, Samples]:
-    """Training and test data, cut to the sizes wanted."""
+    """Return training and test data, cut to the sizes wanted."""
     with exit_on(FileNotFoundError, ValueError):
         train, test = (READ[config.dataset](split) for split in ("train", "test"))
     return tuple(x[: config.subset or None] for x in train), tuple(x[: config.test_subset or None] for x in test)
@@ -220,9 +210,8 @@ def save_examples(run: Run, model: nn.Module, test: Samples, count: int = 60) ->
     images, labels = test
     with torch.no_grad():
         predictions = model.eval()(images[:count].to(run.workers.device)).argmax(1).cpu()
-    buffer = io.BytesIO()
-    torch.save({"images": images[:count], "labels": labels[:count], "predictions": predictions}, buffer)
-    write_whole(run.folder / "examples.pt", buffer.getvalue())
+    examples = {"images": images[:count], "labels": labels[:count], "predictions": predictions}
+    write_tensors(run.folder / "examples.pt", examples)
 
 
 def save_curve(run: Run, model: nn.Module, test: Samples, loss_scale: float) -> None:

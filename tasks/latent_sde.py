@@ -67,8 +67,7 @@ class LatentSDEConfig(TaskConfig):
     models: ClassVar[tuple[str, ...]] = (*TITLES, KALMAN)
     positive: ClassVar[tuple[str, ...]] = (
         *TaskConfig.positive,
-        *("size", "hidden", "context", "damping", "steps", "train_size", "test_size"),
-        *("eval_samples", "paths", "draw_every"),
+        *("size", "hidden", "context", "train_size", "test_size", "eval_samples", "paths", "draw_every"),
     )
 
     epochs: int = option(40, "passes over the training series", may_change=True)
@@ -79,10 +78,10 @@ class LatentSDEConfig(TaskConfig):
     dataset: str = option("lorenz", "what the series are of", tuple(SPACING))
     data: str = option("auto", "of vibration, as for tasks.plane_vibration", f16.SOURCES)
     size: int = option(4, "size of h, and of the state of a first-order SDE")
-    hidden: int = option(64, "units of the drift's and the control's hidden layers; the rival has more, to be equal")
+    hidden: int = option(
+        64, "units of the drift's and the control's hidden layers; a first-order SDE has more, to be equal"
+    )
     context: int = option(32, "units of the encoder")
-    damping: float = option(1.0, "γ of the heavy ball at first, in 1/time; it stays below ten times this")
-    steps: int = option(1, "steps of the solver between two rows")
     train_size: int = option(4096, "series of training, or all segments if these are fewer")
     test_size: int = option(256, "series of the test")
     paths: int = option(8, "paths a series in the test after every epoch")
@@ -94,7 +93,7 @@ class LatentSDEConfig(TaskConfig):
 
 
 def lorenz(count: int, seed: int, like: Tensor | None = None) -> tuple[Samples, Tensor]:
-    """Rows and the masks of those seen, held out and forecast; and mean and deviation that standardise them."""
+    """Return rows and the masks of those seen, held out and forecast; and mean and deviation that standardise them."""
     generator = torch.Generator().manual_seed(seed)
     x = stochastic_lorenz(count, ROWS + LORENZ_WINDOW, 1 / (ROWS - 1), generator)
     first = torch.randint(LORENZ_WINDOW + 1, (count, 1), generator=generator)
@@ -120,13 +119,13 @@ def vibration(splits: Splits, name: str, length: int, count: int) -> Samples:
 
 
 def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
-    """Training and test data, and where they come from."""
+    """Return training and test data, and where they come from."""
     if config.dataset == "lorenz":
         train, moments = lorenz(config.train_size, 0)
         return train, lorenz(config.test_size, 1, moments)[0], "generated"
     with exit_on(FileNotFoundError, ValueError):
         record, source = f16.read_plane_vibration(config.data)
-    splits = Splits.of(record, "honest", 1)
+    splits = Splits.from_record(record, "honest")
     length = max(int((rows[:, -1] - rows[:, 0]).max()) for rows in splits.rows.values()) + HORIZON
     train = vibration(splits, "train", length, config.train_size)
     return train, vibration(splits, "test", length, config.test_size), source
@@ -136,28 +135,24 @@ def load(config: LatentSDEConfig) -> tuple[Samples, Samples, str]:
 
 
 def make_model(config: LatentSDEConfig, channels: int) -> torch.nn.Module:
-    """The model; the rival as wide as brings it to the parameters of a heavy ball."""
+    """Return the model; a first-order SDE as wide as brings it to the parameters of a heavy ball."""
     if config.model == KALMAN:
         return NoisyOscillators(channels, OSCILLATORS, noise=0.1, **RANGES[config.dataset])
-    options = {"context": config.context, "spacing": SPACING[config.dataset], "steps": config.steps}
 
-    def heavy_ball() -> LatentSDE:
-        return HeavyBall(channels, config.size, config.damping, hidden=config.hidden, **options)
+    def make(kind: type[LatentSDE], hidden: int) -> LatentSDE:
+        return kind(channels, config.size, hidden=hidden, context=config.context, spacing=SPACING[config.dataset])
 
     if config.model == "hbsde":
-        return heavy_ball()
+        return make(HeavyBall, config.hidden)
     with torch.random.fork_rng(devices=[]):
-        wanted = count_parameters(heavy_ball())
-        sizes = {
-            width: count_parameters(FirstOrder(channels, config.size, hidden=width, **options))
-            for width in range(max(1, config.hidden - 2), config.hidden + 20)
-        }
-    width = min(sizes, key=lambda width: abs(sizes[width] - wanted))
-    return FirstOrder(channels, config.size, hidden=width, **options)
+        wanted = count_parameters(make(HeavyBall, config.hidden))
+        widths = range(max(1, config.hidden - 2), config.hidden + 20)
+        width = min(widths, key=lambda width: abs(count_parameters(make(FirstOrder, width)) - wanted))
+    return make(FirstOrder, width)
 
 
 def loss_of(model: torch.nn.Module, batch: Samples, paths: int) -> tuple[Tensor, dict[str, float]]:
-    """Minus the ELBO for each number seen, and its parts; of the test also figures from several paths."""
+    """Return minus the ELBO for each number seen, and its parts; of the test also figures from several paths."""
     x, seen, *_ = batch
     drawn = model(x, seen)
     log_prob = torch.distributions.Normal(drawn.mean, drawn.scale).log_prob(x).sum(-1)
@@ -172,14 +167,14 @@ def loss_of(model: torch.nn.Module, batch: Samples, paths: int) -> tuple[Tensor,
 
 @torch.no_grad()
 def many_paths(model: torch.nn.Module, x: Tensor, seen: Tensor, paths: int) -> tuple[Tensor, Tensor]:
-    """Paths as the decoder has them, (paths, batch, rows, channels), and the deviation of samples around them."""
+    """Return decoded paths (paths, batch, rows, channels), and the standard deviation of samples around them."""
     counts = [len(part) for part in torch.arange(paths).split(max(1, TOGETHER // len(x)))]
     drawn = [model(x.repeat(count, 1, 1), seen.repeat(count, 1)) for count in counts]
     return torch.cat([each.mean for each in drawn]).view(paths, *x.shape), drawn[0].scale
 
 
 def noisy_loss(model: torch.nn.Module, batch: Samples, spacing: float) -> tuple[Tensor, dict[str, float]]:
-    """Minus the log-likelihood of noisy oscillators for each number seen; of the test also figures."""
+    """Return minus the log-likelihood of noisy oscillators for each number seen; of the test also figures."""
     x, seen, *masks = batch
     before, log_likelihood = model(x, torch.arange(x.shape[1], device=x.device) * spacing, seen > 0)
     value = log_likelihood.sum() / (seen.sum() * x.shape[-1])
@@ -197,7 +192,7 @@ def held_out_figures(model: torch.nn.Module, batch: Samples, paths: int) -> dict
 
 
 def figures_of(normal: torch.distributions.Normal, x: Tensor, masks: Sequence[Tensor]) -> dict[str, float]:
-    """The same of a mixture of equal parts, (paths, batch, rows, channels)."""
+    """Return the same of a mixture of equal parts, (paths, batch, rows, channels)."""
     mean, paths = normal.mean, len(normal.mean)
     below = normal.cdf(x).mean(0)
     values = {
@@ -214,7 +209,7 @@ def figures_of(normal: torch.distributions.Normal, x: Tensor, masks: Sequence[Te
 
 @torch.no_grad()
 def quantiles(model: torch.nn.Module, x: Tensor, seen: Tensor, config: LatentSDEConfig) -> Tensor:
-    """The 5 %, 50 % and 95 % quantiles of samples, (3, batch, rows, channels)."""
+    """Return the 5 %, 50 % and 95 % quantiles of samples, (3, batch, rows, channels)."""
     levels = torch.tensor([0.05, 0.5, 0.95], device=x.device)
     if config.model == KALMAN:
         before, _ = model(x, torch.arange(x.shape[1], device=x.device) * SPACING[config.dataset], seen > 0)

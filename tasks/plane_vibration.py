@@ -3,11 +3,11 @@
 Section 3.4.3 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), figure 12:
 force, voltage and three accelerations of a ground vibration test, 400 rows a second, of which 10 % are removed. From
 64 samples the 8 consecutive rows from the 65th stamp on are forecast. The unit of time is a row, 0.0025 s. Without the
-data a made-up structure stands in for the aircraft; the summary names the source. Yardstick: the last sample, repeated.
+data a made-up structure stands in for the aircraft; the summary names the source. Trivial baseline: the last sample.
 
 --protocol paper: the last 100 rows dropped, the rest split 50/25/25 in order, standardised with all rows, as in the
 authors' code. The force repeats every 8192 rows, so that the test set repeats the training set almost exactly: what the
-rows a whole number of periods earlier say, all of the first half, is printed as a second yardstick.
+rows a whole number of periods earlier say, all of the first half, is printed as a second one.
 
 --protocol honest: the rows are folded into the 8192 phases of the period; training has the phases 0 to 3975, validation
 4056 to 6043, test 6124 to 8111, targets included, in each of the nine periods. Nobody uses the 80 phases between two of
@@ -16,11 +16,11 @@ them, the length of a segment and its horizon. Standardised with the rows of tra
 The preset "paper" has the paper's sizes, split, tolerance and epochs; from the code, where the paper is silent, are the
 batch of 64, the gradient clipped to 1 and the adjoint's full error norm. The learning rate falls from 1e-3 as a cosine,
 where the code goes from 1e-3 to 1e-4 after 50 epochs. The loss is the squared error of the forecast and 0.1 times that
-of the prediction at each next stamp, which is how we read the paper's regulariser; --seen 0.1 adds the code's third
-term, the squared error of the sample that the state has just seen. Momentum, damping and signs are the paper's; xi,
-which it leaves open, starts at 0.01. A residual linear cell with torch's initial weights explodes within 64 samples:
---shrink makes those of the cell, the encoder and the last layer of f small at first. (The code shrinks everything, the
-damping's parameter too.)
+of the prediction at each next stamp, which is how we read the paper's regulariser; the code's third term, 0.1 times
+the squared error of the sample that the state has just seen, is left out. Momentum, damping and signs are the paper's;
+xi, which it leaves open, starts at 0.01. A residual linear cell with torch's initial weights explodes within 64
+samples: those of the cell, the encoder and the last layer of f are a thousandth of them at first. (The code shrinks
+everything, the damping's parameter too.)
 
 --model oscillators is a layer of linear oscillators whose outputs are the forecasts; "oscillator_stack" has two blocks
 with gates between them and goes on with its own predictions, as the other baselines do. "kalman" has a few oscillators
@@ -34,7 +34,6 @@ window is a forecast. Of the baselines, which have no encoder, every prediction 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,7 +43,7 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import MODELS, SCHEDULES, option, parse
+from tasks.common.config import MODELS, SCHEDULES, SECOND_ORDER, make_field, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
 from tasks.common.run import Run
@@ -71,6 +70,8 @@ PARAMETERS = 16_000  # of a baseline: about as many as the models have
 FREQUENCY = (0.004, 0.05)  # of oscillators at first, in cycles a row: 1.6 to 20 Hz
 OSCILLATORS = ("oscillators", "oscillator_stack", "kalman")
 NOISY = 12  # oscillators of "kalman"
+REMOVED_SEED = 1  # of the rows that are removed
+NEXT_WEIGHT = 0.1  # of the predictions at the next stamps in the loss
 
 # size of h, and of the hidden layers of f
 SIZES = {
@@ -93,11 +94,6 @@ class PlaneVibrationConfig(IrregularSeriesConfig):
     tol: float = option(1e-5, "rtol = atol of the solver")
     protocol: str = option("honest", "how the data is split, see above", ("paper", "honest"))
     data: str = option("auto", "the F-16's, a generated structure's, or the first if it is there", f16.SOURCES)
-    removed: int = option(1, "seed of the rows that are removed")
-    ahead: float = option(0.1, "weight of the prediction at the next stamps in the loss")
-    seen: float = option(0.0, "weight of the sample just seen in the loss, 0.1 in the authors' code; not of baselines")
-    residual: bool = option(True, "add the cell's output to the state in place of replacing it")
-    shrink: float = option(1e-3, "factor of some initial weights, see above; without --residual not of the cell's")
 
 
 PRESETS = {
@@ -114,18 +110,17 @@ PRESETS = {
 # Data
 
 
-def split_rows(count: int, protocol: str, seed: int) -> dict[str, Tensor]:
-    """Numbers of the rows of non-overlapping segments of 65 stamps, (segments, 65), of training, validation and test.
+def split_rows(count: int, protocol: str) -> dict[str, Tensor]:
+    """Return the row numbers of non-overlapping segments of 65 stamps, (segments, 65), for each part.
 
     A tenth of the rows is removed at random, whole rows. The 8 rows that are forecast begin at a segment's last stamp.
 
     Arguments:
         count: rows of the record.
         protocol: "paper" or "honest", see above.
-        seed: of the rows removed.
     """
     count = count - DROPPED if protocol == "paper" else count
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(REMOVED_SEED)
     kept = torch.randperm(count, generator=generator)[: count * 9 // 10].sort().values
     if protocol == "paper":
         half, quarter = len(kept) // 2, len(kept) // 4
@@ -167,9 +162,9 @@ class Splits:
     deviation: Tensor
 
     @classmethod
-    def of(cls, record: Tensor, protocol: str, seed: int) -> Splits:
+    def from_record(cls, record: Tensor, protocol: str) -> Splits:
         """Split and standardise a record (N, 5)."""
-        rows = split_rows(len(record), protocol, seed)
+        rows = split_rows(len(record), protocol)
         known = record
         if protocol == "honest":
             phase = torch.arange(len(record)) % PERIOD
@@ -183,8 +178,8 @@ class Splits:
         }
         return cls(batches, rows, record, mean, deviation)
 
-    def yardsticks(self) -> dict[str, float]:
-        """Mean squared errors of forecasts of the test set without a model."""
+    def trivial_errors(self) -> dict[str, float]:
+        """Return mean squared errors of forecasts of the test set without a model."""
         x, _, target = self.batches["test"]
         errors = {"persistence_forecast_mse": mse(x[:, -1:].expand_as(target), target)}
         rows = self.rows["test"][:, -1:] + torch.arange(HORIZON)
@@ -228,43 +223,35 @@ class LinearCell(nn.Module):
 class Forecaster(nn.Module):
     """An ODE-RNN that filters a window to the stamp after it and forecasts from there; one dense layer reads h."""
 
-    def __init__(self, model: str, *, residual: bool = True, shrink: float = 1.0, **solver: Any) -> None:
+    def __init__(self, model: str, *, shrink: float = 1e-3, **solver: Any) -> None:
         super().__init__()
         n, hidden = SIZES[model]
-        parts = 1 if model in ("node", "anode") else 2
+        parts = 2 if model in SECOND_ORDER else 1
         f = hbnode.nn.MLP(2 * n if model == "sonode" else n, hidden, n, activation=nn.ReLU)
-        field = {
-            "node": lambda: hbnode.NODE(f),
-            "anode": lambda: hbnode.ANODE(f, augment=n - CHANNELS),
-            "sonode": lambda: hbnode.SONODE(f),
-            "hbnode": lambda: hbnode.HBNODE(f),
-            "ghbnode": lambda: hbnode.GHBNODE(f, xi=XI),
-        }[model]()
+        field = make_field(model, f, anode={"augment": n - CHANNELS}, ghbnode={"xi": XI})
         cell = LinearCell(CHANNELS, n, parts)
         encoder = Encoder(CHANNELS if model == "anode" else parts * n)
         with torch.no_grad():
-            for p in (*f.layers[-1].parameters(), *encoder.parameters(), *(cell.parameters() if residual else ())):
-                p *= shrink
-        self.rnn = hbnode.ODERNN(
-            CHANNELS, n, field=field, cell=cell, residual=residual, initial_state=encoder, **solver
-        )
+            for p in (*f.layers[-1].parameters(), *encoder.parameters(), *cell.parameters()):
+                p.mul_(shrink)
+        self.rnn = hbnode.ODERNN(CHANNELS, n, field=field, cell=cell, residual=True, initial_state=encoder, **solver)
         self.head = nn.Linear(n, CHANNELS)
 
-    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The forecast, the predictions at stamps 2 to 65, and the samples as the state has them after it saw them.
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the forecast, and the predictions at stamps 2 to 65.
 
         Arguments:
             x: samples (batch, 64, 5).
             t: stamps (batch, 65), in rows.
 
         Returns:
-            (batch, 8, 5), and twice (batch, 64, 5).
+            (batch, 8, 5), (batch, 64, 5).
         """
         x = nn.functional.pad(x, (0, 0, 0, 1))  # nothing is seen at the 65th stamp
         mask = torch.arange(WINDOW + 1, device=x.device).expand(len(x), -1) < WINDOW
-        before, after, state = self.rnn.filter(x, t, mask=mask)
+        before, _, state = self.rnn.filter(x, t, mask=mask)
         h, _ = self.rnn.forecast(state, torch.arange(float(HORIZON), device=x.device))
-        return self.head(h), self.head(before.h[:, 1:]), self.head(after.h[:, :-1])
+        return self.head(h), self.head(before.h[:, 1:])
 
 
 class Baseline(nn.Module):
@@ -275,8 +262,8 @@ class Baseline(nn.Module):
         self.rnn = make_baseline(model, CHANNELS, PARAMETERS, output_size=CHANNELS, predicts_ahead=True)
         self.head = nn.Linear(self.rnn.hidden_size, CHANNELS)
 
-    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The forecast and the predictions at stamps 2 to 65, for the arguments of :class:`Forecaster`; then None."""
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the forecast and the predictions at stamps 2 to 65, for the arguments of :class:`Forecaster`."""
         gap = t.diff(dim=1)
         features, state = self.rnn(x, nn.functional.pad(gap[:, :-1], (1, 0)), gap_after=gap)
         following = self.head(features)
@@ -286,11 +273,11 @@ class Baseline(nn.Module):
             features, state = self.rnn(forecast[-1], gap, state, gap_after=row)
             forecast.append(self.head(features))
             gap = row
-        return torch.cat(forecast, dim=1), following, None
+        return torch.cat(forecast, dim=1), following
 
 
 def make_model(config: PlaneVibrationConfig) -> nn.Module:
-    """The model that the options name."""
+    """Return the model that the options name."""
     if config.model == "oscillators":
         return RowForecaster(CHANNELS, HORIZON, PARAMETERS, frequency=FREQUENCY, decay=(0.002, 0.05))
     if config.model == "kalman":
@@ -300,23 +287,21 @@ def make_model(config: PlaneVibrationConfig) -> nn.Module:
         return Baseline("oscillators")
     if config.model in BASELINES:
         return Baseline(config.model)
-    return Forecaster(config.model, residual=config.residual, shrink=config.shrink, **config.rnn_options())
+    return Forecaster(config.model, **config.rnn_options())
 
 
 mse = nn.functional.mse_loss
 
 
-def squared_errors(model: nn.Module, batch: Samples, ahead: float, seen: float) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the forecast, plus the weighted ones at the next stamps and of the samples just seen.
+def squared_errors(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+    """Return mean squared error of the forecast, plus a tenth of that at the next stamps.
 
     A model that returns log-likelihoods is trained by these instead.
     """
     x, t, target = batch
-    forecast, following, current, *log_likelihood = model(x, t)
+    forecast, following, *log_likelihood = model(x, t)
     forecast_mse, next_mse = mse(forecast, target), mse(following, torch.cat([x[:, 1:], target[:, :1]], dim=1))
-    loss = forecast_mse + ahead * next_mse
-    if current is not None:
-        loss = loss + seen * mse(current, x)
+    loss = forecast_mse + NEXT_WEIGHT * next_mse
     if log_likelihood:
         loss = -log_likelihood[0].mean() / x[0].numel()
     return loss, {"forecast_mse": forecast_mse.item(), "next_mse": next_mse.item()}
@@ -330,22 +315,23 @@ def train(config: PlaneVibrationConfig) -> None:
     with exit_on(FileNotFoundError, ValueError):
         record, source = f16.read_plane_vibration(config.data)
     config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
-    splits = Splits.of(record, config.protocol, config.removed)
+    splits = Splits.from_record(record, config.protocol)
     run = Run("plane_vibration", config, f"{config.preset}-{config.protocol}-{config.model}-seed{config.seed}")
     model = make_model(config)
     if isinstance(model, Forecaster) and config.time_unit == 0:
         model.rnn.fit_time_unit(splits.batches["train"][1])
-    yardsticks = splits.yardsticks()
+    trivial_errors = splits.trivial_errors()
     sizes = "/".join(str(len(rows)) for rows in splits.rows.values())
-    errors_without = ", ".join(f"{name} {value:.4g}" for name, value in yardsticks.items())
+    errors_without = ", ".join(f"{name} {value:.4g}" for name, value in trivial_errors.items())
     run.announce(model, config.model, f"data: {source}, {sizes} segments; {errors_without}")
-    loss = functools.partial(squared_errors, ahead=config.ahead, seen=config.seen)
-    fit(run, model, splits.batches["train"], splits.batches["validation"], loss, held_out="validation")
+    fit(run, model, splits.batches["train"], splits.batches["validation"], squared_errors, held_out="validation")
     errors: dict[str, object] = {}
     if not run.is_finished:
         test = tuple(part.to(run.workers.device) for part in splits.batches["test"])
-        errors |= evaluate(run, model, test, loss, "test")
-        forecast = predict(model, test).cpu()
+        errors |= evaluate(run, model, test, squared_errors, "test")
+        model.eval()
+        with torch.no_grad():
+            forecast = model(*test[:2])[0].cpu()
         squares = (forecast - splits.batches["test"][2]).square()
         errors["test_acceleration_mse"] = squares[..., 2:].mean().item()
         errors["test_forecast_mse_by_row"] = squares.mean((0, 2)).tolist()
@@ -353,14 +339,7 @@ def train(config: PlaneVibrationConfig) -> None:
             print(f"{config.model}: test forecast MSE {errors['test_forecast_mse']:.4g}")
             name = TITLES.get(config.model, config.model.upper())
             draw_forecasts(forecast, splits, f"{name}, {source}, {config.protocol} split", run.folder)
-    run.finish(model, source=source, **yardsticks, **errors)
-
-
-def predict(model: nn.Module, batch: Samples) -> Tensor:
-    """Forecasts (segments, 8, 5) of standardised rows, without gradients."""
-    model.eval()
-    with torch.no_grad():
-        return model(*batch[:2])[0]
+    run.finish(model, source=source, **trivial_errors, **errors)
 
 
 def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -> None:

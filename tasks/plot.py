@@ -14,7 +14,6 @@ in the plane have a figure of their own, of each model's first seed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -61,34 +60,33 @@ def table(groups: Sequence[Group]) -> str:
 
 
 def _cells(group: Group) -> dict[str, str]:
-    """A line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
+    """Return a line of the table: its columns and what stands in them, medians and ranges or means over the seeds."""
     entries = group.summaries[0]
     kinds: tuple[str, ...] = ("_accuracy", "_bleu", "_mse", "_nll", "_perplexity", "_loss")
     if group.solves:
         kinds = ("_accuracy", "_auroc") if group.metric == "validation_accuracy" else ("_mse",)
     errors = [name for name in entries if name.startswith("test_") and name.endswith(kinds)]
     best = f"best_{group.metric}" if f"best_{group.metric}" in entries else group.metric
+    errors += [name for name in entries if name.endswith("_rmse_mV")]
+    values = {
+        name: [_entry(summary, name) for summary in group.summaries]
+        for name in (best, "best_epoch", group.train_metric, *errors)
+        if name in entries
+    }
+    values |= {name: [group.mean(name)] for name in GUESSES if name in entries}
     cells = {}
-    for name in dict.fromkeys(x for x in (best, "best_epoch", group.train_metric, *errors) if x in entries):
+    for name, found in values.items():
         unit = " %" if name.endswith("accuracy") else ""
-        cells[name.replace("_", " ") + unit] = _range([_entry(summary, name) for summary in group.summaries], unit)
-    for name in entries:
-        if name.endswith("_rmse_mV"):
-            values = [summary[name] for summary in group.summaries]
-            cells[name.replace("_", " ")] = "diverged" if None in values else f"{np.median(values):.3g}"
+        cells[name.replace("_", " ") + unit] = _range(found, unit)
     if "separates" in entries:
         cells["separated"] = f"{group.mean('separates') * 100:.0f} %"
-    for name in GUESSES:
-        if name in entries:
-            unit = " %" if name.endswith("accuracy") else ""
-            cells[name.replace("_", " ") + unit] = _range([group.mean(name)], unit)
     if "state" in entries:
         cells["state"] = f"{group.mean('state'):.0f}"
     return cells | {"parameters": f"{group.mean('parameters'):.0f}"} | _costs(group)
 
 
 def _costs(group: Group) -> dict[str, str]:
-    """The columns of evaluations, of a task that solves ODEs, and seconds."""
+    """Return the columns of evaluations, of a task that solves ODEs, and seconds."""
     seconds = {"s/epoch": f"{group.mean('seconds_per_epoch'):.3g}"}
     if not group.solves:
         return seconds
@@ -104,13 +102,13 @@ def _costs(group: Group) -> dict[str, str]:
 
 
 def _entry(summary: Mapping[str, Any], name: str) -> float | None:
-    """A number of a summary, of the training loss that without penalties; None if the run diverged there."""
+    """Return a number of a summary, of the training loss that without penalties; None if the run diverged there."""
     value = summary.get("train_cross_entropy", summary[name]) if name == "train_loss" else summary[name]
     return None if value is None else float(value)
 
 
 def _range(values: Sequence[float | None], unit: str) -> str:
-    """A cell of the table: the median over the seeds, and the range if there are several."""
+    """Return a cell of the table: the median over the seeds, and the range if there are several."""
     if None in values:
         return "diverged"
     low, median, high = (f"{100 * x:.1f}" if unit else f"{x:.3g}" for x in _spread(np.array(values)))
@@ -125,7 +123,7 @@ def _spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def draw(groups: Sequence[Group], title: str) -> Figure:
-    """Accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
+    """Return accuracy or loss, evaluations and perhaps seconds against epoch, and examples where a run kept some."""
     kept = [group for group in groups if group.model == "hbnode" and (group.folders[0] / "examples.pt").exists()]
     sampled = [group for group in groups if (group.folders[0] / "samples.pt").exists()]
     panels, below = _panels(groups), 4.0 if kept else 0.7 * len(sampled)
@@ -173,7 +171,7 @@ def _draw_curves(ax: Axes, groups: Sequence[Group], name: str) -> None:
 
 
 def _panels(groups: Sequence[Group]) -> dict[str, str]:
-    """The columns that are drawn, and what their axes say; evaluations only if a model makes some in that pass."""
+    """Return the columns to draw and the labels of their axes; evaluations only if a model makes some in that pass."""
     metric, odes = groups[0].metric, [group for group in groups if group.is_ode]
     is_split = metric.startswith("validation_") or not groups[0].solves
     names = (groups[0].train_metric, metric) if is_split else (metric,)
@@ -191,7 +189,7 @@ def _panels(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
-    """Evaluations of the trained models against tolerance, forward and backward, and what they buy."""
+    """Return evaluations of the trained models against tolerance, forward and backward, and what they buy."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     config = groups[0].config
     figure.suptitle(
@@ -220,7 +218,7 @@ def draw_tolerances(groups: Sequence[Group], name: str) -> Figure:
 
 
 def draw_planar_densities(groups: Sequence[Group]) -> Figure:
-    """A row for each model: its density in the plane, its samples, and what is wanted."""
+    """Return a row for each model: its density in the plane, its samples, and what is wanted."""
     rows = {}
     for group in groups:
         summary = group.summaries[0]
@@ -263,9 +261,7 @@ def _draw_samples(figure: Figure | SubFigure, groups: Sequence[Group]) -> None:
     for group in groups:
         by_epoch: dict[int, torch.Tensor] = torch.load(group.folders[0] / "samples.pt", weights_only=True)
         rows[group.label] = by_epoch[max(by_epoch)]
-    names = {field.name for field in dataclasses.fields(ImageGenerationConfig)}
-    config = ImageGenerationConfig(**{name: value for name, value in groups[0].config.items() if name in names})
-    draw_rows(figure, rows, config)
+    draw_rows(figure, rows, ImageGenerationConfig.read(groups[0].config))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -284,18 +280,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = options.out or options.root / f"{name}.png"
         title = f"{name}: {tell_apart(groups)}"
         print(f"{title}\n{table(groups)}")
-        write_figure(draw(groups, title), path)
-        print(f"figure: {path}")
-        measured = [group for group in groups if group.tolerances()]
-        if measured:
-            path = path.with_stem(f"{path.stem}-tolerance")
-            write_figure(draw_tolerances(measured, name), path)
-            print(f"figure: {path}")
-        pictured = [group for group in groups if (group.folders[0] / "density.pt").exists()]
-        if pictured:
-            path = path.with_stem(f"{path.stem}-density")
-            write_figure(draw_planar_densities(pictured), path)
-            print(f"figure: {path}")
+        figures = {"": draw(groups, title)}
+        if measured := [group for group in groups if group.tolerances()]:
+            figures["-tolerance"] = draw_tolerances(measured, name)
+        if pictured := [group for group in groups if (group.folders[0] / "density.pt").exists()]:
+            figures["-density"] = draw_planar_densities(pictured)
+        for suffix, figure in figures.items():
+            file = path.with_stem(path.stem + suffix)
+            write_figure(figure, file)
+            print(f"figure: {file}")
         print()
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import ODEConfig, option, parse
+from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option, parse
 from tasks.common.files import write_figure, written_whole
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
@@ -71,30 +71,27 @@ class Separator(nn.Module):
 
     def __init__(self, model: str, **solver: Any) -> None:
         super().__init__()
-        n = HIDDEN[model]
-
-        def start() -> nn.Module:
-            return nn.Sequential(hbnode.nn.MLP(2, [n, n], 2), nn.Hardtanh(-5.0, 5.0))
-
-        field = {
-            "node": lambda: hbnode.NODE(hbnode.nn.MLP(2, [n, n], 2)),
-            "anode": lambda: hbnode.ANODE(hbnode.nn.MLP(3, [n, n], 3), augment=1),
-            "sonode": lambda: hbnode.SONODE(hbnode.nn.MLP(4, [n, n], 2), initial_velocity=start()),
-            "hbnode": lambda: hbnode.HBNODE(hbnode.nn.MLP(2, [n, n], 2), initial_momentum=start()),
-            "ghbnode": lambda: hbnode.GHBNODE(
-                hbnode.nn.MLP(2, [n, n], 2), initial_momentum=start(), xi=2.0, learn_xi=False
-            ),
-        }[model]()
+        hidden, size = [HIDDEN[model]] * 2, 3 if model == "anode" else 2
+        func = hbnode.nn.MLP(4 if model == "sonode" else size, hidden, size)
+        start = nn.Sequential(hbnode.nn.MLP(2, hidden, 2), nn.Hardtanh(-5.0, 5.0)) if model in SECOND_ORDER else None
+        field = make_field(
+            model,
+            func,
+            anode={"augment": 1},
+            sonode={"initial_velocity": start},
+            hbnode={"initial_momentum": start},
+            ghbnode={"initial_momentum": start, "xi": 2.0, "learn_xi": False},
+        )
         self.block = hbnode.ODEBlock(field, **solver)
-        self.head = nn.Sequential(nn.Linear(3 if model == "anode" else 2, 1), nn.Hardtanh())
+        self.head = nn.Sequential(nn.Linear(size, 1), nn.Hardtanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores in [-1, 1], (batch, 1), of points (batch, 2)."""
+        """Return scores in [-1, 1], (batch, 1), of points (batch, 2)."""
         return self.head(self.block(x))
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared distance of the scores from the targets, and the share on the right side of zero."""
+    """Return mean squared distance of the scores from the targets, and the share on the right side of zero."""
     x, target = batch
     score = model(x)
     return nn.functional.mse_loss(score, target), {"accuracy": (score.sign() == target).float().mean().item()}

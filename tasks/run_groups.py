@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,75 +24,61 @@ from tasks.models.oscillating import TITLES as OSCILLATING
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, title
 from tasks.models.sequence_models import TITLES as SEQUENCE_MODELS
 
-# Options that leave the numbers as they are.
 NOT_COMPARED = ("seed", "seeds", "jobs", "out", "device", "checkpoint_seconds", "animate", "curve", "timit")
-# Options that say which figure a run belongs to.
-EXPERIMENT = (
+FIGURE = (  # options that say which figure a run belongs to
     *("task", "preset", "dataset", "data", "features", "protocol"),
     *("cell", "problem", "length", "side", "permuted"),
 )
-# What a task is judged by.
-METRIC = {
-    "adding": "test_loss",
-    "bouncing_balls": "test_kl",
-    "classification": "validation_accuracy",
-    "copying": "test_loss",
-    "density": "test_loss",
-    "image_classification": "test_accuracy",
-    "image_generation": "test_bits_per_dim",
-    "language_model": "validation_perplexity",
-    "latent_sde": "test_loss",
-    "lra": "validation_accuracy",
-    "pathological": "test_error",
-    "pixel_mnist": "validation_accuracy",
-    "plane_vibration": "validation_forecast_mse",
-    "point_cloud": "train_loss",
-    "polyphonic_music": "validation_nll",
-    "recall": "validation_accuracy",
-    "silverbox": "validation_loss",
-    "speech": "validation_mse",
-    "transformer_copy": "test_accuracy",
-    "translation": "validation_bleu",
-    "walker2d": "validation_loss",
+PLAIN = {  # what others are compared with, drawn with a broken line
+    *(*BASELINES, *SHALLOW, "ncde", "momentum_lstm", "cnf", "sde", "plain", "gain", "steady", "forget"),
+    *("softmax", "linear", "linear_gain", "residual"),
 }
-# What others are compared with: drawn with a broken line.
-PLAIN = (
-    *BASELINES,
-    *SHALLOW,
-    "ncde",
-    "momentum_lstm",
-    "cnf",
-    "sde",
-    "plain",
-    "gain",
-    "steady",
-    "forget",
-    "softmax",
-    "linear",
-    "linear_gain",
-    "residual",
-)
 MACHINE = ("device", "threads", "runs_at_a_time")  # entries of a summary that its seconds depend on
+Titles = Callable[[Mapping[str, Any]], Mapping[str, str]]
 logger = logging.getLogger("tasks.plot")
 
 
-def titles(config: Mapping[str, Any]) -> dict[str, str]:
-    """What the models of a run's task are called, in the order of tables."""
-    if "cell" in config:
-        return {name: title(name, str(config["cell"])) for name in (*VARIANTS, OSCILLATORS)}
+def fields(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return titles of the five models and what stands beside them."""
+    return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC", **OSCILLATING}
+
+
+def recurrent(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return titles of recurrent layers with momentum of one cell, or of transformers with momentum over depth."""
     if config["model"] == "transformer":
         return {name: name.replace("_", " ") for name in DepthConfig.models}
-    if "heads" in config:
-        return CONTENDERS
-    if config.get("task") == "latent_sde":
-        return {**LATENT_SDES, "kalman": OSCILLATING["kalman"]}
-    if config.get("task") == "classification":
-        return CLASSIFIERS
-    if "eval_samples" in config:
-        return DENSITIES
-    if "problem" in config:
-        return SEQUENCE_MODELS
-    return {name: name.upper() for name in (*MODELS, *BASELINES)} | {"cfc": "CfC", **OSCILLATING}
+    return {name: title(name, str(config["cell"])) for name in (*VARIANTS, OSCILLATORS)}
+
+
+def same(names: Mapping[str, str]) -> Titles:
+    """Return titles that depend on no option."""
+    return lambda config: names
+
+
+# For each task what it is judged by, and what its models are called, in the order of tables.
+EXPERIMENTS: dict[str, tuple[str, Titles]] = {
+    "adding": ("test_loss", recurrent),
+    "bouncing_balls": ("test_kl", recurrent),
+    "classification": ("validation_accuracy", same(CLASSIFIERS)),
+    "copying": ("test_loss", recurrent),
+    "density": ("test_loss", same(DENSITIES)),
+    "image_classification": ("test_accuracy", fields),
+    "image_generation": ("test_bits_per_dim", same(CONTENDERS)),
+    "language_model": ("validation_perplexity", recurrent),
+    "latent_sde": ("test_loss", same({**LATENT_SDES, "kalman": OSCILLATING["kalman"]})),
+    "lra": ("validation_accuracy", same(CONTENDERS)),
+    "pathological": ("test_error", same(SEQUENCE_MODELS)),
+    "pixel_mnist": ("validation_accuracy", recurrent),
+    "plane_vibration": ("validation_forecast_mse", fields),
+    "point_cloud": ("train_loss", fields),
+    "polyphonic_music": ("validation_nll", recurrent),
+    "recall": ("validation_accuracy", same(CONTENDERS)),
+    "silverbox": ("validation_loss", fields),
+    "speech": ("validation_mse", recurrent),
+    "transformer_copy": ("test_accuracy", same(CONTENDERS)),
+    "translation": ("validation_bleu", same(CONTENDERS)),
+    "walker2d": ("validation_loss", fields),
+}
 
 
 class Group:
@@ -100,9 +86,11 @@ class Group:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
+        self.metric, titles = EXPERIMENTS[config["task"]]
         names = titles(config)
         self.place = list(names).index(self.model)
-        self.label, self.color = names[self.model], f"C{self.place}"
+        self.title, self.color = names[self.model], f"C{self.place}"
+        self.label = self.title  # with the options in which it differs from other groups, see tell_apart
         self.folders: list[Path] = []
         self.seeds: list[object] = []
         self.summaries: list[dict[str, Any]] = []
@@ -140,11 +128,11 @@ class Group:
     def experiment(self) -> str:
         """Which figure the runs belong to: task, preset, data set, how it is split or read, and the layer's cell."""
         config = self.config | ({"dataset": Path(self.config["table"]).stem} if self.config.get("table") else {})
-        values = {name: config[name] for name in EXPERIMENT if config.get(name) not in (None, False)}
+        values = {name: config[name] for name in FIGURE if config.get(name) not in (None, False)}
         return "-".join(name if value is True else str(value) for name, value in values.items())
 
     def mean(self, name: str) -> float:
-        """Mean of an entry of the summaries over the seeds."""
+        """Return mean of an entry of the summaries over the seeds."""
         return float(np.mean([summary[name] for summary in self.summaries]))
 
     @property
@@ -152,11 +140,6 @@ class Group:
         """What its seconds depend on; None where they tell nothing: runs shared a machine, or had different ones."""
         found = [{name: summary.get(name) for name in MACHINE} for summary in self.summaries]
         return found[0] if found[0]["runs_at_a_time"] == 1 and all(other == found[0] for other in found) else None
-
-    @property
-    def metric(self) -> str:
-        """What the task is judged by."""
-        return METRIC[str(self.config["task"])]
 
     @property
     def train_metric(self) -> str:
@@ -177,7 +160,7 @@ class Group:
         return found.index.to_numpy(), found.to_numpy().T
 
     def tolerances(self) -> dict[str, np.ndarray]:
-        """What ``tolerance.csv`` holds, each column (seed, tolerance); empty if a run has none."""
+        """Return what ``tolerance.csv`` holds, each column (seed, tolerance); empty if a run has none."""
         paths = [folder / "tolerance.csv" for folder in self.folders]
         if not all(path.exists() for path in paths):
             return {}
@@ -186,7 +169,7 @@ class Group:
 
 
 def collect(root: Path) -> list[Group]:
-    """The finished runs under a folder, grouped; others are mentioned and left out."""
+    """Return the finished runs under a folder, grouped; others are mentioned and left out."""
     groups: dict[str, Group] = {}
     for path in sorted(root.rglob("config.json")):
         folder = path.parent
@@ -211,7 +194,7 @@ def collect(root: Path) -> list[Group]:
 
 def tell_apart(groups: Sequence[Group]) -> str:
     """Put the options in which the groups differ into their labels; return some that they share."""
-    names = [name for name in groups[0].config if name not in (*NOT_COMPARED, *EXPERIMENT, "model", "connection")]
+    names = [name for name in groups[0].config if name not in (*NOT_COMPARED, *FIGURE, "model", "connection")]
     differing = [name for name in names if len({str(group.config.get(name)) for group in groups}) > 1]
     several = len({group.model for group in groups}) < len(groups)
     for index, group in enumerate(groups):

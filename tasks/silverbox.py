@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, ODEConfig, option, parse
+from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
 from tasks.common.run import Run, count_parameters
@@ -60,7 +60,6 @@ class SilverboxConfig(ODEConfig):
     past: int = option(20, "samples that the encoder reads, 50 at most")
     stride: int = option(10, "samples between the starts of two training windows")
     validation: int = option(8192, "last samples of the training set, kept for validation")
-    interpolation: str = option("sinc", "of V1 between its samples", ("linear", "cubic", "sinc"))
 
     def __post_init__(self) -> None:
         if self.validation < START + self.window:
@@ -77,16 +76,12 @@ class SilverboxConfig(ODEConfig):
             super().try_out(model)
 
 
-def refine(u: Tensor, kind: str) -> Tensor:
-    """A signal of N samples at :data:`FINE` points a sample, (N - 1) * FINE + 1 of them.
+def refine(u: Tensor) -> Tensor:
+    """Return a signal of N samples at :data:`FINE` points a sample, (N - 1) * FINE + 1 of them.
 
-    The input has power up to a third of the sampling rate, where lines between its samples lose a good part of it.
-    "sinc" is band-limited interpolation with a Kaiser window of 48 samples; beyond the ends it takes the last sample.
+    The input has power up to a third of the sampling rate, where lines between its samples lose a good part of it: this
+    is band-limited interpolation with a Kaiser window of 48 samples; beyond the ends it takes the last sample.
     """
-    count = (len(u) - 1) * FINE + 1
-    if kind != "sinc":
-        times = torch.arange(count, dtype=torch.float64) / FINE
-        return hbnode.Signal(torch.arange(len(u), dtype=torch.float64), u, kind)(times)
     half = 24
     taps = torch.arange(-half, half + 1, dtype=torch.float64)
     distance = taps - torch.arange(FINE)[:, None] / FINE  # (points between two samples, taps)
@@ -94,7 +89,7 @@ def refine(u: Tensor, kind: str) -> Tensor:
     kernel = torch.sinc(distance) * window / torch.special.i0(torch.tensor(8.0, dtype=torch.float64))
     kernel = (kernel / kernel.sum(1, keepdim=True)).to(u.dtype)  # a constant stays what it is
     padded = nn.functional.pad(u[None, None], (half, half), mode="replicate")
-    return nn.functional.conv1d(padded, kernel[:, None])[0].T.reshape(-1)[:count]
+    return nn.functional.conv1d(padded, kernel[:, None])[0].T.reshape(-1)[: (len(u) - 1) * FINE + 1]
 
 
 def windows(samples: Tensor, fine: Tensor, past: int, length: int, stride: int) -> Samples:
@@ -130,7 +125,7 @@ class Force(nn.Module):
         self.input: Callable[[Tensor], Tensor]  # set for each solve, and its backward pass
 
     def forward(self, t: Tensor, *state: Tensor) -> Tensor:
-        """The shape of one part of the state, (batch, outputs)."""
+        """Return the shape of one part of the state, (batch, outputs)."""
         x = torch.cat([*state, self.input(t)], dim=-1)
         return self.linear(x) + self.net(x)
 
@@ -157,15 +152,10 @@ class Simulator(nn.Module):
 
     def __init__(self, model: str, past: int, **solver: Any) -> None:
         super().__init__()
-        n = HIDDEN[model]
-        field = {
-            "node": lambda: hbnode.NODE(Force(1, n, 1)),
-            "anode": lambda: hbnode.ANODE(Force(2, n, 2), augment=1),
-            "sonode": lambda: hbnode.SONODE(Force(2, n, 1)),
-            "hbnode": lambda: hbnode.HBNODE(Force(1, n, 1)),
-            "ghbnode": lambda: hbnode.GHBNODE(Force(1, n, 1), activation=nn.Hardtanh(-5.0, 5.0)),
-        }[model]()
-        encoder = Encoder(past, 1 if model == "node" else 2, pair=model not in ("node", "anode"))
+        force = Force(2 if model in ("anode", "sonode") else 1, HIDDEN[model], 2 if model == "anode" else 1)
+        sigma = nn.Hardtanh(-5.0, 5.0)
+        field = make_field(model, force, anode={"augment": 1}, ghbnode={"activation": sigma})
+        encoder = Encoder(past, 1 if model == "node" else 2, pair=model in SECOND_ORDER)
         self.block = hbnode.ODEBlock(field, initial_state=encoder, **solver)
 
     def forward(self, past: Tensor, drive: Tensor) -> Tensor:
@@ -193,7 +183,7 @@ class Swinging(nn.Module):
         self.stack = hbnode.nn.match_parameters(stack, parameters)
 
     def forward(self, past: Tensor, drive: Tensor) -> Tensor:
-        """The shapes of :meth:`Simulator.forward`; V2 is an input as long as it is known, and whether it is."""
+        """Return the shapes of :meth:`Simulator.forward`; V2 is an input as long as it is known, and whether it is."""
         v1 = torch.cat([past[..., 0], drive[:, FINE::FINE]], 1)
         known = torch.arange(v1.shape[1], device=v1.device).expand(v1.shape) < past.shape[1]
         v2 = nn.functional.pad(past[..., 1], (0, v1.shape[1] - past.shape[1]))
@@ -201,35 +191,30 @@ class Swinging(nn.Module):
 
 
 def make_model(config: SilverboxConfig) -> nn.Module:
-    """The model that the options name."""
+    """Return the model that the options name."""
     if config.model == OSCILLATORS:
         return Swinging(config.past)
     return Simulator(config.model, config.past, **config.ode_options())
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the standardised V2."""
+    """Return mean squared error of the standardised V2."""
     past, drive, target = batch
     return nn.functional.mse_loss(model(past, drive), target), {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Splits:
-    """The records, standardised by the training record, and the deviation of V2 in volts."""
+def split(record: Tensor, validation: int) -> tuple[dict[str, Tensor], float]:
+    """Return the official split, standardised by the training record, and the standard deviation of V2 in volts.
 
-    records: Mapping[str, Tensor]
-    scale: float
-
-    @classmethod
-    def of(cls, record: Tensor, validation: int) -> Splits:
-        """The official split, with the last samples of the training set split off as validation."""
-        records = {name: record[part] for name, part in SETS.items()}
-        whole = records["train"]
-        if len(whole) < 2 * validation:
-            raise SystemExit(f"--validation {validation} leaves too little of {len(whole)} training samples")
-        records |= {"train": whole[:-validation], "validation": whole[-validation:]}
-        mean, deviation = records["train"].mean(0), records["train"].std(0)
-        return cls({k: ((v - mean) / deviation).float() for k, v in records.items()}, deviation[1].item())
+    The last samples of the training set are for validation.
+    """
+    records = {name: record[part] for name, part in SETS.items()}
+    whole = records["train"]
+    if len(whole) < 2 * validation:
+        raise SystemExit(f"--validation {validation} leaves too little of {len(whole)} training samples")
+    records |= {"train": whole[:-validation], "validation": whole[-validation:]}
+    mean, deviation = records["train"].mean(0), records["train"].std(0)
+    return {k: ((v - mean) / deviation).float() for k, v in records.items()}, deviation[1].item()
 
 
 def simulate(model: nn.Module, samples: Tensor, config: SilverboxConfig) -> Tensor:
@@ -240,7 +225,7 @@ def simulate(model: nn.Module, samples: Tensor, config: SilverboxConfig) -> Tens
     """
     device = next(model.parameters()).device
     samples = samples[START - config.past :]
-    fine = refine(samples[:, 0], config.interpolation)
+    fine = refine(samples[:, 0])
     length = len(samples) - config.past
     past, drive, _ = (x.to(device) for x in windows(samples, fine, config.past, length, 1))
     with torch.no_grad():
@@ -261,8 +246,8 @@ def rmse(simulated: Tensor, measured: Tensor) -> float:
 def identify(config: SilverboxConfig) -> None:
     """Train one model with one seed, simulate the test sets, and draw the arrow."""
     with exit_on(FileNotFoundError, ValueError):
-        splits = Splits.of(read_silverbox(), config.validation)
-    train, validation = (splits.records[name] for name in ("train", "validation"))
+        records, scale = split(read_silverbox(), config.validation)
+    train, validation = records["train"], records["validation"]
     cut = functools.partial(windows, past=config.past, length=config.window)
     run = Run("silverbox", config, f"{config.preset}-{config.model}-seed{config.seed}")
     model = make_model(config)
@@ -270,33 +255,29 @@ def identify(config: SilverboxConfig) -> None:
     fit(
         run,
         model,
-        cut(train, refine(train[:, 0], config.interpolation), stride=config.stride),
-        cut(validation, refine(validation[:, 0], config.interpolation), stride=config.window),
+        cut(train, refine(train[:, 0]), stride=config.stride),
+        cut(validation, refine(validation[:, 0]), stride=config.window),
         squared_error,
         held_out="validation",
     )
-    errors: dict[str, float | None] = {}
+    errors: dict[str, float] = {}
     if run.workers.rank == 0 and not run.is_finished:
         model.eval()
-        simulated = {k: simulate(model, splits.records[k], config) for k in ("validation", "multisine", "arrow_full")}
+        simulated = {k: simulate(model, records[k], config) for k in ("validation", "multisine", "arrow_full")}
         # the arrow without extrapolation is the first part of the whole one, and starts with it
-        part = len(splits.records["arrow_no_extrapolation"]) - START
+        part = len(records["arrow_no_extrapolation"]) - START
         simulated["arrow_no_extrapolation"] = simulated["arrow_full"][:part]
         for name, values in simulated.items():
-            deviation = 1000 * splits.scale * rmse(values, splits.records[name][START:, 1])
-            errors[f"{name}_rmse_mV"] = (
-                deviation if math.isfinite(deviation) else None
-            )  # diverged; JSON has no infinity
+            deviation = 1000 * scale * rmse(values, records[name][START:, 1])
+            errors[f"{name}_rmse_mV"] = deviation  # infinite if it diverged
             print(f"{config.model}: {name} RMSE {deviation:.3f} mV")
-        measured = splits.records["arrow_full"][START:, 1]
-        draw_simulation(
-            simulated["arrow_full"] * splits.scale, measured * splits.scale, part, config.model, errors, run.folder
-        )
+        measured = records["arrow_full"][START:, 1]
+        draw_simulation(simulated["arrow_full"] * scale, measured * scale, part, config.model, errors, run.folder)
     run.finish(model, **errors)
 
 
 def draw_simulation(
-    simulated: Tensor, measured: Tensor, part: int, name: str, errors: Mapping[str, float | None], folder: Path
+    simulated: Tensor, measured: Tensor, part: int, name: str, errors: Mapping[str, float], folder: Path
 ) -> None:
     """Draw V2 of the arrow and the error of its simulation over it, in ``simulation.png``."""
     import matplotlib.pyplot as plt
@@ -308,7 +289,7 @@ def draw_simulation(
     ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
     ax.axvline(seconds[part - 1].item(), color="0.3", lw=0.8, ls=":")
     figures = ", ".join(
-        f"{text} diverged" if rmse_mV is None else f"{text} {rmse_mV:.2f}"
+        f"{text} {rmse_mV:.2f}" if math.isfinite(rmse_mV) else f"{text} diverged"
         for text, rmse_mV in (
             ("up to the dotted line", errors["arrow_no_extrapolation_rmse_mV"]),
             ("all of it", errors["arrow_full_rmse_mV"]),

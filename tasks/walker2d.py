@@ -15,8 +15,8 @@ sizes by the code make 8,819, and 8,899 for HBNODE, which counts a xi that it do
 
 That code differs in what is compared: there only the second-order models had a cell with a residual path and were shown
 the frame before the one to predict; SONODE disregarded the gaps, and the adjoint method took one gap for all. Here all
-models have the residual path, or with --no-residual none has, every prediction sees all frames up to its own, and the
-state moves by each sample's own gap. In the preset "paper" frames enter as they are and weights start as torch makes
+models have the residual path, every prediction sees all frames up to its own, and the state moves by each sample's own
+gap. In the preset "paper" frames enter as they are and weights start as torch makes
 them (the learning rate is 3e-3 for all, where the code has 1e-3 for the first 50 epochs of some); otherwise each
 channel is standardised on its way in and restored on its way out, which changes no unit of an error, and what a
 residual cell adds starts small. Solves are short, so gradients are taken directly through them and no evaluations are
@@ -28,21 +28,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
 from tasks.common.batches import Samples
-from tasks.common.config import option, parse
-from tasks.common.files import exit_on
+from tasks.common.config import make_field, option, parse
+from tasks.common.figures import legend_beside
+from tasks.common.files import exit_on, write_figure
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import evaluate, fit
-from tasks.data.walker2d import CHANNELS, read_walker2d
-from tasks.data.walker2d_simulation import draw_walks, generate
+from tasks.data.walker2d import CHANNELS, FRAME_SECONDS, generate, read_walker2d
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LENGTH, STRIDE = 64, 16  # kept frames of a window, and between the starts of two
 KEEP = 0.9  # probability of a frame
@@ -52,6 +56,8 @@ HIDDEN = {"node": 24, "anode": 24, "sonode": 23, "hbnode": 24, "ghbnode": 24}  #
 CELL = {"node": (72, 48), "anode": (72, 48), "sonode": (46, 46), "hbnode": (48, 48), "ghbnode": (48, 48)}
 ANODE_START = 5  # features of an ANODE's initial state that are learned; the others are zeros
 PARAMETERS = 8_800  # of a baseline
+TORSO, THIGH, LEG, FOOT = 0.4, 0.45, 0.5, 0.2  # lengths in m, of walker2d.xml in gymnasium
+DRAWN = {0: "height in m", 3: "right knee in rad", 8: "speed in m/s"}  # channels of the figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +71,6 @@ class WalkerConfig(IrregularSeriesConfig):
     lr: float = option(3e-3, "Adam's learning rate")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     tol: float = option(1e-5, "rtol = atol of an adaptive method")
-    residual: bool = option(True, "whether the cells of the field models have a residual path")
     shrink: float = option(0.01, "factor of the initial weights of a residual cell's last layer")
     standardize: bool = option(True, "standardise the channels inside of the model; errors keep their units")
     windows: int = option(0, "training windows, every k-th of all, and of validation likewise; 0 takes all")
@@ -89,7 +94,7 @@ PRESETS = {
 
 
 def stamps(frames: int, generator: torch.Generator, after: int = 1) -> Tensor:
-    """Numbers of the frames in each window of a rollout, (windows, LENGTH).
+    """Return numbers of the frames in each window of a rollout, (windows, LENGTH).
 
     Arguments:
         frames: length of the rollout.
@@ -137,7 +142,7 @@ def split(rollouts: Sequence[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def thin(batch: Samples, count: int) -> Samples:
-    """So many windows, evenly spaced; all if there are no more."""
+    """Return so many windows, evenly spaced; all if there are no more."""
     total = len(batch[0])
     return batch if not 0 < count < total else tuple(x[torch.arange(count) * total // count] for x in batch)
 
@@ -155,7 +160,7 @@ class Splits:
     source: str
 
     @classmethod
-    def of(cls, config: WalkerConfig) -> Splits:
+    def from_options(cls, config: WalkerConfig) -> Splits:
         """Read, split and cut the rollouts; the statistics are those of the training rollouts."""
         rollouts, source = read_walker2d()
         parts = split(rollouts)
@@ -211,15 +216,10 @@ class FirstFrame(nn.Module):
         return self.dense(x[:, 0])
 
 
-def make_field(model: str, n: int) -> hbnode.Field:
-    """A field on h of size n, whose f is one dense layer."""
-    return {
-        "node": lambda: hbnode.NODE(nn.Linear(n, n)),
-        "anode": lambda: hbnode.ANODE(nn.Linear(n, n), augment=n - ANODE_START),
-        "sonode": lambda: hbnode.SONODE(hbnode.nn.MLP(2 * n, [], n)),
-        "hbnode": lambda: hbnode.HBNODE(nn.Linear(n, n)),
-        "ghbnode": lambda: hbnode.GHBNODE(nn.Linear(n, n)),
-    }[model]()
+def dense_field(model: str, n: int) -> hbnode.Field:
+    """Return a field on h of size n, whose f is one dense layer."""
+    func = hbnode.nn.MLP(2 * n, [], n) if model == "sonode" else nn.Linear(n, n)
+    return make_field(model, func, anode={"augment": n - ANODE_START})
 
 
 class Predictor(nn.Module):
@@ -235,11 +235,11 @@ class Predictor(nn.Module):
         self.register_buffer("deviation", torch.ones(CHANNELS) if deviation is None else deviation)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Frames as the model sees them."""
+        """Return frames as the model sees them."""
         return (x - self.mean) / self.deviation
 
     def read(self, features: Tensor) -> Tensor:
-        """Frames in their own units, (..., features) -> (..., 17)."""
+        """Return frames in their own units, (..., features) -> (..., 17)."""
         return self.mean + self.deviation * self.head(features)
 
 
@@ -306,23 +306,23 @@ class Baseline(Predictor):
 
 
 def make_model(config: WalkerConfig, mean: Tensor, deviation: Tensor) -> Walker | Baseline:
-    """The model that the options describe."""
+    """Return the model that the options describe."""
     scale: dict[str, Any] = {"mean": mean, "deviation": deviation} if config.standardize else {}
     if config.model in BASELINES:
         return Baseline(config.model, **scale)
     n = HIDDEN[config.model]
-    cell: dict[str, Any] = {"residual": config.residual, "shrink": config.shrink}
-    return Walker(make_field(config.model, n), n, CELL[config.model], **cell, **scale, **config.rnn_options())
+    options = {"shrink": config.shrink, **scale, **config.rnn_options()}
+    return Walker(dense_field(config.model, n), n, CELL[config.model], **options)
 
 
 def squared_error(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-    """Mean squared error of the next frame, over all channels and frames."""
+    """Return mean squared error of the next frame, over all channels and frames."""
     x, t, y = batch
     return nn.functional.mse_loss(model(x, t)[0], y), {}
 
 
 def walk_on(model: nn.Module, x: Tensor, t: Tensor, frames: int) -> Tensor:
-    """What follows some frames, each prediction being the next frame that the model is shown: (batch, frames, 17)."""
+    """Return a forecast (batch, frames, 17), in which each prediction is the model's next input."""
     with torch.no_grad():
         predicted, state = model(x, t)
         walk = [predicted[:, -1:]]
@@ -334,7 +334,7 @@ def walk_on(model: nn.Module, x: Tensor, t: Tensor, frames: int) -> Tensor:
 
 
 def report(run: Run, model: nn.Module, splits: Splits, config: WalkerConfig) -> dict[str, float]:
-    """The errors on the test rollouts, of one frame and of walking on, and of standing still instead."""
+    """Return the errors on the test rollouts, of one frame and of walking on, and of standing still instead."""
     x, t, future = (x.to(run.workers.device) for x in splits.futures)
     test = tuple(x.to(run.workers.device) for x in splits.test)
     model.eval()
@@ -356,10 +356,90 @@ def report(run: Run, model: nn.Module, splits: Splits, config: WalkerConfig) -> 
     return found
 
 
+# The figure
+
+
+def skeleton(frames: Tensor) -> dict[str, Tensor]:
+    """Return where the limbs are in the plane of the walk: x forwards from the torso's centre, z upwards, in m.
+
+    The torso's angle leans it forwards; the angles of the joints turn the other way, and each carries what hangs on it.
+
+    Arguments:
+        frames: observations (..., 17).
+
+    Returns:
+        "torso": hip and neck (..., 2, 2); "right" and "left": hip, knee, ankle and toe (..., 4, 2).
+    """
+    height, lean = frames[..., 0], frames[..., 1]
+
+    def turned(x: float, z: float, angle: Tensor) -> Tensor:
+        """Return a vector turned about the y axis, which takes z towards x."""
+        return torch.stack([x * angle.cos() + z * angle.sin(), -x * angle.sin() + z * angle.cos()], dim=-1)
+
+    centre = torch.stack([torch.zeros_like(height), height], dim=-1)
+    hip, neck = centre + turned(0.0, -TORSO / 2, lean), centre + turned(0.0, TORSO / 2, lean)
+    limbs = {"torso": torch.stack([hip, neck], dim=-2)}
+    for side, first in (("right", 2), ("left", 5)):
+        thigh, leg, foot = (lean - frames[..., first : first + 3].cumsum(-1).movedim(-1, 0)).unbind()
+        knee = hip + turned(0.0, -THIGH, thigh)
+        ankle = knee + turned(0.0, -LEG, leg)
+        limbs[side] = torch.stack([hip, knee, ankle, ankle + turned(FOOT, 0.0, foot)], dim=-2)
+    return limbs
+
+
+def draw_figure(ax: Axes, frame: Tensor, pale: float = 1.0) -> None:
+    """Draw the walker on its floor."""
+    limbs = skeleton(frame)
+    for name, color in (("left", "C4"), ("torso", "0.25"), ("right", "C1")):
+        ax.plot(*limbs[name].T, color=color, lw=3.5, solid_capstyle="round", alpha=pale)
+    ax.axhline(0.0, color="0.6", lw=1)
+    ax.set(xlim=(-0.75, 0.75), ylim=(-0.1, 1.85), aspect="equal", xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+
+
+def draw_walks(true: Tensor, walk: Tensor, seen: Tensor, numbers: Tensor, title: str, folder: Path) -> None:
+    """Draw, in ``forecast.png``, the walker as it went on and as it was predicted, and three channels over time.
+
+    Arguments:
+        true: frames after those seen, (frames, 17).
+        walk: the predicted ones.
+        seen: frames that the model was shown, (T, 17).
+        numbers: of the frames seen, from 0 on, (T,).
+        title: of the figure.
+        folder: where to put it.
+    """
+    import matplotlib.pyplot as plt
+
+    moments = torch.linspace(0, len(true) - 1, 8).round().long().unique().tolist()
+    figure = plt.figure(figsize=(12, 7), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1), squeeze=False)[:, 0]
+    axes = above.subplots(2, len(moments), squeeze=False)
+    for row, frames, name in zip(axes, (true, walk), ("simulator", "forecast"), strict=True):
+        for ax, moment in zip(row, moments, strict=True):
+            draw_figure(ax, frames[moment])
+        row[0].set_ylabel(name)
+    for ax, moment in zip(axes[0], moments, strict=True):
+        ax.set_title(f"+{(moment + 1) * FRAME_SECONDS:.2f} s", fontsize="medium")
+    above.suptitle(title)
+    before = (numbers - numbers[-1]) * FRAME_SECONDS
+    later = torch.arange(1, len(true) + 1) * FRAME_SECONDS
+    for ax, (channel, label) in zip(below.subplots(1, len(DRAWN)), DRAWN.items(), strict=True):
+        ax.plot(before, seen[:, channel], ".", ms=3, color="0.6", label="frames seen")
+        ax.plot(later, true[:, channel], color="k", label="simulator")
+        ax.plot(later, walk[:, channel], color="C3", ls="--", label="forecast")
+        ax.set(xlabel="time in s", ylabel=label)
+        ax.axvline(0.0, color="0.8", lw=0.8)
+    legend_beside(below)
+    write_figure(figure, folder / "forecast.png")
+
+
+# The run
+
+
 def train(config: WalkerConfig) -> None:
     """Train one model with one seed, and let it walk on from the test rollouts."""
     with exit_on(FileNotFoundError, ImportError, ValueError):
-        splits = Splits.of(config)
+        splits = Splits.from_options(config)
         torch.manual_seed(config.seed)
         model = make_model(config, splits.mean, splits.deviation)
         if isinstance(model, Walker) and config.time_unit == 0:
@@ -369,8 +449,7 @@ def train(config: WalkerConfig) -> None:
     run.announce(model, config.model, f"{len(splits.train[0])} training windows, {splits.source}")
     fit(run, model, splits.train, splits.validation, squared_error, held_out="validation")
     errors = {} if run.is_finished else report(run, model, splits, config)
-    found = {name: value if math.isfinite(value) else None for name, value in errors.items()}  # JSON has no infinity
-    run.finish(model, **found, training_windows=len(splits.train[0]), data=splits.source)
+    run.finish(model, **errors, training_windows=len(splits.train[0]), data=splits.source)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -61,7 +61,7 @@ class TrainingData(typing.Protocol):
     per_epoch: int
 
     def piece(self, epoch: int, start: int) -> Piece:
-        """The piece of an epoch, counted from 0, that begins at this position."""
+        """Return the piece of an epoch, counted from 0, that begins at this position."""
 
 
 class ShuffledBatches:
@@ -76,7 +76,7 @@ class ShuffledBatches:
         self.epoch, self.data = -1, train if isinstance(train, tuple) else ()  # the data of one epoch
 
     def piece(self, epoch: int, start: int) -> Piece:
-        """A batch, of which this process has its share."""
+        """Return a batch, of which this process has its share."""
         if epoch != self.epoch:
             self.epoch, self.data = epoch, tuple(x.to(self.workers.device) for x in self.train.make(epoch))
         order = _order(self.config.seed, epoch, self.train.samples)
@@ -101,7 +101,7 @@ class StepBatches:
         self.data = tuple(x.to(run.workers.device) for x in train)
 
     def piece(self, epoch: int, start: int) -> Piece:
-        """A batch, of which this process has its share."""
+        """Return a batch, of which this process has its share."""
         step, samples, batch_size = epoch * self.per_epoch + start, len(self.data[0]), self.config.batch_size
         number, index = divmod(step, -(-samples // batch_size))
         order = _order(self.config.seed, number, samples)
@@ -111,7 +111,7 @@ class StepBatches:
 
 @functools.lru_cache(maxsize=1)
 def _order(seed: int, epoch: int, length: int) -> Tensor:
-    """The order of the samples in an epoch."""
+    """Return the order of the samples in an epoch."""
     return torch.randperm(length, generator=epoch_generator(seed, epoch))
 
 

@@ -10,24 +10,45 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor
 
 import hbnode
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ
 
-MODELS = ("node", "anode", "sonode", "hbnode", "ghbnode")
+FIELDS: dict[str, Callable[..., hbnode.Field]] = {
+    "node": hbnode.NODE,
+    "anode": hbnode.ANODE,
+    "sonode": hbnode.SONODE,
+    "hbnode": hbnode.HBNODE,
+    "ghbnode": hbnode.GHBNODE,
+}
+MODELS = tuple(FIELDS)
+SECOND_ORDER = ("sonode", "hbnode", "ghbnode")  # of these the state is a pair (h, m)
 SCHEDULES = ("constant", "cosine", "step")
-C = typing.TypeVar("C", bound="TaskConfig")
 GRADIENTS = ("", "direct", "checkpoint", "reversible", "adjoint")
+REQUIRED = dataclasses.MISSING  # in place of the default of an argument that must be given
+Kind = typing.TypeVar("Kind", bound="Options")
+C = typing.TypeVar("C", bound="TaskConfig")
+
+
+def make_field(model: str, func: Callable[..., Tensor], **options: Mapping[str, typing.Any]) -> hbnode.Field:
+    """Return the field of one of the five models.
+
+    Arguments:
+        model: one of :data:`MODELS`.
+        func: f of its equation.
+        options: for a model's name, the arguments that are its own.
+    """
+    return FIELDS[model](func, **options.get(model, {}))
 
 
 def option(
     default: object, text: str, choices: Sequence[str] = (), *, may_change: bool = False, is_signed: bool = False
 ) -> typing.Any:
-    """A field of a task's configuration.
+    """Return a field of a configuration.
 
     Arguments:
-        default: its default value; the help does not show None.
+        default: its default value; the help does not show None. With REQUIRED it is an argument and no option.
         text: its help.
         choices: the values it can have; empty: any.
         may_change: whether a run may be resumed with another value.
@@ -38,12 +59,38 @@ def option(
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskConfig:
+class Options:
+    """Options of a command."""
+
+    positive: ClassVar[tuple[str, ...]] = ()  # numbers that must not be 0
+
+    @classmethod
+    def read(cls: type[Kind], described: Mapping[str, typing.Any], **changes: object) -> Kind:
+        """Return the options that a run's ``config.json`` holds, with some changed."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in described.items() if name in names} | changes)
+
+    def check(self) -> None:
+        """Refuse numbers that no run can have, before anything is written."""
+        for field in dataclasses.fields(self):
+            value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if not isinstance(value, (int, float)):
+                continue
+            if not -math.inf < value < math.inf:
+                raise ValueError(f"{flag} is {value}")
+            if value < 0 and not field.metadata["is_signed"]:
+                raise ValueError(f"{flag} must not be negative, got {value}")
+            if field.name in self.positive and value == 0:
+                raise ValueError(f"{flag} must be positive, got 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig(Options):
     """Options that all tasks have, and what is fixed for a task."""
 
     models: ClassVar[tuple[str, ...]] = ()  # those it can train
     swept: ClassVar[str] = "model"  # the option that names them, of which a command may run several
-    positive: ClassVar[tuple[str, ...]] = ("seeds", "epochs", "batch_size", "lr")  # numbers that must not be 0
+    positive: ClassVar[tuple[str, ...]] = ("seeds", "epochs", "batch_size", "lr")
 
     model: str = option("all", "one of {models}, several with commas between, or all")
     preset: str = option("default", "a set of defaults, see below; other options override it")
@@ -70,13 +117,13 @@ class TaskConfig:
         """What ``--model``, or what else the task sweeps over, says."""
         return str(getattr(self, self.swept))
 
-    def of(self: C, name: str) -> C:
-        """The same options with one of the models."""
+    def with_model(self: C, name: str) -> C:
+        """Return the same options with one of the models."""
         chosen: dict[str, typing.Any] = {self.swept: name}
         return dataclasses.replace(self, **chosen)
 
     def chosen(self) -> tuple[str, ...]:
-        """The models that ``--model`` names, or what else the task sweeps over, in its order and each once."""
+        """Return the models that ``--model`` names, or what else the task sweeps over, in its order and each once."""
         names = self.models if self.label == "all" else tuple(dict.fromkeys(self.label.split(",")))
         for name in names:
             if name not in self.models:
@@ -86,16 +133,7 @@ class TaskConfig:
 
     def check(self) -> None:
         """Refuse options that no run can have, before anything is written."""
-        for field in dataclasses.fields(self):
-            value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
-            if not isinstance(value, (int, float)):
-                continue
-            if not -math.inf < value < math.inf:
-                raise ValueError(f"{flag} is {value}")
-            if value < 0 and not field.metadata["is_signed"]:
-                raise ValueError(f"{flag} must not be negative, got {value}")
-            if field.name in self.positive and value == 0:
-                raise ValueError(f"{flag} must be positive, got 0")
+        super().check()
         if self.seed + self.seeds > 2**32:
             raise ValueError(f"--seed must be below 2**32, got {self.seed + self.seeds - 1}")
         if self.device != "auto":
@@ -127,7 +165,7 @@ class ODEConfig(TaskConfig):
     )
 
     def ode_options(self) -> dict[str, typing.Any]:
-        """The arguments of an ODEBlock that the options describe."""
+        """Return the arguments of an ODEBlock that the options describe."""
         options: dict[str, typing.Any] = {
             "method": self.method or None,
             "rtol": self.tol,
@@ -158,27 +196,35 @@ class ODEConfig(TaskConfig):
     def try_out(self, model: str) -> None:
         """Solve a small model with these options: method, tolerance, steps and gradient must go together."""
         x = torch.ones(1, 2, requires_grad=True)
-        hbnode.ODEBlock(TRIAL_FIELDS[model](), **self.ode_options())(x).sum().backward()
+        hbnode.ODEBlock(trial_field(model), **self.ode_options())(x).sum().backward()
 
 
-def parse(kind: type[C], presets: Mapping[str, Mapping[str, object]], doc: str, argv: Sequence[str] | None) -> C:
+def trial_field(model: str) -> hbnode.Field:
+    """Return a small field to try options on."""
+    return make_field(model, (lambda h, v: -h) if model == "sonode" else (lambda h: -h), anode={"augment": 1})
+
+
+def parse(kind: type[Kind], presets: Mapping[str, Mapping[str, object]], doc: str, argv: Sequence[str] | None) -> Kind:
     """Turn a command line into a configuration: defaults, then the preset, then the options given."""
     presets = {"default": {}, **presets}
     named = "\n".join(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in p.items()) for name, p in presets.items() if p)
     parser = argparse.ArgumentParser(
-        description=doc, epilog=f"presets:\n{named}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc,
+        epilog=f"presets:\n{named}" if named else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
-        text = field.metadata["help"].format(models=", ".join(kind.models))
-        text += "" if field.default is None else f" [{field.default}]"
+        text = field.metadata["help"].format(models=", ".join(getattr(kind, "models", ())))
+        text += "" if field.default in (None, REQUIRED) else f" [{field.default}]"
         choices = tuple(presets) if field.name == "preset" else field.metadata["choices"]
         if hints[field.name] is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
-            of = next(iter(typing.get_args(hints[field.name])), hints[field.name])  # float | None is a float
-            parser.add_argument(flag, type=of, default=argparse.SUPPRESS, choices=choices, help=text)
+            value = next(iter(typing.get_args(hints[field.name])), hints[field.name])  # float | None is a float
+            name, default = (field.name, None) if field.default is REQUIRED else (flag, argparse.SUPPRESS)
+            parser.add_argument(name, type=value, default=default, choices=choices, help=text)
     given = vars(parser.parse_args(argv))
     try:
         config = kind(**{**presets[given.get("preset", "default")], **given})
@@ -186,13 +232,3 @@ def parse(kind: type[C], presets: Mapping[str, Mapping[str, object]], doc: str, 
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         parser.error(str(error))
     return config
-
-
-# a small field of each model, to try options on
-TRIAL_FIELDS: dict[str, Callable[[], nn.Module]] = {
-    "node": lambda: hbnode.NODE(lambda h: -h),
-    "anode": lambda: hbnode.ANODE(lambda h: -h, augment=1),
-    "sonode": lambda: hbnode.SONODE(lambda h, v: -h),
-    "hbnode": lambda: hbnode.HBNODE(lambda h: -h),
-    "ghbnode": lambda: hbnode.GHBNODE(lambda h: -h),
-}

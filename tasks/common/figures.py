@@ -12,7 +12,7 @@ MARKERS = "osD^vPX*<>"
 
 
 def line_style(index: int, count: int, length: int) -> dict[str, Any]:
-    """How the line of one of ``count`` groups is drawn, so that equal lines can be told apart.
+    """Return how the line of one of ``count`` groups is drawn, so that equal lines can be told apart.
 
     Each has a marker of its own, hollow and smaller than those before it. Lines of many points have theirs at other
     points than one another.
@@ -28,7 +28,7 @@ def line_style(index: int, count: int, length: int) -> dict[str, Any]:
 
 
 def legend_beside(figure: Figure | SubFigure) -> Legend:
-    """A legend of all lines to the right of the axes; entries of the same name once."""
+    """Return a legend of all lines to the right of the axes; entries of the same name once."""
     entries: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):

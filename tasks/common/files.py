@@ -43,7 +43,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise SystemExit(unwritable(folder, error)) from error
+            raise SystemExit(write_error(folder, error)) from error
         self._close = weakref.finalize(self, os.close, file)
         try:
             if fcntl is not None:
@@ -62,13 +62,13 @@ class FolderLock:
 
 
 def outputs(folder: Path) -> set[str]:
-    """Names of the files in a folder that are of the kinds that a run writes."""
+    """Return names of the files in a folder that are of the kinds that a run writes."""
     return {path.name for path in folder.iterdir() if path.suffix in KINDS and ".partial" not in path.name}
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to instead: when all is written, the file moves to ``path``, whose folder is made.
+    """Yield a path to write to instead: when all is written, the file moves to ``path``, whose folder is made.
 
     Whenever the process ends, ``path`` is the new file or what it was before; a failed write ends it with a sentence.
     """
@@ -80,7 +80,7 @@ def written_whole(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        raise SystemExit(unwritable(path, error)) from error
+        raise SystemExit(write_error(path, error)) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -94,8 +94,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON object, whole or not at all; numbers of it that are not finite, which JSON lacks, are null."""
-    known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in content.items()}
-    write_whole(path, json.dumps(known, indent=2).encode())
+    write_whole(path, json.dumps(_finite(content), indent=2).encode())
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {name: _finite(value) for name, value in content.items()}
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -117,19 +122,28 @@ def write_figure(figure: Figure, path: Path) -> None:
     write_whole(path, buffer.getvalue())
 
 
+def write_tensors(path: Path, content: Mapping[Any, object]) -> None:
+    """Write what ``torch.load`` reads, whole or not at all."""
+    write_whole(path, _archive(content))
+
+
 def write_checkpoint(path: Path, checkpoint: dict[str, object]) -> None:
     """Write a checkpoint with its SHA-256 as the comment of the zip archive that it is: torch verifies nothing."""
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    archive = buffer.getvalue()
+    archive = _archive(checkpoint)
     seal = SEAL + hashlib.sha256(archive).hexdigest().encode()
     write_whole(path, archive[:-2] + len(seal).to_bytes(2, "little") + seal)
 
 
+def _archive(content: Mapping[Any, object]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
 def read_checkpoint(path: Path, task: str, model: str) -> dict[str, Any]:
-    """A checkpoint, or the end with a message if it is damaged or another task's or model's."""
+    """Return a checkpoint, or end with a message if it is damaged or another task's or model's."""
     try:
-        checkpoint = torch.load(io.BytesIO(verified(path.read_bytes())), map_location="cpu", weights_only=True)
+        checkpoint = torch.load(io.BytesIO(verify(path.read_bytes())), map_location="cpu", weights_only=True)
         found = {name: checkpoint[name] for name in ("task", "model_name")}
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise SystemExit(damaged(path, f"cannot be read ({error})")) from error
@@ -141,8 +155,8 @@ def read_checkpoint(path: Path, task: str, model: str) -> dict[str, Any]:
     return checkpoint
 
 
-def verified(content: bytes) -> bytes:
-    """A checkpoint's bytes if they are those that were written; of one that was not sealed this is not known."""
+def verify(content: bytes) -> bytes:
+    """Return a checkpoint's bytes if they are those that were written; of one that was not sealed this is not known."""
     archive, seal = content[: -len(SEAL) - 64], content[-len(SEAL) - 64 :]
     if seal.startswith(SEAL):
         digest = hashlib.sha256(archive[:-2] + bytes(2)).hexdigest()  # without the comment's length
@@ -152,12 +166,12 @@ def verified(content: bytes) -> bytes:
 
 
 def damaged(path: Path, why: str) -> str:
-    """What to say of a file of a run that cannot be used."""
+    """Return what to say of a file of a run that cannot be used."""
     return f"{path} {why}. Fix: delete its folder and run anew, or --out another-folder."
 
 
-def unwritable(path: Path, error: OSError) -> str:
-    """What to say of a file or folder that cannot be written."""
+def write_error(path: Path, error: OSError) -> str:
+    """Return what to say of a file or folder that cannot be written."""
     why = error.strerror or error
     return f"{path} cannot be written: {why}. Fix: make room or allow it and run again, or --out another-folder."
 
@@ -172,7 +186,7 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or the end with a message that names the file."""
+    """Return a JSON object, or end with a message that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

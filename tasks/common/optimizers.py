@@ -49,7 +49,7 @@ class OptimizerConfig(TaskConfig):
     def make_optimizer(
         self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], loss: LossName
     ) -> torch.optim.Optimizer:
-        """The optimizer that the options describe.
+        """Return the optimizer that the options describe.
 
         Arguments:
             parameters: those to train, or groups of them.
@@ -135,12 +135,12 @@ class Objective(abc.ABC):
         return {}
 
     def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch, and further means."""
+        """Return the loss of a batch, and further means."""
         outputs, targets, *_ = self.outputs(model, batch)
         return self.value(outputs, targets), self.means(outputs.detach(), targets)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of outputs."""
+        """Return the loss of outputs."""
         if self.loss == "mse":
             total = (outputs - targets).square().sum() / 2
         elif self.loss == "bce":

@@ -109,7 +109,7 @@ class Run:
             print(f"{name}, seed {self.config.seed}: {size}, writing to {self.folder}", *about, sep="\n")
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The last checkpoint, checked to be this task's and this model's, or None."""
+        """Return the last checkpoint, checked to be this task's and this model's, or None."""
         path = self.folder / "checkpoint.pt"
         return read_checkpoint(path, self.task, self.config.model) if path.exists() else None
 
@@ -159,7 +159,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Where a run was made: versions, device, commit."""
+    """Return where a run was made: versions, device, commit."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         git = subprocess.run(describe, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout
@@ -177,7 +177,7 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def _processor() -> str:
-    """The processor's name where the system tells it."""
+    """Return the processor's name where the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -39,10 +39,10 @@ def sweep(config: C, train: Callable[[C], None]) -> None:
     seeds = range(config.seed, config.seed + config.seeds)
     if len(models) * len(seeds) == 1:
         with stopped_by(signal.SIGINT):
-            train(config.of(models[0]))
+            train(config.with_model(models[0]))
         return
     configs = [
-        dataclasses.replace(config.of(model), seed=seed, seeds=1, out=_folder(config, model, seed))
+        dataclasses.replace(config.with_model(model), seed=seed, seeds=1, out=_folder(config, model, seed))
         for seed in seeds
         for model in models
     ]
@@ -74,7 +74,7 @@ def run_side_by_side(configs: Sequence[C], train: Callable[[C], None]) -> list[s
 
 
 def _folder(config: TaskConfig, model: str, seed: int) -> str:
-    """The run's folder, in that of the command; empty leaves it to the task."""
+    """Return the run's folder, in that of the command; empty leaves it to the task."""
     return str(Path(config.out) / f"{model}-seed{seed}") if config.out else ""
 
 

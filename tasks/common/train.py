@@ -84,7 +84,7 @@ class Stateful(typing.Protocol):
     """Something whose state belongs to the checkpoint."""
 
     def state_dict(self) -> dict[str, typing.Any]:
-        """The state, as ``torch.load`` reads it with ``weights_only=True``."""
+        """Return the state, as ``torch.load`` reads it with ``weights_only=True``."""
 
     def load_state_dict(self, state: dict[str, typing.Any]) -> object:
         """Go on from such a state."""
@@ -232,7 +232,7 @@ class Trainer:
         return value, means
 
     def row(self, test: dict[str, float]) -> dict[str, float]:
-        """The epoch's row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
+        """Return the row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
         totals = self.workers.sum(self.totals)
         self.totals = {}
         samples, batches = totals.pop("samples"), totals.pop("batches")
@@ -262,7 +262,7 @@ class Trainer:
         return {"best_epoch": self.best["epoch"], f"best_{name}": self.best["value"]}
 
     def is_checkpoint_due(self) -> bool:
-        """Whether enough time has passed, by the first process's clock."""
+        """Return whether enough time has passed, by the first process's clock."""
         return self.workers.rank == 0 and time.monotonic() - self.saved >= self.config.checkpoint_seconds
 
     def save(self) -> None:
@@ -335,7 +335,7 @@ def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
 
 
 def _schedule(name: str, position: int, total: int) -> float:
-    """The factor of the learning rate after so many of all steps."""
+    """Return the factor of the learning rate after so many of all steps."""
     factors = {
         "constant": 1.0,
         "cosine": (1 + math.cos(math.pi * position / total)) / 2,

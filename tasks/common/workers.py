@@ -36,11 +36,11 @@ class Workers:
         return cls(distributed.get_rank() if size > 1 else 0, size, torch.device(device))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model to train: itself, or one whose gradients are averaged over the processes."""
+        """Return the model to train: itself, or one whose gradients are averaged over the processes."""
         return model if self.size == 1 else nn.parallel.DistributedDataParallel(model)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Each value summed over the processes."""
+        """Return each value summed over the processes."""
         if self.size == 1:
             return values
         total = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)

@@ -27,7 +27,7 @@ class State(NamedTuple):
 
 
 def start(count: int, generator: torch.Generator) -> State:
-    """Balls at places that are uniform among those where none overlap; normal velocities, scaled to SPEED.
+    """Return balls at places that are uniform among those where none overlap; normal velocities, scaled to SPEED.
 
     Arguments:
         count: how many boxes, N.
@@ -45,7 +45,7 @@ def start(count: int, generator: torch.Generator) -> State:
 
 
 def advance(state: State, duration: float = 1.0) -> State:
-    """Where the balls are some frames later.
+    """Return where the balls are some frames later.
 
     They move freely to the next collision of their box, again and again. At a wall the velocity across it changes its
     sign. Two balls of equal mass exchange their velocities along the line between their centres, which keeps their
@@ -69,12 +69,12 @@ def advance(state: State, duration: float = 1.0) -> State:
         velocity = torch.where(at_wall.reshape(velocity.shape), -velocity, velocity)
         for index, (i, j) in enumerate(PAIRS):
             collide = event == walls[0].numel() + index
-            velocity = torch.where(collide[:, None, None], exchanged(position, velocity, i, j), velocity)
+            velocity = torch.where(collide[:, None, None], exchange(position, velocity, i, j), velocity)
     return State(position, velocity)
 
 
-def exchanged(position: Tensor, velocity: Tensor, i: int, j: int) -> Tensor:
-    """Velocities (N, 3, 2) after the balls i and j of each box have collided."""
+def exchange(position: Tensor, velocity: Tensor, i: int, j: int) -> Tensor:
+    """Return velocities (N, 3, 2) after the balls i and j of each box have collided."""
     between = position[:, i] - position[:, j]
     line = between / between.norm(dim=1, keepdim=True)
     along = ((velocity[:, i] - velocity[:, j]) * line).sum(1, keepdim=True) * line
@@ -85,13 +85,13 @@ def exchanged(position: Tensor, velocity: Tensor, i: int, j: int) -> Tensor:
 
 
 def _times_to_walls(position: Tensor, velocity: Tensor) -> Tensor:
-    """Frames until each coordinate of each ball reaches the wall that it moves to, (N, 3, 2); inf at rest."""
+    """Return frames until each coordinate of each ball reaches the wall that it moves to, (N, 3, 2); inf at rest."""
     wall = torch.where(velocity > 0, 1 - RADIUS, RADIUS)
     return torch.where(velocity == 0, torch.inf, ((wall - position) / velocity).clamp(min=0))
 
 
 def _times_to_pairs(position: Tensor, velocity: Tensor) -> Tensor:
-    """Frames until each pair collides, (N, 3); inf where it does not.
+    """Return frames until each pair collides, (N, 3); inf where it does not.
 
     The squared distance is |x|² + 2 b t + |v|² t², with b = x·v. A collision is where it first equals (2 r)². The form
     below is exact for a pair that touches already, too.
@@ -111,7 +111,7 @@ def _distance(position: Tensor, i: int, j: int) -> Tensor:
 
 
 def trajectories(count: int, frames: int, generator: torch.Generator) -> Tensor:
-    """Positions of the balls of some boxes, (count, frames, 3, 2), from random starts.
+    """Return positions of the balls of some boxes, (count, frames, 3, 2), from random starts.
 
     Arguments:
         count: how many boxes.
@@ -145,6 +145,6 @@ def render(position: Tensor) -> Tensor:
 
 
 def videos(count: int, frames: int, generator: torch.Generator) -> Tensor:
-    """Videos (count, frames, 324); see :func:`trajectories` and :func:`render`."""
+    """Return videos (count, frames, 324); see :func:`trajectories` and :func:`render`."""
     moments = trajectories(count, frames, generator).unbind(1)
     return torch.stack([render(position) for position in moments], dim=1)

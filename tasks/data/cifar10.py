@@ -51,7 +51,7 @@ class _BatchUnpickler(pickle.Unpickler):
     """Reads dictionaries of strings, lists and arrays, and runs nothing else that a pickle might hold."""
 
     def find_class(self, module: str, name: str) -> object:
-        """The names that an array of NumPy needs, written by any version."""
+        """Return the names that an array of NumPy needs, written by any version."""
         if (module.replace("._core", ".core"), name) in (
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy", "ndarray"),
@@ -63,7 +63,7 @@ class _BatchUnpickler(pickle.Unpickler):
 
 
 def _read_batch(content: bytes, source: Path) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) and labels (N,) of one python batch."""
+    """Return images (N, 3, 32, 32) and labels (N,) of one python batch."""
     try:
         batch = _BatchUnpickler(io.BytesIO(content), encoding="bytes").load()
         images, labels = torch.as_tensor(batch[b"data"].copy()), torch.tensor(batch[b"labels"])

@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 def find(names: Sequence[str], folders: Sequence[str] = ("",)) -> Path | None:
-    """The first file of these names in these folders of ``HBNODE_DATA``; None if there is none."""
+    """Return the first file of these names in these folders of ``HBNODE_DATA``; None if there is none."""
     root = os.environ.get("HBNODE_DATA")
     paths = (Path(root) / folder / name for folder in folders for name in names) if root else ()
     return next((path for path in paths if path.is_file()), None)
 
 
 def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
-    """The file, downloaded once, into a folder of ``HBNODE_DATA`` if that is set.
+    """Return the file, downloaded once, into a folder of ``HBNODE_DATA`` if that is set.
 
     Arguments:
         url: of the file, without its name.
@@ -44,7 +44,7 @@ def download(url: str, name: str, md5: str, folder: str, fix: str) -> Path:
 
 
 def from_benchmarks(read: Callable[[Any], T], missing: str, fix: str) -> T:
-    """What ``read`` gets from the package ``nonlinear_benchmarks``, which downloads the data of nonlinearbenchmark.org.
+    """Return what ``read`` gets from the package ``nonlinear_benchmarks``, which downloads data.
 
     Arguments:
         read: called with the package.

@@ -69,7 +69,7 @@ def _f16() -> Tensor:
 
 
 def _f16_mat(path: Path) -> Tensor:
-    """The same record as Matlab's arrays: force and voltage (1, N), accelerations (3, N)."""
+    """Return the same record as Matlab's arrays: force and voltage (1, N), accelerations (3, N)."""
     from scipy.io import loadmat
 
     try:
@@ -82,7 +82,7 @@ def _f16_mat(path: Path) -> Tensor:
 
 
 def vibrating_structure() -> Tensor:
-    """A made-up structure in place of the aircraft: the same columns, rate, period and number of rows.
+    """Return a made-up structure in place of the aircraft: the same columns, rate, period and number of rows.
 
     Six damped modes q'' + 2 zeta w q' + w^2 q = phi_s F, w = 2 pi f, shaken by a force F, a full multisine of 2 to
     15 Hz with random phases, which repeats every 8192 rows; an acceleration is the sum of phi_k q'' over the modes. It

@@ -11,7 +11,7 @@ STEPS = 20  # of the simulation between two rows
 
 
 def stochastic_lorenz(count: int, rows: int, spacing: float, generator: torch.Generator) -> Tensor:
-    """Paths from x(0) ~ N(0, 1), (count, rows, 3), by Euler and Maruyama's method with 20 steps between two rows.
+    """Return paths from x(0) ~ N(0, 1), (count, rows, 3), by the Euler-Maruyama method with 20 steps a row.
 
         dx = 10 (y - x) dt + 0.1 x dW,  dy = (28 x - y - x z) dt + 0.28 y dW,  dz = (x y - 8/3 z) dt + 0.3 z dW
 

@@ -36,7 +36,7 @@ def read_mnist(split: str) -> tuple[Tensor, Tensor]:
 
 
 def _mnist_file(name: str) -> Path:
-    """The file, gzipped or not, in ``MNIST/raw`` of ``HBNODE_DATA`` (torchvision's layout), ``MNIST`` or itself."""
+    """Return the file, gzipped or not, in ``MNIST/raw`` (as of torchvision), ``MNIST`` or ``HBNODE_DATA`` itself."""
     found = find((name, name.removesuffix(".gz")), ("MNIST/raw", "MNIST", ""))
     return found or download(URL, name, MD5[name], "MNIST/raw", "the four idx files into a folder MNIST/raw in it")
 

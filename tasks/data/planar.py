@@ -12,11 +12,11 @@ EXTENT = 4.5  # half the side of the square that holds nearly all of each of the
 
 
 def pinwheel(count: int, generator: torch.Generator) -> Tensor:
-    """Five curved arms, after Johnson et al., arXiv:1603.06277, figure 1: (count, 2)."""
+    """Return five curved arms, after Johnson et al., arXiv:1603.06277, figure 1: (count, 2)."""
     noise = torch.randn(count, 2, generator=generator)
     radial, tangential = 1 + 0.3 * noise[:, 0], 0.1 * noise[:, 1]
     angle = 2 * math.pi / 5 * torch.randint(5, (count,), generator=generator) + 0.25 * radial.exp()
-    return 2 * _rotated(torch.stack([radial, tangential], 1), angle)
+    return 2 * _rotate(torch.stack([radial, tangential], 1), angle)
 
 
 def checkerboard(count: int, generator: torch.Generator) -> Tensor:
@@ -28,7 +28,7 @@ def checkerboard(count: int, generator: torch.Generator) -> Tensor:
 
 
 def two_moons(count: int, generator: torch.Generator) -> Tensor:
-    """Two half circles of radius 2 that interlock, with noise of 0.2: (count, 2)."""
+    """Return two half circles of radius 2 that interlock, with noise of 0.2: (count, 2)."""
     angle = math.pi * torch.rand(count, generator=generator)
     side = torch.randint(2, (count,), generator=generator) * 2 - 1
     moon = torch.stack([side * angle.cos() - 0.5 * side, side * angle.sin() - 0.25 * side], 1)
@@ -36,7 +36,7 @@ def two_moons(count: int, generator: torch.Generator) -> Tensor:
 
 
 def eight_gaussians(count: int, generator: torch.Generator) -> Tensor:
-    """Eight normals of standard deviation 0.35 on a circle of radius 2.8: (count, 2)."""
+    """Return eight normals of standard deviation 0.35 on a circle of radius 2.8: (count, 2)."""
     angle = math.pi / 4 * torch.randint(8, (count,), generator=generator)
     centre = 2.8 * torch.stack([angle.cos(), angle.sin()], 1)
     return centre + 0.35 * torch.randn(count, 2, generator=generator)
@@ -51,7 +51,7 @@ DATASETS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 
 
 def ring(x: Tensor) -> Tensor:
-    """The first energy of table 1 of Rezende and Mohamed, arXiv:1505.05770, two crescents of a ring: (..., 2)."""
+    """Return the first energy of table 1 of Rezende and Mohamed, arXiv:1505.05770, two crescents, at (..., 2)."""
     radius = ((x.norm(dim=-1) - 2) / 0.4).square() / 2
     sides = torch.stack([x[..., 0] - 2, x[..., 0] + 2]) / 0.6
     return radius - (-sides.square() / 2).logsumexp(0)
@@ -63,12 +63,12 @@ def log_normalizer(energy: Callable[[Tensor], Tensor], points: int = 801) -> flo
 
 
 def grid(points: int) -> Tensor:
-    """Points of the square with ``points`` on each side, (points², 2); the first coordinate changes fastest."""
+    """Return points of the square with ``points`` on each side, (points², 2); the first coordinate changes fastest."""
     axis = torch.linspace(-EXTENT, EXTENT, points)
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     return torch.stack([x.flatten(), y.flatten()], 1)
 
 
-def _rotated(x: Tensor, angle: Tensor) -> Tensor:
+def _rotate(x: Tensor, angle: Tensor) -> Tensor:
     c, s = angle.cos(), angle.sin()
     return torch.stack([c * x[:, 0] - s * x[:, 1], s * x[:, 0] + c * x[:, 1]], 1)

@@ -23,7 +23,7 @@ SETS = {  # the official split, as in Silverbox() of the package nonlinear_bench
 
 
 def read_silverbox() -> Tensor:
-    """The Silverbox: input V1 and output V2 of an electronic Duffing oscillator, in volts, 610.35 samples a second.
+    """Return input V1 and output V2 of an electronic Duffing oscillator, in volts, 610.35 samples a second.
 
     ``SNLS80mV.csv``, or ``silverbox/SNLS80mV.csv``, in ``HBNODE_DATA``; else what the package ``nonlinear_benchmarks``
     downloads. T. Wigren and J. Schoukens, Three free data sets for development and benchmarking in nonlinear system

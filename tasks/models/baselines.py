@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable
 from typing import ClassVar
@@ -21,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.config import MODELS, TRIAL_FIELDS, ODEConfig, option
+from tasks.common.config import MODELS, ODEConfig, option, trial_field
 
-BASELINES = ("lstm", "gru", "gru-d", "cfc", "oscillators")
 NetworkState = typing.Any  # a tensor or a pair of them, to be handed back as it came
 
 
@@ -38,12 +38,8 @@ class Recurrent(nn.Module, abc.ABC):
 
     def __init__(self, input_size: int, hidden_size: int, *, predicts_ahead: bool = False) -> None:
         super().__init__()
-        self.input_size, self.hidden_size, self.predicts_ahead = input_size, hidden_size, predicts_ahead
-
-    @property
-    def features(self) -> int:
-        """Numbers in a sample, with the time ahead."""
-        return self.input_size + self.predicts_ahead
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.features = input_size + predicts_ahead  # numbers in a sample, with the time ahead
 
     def forward(
         self, x: Tensor, gap_before: Tensor, state: NetworkState | None = None, gap_after: Tensor | None = None
@@ -60,39 +56,23 @@ class Recurrent(nn.Module, abc.ABC):
         Returns:
             Features (B, T, hidden_size), and the state after the last sample.
         """
-        self._check(x, gap_before, gap_after)
         x = x if gap_after is None else torch.cat([x, gap_after[..., None]], dim=-1)
         return self._read(x, gap_before[..., None], state)
 
     @abc.abstractmethod
     def _read(self, x: Tensor, gap: Tensor, state: NetworkState | None) -> tuple[Tensor, NetworkState]:
-        """``forward`` of checked samples (B, T, features) and gaps (B, T, 1)."""
+        """``forward`` of samples (B, T, features) and gaps (B, T, 1)."""
 
     def _unroll(
         self, step: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, gap: Tensor, h: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Every h that ``step``, called with a sample, its gap and the h before, makes of x and of gap (B, T, ...)."""
+        """Return every h, and the last, where ``step`` makes each of a sample, its gap (B, ...) and the h before."""
         h = x.new_zeros(len(x), self.hidden_size) if h is None else h
         output = []
         for sample, elapsed in zip(x.unbind(1), gap.unbind(1), strict=True):
             h = step(sample, elapsed, h)
             output.append(h)
         return torch.stack(output, dim=1), h
-
-    def _check(self, x: Tensor, gap_before: Tensor, gap_after: Tensor | None) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.input_size or x.shape[1] == 0:
-            raise ValueError(f"x must be of shape (batch, T, {self.input_size}), T > 0, got {tuple(x.shape)}")
-        if self.predicts_ahead != (gap_after is not None):
-            raise ValueError(
-                "predicts_ahead=True needs gap_after, the time until the stamp to be predicted"
-                if self.predicts_ahead
-                else "gap_after is of no use to a network that does not predict ahead. Fix: predicts_ahead=True."
-            )
-        for name, gap in (("gap_before", gap_before), ("gap_after", gap_after)):
-            if gap is not None and gap.shape != x.shape[:2]:
-                raise ValueError(
-                    f"{name} must be of shape {tuple(x.shape[:2])}, one gap a sample, got {tuple(gap.shape)}"
-                )
 
 
 class Gated(Recurrent):
@@ -158,10 +138,20 @@ class Swinging(Recurrent):
         return self.stack(x, t if state is None else t + state.t.unsqueeze(1), state)
 
 
+KINDS: dict[str, Callable[..., Recurrent]] = {
+    "lstm": functools.partial(Gated, nn.LSTM),
+    "gru": functools.partial(Gated, nn.GRU),
+    "gru-d": Decaying,
+    "cfc": ClosedForm,
+    "oscillators": Swinging,
+}
+BASELINES = tuple(KINDS)
+
+
 def make_baseline(
     name: str, input_size: int, parameters: int, *, output_size: int = 0, predicts_ahead: bool = False
 ) -> Recurrent:
-    """A baseline of that number of parameters, or as near to it as a whole number of hidden units comes.
+    """Return a baseline of that number of parameters, or as near to it as a whole number of hidden units comes.
 
     Arguments:
         name: one of :data:`BASELINES`.
@@ -171,12 +161,12 @@ def make_baseline(
         predicts_ahead: see :class:`Recurrent`.
 
     Raises:
-        ValueError: if there is no such baseline, or none so small.
+        ValueError: if there is none so small.
         ImportError: if "cfc" is asked for and ncps is not installed.
     """
 
     def make(hidden_size: int) -> Recurrent:
-        return kind_of(name)(input_size, hidden_size, predicts_ahead=predicts_ahead)
+        return KINDS[name](input_size, hidden_size, predicts_ahead=predicts_ahead)
 
     def with_head(hidden_size: int) -> nn.ModuleList:
         head = [nn.Linear(hidden_size, output_size)] if output_size else []
@@ -185,20 +175,6 @@ def make_baseline(
     with torch.device("meta"):  # no random numbers drawn
         matched = hbnode.nn.match_parameters(with_head, parameters)[0]
     return make(typing.cast(Recurrent, matched).hidden_size)
-
-
-def kind_of(name: str) -> Callable[..., Recurrent]:
-    """The class of a baseline, with what is particular to it filled in."""
-    kinds: dict[str, Callable[..., Recurrent]] = {
-        "lstm": lambda *sizes, **options: Gated(nn.LSTM, *sizes, **options),
-        "gru": lambda *sizes, **options: Gated(nn.GRU, *sizes, **options),
-        "gru-d": Decaying,
-        "cfc": ClosedForm,
-        "oscillators": Swinging,
-    }
-    if name not in kinds:
-        raise ValueError(f"unknown baseline {name!r}; expected one of {', '.join(BASELINES)}")
-    return kinds[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,15 +186,15 @@ class IrregularSeriesConfig(ODEConfig):
     time_unit: float = option(1.0, "unit of time of an ODE-RNN, in that of the data; 0 fits it, ten median gaps")
 
     def rnn_options(self) -> dict[str, typing.Any]:
-        """The arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
+        """Return the arguments of an ODERNN: those of an ODEBlock, and, where possible, a step size for each sample."""
         return self.ode_options() | {"per_sample": self.solver == "native", "time_unit": self.time_unit or 1.0}
 
     def try_out(self, model: str) -> None:
         """Solve a small ODE-RNN with these options, or make a baseline: what it needs must be installed."""
         if model in BASELINES:
             make_baseline(model, input_size=1, parameters=1000)
-        if model not in TRIAL_FIELDS:
+        if model not in MODELS:
             return
         x = torch.ones(1, 2, 2, requires_grad=True)
-        rnn = hbnode.ODERNN(2, 2, field=TRIAL_FIELDS[model](), **self.rnn_options())
+        rnn = hbnode.ODERNN(2, 2, field=trial_field(model), **self.rnn_options())
         rnn(x, torch.tensor([0.0, 1.0]))[0].sum().backward()

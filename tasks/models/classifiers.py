@@ -27,7 +27,7 @@ import hbnode
 from hbnode.nn.sequences import Inputs, Sequences
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS
-from tasks.models.baselines import BASELINES, kind_of
+from tasks.models.baselines import BASELINES, KINDS
 
 SHALLOW = ("boosting", "logistic")
 TITLES = {
@@ -58,7 +58,7 @@ class Reader(nn.Module):
         self.unit = unit
 
     def fed(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What a network is fed (batch, T, n), and the gap before each sample (batch, T)."""
+        """Return what a network is fed (batch, T, n), and the gap before each sample (batch, T)."""
         sequences = Sequences(x.shape[2], x, t, mask, lengths)
         gaps = sequences.t.diff(dim=1, prepend=sequences.t[:, :1]) / (0.1 * self.unit)
         gaps = gaps if sequences.valid is None else torch.where(sequences.valid, gaps, 1.0)  # time goes on in padding
@@ -90,7 +90,7 @@ class RecurrentReader(Reader):
         self.takes_gaps = name != "momentum_lstm"
         count = self.inputs.size
         if self.takes_gaps:
-            self.net: nn.Module = kind_of(name)(count, size)
+            self.net: nn.Module = KINDS[name](count, size)
         else:
             self.net = hbnode.nn.MomentumLSTM(count + 1, size, batch_first=True)
 
@@ -110,7 +110,7 @@ class Controlled(nn.Module):
         self.change = torch.zeros(())
 
     def forward(self, z: Tensor) -> Tensor:
-        """The derivative of z."""
+        """Return the derivative of z."""
         return (self.net(z).unflatten(1, (z.shape[1], -1)) @ self.change.unsqueeze(-1))[..., 0]
 
 
@@ -165,7 +165,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(size, classes)
 
     def forward(self, x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> Tensor:
-        """Logits (batch, classes)."""
+        """Return logits (batch, classes)."""
         fixed = None if self.scale_static is None else self.scale_static(static).nan_to_num()
         return self.head(self.reader(self.scale(x), t, mask, lengths, fixed))
 
@@ -173,7 +173,7 @@ class Classifier(nn.Module):
 def make_classifier(
     name: str, train: Samples, classes: int, unit: float, parameters: int, options: Mapping[str, Any]
 ) -> Classifier:
-    """A network of about so many parameters.
+    """Return a network of about so many parameters.
 
     Arguments:
         name: one of :data:`CLASSIFIERS` that is no shallow one.
@@ -205,7 +205,7 @@ def make_classifier(
 
 
 def summaries(x: Tensor, t: Tensor, mask: Tensor, lengths: Tensor, static: Tensor) -> np.ndarray:
-    """Statistics of each series, (batch, 8 features + static); NaN where a feature was never observed."""
+    """Return statistics of each series, (batch, 8 features + static); NaN where a feature was never observed."""
     value, time = x.double(), t.double().unsqueeze(-1).expand(x.shape)
     count = mask.sum(1).double()
     zero = torch.where(mask, value, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,6 @@ from torch import Tensor, nn
 import hbnode
 
 TITLES = {"flow": "heavy-ball flow", "generalized": "generalized heavy-ball flow", "cnf": "CNF, exact trace"}
-
-
-class Density(Protocol):
-    """What is asked of a model."""
-
-    def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """The log-density of x, or a bound from so many samples; of points (batch, 2)."""
-
-    def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Points (n, 2) with gradients, and their log-densities, or for a flow log p(h, m) - log q(m | h)."""
 
 
 class Flow(nn.Module):
@@ -32,25 +22,30 @@ class Flow(nn.Module):
         self.flow = hbnode.distributions.HeavyBallFlow(net, 2, **options)
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """The bound."""
+        """Return a bound of the log-density of x (batch, 2) from so many samples."""
         return self.flow.log_prob_bound(x, samples)
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Positions, and log p(h, m) - log q(m | h)."""
+        """Return positions (n, 2) with gradients, and log p(h, m) - log q(m | h)."""
         h, m, log_prob = self.flow.rsample_and_log_prob(n)
         return h, log_prob - self.flow.posterior(h).log_prob(m)
 
 
 class CNF(nn.Module):
-    """A NODE from the data at 0 to the standard normal at 1, with the integral of its trace."""
+    """A NODE from the data at 0 to the standard normal at 1, with the integral of its trace.
 
-    def __init__(self, hidden: int, tol: float) -> None:
+    Arguments:
+        hidden: units of the two hidden layers of f.
+        tol: rtol = atol of its solver, tsit5.
+    """
+
+    def __init__(self, hidden: int, tol: float = 1e-3) -> None:
         super().__init__()
         net = hbnode.nn.MLP(2, [hidden] * 2, 2, activation=nn.Tanh, time_dependent=True)
         self.block = hbnode.ODEBlock(hbnode.NODE(net), rtol=tol, atol=tol)
 
     def change(self, t: Tensor, h: Tensor, dh: Tensor) -> Tensor:
-        """The rate -tr(∂f / ∂h) of the log-density, from the columns of the Jacobian."""
+        """Return the rate -tr(∂f / ∂h) of the log-density, from the columns of the Jacobian."""
         axes = torch.eye(2, dtype=h.dtype, device=h.device).unsqueeze(1).expand(2, *h.shape)
 
         def column(axis: Tensor) -> Tensor:
@@ -59,17 +54,17 @@ class CNF(nn.Module):
         return -torch.func.vmap(column)(axes).diagonal(dim1=0, dim2=2).sum(1)  # f itself is evaluated once
 
     def log_prob(self, x: Tensor, samples: int) -> Tensor:
-        """The log-density, up to the solver's tolerance."""
+        """Return the log-density, up to the solver's tolerance."""
         z, change = self.block.with_integral(x, self.change)
         return log_normal(z) - change
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Points and their log-densities."""
+        """Return points and their log-densities."""
         z = torch.randn(n, 2, device=next(self.parameters()).device)
         x, change = self.block.with_integral(z, self.change, [1.0, 0.0])
         return x[-1], log_normal(z) + change[-1]
 
 
 def log_normal(z: Tensor) -> Tensor:
-    """Log-density of the standard normal in the plane."""
+    """Return log-density of the standard normal in the plane."""
     return -z.square().sum(1) / 2 - math.log(2 * math.pi)

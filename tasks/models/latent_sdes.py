@@ -41,7 +41,7 @@ class Context:
         self.evaluations = 0
 
     def at(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The summary (batch, size) and whether a sample is left (batch, 1), at a time in one of the intervals."""
+        """Return the summary (batch, size), and whether a sample is left (batch, 1), at a time in an interval."""
         row = min(math.floor(float(t) / self.spacing + 1e-3) + 1, self.summary.shape[1] - 1)
         self.evaluations += 1
         return self.summary[:, row], self.active[:, row, None]
@@ -56,18 +56,17 @@ class LatentSDE(nn.Module, abc.ABC):
     Arguments:
         channels: of a sample.
         size: of h, or of the first-order state.
-        state: numbers in the initial state.
         hidden: units of the two hidden layers of the drift and of the control.
         context: units of the encoder.
-        spacing: time between two rows.
-        steps: of the solver between two rows.
+        spacing: time between two rows, and the length of the solver's steps.
     """
 
-    def __init__(
-        self, channels: int, size: int, state: int, hidden: int, context: int, spacing: float, steps: int
-    ) -> None:
+    states = 1  # parts of the state, as large as h
+
+    def __init__(self, channels: int, size: int, hidden: int, context: int, spacing: float) -> None:
         super().__init__()
-        self.size, self.spacing, self.dt = size, spacing, spacing / steps
+        state = self.states * size
+        self.size, self.spacing = size, spacing
         self.encoder = nn.GRU(channels + 1, context, batch_first=True)
         self.start = nn.Linear(context, 2 * state)
         self.prior_start = nn.Parameter(torch.zeros(2, state))
@@ -84,7 +83,7 @@ class LatentSDE(nn.Module, abc.ABC):
         """Values that the decoder reads, (rows, batch, size), and the integral of |u|² / 2, (batch,)."""
 
     def controls(self, t: Tensor, h: Tensor, context: Context) -> Tensor:
-        """The control, 0 after the last sample."""
+        """Return the control, 0 after the last sample."""
         summary, active = context.at(t)
         return self.control(torch.cat([h, summary], 1)) * active
 
@@ -113,7 +112,7 @@ class LatentSDE(nn.Module, abc.ABC):
 
 
 def no_force(t: Tensor, h: Tensor) -> Tensor:
-    """The force where there is no series."""
+    """Return the force where there is no series."""
     return torch.zeros_like(h)
 
 
@@ -123,19 +122,17 @@ class HeavyBall(LatentSDE):
     The temperature is 1, because another would only rescale h. One more component of h, without noise, is pushed by
     |u|² / 2: then its m + γh grows by the integral, exactly in the free flights too.
 
-    Arguments:
-        channels: of a sample.
-        size: of h.
-        damping: γ at first, in 1/time.
-        options: of :class:`LatentSDE`.
+    γ is 1 / time at first, and stays below ten times this.
     """
 
-    def __init__(self, channels: int, size: int, damping: float, **options: Any) -> None:
-        super().__init__(channels, size, 2 * size, **options)
+    states = 2
+
+    def __init__(self, channels: int, size: int, **options: Any) -> None:
+        super().__init__(channels, size, **options)
         temperature = torch.ones(size + 1)
         temperature[-1] = 0.0
         self.sde = hbnode.HeavyBallSDE(
-            no_force, damping=damping, max_damping=10 * damping, temperature=temperature, time_dependent=True
+            no_force, damping=1.0, max_damping=10.0, temperature=temperature, time_dependent=True
         )
 
     @override
@@ -150,7 +147,7 @@ class HeavyBall(LatentSDE):
         h, m = (nn.functional.pad(part, (0, 1)) for part in start.chunk(2, 1))
         self.sde.func = force
         try:
-            h, m = hbnode.sdeint(self.sde, (h, m), t, dt=self.dt)
+            h, m = hbnode.sdeint(self.sde, (h, m), t, dt=self.spacing)
         finally:
             self.sde.func = no_force  # which a copy of the model can hold
         return h[..., :-1], m[-1, :, -1] + gamma * h[-1, :, -1]
@@ -162,13 +159,13 @@ class FirstOrder(LatentSDE):
     UNITS = 8  # of the hidden layer of a feature's diffusion
 
     def __init__(self, channels: int, size: int, **options: Any) -> None:
-        super().__init__(channels, size, size, **options)
+        super().__init__(channels, size, **options)
         self.inner = nn.Parameter(torch.randn(2, size, self.UNITS))
         self.outer = nn.Parameter(torch.randn(size, self.UNITS) / self.UNITS**0.5)
         self.bias = nn.Parameter(torch.zeros(size))
 
     def diffusion(self, z: Tensor) -> Tensor:
-        """The diffusion of each feature, between a hundredth, because torchsde divides by it, and 1."""
+        """Return the diffusion of each feature, between a hundredth, because torchsde divides by it, and 1."""
         units = nn.functional.softplus(z.unsqueeze(-1) * self.inner[0] + self.inner[1])
         return 0.01 + 0.99 * torch.sigmoid((units * self.outer).sum(-1) + self.bias)
 
@@ -185,9 +182,9 @@ class FirstOrder(LatentSDE):
             dtype=start.dtype,
             device=start.device,
             entropy=int(torch.randint(2**62, ())),  # without it, numpy's generator decides
-            dt=self.dt,
+            dt=self.spacing,
         )
-        z, kl = torchsde.sdeint(equation, start, t, bm=motion, dt=self.dt, method="euler", logqp=True)
+        z, kl = torchsde.sdeint(equation, start, t, bm=motion, dt=self.spacing, method="euler", logqp=True)
         return z, kl.sum(0)
 
 

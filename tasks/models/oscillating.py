@@ -47,8 +47,8 @@ class RowForecaster(nn.Module):
 
         self.oscillators = hbnode.nn.match_parameters(layer, parameters)
 
-    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The forecast (batch, horizon, channels), the predictions at the next stamps (batch, T, channels), and None.
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the forecast (batch, horizon, channels), and the predictions at the next stamps (batch, T, channels).
 
         Arguments:
             x: samples (batch, T, channels).
@@ -62,7 +62,7 @@ class RowForecaster(nn.Module):
         places = (first[:, -1:] + torch.arange(self.horizon, device=x.device)).unsqueeze(2)
         forecast = rows[:, -1].gather(1, places.expand(-1, -1, self.channels))
         following = rows.gather(2, first[..., None, None].expand(-1, -1, 1, self.channels)).squeeze(2)
-        return forecast, following, None
+        return forecast, following
 
 
 class NoisyOscillators(nn.Module):
@@ -84,7 +84,7 @@ class NoisyOscillators(nn.Module):
             nn.init.constant_(self.oscillators.log_observation_noise, math.log(noise))
 
     def forward(self, x: Tensor, t: Tensor, seen: Tensor) -> tuple[Gaussian, Tensor]:
-        """The distribution of each sample given those seen before it, and the log-likelihood of each series.
+        """Return the distribution of each sample given those seen before it, and the log-likelihood of each series.
 
         Arguments:
             x: samples (batch, T, channels).
@@ -107,11 +107,11 @@ class NoisyForecaster(nn.Module):
         super().__init__()
         self.model, self.horizon = model, horizon
 
-    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
-        """What :class:`RowForecaster` returns, and for training the log-likelihood of each series, (batch,)."""
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what :class:`RowForecaster` returns, and for training the log-likelihood of each series, (batch,)."""
         ahead = t[:, -1:] + torch.arange(self.horizon, device=x.device)
         padded = nn.functional.pad(x, (0, 0, 0, self.horizon))
         seen = torch.arange(padded.shape[1], device=x.device) < x.shape[1]
         before, log_likelihood = self.model(padded, torch.cat([t[:, :-1], ahead], 1), seen.expand(len(x), -1))
         mean = before.mean.to(x.dtype)
-        return mean[:, x.shape[1] :], mean[:, 1 : x.shape[1] + 1], None, log_likelihood
+        return mean[:, x.shape[1] :], mean[:, 1 : x.shape[1] + 1], log_likelihood

@@ -13,20 +13,32 @@ splits would be apart.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 
+from tasks.common.config import REQUIRED, Options, option, parse
 from tasks.run_groups import Group, collect, tell_apart
 
 Predicted = dict[int, tuple[np.ndarray, np.ndarray]]  # for each seed, labels and the probabilities of the classes
 
 
+@dataclasses.dataclass(frozen=True)
+class TableOptions(Options):
+    """Options of the table."""
+
+    positive: ClassVar[tuple[str, ...]] = ("resamples",)
+
+    folder: str = option(REQUIRED, "where finished runs are")
+    resamples: int = option(1000, "of the bootstrap")
+
+
 def predictions(group: Group) -> Predicted:
-    """The test predictions of a group's runs."""
+    """Return the test predictions of a group's runs."""
     found = {}
     for seed, folder in zip(group.seeds, group.folders, strict=True):
         table = pd.read_csv(folder / "predictions.csv")
@@ -45,7 +57,7 @@ def score(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def difference(one: Predicted, other: Predicted, resamples: int, seed: int = 0) -> tuple[float, float, float]:
-    """Mean difference of the scores over the seeds that both have, and the ends of its interval of 95 %."""
+    """Return mean difference of the scores over the seeds that both have, and the ends of its interval of 95 %."""
     random = np.random.default_rng(seed)
     shared = sorted(one.keys() & other.keys())
     found = np.zeros(resamples + 1)
@@ -59,7 +71,7 @@ def difference(one: Predicted, other: Predicted, resamples: int, seed: int = 0) 
 
 
 def early(group: Group, seconds: float) -> str:
-    """The least validation loss within some seconds, mean over seeds; a dash if no epoch was done by then."""
+    """Return the least validation loss within some seconds, mean over seeds; a dash if no epoch was done by then."""
     found = []
     for folder in group.folders:
         metrics = pd.read_csv(folder / "metrics.csv")
@@ -68,7 +80,7 @@ def early(group: Group, seconds: float) -> str:
 
 
 def table(groups: Sequence[Group], resamples: int) -> str:
-    """The table of one set, in Markdown."""
+    """Return the table of one set, in Markdown."""
     two = "test_auroc" in groups[0].summaries[0]
     by = "test_auroc" if two else "test_accuracy"
     groups = sorted(groups, key=lambda group: -group.mean(by))
@@ -95,13 +107,8 @@ def table(groups: Sequence[Group], resamples: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of all sets under a folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where finished runs are")
-    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap [1000]")
-    options = parser.parse_args(argv)
-    if options.resamples < 1:
-        parser.error(f"--resamples must be positive, got {options.resamples}")
-    groups = [group for group in collect(options.folder) if group.config["task"] == "classification"]
+    options = parse(TableOptions, {}, __doc__, argv)
+    groups = [group for group in collect(Path(options.folder)) if group.config["task"] == "classification"]
     if not groups:
         raise SystemExit(f"{options.folder} has no finished runs of tasks.classification. Fix: run it first.")
     sets: dict[tuple[object, ...], list[Group]] = {}

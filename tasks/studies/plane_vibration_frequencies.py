@@ -1,6 +1,6 @@
 """Plane vibration, learned frequencies: those of noisy oscillators against the resonances of the structure.
 
-Train some, and name their folders:
+Train some, and name their folder:
 
     python -m tasks.plane_vibration --model kalman --lr 0.1 --epochs 13 --seeds 5 --out runs/kalman
     python -m tasks.studies.plane_vibration_frequencies runs/kalman
@@ -15,7 +15,6 @@ accelerations, standardised, under the model: oscillators are independent, so th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from scipy.signal import find_peaks
 from torch import Tensor
 
 import hbnode
+from tasks.common.config import REQUIRED, Options, option, parse
 from tasks.common.files import exit_on, read_checkpoint, read_json, write_figure, write_table
 from tasks.data import f16
 from tasks.models.oscillating import NoisyForecaster
@@ -37,8 +37,16 @@ from tasks.plane_vibration import PlaneVibrationConfig, make_model
 BAND = (2.0, 15.0)  # Hz, which the force excites
 
 
+@dataclasses.dataclass(frozen=True)
+class FrequencyOptions(Options):
+    """Options of the study."""
+
+    runs: str = option(REQUIRED, "folder of a finished run, or of several")
+    out: str = option(".", "folder for the table and the figure")
+
+
 def frequency_response(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Frequencies in Hz (N,) in the band, and accelerations over the force there, (N, 3)."""
+    """Return frequencies in Hz (N,) in the band, and accelerations over the force there, (N, 3)."""
     spectra = torch.fft.rfft(record.reshape(-1, f16.PERIOD, record.shape[1]).mean(0), dim=0)
     f = torch.fft.rfftfreq(f16.PERIOD, 1 / f16.RATE)
     inside = (f >= BAND[0]) & (f <= BAND[1])
@@ -46,7 +54,7 @@ def frequency_response(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
-    """Frequencies of the peaks, in Hz."""
+    """Return frequencies of the peaks, in Hz."""
     decibels = 10 * np.log10(np.square(np.abs(response)).sum(1))
     smooth = np.convolve(np.pad(decibels, 2, mode="edge"), np.full(5, 0.2), "valid")
     places, _ = find_peaks(smooth, prominence=3)
@@ -54,20 +62,19 @@ def resonances(f: np.ndarray, response: np.ndarray) -> list[float]:
 
 
 def load_run(folder: Path) -> tuple[PlaneVibrationConfig, hbnode.nn.Oscillators]:
-    """The options and the trained layer of a run of ``--model kalman``."""
+    """Return the options and the trained layer of a run of ``--model kalman``."""
     described = read_json(folder / "config.json")
     task, model = described.get("task"), described.get("model")
     if (task, model) != ("plane_vibration", "kalman"):
         raise ValueError(f"{folder} is a run of tasks.{task} --model {model}. Fix: plane_vibration --model kalman.")
-    names = {field.name for field in dataclasses.fields(PlaneVibrationConfig)}
-    config = PlaneVibrationConfig(**{name: value for name, value in described.items() if name in names})
+    config = PlaneVibrationConfig.read(described)
     forecaster = cast(NoisyForecaster, make_model(config))
     forecaster.load_state_dict(read_checkpoint(folder / "checkpoint.pt", "plane_vibration", "kalman")["model"])
     return config, forecaster.model.oscillators
 
 
 @torch.no_grad()
-def learned(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
+def spectrum(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
     """Of each oscillator, by frequency: Hz, damping ratio, share in the accelerations' variance and in the force's."""
     omega = layer.stiffness.sqrt()
     noise = layer.process_noise
@@ -116,27 +123,23 @@ def draw(f: np.ndarray, response: np.ndarray, runs: Sequence[tuple[int, list[dic
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the runs, print a table and write ``frequencies.csv`` and ``frequencies.png``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="folders of finished runs, or of several of them")
-    parser.add_argument("--out", default=".", help="folder for the table and the figure [.]")
-    args = parser.parse_args(argv)
-    folders = sorted({path.parent for run in args.runs for path in Path(run).rglob("checkpoint.pt")})
+    options = parse(FrequencyOptions, {}, __doc__, argv)
+    folders = sorted(path.parent for path in Path(options.runs).rglob("checkpoint.pt"))
     with exit_on(FileNotFoundError, ValueError):
         if not folders:
-            raise ValueError(f"no checkpoint.pt in {', '.join(args.runs)}. Fix: finished runs of --model kalman.")
+            raise ValueError(f"no checkpoint.pt in {options.runs}. Fix: finished runs of --model kalman.")
         loaded = [load_run(folder) for folder in folders]
         record, source = f16.read_plane_vibration(loaded[0][0].data)
     f, response = frequency_response(record)
-    runs = [(config.seed, learned(layer)) for config, layer in loaded]
+    runs = [(config.seed, spectrum(layer)) for config, layer in loaded]
     peaks = resonances(f, response)
     print(f"{source}: resonances at {', '.join(f'{peak:.2f}' for peak in peaks)} Hz")
     for seed, oscillators in runs:
         chosen = sorted(oscillators, key=lambda row: -row["acceleration_share"])[:5]
         listed = ", ".join(f"{row['hertz']:.2f} Hz {row['acceleration_share']:.0%}" for row in chosen)
         print(f"seed {seed}: most of the accelerations by {listed}")
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    write_table(Path(args.out) / "frequencies.csv", [{"seed": seed, **row} for seed, rows in runs for row in rows])
-    draw(f, response, runs, Path(args.out) / "frequencies.png")
+    write_table(Path(options.out, "frequencies.csv"), [{"seed": seed, **row} for seed, rows in runs for row in rows])
+    draw(f, response, runs, Path(options.out, "frequencies.png"))
 
 
 if __name__ == "__main__":

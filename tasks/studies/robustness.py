@@ -20,13 +20,12 @@ there they do not prove, and other attacks may be stronger.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -37,13 +36,14 @@ from tqdm import tqdm
 import hbnode
 from hbnode.solve.odeint import resolve
 from tasks.common.batches import Samples
+from tasks.common.config import REQUIRED, Options, option, parse
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure, write_json, write_table
 from tasks.common.run import environment
 from tasks.common.train import EVAL_BATCH_SIZE
 from tasks.common.workers import Workers
 from tasks.image_classification import load_data, load_run
-from tasks.run_groups import Group, collect, tell_apart, titles
+from tasks.run_groups import Group, collect, tell_apart
 
 SIZES = {
     "noise": (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0),
@@ -66,27 +66,41 @@ Perturb = Callable[[nn.Module, Tensor, Tensor, float, torch.Generator], Tensor]
 Row = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class RobustnessOptions(Options):
+    """Options of the study."""
+
+    positive: ClassVar[tuple[str, ...]] = ("pgd_steps",)
+
+    root: str = option(REQUIRED, "folder of run folders of tasks.image_classification")
+    out: str = option("", "where to write robustness.csv, .json and .png; empty is the folder of the runs")
+    images: int = option(0, "the first N test images only; 0 is all of them")
+    pgd_steps: int = option(20, "steps of PGD")
+    seed: int = option(0, "of the noise and of PGD's starts")
+    device: str = option("auto", "what computes", ("auto", "cpu", "cuda"))
+
+
 def noise(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Images with Gaussian noise of standard deviation ``size``."""
+    """Return images with Gaussian noise of standard deviation ``size``."""
     drawn = torch.randn(images.shape, generator=generator).to(images)
     return (images + size * drawn).clamp(0, 1)
 
 
 def signs(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Images with every pixel moved by ``size``, up or down at random."""
+    """Return images with every pixel moved by ``size``, up or down at random."""
     drawn = torch.randint(2, images.shape, generator=generator).to(images)
     return (images + size * (2 * drawn - 1)).clamp(0, 1)
 
 
 def fgsm(model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Images moved by ``size`` along the sign of the loss's gradient."""
+    """Return images moved by ``size`` along the sign of the loss's gradient."""
     return (images + size * gradient(model, images, labels).sign()).clamp(0, 1)
 
 
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, size: float, generator: torch.Generator, *, steps: int
 ) -> Tensor:
-    """Images after ``steps`` steps along the gradient's sign from a random start, kept within ``size`` of the first."""
+    """Return images after steps along the gradient's sign from a random start, within ``size`` of the first ones."""
     low, high = (images - size).clamp(min=0), (images + size).clamp(max=1)
     start = 2 * torch.rand(images.shape, generator=generator) - 1
     moved = torch.clamp(images + size * start.to(images), low, high)
@@ -96,7 +110,7 @@ def pgd(
 
 
 def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of each image's cross-entropy; summed, so that a batch's size does not shrink it."""
+    """Return gradient of each image's cross-entropy; summed, so that a batch's size does not shrink it."""
     images = images.detach().requires_grad_()
     loss = nn.functional.cross_entropy(model(images), labels, reduction="sum")
     return torch.autograd.grad(loss, images)[0]
@@ -116,7 +130,7 @@ def gradient_ratio(model: nn.Module, images: Tensor, labels: Tensor, step: float
 def measure(
     model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], perturb: Perturb, size: float, seed: int
 ) -> tuple[float, float]:
-    """Accuracy on perturbed images, and the mean number of evaluations that the answers to a batch of them take."""
+    """Return the accuracy on perturbed images, and the mean number of evaluations for a batch of them."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU, and drawn anew: the same for all models and sizes
     right = evaluations = 0
     for images, labels in batches:
@@ -128,7 +142,7 @@ def measure(
 
 
 def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
-    """A run's model, whose gradient is that of the steps taken, and its test data."""
+    """Return a run's model, whose gradient is that of the steps taken, and its test data."""
     config, trained = load_run(folder)
     exact = "checkpoint" if config.solver == "native" else "direct"
     method = resolve(trained.block.settings(), trained.block.field).method  # which may depend on the gradient
@@ -138,7 +152,7 @@ def load_attacked(folder: Path) -> tuple[nn.Module, Samples]:
 
 
 def comparable(root: Path) -> list[Group]:
-    """The finished image classification runs under a folder, in groups; refused if they were not trained alike."""
+    """Return the finished image classification runs under a folder, in groups; all must be trained alike."""
     groups = [group for group in collect(root) if group.config.get("task") == "image_classification"]
     if not groups:
         raise SystemExit(
@@ -150,7 +164,7 @@ def comparable(root: Path) -> list[Group]:
     for name in TRAINING:
         found: dict[str, list[str]] = {}
         for group in groups:
-            found.setdefault(str(group.config.get(name)), []).append(titles(group.config)[group.model])
+            found.setdefault(str(group.config.get(name)), []).append(group.title)
         if len(found) > 1:
             listed = ", ".join(f"{value} ({', '.join(sorted(set(models)))})" for value, models in sorted(found.items()))
             differing.append(f"{name}: {listed}")
@@ -168,8 +182,8 @@ def comparable(root: Path) -> list[Group]:
     return groups
 
 
-def attack(groups: Sequence[Group], options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """Rows of robustness.csv: every run under every attack, and the check of its gradient."""
+def attack(groups: Sequence[Group], options: RobustnessOptions, device: torch.device) -> list[Row]:
+    """Return rows of robustness.csv: every run under every attack, and the check of its gradient."""
     attacks: dict[str, Perturb] = {
         "noise": noise,
         "signs": signs,
@@ -216,7 +230,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def signs_of_masking(rows: Sequence[Row]) -> list[str]:
-    """What speaks against the attacks: gradients that mislead, and sizes at which PGD does less than weaker attacks."""
+    """Return signs of masking: gradients that mislead, and sizes at which PGD does less than weaker attacks."""
     accuracy = {(row["model"], row["seed"], row["attack"], row["size"]): row["accuracy"] for row in rows}
     found = []
     for model, seed, ratio in dict.fromkeys((row["model"], row["seed"], row["gradient_ratio"]) for row in rows):
@@ -232,7 +246,7 @@ def signs_of_masking(rows: Sequence[Row]) -> list[str]:
 
 
 def table(models: dict[str, dict[str, Any]]) -> str:
-    """Median accuracies in per cent, a block for each attack."""
+    """Return median accuracies in per cent, a block for each attack."""
     width = max(map(len, models))
     lines = []
     for name, title in TITLES.items():
@@ -246,7 +260,7 @@ def table(models: dict[str, dict[str, Any]]) -> str:
 
 
 def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str) -> plt.Figure:
-    """Accuracy against size: noise, FGSM, PGD; lines are medians, bands go from the smallest to the largest."""
+    """Return accuracy against size: noise, FGSM, PGD; lines are medians, bands go from the smallest to the largest."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), sharey=True, layout="constrained")
     for ax, name in zip(axes, ("noise", "fgsm", "pgd"), strict=True):
         for index, (label, model) in enumerate(models.items()):
@@ -268,27 +282,11 @@ def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str) 
     return figure
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="folder of run folders of tasks.image_classification")
-    parser.add_argument("--out", type=Path, help="where to write robustness.csv, .json and .png [ROOT]")
-    parser.add_argument("--images", type=int, default=0, help="the first N test images only; 0 is all of them [0]")
-    parser.add_argument("--pgd-steps", type=int, default=20, help="steps of PGD [20]")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise and of PGD's starts [0]")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto]")
-    options = parser.parse_args(argv)
-    for name, least in (("images", 0), ("pgd_steps", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Attack all finished runs under a folder, print a table and write table, summary and figure."""
-    options = parse(argv)
+    options = parse(RobustnessOptions, {}, __doc__, argv)
     logging.basicConfig(format="%(message)s")
-    groups = comparable(options.root)
+    groups = comparable(Path(options.root))
     device = Workers.join(options.device).device
     rows = attack(groups, options, device)
     models, masked = summarise(rows), signs_of_masking(rows)
@@ -307,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "signs_of_masking": masked,
         **environment(device),
     }
-    out = options.out or options.root
+    out = Path(options.out or options.root)
     write_table(out / "robustness.csv", rows)
     write_json(out / "robustness.json", summary)
     about = ", ".join(f"{name} {training[name]}" for name in ("dataset", "epochs", "batch_size", "lr"))

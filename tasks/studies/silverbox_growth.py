@@ -9,23 +9,34 @@ seeds, which the worst seed decides; here are the median and the quantiles of ma
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.config import MODELS
+from tasks.common.config import MODELS, Options, make_field, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure, write_json, write_table
 from tasks.common.run import environment
 from tasks.data.silverbox import read_silverbox
 
 TOL = 1e-7  # the paper's
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowthOptions(Options):
+    """Options of the study."""
+
+    positive: ClassVar[tuple[str, ...]] = ("draws",)
+
+    draws: int = option(100, "initialisations of each model")
+    seed: int = option(0, "of the first of them")
+    out: str = option("runs/silverbox_growth", "folder for the table and the figure")
 
 
 class Draws:
@@ -44,37 +55,35 @@ class Draws:
         self.weight, self.bias, self.start = (torch.stack(x).double() for x in (weights, biases, starts))
 
     def take(self, index: slice) -> Draws:
-        """Some of them."""
+        """Return some of them."""
         part = object.__new__(Draws)
         part.model, part.signal = self.model, self.signal
         part.weight, part.bias, part.start = self.weight[index], self.bias[index], self.start[index]
         return part
 
     def dense(self, t: Tensor, *state: Tensor) -> Tensor:
-        """The dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
+        """Return the dense layer f(t, h) or f(t, h, v), of each draw on its own sample."""
         u = self.signal(t)
         x = torch.cat([*state, u.expand(len(self.weight), 1)], dim=-1)
         return torch.einsum("bij,bj->bi", self.weight, x) + self.bias
 
     def field(self) -> hbnode.Field:
-        """The field of all draws."""
-        damped: dict[str, Any] = {
-            "learn_damping": False,
-            "initial_momentum": lambda x: self.start,
-            "time_dependent": True,
-        }
-        return {
-            "node": lambda: hbnode.NODE(self.dense, time_dependent=True),
-            "anode": lambda: hbnode.ANODE(self.dense, augment=1, time_dependent=True),
-            "sonode": lambda: hbnode.SONODE(self.dense, initial_velocity=lambda x: self.start, time_dependent=True),
-            "hbnode": lambda: hbnode.HBNODE(self.dense, **damped),
-            "ghbnode": lambda: hbnode.GHBNODE(
-                self.dense, activation=nn.Hardtanh(-5.0, 5.0), xi=math.log(2.0), learn_xi=False, **damped
-            ),
-        }[self.model]()
+        """Return the field of all draws."""
+        timed = {"time_dependent": True}
+        damped: dict[str, Any] = {**timed, "learn_damping": False, "initial_momentum": lambda x: self.start}
+        xi = {"xi": math.log(2.0), "learn_xi": False}
+        return make_field(
+            self.model,
+            self.dense,
+            node=timed,
+            anode={**timed, "augment": 1},
+            sonode={**timed, "initial_velocity": lambda x: self.start},
+            hbnode=damped,
+            ghbnode={**damped, **xi, "activation": nn.Hardtanh(-5.0, 5.0)},
+        )
 
     def norms(self, start: float, times: Tensor, tol: float) -> Tensor:
-        """The norm of h(t), (times, draws); infinite from where a draw diverged."""
+        """Return the norm of h(t), (times, draws); infinite from where a draw diverged."""
         field = self.field()
         state = field.initial_state(torch.full((len(self.weight), 1), start, dtype=torch.float64))
         try:
@@ -103,7 +112,7 @@ def statistics(norms: Tensor) -> dict[str, Tensor]:
 
 
 def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, object]]:
-    """Rows of the statistics of all models at all times."""
+    """Return rows of the statistics of all models at all times."""
     return [
         {"model": model, "t": f"{t:g}"} | {name: values[i].item() for name, values in columns.items()}
         for model, columns in found.items()
@@ -127,21 +136,9 @@ def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws:
     write_figure(figure, folder / "growth.png")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=100, help="initialisations of each model [100]")
-    parser.add_argument("--seed", type=int, default=0, help="of the first of them [0]")
-    parser.add_argument("--out", type=Path, default=Path("runs/silverbox_growth"), help="[runs/silverbox_growth]")
-    options = parser.parse_args(argv)
-    if options.draws < 1 or options.seed < 0:
-        parser.error(f"--draws must be positive and --seed not negative, got {options.draws} and {options.seed}")
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Solve every model at many initialisations; write ``growth.csv``, ``growth.json`` and ``growth.png``."""
-    options = parse(argv)
+    options = parse(GrowthOptions, {}, __doc__, argv)
     with exit_on(FileNotFoundError, ValueError):
         record = read_silverbox()
     v1, v2 = (100 * (record - record.mean(0))).unbind(1)
@@ -158,16 +155,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "draws": options.draws,
         "seed": options.seed,
         "tol": TOL,
-        "at_63": {  # JSON has no infinity
-            model: {name: value if math.isfinite(value) else None for name, value in values.items()}
-            for model, values in last.items()
-        },
+        "at_63": last,
         **environment(torch.device("cpu")),
     }
-    write_table(options.out / "growth.csv", table(times, found))
-    write_json(options.out / "growth.json", summary)
-    draw_growth(times, found, options.draws, options.out)
-    print(f"figure: {options.out / 'growth.png'}")
+    out = Path(options.out)
+    write_table(out / "growth.csv", table(times, found))
+    write_json(out / "growth.json", summary)
+    draw_growth(times, found, options.draws, out)
+    print(f"figure: {out / 'growth.png'}")
 
 
 if __name__ == "__main__":

@@ -15,34 +15,50 @@ of tasks.walker2d.
 
 from __future__ import annotations
 
-import argparse
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hbnode.diagnostics.figures import ticks_of_short_axis
 from tasks.common.batches import Samples
-from tasks.common.config import MODELS
+from tasks.common.config import MODELS, SECOND_ORDER, Options, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure, write_json, write_table
 from tasks.common.run import environment
-from tasks.walker2d import Splits, Walker, WalkerConfig, make_field, squared_error, thin
+from tasks.walker2d import Splits, Walker, WalkerConfig, dense_field, squared_error, thin
 
 N, HIDDEN = 24, (48, 48)  # size of h, of the cell's hidden layers
 CONTROLS = {"still": False, "still pair": True}
-CONTROL_OF = {model: "still" if model in ("node", "anode") else "still pair" for model in MODELS}
+CONTROL_OF = {model: "still pair" if model in SECOND_ORDER else "still" for model in MODELS}
 CELLS = ("residual", "plain")
 STAGES = ("untrained", "trained")
 BACK = (10, 60)  # frames back from T of which the printed lines tell
 Key = tuple[str, str, str]  # cell, stage, model
-
-
 StillState = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientOptions(Options):
+    """Options of the study."""
+
+    positive: ClassVar[tuple[str, ...]] = ("windows", "epochs", "batch_size", "measured", "seeds", "lr", "tol")
+
+    windows: int = option(1000, "training windows, every k-th of all")
+    epochs: int = option(5, "passes over them")
+    batch_size: int = option(128, "windows in a step")
+    measured: int = option(64, "test windows that gradients are taken of")
+    seeds: int = option(3, "how many seeds, counting up from --seed")
+    seed: int = option(0, "the first one")
+    lr: float = option(3e-3, "Adam's learning rate")
+    tol: float = option(1e-5, "rtol = atol of the solver")
+    out: str = option("runs/walker2d_gradients", "folder for the table and the figure")
 
 
 class StillField(nn.Module):
@@ -63,13 +79,13 @@ class StillField(nn.Module):
         return torch.zeros_like(state[0]), torch.zeros_like(state[1])
 
     def readout(self, state: StillState) -> Tensor:
-        """The first part."""
+        """Return the first part."""
         return state if isinstance(state, Tensor) else state[0]
 
 
 def make(model: str, residual: bool, tol: float) -> Walker:
     """One of the models, or a control, around the common cell."""
-    field = StillField(CONTROLS[model]) if model in CONTROLS else make_field(model, N)
+    field = StillField(CONTROLS[model]) if model in CONTROLS else dense_field(model, N)
     return Walker(field, N, HIDDEN, residual=residual, rtol=tol, atol=tol)
 
 
@@ -88,8 +104,8 @@ def adjoint_norms(model: Walker, batch: Samples) -> Tensor:
     return torch.stack([gradient.norm(dim=-1) for gradient in torch.autograd.grad(error, outputs)], dim=1)
 
 
-def train(model: Walker, data: Samples, options: argparse.Namespace, seed: int) -> float:
-    """Some epochs of the task; the mean loss of the last one."""
+def train(model: Walker, data: Samples, options: GradientOptions, seed: int) -> float:
+    """Return some epochs of the task; the mean loss of the last one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(options.epochs):
@@ -104,8 +120,8 @@ def train(model: Walker, data: Samples, options: argparse.Namespace, seed: int) 
     return sum(losses) / len(losses)
 
 
-def measure(splits: Splits, options: argparse.Namespace) -> tuple[dict[Key, Tensor], dict[str, float]]:
-    """The norms of all models and cells, (seeds * windows, T), and the last training losses."""
+def measure(splits: Splits, options: GradientOptions) -> tuple[dict[Key, Tensor], dict[str, float]]:
+    """Return the norms of all models and cells, (seeds * windows, T), and the last training losses."""
     exact = tuple(x.double() for x in thin(splits.test, options.measured))
     norms: dict[Key, list[Tensor]] = {}
     losses: dict[str, float] = {}
@@ -124,27 +140,27 @@ def measure(splits: Splits, options: argparse.Namespace) -> tuple[dict[Key, Tens
 
 
 def ratios(norms: Tensor) -> Tensor:
-    """Median over the windows of |dL/ds_t| / |dL/ds_T|, (T,), by frames back from T."""
+    """Return median over the windows of |dL/ds_t| / |dL/ds_T|, (T,), by frames back from T."""
     return (norms / norms[:, -1:]).flip(1).median(0).values
 
 
-def left(norms: Tensor) -> dict[int, float]:
-    """What is left of the gradient 10 and 60 frames back from T, or as far back as the window goes."""
+def remaining(norms: Tensor) -> dict[int, float]:
+    """Return what is left of the gradient 10 and 60 frames back from T, or as far back as the window goes."""
     ratio = ratios(norms)
     return {back: ratio[back].item() for back in sorted({min(back, len(ratio) - 1) for back in BACK})}
 
 
 def sentence(norms: Tensor) -> str:
-    """The same in words."""
-    return ", ".join(f"{back} frames back {value:.2g}" for back, value in left(norms).items())
+    """Return the same in words."""
+    return ", ".join(f"{back} frames back {value:.2g}" for back, value in remaining(norms).items())
 
 
 def comparison(norms: Mapping[Key, Tensor]) -> str:
-    """A line for each cell, stage and model, beside the cell alone, and what the ODE and the residual path change."""
+    """Return a line for each cell, stage and model, and what the ODE and the residual path change."""
     lines = []
     logs: dict[Key, float] = {}
     for key, found in norms.items():
-        back, value = list(left(found).items())[-1]
+        back, value = list(remaining(found).items())[-1]
         logs[key] = math.log10(max(value, 1e-300))
     for cell, stage in itertools.product(CELLS, STAGES):
         lines.append(f"{cell} cell, {stage}; norm of the gradient, that at T being 1:")
@@ -164,7 +180,7 @@ def comparison(norms: Mapping[Key, Tensor]) -> str:
 
 
 def table(norms: Mapping[Key, Tensor]) -> list[dict[str, object]]:
-    """Rows of the quantiles of the norms, and the median ratio, by frames back from T."""
+    """Return rows of the quantiles of the norms, and the median ratio, by frames back from T."""
     levels = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
     rows: list[dict[str, object]] = []
     for (cell, stage, model), found in norms.items():
@@ -200,51 +216,28 @@ def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
     write_figure(figure, folder / "adjoint_norms.png")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, text in (
-        ("windows", 1000, "training windows, every k-th of all"),
-        ("epochs", 5, "passes over them"),
-        ("batch-size", 128, "windows in a step"),
-        ("measured", 64, "test windows that gradients are taken of"),
-        ("seeds", 3, "how many seeds, counting up from --seed"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [{default}]")
-    parser.add_argument("--seed", type=int, default=0, help="the first one [0]")
-    parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate [0.003]")
-    parser.add_argument("--tol", type=float, default=1e-5, help="rtol = atol of the solver [1e-5]")
-    parser.add_argument("--out", type=Path, default=Path("runs/walker2d_gradients"), help="[runs/walker2d_gradients]")
-    options = parser.parse_args(argv)
-    for name in ("windows", "epochs", "batch_size", "measured", "seeds", "lr", "tol"):
-        if not getattr(options, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}")
-    if options.seed < 0:
-        parser.error(f"--seed must not be negative, got {options.seed}")
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all models; write ``adjoint_norms.csv``, ``.json`` and ``.png``, and say what the ODE does."""
-    options = parse(argv)
+    options = parse(GradientOptions, {}, __doc__, argv)
     with exit_on(FileNotFoundError, ValueError):
-        splits = Splits.of(WalkerConfig(windows=options.windows))
+        splits = Splits.from_options(WalkerConfig(windows=options.windows))
     norms, losses = measure(splits, options)
     said = comparison(norms)
     print(said)
     summary = {
         "task": "walker2d_gradients",
-        **{name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        **dataclasses.asdict(options),
         "data": splits.source,
         "last_training_losses": losses,
         "comparison": said.splitlines(),
         **environment(torch.device("cpu")),
     }
-    write_table(options.out / "adjoint_norms.csv", table(norms))
-    write_json(options.out / "adjoint_norms.json", summary)
+    out = Path(options.out)
+    write_table(out / "adjoint_norms.csv", table(norms))
+    write_json(out / "adjoint_norms.json", summary)
     about = f"seeds: {options.seeds}, epochs: {options.epochs}, training windows: {len(splits.train[0])}"
-    draw_norms(norms, about, options.out)
-    print(f"figure: {options.out / 'adjoint_norms.png'}")
+    draw_norms(norms, about, out)
+    print(f"figure: {out / 'adjoint_norms.png'}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tasks.common.config import parse
 from tasks.common.run import count_parameters
 from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
 from tasks.models.densities import CNF
-from tests.tasks.small_runs import names_in, read_metrics
+from tests.tasks.small_runs import names_in
 
 TINY = (
     "--device cpu --epochs 1 --iterations 2 --batch-size 8 --test-size 6 --hidden 4 --steps 2 --eval-samples 2 "
@@ -53,12 +53,12 @@ def test_the_grid_and_the_integral_of_an_energy():
     assert log_normalizer(ring) == pytest.approx(log_normalizer(ring, 401), abs=1e-6)
 
 
-def test_the_rival_has_as_many_parameters():
+def test_models_have_as_many_parameters():
     sizes = [count_parameters(density.make_model(options_of("--model", name))) for name in density.TITLES]
     assert max(sizes) < 1.02 * min(sizes)
 
 
-def test_the_density_of_the_rival_integrates_to_one_and_is_that_of_its_samples():
+def test_the_density_of_a_cnf_integrates_to_one_and_is_that_of_its_samples():
     torch.manual_seed(0)
     model = CNF(8, 1e-6)
     points = grid(161)
@@ -70,32 +70,21 @@ def test_the_density_of_the_rival_integrates_to_one_and_is_that_of_its_samples()
 
 
 @pytest.mark.parametrize("model", density.TITLES)
-def test_importance_sampling_finds_the_integral_of_the_ring(model):
+def test_importance_sampling_finds_the_integral_of_the_ring(model, monkeypatch):
+    monkeypatch.setattr(density, "SPAN", 1.0)  # shorter, an untrained flow stays nearer to the ring
     torch.manual_seed(0)
-    made = density.make_model(options_of("--model", model, "--hidden", "8", "--span", "1"))
+    made = density.make_model(options_of("--model", model, "--hidden", "8"))
     found = density.effective_sample_size(made, 20_000)
     assert found["log_z"] == pytest.approx(log_normalizer(ring), abs=0.2)
     assert 0 < found["effective_share"] <= 1
 
 
-@pytest.mark.parametrize("model", density.TITLES)
-def test_a_run_leaves_its_figures_and_resumes(model, tmp_path):
-    for dataset in ("two_moons", "ring"):
-        folder = tmp_path / dataset
-        argv = ["--model", model, "--dataset", dataset, "--out", str(folder), *TINY]
-        density.main(argv)
-        assert {"config.json", "metrics.csv", "summary.json", "density.png", "density.pt"} <= names_in(folder)
-        summary = json.loads((folder / "summary.json").read_text())
-        assert math.isfinite(summary["log_z" if dataset == "ring" else "test_nll"])
-    density.main([*argv, "--epochs", "2"])
-    assert len(read_metrics(folder)) == 2
-
-
-def test_the_table_of_runs(tmp_path, capsys):
-    for model in ("flow", "cnf"):
-        density.main(["--model", model, "--out", str(tmp_path / "runs" / model), *TINY])
-    plot.main([str(tmp_path / "runs"), "--out", str(tmp_path / "plot.png")])
-    shown = capsys.readouterr().out
-    assert "heavy-ball flow" in shown
-    assert "CNF, exact trace" in shown
-    assert {"plot.png", "plot-density.png"} <= names_in(tmp_path)
+def test_runs_leave_densities_that_are_drawn_together(tmp_path, capsys):
+    for model, dataset, found in (("flow", "two_moons", "test_nll"), ("cnf", "ring", "log_z")):
+        density.main(["--model", model, "--dataset", dataset, "--out", str(tmp_path / dataset / model), *TINY])
+        summary = json.loads((tmp_path / dataset / model / "summary.json").read_text())
+        assert math.isfinite(summary[found])
+        assert (tmp_path / dataset / model / "density.png").read_bytes()[:4] == b"\x89PNG"
+        plot.main([str(tmp_path / dataset), "--out", str(tmp_path / f"{model}.png")])
+        assert density.TITLES[model] in capsys.readouterr().out
+    assert {"flow.png", "flow-density.png", "cnf-density.png"} <= names_in(tmp_path)

@@ -1,7 +1,6 @@
 """Latent SDEs: the divergence of the paths, gradients, data, training and resuming."""
 
 import copy
-import json
 import math
 
 import pytest
@@ -11,16 +10,10 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 import hbnode
-from tasks import latent_sde, plot
+from tasks import latent_sde
 from tasks.common.config import parse
 from tasks.common.run import count_parameters
 from tasks.data.lorenz import stochastic_lorenz
-from tests.tasks.small_runs import names_in, read_metrics
-
-TINY = (
-    "--device cpu --epochs 1 --train-size 8 --test-size 4 --batch-size 4 --hidden 4 --context 4 --paths 2 "
-    "--eval-samples 3 --schedule constant"
-).split()
 
 
 class Constant(torch.nn.Module):
@@ -104,7 +97,7 @@ def test_what_is_not_seen_changes_nothing(name):
     assert torch.equal(first.mean, again.mean)
 
 
-def test_the_rival_has_as_many_parameters():
+def test_models_have_as_many_parameters():
     sizes = [count_parameters(model_of(name)) for name in latent_sde.TITLES]
     assert max(sizes) < 1.02 * min(sizes)
 
@@ -116,21 +109,6 @@ def test_lorenz_repeats_and_its_rows_are_seen_held_out_or_forecast():
     assert x.shape == (500, 50, 3)
     assert torch.equal(sum(masks), torch.ones(500, 50))
     assert masks[1][:, :40].mean().item() == pytest.approx(0.1, abs=0.01)
-
-
-@pytest.mark.parametrize("model", latent_sde.ALL_TITLES)
-def test_a_run_leaves_its_figures_and_resumes(model, tmp_path, capsys):
-    for dataset in ("lorenz", "vibration"):
-        folder = tmp_path / dataset
-        argv = ["--model", model, "--dataset", dataset, "--data", "generated", "--out", str(folder), *TINY]
-        latent_sde.main(argv)
-        assert {"config.json", "metrics.csv", "summary.json", "bands.png"} <= names_in(folder)
-        summary = json.loads((folder / "summary.json").read_text())
-        assert 0 <= summary["final_forecast_coverage"] <= 1
-    latent_sde.main([*argv, "--epochs", "2"])
-    assert len(read_metrics(folder)) == 2
-    plot.main([str(folder), "--out", str(tmp_path / "plot.png")])
-    assert latent_sde.ALL_TITLES[model] in capsys.readouterr().out
 
 
 def test_noisy_oscillators_predict_from_the_rows_before():

@@ -1,10 +1,10 @@
-"""Tables and figures of runs."""
+"""Tables and figures of runs, from run folders written as the tasks leave them."""
 
 import csv
+import dataclasses
+import importlib
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,139 +13,175 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks import image_classification, image_generation, lra, plot, point_cloud
+from tasks import plot
+from tasks.common.config import TaskConfig
 from tasks.common.figures import legend_beside, line_style
-from tasks.run_groups import collect, titles
+from tasks.image_classification import ImageConfig
+from tasks.image_generation import ImageGenerationConfig
+from tasks.lra import LRAConfig
+from tasks.plane_vibration import PlaneVibrationConfig
+from tasks.point_cloud import PointCloudConfig
+from tasks.run_groups import EXPERIMENTS, collect
 from tasks.studies import momentum_ablation
 
-QUICK = "--device cpu --epochs 2 --subset 32 --test-subset 21 --batch-size 32 --small --tol 0.1".split()
-CLOUD = "--device cpu --epochs 2 --model node".split()
-RUNS = {
-    "images0": (image_classification, QUICK),
-    "images1": (image_classification, [*QUICK, "--seed", "1"]),
-    "plain": (image_classification, [*QUICK, "--model", "node"]),
-    "regularised": (image_classification, [*QUICK, "--model", "node", "--regularize", "both"]),
-    "adjoint": (image_classification, [*QUICK, "--model", "node", "--solver", "torchdiffeq"]),
-    "curve0": (image_classification, [*QUICK, "--model", "anode", "--solver", "torchdiffeq", "--curve"]),
-    "curve1": (image_classification, [*QUICK, "--model", "anode", "--solver", "torchdiffeq", "--curve", "--seed", "1"]),
-    "cloud0": (point_cloud, [*CLOUD, "--tol", "0.1"]),
-    "cloud1": (point_cloud, [*CLOUD, "--tol", "0.1", "--seed", "1"]),
-    "tighter": (point_cloud, [*CLOUD, "--tol", "0.01"]),
-}
+MACHINE = {"device": "cpu", "threads": 1, "runs_at_a_time": 1}
+NFE = {"nfe_forward": 8.0, "nfe_backward": 4.0, "nfe_ratio": 0.5}
+EPOCHS = (1.0, 0.5)
 
 
-@pytest.fixture(scope="module")
-def all_runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_classification, "CURVE_IMAGES", 2)
-        patch.setattr(point_cloud, "draw_evolution", lambda *args: None)
-        for name, (task, options) in RUNS.items():
-            task.main([*options, "--out", str(folder / name)])
-    return folder
+def write_run(folder, config, names, changes=(), **summary):
+    """A run whose columns of these names are 1, then 0.5."""
+    folder.mkdir(parents=True)
+    task = type(config).__module__.rpartition(".")[2]
+    rows = [{"epoch": i, **dict.fromkeys(names, v), **NFE, "seconds": 2.0} for i, v in enumerate(EPOCHS, 1)]
+    if config.model not in ImageConfig.models:
+        rows = [row | dict.fromkeys(NFE, 0.0) for row in rows]
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    costs = {"parameters": 10, "seconds_per_epoch": 2.0, "nfe_forward_mean": 8.0, "nfe_backward_mean": 4.0}
+    described = {"task": task, **dataclasses.asdict(config), **dict(changes)}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "summary.json").write_text(json.dumps({**rows[-1], **costs, **MACHINE, **summary}))
 
 
-@pytest.fixture
-def runs(all_runs, tmp_path, capsys):
-    """Puts some of the runs into a folder of the test's own."""
-    capsys.readouterr()
+def write_images(folder, *, accuracy=0.5, options=(), **summary):
+    config = ImageConfig(**dict(options))
+    names = ("train_loss", "test_loss", "test_accuracy", "test_nfe")
+    write_run(folder, config, names, test_accuracy=accuracy, **summary)
 
-    def put(*names):
-        for name in names:
-            shutil.copytree(all_runs / name, tmp_path / name)
-        return tmp_path
 
-    return put
+def write_cloud(folder, **options):
+    write_run(folder, PointCloudConfig(model="node", **options), ("train_loss", "train_accuracy"), separates=True)
+
+
+def write_vibration(folder, model, *, mse=0.5, **options):
+    names = ("train_forecast_mse", "validation_forecast_mse", "validation_nfe")
+    write_run(folder, PlaneVibrationConfig(model=model, **options), names, test_forecast_mse=mse)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def read_table(text):
+    """The lines of the first table, by their first cell."""
+    _, header, _, *rest = text.splitlines()
+    columns, *lines = (re.split(r"  +", line.strip()) for line in (header, *rest))
+    return {cells[0]: dict(zip(columns, cells, strict=True)) for cells in lines if len(cells) == len(columns)}
 
 
 def is_png(path):
-    return Path(path).read_bytes()[:4] == b"\x89PNG"
+    return path.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_plot_prints_a_table_and_draws_a_figure_for_each_task(runs, capsys):
-    folder = runs("images0", "images1", "cloud0", "cloud1")
-    plot.main([str(folder)])
+def test_a_table_and_a_figure_for_each_task(tmp_path, capsys):
+    for seed, accuracy in ((0, 0.25), (1, 0.75)):
+        write_images(tmp_path / f"images{seed}", accuracy=accuracy, options={"seed": seed})
+        write_cloud(tmp_path / f"cloud{seed}", seed=seed)
+    plot.main([str(tmp_path)])
+    line = read_table(capsys.readouterr().out)["HBNODE"]
+    assert (line["seeds"], line["test accuracy %"], line["NFE forward"]) == ("2", "50.0 [25.0, 75.0]", "8.0")
+    assert is_png(tmp_path / "image_classification-default-digits.png")
+    assert is_png(tmp_path / "point_cloud-default.png")
+    assert [len(group.summaries) for group in collect(tmp_path)] == [2, 2]
+
+
+def test_runs_are_told_apart_by_their_options(tmp_path, capsys):
+    for name, tol in (("loose", 0.1), ("tight", 0.01), ("again", 0.1)):
+        write_cloud(tmp_path / name, tol=tol)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("[]")
+    plot.main([str(tmp_path)])
     out = capsys.readouterr().out
-    assert re.search(r"^ *HBNODE +2 ", out, re.M)
-    assert "NFE forward" in out
-    for name in ("image_classification-default-digits", "point_cloud-default"):
-        assert is_png(folder / f"{name}.png")
-    groups = plot.collect(folder)
-    assert [len(group.summaries) for group in groups] == [2, 2]
-    values = [json.loads((folder / f"images{seed}/summary.json").read_text())["test_accuracy"] for seed in (0, 1)]
-    assert groups[0].mean("test_accuracy") == pytest.approx(sum(values) / 2)
-
-
-def test_plot_tells_runs_apart(runs, capsys):
-    folder = runs("cloud0", "tighter")
-    shutil.copytree(folder / "cloud0", folder / "copy")
-    (folder / "other").mkdir()
-    (folder / "other" / "config.json").write_text("[]")
-    plot.main([str(folder)])
-    out = capsys.readouterr().out
-    assert re.search(r"^NODE tol=0.1 +1 ", out, re.M)
-    assert re.search(r"^NODE tol=0.01 +1 ", out, re.M)
+    assert sorted(read_table(out)) == ["NODE tol=0.01", "NODE tol=0.1"]
+    assert {line["seeds"] for line in read_table(out).values()} == {"1"}
     assert "solver native, batch_size 120" in out
 
 
-def test_plot_says_evaluations_that_can_be_compared(runs, capsys):
+def test_evaluations_are_compared_where_they_can_be(tmp_path, capsys):
     """A ratio of backward to forward evaluations is printed of adjoints only, and penalties are no loss."""
-    folder = runs("plain", "regularised", "adjoint")
-    plot.main([str(folder)])
-    lines = capsys.readouterr().out.splitlines()
-    header = re.split(r"  +", lines[1].strip())
-    rows = [re.split(r"  +", line.strip()) for line in lines[3:6]]
-    columns = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-    assert columns["NODE solver=native regularize=none"]["ratio"] == "-"
-    assert float(columns["NODE solver=torchdiffeq regularize=none"]["ratio"]) > 0
-    entropy = float(columns["NODE solver=native regularize=both"]["train loss"])
-    summary = json.loads((folder / "regularised" / "summary.json").read_text())
-    assert entropy == pytest.approx(summary["train_cross_entropy"], rel=1e-2)
-    assert "test NFE" in header
+    for name, options in (("plain", {}), ("penalties", {"regularize": "both"}), ("adjoint", {"solver": "torchdiffeq"})):
+        write_images(tmp_path / name, options={"model": "node", **options})
+    edit(tmp_path / "penalties" / "summary.json", train_cross_entropy=0.125)
+    plot.main([str(tmp_path)])
+    lines = read_table(capsys.readouterr().out)
+    assert lines["NODE solver=native regularize=none"]["ratio"] == "-"
+    assert lines["NODE solver=torchdiffeq regularize=none"]["ratio"] == "0.50"
+    assert lines["NODE solver=native regularize=both"]["train loss"] == "0.125"
+    assert lines["NODE solver=native regularize=none"]["train loss"] == "0.5"
 
 
-def test_the_tolerance_curve_is_measured_and_drawn(runs, capsys):
-    folder = runs("curve0", "curve1")
-    with (folder / "curve0" / "tolerance.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["tolerance"]) for row in rows] == pytest.approx([1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
-    assert int(rows[0]["backward"]) < int(rows[-1]["backward"])
-    assert float(rows[0]["gradient_error"]) > float(rows[-1]["gradient_error"]) > 0
-    plot.main([str(folder)])
+def test_baselines_stand_beside_models_without_evaluations(tmp_path, capsys):
+    for seed, mse in ((0, 0.1), (1, 0.4)):
+        for model in ("gru", "node", "lstm"):
+            write_vibration(tmp_path / f"{model}{seed}", model, seed=seed, mse=mse)
+    plot.main([str(tmp_path)])
+    lines = read_table(capsys.readouterr().out)
+    assert list(lines) == ["NODE", "LSTM", "GRU"]
+    assert lines["GRU"]["test forecast mse"] == "0.25 [0.1, 0.4]"
+    for name in ("NFE forward", "backward", "ratio", "validation NFE"):
+        assert [lines[model][name] for model in ("LSTM", "GRU")] == ["-", "-"]
+    figure = plot.draw(collect(tmp_path), "")
+    drawn = {ax.get_ylabel(): [line.get_label() for line in ax.get_lines()] for ax in figure.axes}
+    assert drawn.pop("forward evaluations per batch") == ["NODE"]
+    assert drawn.pop("evaluations repeated in the backward pass") == ["NODE"]
+    assert list(drawn) == ["train forecast mse", "validation forecast mse", "seconds per epoch"]
+    assert all(names == ["NODE", "LSTM", "GRU"] for names in drawn.values())
+    assert [ax.get_yscale() for ax in figure.axes] == ["log", "log", "linear", "linear", "linear"]
+    plot.plt.close(figure)
+
+
+def test_a_run_that_diverged_is_said_to(tmp_path, capsys):
+    write_vibration(tmp_path / "run", "gru", mse=None)
+    plot.main([str(tmp_path)])
+    assert read_table(capsys.readouterr().out)["GRU"]["test forecast mse"] == "diverged"
+
+
+def test_protocols_and_data_have_figures_of_their_own(tmp_path):
+    for protocol in ("paper", "honest"):
+        write_vibration(tmp_path / protocol, "gru", protocol=protocol, data="f16")
+    names = [group.experiment for group in collect(tmp_path)]
+    assert names == ["plane_vibration-default-f16-honest", "plane_vibration-default-f16-paper"]
+
+
+def test_the_tolerance_curve_is_drawn(tmp_path, capsys):
+    for seed in (0, 1):
+        write_images(tmp_path / str(seed), options={"model": "anode", "seed": seed})
+        rows = "".join(f"{10.0**-k},{k},{k},0.1,{0.1**k}\n" for k in range(1, 4))
+        (tmp_path / str(seed) / "tolerance.csv").write_text("tolerance,forward,backward,error,gradient_error\n" + rows)
+    plot.main([str(tmp_path)])
     name = "image_classification-default-digits-tolerance.png"
-    assert is_png(folder / name)
+    assert is_png(tmp_path / name)
     assert name in capsys.readouterr().out
 
 
-def test_plot_warns_of_seconds_from_different_machines(runs, caplog):
-    folder = runs("cloud0", "cloud1")
-    path = folder / "cloud1" / "summary.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"threads": 99}))
-    plot.collect(folder)
+def test_seconds_are_of_runs_that_had_the_machine_to_themselves(tmp_path, caplog):
+    write_cloud(tmp_path / "0")
+    write_cloud(tmp_path / "1", tol=0.5)
+    panels = ["train_loss", "nfe_forward", "nfe_backward"]
+    assert list(plot._panels(collect(tmp_path))) == [*panels, "seconds"]
+    for change in ({"runs_at_a_time": 2}, {"threads": 99}, {"runs_at_a_time": None}):
+        edit(tmp_path / "1" / "summary.json", **{**MACHINE, **change})
+        assert list(plot._panels(collect(tmp_path))) == panels
+    write_cloud(tmp_path / "2", seed=1)
+    edit(tmp_path / "2" / "summary.json", threads=99)
+    collect(tmp_path)
     assert "the seconds of NODE are means over different threads" in caplog.text
 
 
-def test_seconds_are_drawn_of_runs_that_had_the_machine_to_themselves(runs):
-    folder = runs("cloud0", "tighter")
-    assert "seconds" in plot._panels(plot.collect(folder))
-    path = folder / "tighter" / "summary.json"
-    summary = json.loads(path.read_text())
-    for change in ({"runs_at_a_time": 2}, {"threads": 99}, {"runs_at_a_time": None}):
-        path.write_text(json.dumps(summary | change))
-        assert list(plot._panels(plot.collect(folder))) == ["train_loss", "nfe_forward"]
-
-
-def test_a_single_epoch_is_seen_and_models_stand_beside_one_another(runs):
-    folder = runs("cloud0", "cloud1", "tighter")
-    for path in folder.rglob("metrics.csv"):
+def test_a_single_epoch_is_seen_and_models_stand_beside_one_another(tmp_path):
+    for name, options in (("0", {}), ("1", {"seed": 1}), ("2", {"tol": 0.5})):
+        write_cloud(tmp_path / name, **options)
+        path = tmp_path / name / "metrics.csv"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    figure = plot.draw(plot.collect(folder), "title")
+    figure = plot.draw(collect(tmp_path), "title")
     for ax in figure.axes:
         lines = [line for line in ax.get_lines() if line.get_label().startswith("NODE")]
         positions = [line.get_xdata().tolist() for line in lines]
         assert len({x for (x,) in positions}) == len(lines) == 2
         assert all(0.5 < x < 1.5 for (x,) in positions)
-        assert all(line.get_marker() not in ("", "None") for line in lines)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     assert legend.get_window_extent().x0 > max(ax.get_window_extent().x1 for ax in figure.axes)
@@ -155,12 +191,7 @@ def test_a_single_epoch_is_seen_and_models_stand_beside_one_another(runs):
 @pytest.mark.parametrize(("count", "length"), [(2, 30), (5, 8), (5, 100), (1, 1), (10, 3)])
 def test_equal_lines_can_be_told_apart(count, length):
     """No two have the same marker of the same size, and long lines have theirs at different points."""
-    figure, ax = plot.plt.subplots()
     styles = [line_style(index, count, length) for index in range(count)]
-    for style in styles:
-        ax.plot(range(length), [1.0] * length, **style)
-    figure.draw_without_rendering()
-    plot.plt.close(figure)
     assert len({(style["marker"], style["markersize"]) for style in styles}) == count
     marked = [set(range(style["markevery"][0], length, style["markevery"][1])) for style in styles]
     assert all(marked)
@@ -177,17 +208,16 @@ def test_a_legend_names_each_line_once():
     plot.plt.close(figure)
 
 
-def test_the_colors_of_a_grid_are_a_scale(monkeypatch):
+def test_the_colors_of_a_grid_are_a_scale(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(momentum_ablation, "write_figure", lambda figure, path: figures.append(figure))
     for task, exact in (("pixel_mnist", 100 - 37.39), ("speech", 121.07)):
         judged = momentum_ablation.TASKS[task]
-        grid = momentum_ablation.of_authors(judged)
-        missing = {pair: value for pair, value in grid.items() if pair != (0.0, 1.0)}
-        momentum_ablation.draw_grids({"one": grid, "two": missing, "single": {(0.0, 1.0): 7.0}}, judged, Path("x.png"))
+        grids = {"one": momentum_ablation.of_authors(judged), "single": {(0.0, 1.0): 7.0}}
+        momentum_ablation.draw_grids(grids, judged, tmp_path / "x.png")
         images = [ax.images[0] for ax in figures[-1].axes if ax.images]
         assert images[0].norm.vmax == pytest.approx(exact)
-        assert len(figures[-1].axes) == 6  # each with its scale
+        assert len(figures[-1].axes) == 2 * len(grids)  # each with its scale
         figures[-1].draw_without_rendering()
         plot.plt.close(figures[-1])
 
@@ -198,48 +228,47 @@ def test_plot_of_nothing(tmp_path, capsys):
     assert "no finished run under" in capsys.readouterr().err
 
 
-def test_every_family_of_models_has_names():
-    assert titles({"model": "cfc"})["cfc"] == "CfC"
-    assert titles({"model": "momentum", "cell": "rnn"})["momentum"] == "MomentumRNN"
-    assert titles({"model": "momentum", "heads": 2})["momentum"] == "momentum"
-    assert titles({"model": "transformer", "heads": 2, "connection": "heavy_ball"})["heavy_ball"] == "heavy ball"
+@pytest.mark.parametrize("task", EXPERIMENTS)
+def test_every_model_of_a_task_has_a_title(task):
+    module = importlib.import_module(f"tasks.{task}")
+    kinds = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, TaskConfig) and kind.__module__ == module.__name__
+    ]
+    assert kinds
+    for kind in kinds:
+        titles = EXPERIMENTS[task][1](dataclasses.asdict(kind()))
+        assert set(kind.models) - {"transformer"} <= titles.keys()
 
 
 def test_images_that_were_drawn_stand_below_the_curves(tmp_path, capsys):
-    options = (
-        "--device cpu --side 4 --train-size 8 --test-size 4 --d-model 4 --heads 2 --layers 1 --feedforward 4".split()
-    )
+    images = torch.arange(32).view(2, 16) % 17
     for model in ("softmax", "linear"):
-        image_generation.main([*options, "--model", model, "--epochs", "1", "--out", str(tmp_path / model)])
-    groups = collect(tmp_path)
-    figure = plot.draw(groups, "title")
-    figure.draw_without_rendering()
-    rows = [ax.get_ylabel() for ax in figure.axes if ax.images and ax.get_ylabel()]
-    assert rows == ["softmax", "linear"]
-    drawn = torch.load(tmp_path / "linear" / "samples.pt", weights_only=True)[1]
-    shown = [ax.images[0].get_array() for ax in figure.axes if ax.images][len(drawn) :]
-    for image, pixels in zip(drawn, shown, strict=True):
+        config = ImageGenerationConfig(model=model, side=4)
+        write_run(tmp_path / model, config, ("train_loss", "test_loss", "test_bits_per_dim"))
+        torch.save({1: images.flip(0), 2: images}, tmp_path / model / "samples.pt")
+    figure = plot.draw(collect(tmp_path), "title")
+    assert [ax.get_ylabel() for ax in figure.axes if ax.images and ax.get_ylabel()] == ["softmax", "linear"]
+    shown = [ax.images[0].get_array() for ax in figure.axes if ax.images][len(images) :]
+    for image, pixels in zip(images, shown, strict=True):
         assert (pixels.flatten() * 16).tolist() == pytest.approx(image.tolist())
     plot.plt.close(figure)
-    capsys.readouterr()
     plot.main([str(tmp_path)])
     assert "test bits per dim" in capsys.readouterr().out
-    assert is_png(tmp_path / "image_generation-default-digits-4.png")
 
 
-def test_what_guesses_reach_is_drawn_and_tabulated(tmp_path, capsys):
-    options = "--device cpu --min-length 5 --max-length 20 --train-size 16 --test-size 8 --d-model 4 --layers 1".split()
-    argv = [*options, "--epochs", "2", "--iterations", "2", "--warmup", "1", "--out", str(tmp_path / "run")]
-    lra.main(argv)
+def test_what_guesses_reach_is_drawn_and_tabulated(tmp_path):
+    guesses = {"majority_accuracy": 0.125, "root_accuracy": 0.25}
+    drawn = {f"validation_{name}": value + 0.1 for name, value in guesses.items()}
+    write_run(tmp_path / "run", LRAConfig(model="momentum"), ("train_loss", "validation_accuracy"), **guesses, **drawn)
     (group,) = collect(tmp_path)
-    summary = group.summaries[0]
     figure = plot.draw([group], "title")
     loss, accuracy, *_ = figure.axes
     lines = {line.get_label(): line.get_ydata()[0] for line in accuracy.get_lines()}
-    assert lines["majority class"] == summary["validation_majority_accuracy"]
-    assert lines["first operator alone"] == summary["validation_root_accuracy"]
+    assert (lines["majority class"], lines["first operator alone"]) == (0.225, 0.35)
     assert [line.get_label() for line in loss.get_lines()] == ["momentum"]
     plot.plt.close(figure)
-    header, _, row = plot.table([group]).splitlines()
-    assert "majority accuracy %" in header
-    assert f"{100 * summary['root_accuracy']:.1f}" in row
+    header, _, row = (re.split(r"  +", line) for line in plot.table([group]).splitlines())
+    cells = dict(zip(header, row, strict=True))
+    assert (cells["majority accuracy %"], cells["root accuracy %"]) == ("12.5", "25.0")

@@ -52,23 +52,25 @@ def test_the_gradient_is_the_linear_models():
     assert robustness.gradient_ratio(model, images, labels) == pytest.approx(1, abs=1e-3)
 
 
+def perturbed(attack, model, images, labels):
+    extra = {"steps": 20} if attack == "pgd" else {}
+    return getattr(robustness, attack)(model, images, labels, SIZE, generator(), **extra)
+
+
 @pytest.mark.parametrize("attack", ["fgsm", "pgd"])
 def test_a_linear_model_is_attacked_as_well_as_can_be(attack):
     """Between two classes the worst image in the box is x + size sign(w_wrong - w_right): a step, or many, finds it."""
     model, images, labels = linear()
     weight = model[1].weight.detach()
     worst = images + SIZE * (weight[1 - labels] - weight[labels]).view_as(images).sign()
-    extra = {"steps": 20} if attack == "pgd" else {}
-    moved = getattr(robustness, attack)(model, images, labels, SIZE, generator(), **extra)
-    torch.testing.assert_close(moved, worst)
+    torch.testing.assert_close(perturbed(attack, model, images, labels), worst)
 
 
 @pytest.mark.parametrize("attack", ["noise", "signs", "fgsm", "pgd"])
 def test_perturbed_images_are_images_and_stay_in_the_box(attack):
     model, _, labels = linear()
     images = torch.rand(50, 1, 4, 4).round()  # black and white: half of all moves would leave [0, 1]
-    extra = {"steps": 3} if attack == "pgd" else {}
-    moved = getattr(robustness, attack)(model, images, labels, SIZE, generator(), **extra)
+    moved = perturbed(attack, model, images, labels)
     assert 0 <= moved.min() < moved.max() <= 1
     assert not torch.equal(moved, images)
     if attack != "noise":
@@ -85,9 +87,7 @@ def test_noise_has_its_standard_deviation():
 def test_files_and_clean_accuracy(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(robustness, "SIZES", dict.fromkeys(robustness.SIZES, (0.0, 0.1)))
     robustness.main([str(runs), "--device", "cpu", "--pgd-steps", "2", "--out", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert "Gaussian noise" in out
-    assert "central difference over gradient" in out
+    assert "Gaussian noise" in capsys.readouterr().out
     with (tmp_path / "robustness.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * sum(map(len, robustness.SIZES.values()))
@@ -97,19 +97,13 @@ def test_files_and_clean_accuracy(runs, tmp_path, capsys, monkeypatch):
             clean = json.loads((runs / row["folder"] / "summary.json").read_text())["test_accuracy"]
             assert float(row["accuracy"]) == pytest.approx(clean)
     summary = json.loads((tmp_path / "robustness.json").read_text())
-    assert summary["settings"]["pgd_steps"] == 2
-    assert summary["training"]["epochs"] == 1
-    assert "torch" in summary
+    assert (summary["settings"]["pgd_steps"], summary["training"]["epochs"]) == (2, 1)
     hbnode = next(model for label, model in summary["models"].items() if label.startswith("HBNODE"))
     assert hbnode["seeds"] == [0, 1]
-    values = [
-        float(row["accuracy"])
-        for row in rows
-        if (row["attack"], row["size"]) == ("pgd", "0.1") and row["model"].startswith("HBNODE")
-    ]
+    attacked = [row for row in rows if (row["attack"], row["size"]) == ("pgd", "0.1")]
+    values = [float(row["accuracy"]) for row in attacked if row["model"].startswith("HBNODE")]
     assert hbnode["pgd"]["accuracy"][1] == pytest.approx(sum(values) / 2)
     assert (tmp_path / "robustness.png").read_bytes()[:4] == b"\x89PNG"
-    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_the_attacked_model_is_the_trained_one_with_an_exact_gradient(runs):
@@ -137,15 +131,12 @@ def test_runs_that_were_not_trained_alike_are_refused(runs, tmp_path):
         robustness.main([str(tmp_path), "--device", "cpu"])
 
 
-def test_no_run_is_an_error(tmp_path):
+def test_no_run_and_bad_options_end_it(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"no finished run of image classification under .*Fix: train"):
         robustness.main([str(tmp_path)])
-
-
-def test_bad_options(tmp_path, capsys):
     with pytest.raises(SystemExit):
         robustness.main([str(tmp_path), "--pgd-steps", "0"])
-    assert "--pgd-steps must be at least 1, got 0" in capsys.readouterr().err
+    assert "--pgd-steps must be positive, got 0" in capsys.readouterr().err
 
 
 def test_signs_of_masking_are_found():

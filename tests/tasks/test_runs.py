@@ -16,7 +16,6 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from tasks import point_cloud
 from tasks.common import files, sweep
 from tasks.common.run import Run
 from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
@@ -45,13 +44,6 @@ def finished(two_epochs, tmp_path):
 # What is refused
 
 
-def test_a_run_leaves_its_files(finished):
-    assert set(contents(finished)) == set(FILES)
-    summary = json.loads((finished / "summary.json").read_text())
-    assert {"torch", "device", "commit", "threads", "parameters"} <= summary.keys()
-    assert [row["epoch"] for row in read_metrics(finished)] == ["1", "2"]
-
-
 @pytest.mark.parametrize("left", [part for n in range(1, 5) for part in itertools.combinations(FILES, n)], ids="-".join)
 def test_whatever_is_left_of_a_run_is_not_overwritten_by_another(left, finished):
     for name in set(FILES) - set(left):
@@ -69,11 +61,6 @@ def test_whatever_is_left_of_a_run_is_not_overwritten_by_another(left, finished)
     else:
         polynomial("--epochs", "3", "--out", finished)
         assert len(read_metrics(finished)) == 3
-
-
-def test_a_run_is_deleted_to_begin_another(finished):
-    shutil.rmtree(finished)
-    polynomial("--lr", "0.5", "--out", finished)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +148,23 @@ def test_a_damaged_run_is_named(name, content, finished):
         polynomial("--out", finished)
 
 
+def test_every_flipped_byte_of_a_checkpoint_is_seen_or_changes_nothing(tmp_path):
+    """torch verifies nothing, and the checksums of the zip archive do not cover its directory."""
+    path = tmp_path / "checkpoint.pt"
+    files.write_checkpoint(path, {"task": "polynomial", "model_name": "line", "weights": torch.arange(5.0)})
+    content, whole = path.read_bytes(), files.read_checkpoint(path, "polynomial", "line")
+    mark = len(content) - 64 - len(files.SEAL)  # where the digest begins; before it is its length
+    for index in range(len(content)):
+        flipped = content[:index] + bytes([content[index] ^ 0xFF]) + content[index + 1 :]
+        if mark - 2 <= index < mark + len(files.SEAL):
+            path.write_bytes(flipped)
+            with contextlib.suppress(SystemExit):
+                assert equal(files.read_checkpoint(path, "polynomial", "line"), whole)
+        else:
+            with pytest.raises(ValueError, match="its bytes have changed"):
+                files.verify(flipped)
+
+
 def equal(a, b):
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
@@ -169,45 +173,6 @@ def equal(a, b):
     if isinstance(a, list):
         return len(a) == len(b) and all(map(equal, a, b))
     return a == b
-
-
-def test_every_flipped_byte_of_a_checkpoint_is_seen_or_changes_nothing(tmp_path):
-    """Not torch, nor the checksums of the zip archive: flipping the kind of a file in its directory passes them."""
-    path = tmp_path / "checkpoint.pt"
-    state = {"weights": torch.arange(5.0), "position": 8, "rows": [{"loss": 1.25}], "done": True}
-    files.write_checkpoint(path, {"task": "polynomial", "model_name": "line", **state})
-    content = path.read_bytes()
-    whole = files.read_checkpoint(path, "polynomial", "line")
-    assert equal({name: whole[name] for name in state}, state)
-    mark = len(content) - 64 - len(files.SEAL)  # where the digest begins; before it is its length
-    unread = {mark - 2, mark - 1, *range(mark, mark + len(files.SEAL))}
-    for index in range(len(content)):
-        flipped = bytearray(content)
-        flipped[index] ^= 0xFF
-        if index not in unread:
-            with pytest.raises(ValueError, match="its bytes have changed"):
-                files.verified(bytes(flipped))
-    cuts = [content[:length] for length in range(0, len(content), 97)]
-    flips = [content[:index] + bytes([content[index] ^ 0xFF]) + content[index + 1 :] for index in sorted(unread)]
-    refused = 0
-    for changed in [*cuts, *flips]:
-        path.write_bytes(changed)
-        with contextlib.suppress(SystemExit):  # of the cuts, the one in the digest leaves the archive as it was
-            refused += 1
-            assert equal(files.read_checkpoint(path, "polynomial", "line"), whole)
-            refused -= 1
-    assert refused >= len(cuts) - 1
-
-
-def test_a_flipped_byte_is_not_resumed(finished):
-    path = finished / "checkpoint.pt"
-    content = bytearray(path.read_bytes())
-    weights = torch.load(path, weights_only=True)["model"]["weight"].numpy().tobytes()
-    content[content.index(weights) + 2] ^= 1  # of a mantissa: torch loads another weight
-    path.write_bytes(content)
-    assert torch.load(path, weights_only=True)["model"]["weight"].isfinite()
-    with pytest.raises(SystemExit, match=r"checkpoint.pt cannot be read \(its SHA-256 .*Fix: delete its folder"):
-        polynomial("--epochs", "3", "--out", finished)
 
 
 # Writing
@@ -303,37 +268,6 @@ def test_an_interrupted_sweep_saves_what_goes_on_and_starts_no_more(number, tmp_
     assert set(contents(tmp_path / "line-seed0")) == {"checkpoint.pt", "config.json", "metrics.csv"}
     position = torch.load(tmp_path / "line-seed0" / "checkpoint.pt", weights_only=True)["position"]
     assert len(read_metrics(tmp_path / "line-seed0")) == position // 3
-
-
-def test_a_run_in_the_background_saves_itself_first(tmp_path, monkeypatch):
-    """A whole process in which SIGINT is ignored; resumed, it gives the numbers of one that was not stopped."""
-    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
-    options = "--device cpu --model ghbnode --tol 0.1 --batch-size 40 --checkpoint-seconds 0.01 --out".split()
-    command = [sys.executable, "-m", "tasks.point_cloud", *options, str(stopped), "--epochs", "100000"]
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        wait_for_position(stopped, 4, lambda: process.poll() is None)
-        process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
-    finally:
-        process.kill()
-    assert process.returncode == 1, output
-    assert output.endswith(f"interrupted: saved to {stopped}; the same command goes on from there\n")
-    assert "Traceback" not in output
-    assert not (stopped / "summary.json").exists()
-    position = torch.load(stopped / "checkpoint.pt", weights_only=True)["position"]
-    epochs = str(position // 3 + 2)
-    monkeypatch.setattr(point_cloud, "draw_evolution", lambda *args: None)
-    point_cloud.main([*options, str(stopped), "--epochs", epochs])
-    point_cloud.main([*options, str(whole), "--epochs", epochs])
-    assert_same_run(stopped, whole)
 
 
 def test_interrupted_before_the_training_it_ends_with_a_sentence():

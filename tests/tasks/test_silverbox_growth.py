@@ -94,9 +94,3 @@ def test_growth_writes_its_files(tmp_path, capsys, monkeypatch):
     assert summary["hbnode"]["median"] == pytest.approx(float(rows[4 * 64 - 1]["median"]))
     assert summary["ghbnode"]["q90"] < summary["hbnode"]["q90"]
     assert "ghbnode: |h(63)| median" in capsys.readouterr().out
-
-
-def test_bad_options(capsys):
-    with pytest.raises(SystemExit):
-        silverbox_growth.main(["--draws", "0"])
-    assert "--draws must be positive" in capsys.readouterr().err

@@ -4,10 +4,8 @@ import csv
 import itertools
 import json
 import math
-import os
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,19 +15,15 @@ from torch import nn
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-import hbnode
 from tasks import walker2d
 from tasks.common.config import parse
 from tasks.common.files import read_checkpoint
-from tasks.common.run import count_parameters
-from tasks.data import walker2d_simulation
+from tasks.common.run import Run, count_parameters
+from tasks.data import walker2d as walker2d_data
 from tasks.data.walker2d import read_walker2d
 from tasks.models.baselines import BASELINES
 from tasks.studies import walker2d_gradients
-from tests.models import MODELS, every_model
-from tests.tasks.small_runs import names_in, read_metrics
-
-QUICK = "--device cpu --batch-size 8 --tol 1e-3 --ahead 3 --clip 1".split()
+from tests.models import MODELS
 
 
 def rollout(seed, frames):
@@ -60,12 +54,6 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data" / "walker"
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """Windows of a few frames only."""
-    monkeypatch.setattr(walker2d, "LENGTH", 6)
-
-
 def make(model, **options):
     if model in BASELINES:
         return walker2d.Baseline(model).double()
@@ -90,13 +78,9 @@ def test_rollouts_are_read_from_the_data_folder(data):
     assert read_walker2d()[1] == "8 rollouts of the scripted gait"
 
 
-def test_without_rollouts_it_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    message = r"rollout_\*\.npy is not in HBNODE_DATA=.*Fix: put the rollouts[\s\S]*--generate 100"
-    with pytest.raises(SystemExit, match=message):
-        walker2d.main(["--epochs", "1", "--out", str(tmp_path / "run")])
-    monkeypatch.delenv("HBNODE_DATA")
-    with pytest.raises(FileNotFoundError, match="HBNODE_DATA=None"):
+def test_without_rollouts_it_says_what_to_do(monkeypatch):
+    monkeypatch.delenv("HBNODE_DATA", raising=False)
+    with pytest.raises(FileNotFoundError, match=r"HBNODE_DATA=None. Fix: put the rollouts[\s\S]*--generate 100"):
         read_walker2d()
 
 
@@ -131,15 +115,11 @@ def test_windows_are_kept_frames_with_their_times_and_the_next_raw_frames():
     assert set(starts) == {16}
     assert (numbers[:, 0] < 1000).any()
     assert (numbers[:, 0] >= 5000).any()
-    again = walker2d.windows([numbered(1000), numbered(300, 5000), numbered(40)], seed=3)
-    assert torch.equal(again[0], x)
-
-
-def test_what_follows_a_window():
     x, _, future = walker2d.windows([numbered(200)], seed=0, after=20)
-    assert future.shape == (len(x), 20, 17)
     assert torch.equal(future[..., 0], x[:, -1:, 0] + torch.arange(1.0, 21.0))
     assert future.max() <= 199
+    with pytest.raises(ValueError, match=r"too few for one window of 64 kept ones and 1 after them\. Fix"):
+        walker2d.windows([numbered(50), numbered(40)], seed=0)
 
 
 def test_splits_share_no_rollout_and_statistics_are_of_training(data):
@@ -150,39 +130,14 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     assert [len(part) for part in walker2d.split(rollouts[:3]).values()] == [1, 1, 1]
     with pytest.raises(ValueError, match="at least 3 rollouts, got 2"):
         walker2d.split(rollouts[:2])
-    splits = walker2d.Splits.of(walker2d.WalkerConfig(ahead=5))
+    splits = walker2d.Splits.from_options(walker2d.WalkerConfig(ahead=5, windows=7))
     frames = torch.cat(walker2d.split(read_walker2d()[0])["train"])
     torch.testing.assert_close(splits.mean, frames.mean(0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(splits.deviation, frames.std(0), atol=1e-5, rtol=1e-5)
-
-
-def test_a_subset_is_evenly_spaced():
+    assert len(splits.train[0]) == 7
     batch = (torch.arange(100), torch.arange(100) * 2)
     assert [x.tolist() for x in walker2d.thin(batch, 4)] == [[0, 25, 50, 75], [0, 50, 100, 150]]
     assert all(len(walker2d.thin(batch, count)[0]) == 100 for count in (0, 100, 300))
-
-
-def test_too_short_rollouts(tmp_path, monkeypatch):
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    write_rollouts(tmp_path / "walker", [50, 60, 40])
-    with pytest.raises(SystemExit, match=r"too few for one window of 64 kept ones and 1 after them\. Fix"):
-        walker2d.main(["--epochs", "1", "--out", str(tmp_path / "run")])
-
-
-def test_the_real_rollouts_when_they_are_there():
-    root = os.environ.get("HBNODE_DATA")
-    if not root or len(list((Path(root) / "walker").glob("rollout_*.npy"))) != 400:
-        pytest.skip("the rollouts are not in HBNODE_DATA")
-    rollouts, _ = read_walker2d()
-    assert sum(map(len, rollouts)) == 254_963
-    # the step of the height is its velocity times the duration of a frame
-    one = rollouts[0].double()
-    torch.testing.assert_close(one[1:, 0] - one[:-1, 0], (one[1:, 9] + one[:-1, 9]) / 2 * 0.008, atol=2e-3, rtol=0)
-    limbs = walker2d_simulation.skeleton(torch.cat(rollouts[:50]).double())
-    lowest = torch.cat([limbs[side][:, 2:, 1] for side in ("right", "left")], dim=1).min(1).values
-    assert lowest.min() > -0.03  # feet stay on the floor, and are half on it in the median stride
-    assert lowest.quantile(0.2).item() == pytest.approx(0.06, abs=0.02)  # the radius of a foot
-    assert len(walker2d.Splits.of(walker2d.WalkerConfig()).test[0]) == 1948
 
 
 # Models
@@ -195,13 +150,9 @@ def test_the_papers_parameter_counts():
     options = config.rnn_options()
     assert (options["method"], options["gradient"], options["per_sample"]) == ("dopri5", "adjoint", False)
     assert options["adjoint_options"] == {}
-    counts = [count_parameters(make(model)) for model in MODELS]
-    assert counts == [8_729, 8_819, 8_757, 8_898, 8_899]
-
-
-@pytest.mark.parametrize("model", [m for m in BASELINES if m != "cfc"])
-def test_baselines_are_of_that_size(model):
-    assert count_parameters(make(model)) == pytest.approx(8_800, rel=0.03)
+    counts = [count_parameters(make(model)) for model in (*MODELS, "gru")]
+    assert counts[:5] == [8_729, 8_819, 8_757, 8_898, 8_899]
+    assert counts[5] == pytest.approx(8_800, rel=0.03)
 
 
 @pytest.mark.parametrize("model", [*MODELS, "gru", "gru-d"])
@@ -217,17 +168,6 @@ def test_a_prediction_sees_its_own_frame_and_none_after_it(model):
         assert not seen[:, i + 1 :].any()
 
 
-@pytest.mark.parametrize("model", [*MODELS, "gru", "gru-d"])
-def test_going_on_from_a_state_is_reading_it_all(model):
-    torch.manual_seed(1)
-    x, t = samples(3, 6, 17), torch.rand(3, 6, dtype=torch.float64).cumsum(1)
-    net = make(model, shrink=1.0)
-    whole, _ = net(x, t)
-    first, state = net(x[:, :4], t[:, :4])
-    rest, _ = net(x[:, 4:], t[:, 4:], state)
-    torch.testing.assert_close(torch.cat([first, rest], dim=1), whole)
-
-
 def test_a_prediction_is_the_head_of_the_state_a_frame_later():
     """For a field that only turns h, h_{t + 1/64} is known."""
     net = make("node", shrink=1.0)
@@ -240,15 +180,10 @@ def test_a_prediction_is_the_head_of_the_state_a_frame_later():
     torch.testing.assert_close(predicted, net.head(h * math.exp(3 / 64)), atol=1e-4, rtol=1e-4)
 
 
-@every_model
-def test_a_shrunk_residual_cell_hardly_moves(model):
-    x, t = samples(2, 5, 17), torch.arange(5.0, dtype=torch.float64).expand(2, 5) / 64
-    for residual, low, high in ((True, 0.0, 0.1), (False, 0.1, 1.0)):
-        net = make(model, residual=residual)
-        assert net.rnn.residual == residual
-        largest = net.rnn.cell(x[:, 0], torch.zeros(2, net.rnn.state_size, dtype=torch.float64)).abs().max()
-        assert low < largest <= high
-    assert net(x, t)[0].shape == x.shape
+@pytest.mark.parametrize(("shrink", "low", "high"), [(0.01, 0.0, 0.1), (1.0, 0.1, 1.0)])
+def test_a_shrunk_cell_hardly_moves(shrink, low, high):
+    cell = walker2d.Cell(24, (48,), shrink).double()
+    assert low < cell(samples(3, 17), torch.zeros(3, 24, dtype=torch.float64)).abs().max() <= high
 
 
 def test_channels_leave_in_their_own_units():
@@ -282,77 +217,41 @@ def test_walking_on_feeds_predictions_a_frame_apart(model):
 def test_the_skeleton_stands_and_bends_as_a_walker():
     frame = torch.zeros(17)
     frame[0] = 1.25  # MuJoCo's model at rest: its feet's axes are 0.1 above the floor
-    limbs = walker2d_simulation.skeleton(frame)
+    limbs = walker2d.skeleton(frame)
     torch.testing.assert_close(limbs["torso"], torch.tensor([[0.0, 1.05], [0.0, 1.45]]))
     leg = torch.tensor([[0.0, 1.05], [0.0, 0.6], [0.0, 0.1], [0.2, 0.1]])
     torch.testing.assert_close(limbs["right"], leg)
     torch.testing.assert_close(limbs["left"], leg)
     frame[3] = -math.pi / 2  # a knee bends backwards
     frame[1] = 0.1  # the torso leans forwards
-    limbs = walker2d_simulation.skeleton(frame)
+    limbs = walker2d.skeleton(frame)
     assert limbs["torso"][1, 0] > 0 > limbs["torso"][0, 0]
     assert limbs["right"][2, 0] < limbs["right"][1, 0] - 0.4
     for name, lengths in (("torso", [0.4]), ("right", [0.45, 0.5, 0.2]), ("left", [0.45, 0.5, 0.2])):
         torch.testing.assert_close(limbs[name].diff(dim=0).norm(dim=1), torch.tensor(lengths))
 
 
-# Training
-
-
-def test_training_resumes_to_the_same_numbers_and_writes_its_files(data, short, tmp_path, monkeypatch):
-    options = ["--model", "hbnode", "--windows", "24", *QUICK]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    walker2d.main([*options, "--epochs", "2", "--out", str(whole)])
-    monkeypatch.setattr(walker2d, "draw_walks", lambda *args: None)  # it takes longer than the training
-    walker2d.main([*options, "--epochs", "1", "--out", str(parts)])
-    walker2d.main([*options, "--epochs", "2", "--out", str(parts)])
-    names = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt", "forecast.png"}
-    assert names_in(whole) == names
-    rows = read_metrics(whole)
-    assert rows == read_metrics(parts)
-    assert float(rows[1]["train_loss"]) < float(rows[0]["train_loss"])
-    assert float(rows[0]["nfe_forward"]) >= 12
-    summary, other = (json.loads((folder / "summary.json").read_text()) for folder in (whole, parts))
-    for name in ("test_mse", "walk_mse"):
-        assert summary[name] == other[name] > 0
-    assert (summary["training_windows"], summary["data"]) == (24, "8 rollouts of a trained policy")
-    splits = walker2d.Splits.of(walker2d.WalkerConfig(ahead=3))
-    model = walker2d.make_model(walker2d.WalkerConfig(model="hbnode", tol=1e-3), splits.mean, splits.deviation)
-    model.load_state_dict(torch.load(whole / "checkpoint.pt", weights_only=True)["model"])
+def test_a_report_has_the_errors_of_predictions_and_of_standing_still(data, tmp_path):
+    config = walker2d.WalkerConfig(model="node", ahead=3, windows=8, device="cpu", out=str(tmp_path), tol=1e-3)
+    splits = walker2d.Splits.from_options(config)
+    model = walker2d.make_model(config, splits.mean, splits.deviation)
+    found = walker2d.report(Run("walker2d", config, ""), model, splits, config)
     x, t, y = splits.test
-    expected = (model(x, t)[0] - y).square().mean().item()
-    assert summary["test_mse"] == pytest.approx(expected, rel=1e-4)
-    assert summary["test_standing_mse"] == pytest.approx((x - y).square().mean().item(), rel=1e-5)
+    assert found["test_mse"] == pytest.approx((model(x, t)[0] - y).square().mean().item(), rel=1e-4)
+    assert found["test_standing_mse"] == pytest.approx((x - y).square().mean().item(), rel=1e-5)
+    x, t, future = splits.futures
+    walk = walker2d.walk_on(model, x, t, 3)
+    assert found["walk_mse"] == pytest.approx((walk - future).square().mean().item(), rel=1e-4)
+    assert found["walk_standing_mse"] == pytest.approx((x[:, -1:] - future).square().mean().item(), rel=1e-5)
+    assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["--model anode --no-residual --no-standardize", "--model gru", "--model node --preset paper --tol 1e-3"],
-)
-def test_other_models_train(options, data, short, tmp_path, monkeypatch):
-    monkeypatch.setattr(walker2d, "draw_walks", lambda *args: None)
-    argv = [*options.split(), "--windows", "8", "--epochs", "1", "--out", str(tmp_path / "run"), "--device", "cpu"]
-    walker2d.main([*argv, "--ahead", "3"])
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["test_mse"] > 0
-    assert (summary["nfe_forward"] > 0) == ("gru" not in options)
-    assert (summary["nfe_backward"] > 0) == ("paper" in options)
-
-
-def test_the_unit_of_time_is_fitted_on_request(data, short, tmp_path, monkeypatch):
-    monkeypatch.setattr(walker2d, "draw_walks", lambda *args: None)
-    argv = "--model hbnode --windows 8 --epochs 1 --ahead 3 --device cpu --time-unit 0".split()
-    walker2d.main([*argv, "--out", str(tmp_path)])
+def test_the_unit_of_time_is_fitted_on_request(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(walker2d, "report", lambda *args: {})
+    options = "--windows 8 --epochs 1 --ahead 3 --device cpu --tol 1e-2 --time-unit 0 --out".split()
+    walker2d.main([*options, str(tmp_path)])
     checkpoint = read_checkpoint(tmp_path / "checkpoint.pt", "walker2d", "hbnode")
     assert float(checkpoint["model"]["rnn.time_unit"]) == pytest.approx(10 * walker2d.FRAME, rel=1e-4)
-
-
-def test_bad_options(capsys):
-    for argv, message in ((["--ahead", "0"], "--ahead must be positive"), (["--model", "resnet"], "invalid choice")):
-        with pytest.raises(SystemExit) as exit_:
-            walker2d.main(argv)
-        assert exit_.value.code == 2
-        assert message in capsys.readouterr().err
 
 
 # Generating rollouts
@@ -385,12 +284,15 @@ def gymnasium(tmp_path, monkeypatch):
 
 
 def test_generated_rollouts_are_read_back(gymnasium, tmp_path, capsys):
+    step, gymnasium.environment.step = gymnasium.environment.step, None
+    with pytest.raises(TypeError):
+        walker2d.main(["--generate", "3"])
+    assert not (tmp_path / "made" / "walker").exists()  # nothing half done
+    gymnasium.environment.step = step
     walker2d.main(["--generate", "3"])
     rollouts, source = read_walker2d()
     assert [tuple(r.shape) for r in rollouts] == [(181, 17)] * 3
-    assert rollouts[0].dtype == torch.float32
     assert source == "3 rollouts of the scripted gait"
-    assert "no trained policy" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "made").iterdir()} == {"walker"}
     actions = np.array(gymnasium.environment.actions)
     assert actions.shape[1:] == (6,)
@@ -399,26 +301,16 @@ def test_generated_rollouts_are_read_back(gymnasium, tmp_path, capsys):
         walker2d.main(["--generate", "3"])
 
 
-def test_generating_leaves_nothing_half_done(gymnasium, tmp_path):
-    step, gymnasium.environment.step = gymnasium.environment.step, None
-    with pytest.raises(TypeError):
-        walker2d.main(["--generate", "2"])
-    assert not (tmp_path / "made" / "walker").exists()
-    gymnasium.environment.step = step
-    walker2d.main(["--generate", "2"])
-    assert len(read_walker2d()[0]) == 2
-
-
-def test_generating_says_what_is_missing(gymnasium, tmp_path, monkeypatch):
-    monkeypatch.setattr(walker2d_simulation, "SHORTEST", 10_000)
+def test_generating_says_what_is_missing(gymnasium, monkeypatch):
+    monkeypatch.setattr(walker2d_data, "SHORTEST", 10_000)
     with pytest.raises(SystemExit, match="only 0 of 50 episodes lasted 10000 frames"):
-        walker2d.main(["--generate", "1"])
+        walker2d_data.generate(1, 0)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(SystemExit, match=r"Walker2d-v5 cannot be simulated \(.*Fix: pip install -e '\.\[walker\]'"):
-        walker2d.main(["--generate", "1"])
+        walker2d_data.generate(1, 0)
     monkeypatch.delenv("HBNODE_DATA")
     with pytest.raises(SystemExit, match="HBNODE_DATA is not set"):
-        walker2d.main(["--generate", "1"])
+        walker2d_data.generate(1, 0)
 
 
 # Gradients through time
@@ -462,12 +354,12 @@ def test_without_an_ode_and_with_a_known_cell_the_gradient_is_known():
         assert walker2d_gradients.ratios(norms)[2].item() == pytest.approx(factor**2)
 
 
-def test_gradients_write_their_files(data, short, tmp_path, monkeypatch, capsys):
+def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(walker2d, "LENGTH", 6)
     monkeypatch.setattr(walker2d_gradients, "BACK", (2, 60))
-    argv = "--windows 8 --epochs 1 --batch-size 8 --measured 3 --seeds 2 --tol 1e-3".split()
+    argv = "--windows 8 --epochs 1 --batch-size 8 --measured 3 --seeds 1 --tol 1e-3".split()
     walker2d_gradients.main([*argv, "--out", str(tmp_path / "run")])
-    names = {"adjoint_norms.csv", "adjoint_norms.json", "adjoint_norms.png"}
-    assert names_in(tmp_path / "run") == names
+    assert (tmp_path / "run" / "adjoint_norms.png").read_bytes()[:4] == b"\x89PNG"
     with open(tmp_path / "run" / "adjoint_norms.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 7 * 6
@@ -475,28 +367,6 @@ def test_gradients_write_their_files(data, short, tmp_path, monkeypatch, capsys)
     left = {(r["cell"], r["stage"], r["model"]): float(r["ratio"]) for r in rows if r["frames_back"] == "5"}
     for model in (*MODELS, "still"):  # the residual path is what keeps gradients
         assert left["plain", "untrained", model] < 1e-3 < 0.3 < left["residual", "untrained", model]
-    out = capsys.readouterr().out
-    assert "untrained: the residual path changes it by a factor of 1e" in out
-    assert "trained, residual cell: 5 frames back the ODE changes it by a factor of" in out
+    assert "trained, residual cell: 5 frames back the ODE changes it by a factor of" in capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "adjoint_norms.json").read_text())
-    assert len(summary["last_training_losses"]) == 2 * 7 * 2
-
-
-def test_gradients_refuse_bad_options(capsys, tmp_path, monkeypatch):
-    for argv, message in ((["--seeds", "0"], "--seeds must be positive"), (["--seed", "-1"], "must not be negative")):
-        with pytest.raises(SystemExit):
-            walker2d_gradients.main(argv)
-        assert message in capsys.readouterr().err
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
-    with pytest.raises(SystemExit, match="Fix: put the rollouts"):
-        walker2d_gradients.main([])
-
-
-def test_controls_stand_still():
-    for name, pair in walker2d_gradients.CONTROLS.items():
-        net = walker2d_gradients.make(name, residual=False, tol=1e-5)
-        x, t = torch.randn(2, 3, 17), torch.arange(3.0).expand(2, 3)
-        before, after, _ = net.rnn.filter(x, t)
-        assert torch.equal(before.h[:, 1:], after.h[:, :-1])
-        assert isinstance(after, hbnode.nn.ODERNNState)
-        assert (after.m is not None) == pair
+    assert len(summary["last_training_losses"]) == 2 * 7
