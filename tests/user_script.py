@@ -205,7 +205,7 @@ def readme_recurrent_layers_with_momentum() -> None:
 
     print(f"squared error of the next sample {loss:.4f}, of the last one repeated {x.diff(dim=1).square().mean():.4f}")
     output, state = rnn(x[:, :1], state)  # a state goes on where its sequence ended
-    stock = rnn.to_stock()  # a plain torch.nn.LSTM behind a filter, for deployment
+    stock = rnn.to_torch()  # a plain torch.nn.LSTM behind a filter, for deployment
 
 
 def readme_attention_with_momentum() -> None:
