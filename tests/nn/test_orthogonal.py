@@ -6,12 +6,12 @@ import pickle
 
 import pytest
 import torch
+from hbnode.nn.orthogonal import Trivialization
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import hbnode
-from hbnode.nn import recurrent
-from hbnode.nn.recurrent.orthogonal import Trivialization
+from hbnode.nn import recurrent, rules
 from tests.momentum_layers import RULES, close, gradients, kind, make_input, make_pair, make_state
 
 some_rules = pytest.mark.parametrize("rule", ["", "restart", "adam"])  # none, linear, not linear
@@ -360,7 +360,7 @@ def test_a_copy_is_whole(what, copied):
     if what == "removed":
         torch.nn.utils.parametrize.remove_parametrizations(layer, "weight_hh")
     if what == "changed":
-        layer.rule, layer.note = recurrent.rules.Momentum(), "mine"
+        layer.rule, layer.note = rules.Momentum(), "mine"
     expected, _ = layer(x)
     copiers = {"pickled": lambda z: pickle.loads(pickle.dumps(z)), "deep": copy.deepcopy, "shallow": copy.copy}
     again = copiers[copied](layer)
