@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from hbnode._torch import is_exporting, needs_reference
 
 BLOCK = 32  # samples that one matrix filters
-WIDE = 2**11  # numbers per sample from which on a loop over time is faster than matrices
+WIDE = 2**11  # numbers per sample from which on, on a CPU, a loop over time is faster than matrices
 COMPILED = 16  # steps of a cell in one compiled function
 
 
@@ -34,7 +34,8 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     """
     rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
     takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting())
-    if takes_any_length or (x.shape[0] > 4 and rates.dim() == 1 and x[0].numel() < WIDE):
+    is_narrow = x.shape[0] > 4 and (x[0].numel() < WIDE or x.device.type != "cpu")
+    if takes_any_length or (is_narrow and rates.dim() == 1):
         return _filter_blocks(s * x, rates.to(x.device).reshape(x.shape[0], -1), v, takes_any_length)
     v, found = torch.zeros_like(x[0]) if v is None else v, []
     for mu_t, x_t in zip(rates.to(x).reshape(len(x), -1, 1).unbind(), (s * x).unbind(), strict=True):
@@ -100,7 +101,7 @@ class Cell(NamedTuple):
         torch_layer: name of torch's layer of this cell in ``torch._VF``, or None.
     """
 
-    step: Callable[..., tuple[Tensor, Tensor | None]]
+    step: Callable[..., Any]
     gates: int = 1
     has_cell_state: bool = False
     adds_bias: bool = False
@@ -130,22 +131,14 @@ def run_cell(
         return _run_steps(cell.step, d, h, c, u.T, bias)
     found = []
     for block in d.split(COMPILED):
-        run = _run_steps
-        if len(block) == COMPILED:
-            run = _compiled(cell.step, block.shape, d.dtype, d.device)
+        is_whole = len(block) == COMPILED
+        run = _compiled(cell.step, block.shape, d.dtype, d.device) if is_whole else _run_steps
         block_h, h, c = run(cell.step, block, h, c, u.T, bias)
         found.append(block_h)
     return torch.cat(found), h, c
 
 
-def _run_steps(
-    step: Callable[..., tuple[Tensor, Tensor | None]],
-    d: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    u: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _run_steps(step: Callable[..., Any], d: Tensor, h: Tensor, c: Tensor | None, u: Tensor, bias: Tensor | None) -> Any:
     found = []
     for d_t in d.unbind():
         h, c = step(d_t, h, c, u, bias)
@@ -154,7 +147,7 @@ def _run_steps(
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(*_: object) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+def _compiled(*_: object) -> Callable[..., Any]:
     """Compile a copy of the code for each step, shape, dtype and device: torch limits how often it compiles one."""
     code = types.FunctionType(_run_steps.__code__.replace(), _run_steps.__globals__)
     return torch.compile(code, dynamic=False)

@@ -32,7 +32,7 @@ from hbnode._torch import (
     no_autocast,
     untraced,
 )
-from hbnode.nn._scan import Cell, run_cell
+from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn.orthogonal import OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
 
@@ -721,17 +721,17 @@ class RecurrentLayer(RecurrentBase):
             h (T, batch, hidden_size), and the state after the last sample of each sequence.
         """
         if autocast:
-            dtypes = [weights.w.dtype] * 2 + [memory_dtype(weights.w.dtype)] * 3
             x = x.to(weights.w.dtype)
-            state = _State(*(z if z is None else z.to(dtype) for z, dtype in zip(state, dtypes, strict=True)))  # type: ignore[arg-type]
+            h, c, *kept = state
+            memory = [None if z is None else z.to(memory_dtype(x.dtype)) for z in kept]
+            state = _State(h.to(x.dtype), None if c is None else c.to(x.dtype), *memory)
         _check_dtype(x, weights.w.dtype, f", or layer.to({x.dtype})")
         if state.v is None and isinstance(self.rule, LinearRule):
             filtered, w, b = self._filter_inputs(x, weights, t)
             out, h, c = self._run_cell(batch, filtered, w, b, weights, state, autocast)
             return out, _State(h, c, linear(batch.last(filtered), w, b).to(memory_dtype(x.dtype)))
         if all(z is None for z in state[2:]):
-            memory = self.rule.start(x.new_empty(x.shape[1], len(weights.w)))
-            state = _State(state.h, state.c, *memory[:3])
+            state = _State(state.h, state.c, *self.rule.start(x.new_empty(x.shape[1], len(weights.w)))[:3])
         outputs: list[Tensor] = []
         ends: list[_State] = []
         for time, count in batch.segments():
@@ -750,7 +750,8 @@ class RecurrentLayer(RecurrentBase):
         if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
             decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
-        rows = max(1, CHUNK // max(1, x.shape[1] * len(weights.w)))
+        is_whole = x.is_cuda and torch.is_grad_enabled()  # a call of cuDNN
+        rows = len(x) if is_whole else max(BLOCK, CHUNK // max(1, x.shape[1] * len(weights.w)))
         for part in x[:steps].split(rows) if steps else ():
             d, memory = self._filter(part, weights, memory)
             out, h, c = self._run_cell(SequenceBatch(d), d, None, None, weights, state, autocast)
