@@ -34,8 +34,9 @@ def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = No
     """
     rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
     takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting())
-    is_narrow = x.shape[0] > 4 and (x[0].numel() < WIDE or x.device.type != "cpu")
-    if takes_any_length or (is_narrow and rates.dim() == 1):
+    if takes_any_length or (  # of a symbolic length no more may be asked
+        x.shape[0] > 4 and rates.dim() == 1 and (x.device.type != "cpu" or x[0].numel() < WIDE)
+    ):
         return _filter_blocks(s * x, rates.to(x.device).reshape(x.shape[0], -1), v, takes_any_length)
     v, found = torch.zeros_like(x[0]) if v is None else v, []
     for mu_t, x_t in zip(rates.to(x).reshape(len(x), -1, 1).unbind(), (s * x).unbind(), strict=True):
