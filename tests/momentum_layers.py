@@ -1,4 +1,4 @@
-"""The momentum recurrent layers as the parametrised tests need them, each with its plain twin."""
+"""The momentum recurrent layers as the parametrised tests need them, each with its plain reference."""
 
 import dataclasses
 from unittest import mock
@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from hbnode.nn import recurrent, rules
-from hbnode.nn.recurrent import layers
 from tests.reference_recurrent import Twin
 
 RULES = {
@@ -20,26 +19,11 @@ RULES = {
     "adaptive": rules.AdaptiveMomentum(step_size=0.5, delta=0.1),
 }
 CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU", "dtriv": "DTRIV"}
-STOCK = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
-PAIRS = [  # each rule and each cell, the scan and the filter
-    *(("rnn", "adaptive"), ("lstm", "momentum"), ("lstm", "adam"), ("gru", "nag"), ("gru", "rmsprop")),
-    *(("dtriv", "restart"), ("dtriv", "")),
-]
-GRID = [  # each cell with a linear rule and with another; each of the other rules with one cell
-    *((cell, rule) for cell in CELLS for rule in ("momentum", "adam")),
-    *(("rnn", "adaptive"), ("lstm", "restart"), ("gru", "nag"), ("gru", "rmsprop"), ("dtriv", "")),
-]
-every_rule = pytest.mark.parametrize("rule", RULES)
-two_rules = pytest.mark.parametrize("rule", ["nag", "adam"])  # linear, with a schedule, and not linear
-some_layers = pytest.mark.parametrize(("cell", "rule"), PAIRS)
+TORCH = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
+GRID = [(cell, rule) for cell in CELLS for rule in ("momentum", "adam")]
+PAIRS = [("rnn", "adaptive"), ("lstm", "momentum"), ("gru", "adam"), ("dtriv", "nag")]
 every_layer = pytest.mark.parametrize(("cell", "rule"), GRID)
-
-
-def randomise(module):
-    """Parameters off their initialisation, so that nothing cancels; an orthogonal weight stays one."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
+some_layers = pytest.mark.parametrize(("cell", "rule"), PAIRS)
 
 
 def kind(cell, rule="momentum", suffix=""):
@@ -47,25 +31,17 @@ def kind(cell, rule="momentum", suffix=""):
     return getattr(recurrent, ("Momentum" if rule else "") + CELLS[cell] + suffix)
 
 
-def numbers(rule):
-    """The numbers of a rule by their names."""
-    return dataclasses.asdict(RULES[rule]) if rule else {}
-
-
 def make_pair(cell, rule, inputs=2, hidden=3, layers=1, *, suffix="", **options):
-    """A layer (or cell, with suffix "Cell") in float64 and its twin."""
-    twin = Twin(cell, rule, numbers(rule), options.get("nonlinearity", "tanh"))
+    """A layer (or cell, with suffix "Cell") in float64, off its initial weights, and its reference."""
+    twin = Twin(cell, rule, dataclasses.asdict(RULES[rule]) if rule else {}, options.get("nonlinearity", "tanh"))
     if rule:
         options["rule"] = RULES[rule]
     arguments = (inputs, hidden) if suffix else (inputs, hidden, layers)
     layer = kind(cell, rule, suffix)(*arguments, dtype=torch.float64, **options)
-    randomise(layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
     return layer, twin
-
-
-def plain(cell, *arguments, **options):
-    """A layer that is to be torch.nn's."""
-    return kind(cell)(*arguments, momentum=0.0, step_size=1.0, **options).double()
 
 
 def make_input(time=7, batch=3, inputs=2):
@@ -74,20 +50,15 @@ def make_input(time=7, batch=3, inputs=2):
 
 
 def make_state(layer, x):
-    """A random initial state of the entries that the layer uses, and the same for its twin."""
+    """A random initial state of the entries that the layer uses, and the same for its reference."""
     _, used = layer(x)
-    entries = {k: torch.rand_like(v) + 0.1 if v.is_floating_point() else v for k, v in present(used).items()}
+    entries = {k: torch.rand_like(v) + 0.1 if v.is_floating_point() else v for k, v in used.as_dict().items()}
     if "t" in entries:
         entries["t"] = torch.arange(3, 3 + len(entries["t"]))
     for name, value in entries.items():
         if name != "t":
             value.requires_grad_()
     return recurrent.RecurrentState(**entries), entries
-
-
-def present(state):
-    """The entries of a state that are not None, by name."""
-    return state.as_dict()
 
 
 def close(found, expected, tolerance):
@@ -106,14 +77,14 @@ def gradients(output, state, leaves):
     return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
 
 
-def assert_equal_to_twin(layer, twin, x, state=None, lengths=None, tolerance=1e-10, gradient_tolerance=1e-9):
-    """Values and all gradients of a layer against its twin's; ``state`` is a pair from make_state."""
+def assert_equal_to_twin(layer, twin, x, state=None, lengths=None, gradient_tolerance=1e-9):
+    """Values and all gradients of a layer against its reference's; ``state`` is a pair from make_state."""
     given, entries = state or (None, {})
     x = x.detach().requires_grad_()
     leaves = [x, *layer.parameters(), *(value for name, value in entries.items() if name != "t")]
     fed = x
     if lengths is not None:
-        fed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+        fed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
     expected_output, wanted = twin(layer, x, entries, lengths)
     wanted_gradients = None
     for _ in every_way():
@@ -122,23 +93,27 @@ def assert_equal_to_twin(layer, twin, x, state=None, lengths=None, tolerance=1e-
         with torch.no_grad():
             without_gradient = _padded(layer(fed, given), lengths, len(x))
         for found, end in ((output, last), without_gradient):
-            close(found, expected_output, tolerance)
+            close(found, expected_output, 1e-10)
             for name, value in end.items():
-                close(value.double(), expected[name].double(), tolerance)
+                close(value.double(), expected[name].double(), 1e-10)
         wanted_gradients = wanted_gradients or gradients(expected_output, expected, leaves)
         for one, another in zip(gradients(output, last, leaves), wanted_gradients, strict=True):
             close(one, another, gradient_tolerance)
 
 
 def every_way():
-    """The ways a layer picks by its size, one after another: torch's layer over ready drives, and a scan."""
+    """The ways that a layer picks by its size, one after another: torch's layer and matrices, and loops over chunks."""
     yield
-    with mock.patch.object(layers, "SMALL_PRODUCT", 0), mock.patch.object(rules, "MANY", 0):
+    with (
+        mock.patch.object(recurrent, "SMALL_PRODUCT", 0),
+        mock.patch.object(recurrent, "CHUNK", 100),
+        mock.patch("hbnode.nn._scan.WIDE", 0),
+    ):
         yield
 
 
 def _padded(found, lengths, total):
     output, last = found
     if lengths is not None:
-        output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=total)
-    return output, present(last)
+        output, _ = nn.utils.rnn.pad_packed_sequence(output, total_length=total)
+    return output, last.as_dict()

@@ -68,7 +68,7 @@ def lstm():
 
 @pytest.mark.parametrize(
     ("make", "limits"),
-    [(block, (70, 10, 12)), (ode_rnn, (80, 8, 12)), (sdeint, (58, 9, 10)), (lstm, (57, 7, 10))],
+    [(block, (70, 10, 12)), (ode_rnn, (80, 8, 12)), (sdeint, (58, 9, 10)), (lstm, (30, 4, 10))],
     ids=["block", "ODERNN", "sdeint", "MomentumLSTM"],
 )
 def test_what_a_call_passes_through(make, limits):

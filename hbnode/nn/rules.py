@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hbnode import _torch
 from hbnode._suggestions import nearest
-from hbnode._torch import is_tracing, is_transformed
-from hbnode.nn._filter import block_weights, linear_filter
+from hbnode.nn._scan import linear_filter
 
 __all__ = ["Momentum", "NAG", "ScheduledRestart", "Adam", "RMSProp", "AdaptiveMomentum", "Rule", "LinearRule"]
 
@@ -43,21 +40,6 @@ class Memory(NamedTuple):
     m: Tensor | None = None
     g: Tensor | None = None
     t: int | Tensor | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sample has been seen."""
-        return self.v is None and self.m is None and self.g is None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
-        """The same with a function applied to every tensor."""
-        v, m, g, t = self
-        return Memory(
-            None if v is None else function(v),
-            None if m is None else function(m),
-            None if g is None else function(g),
-            function(t) if isinstance(t, Tensor) else t,
-        )
 
 
 class Rule:
@@ -101,14 +83,6 @@ class Rule:
             d (T, batch, n), and the memory after the samples.
         """
         raise NotImplementedError
-
-    def filter_blocks(self, blocks: Iterable[Tensor], memory: Memory) -> tuple[Tensor, Memory]:
-        """Filter a long sequence, given block by block."""
-        filtered = []
-        for g in blocks:
-            d, memory = self(g, memory)
-            filtered.append(d)
-        return torch.cat(filtered), memory
 
 
 class LinearRule(Rule):
@@ -209,9 +183,9 @@ class Adam(Rule):
 
     @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        assert memory.m is not None
-        d, v, m = _normalize(g, memory.v, memory.m, self.momentum, self.step_size, self.beta, self.eps)
-        return d, Memory(v, m)
+        v = linear_filter(g, self.momentum, self.step_size, memory.v)
+        m = linear_filter(g * g, self.beta, 1 - self.beta, memory.m)
+        return v * (m + self.eps).rsqrt(), Memory(v[-1], m[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,9 +206,8 @@ class RMSProp(Rule):
 
     @override
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        assert memory.m is not None
-        d, _, m = _normalize(g, None, memory.m, 0.0, self.step_size, self.beta, self.eps)
-        return d, Memory(m=m)
+        m = linear_filter(g * g, self.beta, 1 - self.beta, memory.m)
+        return self.step_size * g * (m + self.eps).rsqrt(), Memory(m=m[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,8 +284,6 @@ def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: f
     return kind(**given)
 
 
-MANY = 2**14  # numbers a sample, from which on the work and not the number of calls is what takes the time
-
 _POSITIVE = (lambda x: 0 < x < math.inf, "a positive number")
 _VALID = {
     "momentum": (lambda x: 0 <= x <= 1, "in [0, 1]"),
@@ -327,98 +298,6 @@ _VALID = {
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a rule computes and keeps its memory, for inputs of a dtype."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def needs_plain() -> bool:
-    """Whether only operations that autograd knows will do: second derivatives, forward mode, torch.func, a trace."""
-    return is_tracing() or is_transformed() or _torch.double_backward_enabled()
-
-
-def refuse_second_derivative(what: str) -> None:
-    """Refuse to be differentiated twice; torch's ``once_differentiable`` drops the second derivative silently."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{what} cannot be differentiated twice, and create_graph=True asks for it. Fix: create_graph=False, "
-            "torch.func.grad or hessian, or step the layer's cell over time."
-        )
-
-
-def _normalize(
-    g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """v_t / sqrt(m_t + eps) of a few samples, and the last v and m; v is None without momentum."""
-    if g.shape[0] > 1 and g.device.type == "cpu" and not needs_plain():
-        if not torch.is_grad_enabled():
-            return _normalize_in_place(g, v, m, mu, s, beta, eps)
-        if g[0].numel() >= MANY:
-            return _Normalize.apply(g, v, m, mu, s, beta, eps)
-    numerator = s * g if v is None else linear_filter(g, mu, s, v)
-    squares = linear_filter(g * g, beta, 1 - beta, m)
-    return numerator * (squares + eps).rsqrt(), None if v is None else numerator[-1], squares[-1]
-
-
-def _normalize_in_place(
-    g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """:func:`_normalize` without gradient, in few calls over little memory."""
-    filtered = torch.empty_like(g, memory_format=torch.contiguous_format)
-    of_v, of_m = (block_weights(factor, g, scale) for factor, scale in ((mu, s), (beta, 1 - beta)))
-    size = len(of_m[0])
-    roots, start = g.new_empty(min(size, len(g)), g[0].numel()), (v, m)
-    for given, d in zip(g.flatten(1).split(size), filtered.flatten(1).split(size), strict=True):
-        steps, root = len(given), roots[: len(given)]
-        (k_v, decay_v), (k_m, decay_m) = ((k[:steps, :steps], decay[:steps]) for k, decay in (of_v, of_m))
-        torch.mul(given, given, out=d)
-        if not math.isfinite(d.sum()):  # zeros of a kernel must not meet NaN and inf
-            return _Normalize.apply(g, *start, mu, s, beta, eps)
-        torch.mm(k_m, d, out=root).addr_(decay_m, m.flatten())
-        m = root[-1].view_as(m).clone()
-        root.add_(eps).rsqrt_()
-        if v is None:
-            torch.mul(given, root, out=d).mul_(s)
-        else:
-            torch.mm(k_v, given, out=d).addr_(decay_v, v.flatten())
-            v = d[-1].view_as(v).clone()
-            d.mul_(root)
-    return filtered, v, m
-
-
-class _Normalize(torch.autograd.Function):
-    """:func:`_normalize` a sample at a time, so that what it works on stays in the cache of a CPU."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, v: Tensor | None, m: Tensor, mu: float, s: float, beta: float, eps: float
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        filtered, roots = torch.empty_like(g), []
-        v, m = None if v is None else v.clone(), m.clone()
-        for g_t, d in zip(g.unbind(), filtered.unbind(), strict=True):
-            m.mul_(beta).addcmul_(g_t, g_t, value=1 - beta)
-            roots.append(m.add(eps).rsqrt_())
-            torch.mul(g_t if v is None else v.mul_(mu).add_(g_t, alpha=s), roots[-1], out=d)
-        if v is None:
-            filtered.mul_(s)
-        ctx.save_for_backward(g, filtered, *roots)
-        ctx.factors = v is not None, mu, s, beta
-        ctx.set_materialize_grads(False)
-        return filtered, v, m
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, dv: Tensor | None, dm: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("the filter of Adam and RMSProp")
-        g, filtered, *roots = ctx.saved_tensors
-        has_momentum, mu, s, beta = ctx.factors
-        grad = torch.zeros_like(g) if grad is None else grad
-        dg, zero = torch.empty_like(g), torch.zeros_like(g[0])
-        dv, dm = (zero if z is None else z for z in (dv, dm))
-        each = zip(g.unbind(), grad.unbind(), filtered.unbind(), roots, dg.unbind(), strict=True)
-        for g_t, grad_t, d, root, dg_t in reversed(list(each)):
-            through_v = grad_t * root
-            dm = torch.addcmul(dm, through_v * root, d, value=-0.5)  # the slope of v (m + eps)^(-1/2) is -d root^2 / 2
-            dv = dv + through_v if has_momentum else through_v
-            torch.mul(dv, s, out=dg_t).addcmul_(dm, g_t, value=2 * (1 - beta))
-            dv, dm = dv * mu if has_momentum else zero, dm * beta
-        return dg, dv if has_momentum else None, dm, None, None, None, None
 
 
 def _sample_numbers(t: int | Tensor | None, steps: int) -> Tensor:

@@ -1,136 +1,251 @@
-"""The momentum recurrent layers as torch.nn's: values, arguments, initialisation, refusals."""
+"""The recurrent layers and cells with momentum: values, gradients, arguments, states, number formats, programs."""
 
 import copy
 import dataclasses
-import functools
+import inspect
+import math
+import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 import hbnode
+from hbnode import _torch
 from hbnode.nn import recurrent, rules
 from tests.momentum_layers import (
     CELLS,
+    PAIRS,
     RULES,
-    STOCK,
+    TORCH,
+    assert_equal_to_twin,
     close,
     every_layer,
+    every_way,
     gradients,
     kind,
     make_input,
     make_pair,
     make_state,
-    plain,
-    present,
     some_layers,
-    two_rules,
 )
 
+two_rules = pytest.mark.parametrize("rule", ["nag", "adam"])  # linear, with a schedule, and not linear
+FORMS = ["", "Cell"]
+ALL = [*("Momentum" + cell + suffix for cell in CELLS.values() for suffix in FORMS), "DTRIV", "DTRIVCell"]
+every_name = pytest.mark.parametrize("name", ALL)
 
-@pytest.mark.parametrize("cell", STOCK)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+
+def without_momentum(cell, *arguments, **options):
+    """A layer or cell that is to be torch.nn's."""
+    return kind(cell, suffix=options.pop("suffix", ""))(*arguments, momentum=0.0, step_size=1.0, **options).double()
+
+
+# Values and gradients
+
+
+@every_layer
+def test_values_and_gradients(cell, rule):
+    layer, twin = make_pair(cell, rule)
+    for time in (1, 7):
+        assert_equal_to_twin(layer, twin, make_input(time))
+    x = make_input(60)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+@some_layers
+def test_layers_directions_and_lengths(cell, rule):
+    layer, twin = make_pair(cell, rule, layers=2, bidirectional=True)
+    x = make_input(9, 4)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+    assert_equal_to_twin(layer, twin, x, None, lengths=[5, 9, 1, 6])
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x), lengths=[5, 9, 1, 6])
+
+
+@pytest.mark.parametrize(("cell", "options"), [("rnn", {"nonlinearity": "relu"}), ("gru", {"bias": False})])
+@two_rules
+def test_options(cell, rule, options):
+    layer, twin = make_pair(cell, rule, **options)
+    assert any("bias" in name for name, _ in layer.named_parameters()) == ("bias" not in options)
+    x = make_input(12)
+    assert_equal_to_twin(layer, twin, x)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [rules.ScheduledRestart(1, 0.6), rules.ScheduledRestart(40, 0.6)]
+    + [rules.Momentum(mu, 0.1) for mu in (0.0, 0.99, 1.0)],
+    ids=str,
+)
+def test_extreme_coefficients(rule, monkeypatch):
+    name = "restart" if hasattr(rule, "restart") else "momentum"
+    monkeypatch.setitem(RULES, name, rule)
+    layer, twin = make_pair("lstm", name)
+    x = make_input(200, 2)
+    assert_equal_to_twin(layer, twin, x, make_state(layer, x))
+
+
+def test_one_weight_in_both_places():
+    layer, twin = make_pair("rnn", "momentum", 3, 3, bias=False)
+    layer.weight_ih_l0 = layer.weight_hh_l0
+    assert_equal_to_twin(layer, twin, make_input(12, inputs=3))
+
+
+@pytest.mark.parametrize("rule", ["adam", "rmsprop"])
+def test_gradients_at_silent_inputs(rule, monkeypatch):
+    """g = v = m = 0: d = s g / sqrt(eps), so that a bias's gradient is s / sqrt(eps) times that of the other."""
+    monkeypatch.setitem(RULES, rule, dataclasses.replace(RULES[rule], eps=1e-8))
+    layer, twin = make_pair("lstm", rule)
+    with torch.no_grad():
+        layer.bias_ih_l0.zero_()
+    x = torch.zeros(5, 2, 2, dtype=torch.float64)
+    assert_equal_to_twin(layer, twin, x)
+    inside, outside = gradients(layer(x[:1])[0], {}, [layer.bias_ih_l0, layer.bias_hh_l0])
+    close(inside, outside * 0.4e4, 1e-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating(rules.LinearRule):
+    rate: float = 0.8
+    step_size: float = 1.0
+
+    def coefficients(self, t, steps):
+        return torch.full((steps,), -self.rate, dtype=torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrinking(rules.Rule):
+    half_life: float = 9.0
+
+    memory = ("t",)
+
+    def filter(self, g, memory):
+        t = torch.arange(1, len(g) + 1).unsqueeze(1) + memory.t
+        return g * 0.5 ** (t / self.half_life).unsqueeze(-1), rules.Memory(t=memory.t + len(g))
+
+
+@pytest.mark.parametrize(
+    ("cell", "rule"), [*((cell, RULES[rule]) for cell, rule in PAIRS), ("gru", Alternating()), ("gru", Shrinking())]
+)
+def test_a_cell_step_by_step_is_the_layer(cell, rule):
+    layer, one = (kind(cell, suffix=suffix)(2, 3, rule=rule).double() for suffix in FORMS)
+    one.load_state_dict({name.replace("_l0", ""): value for name, value in layer.state_dict().items()})
+    x = make_input(100)
+    expected, last = layer(x)
+    outputs, state, alone = [], None, None
+    for row in x:
+        h, state = one(row, state)
+        h_alone, alone = one(row[1], alone)
+        assert torch.equal(h, state.h)
+        outputs.append(h)
+    close(torch.stack(outputs), expected, 1e-12)
+    close(h_alone, h[1], 1e-13)
+    for name, value in state.as_dict().items():
+        end = getattr(last, name)
+        assert value.shape == (end.shape if name == "t" else end.shape[1:])
+        close(value.double(), end.double().reshape(value.shape), 1e-12)
+    first, state = layer(x[:50])
+    second, _ = layer(x[50:], state)
+    close(torch.cat([first, second]), expected, 1e-12)
+    expected = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    found = torch.autograd.grad(torch.stack(outputs).square().sum(), list(one.parameters()))
+    for mine, wanted in zip(found, expected, strict=True):
+        close(mine, wanted, 1e-10)
+
+
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "momentum"), ("gru", "nag")])
+def test_second_derivatives(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(4, 1)
+    state, _ = make_state(layer, x)
+    for _ in every_way():
+        if cell == "dtriv" or rule == "adam":
+            with torch.random.fork_rng():
+                loop = lambda x: layer(x, state)[0].square().sum()
+                (slope,) = torch.autograd.grad(loop(x.requires_grad_()), x, create_graph=True)
+                assert slope.requires_grad
+        with _torch.double_backward():
+            layer(x, state)
+
+
+# Beside torch.nn's layers
+
+
+@pytest.mark.parametrize("cell", TORCH)
+@pytest.mark.parametrize("options", [{}, {"bias": False, "bidirectional": True}, {"nonlinearity": "relu"}], ids=str)
 def test_without_momentum_it_is_torchs_layer(cell, options):
-    ours, theirs = plain(cell, 2, 3, **options), STOCK[cell](2, 3, **options).double()
+    if cell != "rnn" and "nonlinearity" in options:
+        return
+    options = options | {"num_layers": 2, "batch_first": True, "dropout": 0.5}
+    ours, theirs = without_momentum(cell, 2, 3, **options).eval(), TORCH[cell](2, 3, **options).double().eval()
     fresh = copy.deepcopy(ours)
     ours.load_state_dict(theirs.state_dict())
-    x = make_input(12).requires_grad_()
-    (output, state), (expected, last) = ours(x), theirs(x)
+    x = make_input().transpose(0, 1).requires_grad_()
+    ours.flatten_parameters()
+    h, c = torch.randn(2, 2 * len(ours.directions), 3, 3, dtype=torch.float64)
+    start = (h, c) if cell == "lstm" else h
+    (output, state), (expected, last) = ours(x, hx=start), theirs(x, hx=start)
     close(output, expected, 1e-13)
-    last = last if cell == "lstm" else (last,)
-    for one, another in zip((state.h, state.c), last, strict=False):
+    for one, another in zip((state.h, state.c), last if cell == "lstm" else (last,), strict=False):
         close(one, another, 1e-13)
-    ends, names = {"h": state.h}, [*dict(ours.named_parameters())]
-    found = gradients(output, ends, [x, *ours.parameters()])
-    wanted = gradients(expected, {"h": last[0]}, [x, *(theirs.get_parameter(name) for name in names)])
-    for one, another in zip(found, wanted, strict=True):
+    names = [name for name, _ in ours.named_parameters()]
+    found = gradients(output, {}, [x, *ours.parameters()])
+    for one, another in zip(found, gradients(expected, {}, [x, *map(theirs.get_parameter, names)]), strict=True):
         close(one, another, 1e-11)
     theirs.load_state_dict(fresh.state_dict())
     close(fresh(x)[0], theirs(x)[0], 1e-13)
 
 
-@pytest.mark.parametrize("cell", STOCK)
+@pytest.mark.parametrize("cell", TORCH)
 def test_without_momentum_a_cell_is_torchs(cell):
-    ours, _ = make_pair(cell, "momentum", suffix="Cell")
-    ours = kind(cell, suffix="Cell")(2, 3, momentum=0.0, step_size=1.0).double()
-    theirs = getattr(nn, CELLS[cell] + "Cell")(2, 3).double()
+    ours, theirs = without_momentum(cell, 2, 3, suffix="Cell"), getattr(nn, CELLS[cell] + "Cell")(2, 3).double()
     ours.load_state_dict(theirs.state_dict())
     x, h, c = make_input(1)[0], *torch.randn(2, 3, 3, dtype=torch.float64)
     start = (h, c) if cell == "lstm" else h
     expected = theirs(x, start)
-    close(ours(x, start)[0], expected[0] if cell == "lstm" else expected, 1e-14)
-
-
-def test_nonlinearity_of_the_plain_rnn():
-    ours, theirs = plain("rnn", 2, 3, nonlinearity="relu"), nn.RNN(2, 3, nonlinearity="relu").double()
-    theirs.load_state_dict(ours.state_dict())
-    x = make_input()
-    close(ours(x)[0], theirs(x)[0], 1e-13)
+    close(ours(x, hx=start)[0], expected[0] if cell == "lstm" else expected, 1e-14)
 
 
 @some_layers
 def test_batch_first_and_unbatched(cell, rule):
     layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
     x = make_input()
-    state, _ = make_state(layer, x)
+    state, entries = make_state(layer, x)
     expected, last = layer(x, state)
     first, _ = make_pair(cell, rule, layers=2, bidirectional=True, batch_first=True)
     first.load_state_dict(layer.state_dict())
     output, other = first(x.transpose(0, 1), state)
     close(output, expected.transpose(0, 1), 1e-13)
     close(other.h, last.h, 1e-13)
-    entries = {name: s[1] if name == "t" else s[:, 1] for name, s in present(state).items()}
-    single = recurrent.RecurrentState(**entries)
+    single = recurrent.RecurrentState(**{name: s[1] if name == "t" else s[:, 1] for name, s in entries.items()})
     for one in (layer, first):
         output, alone = one(x[:, 1], single)
         close(output, expected[:, 1], 1e-13)
-        for name, value in present(alone).items():
-            assert value.shape == entries[name].shape
-            close(
-                value.double(), (present(last)[name][1] if name == "t" else present(last)[name][:, 1]).double(), 1e-13
-            )
+        for name, value in alone.as_dict().items():
+            end = getattr(last, name)
+            close(value.double(), (end[1] if name == "t" else end[:, 1]).double(), 1e-13)
 
 
-@two_rules
-@pytest.mark.parametrize("sorted_lengths", [True, False])
-def test_packed_is_each_sequence_alone(rule, sorted_lengths):
-    layer, _ = make_pair("gru", rule, layers=2, bidirectional=True)
-    x = make_input(8, 4)
-    lengths = [8, 5, 5, 2] if sorted_lengths else [5, 2, 8, 5]
-    packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=sorted_lengths)
-    output, last = layer(packed)
-    assert isinstance(output, nn.utils.rnn.PackedSequence)
-    padded, found = pad_packed_sequence(output)
-    assert found.tolist() == lengths
-    for b, length in enumerate(lengths):
-        alone, end = layer(x[:length, b : b + 1])
-        close(padded[:length, b : b + 1], alone, 1e-13)
-        for name, value in present(end).items():
-            mine = present(last)[name]
-            close((mine[b : b + 1] if name == "t" else mine[:, b : b + 1]).double(), value.double(), 1e-13)
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_packed_sequences_come_back_packed(enforce_sorted):
+    layer, _ = make_pair("gru", "nag")
+    lengths = [8, 5, 5, 2] if enforce_sorted else [5, 2, 8, 5]
+    sequences = [make_input(n, 1)[:, 0] for n in lengths]
+    padded = pad_sequence(sequences)
+    output, last = layer(pack_padded_sequence(padded, torch.tensor(lengths), enforce_sorted=enforce_sorted))
+    found, found_lengths = pad_packed_sequence(output)
+    assert found_lengths.tolist() == last.t.tolist() == lengths
+    for b, x in enumerate(sequences):
+        close(found[: len(x), b], layer(x)[0], 1e-13)
 
 
 def test_dropout_between_layers_in_training_only():
-    torch.manual_seed(1)
-    layer, _ = make_pair("lstm", "momentum", layers=2, hidden=20, dropout=0.5)
-    x = make_input()
-    one, another = layer(x)[0], layer(x)[0]
-    assert not torch.equal(one, another)
-    layer.eval()
-    expected, _ = layer(x)
-    assert torch.equal(layer(x)[0], expected)
-    layer.dropout = 0.0
-    layer.train()
-    close(layer(x)[0], expected, 1e-14)
-    single, _ = make_pair("lstm", "momentum", layers=2, hidden=20)
-    single.load_state_dict(layer.state_dict())
-    close(single(x)[0], expected, 1e-14)
-
-
-def test_dropout_scales_what_it_keeps():
-    """The second layer sees the first's output with a share p at zero and the rest 1/(1-p) as large."""
-    layer = plain("rnn", 2, 500, num_layers=2, dropout=0.25)
+    """The second layer takes the first's output with a share p at zero and the rest 1/(1-p) as large."""
+    layer = without_momentum("rnn", 2, 500, num_layers=2, dropout=0.25)
     with torch.no_grad():
         layer.weight_ih_l1.copy_(torch.eye(500))
         layer.weight_hh_l1.zero_()
@@ -141,216 +256,693 @@ def test_dropout_scales_what_it_keeps():
     zero = dropped == 0
     assert abs(zero.double().mean().item() - 0.25) < 0.05
     torch.testing.assert_close(dropped[~zero], exact[~zero] / 0.75)
-
-
-def test_initialisation_of_an_lstm():
-    """Appendices A and F: orthogonal W, eye_ on all of U (its first block), biases 0 but both forget slices."""
-    layer = recurrent.MomentumLSTM(5, 4, 2, bidirectional=True, forget_bias=-4.0)
-    for end in ("_l0", "_l0_reverse", "_l1", "_l1_reverse"):
-        weight = getattr(layer, "weight_ih" + end).detach()
-        torch.testing.assert_close(weight.T @ weight, torch.eye(weight.shape[1]), rtol=0, atol=1e-5)
-        assert torch.equal(getattr(layer, "weight_hh" + end), torch.eye(16, 4))
-        for name in ("bias_ih", "bias_hh"):
-            assert getattr(layer, name + end).tolist() == [0.0] * 4 + [-4.0] * 4 + [0.0] * 8
-    cell = recurrent.MomentumLSTMCell(3, 4, rule="adam")
-    assert cell.bias_ih.tolist() == cell.bias_hh.tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 8
-
-
-@pytest.mark.parametrize(("cell", "rule"), [("rnn", "momentum"), ("rnn", "nag"), ("gru", "rmsprop")])
-def test_initialisation_of_the_others(cell, rule):
-    layer = kind(cell)(2, 4, rule=rule)
-    weight = layer.weight_ih_l0.detach()
-    torch.testing.assert_close(weight.T @ weight, torch.eye(2), rtol=0, atol=1e-5)
-    assert torch.equal(layer.weight_hh_l0, torch.eye(*layer.weight_hh_l0.shape))
-    assert not layer.bias_ih_l0.any()
-    assert not layer.bias_hh_l0.any()
-
-
-def test_refusals():
-    layer, _ = make_pair("lstm", "momentum")
-    x = make_input()
-    for wrong, error, message in (
-        (make_input(inputs=3), ValueError, r"must be .*input_size=2.*got.*3\).*Fix: "),
-        (torch.zeros(2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
-        (torch.zeros(1, 1, 1, 2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
-        (torch.zeros(7, 3, 2, dtype=torch.int64), (TypeError, ValueError), r"must be .*got.*int64.*Fix: "),
-        (torch.zeros(7, 3, 2), (TypeError, ValueError), r"float64.*got.*float32.*Fix: "),
-        (torch.zeros(0, 3, 2, dtype=torch.float64), ValueError, r"must be .*got.*Fix: "),
-        ([[1.0]], TypeError, r"must be .*got.*Fix: "),
-    ):
-        with pytest.raises(error, match=message):
-            layer(wrong)
-    h = torch.zeros(1, 3, 3, dtype=torch.float64)
-    wide = torch.zeros(1, 3, 12, dtype=torch.float64)
-    good = layer(x)[1]
-    for state in (
-        h[:, :2],
-        h[:, :, :2],
-        h[0],
-        (h, h[:, :2]),
-        dataclasses.replace(good, v=wide[:, :2]),
-        dataclasses.replace(good, v=h),
-    ):
-        with pytest.raises(ValueError, match=r"must be .*\(1, 3, (3|12)\).*got.*Fix: "):
-            layer(x, state)
-    for state in ((h, h, h), (h,), "zeros", {"h": h}):
-        with pytest.raises((TypeError, ValueError), match=r"must be .*got.*Fix: "):
-            layer(x, state)
-    with pytest.raises((TypeError, ValueError), match=r"must be .*got.*Fix: "):
-        layer(x, h.float())
-
-
-@pytest.mark.parametrize(
-    ("cell", "options"),
-    [
-        ("lstm", {"momentum": -0.1}),
-        ("lstm", {"momentum": 1.1}),
-        ("lstm", {"step_size": 0.0}),
-        ("lstm", {"step_size": float("nan")}),
-        ("lstm", {"dropout": 1.5}),
-        ("lstm", {"num_layers": 0}),
-        ("lstm", {"bias": 0.9}),
-        ("rnn", {"nonlinearity": "sigmoid"}),
-        ("dtriv", {"init": "saxe"}),
-    ],
-    ids=str,
-)
-def test_arguments_refused(cell, options):
-    (argument,) = options
-    with pytest.raises((TypeError, ValueError), match=rf"{argument} must be .*got .*Fix: "):
-        kind(cell)(2, 3, **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "numbers"),
-    [
-        (rules.ScheduledRestart, {"restart": 0}),
-        (rules.ScheduledRestart, {"restart": 2.5}),
-        (rules.Adam, {"beta": 1.0}),
-        (rules.Adam, {"eps": 0.0}),
-        (rules.RMSProp, {"eps": -1.0}),
-        (rules.AdaptiveMomentum, {"delta": 2.0}),
-    ],
-)
-def test_numbers_of_a_rule_refused(make, numbers):
-    (argument,) = numbers
-    with pytest.raises(ValueError, match=rf"{argument} must be .*got .*Fix: "):
-        make(**numbers)
-
-
-@pytest.mark.parametrize("suffix", ["", "Cell"])
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_rule_by_name_and_as_an_object(cell, suffix):
-    make = functools.partial(kind(cell, suffix=suffix), 2, 3)
-    assert make().rule == rules.Momentum(0.6, 0.6)
-    assert make(momentum=0.9, step_size=0.5).rule == rules.Momentum(0.9, 0.5)
-    for name, rule in RULES.items():
-        assert make(rule=name).rule == type(rule)()
-        assert make(rule=name, step_size=0.5).rule == dataclasses.replace(type(rule)(), step_size=0.5)
-        assert make(rule=rule).rule is rule
-    assert make(rule="adam", momentum=0.9).rule == rules.Adam(momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"rule": "nesterov"}, ValueError, r"rule must be one of 'momentum', .*got 'nesterov'\. Fix: rule='nag'\."),
-        ({"rule": "Adam"}, ValueError, r"got 'Adam'\. Fix: rule='adam'\."),
-        ({"rule": "rms_prop"}, ValueError, r"got 'rms_prop'\. Fix: rule='rmsprop'\."),
-        ({"rule": "sr"}, ValueError, r"got 'sr'\. Fix: rule='restart'\."),
-        ({"rule": "adaptive_momentum"}, ValueError, r"Fix: rule='adaptive'\."),
-        ({"rule": "?"}, ValueError, r"Fix: rule='momentum'\."),
-        (
-            {"rule": rules.Adam},
-            TypeError,
-            r"rule must be a name or an object.*got the class Adam\. Fix: rule=Adam\(\)",
-        ),
-        ({"rule": 0.9}, TypeError, r"rule must be .*got float\. Fix: rule="),
-        (
-            {"rule": "nag", "momentum": 0.9},
-            ValueError,
-            r"rule='nag' must come without momentum.*got 0\.9\. Fix: ",
-        ),
-        (
-            {"rule": rules.Adam(), "step_size": 0.6},
-            ValueError,
-            r"step_size must be an argument of the rule, got 0\.6 beside Adam\(.*Fix: Adam\(\.\.\., step_size=0\.6\)",
-        ),
-        (
-            {"rule": rules.NAG(), "momentum": 0.6},
-            ValueError,
-            r"momentum must be an argument of the rule, got 0\.6 beside NAG\(.*Fix: leave out momentum",
-        ),
-    ],
-)
-def test_rules_refused(options, error, message):
-    for make in (hbnode.nn.MomentumLSTM, hbnode.nn.MomentumGRUCell, hbnode.nn.MomentumDTRIV):
-        with pytest.raises(error, match=message):
-            make(2, 3, **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "option"),
-    [(hbnode.nn.MomentumLSTM, "nonlinearity"), (hbnode.nn.MomentumLSTM, "beta"), (hbnode.nn.DTRIV, "step_size")],
-)
-def test_arguments_of_others_are_refused(make, option):
-    with pytest.raises(TypeError, match=option):
-        make(2, 3, **{option: 0.5})
-
-
-@pytest.mark.parametrize("cell", STOCK)
-def test_arguments_are_torchs(cell):
-    options = {"bias": False, "batch_first": True, "dropout": 0.5, "bidirectional": True}
-    options |= {"nonlinearity": "relu"} if cell == "rnn" else {}
-    ours, theirs = plain(cell, 2, 3, 2, **options).eval(), STOCK[cell](2, 3, 2, **options).double().eval()
-    ours.load_state_dict(theirs.state_dict())
-    x = make_input().transpose(0, 1)
-    close(ours(x)[0], theirs(x)[0], 1e-13)
-    assert ours.dropout == 0.5
-    ours.flatten_parameters()
-    h, c = torch.randn(2, 4, 3, 3, dtype=torch.float64)
-    start = (h, c) if cell == "lstm" else h
-    close(ours(x, hx=start)[0], theirs(x, hx=start)[0], 1e-13)
-
-
-def test_arguments_of_a_cell_by_position():
-    for cell in ("rnn", "lstm", "gru"):
-        one = kind(cell, suffix="Cell")(3, 4, 0.9, 0.5, False)
-        assert one.rule == rules.Momentum(0.9, 0.5)
-        assert not one.has_bias
-    assert hbnode.nn.MomentumDTRIVCell(3, 4, 0.9, 0.5).rule == rules.Momentum(0.9, 0.5)
-    x, (h, c) = make_input(1).float()[0], torch.randn(2, 3, 3)
-    cell = hbnode.nn.MomentumLSTMCell(2, 3)
-    assert torch.equal(cell(x, hx=(h, c))[0], cell(x, (h, c))[0])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: hbnode.nn.MomentumLSTM(10, 20, 1, 0.9), "positional arguments"),
-        (lambda: hbnode.nn.MomentumLSTM(10, 20, 0.9), "num_layers"),
-        (lambda: hbnode.nn.MomentumLSTMCell(10, 20, False), "momentum must be in"),
-        (
-            lambda: hbnode.nn.MomentumLSTMCell(10, 20, 0.9, 0.6, 0.9),
-            "bias must be True or False, got 0.9. Fix: ",
-        ),
-        (lambda: hbnode.nn.MomentumLSTM(2, 3)(make_input().float(), torch.zeros(1, 3, 3), hx=0), "two names"),
-    ],
-)
-def test_arguments_in_the_wrong_place(make, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
+    layer.dropout = 0.0
+    close(layer.train()(x)[0].atanh(), exact, 1e-14)
 
 
 @every_layer
 def test_an_empty_batch(cell, rule):
     layer, _ = make_pair(cell, rule, layers=2, bidirectional=True, batch_first=True)
-    x = torch.zeros(0, 7, 2, dtype=torch.float64)
-    output, state = layer(x)
-    output, state = layer(x, state)
+    output, state = layer(torch.zeros(0, 7, 2, dtype=torch.float64))
+    output, state = layer(torch.zeros(0, 7, 2, dtype=torch.float64), state)
     assert output.shape == (0, 7, 6)
     assert state.h.shape == (4, 0, 3)
     output.sum().backward()
     assert not any(p.grad.any() for p in layer.parameters())
-    with pytest.raises(ValueError, match="at least one sample"):
-        layer(torch.zeros(3, 0, 2, dtype=torch.float64))
+
+
+# Initial weights
+
+
+def test_initialisation_of_an_lstm():
+    """Appendices A and F: orthogonal W, eye_ on all of U (its first block), biases 0 but both forget slices."""
+    layer = recurrent.MomentumLSTM(5, 4, 2, bidirectional=True, forget_bias=-4.0)
+    for suffix in ("_l0", "_l0_reverse", "_l1", "_l1_reverse"):
+        weight = getattr(layer, "weight_ih" + suffix).detach()
+        torch.testing.assert_close(weight.T @ weight, torch.eye(weight.shape[1]), rtol=0, atol=1e-5)
+        assert torch.equal(getattr(layer, "weight_hh" + suffix), torch.eye(16, 4))
+        for name in ("bias_ih", "bias_hh"):
+            assert getattr(layer, name + suffix).tolist() == [0.0] * 4 + [-4.0] * 4 + [0.0] * 8
+    cell = recurrent.MomentumLSTMCell(3, 4, rule="adam")
+    assert cell.bias_ih.tolist() == cell.bias_hh.tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 8
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru"])
+def test_initialisation_of_the_others(cell):
+    layer = kind(cell)(2, 4, dtype=torch.bfloat16)
+    weight = layer.weight_ih_l0.detach().float()
+    torch.testing.assert_close(weight.T @ weight, torch.eye(2), rtol=0, atol=0.05)
+    assert torch.equal(layer.weight_hh_l0.float(), torch.eye(*layer.weight_hh_l0.shape))
+    assert not layer.bias_ih_l0.any()
+    assert not layer.bias_hh_l0.any()
+
+
+def test_initial_weights_are_drawn_anew_under_a_parametrization():
+    layer = hbnode.nn.MomentumLSTM(2, 3)
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.weight_hh_l0[:3], torch.eye(3))
+    assert torch.equal(layer.bias_hh_l0[3:6], torch.ones(3))
+
+
+# Arguments
+
+
+@every_name
+def test_a_signature_is_written_out(name):
+    make = getattr(hbnode.nn, name)
+    assert make is getattr(recurrent, name)
+    assert "__init__" in vars(make)
+    assert inspect.signature(make).parameters["hidden_size"].annotation is int  # help() shows it without quotes
+    for part in ("t = ", "Shape:", "Raises:"):
+        assert part in inspect.getdoc(make)
+    with pytest.raises(TypeError, match=rf"^{name}\.__init__\(\) got an unexpected keyword argument 'hiden_size'"):
+        make(3, hiden_size=4)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_has_the_arguments_of_its_layer_for_one_step(cell):
+    layer, one = (dict(inspect.signature(kind(cell, suffix=suffix)).parameters) for suffix in FORMS)
+    assert set(layer) - set(one) == {"num_layers", "batch_first", "dropout", "bidirectional", "compile"}
+    assert set(one) <= set(layer)
+    assert all(one[name].default == layer[name].default for name in one)
+    assert list(one)[:4] == ["input_size", "hidden_size", "momentum", "step_size"]
+
+
+@every_name
+def test_every_argument_arrives(name):
+    """Values off the defaults, each found on the module."""
+    values = {"hidden_size": 4, "num_layers": 2, "nonlinearity": "relu", "bias": False, "batch_first": True}
+    values |= {"dropout": 0.25, "bidirectional": True, "init": "henaff", "forget_bias": 3.0}
+    values |= {"rule": rules.Adam(eps=0.1), "compile": True}
+    make = getattr(recurrent, name)
+    given = {key: value for key, value in values.items() if key in inspect.signature(make).parameters}
+    module = make(3, **given, device="meta", dtype=torch.float64)
+    assert {(p.dtype, p.is_meta) for p in module.parameters()} == {(torch.float64, True)}
+    for key in set(given) - {"bias", "compile"}:
+        assert getattr(module, key) == given[key], key
+    assert not any(key.startswith("bias_ih") for key, _ in module.named_parameters())
+    shown = {"rule", "hidden_size"}
+    assert all(f"{key}={value!r}" in repr(module) for key, value in given.items() if key not in shown)
+    if "momentum" in inspect.signature(make).parameters:
+        assert make(3, 4, momentum=0.3, step_size=0.2).rule == rules.Momentum(0.3, 0.2)
+
+
+def test_what_is_printed():
+    rule = "rule=Momentum(momentum=0.6, step_size=0.6)"
+    assert repr(hbnode.nn.MomentumRNN(3, 4, nonlinearity="relu")) == f"MomentumRNN(3, 4, {rule}, nonlinearity='relu')"
+    assert repr(hbnode.nn.MomentumGRUCell(3, 4)) == f"MomentumGRUCell(3, 4, {rule})"
+    assert f"{rule}, init='henaff'" in repr(hbnode.nn.MomentumDTRIVCell(3, 4, init="henaff"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hbnode.nn.MomentumLSTM(2, 3, dropout=1.0, num_layers=2), r"dropout must be .*got 1\.0\. Fix: "),
+        (lambda: hbnode.nn.MomentumLSTM(2, 3, dropout=-0.1, num_layers=2), "dropout must be "),
+        (lambda: hbnode.nn.MomentumLSTM(2, 3, dropout=0.1), r"dropout needs num_layers >= 2.*Fix: "),
+        (lambda: hbnode.nn.MomentumLSTM(2, 3, num_layers=0), "num_layers must be .*got 0"),
+        (lambda: hbnode.nn.MomentumLSTM(2, 3, bias=0.9), "bias must be True or False, got 0.9. Fix: "),
+        (lambda: hbnode.nn.MomentumLSTM(2, 3, batch_first=1), "batch_first must be "),
+        (lambda: hbnode.nn.MomentumLSTM(2, 3, bidirectional=1), "bidirectional must be "),
+        (lambda: hbnode.nn.MomentumRNN(2, 3, nonlinearity="sigmoid"), "nonlinearity must be .*got 'sigmoid'. Fix: "),
+        (lambda: hbnode.nn.MomentumDTRIV(2, 3, init="saxe"), "init must be .*got 'saxe'. Fix: "),
+        (lambda: hbnode.nn.MomentumLSTM(10, 20, 1, 0.9), "positional arguments"),
+        (lambda: hbnode.nn.MomentumLSTM(10, 20, 0.9), "num_layers"),
+        (lambda: hbnode.nn.MomentumLSTMCell(10, 20, False), "momentum must be in"),
+        (lambda: hbnode.nn.MomentumLSTMCell(10, 20, 0.9, 0.6, 0.9), "bias must be "),
+        (lambda: hbnode.nn.DTRIV(2, 3, step_size=0.5), "step_size"),
+    ],
+)
+def test_arguments_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_inputs_refused():
+    layer, _ = make_pair("lstm", "momentum")
+    first, cell = hbnode.nn.MomentumLSTM(2, 3, batch_first=True), hbnode.nn.MomentumLSTMCell(2, 3)
+    x = make_input()
+    for call, error, message in (
+        (lambda: layer(make_input(inputs=3)), ValueError, r"\(T, batch, input_size\).*input_size=2.*got.*3\).*Fix: "),
+        (lambda: layer(x[:0]), ValueError, "at least one sample"),
+        (lambda: first(x.float()[:, :0]), ValueError, r"\(batch, T, input_size\).*at least one sample"),
+        (lambda: layer(x[None]), ValueError, "x must be"),
+        (lambda: layer(pack_padded_sequence(x[..., :1], torch.tensor([7, 6, 5]))), ValueError, "a PackedSequence of"),
+        (lambda: layer(x.long()), TypeError, r"got torch.int64. Fix: x.float\(\)"),
+        (lambda: layer([x[0], x[1]]), TypeError, "got list. Fix: torch.stack"),
+        (lambda: layer(x.float()), ValueError, r"x must be torch.float64.*or layer.to\(torch.float32\)"),
+        (lambda: cell(x[0]), ValueError, r"Fix: x.to\(torch.float32\)\."),
+        (lambda: cell(x.float()), ValueError, "one sample at a time"),
+        (lambda: cell(x[0, :, :1].float()), ValueError, "input_size=2"),
+        (lambda: cell([0.0, 1.0]), TypeError, "x must be a tensor, got list"),
+        (lambda: layer(x, torch.zeros(1, 3, 3), hx=0), TypeError, "two names"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_states_refused():
+    x = make_input()
+    layer, _ = make_pair("gru", "restart", layers=2)
+    state = layer(x)[1].detach()
+    for change in ({"h": state.h[:1]}, {"v": state.v[..., :3]}, {"v": None}, {"t": state.t[:1]}, {"m": state.v}):
+        (name,) = change
+        with pytest.raises(ValueError, match=rf"state\.{name} must be .*got.*Fix: "):
+            layer(x, dataclasses.replace(state, **change))
+    for change in ({"h": state.h.float()}, {"v": state.v.float()}, {"t": state.t.double()}, {"t": state.t > 0}):
+        with pytest.raises(ValueError, match=r"must be .*got torch\..*Fix: "):
+            layer(x, dataclasses.replace(state, **change))
+    with pytest.raises(TypeError, match=r"tuple of \(Tensor, Tensor\). Fix: .*state\.detach\(\)"):
+        layer(x, tuple(h.detach() for h in state))  # the repackage_hidden of torch's examples
+    cell, _ = make_pair("lstm", "momentum", suffix="Cell")
+    h, c = cell(x[0])  # as of torch.nn.LSTMCell
+    with pytest.raises(TypeError, match=r"\(Tensor, RecurrentState\). Fix: output, state = cell"):
+        cell(x[1], (h, c))
+    with pytest.raises(TypeError, match="Fix: return the output alone"):
+        nn.parallel.gather([state, state], "cpu")
+
+
+# States
+
+
+def test_a_state_may_be_h_or_h_and_c():
+    x = make_input()
+    h, c = torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    layer, _ = make_pair("lstm", "adam", layers=2)
+    zero = torch.zeros(2, 3, 12, dtype=torch.float64)
+    full = recurrent.RecurrentState(h, c, zero, zero)
+    assert torch.equal(layer(x, (h, c))[0], layer(x, full)[0])
+    expected, _ = layer(x, dataclasses.replace(full, c=torch.zeros_like(h)))
+    assert torch.equal(layer(x, h)[0], expected)
+    rnn, _ = make_pair("rnn", "restart", layers=2)
+    fresh = recurrent.RecurrentState(h, v=zero[..., :3], t=torch.zeros(3, dtype=torch.int64))
+    close(rnn(x, h)[0], rnn(x, fresh)[0], 1e-13)
+
+
+@every_layer
+def test_shapes_of_the_state(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2, bidirectional=True)
+    output, state = layer(make_input())
+    assert output.shape == (7, 3, 6)
+    expected = {"h": (4, 3, 3)} | ({"c": (4, 3, 3)} if cell == "lstm" else {})
+    expected |= dict.fromkeys(layer.rule.memory, (4, 3, 3 * layer.cell.gates))
+    assert {name: tuple(value.shape) for name, value in state.as_dict().items()} == expected
+
+
+@pytest.mark.parametrize("cell", ["gru", "dtriv"])
+def test_the_state_is_read_as_the_h_of_torch(cell):
+    layer, _ = make_pair(cell, "adam", layers=2)
+    output, state = layer(make_input())
+    h, head = state.h, nn.Linear(3, 1).double()
+    assert torch.equal(state[-1], output[-1])
+    assert torch.equal(head(state), head(h))
+    assert torch.equal(torch.cat([state, h]), torch.cat([h, h]))
+    assert (state.shape, state.dtype, state.device, len(state)) == (h.shape, h.dtype, h.device, 2)
+    assert torch.equal(state.transpose(0, 1).flatten(1), h.transpose(0, 1).flatten(1))
+    first, second = state
+    assert torch.equal(torch.stack([first, second]), h)
+    assert (numpy.asarray(state.detach()) == h.detach().numpy()).all()
+
+
+def test_the_state_of_an_lstm_is_the_pair_of_torch():
+    layer, _ = make_pair("lstm", "momentum", layers=2)
+    _, state = layer(make_input())
+    h, c = state
+    assert len(state) == 2
+    assert state[0] is h is state.h
+    assert state[1] is c is state.c
+    nn.LSTM(2, 3, 2).double()(make_input(), tuple(state))
+    for use in (lambda: state.shape, lambda: nn.Linear(3, 1).double()(state), lambda: numpy.asarray(state)):
+        with pytest.raises((TypeError, AttributeError), match=r"Fix: state\.h"):
+            use()
+    with pytest.raises(IndexError, match=r"pair \(h, c\).*Fix: state\.h\[-1\]"):
+        state[-1]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda state: state * torch.ones(3, 1),
+        lambda state: torch.ones(3, 1) * state,
+        lambda state: state.index_select(1, torch.tensor([0])),
+        lambda state: torch.where(torch.ones(3, 1) > 0, state, 0.0),
+        lambda state: state.__setitem__(0, 0.0),
+        lambda state: state.data,
+    ],
+)
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_what_would_leave_the_momentum_behind_is_refused(cell, use):
+    _, state = make_pair(cell, "momentum")[0](make_input())
+    with pytest.raises((TypeError, AttributeError), match=r"RecurrentState carries .*v beside h\. Fix: state\.h"):
+        use(state)
+
+
+@pytest.mark.parametrize("rule", ["restart", "adam", "adaptive"])
+def test_a_state_is_copied_moved_and_loaded_whole(rule, tmp_path):
+    layer, _ = make_pair("lstm", rule)
+    x = make_input()
+    _, state = layer(x)
+    expected, _ = layer(x, state)
+    torch.save({"state": state}, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
+    for copied in (loaded, pickle.loads(pickle.dumps(state.detach())), copy.deepcopy(state.detach()), state.cpu()):
+        assert torch.equal(layer(x, copied)[0], expected)
+    half = state.to(torch.bfloat16)
+    memory = {name: torch.int64 if name == "t" else torch.float32 for name in layer.rule.memory}
+    assert {name: z.dtype for name, z in half.as_dict().items()} == {"h": half.h.dtype, "c": half.h.dtype, **memory}
+    assert half.h.dtype == torch.bfloat16
+    copy.deepcopy(layer).bfloat16()(x.bfloat16(), half)
+    assert all(z.device.type == "meta" for z in state.to("meta").as_dict().values())
+    assert not any(z.requires_grad for z in state.detach().as_dict().values())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
+def test_a_state_passes_through_transforms():
+    cell, _ = make_pair("lstm", "nag", suffix="Cell")
+    x = make_input(2)
+    _, state = cell(x[0])
+    expected, last = cell(x[1], state)
+    compiled = torch.compile(cell, backend="eager", fullgraph=True)
+    for call in (compiled, torch.vmap(cell), lambda *given: checkpoint(cell, *given, use_reentrant=False)):
+        output, end = call(x[1], state)
+        close(output, expected, 1e-14)
+        close(end.v, last.v, 1e-14)
+        assert torch.equal(end.t, last.t)
+
+
+@pytest.mark.parametrize("rule", ["nag", "restart", "adaptive"])
+def test_packed_parts_continue(rule):
+    """Truncated backpropagation over sequences of unequal lengths: t counts each sequence's own samples."""
+    layer, _ = make_pair("lstm", rule)
+    x, lengths = make_input(9), [9, 6, 4]
+    whole, _ = layer(pack_padded_sequence(x, torch.tensor(lengths)))
+    _, state = layer(pack_padded_sequence(x[:5], torch.tensor([5, 4, 2])))
+    rest = torch.stack([nn.functional.pad(x[n:, b], (0, 0, 0, n))[:4] for b, n in enumerate((5, 4, 2))], dim=1)
+    output, last = layer(pack_padded_sequence(rest, torch.tensor([4, 2, 2])), state)
+    found, expected = pad_packed_sequence(output)[0], pad_packed_sequence(whole)[0]
+    for b, (start, length) in enumerate(zip((5, 4, 2), lengths, strict=True)):
+        close(found[: length - start, b], expected[start:length, b], 1e-13)
+    assert last.t is None or last.t.tolist() == lengths
+
+
+@some_layers
+def test_in_parts_is_at_once(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2)
+    x = make_input(13).requires_grad_()
+    start, entries = make_state(layer, x)
+    leaves = [x, *layer.parameters(), *(value for name, value in entries.items() if name != "t")]
+    expected, last = layer(x, start)
+    outputs, state = [], start
+    for part in x.tensor_split((1, 6, 11)):
+        output, state = layer(part, state)
+        outputs.append(output)
+    close(torch.cat(outputs), expected, 1e-12)
+    found, wanted = state.as_dict(), last.as_dict()
+    for name, value in wanted.items():
+        close(found[name].double(), value.double(), 1e-12)
+    for one, another in zip(
+        gradients(torch.cat(outputs), found, leaves), gradients(expected, wanted, leaves), strict=True
+    ):
+        close(one, another, 1e-10)
+
+
+@pytest.mark.parametrize("restart", [17, 5])
+def test_a_carried_momentum_fades_at_the_right_times(restart):
+    """Of a schedule, t continues in the part that runs as torch's layer, after v_0 has decayed."""
+    layer = hbnode.nn.MomentumLSTM(2, 3, rule=rules.ScheduledRestart(restart, 0.6)).double()
+    x = make_input(103)
+    whole, last = layer(x)
+    _, state = layer(x[:39])
+    second, end = layer(x[39:], state)
+    close(second, whole[39:], 1e-12)
+    close(end.v, last.v, 1e-12)
+
+
+def test_a_large_momentum_that_is_carried_over_fades_in_full():
+    layer, cell = hbnode.nn.MomentumLSTM(2, 3), hbnode.nn.MomentumLSTMCell(2, 3)
+    cell.load_state_dict({name[:-3]: value for name, value in layer.state_dict().items()})
+    _, state = layer(1e6 * make_input(1).float())
+    x, stepped = make_input(100).float(), state.map(lambda z: z[0])
+    after, end = layer(x, state)
+    for sample in x:
+        h, stepped = cell(sample, stepped)
+    torch.testing.assert_close(after[-1], h, rtol=0, atol=1e-5)
+    torch.testing.assert_close(end.v[0], stepped.v, rtol=0, atol=1e-4)
+
+
+# Number formats
+
+
+@every_layer
+def test_half_precision(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(10)
+    expected, _ = layer(x)
+    output, _ = copy.deepcopy(layer).float()(x.float())
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-4)
+    half = copy.deepcopy(layer).bfloat16()
+    output, state = half(x.bfloat16())
+    output, state = half(x.bfloat16(), state)
+    assert output.dtype == state.h.dtype == torch.bfloat16
+    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
+    output.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in half.parameters())
+    if cell != "dtriv":  # modReLU jumps at 0, and an orthogonal weight forgets nothing
+        assert (half(x.bfloat16())[0].double() - expected).abs().mean() < 0.05
+
+
+@some_layers
+def test_autocast(cell, rule):
+    """torch's layer runs in half precision; momentum and loops keep the precision of the parameters."""
+    layer, _ = make_pair(cell, rule)
+    layer.float()
+    x = make_input(40).float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, state = layer(x[:20])
+        second, state = layer(x[20:], state)
+    output = torch.cat([first.float(), second.float()])
+    output.sum().backward()
+    assert (output - expected).abs().mean() < 0.02
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
+
+
+@pytest.mark.parametrize(("cell", "rule"), [("dtriv", "momentum"), ("gru", "adam"), ("lstm", "restart")])
+def test_autocast_keeps_the_memory_of_half_precision_parameters(cell, rule):
+    layer = kind(cell)(3, 4, rule=rule).bfloat16()
+    x = torch.randn(40, 1, 3, dtype=torch.bfloat16)
+    state = inside = None
+    with torch.no_grad():
+        for x_t in x.split(1):
+            _, state = layer(x_t, state)
+            with torch.autocast("cpu", torch.bfloat16):
+                _, inside = layer(x_t, inside)
+    assert torch.equal(inside.v, state.v)
+
+
+def test_autocast_asks_once_what_the_cpu_has_and_draws_no_random_numbers(monkeypatch):
+    layer = hbnode.nn.MomentumLSTM(2, 3)
+    x, drawn = make_input().float(), []
+    expected, _ = layer(x)
+    _torch.cpu_has_layer.cache_clear()
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    for _ in range(2):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.float16):  # of which no CPU of today has an LSTM
+            output, _ = layer(x)
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[1]
+    assert output.dtype == torch.float32
+    monkeypatch.setattr(recurrent, "cpu_has_layer", lambda name, dtype: False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x)[0], expected)
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@every_layer
+def test_what_is_not_finite_changes_nothing_before_its_time(cell, rule, value):
+    layer, _ = make_pair(cell, rule, layers=2)
+    x = make_input(60)
+    for state in (None, make_state(layer, x)[0]):
+        changed = x.clone()
+        changed[50, 1, 0] = value
+        expected, (found, _) = layer(x, state)[0], layer(changed, state)
+        close(found[:50], expected[:50], 1e-13)
+        close(found[:, ::2], expected[:, ::2], 1e-13)  # nor another sequence
+        with torch.no_grad():
+            close(layer(changed, state)[0][:50], expected[:50], 1e-13)
+        if state is None and cell != "dtriv":
+            close(layer.to_torch()(changed)[0][:50], expected[:50], 1e-12)
+
+
+@two_rules
+def test_what_is_not_finite_in_packed_sequences_and_backwards(rule):
+    layer, _ = make_pair("gru", rule, bidirectional=True)
+    x, lengths = make_input(60, 2), torch.tensor([40, 60])
+    expected, _ = layer(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    x[30, 0] = math.nan
+    found, _ = layer(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    (found, _), (expected, _) = pad_packed_sequence(found), pad_packed_sequence(expected)
+    assert torch.equal(found[:30, 0, :3], expected[:30, 0, :3])
+    assert torch.equal(found[31:, 0, 3:], expected[31:, 0, 3:])
+    assert torch.equal(found[:, 1], expected[:, 1])
+    assert found[30:40, 0, :3].isnan().all()
+
+
+@pytest.mark.parametrize("rule", ["momentum", "nag"])
+def test_gradients_of_what_comes_before_an_infinite_sample(rule):
+    """Finite as those of torch.nn.LSTM, but for the weights of the infinite input: 0 * inf."""
+    layer = hbnode.nn.MomentumLSTM(2, 3, rule=rule).double()
+    x = make_input(60).requires_grad_()
+    leaves = [x, *(p for key, p in layer.named_parameters() if not key.startswith("weight_ih"))]
+    expected = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
+    with torch.no_grad():
+        x[50, 1, 0] = math.inf
+    found = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
+    for one, another in zip(found, expected, strict=True):
+        close(one, another, 1e-13)
+
+
+# Copies, parametrizations, transforms
+
+
+@some_layers
+def test_copies(cell, rule, tmp_path):
+    layer, _ = make_pair(cell, rule, layers=2)
+    x = make_input()
+    expected, _ = layer(x)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x)[0], expected)
+    assert torch.equal(copy.deepcopy(layer)(x)[0], expected)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    other, _ = make_pair(cell, rule, layers=2)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(other(x)[0], expected)
+
+
+@some_layers
+def test_no_grad_inference_and_frozen_parameters(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input()
+    with torch.inference_mode():
+        first = layer(x)[0]
+    expected, _ = layer(x)
+    close(first, expected, 1e-14)
+    layer.requires_grad_(False)
+    assert not layer(x)[0].requires_grad
+    found = torch.autograd.grad(layer(x.requires_grad_())[0].sum(), x)[0]
+    layer.requires_grad_(True)
+    close(found, torch.autograd.grad(layer(x)[0].sum(), x)[0], 1e-13)
+
+
+@some_layers
+def test_transforms_of_torch_func(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(20).requires_grad_()
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def loss(values, x):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))[0].square().sum()
+
+    for _ in every_way():
+        expected = torch.autograd.grad(loss(values, x), values)
+        for mine, theirs in zip(torch.func.grad(loss)(values, x), expected, strict=True):
+            close(mine, theirs, 1e-12)
+        if cell != "lstm":  # of which oneDNN's has no forward mode
+            (slope,), along = torch.autograd.grad(loss(values, x), [x]), torch.randn_like(x)
+            _, moved = torch.func.jvp(lambda x: loss(values, x), (x.detach(),), (along,))
+            close(moved, (slope * along).sum(), 1e-12)
+        if cell == "dtriv":  # torch's own layers have no rule for vmap
+            many = torch.stack([x, 2 * x]).detach()
+            one_by_one = torch.stack([layer(each)[0] for each in many])
+            close(torch.func.vmap(lambda x: layer(x)[0])(many), one_by_one, 1e-12)
+
+
+@pytest.mark.parametrize(("cell", "suffix"), [("lstm", ""), ("gru", "Cell")])
+def test_weight_norm_of_rows_of_zeros_is_refused(cell, suffix):
+    layer = kind(cell, suffix=suffix)(2, 3)
+    weight = "weight_hh" if suffix else "weight_hh_l0"
+    x = torch.randn(5, 2)
+    bad = nn.utils.parametrizations.weight_norm(copy.deepcopy(layer), weight)
+    with pytest.raises(ValueError, match=rf"weight_norm makes NaN of {weight}.*Fix: torch.nn.init.orthogonal_"):
+        bad(x)
+    nn.init.orthogonal_(getattr(layer, weight))
+    expected, _ = layer(x)
+    nn.utils.parametrizations.weight_norm(layer, weight)  # a parametrization is read at each call
+    torch.testing.assert_close(layer(x)[0], expected)
+    with torch.no_grad():
+        getattr(layer.parametrizations, weight).original0.fill_(math.nan)
+    assert layer(x)[0].isnan().any()
+
+
+def test_shapes_on_the_meta_device():
+    for cell, rule in (("lstm", "momentum"), ("gru", "adam"), ("dtriv", "restart")):
+        layer = kind(cell)(2, 3, 2, rule=rule, device="meta")
+        output, state = layer(torch.empty(40, 5, 2, device="meta"))
+        assert output.shape == (40, 5, 3)
+        assert layer(torch.empty(40, 5, 2, device="meta"), state)[0].is_meta
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@every_layer
+def test_on_cuda(cell, rule):
+    layer, _ = make_pair(cell, rule, layers=2)
+    x = make_input(30)
+    state, entries = make_state(layer, x)
+    expected, last = layer(x, state)
+    wanted = gradients(expected, last.as_dict(), [*layer.parameters()])
+    there = copy.deepcopy(layer).cuda()
+    moved = dataclasses.replace(state, **{name: value.detach().cuda() for name, value in entries.items()})
+    output, end = there(x.cuda(), moved)
+    close(output.cpu(), expected, 1e-10)
+    for one, another in zip(gradients(output.cpu(), end.cpu().as_dict(), [*there.parameters()]), wanted, strict=True):
+        close(one.cpu(), another, 1e-9)
+
+
+# Compilation and export
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
+def test_under_torch_compile():
+    layer, x = make_pair("lstm", "adam")[0], make_input()
+    expected, last = layer(x)
+    output, state = torch.compile(layer, backend="eager")(x)
+    close(output, expected, 1e-13)
+    close(state.h, last.h, 1e-13)
+    layer.compile(backend="eager")  # not hidden by the argument of that name
+    close(layer(x)[0], expected, 1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("default")  # inductor's own warnings are not ours
+@pytest.mark.parametrize(
+    ("cell", "rule"), [("lstm", "adam"), ("rnn", "adaptive"), ("gru", "momentum"), ("dtriv", "nag")]
+)
+def test_compiled_by_inductor(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    compiled, _ = make_pair(cell, rule, compile=True)
+    compiled.load_state_dict(layer.state_dict())
+    x = make_input(50).requires_grad_()
+    state, _ = make_state(layer, x)
+    (expected, last), (output, end) = layer(x, state), compiled(x, state)
+    close(output, expected, 1e-12)
+    found = gradients(output, end.as_dict(), [x, *compiled.parameters()])
+    wanted = gradients(expected, last.as_dict(), [x, *layer.parameters()])
+    for one, another in zip(found, wanted, strict=True):
+        close(one, another, 1e-10)
+
+
+@pytest.mark.parametrize(("rule", "strict"), [("nag", False), ("adam", False), ("adaptive", False), ("restart", True)])
+def test_export_of_a_cell(rule, strict):
+    one, _ = make_pair("lstm", rule, suffix="Cell")
+    x = make_input(2)
+    state = one(x[0])[1].detach()
+    h, last = torch.export.export(one, (x[1], state), strict=strict).module()(x[1], state)
+    expected, expected_last = one(x[1], state)
+    close(h, expected, 1e-14)
+    close(last[0], expected_last.h, 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("cell", "rule", "options"),
+    [
+        ("rnn", "adaptive", {"nonlinearity": "relu"}),
+        ("lstm", "momentum", {"num_layers": 2, "bidirectional": True}),
+        ("gru", "adam", {"num_layers": 2, "bidirectional": True}),
+        ("lstm", "nag", {"bias": False}),
+        ("gru", "rmsprop", {"bias": False, "batch_first": True}),
+    ],
+)
+def test_to_torch(cell, rule, options):
+    layer = kind(cell)(2, 3, rule=rule, **options).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    x = make_input(20)
+    expected, state = layer(x)
+    copied = layer.to_torch()
+    assert {type(module) for module in copied.layers} == {TORCH[cell]}
+    output, last = copied(x)
+    close(output, expected, 1e-12)
+    for one, another in zip(last if cell == "lstm" else (last,), (state.h, state.c), strict=False):
+        close(one, another, 1e-12)
+    weights = [p.clone() for p in layer.parameters()]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    close(copied(x)[0], output, 1e-15)
+    assert all(w.any() for name, w in zip(dict(layer.named_parameters()), weights, strict=True) if "weight" in name)
+
+
+@pytest.mark.parametrize(("batch_first", "axis"), [(False, 1), (True, 0)])
+def test_torchs_layers_take_batches_only(batch_first, axis):
+    copied, x = hbnode.nn.MomentumLSTM(2, 3, batch_first=batch_first).to_torch(), torch.randn(5, 2)
+    with pytest.raises(ValueError, match=rf"got \(5, 2\). Fix: x.unsqueeze\({axis}\)"):
+        copied(x)
+    with pytest.raises(ValueError, match="got PackedSequence"):
+        copied(nn.utils.rnn.pack_sequence([x]))
+    with pytest.raises(ValueError, match="no layer of the cell of ParametrizedDTRIV"):
+        hbnode.nn.DTRIV(2, 3).to_torch()
+
+
+class Output(nn.Module):
+    """What a layer returns first: torch.jit.trace knows no states but in tuples."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "momentum"), ("gru", "nag"), ("gru", "adam")])
+def test_traced_layers_take_any_length(cell, rule):
+    layer, _ = make_pair(cell, rule, bidirectional=rule != "momentum")
+    module = Output(layer) if rule == "momentum" else layer.to_torch()
+    traced = torch.jit.trace(module, make_input(), check_trace=False)
+    for time in (1, 32, 1100):
+        x = make_input(time, 2)
+        if time == 32:
+            x[20, 0, 1] = torch.nan
+        output = traced(x)
+        output = output if rule == "momentum" else output[0]
+        torch.testing.assert_close(output, layer(x)[0], rtol=0, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(("cell", "rule"), [("lstm", "momentum"), ("dtriv", "restart"), ("gru", "rmsprop")])
+def test_exported_layers(cell, rule):
+    layer, _ = make_pair(cell, rule)
+    x = make_input(5)
+    close(torch.export.export(Output(layer), (x,), strict=False).module()(x), layer(x)[0], 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["nag", "adaptive"])
+def test_the_filter_is_exported_for_any_length_and_batch(rule):
+    (before,) = make_pair("lstm", rule)[0].to_torch().filters
+    axes = {"x": {0: torch.export.Dim("T"), 1: torch.export.Dim("batch")}}
+    program = torch.export.export(before, (make_input(),), dynamic_shapes=axes).module()
+    for time, batch in ((2, 5), (70, 2), (1100, 3)):
+        x = make_input(time, batch)
+        close(program(x), before(x), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's own export
+@pytest.mark.parametrize("rule", ["restart", "adam"])
+def test_torchs_layers_are_exported_for_any_length(rule):
+    patches = pytest.importorskip("torch.export._patches", reason="torch unrolls its LSTM")
+    layer, _ = make_pair("lstm", rule)
+    axes = {"x": {0: torch.export.Dim("T"), 1: torch.export.Dim("batch")}}
+    with patches.register_lstm_while_loop_decomposition(), torch.no_grad():
+        program = torch.export.export(layer.to_torch().eval(), (make_input(),), dynamic_shapes=axes).module()
+    for time in (2, 70):
+        x = make_input(time, 2)
+        close(program(x)[0], layer(x)[0], 1e-12)

@@ -1,0 +1,154 @@
+"""Loops over time: the linear filter v_t = mu_t v_{t-1} + s x_t of the rules, and a cell over its filtered inputs."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hbnode._torch import is_exporting, needs_reference
+
+BLOCK = 32  # samples that one matrix filters
+WIDE = 2**11  # numbers per sample from which on, on a CPU, a loop over time is faster than matrices
+COMPILED = 16  # steps of a cell in one compiled function
+
+
+def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
+    """Filter a sequence: v_t = mu_t v_{t-1} + s x_t.
+
+    A sample that is NaN or inf changes no sample before it.
+
+    Arguments:
+        x: (T, batch, n).
+        mu: a number, or (T,) in float64, or (T, batch).
+        s: a factor.
+        v: v_0 (batch, n); None is zero.
+
+    Returns:
+        v_1 to v_T, (T, batch, n).
+    """
+    rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
+    takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting())
+    if takes_any_length or (  # of a symbolic length no more may be asked
+        x.shape[0] > 4 and rates.dim() == 1 and (x.device.type != "cpu" or x[0].numel() < WIDE)
+    ):
+        return _filter_blocks(s * x, rates.to(x.device).reshape(x.shape[0], -1), v, takes_any_length)
+    v, found = torch.zeros_like(x[0]) if v is None else v, []
+    for mu_t, x_t in zip(rates.to(x).reshape(len(x), -1, 1).unbind(), (s * x).unbind(), strict=True):
+        v = torch.addcmul(x_t, mu_t, v)
+        found.append(v)
+    return torch.stack(found)
+
+
+def _filter_blocks(x: Tensor, mu: Tensor, v: Tensor | None, takes_any_length: bool) -> Tensor:
+    """Filter by matrices, 784 x 64 x 2 in 1.1 ms, a loop in 13 (``benchmarks.recurrent``, training, MomentumLSTM).
+
+    A matrix filters each block of samples. The values carried from block to block are filtered in the same way, with
+    blocks in place of samples. So a program is for any length, which a loop would fix. A cumulative sum of
+    x_t / (mu_1 ... mu_t) would overflow.
+
+    Arguments:
+        x: s x (T, batch, n).
+        mu: (T, 1) or (T, batch).
+        v: v_0 (batch, n), or None.
+        takes_any_length: whether a program is recorded, for any T.
+    """
+    steps = x.shape[0]
+    given = x.flatten(1).unsqueeze(1) if mu.shape[1] == 1 else x
+    if v is not None:  # a sample before the first
+        given, mu = torch.cat([v.view_as(given[0]).unsqueeze(0), given]), pad(mu, (0, 0, 1, 0))
+    levels = 2 if takes_any_length else (steps >= BLOCK) + (steps >= BLOCK**2)
+    finite = given.nan_to_num(0.0, 0.0, 0.0)  # the zeros of the matrices must not meet NaN or inf
+    found = _filter_levels(finite, mu.double(), levels, takes_any_length) + (given - finite).cumsum(0)
+    return (found if v is None else found[1:]).view_as(x)
+
+
+def _filter_levels(x: Tensor, mu: Tensor, levels: int, takes_any_length: bool) -> Tensor:
+    """Filter x (T, groups, n) with mu (T, groups) from 0; above the last level, block by block."""
+    steps = x.shape[0]
+    if levels == 0:
+        return (_filter_matrix(mu.T).to(x) @ x.transpose(0, 1)).transpose(0, 1)
+    missing = (steps // BLOCK + 2) * BLOCK - steps  # never one block, which programs take for an axis to be broadcast
+    x, mu = pad(x, (0, 0, 0, 0, 0, missing)), pad(mu, (0, 0, 0, missing)).unfold(0, BLOCK, BLOCK)
+    # (blocks, groups, BLOCK, n); torch.export cannot prove that a view of a symbolic length is one
+    x = x.unfold(0, BLOCK, BLOCK).mT if takes_any_length else x.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2)
+    inside, decay = _filter_matrix(mu).to(x) @ x, mu.cumprod(-1)
+    ends = _filter_levels(inside[:, :, -1], decay[..., -1], levels - 1, takes_any_length)
+    carried = pad(ends, (0, 0, 0, 0, 1, 0))[:-1]
+    found = torch.addcmul(inside, decay.to(x).unsqueeze(-1), carried.unsqueeze(2)).transpose(1, 2).flatten(0, 1)
+    return found.index_select(0, torch.arange(steps, device=x.device))  # a slice would have its bound proved
+
+
+def _filter_matrix(mu: Tensor) -> Tensor:
+    """Return mu_{j+1} ... mu_t of (..., T) as (..., t, j), by products alone: exact with any mu, including 0."""
+    steps = torch.arange(mu.shape[-1], device=mu.device)
+    is_later = steps.unsqueeze(1) > steps
+    return torch.where(is_later, mu.unsqueeze(-1), 1.0).cumprod(-2).tril()
+
+
+class Cell(NamedTuple):
+    """The equations of a cell.
+
+    Attributes:
+        step: ``step(d, h, c, u, bias)`` gives the next h and c; u is the transpose of U.
+        gates: number of gates, each of the width of h.
+        has_cell_state: whether there is a c, as in an LSTM.
+        adds_bias: whether the step adds its bias; else d contains it.
+        torch_layer: name of torch's layer of this cell in ``torch._VF``, or None.
+    """
+
+    step: Callable[..., Any]
+    gates: int = 1
+    has_cell_state: bool = False
+    adds_bias: bool = False
+    torch_layer: str | None = None
+
+
+def run_cell(
+    cell: Cell, d: Tensor, h: Tensor, c: Tensor | None, u: Tensor, bias: Tensor | None, compile: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run a cell over a sequence.
+
+    Arguments:
+        cell: its equations.
+        d: filtered input (T, batch, gates * n).
+        h: h_0 (batch, n).
+        c: c_0 of an LSTM.
+        u: U.
+        bias: b_hh, or the bias of the activation.
+        compile: whether to compile blocks of steps, once for each shape.
+
+    Returns:
+        h (T, batch, n), and the last h and c.
+    """
+    if bias is not None and not cell.adds_bias:
+        d, bias = d + bias, None
+    if not compile or needs_reference():
+        return _run_steps(cell.step, d, h, c, u.T, bias)
+    found = []
+    for block in d.split(COMPILED):
+        is_whole = len(block) == COMPILED
+        run = _compiled(cell.step, block.shape, d.dtype, d.device) if is_whole else _run_steps
+        block_h, h, c = run(cell.step, block, h, c, u.T, bias)
+        found.append(block_h)
+    return torch.cat(found), h, c
+
+
+def _run_steps(step: Callable[..., Any], d: Tensor, h: Tensor, c: Tensor | None, u: Tensor, bias: Tensor | None) -> Any:
+    found = []
+    for d_t in d.unbind():
+        h, c = step(d_t, h, c, u, bias)
+        found.append(h)
+    return torch.stack(found), h, c
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(*_: object) -> Callable[..., Any]:
+    """Compile a copy of the code for each step, shape, dtype and device: torch limits how often it compiles one."""
+    code = types.FunctionType(_run_steps.__code__.replace(), _run_steps.__globals__)
+    return torch.compile(code, dynamic=False)

@@ -1,0 +1,204 @@
+"""Recurrent weights that are orthogonal by construction: a matrix exponential, whose base an optimizer's steps move."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization, type_before_parametrizations
+from torch.utils.hooks import RemovableHandle
+
+from hbnode._checks import as_count
+from hbnode._torch import make_parametrized, no_autocast
+
+ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the names in the authors' code
+
+
+class Trivialization(nn.Module):
+    """Parametrizes an orthogonal matrix B = base exp(A) by X, of which A = tril(X) - tril(X)^T is the skew part.
+
+    Names and values are those of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and each loads the other's
+    state_dict. This one computes in float32 at least, and its base stays in float32 when the module is cast to half
+    precision: there the exponential has no gradient at 0, and a rounded base is not orthogonal.
+
+    Arguments:
+        weight: the first B (n, n).
+    """
+
+    base: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("base", torch.zeros_like(weight, dtype=_wide(weight)))
+
+    def _product(self, x: Tensor) -> Tensor:
+        with no_autocast(x):
+            below = x.to(_wide(x)).tril(-1)
+            return self.base @ torch.matrix_exp(below - below.mT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return B of X, in the dtype of X."""
+        return self._product(x).to(x.dtype)
+
+    @torch.no_grad()
+    def right_inverse(self, b: Tensor) -> Tensor:
+        """Make an orthogonal matrix the base; of any other matrix, Q of its QR decomposition."""
+        wide = b.to(self.base.dtype)
+        if not b.is_meta:
+            n = len(b)
+            off = (wide.mT @ wide - torch.eye(n, dtype=wide.dtype, device=wide.device)).abs().max()
+            if not off < 10 * n * torch.finfo(wide.dtype).eps:
+                q, r = torch.linalg.qr(wide)
+                wide = torch.where(r.diagonal() < 0, -q, q)
+        self.base.copy_(wide)
+        return torch.zeros_like(b)
+
+    @torch.no_grad()
+    def rebase(self, x: Tensor) -> None:
+        """Make B the base and X zero, in place: optimizers and DistributedDataParallel hold these tensors."""
+        self.right_inverse(self._product(x))
+        x.zero_()
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def keep_wide(z: Tensor) -> Tensor:
+            moved = function(z)
+            return moved if moved.dtype == _wide(moved) else z.to(moved.device, _wide(moved))
+
+        return super()._apply(keep_wide, recurse)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
+    """Return an orthogonal matrix that rotates planes, block by block, by random angles.
+
+    Arguments:
+        like: a square matrix of the size, dtype and device; half precision becomes float32.
+        init: "cayley" or "henaff", the range of the angles.
+    """
+    if init not in ANGLES:
+        raise ValueError(f"init must be one of {tuple(ANGLES)}, got {init!r}. Fix: 'cayley'.")
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    angles = torch.empty(len(like) // 2, dtype=dtype, device=like.device).uniform_(*ANGLES[init])
+    blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
+    rest = [angles.new_ones(1, 1)] * (len(like) % 2)
+    return torch.block_diag(*blocks, *rest)
+
+
+class OrthogonalWeights(nn.Module):
+    """What the layer and the cell share: orthogonal weights ``weight_hh*``, each with its base, and pickling."""
+
+    init: str
+    hidden_size: int
+
+    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
+        n = self.hidden_size
+        return {"weight_ih": (n, input_size), "weight_hh": (n, n), "bias": (n,)}
+
+    def _make_orthogonal(self) -> None:
+        for name in [name for name, _ in self.named_parameters() if name.startswith("weight_hh")]:
+            weight = getattr(self, name)
+            register_parametrization(self, name, Trivialization(weight), unsafe=True)
+
+    def _trivializations(self) -> Iterator[tuple[Trivialization, Tensor]]:
+        """The parametrization of each orthogonal weight, and the parameter behind it."""
+        for made in getattr(self, "parametrizations", {}).values():
+            if isinstance(made[0], Trivialization):
+                yield made[0], made.original
+
+    def orthogonal_parameters(self) -> Iterator[Tensor]:
+        """The parameters behind the orthogonal weights."""
+        for _, original in self._trivializations():
+            yield original
+
+    def rebase(self) -> None:
+        """Make the present weights the bases, so that B = base exp(0); the function of the layer does not change."""
+        for trivialization, original in self._trivializations():
+            trivialization.rebase(original)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W as He et al. for relu, the biases from U(-0.01, 0.01), and B as ``init`` says."""
+        for name in (*self._parameters, *getattr(self, "parametrizations", {})):
+            value = getattr(self, name)
+            if name.startswith("weight_ih"):
+                nn.init.kaiming_normal_(value, nonlinearity="relu")
+            elif name.startswith("bias"):
+                nn.init.uniform_(value, -0.01, 0.01)
+            elif name.startswith("weight_hh") and name in self._parameters:
+                value.copy_(orthogonal_by_angles(value, self.init))
+            else:
+                continue
+            if name not in self._parameters:
+                setattr(self, name, value)
+        for trivialization, original in self._trivializations():
+            trivialization.right_inverse(orthogonal_by_angles(original, self.init))
+            original.zero_()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Pickle as any module. Torch refuses it to parametrized modules, whose class cannot be imported."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_compiled_call_impl"}
+        return _empty, (type_before_parametrizations(self),), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if is_parametrized(self):
+            make_parametrized(self)
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int) -> RemovableHandle:
+    """Move the bases of all orthogonal weights in a module after every so many steps of an optimizer.
+
+    Arguments:
+        optimizer: the optimizer of their parameters. It keeps its moments and applies them in the new basis.
+        module: holds the layers.
+        steps: number of steps between two moves, the K of DTRIV. Without this function K is infinite.
+
+    Returns:
+        A handle; its ``remove()`` stops the moves.
+
+    Raises:
+        ValueError: there is no orthogonal layer in the module, or steps is not a positive whole number.
+    """
+    steps, layers = as_count(steps, "steps"), _layers(module)
+    taken = 0
+
+    def after_step(*_: object) -> None:
+        nonlocal taken
+        taken += 1
+        if taken % steps == 0:
+            for layer in layers:
+                layer.rebase()
+
+    return optimizer.register_step_post_hook(after_step)
+
+
+def parameter_groups(module: nn.Module, lr: float, orthogonal_lr: float) -> list[dict[str, object]]:
+    """Make two groups for an optimizer: the parameters behind orthogonal weights get a separate learning rate.
+
+    Arguments:
+        module: holds the layers.
+        lr: learning rate of all other parameters.
+        orthogonal_lr: learning rate of the parameters behind orthogonal weights.
+
+    Raises:
+        ValueError: there is no orthogonal layer in the module.
+    """
+    inner = [parameter for layer in _layers(module) for parameter in layer.orthogonal_parameters()]
+    known = {id(parameter) for parameter in inner}
+    outer = [parameter for parameter in module.parameters() if id(parameter) not in known]
+    return [{"params": outer, "lr": lr}, {"params": inner, "lr": orthogonal_lr}]
+
+
+def _layers(module: nn.Module) -> list[OrthogonalWeights]:
+    layers = [layer for layer in module.modules() if isinstance(layer, OrthogonalWeights)]
+    if not layers:
+        raise ValueError(f"{type(module).__name__} holds no orthogonal layer. Fix: a DTRIV or a DTRIVCell in it.")
+    return layers

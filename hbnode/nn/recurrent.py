@@ -1,0 +1,1646 @@
+"""Recurrent layers with momentum, and their cells for one step: RNN, LSTM, GRU and orthogonal RNN, with any rule.
+
+A rule of :mod:`hbnode.nn.rules` filters the inputs g_t = W x_t + b of a cell. It does not depend on h. If the rule is
+linear, v_t = mu_t v_{t-1} + s g_t, and v_0 = 0, then v_t is W applied to filtered x, and torch's layer runs over these.
+Momentum carried over from an earlier chunk, v_0, decays with mu_1 ... mu_t. Until it falls below float precision, and
+with rules that are not linear, the cell runs over d_t = rule(g_1, ..., g_t).
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear, pad
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from hbnode._checks import as_count, check_bool, check_input, tensor_fix
+from hbnode._records import Record, record
+from hbnode._torch import (
+    cpu_has_layer,
+    fused_layer,
+    is_autocast,
+    may_look,
+    needs_reference,
+    no_autocast,
+    untraced,
+)
+from hbnode.nn._scan import BLOCK, Cell, run_cell
+from hbnode.nn.orthogonal import OrthogonalWeights, parameter_groups, rebase_every
+from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
+
+__all__ = [
+    "MomentumRNN",
+    "MomentumLSTM",
+    "MomentumGRU",
+    "MomentumDTRIV",
+    "MomentumRNNCell",
+    "MomentumLSTMCell",
+    "MomentumGRUCell",
+    "MomentumDTRIVCell",
+    "RecurrentState",
+    "DTRIV",
+    "DTRIVCell",
+    "parameter_groups",
+    "rebase_every",
+    "TanhRNN",
+    "sparse_",
+]
+
+SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
+CHUNK = 2**19  # numbers of d that are computed, and stored, at once
+
+Sequences = TypeVar("Sequences", Tensor, PackedSequence)
+
+
+# What reads h, as a method of the state and as a function of torch
+READS = {
+    *("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "tolist", "numpy"),
+    *("squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim"),
+    *("unbind", "chunk", "split", "select", "narrow", "cat", "concat", "stack", "hstack"),
+    *("mean", "sum", "amax", "amin", "max", "min", "norm", "var", "std", "argmax", "softmax", "log_softmax"),
+    *("linear", "matmul", "tanh", "relu", "sigmoid", "gelu", "silu", "dropout", "layer_norm", "batch_norm"),
+}
+
+
+@record
+class RecurrentState(Record):
+    """All that is needed to continue a sequence exactly; entries that a layer does not need are None.
+
+    In the state of a layer the first axis is that of layers and directions, as in torch.nn; a cell's state has no such
+    axis. ``n`` is the width of the filtered input: gates * hidden_size.
+
+    An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
+    Any other state is read as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2], state[-1]],
+    -1)``. Operations that make a new hidden state from h alone, such as ``state * mask``, raise an error, because they
+    would lose the momentum: use :meth:`map` or ``dataclasses.replace(state, h=...)``.
+
+    Attributes:
+        h: hidden state (..., batch, hidden_size).
+        c: cell state of an LSTM (..., batch, hidden_size).
+        v: momentum (..., batch, n), of all rules but RMSProp.
+        m: running mean of squares of Adam and RMSProp (..., batch, n).
+        g: the last W x + b, of adaptive momentum (..., batch, n).
+        t: samples so far (batch,), int64, of NAG and scheduled restart.
+
+    Example:
+        >>> import hbnode
+        >>> output, state = hbnode.nn.MomentumGRU(3, 5, num_layers=2)(torch.ones(7, 4, 3))
+        >>> state, state[-1].shape
+        (RecurrentState(h=(2, 4, 5), v=(2, 4, 15)), torch.Size([4, 5]))
+        >>> output, (h, c) = hbnode.nn.MomentumLSTM(3, 5)(torch.ones(7, 4, 3))
+        >>> h.shape
+        torch.Size([1, 4, 5])
+    """
+
+    h: Tensor
+    c: Tensor | None = None
+    v: Tensor | None = None
+    m: Tensor | None = None
+    g: Tensor | None = None
+    t: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if hasattr(self.h, "__next__"):  # torch.nn.parallel.gather gives an iterator of what it unpacked
+            raise TypeError(
+                f"h must be a tensor, got {type(self.h).__name__}; torch.nn.DataParallel cannot join states. "
+                "Fix: return the output alone from the module, or DistributedDataParallel."
+            )
+
+    @staticmethod
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name == "t" else memory_dtype(new) if name in "vmg" else new
+
+    # As torch.nn's: the pair (h, c) of an LSTM, or h
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.h if self.c is None else (self.h, self.c))
+
+    def __len__(self) -> int:
+        return len(self.h) if self.c is None else 2
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if self.c is None:
+            return self.h[index]
+        if index not in (0, 1):  # torch.nn's pair takes -1, which is c where an h[-1] was meant
+            raise IndexError(
+                f"the state of an LSTM is the pair (h, c), whose entries are 0 and 1, got {index!r}. "
+                "Fix: state.h[-1] for the last layer's h, state.c for c."
+            )
+        return (self.h, self.c)[index]
+
+    def __setitem__(self, index: Any, value: object) -> None:
+        raise TypeError(self._refusal("no assignment", "h"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in READS and self.c is None and hasattr(Tensor, name):
+            return getattr(self.h, name)
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(self._refusal(f"no attribute {name!r}", f"h.{name}"))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A function of torch that reads, of h in place of the state."""
+
+        def read(value: Any) -> Any:
+            if isinstance(value, RecurrentState):
+                if value.c is not None or function.__name__ not in READS:
+                    raise TypeError(value._refusal(f"{function.__name__} of torch does not take it", "h"))
+                return value.h
+            return type(value)(read(each) for each in value) if isinstance(value, (tuple, list)) else value
+
+        kwargs = {name: read(value) for name, value in (kwargs or {}).items()}
+        return function(*(read(value) for value in args), **kwargs)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.c is not None:
+            raise TypeError(self._refusal("no array", "h"))
+        return self.h.__array__(*args, **kwargs)
+
+    def _no_operator(self, other: object) -> None:
+        raise TypeError(self._refusal("no arithmetic", "h"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _no_operator
+
+    def _refusal(self, what: str, instead: str) -> str:
+        carried = " and ".join(name for name in self.as_dict() if name != "h")
+        return (
+            f"{what}: a RecurrentState carries {carried or 'nothing'} beside h. Fix: state.{instead} for the hidden "
+            "state alone, or state.map(function) for all that it carries."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceBatch:
+    """A checked batch.
+
+    Attributes:
+        x: inputs (T, batch, input_size), zero on padding.
+        packed: the input, if it was packed.
+        is_single: whether the input was one sequence without a batch axis.
+        batch_first: whether the batch axis of the input came first.
+        valid: which samples are not padding (T, batch), of a packed batch.
+    """
+
+    x: Tensor
+    packed: PackedSequence | None = None
+    is_single: bool = False
+    batch_first: bool = False
+    valid: Tensor | None = None
+
+    @classmethod
+    def read(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> "SequenceBatch":
+        """Check the inputs of a layer."""
+        packed = x if isinstance(x, PackedSequence) else None
+        values = x.data if isinstance(x, PackedSequence) else x
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            got, fix = (values.dtype, "x.float()") if isinstance(values, Tensor) else (type(x).__name__, tensor_fix(x))
+            raise TypeError(f"x must be a floating-point tensor or a PackedSequence, got {got}. Fix: {fix}.")
+        shape = tuple(values.shape)
+        dims = (2,) if packed else (2, 3)
+        time = 1 if batch_first and len(shape) == 3 else 0
+        if values.dim() not in dims or shape[-1] != input_size or shape[time] == 0:
+            axes = "(batch, T, input_size)" if batch_first else "(T, batch, input_size)"
+            axes = "a PackedSequence of samples (input_size,)" if packed else f"{axes} or (T, input_size)"
+            raise ValueError(
+                f"x must be {axes} with input_size={input_size} and at least one sample, got {shape}. "
+                "Fix: x.unsqueeze(-1) if a sample is one number, or another input_size."
+            )
+        if packed:
+            padded, lengths = pad_packed_sequence(packed._replace(sorted_indices=None, unsorted_indices=None))
+            valid = torch.arange(len(padded), device=lengths.device).unsqueeze(1) < lengths
+            return cls(padded, packed, valid=valid.to(padded.device))
+        if values.dim() == 2:
+            return cls(values.unsqueeze(1), is_single=True)
+        return cls(values.transpose(0, 1) if batch_first else values, batch_first=batch_first)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of samples of each sequence, (batch,)."""
+        if self.valid is None:
+            return torch.full(self.x.shape[1:2], self.x.shape[0], device=self.x.device)
+        return self.valid.sum(0)
+
+    def run(
+        self, name: str, x: Tensor, state: Tensor | tuple[Tensor, Tensor], weights: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run torch's layer over x (T, batch, n), see :func:`hbnode._torch.fused_layer`."""
+        if self.packed is None or self.valid is None:
+            return fused_layer(name, x, state, weights)
+        h, *last = fused_layer(name, x[self.valid], state, weights, self.packed.batch_sizes)
+        return h.new_zeros(*self.valid.shape, h.shape[-1]).index_put((self.valid,), h), *last
+
+    def reverse(self, y: Tensor) -> Tensor:
+        """Each sequence backwards, (T, batch, n); padding stays at the end."""
+        if self.valid is None:
+            return y.flip(0)
+        steps = torch.arange(len(y), device=y.device).unsqueeze(1)
+        at = torch.where(self.valid, self.lengths - 1 - steps, steps)
+        return y.gather(0, at.unsqueeze(-1).expand_as(y))
+
+    def last(self, y: Tensor) -> Tensor:
+        """The last sample of each sequence, (T, batch, n) -> (batch, n)."""
+        if self.valid is None:
+            return y[-1]
+        at = (self.lengths - 1).view(1, -1, 1)
+        return y.gather(0, at.expand(1, -1, y.shape[-1])).squeeze(0)
+
+    def segments(self) -> Iterator[tuple[slice, int]]:
+        """Intervals of time in which no sequence ends, and the number of sequences in each."""
+        if self.packed is None:
+            yield slice(0, len(self.x)), self.x.shape[1]
+            return
+        sizes, start = self.packed.batch_sizes.tolist(), 0
+        for stop in range(1, len(sizes) + 1):
+            if stop == len(sizes) or sizes[stop] != sizes[start]:
+                yield slice(start, stop), sizes[start]
+                start = stop
+
+    def output(self, y: Tensor) -> Tensor | PackedSequence:
+        """The output (T, batch, n) in the form of the input."""
+        if self.packed:
+            return self.packed._replace(data=y[self.valid])
+        if self.is_single:
+            return y.squeeze(1)
+        return y.transpose(0, 1) if self.batch_first else y
+
+    def sort(self, z: Tensor, axis: int) -> Tensor:
+        """Bring a state into the order of this batch."""
+        z = z.unsqueeze(axis) if self.is_single else z
+        order = self.packed.sorted_indices if self.packed else None
+        return z if order is None else z.index_select(axis, order)
+
+    def unsort(self, z: Tensor, axis: int) -> Tensor:
+        """The inverse of :meth:`sort`."""
+        order = self.packed.unsorted_indices if self.packed else None
+        z = z if order is None else z.index_select(axis, order)
+        return z.squeeze(axis) if self.is_single else z
+
+
+InitialState = RecurrentState | tuple[Tensor, Tensor] | Tensor | None
+"""States that a layer or cell takes: that of an earlier call; h, or (h, c) of an LSTM; None, which is zeros."""
+
+
+# The equations
+
+
+def _tanh_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: None) -> tuple[Tensor, None]:
+    return torch.tanh(torch.addmm(d, h, u)), None
+
+
+def _relu_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: None) -> tuple[Tensor, None]:
+    return torch.relu(torch.addmm(d, h, u)), None
+
+
+def _lstm_step(d: Tensor, h: Tensor, c: Tensor, u: Tensor, bias: None) -> tuple[Tensor, Tensor]:
+    i, f, g, o = torch.addmm(d, h, u).chunk(4, -1)
+    c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+    uh = h @ u if bias is None else torch.addmm(bias, h, u)
+    n = h.shape[-1]
+    r, z = (uh[..., : 2 * n] + d[..., : 2 * n]).sigmoid().chunk(2, -1)
+    new = torch.addcmul(d[..., 2 * n :], r, uh[..., 2 * n :]).tanh()
+    return torch.lerp(new, h, z), None
+
+
+def _modrelu_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: Tensor) -> tuple[Tensor, None]:
+    z = torch.addmm(d, h, u)
+    return z.sign() * torch.relu(z.abs() + bias), None
+
+
+LSTM = Cell(_lstm_step, gates=4, has_cell_state=True, torch_layer="lstm")
+GRU = Cell(_gru_step, gates=3, adds_bias=True, torch_layer="gru")
+DTRIV_CELL = Cell(_modrelu_step, adds_bias=True)
+ELMAN = {"tanh": Cell(_tanh_step, torch_layer="rnn_tanh"), "relu": Cell(_relu_step, torch_layer="rnn_relu")}
+NO_MOMENTUM = Momentum(momentum=0.0, step_size=1.0)  # d_t = g_t
+
+
+def _elman(nonlinearity: str) -> Cell:
+    if nonlinearity not in ELMAN:
+        raise ValueError(f"nonlinearity must be one of {tuple(ELMAN)}, got {nonlinearity!r}. Fix: 'tanh'.")
+    return ELMAN[nonlinearity]
+
+
+# What layers and cells share
+
+
+class Weights(NamedTuple):
+    """Parameters of one layer in one direction.
+
+    Attributes:
+        w: W_ih (gates * hidden_size, input_size).
+        u: W_hh (gates * hidden_size, hidden_size).
+        b: b_ih (gates * hidden_size,), or None.
+        bias: b_hh (gates * hidden_size,), or that of the activation (hidden_size,), or None.
+    """
+
+    w: Tensor
+    u: Tensor
+    b: Tensor | None
+    bias: Tensor | None
+
+
+class RecurrentBase(nn.Module):
+    """Base of layers and cells: their parameters, and the checks of their states.
+
+    Arguments:
+        cell: its equations.
+        input_size: see :class:`MomentumLSTM`, likewise all that follow.
+        hidden_size: number of features of h.
+        bias: whether there are biases.
+        rule: filters the input.
+        momentum: μ of a rule given by name.
+        step_size: s of a rule given by name.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+    """
+
+    forget_bias: float
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        **{"num_layers": 1, "has_bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False},
+        **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley", "is_compiled": False},
+    }
+
+    def __init__(
+        self,
+        cell: Cell,
+        input_size: int,
+        hidden_size: int,
+        bias: bool,
+        rule: RuleName | Rule,
+        momentum: float | None,
+        step_size: float | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.cell = cell
+        self.input_size = as_count(input_size, "input_size")
+        self.hidden_size = as_count(hidden_size, "hidden_size")
+        self.rule = make_rule(rule, momentum, step_size)
+        self.has_bias = check_bool(bias, "bias")
+        for suffix, width in self._places():
+            for name, shape in self._shapes(width).items():
+                empty = torch.empty(shape, device=device, dtype=dtype)
+                self.register_parameter(name + suffix, nn.Parameter(empty))
+        self.reset_parameters()
+
+    if TYPE_CHECKING:
+
+        @override
+        def __getattr__(self, name: str) -> Tensor:
+            """Parameters: weight_ih and the like."""
+
+    def _places(self) -> list[tuple[str, int]]:
+        """What ends the names of the parameters, and the width of the inputs, of each layer and direction."""
+        return [("", self.input_size)]
+
+    def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of one layer in one direction."""
+        n = self.cell.gates * self.hidden_size
+        weights = {"weight_ih": (n, input_size), "weight_hh": (n, self.hidden_size)}
+        return weights | ({"bias_ih": (n,), "bias_hh": (n,)} if self.has_bias else {})
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights of appendices A and F: W_ih orthogonal, W_hh with ones on its diagonal, biases 0.
+
+        The forget gate's part of each bias of an LSTM is ``forget_bias``.
+        """
+        n = self.hidden_size
+        for name in (name + suffix for suffix, width in self._places() for name in self._shapes(width)):
+            old = getattr(self, name)
+            new = torch.zeros_like(old, dtype=memory_dtype(old.dtype))
+            if name.startswith("weight_ih"):
+                nn.init.orthogonal_(new)
+            elif name.startswith("weight_hh"):
+                nn.init.eye_(new)
+            elif self.cell.has_cell_state:
+                new[n : 2 * n] = self.forget_bias
+            if name in self._parameters:
+                old.copy_(new)
+            else:  # parametrized
+                setattr(self, name, new.to(old.dtype))
+
+    def _weights(self, suffix: str = "") -> Weights:
+        b, bias = getattr(self, "bias_ih" + suffix, None), getattr(self, "bias_hh" + suffix, None)
+        if self.cell == DTRIV_CELL:
+            bias = getattr(self, "bias" + suffix)
+        return Weights(getattr(self, "weight_ih" + suffix), getattr(self, "weight_hh" + suffix), b, bias)
+
+    def _check_weight_norm(self) -> None:
+        """Refuse the NaN that weight_norm makes of rows of zeros; initially W_hh has such rows."""
+        for name, made in getattr(self, "parametrizations", {}).items():
+            if type(made[0]).__name__ != "_WeightNorm" or not may_look():
+                continue
+            given_is_finite = made.original0.isfinite().all() and made.original1.isfinite().all()
+            if given_is_finite and getattr(self, name).isnan().any():
+                raise ValueError(
+                    f"weight_norm makes NaN of {name}: it divides by norms that are 0, and at first most rows of W_hh "
+                    f"are zero. Fix: torch.nn.init.orthogonal_(layer.{name}) before weight_norm(layer, {name!r})."
+                )
+
+    def _read_state(
+        self, state: InitialState, hx: InitialState, places: tuple[int, ...], batch: tuple[int, ...], like: Tensor
+    ) -> RecurrentState:
+        """Check a state and complete it: h and c are there, and the rule's memory is None at the start of a sequence.
+
+        Arguments:
+            state: the state that the caller passed.
+            hx: the same under torch.nn's name.
+            places: (layers * directions,) of a layer, () of a cell.
+            batch: (batch,), or () for a single sequence.
+            like: x, which has the dtype and device of the zeros.
+        """
+        if state is not None and hx is not None:
+            raise TypeError("state and hx are two names of one argument, and both were given. Fix: state alone.")
+        state = hx if state is None else state
+        shape = (*places, *batch, self.hidden_size)
+        if state is None:
+            state = RecurrentState(like.new_zeros(shape))
+        elif not isinstance(state, RecurrentState):
+            state = _from_tensors(state, self.cell.has_cell_state)
+        if self.cell.has_cell_state and state.c is None:
+            state = dataclasses.replace(state, c=like.new_zeros(shape))
+        expected = dict.fromkeys("hc" if self.cell.has_cell_state else "h", shape)
+        if not (state.v is None and state.m is None and state.g is None and state.t is None):
+            expected |= dict.fromkeys(self.rule.memory, (*shape[:-1], self.cell.gates * self.hidden_size))
+            expected |= {"t": batch} if "t" in expected else {}
+        for name in "hcvmgt":
+            z, wanted = getattr(state, name), expected.get(name)
+            found = None if z is None else tuple(z.shape)
+            if found != wanted:
+                raise ValueError(
+                    f"state.{name} must be {wanted}, got {found}. Fix: pass on the state of the same layer and batch, "
+                    "h alone, or None at the start of a sequence."
+                )
+            if z is None:
+                continue
+            if name == "t" and (z.is_floating_point() or z.dtype == torch.bool):
+                raise ValueError(f"state.t must be whole numbers of samples, got {z.dtype}. Fix: t.long().")
+            dtype = like.dtype if name in "hc" else memory_dtype(like.dtype)
+            if name != "t" and z.dtype != dtype and not is_autocast(like):
+                raise ValueError(
+                    f"state.{name} must be {dtype}, x being {like.dtype}, got {z.dtype}. Fix: .to({dtype})."
+                )
+        return state
+
+    def extra_repr(self) -> str:
+        """Sizes, rule, and what differs from the defaults."""
+        names = {"has_bias": "bias", "is_compiled": "compile"}
+        values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
+        others = [f"{names.get(k, k)}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
+        return ", ".join([f"{self.input_size}, {self.hidden_size}", f"rule={self.rule}", *others])
+
+
+def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:
+    """Make a state from h, or from h and c, as torch.nn's layers take them."""
+    if isinstance(state, Tensor):
+        return RecurrentState(state)
+    parts = tuple(state) if isinstance(state, (tuple, list)) else ()
+    if has_cell_state and len(parts) == 2 and all(isinstance(z, Tensor) for z in parts):
+        return RecurrentState(*parts)
+    pair = ", a pair (h, c)" if has_cell_state else ""
+    got = ", ".join(type(z).__name__ for z in parts)
+    fix = "pass on the state that the call before returned, state.detach() where its history is to end."
+    if any(isinstance(z, RecurrentState) for z in parts):
+        fix = "output, state = cell(x, state), also of a cell, where torch.nn's returns the state alone."
+    got = f"{type(state).__name__} of ({got})" if parts else type(state).__name__
+    raise TypeError(f"state must be a RecurrentState, h{pair} or None, got a {got}. Fix: {fix}")
+
+
+def _check_dtype(x: Tensor, dtype: torch.dtype, fix: str = "") -> None:
+    if x.dtype != dtype and not is_autocast(x):
+        raise ValueError(f"x must be {dtype} as the parameters are, got {x.dtype}. Fix: x.to({dtype}){fix}.")
+
+
+class RecurrentCell(RecurrentBase):
+    """Base of the cells: takes one step."""
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+
+        @override
+        def __call__(
+            self, x: Tensor, state: InitialState = None, *, hx: InitialState = None
+        ) -> tuple[Tensor, RecurrentState]:
+            return self.forward(x, state, hx=hx)
+
+    def forward(
+        self, x: Tensor, state: InitialState = None, *, hx: InitialState = None
+    ) -> tuple[Tensor, RecurrentState]:
+        """Take a step.
+
+        Arguments:
+            x: (batch, input_size) or (input_size,).
+            state: the state after the step before; or h, or (h, c) of an LSTM, at the start of a sequence; None is
+                zeros. Default: ``None``.
+            hx: the same under torch.nn's name. Default: ``None``.
+
+        Returns:
+            h (batch, hidden_size) or (hidden_size,), and the state.
+
+        Raises:
+            ValueError: x or the state has another shape or dtype than expected.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}. Fix: {tensor_fix(x)}.")
+        if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"x must be (batch, input_size) or (input_size,) with input_size={self.input_size}, got "
+                f"{tuple(x.shape)}. Fix: one sample at a time; a layer takes sequences."
+            )
+        _check_dtype(x, self.weight_ih.dtype)
+        state = self._read_state(state, hx, (), tuple(x.shape[:-1]), x)
+        if x.dim() == 1:
+            h, state = self._step(x.unsqueeze(0), state.map(lambda z: z.unsqueeze(0)))
+            return h.squeeze(0), state.map(lambda z: z.squeeze(0))
+        return self._step(x, state)
+
+    def _step(self, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        self._check_weight_norm()
+        weights = self._weights()
+        g = linear(x, weights.w, weights.b)
+        memory = Memory(state.v, state.m, state.g, state.t)
+        if all(z is None for z in memory):
+            memory = self.rule.start(g)
+            if memory.t is not None:
+                memory = memory._replace(t=torch.zeros(len(x), dtype=torch.int64, device=x.device))
+        d, memory = self.rule(g.unsqueeze(0), memory)
+        _, h, c = run_cell(self.cell, d, state.h, state.c, weights.u, weights.bias)
+        return h, RecurrentState(h, c, *memory)  # type: ignore[arg-type]  # whose t is a tensor
+
+
+class _State(NamedTuple):
+    """The state of one layer in one direction, each (batch, n), or of all."""
+
+    h: Tensor
+    c: Tensor | None
+    v: Tensor | None = None
+    m: Tensor | None = None
+    g: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "_State":
+        entries: list[Any] = []
+        for z in self:
+            entries.append(None if z is None else function(z))
+        return _State(*entries)
+
+    @staticmethod
+    def join(states: Sequence["_State"], function: Callable[[tuple[Any, ...]], Tensor]) -> "_State":
+        """Apply a function to the entries of several states, for each entry that there is."""
+        entries: list[Any] = []
+        for values in zip(*states, strict=True):
+            entries.append(None if values[0] is None else function(values))
+        return _State(*entries)
+
+
+class RecurrentLayer(RecurrentBase):
+    """Base of the layers: runs a cell over sequences, in one or several layers; see :class:`MomentumLSTM`."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        rule: RuleName | Rule,
+        momentum: float | None,
+        step_size: float | None,
+        compile: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.num_layers = as_count(num_layers, "num_layers")
+        self.bias, self.batch_first = bias, check_bool(batch_first, "batch_first")
+        self.bidirectional, self.is_compiled = check_bool(bidirectional, "bidirectional"), compile
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
+        if dropout and num_layers == 1:
+            raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
+        self.dropout = dropout
+        self.directions = ("", "_reverse") if bidirectional else ("",)
+        super().__init__(cell, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
+
+    if TYPE_CHECKING:
+
+        @override
+        def __call__(
+            self, x: Sequences, state: InitialState = None, *, hx: InitialState = None
+        ) -> tuple[Sequences, RecurrentState]:
+            raise NotImplementedError
+
+    @override
+    def _places(self) -> list[tuple[str, int]]:
+        widths = [self.input_size] + [len(self.directions) * self.hidden_size] * (self.num_layers - 1)
+        return [(f"_l{layer}{suffix}", width) for layer, width in enumerate(widths) for suffix in self.directions]
+
+    @untraced  # a loop over time is not a graph; torch.compile skips torch.nn's layers too
+    def forward(
+        self, x: Tensor | PackedSequence, state: InitialState = None, *, hx: InitialState = None
+    ) -> tuple[Tensor | PackedSequence, RecurrentState]:
+        """Run over sequences, from their start or from where an earlier chunk ended.
+
+        Arguments:
+            x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
+                or a PackedSequence.
+            state: the state that an earlier call returned; or h, or (h, c) of an LSTM, at the start of a sequence; None
+                is zeros. Default: ``None``.
+            hx: the same under torch.nn's name. Default: ``None``.
+
+        Returns:
+            h at every sample, in the form of x and directions * hidden_size wide, and the state after the last.
+
+        Raises:
+            TypeError: x is not floating point.
+            ValueError: x or the state has another shape than expected.
+        """
+        self._check_weight_norm()
+        batch = SequenceBatch.read(x, self.input_size, self.batch_first)
+        shape = () if batch.is_single else tuple(batch.x.shape[1:2])
+        given = self._read_state(state, hx, (self.num_layers * len(self.directions),), shape, batch.x)
+        t: int | Tensor | None = 0 if "t" in self.rule.memory else None
+        if given.t is not None:
+            t = batch.sort(given.t, axis=0)
+            t = int(t[0]) if len(t) and not t.is_meta and bool((t == t[0]).all()) else t
+        starts = _State(given.h, given.c, given.v, given.m, given.g).map(functools.partial(batch.sort, axis=1))
+        ends: list[_State] = []
+        out, autocast = batch.x, is_autocast(batch.x)
+        with no_autocast(batch.x):
+            for layer in range(self.num_layers):
+                if layer > 0 and self.dropout and self.training:
+                    out = dropout(out, self.dropout)
+                outputs = []
+                for suffix in self.directions:
+                    start = starts.map(operator.itemgetter(len(ends)))
+                    inputs = batch.reverse(out) if suffix else out
+                    h, end = self._run(batch, inputs, self._weights(f"_l{layer}{suffix}"), start, t, autocast)
+                    outputs.append(batch.reverse(h) if suffix else h)
+                    ends.append(end)
+                out = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
+        last = _State.join(ends, torch.stack).map(functools.partial(batch.unsort, axis=1))
+        t = None if t is None else batch.unsort(t + batch.lengths, axis=0)
+        return batch.output(out), RecurrentState(*last, t)
+
+    def _run(
+        self,
+        batch: "SequenceBatch",
+        x: Tensor,
+        weights: Weights,
+        state: _State,
+        t: int | Tensor | None,
+        autocast: bool,
+    ) -> tuple[Tensor, _State]:
+        """Run one layer in one direction.
+
+        Arguments:
+            batch: which samples are padding.
+            x: inputs (T, batch, input_size).
+            weights: the parameters.
+            state: the state before the first sample.
+            t: samples before the first, of rules that count them.
+            autocast: whether torch's layer runs under autocast; all else keeps the dtype of the parameters.
+
+        Returns:
+            h (T, batch, hidden_size), and the state after the last sample of each sequence.
+        """
+        if autocast:
+            x = x.to(weights.w.dtype)
+            h, c, *kept = state
+            memory = [None if z is None else z.to(memory_dtype(x.dtype)) for z in kept]
+            state = _State(h.to(x.dtype), None if c is None else c.to(x.dtype), *memory)
+        _check_dtype(x, weights.w.dtype, f", or layer.to({x.dtype})")
+        if state.v is None and isinstance(self.rule, LinearRule):
+            filtered, w, b = self._filter_inputs(x, weights, t)
+            out, h, c = self._run_cell(batch, filtered, w, b, weights, state, autocast)
+            return out, _State(h, c, linear(batch.last(filtered), w, b).to(memory_dtype(x.dtype)))
+        if all(z is None for z in state[2:]):
+            state = _State(state.h, state.c, *self.rule.start(x.new_empty(x.shape[1], len(weights.w)))[:3])
+        outputs: list[Tensor] = []
+        ends: list[_State] = []
+        for time, count in batch.segments():
+            ends.insert(0, state.map(operator.itemgetter(slice(count, None))))
+            state = state.map(operator.itemgetter(slice(count)))
+            since = None if t is None else (t[:count] if isinstance(t, Tensor) else t) + time.start
+            h, state = self._run_from(state, since, x[time, :count], weights, autocast)
+            outputs.append(pad(h, (0, 0, 0, x.shape[1] - count)))
+        return torch.cat(outputs), _State.join([state, *ends], torch.cat)
+
+    def _run_from(
+        self, state: _State, t: int | Tensor | None, x: Tensor, weights: Weights, autocast: bool
+    ) -> tuple[Tensor, _State]:
+        """Run over sequences of one length from any state: over d, and over filtered x once v_0 has decayed."""
+        memory, outputs, steps = Memory(*state[2:], t), [], len(x)
+        if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
+            decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
+            steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
+        is_whole = x.is_cuda and torch.is_grad_enabled()  # a call of cuDNN
+        rows = len(x) if is_whole else max(BLOCK, CHUNK // max(1, x.shape[1] * len(weights.w)))
+        for part in x[:steps].split(rows) if steps else ():
+            d, memory = self._filter(part, weights, memory)
+            out, h, c = self._run_cell(SequenceBatch(d), d, None, None, weights, state, autocast)
+            state = _State(h, c, *memory[:3])
+            outputs.append(out)
+        if steps < len(x):
+            filtered, w, b = self._filter_inputs(x, weights, t)
+            v = linear(filtered[-1], w, b).to(memory_dtype(x.dtype))
+            out, h, c = self._run_cell(SequenceBatch(x), filtered[steps:], w, b, weights, state, autocast)
+            state = _State(h, c, v)
+            outputs.append(out)
+        return torch.cat(outputs), state
+
+    def _filter_inputs(
+        self, x: Tensor, weights: Weights, t: int | Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Filter x from v_0 = 0 by a linear rule; return it with the W and b that turn it into v."""
+        w, b = weights.w, weights.b
+        if b is not None:  # b is the weight of an input that is 1 before it is filtered
+            x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
+        return self.rule(x, Memory(t=t))[0], w, None
+
+    def _filter(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
+        """Compute d of the next samples, and store only x for the backward pass."""
+
+        def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
+            return self.rule(linear(x, w, b), memory)
+
+        is_small = x.shape[0] * x.shape[1] * len(weights.w) < CHUNK
+        if is_small or not torch.is_grad_enabled() or needs_reference():
+            return filtered(x, weights.w, weights.b, memory)
+        return checkpoint(filtered, x, weights.w, weights.b, memory, use_reentrant=False, preserve_rng_state=False)
+
+    def _run_cell(
+        self,
+        batch: "SequenceBatch",
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        weights: Weights,
+        start: _State,
+        autocast: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Run the cell over d = w x + b, or without w over d = x: in torch's layer, or in a loop.
+
+        Returns:
+            h (T, batch, hidden_size), and the last h and c.
+        """
+        name, u, bias = self.cell.torch_layer, weights.u, weights.bias
+        if w is None and name is not None:
+            is_small = x.shape[1] * len(u) ** 2 <= SMALL_PRODUCT and not self.is_compiled
+            if x.is_cuda or (is_small and (name == "lstm" or not torch.is_grad_enabled())):
+                w, autocast = torch.eye(len(u), dtype=u.dtype, device=u.device), autocast and x.is_cuda
+        if w is None or name is None:
+            d = x if w is None else linear(x, w, b)
+            h, _, c = run_cell(self.cell, d, start.h, start.c, u, bias, self.is_compiled)
+            return h, batch.last(h), c
+        flat, zero = [w, u], u.new_zeros(len(u))
+        if b is not None or bias is not None:
+            flat += [zero if b is None else b, zero if bias is None else bias]
+        kind = x.device.type
+        in_half = autocast and (kind != "cpu" or cpu_has_layer(name, torch.get_autocast_dtype(kind)))
+        with torch.autocast(kind) if in_half else nullcontext():
+            state = start.h.unsqueeze(0) if start.c is None else (start.h.unsqueeze(0), start.c.unsqueeze(0))
+            h, *last = batch.run(name, x, state, flat)
+        return h, last[0].squeeze(0), last[1].squeeze(0) if start.c is not None else None
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: torch.nn's layers lay out their weights for cuDNN here; these layers do so at each call."""
+
+    def to_torch(self) -> "TorchLayers":
+        """Return a copy for inference and deployment: layers of torch.nn, each with a filter before it.
+
+        It is called as ``output, state = copy(x)`` for sequences from their start, with torch.nn's state. If the rule
+        is linear, the filter runs over the inputs. With other rules it runs over W x + b, and W of torch's layer is
+        the identity. Dropout is left out.
+
+        Raises:
+            ValueError: torch.nn has no layer of this cell.
+        """
+        if self.cell.torch_layer is None:
+            raise ValueError(f"torch.nn has no layer of the cell of {type(self).__name__}. Fix: export its cell.")
+        weights = [self._weights(suffix) for suffix, _ in self._places()]
+        return TorchLayers(self.cell.torch_layer, self.rule, weights, len(self.directions), self.batch_first)
+
+
+class MomentumRNN(RecurrentLayer):
+    """An Elman network that filters its input.
+
+    With g_t = W x_t + b_ih::
+
+        d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
+        h_t = tanh(U h_{t-1} + b_hh + d_t)
+
+    References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
+    section 2.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers. Default: ``1``.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
+        rule: the filter by its name, see :class:`MomentumLSTM`, or as an object of :mod:`hbnode.nn.rules`.
+            Default: ``"momentum"``.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h and what the rule remembers, each (layers * directions, batch, hidden_size).
+
+    Raises:
+        TypeError: the rule is not a rule, or bias, batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+
+    Example:
+        >>> output, state = MomentumRNN(3, 5, nonlinearity="relu", rule="nag")(torch.ones(7, 2, 3))
+        >>> output.shape, state.v.shape
+        (torch.Size([7, 2, 5]), torch.Size([1, 2, 5]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        nonlinearity: Literal["tanh", "relu"] = "tanh",
+        rule: RuleName | Rule = "momentum",
+        momentum: float | None = None,
+        step_size: float | None = None,
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.nonlinearity = nonlinearity
+        options = bias, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
+        super().__init__(_elman(nonlinearity), input_size, hidden_size, num_layers, *options)
+
+
+class MomentumRNNCell(RecurrentCell):
+    """One step of :class:`hbnode.nn.MomentumRNN`, whose state it takes and returns.
+
+    With g_t = W x_t + b_ih and the rule's next output d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
+        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
+            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h and what the rule remembers, each (batch, hidden_size).
+
+    Raises:
+        TypeError: the rule is not a rule, or bias is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
+        bias: bool = True,
+        *,
+        nonlinearity: Literal["tanh", "relu"] = "tanh",
+        rule: RuleName | Rule = "momentum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.nonlinearity = nonlinearity
+        cell = _elman(nonlinearity)
+        super().__init__(cell, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
+
+
+class MomentumLSTM(RecurrentLayer):
+    """An LSTM that filters its input: MomentumLSTM, and by its rule NAG-LSTM, SRLSTM, AdamLSTM, RMSPropLSTM.
+
+    With g_t = W x_t + b_ih::
+
+        d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
+        (i, f, c~, o) = U h_{t-1} + b_hh + d_t
+        c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)
+        h_t = sigmoid(o) tanh(c_t)
+
+    If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over these. With other rules,
+    and while the momentum of an earlier chunk decays, the cell runs over d_t; large cells on the CPU run in a scan
+    written for that purpose.
+
+    References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
+    equations 9, 14, 15.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers. Default: ``1``.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
+        rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
+            "adam", "rmsprop" or "adaptive" (momentum that the inputs set), with its usual numbers; or an object of
+            :mod:`hbnode.nn.rules`, which has numbers of its own: ``rule=Adam(beta=0.99)``.
+            ``Momentum(0.0, 1.0)`` makes a torch.nn.LSTM; each loads the other's weights. Default: ``"momentum"``.
+        momentum: μ of a rule given by name, in [0, 1]; "momentum" and "adam" have it. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive; all have it. Default: ``None``, 0.6.
+        compile: whether to compile the scan over time with torch.compile; the first call then takes half a minute.
+            Default: ``False``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h and c (layers * directions, batch, hidden_size), what the rule remembers 4 times as wide.
+
+    Raises:
+        TypeError: the rule is not a rule, or bias, batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+
+    Example:
+        >>> layer = MomentumLSTM(3, 5, momentum=0.9, batch_first=True)
+        >>> output, state = layer(torch.ones(2, 7, 3))
+        >>> output.shape, state.c.shape, state.v.shape
+        (torch.Size([2, 7, 5]), torch.Size([1, 2, 5]), torch.Size([1, 2, 20]))
+        >>> MomentumLSTM(3, 5, rule="adam", step_size=0.1)
+        MomentumLSTM(3, 5, rule=Adam(momentum=0.6, step_size=0.1, beta=0.9, eps=1e-08))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        forget_bias: float = 1.0,
+        rule: RuleName | Rule = "momentum",
+        momentum: float | None = None,
+        step_size: float | None = None,
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.forget_bias = forget_bias
+        options = bias, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
+        super().__init__(LSTM, input_size, hidden_size, num_layers, *options)
+
+
+class MomentumLSTMCell(RecurrentCell):
+    """One step of :class:`hbnode.nn.MomentumLSTM`, whose state it takes and returns, as in appendix F of the paper.
+
+    With g_t = W x_t + b_ih and the rule's next output d_t::
+
+        (i, f, c~, o) = U h_{t-1} + b_hh + d_t
+        c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)
+        h_t = sigmoid(o) tanh(c_t)
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
+        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
+            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h and c (batch, hidden_size), what the rule remembers 4 times as wide.
+
+    Raises:
+        TypeError: the rule is not a rule, or bias is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+
+    Example:
+        >>> cell, state = MomentumLSTMCell(3, 5, momentum=0.9), None
+        >>> for x in torch.ones(7, 2, 3):
+        ...     h, state = cell(x, state)
+        >>> h.shape, state.v.shape
+        (torch.Size([2, 5]), torch.Size([2, 20]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
+        bias: bool = True,
+        *,
+        forget_bias: float = 1.0,
+        rule: RuleName | Rule = "momentum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.forget_bias = forget_bias
+        super().__init__(LSTM, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
+
+
+class MomentumGRU(RecurrentLayer):
+    """A GRU that filters its input; the gates are those of torch.nn.GRU.
+
+    With g_t = W x_t + b_ih::
+
+        d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
+        r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
+        n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
+        h_t = (1 - z) n + z h_{t-1}
+
+    References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
+    section 2, which puts momentum into any cell.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers. Default: ``1``.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        rule: the filter by its name, see :class:`MomentumLSTM`, or as an object of :mod:`hbnode.nn.rules`.
+            Default: ``"momentum"``.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h (layers * directions, batch, hidden_size), what the rule remembers 3 times as wide.
+
+    Raises:
+        TypeError: the rule is not a rule, or bias, batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+
+    Example:
+        >>> output, state = MomentumGRU(3, 5, rule="rmsprop")(torch.ones(7, 2, 3))
+        >>> output.shape, state.m.shape
+        (torch.Size([7, 2, 5]), torch.Size([1, 2, 15]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        rule: RuleName | Rule = "momentum",
+        momentum: float | None = None,
+        step_size: float | None = None,
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options = bias, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
+        super().__init__(GRU, input_size, hidden_size, num_layers, *options)
+
+
+class MomentumGRUCell(RecurrentCell):
+    """One step of :class:`hbnode.nn.MomentumGRU`, whose state it takes and returns.
+
+    With g_t = W x_t + b_ih and the rule's next output d_t::
+
+        r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
+        n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
+        h_t = (1 - z) n + z h_{t-1}
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
+            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h (batch, hidden_size), what the rule remembers 3 times as wide.
+
+    Raises:
+        TypeError: the rule is not a rule, or bias is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
+        bias: bool = True,
+        *,
+        rule: RuleName | Rule = "momentum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(GRU, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
+
+
+class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
+    """A recurrent layer with an orthogonal weight B that filters its input.
+
+    With g_t = W x_t::
+
+        d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
+        h_t = modrelu(B h_{t-1} + d_t),  modrelu(z) = sign(z) relu(|z| + b)
+
+    B = base exp(A) with A skew-symmetric is a parametrization, as torch's own ``orthogonal`` ("dynamic
+    trivialization"); :meth:`rebase` moves the base to B, see :func:`hbnode.nn.recurrent.rebase_every`. The bias b of
+    modReLU is the only one. The scan over time takes one product with B a sample.
+
+    References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
+    section 4; Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers. Default: ``1``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
+            arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
+        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
+            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h and what the rule remembers, each (layers * directions, batch, hidden_size).
+
+    Raises:
+        TypeError: the rule is not a rule, or batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        init: Literal["cayley", "henaff"] = "cayley",
+        rule: RuleName | Rule = "momentum",
+        momentum: float | None = None,
+        step_size: float | None = None,
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.init = init
+        options = True, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
+        super().__init__(DTRIV_CELL, input_size, hidden_size, num_layers, *options)
+        self._make_orthogonal()
+
+
+class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
+    """One step of :class:`hbnode.nn.MomentumDTRIV`, whose state it takes and returns.
+
+    With g_t = W x_t and the rule's next output d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
+        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
+        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
+            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h and what the rule remembers, each (batch, hidden_size).
+
+    Raises:
+        TypeError: the rule is not a rule.
+        ValueError: a size, number or name is not valid, or the rule does not take the number.
+    """
+
+    bias: Tensor
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
+        *,
+        init: Literal["cayley", "henaff"] = "cayley",
+        rule: RuleName | Rule = "momentum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.init = init
+        super().__init__(DTRIV_CELL, input_size, hidden_size, True, rule, momentum, step_size, device, dtype)
+        self._make_orthogonal()
+
+
+class DTRIV(MomentumDTRIV):
+    """A recurrent layer with an orthogonal weight B: :class:`MomentumDTRIV` without momentum.
+
+    With d_t = W x_t::
+
+        h_t = modrelu(B h_{t-1} + W x_t),  modrelu(z) = sign(z) relu(|z| + b)
+
+    References: Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        num_layers: number of stacked layers. Default: ``1``.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        dropout: probability of dropping an output between layers in training. Default: ``0.0``.
+        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        init: initial B, "cayley" or "henaff", see :class:`MomentumDTRIV`. Default: ``"cayley"``.
+        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        output: (T, batch, directions * hidden_size).
+        state: h and v = d, each (layers * directions, batch, hidden_size).
+
+    Raises:
+        TypeError: batch_first or bidirectional is not a bool.
+        ValueError: a size, probability or name is not valid.
+
+    Example:
+        >>> layer = DTRIV(3, 6)
+        >>> B = layer.weight_hh_l0
+        >>> bool((B @ B.T - torch.eye(6)).abs().max() < 1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        init: Literal["cayley", "henaff"] = "cayley",
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first=batch_first,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            init=init,
+            rule=NO_MOMENTUM,
+            compile=compile,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class DTRIVCell(MomentumDTRIVCell):
+    """One step of :class:`hbnode.nn.DTRIV`: h_t = modrelu(B h_{t-1} + W x_t) with an orthogonal B.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (batch, input_size) or (input_size,).
+        state: h and v = d, each (batch, hidden_size).
+
+    Raises:
+        ValueError: a size or name is not valid.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        init: Literal["cayley", "henaff"] = "cayley",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, init=init, rule=NO_MOMENTUM, device=device, dtype=dtype)
+
+
+class TanhRNN(nn.Module):
+    """A tanh network with a learned start.
+
+    With x_i the inputs::
+
+        t_1 = W_hx x_1 + b + b_init
+        t_i = W_hx x_i + b + W_hh h_{i-1},  i > 1
+        h_i = tanh(t_i)
+
+    It is called as :class:`torch.nn.RNN` is. :class:`~hbnode.optim.HessianFree` has fast products for it, as for any
+    ``torch.nn.RNN``. The outputs are the states; a ``torch.nn.Linear`` reads them where it is wanted.
+
+    References: Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free Optimization (ICML 2011),
+    supplement, Algorithm 1 and section 2.
+
+    Arguments:
+        input_size: number of features of x.
+        hidden_size: number of features of h.
+        batch_first: whether x and the output are (batch, T, features). Default: ``False``.
+        connections: how many initial weights are not zero: of each unit in W_hh, of each input in W_hx. Default:
+            ``15``.
+        input_std: standard deviation of the initial weights of W_hx that are not zero. Default: ``1.0``.
+        device: device of the parameters. Default: ``None``, torch's.
+        dtype: dtype of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
+        h0: (1, batch, hidden_size), or (1, hidden_size) of one sequence.
+        output: h at every sample, (T, batch, hidden_size).
+        h: the last h of each sequence, in the form of h0.
+
+    Raises:
+        ValueError: a size is not valid.
+
+    Example:
+        >>> output, h = TanhRNN(3, 5)(torch.ones(7, 2, 3))
+        >>> output.shape, h.shape
+        (torch.Size([7, 2, 5]), torch.Size([1, 2, 5]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        batch_first: bool = False,
+        *,
+        connections: int = 15,
+        input_std: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_size = as_count(input_size, "input_size")
+        self.hidden_size = as_count(hidden_size, "hidden_size")
+        self.batch_first = check_bool(
+            batch_first, "batch_first", "pass it by name; there is one layer, in one direction"
+        )
+        self.connections, self.input_std = as_count(connections, "connections"), input_std
+        n = self.hidden_size
+        sizes = {"weight_ih": (n, self.input_size), "weight_hh": (n, n), "bias": (n,), "bias_init": (n,)}
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    if TYPE_CHECKING:
+        weight_ih: Tensor
+        weight_hh: Tensor
+        bias: Tensor
+        bias_init: Tensor
+
+        @override
+        def __call__(self, x: Sequences, h0: Tensor | None = None) -> tuple[Sequences, Tensor]:
+            raise NotImplementedError
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw sparse weights by :func:`sparse_`, and the biases from the distribution of the weights of W_hh.
+
+        Each unit has ``connections`` weights in W_hh, and each input has as many in W_hx: so few units see the inputs
+        that the others keep what they hold.
+        """
+        sparse_(self.weight_ih.T, self.connections, self.input_std)
+        sparse_(self.weight_hh, self.connections)
+        for bias in (self.bias, self.bias_init):
+            bias.normal_(std=self.connections**-0.5)
+
+    def forward(self, x: Tensor | PackedSequence, h0: Tensor | None = None) -> tuple[Tensor | PackedSequence, Tensor]:
+        """Run over sequences, from their start or from where an earlier chunk ended.
+
+        Arguments:
+            x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
+                or a PackedSequence.
+            h0: the last h of an earlier call; None is the start of a sequence, where b_init stands for W_hh h_0.
+                Default: ``None``.
+
+        Returns:
+            h at every sample, in the form of x, and the last h of each sequence (1, batch, hidden_size).
+
+        Raises:
+            TypeError: x is not floating point.
+            ValueError: x or h0 has another shape than expected.
+        """
+        batch = SequenceBatch.read(x, self.input_size, self.batch_first)
+        weight = self.weight_ih
+        _check_dtype(batch.x, weight.dtype)
+        inputs = batch.x.to(weight.dtype)
+        shape = (1, inputs.shape[1], self.hidden_size)
+        if h0 is None:  # b_init is the weight of an input that is 1 at the start and 0 later
+            start = inputs.new_zeros(*inputs.shape[:2], 1)
+            start[0] = 1
+            inputs, weight = torch.cat([inputs, start], -1), torch.cat([weight, self.bias_init.unsqueeze(1)], 1)
+            before = inputs.new_zeros(shape)
+        else:
+            wanted = (1, self.hidden_size) if batch.is_single else shape
+            check_input(h0, "h0")
+            if tuple(h0.shape) != wanted:
+                raise ValueError(
+                    f"h0 must be {wanted}, got {tuple(h0.shape)}. Fix: the h that the call before returned."
+                )
+            before = batch.sort(h0.to(weight.dtype), axis=1)
+        with no_autocast(inputs):
+            weights = [weight, self.weight_hh, self.bias, torch.zeros_like(self.bias)]
+            out, last = batch.run("rnn_tanh", inputs, before, weights)
+        return batch.output(out), batch.unsort(last, axis=1)
+
+    def extra_repr(self) -> str:
+        """Sizes, and whether the batch comes first."""
+        return f"{self.input_size}, {self.hidden_size}" + (", batch_first=True" if self.batch_first else "")
+
+
+@torch.no_grad()
+def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> Tensor:
+    """Draw a sparse weight in place: each unit, a row, has a number of weights from N(0, std^2) and zeros otherwise.
+
+    References: Martens, Deep learning via Hessian-free optimization (ICML 2010), section 5; variances as in section 2
+    of the supplement to Martens and Sutskever (ICML 2011): 1 / connections for W_hh and for the readout, 1 for W_hx.
+
+    Arguments:
+        weight: (units, inputs).
+        connections: how many weights of a unit are not zero; all, if there are fewer inputs. Default: ``15``.
+        std: standard deviation. Default: ``None``, 1 / sqrt(connections).
+
+    Returns:
+        The weight.
+
+    Raises:
+        ValueError: the weight is not a matrix, or connections is not a positive whole number.
+
+    Example:
+        >>> (sparse_(torch.empty(4, 100)) != 0).sum(1)
+        tensor([15, 15, 15, 15])
+    """
+    count = as_count(connections, "connections")
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be (units, inputs), got {tuple(weight.shape)}. Fix: weight.flatten(1).")
+    if std is not None and not (isinstance(std, (int, float)) and 0 <= std < math.inf):
+        raise ValueError(f"std must be a number >= 0, got {std!r}. Fix: std=1.0.")
+    drawn = torch.randn_like(weight) * (count**-0.5 if std is None else std)
+    order = torch.rand_like(weight, dtype=torch.float32).argsort(1)
+    return weight.copy_(drawn.masked_fill_(order >= count, 0))
+
+
+class InputFilter(nn.Module):
+    """A rule over time from v_0 = 0, applied to the inputs of torch's layer, or to a linear map of them.
+
+    Arguments:
+        rule: filters the input.
+        weight: W of the linear map; None filters the inputs themselves, and with b an input that is 1.
+        bias: b of the linear map, or None.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, rule: Rule, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.rule = rule
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, batch, input_size) -> (T, batch, width of the input of torch's layer)."""
+        if self.weight is not None:
+            x = linear(x, self.weight, self.bias)
+        elif self.bias is not None:
+            x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)
+        return self.rule(x, self.rule.start(x[0]))[0]
+
+
+class TorchLayers(nn.Module):
+    """Layers of torch.nn, each with a filter before it, for sequences from their start.
+
+    Arguments:
+        name: of torch's layer in ``torch._VF``.
+        rule: filters the inputs.
+        weights: the parameters of each layer and direction.
+        directions: 2 of bidirectional layers, else 1.
+        batch_first: whether x and the output are (batch, T, features).
+
+    Attributes:
+        filters: an :class:`InputFilter` for each layer and direction.
+        layers: a torch.nn.LSTM, GRU or RNN for each layer and direction.
+    """
+
+    def __init__(self, name: str, rule: Rule, weights: Sequence[Weights], directions: int, batch_first: bool) -> None:
+        super().__init__()
+        self.directions, self.batch_first = directions, batch_first
+        kind: Any = {"lstm": nn.LSTM, "gru": nn.GRU}.get(name, nn.RNN)
+        options = {"nonlinearity": name[4:]} if kind is nn.RNN else {}
+        filters: list[nn.Module] = []
+        layers: list[nn.Module] = []
+        with torch.no_grad():
+            for w, u, b, bias in weights:
+                copied = None if b is None else b.clone()
+                if isinstance(rule, LinearRule):
+                    filters.append(InputFilter(rule, None, copied))
+                    w = w if b is None else torch.cat([w, b.unsqueeze(1)], dim=1)
+                else:
+                    filters.append(InputFilter(rule, w.clone(), copied))
+                    w = torch.eye(len(u), dtype=u.dtype, device=u.device)
+                layer = kind(w.shape[1], u.shape[1], bias=bias is not None, device=u.device, dtype=u.dtype, **options)
+                layer.weight_ih_l0.copy_(w)
+                layer.weight_hh_l0.copy_(u)
+                if bias is not None:
+                    layer.bias_ih_l0.zero_()
+                    layer.bias_hh_l0.copy_(bias)
+                layers.append(layer)
+        self.filters, self.layers = nn.ModuleList(filters), nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | Tensor]:
+        """Return output and last state as torch.nn's layer does; x is (T, batch, input_size), or batch first."""
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            axis = 0 if self.batch_first else 1
+            raise ValueError(
+                f"x must be sequences of one length, a tensor with 3 axes, got {got}. Fix: x.unsqueeze({axis}) of one "
+                "sequence; a PackedSequence goes into the momentum layer itself."
+            )
+        x = x.transpose(0, 1) if self.batch_first else x
+        ends: list[tuple[Tensor, ...]] = []
+        outputs: list[Tensor] = []
+        for k, (before, layer) in enumerate(zip(self.filters, self.layers, strict=True)):
+            is_reverse = k % self.directions == 1
+            out, state = layer(before(x.flip(0) if is_reverse else x))
+            ends.append(state if isinstance(state, tuple) else (state,))
+            outputs.append(out.flip(0) if is_reverse else out)
+            if len(outputs) == self.directions:
+                x, outputs = torch.cat(outputs, dim=-1), []
+        h, *c = (torch.cat(parts) for parts in zip(*ends, strict=True))
+        return x.transpose(0, 1) if self.batch_first else x, (h, c[0]) if c else h

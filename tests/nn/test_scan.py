@@ -1,0 +1,80 @@
+"""The linear filter over time, as matrices and as a loop, against the recurrence."""
+
+import math
+
+import pytest
+import torch
+
+from hbnode.nn import _scan
+from hbnode.nn._scan import linear_filter
+from tests.momentum_layers import close
+
+
+def slowly(x, mu, s, v=None):
+    v, values = torch.zeros_like(x[0]) if v is None else v, []
+    for mu_t, row in zip(mu, x, strict=True):
+        v = mu_t * v + s * row
+        values.append(v)
+    return torch.stack(values)
+
+
+@pytest.fixture(params=[math.inf, 0], ids=["matrices", "loop"])
+def form(request, monkeypatch):
+    monkeypatch.setattr(_scan, "WIDE", request.param)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("steps", [1, 4, 5, 31, 32, 33, 64, 97, 1023, 1024, 1100])
+@pytest.mark.parametrize("kind", ["constant", "varying", "zeros", "each"])
+def test_the_filter_is_the_recurrence(steps, kind):
+    mu = {"constant": 0.9, "varying": torch.rand(steps), "zeros": (torch.arange(1, steps + 1) % 7) / 10}
+    mu = (mu | {"each": torch.rand(steps, 2)})[kind]
+    mu = mu if kind == "constant" else mu.double()
+    each = torch.full((steps,), mu, dtype=torch.float64) if kind == "constant" else mu
+    each = each.unsqueeze(-1) if kind == "each" else each
+    x = torch.randn(steps, 2, 3, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    for given in (None, v):
+        found, expected = linear_filter(x, mu, 0.3, given), slowly(x, each, 0.3, given)
+        close(found, expected, 1e-13)
+        w, leaves = torch.randn_like(found), [x] if given is None else [x, v]
+        for one, another in zip(*(torch.autograd.grad((y * w).sum(), leaves) for y in (found, expected)), strict=True):
+            close(one, another, 1e-12)
+
+
+def test_the_filter_forgets_without_overflow():
+    """A cumulative sum of x / mu^t would not be finite."""
+    x = torch.randn(5000, 1, 1)
+    torch.testing.assert_close(linear_filter(x, 0.01, 1.0), slowly(x.double(), [0.01] * 5000, 1.0).float())
+    kept = linear_filter(torch.ones(5000, 1, 1), 1.0, 1.0)
+    torch.testing.assert_close(kept.flatten(), torch.arange(1.0, 5001.0))
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+def test_derivatives_of_the_filter():
+    x, mu = torch.randn(45, 1, 2, dtype=torch.float64, requires_grad=True), torch.rand(45, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: linear_filter(x, mu, 0.5), x, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: linear_filter(x, mu, 0.5).sin(), x, fast_mode=True)
+    many = torch.stack([x, 2 * x]).detach()
+    slope = torch.func.vmap(torch.func.grad(lambda x: linear_filter(x, mu, 0.5).sin().sum()))(many)
+    (expected,) = torch.autograd.grad(slowly(x, mu, 0.5).sin().sum(), x)
+    close(slope[0], expected, 1e-13)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["constant", "varying"])
+def test_what_is_not_finite_changes_nothing_before_its_time(value, kind):
+    mu = 0.9 if kind == "constant" else torch.rand(97, dtype=torch.float64)
+    x = torch.randn(97, 2, 3, dtype=torch.float64)
+    expected = linear_filter(x, mu, 0.5)
+    x[50, 0, 1] = value
+    x.requires_grad_()
+    found = linear_filter(x, mu, 0.5)
+    is_reached = torch.zeros(97, 2, 3, dtype=torch.bool)
+    is_reached[50:, 0, 1] = True
+    close(found[~is_reached], expected[~is_reached], 1e-15)
+    assert not found[is_reached].isfinite().any()
+    (slope,) = torch.autograd.grad(found[:50].sum(), x)
+    assert slope.isfinite().all()
