@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import hbnode
-from hbnode.solve import methods
+from hbnode.solve.methods import METHODS as ALL_METHODS
 from hbnode.solve.control import PROBES
 from tests.models import AGAIN
 from tests.problems import Forced
 
-METHODS = [name for name, method in methods.METHODS.items() if method.error_order is not None]
+METHODS = [name for name, method in ALL_METHODS.items() if method.error_order is not None]
 CONTROLS = [False, True]
 
 
@@ -128,7 +128,7 @@ def evaluations(func, **settings):
 @pytest.mark.parametrize("method", METHODS)
 def test_what_it_costs(method, per_sample):
     """Nothing where f is autonomous; four evaluations a solve where a network's last layer starts at zero."""
-    one_step = 1 + methods.METHODS[method].evaluations
+    one_step = 1 + ALL_METHODS[method].evaluations
     assert evaluations(lambda h: -h, method=method, per_sample=per_sample) == one_step
     net = hbnode.nn.MLP(2, [8], 2, time_dependent=True)
     torch.nn.init.zeros_(net.layers[-1].weight)
