@@ -34,7 +34,7 @@ def is_tracing() -> bool:
 
 def may_look() -> bool:
     """Whether Python may look at the values of tensors: no graph is recorded, and no transform of torch.func runs."""
-    return not (is_tracing() or is_active())
+    return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
 def is_exporting() -> bool:
@@ -79,11 +79,6 @@ def double_backward() -> Iterator[None]:
         _DOUBLE_BACKWARD.reset(token)
 
 
-def is_active() -> bool:
-    """Whether a transform (vmap, grad, jvp, ...) is running; in what torch.compile traces too."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which torch.compile knows the value of
-
-
 def is_transformed() -> bool:
     """Whether a transform or forward-mode differentiation is running, which need a gradient by the graph."""
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
@@ -91,7 +86,9 @@ def is_transformed() -> bool:
 
 def has_tangent(x: Tensor) -> bool:
     """Whether a derivative with respect to a tensor is taken in forward mode."""
-    return in_forward_mode() and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+    return (
+        torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+    )
 
 
 def is_vmapped(x: Tensor) -> bool:
@@ -102,11 +99,6 @@ def is_vmapped(x: Tensor) -> bool:
 def is_batched(x: Tensor) -> bool:
     """Whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of autograd."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
-
-
-def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on."""
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 def backward_pass() -> int:
@@ -179,7 +171,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def numbers(x: Tensor) -> list[Any]:
     """The values of a tensor (n,) as Python numbers; not every version of torch has ``tolist`` under the transforms."""
-    return [value.item() for value in x.unbind()] if is_active() else x.tolist()
+    return [value.item() for value in x.unbind()]
 
 
 @contextmanager
@@ -188,7 +180,7 @@ def refusing(what: str, fix: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_active() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
+        if is_transformed() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
             raise ValueError(f"{what} does not work under this transform of torch.func. Fix: {fix}.") from error
         raise
 
@@ -252,15 +244,17 @@ class _FastForm(torch.autograd.Function):
         tensors, residuals = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         needed = ctx.needs_input_grad[3:]
         given = [grad for grad in grads if grad is not None]
-        with no_autocast(given[0]) if given else nullcontext():  # as the forward pass runs
+        if not given:
+            return (None,) * (3 + ctx.count)
+        with no_autocast(given[0]):  # as the forward pass runs
             if torch.is_grad_enabled() or any(is_batched(grad) for grad in given):
-                found = _reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
+                found = reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
             else:
                 found = ctx.form.vjp(ctx.options, tensors, residuals, grads, needed)
         return None, None, None, *found
 
 
-def _reference_vjp(
+def reference_vjp(
     reference: Callable[..., Any],
     options: Any,
     tensors: Sequence[Tensor | None],
@@ -331,7 +325,7 @@ def fused_layer(
         The output, and the last h, or the last h and c.
     """
     rest = (weights, len(weights) == 4, 1, 0.0, torch.is_grad_enabled(), False)
-    layer, warns = getattr(torch._VF, name), x.is_cuda and not torch.compiler.is_compiling()
+    layer, warns = getattr(torch._VF, name), x.is_cuda and may_look()
     with warnings.catch_warnings() if warns else nullcontext():
         if warns:
             warnings.filterwarnings("ignore", message=".*single contiguous chunk.*")

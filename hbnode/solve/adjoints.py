@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hbnode import _torch
 from hbnode._state import parts
-from hbnode._torch import random_state
+from hbnode._torch import fast_form, random_state
 from hbnode.errors import RecomputationError, ReversalError
 from hbnode.solve.closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.solve.control import Attempt
@@ -170,54 +170,58 @@ class _Bytes(torch.autograd.graph.saved_tensors_hooks):
         return x
 
 
-class _OfSolve(torch.autograd.Function):
-    """A solve without a graph, whose gradient with respect to γ, t, the first rows and leaves of the field is given."""
+@dataclass(frozen=True)
+class _Solve:
+    """A solve without a graph, as its backward pass needs it: ``known`` are the ids of what the field may depend on."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, gradient: Any, problem: Problem, snapshot: Snapshot, known: frozenset[int], carried: Rows,
-        gamma: Tensor, t: Tensor, *tensors: Tensor,
-    ) -> Rows:  # fmt: skip
-        ctx.gradient, ctx.problem, ctx.snapshot, n = gradient, problem, snapshot, problem.term.rows
-        ctx.start, ctx.leaves, ctx.known = tensors[:n], tensors[n:], known
-        rows = integrate(problem, (*ctx.start, *carried))
-        ctx.trajectory = tuple([row.clone() for row in rows])  # the user may change his in place
-        slots = [tensor for _, _, tensor in snapshot.slots if not tensor.is_inference()]
-        ctx.save_for_backward(gamma, t, *tensors, *slots)  # the last so that changes in place are noticed
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        problem: Problem = ctx.problem
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"gradient={ctx.gradient.name!r} gives first derivatives only, and create_graph=True asks for more. "
-                "Fix: gradient='direct'."
-            )
-        gamma, t, *_ = ctx.saved_tensors
-        gamma, t = (x.detach().requires_grad_(x.requires_grad) for x in (gamma, t))
-        before, leaves = (problem.gamma, problem.t), list(ctx.leaves)
-        problem.replace(gamma, t if t.requires_grad else None)
-        no_autocast = torch.autocast(gradients[0].device.type, enabled=False, cache_enabled=False)
-        try:
-            with ctx.snapshot, no_autocast, torch.enable_grad():
-                of_gamma, of_t, carry, found = ctx.gradient.backward(ctx, problem, gradients, gamma, t, leaves)
-        finally:
-            problem.replace(*before)
-        if not problem.end_only:
-            carry = tuple([c + g[0] for c, g in zip(carry, gradients, strict=True)])
-        return None, None, None, None, None, of_gamma, of_t, *carry, *found
+    gradient: Any
+    problem: Problem
+    snapshot: Snapshot
+    leaves: list[Tensor]
+    known: frozenset[int]
+    carried: Rows
 
 
 def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-    """A solve whose gradient is that of an :class:`_OfSolve`."""
+    """A solve whose gradient with respect to γ, t, the first rows and the leaves of the field is computed later."""
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
     rows = problem.term.flatten(y0)
-    found, known, carried = _leaves(gradient, problem, rows, snapshot)
+    solve = _Solve(gradient, problem, snapshot, *_leaves(gradient, problem, rows, snapshot))
     gamma = problem.gamma if isinstance(problem.gamma, Tensor) else torch.tensor(problem.gamma, dtype=torch.float64)
     t = torch.zeros(()) if problem.t is None else problem.t
-    return _OfSolve.apply(gradient, problem, snapshot, known, carried, gamma, t, *rows, *found)
+    return _rows_without_graph(solve, gamma, t, *rows, *solve.leaves)
+
+
+def _refuse_higher(solve: _Solve, *tensors: Tensor) -> Rows:
+    raise RuntimeError(
+        f"gradient={solve.gradient.name!r} gives first derivatives only, and create_graph=True asks for more. "
+        "Fix: gradient='direct'."
+    )
+
+
+def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any, needed: Any) -> tuple[Any, ...]:
+    problem, n = solve.problem, solve.problem.term.rows
+    (gamma, t, *start), trajectory = tensors[: n + 2], residuals[:n]
+    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(trajectory, gradients, strict=True)]
+    gamma, t = (x.detach().requires_grad_(x.requires_grad) for x in (gamma, t))
+    before = problem.gamma, problem.t
+    problem.replace(gamma, t if t.requires_grad else None)
+    try:
+        with solve.snapshot, torch.enable_grad():
+            of_gamma, of_t, carry, of_leaves = solve.gradient.backward(solve, start, trajectory, gradients, gamma, t)
+    finally:
+        problem.replace(*before)
+    if not problem.end_only:
+        carry = tuple([c + g[0] for c, g in zip(carry, gradients, strict=True)])
+    return of_gamma, of_t, *carry, *of_leaves
+
+
+@fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
+def _rows_without_graph(solve: _Solve, keep: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
+    rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
+    slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # so that changes in place are noticed
+    return rows, (*(row.clone() for row in rows), *slots)  # the user may change his rows in place
 
 
 def _leaves(
@@ -225,7 +229,7 @@ def _leaves(
 ) -> tuple[list[Tensor], frozenset[int], Rows]:
     """Evaluate the field where a solve starts, and find the leaves that it depends on.
 
-    Returns them, the ids of all that it may depend on, and the value if it is carried.
+    Returns those that need a gradient, the ids of all, and the value if it is carried.
     """
     term, name, carries = problem.term, gradient.name, problem.method.carries
     start = tuple([row.detach().requires_grad_() for row in rows])
@@ -267,20 +271,21 @@ class Reversible:
         return _solve_without_graph(self, problem, y0, snapshot)
 
     def backward(
-        self, ctx: Any, problem: Problem, gradients: Rows, gamma: Tensor, t: Tensor, leaves: list[Tensor]
+        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
         """Undo each step, from the last to the first, starting anew from every output. One evaluation for each kick."""
-        n, place, carries = problem.term.rows, len(gradients[0]), problem.method.carries
+        problem, leaves, place = solve.problem, solve.leaves, len(gradients[0])
+        n, carries = problem.term.rows, problem.method.carries
         sums = _Sums([gamma, t, *leaves])
-        way = _WayBack(problem, sums, ctx.known)
+        way = _WayBack(problem, sums, solve.known)
         attempts = [*fixed_steps(problem, 1)]
         times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
-        carry: Rows = tuple([torch.zeros_like(row) for row in (*ctx.start, *ctx.start[:carries])])
-        state = end = ctx.start
+        carry: Rows = tuple([torch.zeros_like(row) for row in (*start, *start[:carries])])
+        state = end = tuple(start)
         for i, attempt in reversed([*enumerate(attempts)]):
             if attempt.outputs is not None:
                 place -= 1
-                output = tuple([x[place] for x in ctx.trajectory])
+                output = tuple([x[place] for x in trajectory])
                 if i < len(attempts) - 1:
                     self._check_return(problem, state, output, end)
                 elif carries:
@@ -289,12 +294,12 @@ class Reversible:
                 carry = (*(c + g[place] for c, g in zip(carry, gradients, strict=False)), *carry[n:])
             known = None  # the position where the step begins
             if i == 0:
-                known = ctx.start[0]
+                known = start[0]
             elif attempts[i - 1].outputs is not None:
-                known = ctx.trajectory[0][place - 1]
+                known = trajectory[0][place - 1]
             state, carry = way.undo(attempt, times[i], state, carry, known)
         if attempts:
-            self._check_return(problem, state, ctx.start, end)
+            self._check_return(problem, state, start, end)
             carry = way.first(carry)
         return sums.found(gamma), sums.found(t), carry, [sums.found(leaf) for leaf in leaves]
 
@@ -334,7 +339,7 @@ class _WayBack:
             return self.evaluate(time, x if h is None or not carries else h)
 
         def again(time: Tensor, x: Tensor) -> Tensor:
-            return _Evaluated.apply(x, time, self.records.pop(-2 if carries else -1), self.sums)
+            return _known_value((problem.term, self.records.pop(-2 if carries else -1), self.sums), x, time)[0]
 
         problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
         coefficients, _ = problem.coefficients(attempt)
@@ -357,20 +362,16 @@ class _WayBack:
         return (rows[0] + of_h, *rows[1:])
 
 
-class _Evaluated(torch.autograd.Function):
+def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, needed: Any) -> tuple[Any, ...]:
+    _, (time, x, value), sums = known
+    of_x, *of_time = sums.pull((value,), gradients, (x, time) if time.requires_grad else (x,))
+    return of_x, *(of_time or [None])
+
+
+@fast_form(reference=lambda known, x, time: (known[0](time, x),), vjp=_vjp_of_value)
+def _known_value(known: Any, keep: bool, x: Tensor, time: Tensor) -> tuple[Rows, Rows]:
     """A value of the field that is known, with the gradient of the evaluation that gave it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, time: Tensor, record: Any, sums: _Sums) -> Tensor:
-        ctx.record, ctx.sums = record, sums
-        return record[-1].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        time, x, value = ctx.record
-        inputs = (x, time) if time.requires_grad else (x,)
-        found = ctx.sums.pull((value,), (gradient,), inputs)
-        return found[0], found[1] if len(found) > 1 else None, None, None
+    return (known[1][-1].detach(),), ()
 
 
 class _Sums:
@@ -411,15 +412,16 @@ class Adjoint:
         return _solve_without_graph(self, problem, y0, snapshot)
 
     def backward(
-        self, ctx: Any, problem: Problem, gradients: Rows, gamma: Tensor, t: Tensor, leaves: list[Tensor]
+        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
         """One solve for each interval between outputs, from the last to the first."""
-        augmented, n = _Augmented(problem, leaves, ctx.known), len(gradients)
+        problem, leaves, n = solve.problem, solve.leaves, len(gradients)
+        augmented = _Augmented(problem, leaves, solve.known)
         with torch.no_grad():
             times = torch.from_numpy(problem.begin + problem.sign * np.append(0.0, problem.outputs))
-            states = list(zip(*ctx.trajectory, strict=True))
-            states = [ctx.start, *states] if problem.end_only else states
-            adjoint: Rows = tuple([torch.zeros_like(row) for row in ctx.start])
+            states = list(zip(*trajectory, strict=True))
+            states = [start, *states] if problem.end_only else states
+            adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
             sums: Rows = tuple([torch.zeros_like(leaf) for leaf in leaves])
             of_t = torch.zeros_like(times)
             for k in reversed(range(1, len(times))):
@@ -469,7 +471,7 @@ class _Augmented:
         """The state at the other end of an interval."""
         s, n = self.problem.settings, self.problem.term.rows
         term = ODETerm(self, state, self.problem.tally, second_order=False)
-        term.counted = sum(x.numel() for x in state[: 2 * n])  # the integrals do not feed back: no step is refused
+        term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         settings = Settings(
             "tsit5", s.rtol, s.atol, steps=s.steps, jump_times=s.jump_times, max_steps=s.max_steps, options=options

@@ -337,14 +337,9 @@ class Problem:
         with torch.no_grad():
             scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
             x = error / scale.mul_(self.settings.rtol).add_(self.settings.atol)
-            pieces: Sequence[Tensor] = (x,)
-            if term.counted is not None:
-                pieces = (x[..., : term.counted],)
-            if term.separate:  # an integral's error is not averaged with that of the state
-                x = x.view(n, *self.template.shape)
-                pieces = x.split((x.shape[-1] - term.separate, term.separate), -1)
             norms: list[Tensor] = []
-            for piece in pieces:
+            for group in term.error_groups:
+                piece = x[..., group]
                 if self.lanes is None:
                     norms.append(torch.linalg.vector_norm(piece) / math.sqrt(max(piece.numel(), 1)))
                     continue
@@ -539,6 +534,6 @@ class Saved:
 
 def host(x: Tensor) -> Array:
     """The values of a norm on the host; what the transforms of torch.func put around it counts as more elements."""
-    if _torch.is_active():
+    if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     return x.double().cpu().numpy()

@@ -598,15 +598,10 @@ def combined(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 class HostFormula(torch.autograd.Function):
-    """A formula of a number γ, with its derivative by a complex step; that one's own derivative is torch's.
+    """A formula (xp, γ, *args) of a number γ, with its derivative by a complex step, and that one's by torch.
 
-    Arguments:
-        gamma: γ as a tensor.
-        number: γ as a number.
-        formula: of (xp, γ, *args).
-        args: what it depends on beside γ.
-        xp: NumPy or torch.
-        like: of the dtype and device of the result.
+    A Function of its own, in place of :func:`~hbnode._torch.fast_form`: equal steps share its node, and a backward pass
+    that frees what is saved must leave γ.
     """
 
     @staticmethod

@@ -210,40 +210,45 @@ def odeint(
         adjoint_options=adjoint_options,
         compile=compile,
     ).checked()
-    if event_fn is None:
-        return solve(field, y0, t, settings, NFE())
-    if is_tracing():
-        _refuse_tracing()
-    return _find_event(field, y0, t, settings, NFE(), event_fn)
+    return solve(field, y0, t, settings, NFE(), event_fn=event_fn)
 
 
 def solve(
-    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False
-) -> State:
+    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
+    event_fn: Callable[..., Tensor] | None = None,
+) -> Any:  # fmt: skip
     """:func:`odeint` with checked settings, which counts into ``nfe``; with ``end``, the last state alone."""
     if not is_tracing():
-        return _solve(field, y0, t, settings, nfe, end)
-    if is_traceable(settings):
+        return _solve(field, y0, t, settings, nfe, end, event_fn)
+    is_dynamo = torch.compiler.is_dynamo_compiling()
+    if event_fn is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
-    _refuse_tracing()
-    return _untraced_solve(field, y0, t, settings, nfe, end)
+    if not is_dynamo:  # which can call the solve from outside of its graphs
+        raise ValueError(ONLY_FIXED_GRIDS)
+    return untraced(_solve)(field, y0, t, settings, nfe, end, event_fn)
 
 
-def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, end: bool) -> State:
+def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, event_fn: Any) -> Any:
     snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
-    y0 = checked_state(field, y0, snapshot)
+    y0, is_event = checked_state(field, y0, snapshot), event_fn is not None
     template = y0 if isinstance(y0, Tensor) else y0[0]
     is_native = settings.method not in TORCHDIFFEQ
-    times = checked_times(t, template.device, rows=is_native)
-    settings = resolve(settings, field, times)
+    times = checked_times(t, template.device, rows=is_native and not is_event)
+    settings = resolve(settings, field, times, event=is_event)
     if settings.steps is None and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings, template.dtype)
     tally = Tally(field, nfe)
+    is_native &= settings.method not in TORCHDIFFEQ
+    if is_event and (is_native or len(times) != 2):
+        raise ValueError(
+            "event_fn is for torchdiffeq's methods, with t of two times (start and direction); got "
+            f"method={settings.method!r} and {len(times)} times. Fix: method='dopri5', t=[t0, t1]."
+        )
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot)
-            return last_of(trajectory) if end else trajectory
+            time, trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot, event_fn)
+        return (time, trajectory) if is_event else last_of(trajectory) if end else trajectory
     for name in torchdiffeq.CALLBACKS:
         if hasattr(field, name):
             torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
@@ -256,7 +261,7 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
     problem = Problem(term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2)
     if settings.steps is None and settings.method not in EXPONENTIAL:
         check_damping(problem, field)
-    if settings.compile and not _torch.is_active():
+    if settings.compile and _torch.may_look():
         solution = compile_steps(problem, field, y0, times, snapshot)
         if solution is not None:
             return last_of(solution) if end else solution
@@ -362,7 +367,7 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
         raise ValueError(
             f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
         )
-    if t.dim() == 2 and not is_tracing() and len(t) != len(tensors[0]):
+    if t.dim() == 2 and _torch.may_look() and len(t) != len(tensors[0]):
         raise ValueError(
             f"t has shape {tuple(t.shape)} for a batch of {len(tensors[0])}; expected (batch, T). "
             "Fix: one row of times for each sample, or t of shape (T,)."
@@ -372,14 +377,14 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     return len(tensors[0])
 
 
-def is_traceable(settings: Settings) -> bool:
+def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     """Whether a solve can be one graph of torch.compile, torch.export or torch.jit.trace that does what was asked.
 
     Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
     """
     if settings.steps is None or settings.method not in (None, *METHODS, *EXPLICIT):
         return False
-    if not torch.compiler.is_dynamo_compiling() or is_exporting():
+    if not is_dynamo or is_exporting():
         return True
     if not hasattr(torch.compiler, "is_exporting"):  # torch.compile before torch 2.7 rounds what it traces here
         return False
@@ -399,35 +404,6 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
         rows = Direct().solve(problem, y0, snapshot)
     trajectory = term.unflatten(rows, (times.shape[-1],))
     return last_of(trajectory) if end else trajectory
-
-
-def _refuse_tracing() -> None:
-    """Raise where a solve would have to be part of a graph; torch.compile can call it from outside of its graphs."""
-    if not torch.compiler.is_dynamo_compiling():
-        raise ValueError(ONLY_FIXED_GRIDS)
-
-
-_untraced_solve = untraced(_solve)
-
-
-@untraced
-def _find_event(
-    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, event_fn: Callable[..., Tensor]
-) -> tuple[Tensor, State]:
-    """The time of an event and the states at the start and there."""
-    snapshot = Snapshot(field)
-    y0 = checked_state(field, y0, snapshot)
-    times = checked_times(t, parts(y0)[0].device, rows=False)
-    settings = resolve(settings, field, event=True)
-    nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
-    check_precision(settings, parts(y0)[0].dtype)
-    if settings.is_native:
-        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
-    if len(times) != 2:
-        raise ValueError(
-            f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
-        )
-    return torchdiffeq.find_event(field, y0, times, settings, Tally(field, nfe), snapshot, event_fn)
 
 
 def check_damping(problem: Problem, field: Callable[..., Any]) -> None:

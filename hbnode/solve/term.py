@@ -50,7 +50,10 @@ class ODETerm:
         self.damping: Tensor | float = 0.0
         self.number: float | None = None  # the damping, once the host has asked for it
         self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
-        self.separate: int = getattr(self.inner, "_separate_elements", 0)
+        self.error_groups = [slice(None)]  # elements of a row whose error has a norm of its own
+        if getattr(self.inner, "has_integral", False):
+            begin = -(y0[-1].numel() if lanes is None else 1)
+            self.error_groups = [slice(begin), slice(begin, None)]
         if second_order:
             h, m = self.inner._pair(y0)
             if h.shape != m.shape:
@@ -58,7 +61,6 @@ class ODETerm:
                     f"h and m must have one shape, got {tuple(h.shape)} and {tuple(m.shape)}. Fix: make m like h."
                 )
             self.damping = self.inner.solver_damping()
-            self.separate = 0
         if isinstance(self.damping, Tensor) and self.damping.dim():
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
@@ -69,7 +71,6 @@ class ODETerm:
         if autocast:
             dtype = torch.get_autocast_dtype(device)
             self.in_autocast = functools.partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
-        self.counted: int | None = None  # elements of a row that the error is estimated of; None for all
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
@@ -161,7 +162,7 @@ class Snapshot:
         self.dtypes: set[torch.dtype] = set()  # of the parameters
         self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
         self._before: list[Any] = []  # torch enters a context again for each backward pass
-        for module in modules_of(field):
+        for module in field.modules() if isinstance(field, nn.Module) else ():
             if isinstance(module, SolveDropout):  # keeps the masks of a solve around this one if there is one
                 self.masks.append((module, {} if module.solve is None else module.solve))
             elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
@@ -208,20 +209,6 @@ class Snapshot:
     def __exit__(self, *error: Any) -> None:
         queries.solves -= 1
         _restore(*self._before.pop())
-
-
-def modules_of(field: Any) -> list[nn.Module]:
-    """All modules of a field, each once; quicker than ``field.modules()``, which makes their names."""
-    if torch.compiler.is_compiling() or not isinstance(field, nn.Module):
-        return list(field.modules()) if isinstance(field, nn.Module) else []
-    pending: list[nn.Module | None] = [field]
-    found: dict[int, nn.Module] = {}
-    while pending:
-        module = pending.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            pending += module._modules.values()
-    return list(found.values())
 
 
 def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], needed: Sequence[Any]) -> None:

@@ -48,15 +48,13 @@ UNDERFLOW = "the step size underflowed. Fix: loosen rtol and atol, use float64, 
 TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and atol, a shorter span, or more max_steps"
 
 
-def solve(field: Any, y0: State, t: Tensor, settings: Settings, tally: Tally, snapshot: Snapshot) -> State:
-    """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
-    return find_event(field, y0, t, settings, tally, snapshot, None)[1]
-
-
-def find_event(
+def solve(
     field: Any, y0: State, t: Tensor, settings: Settings, tally: Tally, snapshot: Snapshot, event_fn: Any
 ) -> tuple[Tensor, State]:
-    """:func:`solve` until an event: its time, and the states at the start and there."""
+    """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked.
+
+    Returns the times and the states there; with an event, its time, and the states at the start and there.
+    """
     with torch.inference_mode(False):  # else its tableaus would be tensors that no graph may save, ever
         import torchdiffeq  # here, because it imports scipy
 
@@ -108,9 +106,9 @@ def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Ten
     """The user's norm, or the RMS over all elements; where rows end with an integral, the larger of its and theirs."""
     if own is not None:
         return own(term.unflatten((row,)))
-    if not term.separate:
+    if len(term.error_groups) == 1:
         return row.pow(2).mean().sqrt() if row.numel() else row.sum()
-    pieces = row[:, : -term.separate], row[:, -term.separate :]  # by a norm with a gradient at 0, where q starts
+    pieces = [row[group] for group in term.error_groups]  # by a norm with a gradient at 0, where q starts
     return torch.maximum(*(torch.linalg.vector_norm(x) / max(x.numel(), 1) ** 0.5 for x in pieces))
 
 

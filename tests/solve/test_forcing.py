@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import hbnode
-from hbnode.solve.methods import METHODS as ALL_METHODS
 from hbnode.solve.control import PROBES
+from hbnode.solve.methods import METHODS as ALL_METHODS
 from tests.models import AGAIN
 from tests.problems import Forced
 
