@@ -208,7 +208,9 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
     before = problem.gamma, problem.t
     problem.replace(gamma, t if t.requires_grad else None)
     try:
-        with solve.snapshot, torch.enable_grad():
+        # f may cast its weights within an autocast of its own, in each evaluation anew
+        no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
+        with solve.snapshot, no_autocast, torch.enable_grad():
             of_gamma, of_t, carry, of_leaves = solve.gradient.backward(solve, start, trajectory, gradients, gamma, t)
     finally:
         problem.replace(*before)

@@ -239,10 +239,11 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         check_precision(settings, template.dtype)
     tally = Tally(field, nfe)
     is_native &= settings.method not in TORCHDIFFEQ
-    if is_event and (is_native or len(times) != 2):
+    if is_event and is_native:
+        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
+    if is_event and len(times) != 2:
         raise ValueError(
-            "event_fn is for torchdiffeq's methods, with t of two times (start and direction); got "
-            f"method={settings.method!r} and {len(times)} times. Fix: method='dopri5', t=[t0, t1]."
+            f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
         )
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
