@@ -94,11 +94,7 @@ def record(kind: type[Kind]) -> type[Kind]:
         return kind._of(dict(zip(names, children, strict=True)))
 
     _pytree.register_pytree_node(
-        kind,
-        flatten,
-        unflatten,
-        serialized_type_name=f"hbnode.{kind.__name__}",
-        flatten_with_keys_fn=flatten_with_keys,
+        kind, flatten, unflatten, serialized_type_name=f"hbnode.{kind.__name__}", flatten_with_keys_fn=flatten_with_keys
     )
     torch.serialization.add_safe_globals([kind])
     return kind

@@ -16,16 +16,7 @@ from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.nfe import open_records
 from hbnode.signal import queries, refuse_queries_outside
 from hbnode.solve.control import BESIDE_JUMP, FIELD_NOT_FINITE, LONGEST_DECAY, AdaptiveSteps, Array, Attempt
-from hbnode.solve.methods import (
-    NYSTROM,
-    Explicit,
-    Field,
-    HostFormula,
-    Method,
-    Splitting,
-    combined,
-    on_host,
-)
+from hbnode.solve.methods import NYSTROM, Explicit, Field, HostFormula, Method, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 

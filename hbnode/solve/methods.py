@@ -659,11 +659,7 @@ def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
     return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
 
 
-NYSTROM = {
-    "nystrom4": Nystrom(tableaus.RKN4),
-    "nystrom6": Nystrom(tableaus.RKN6),
-    "nystrom8": Nystrom(tableaus.RKN8),
-}
+NYSTROM = {"nystrom4": Nystrom(tableaus.RKN4), "nystrom6": Nystrom(tableaus.RKN6), "nystrom8": Nystrom(tableaus.RKN8)}
 EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
 SPLITTING = {
     "leapfrog": Splitting(tableaus.STRANG_DRIFTS, tableaus.STRANG_KICKS),

@@ -27,15 +27,7 @@ from hbnode.solve.adjoints import Direct, chosen
 from hbnode.solve.control import LONGEST_DECAY, Attempt
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING
-from hbnode.solve.settings import (
-    FIXED,
-    TORCHDIFFEQ,
-    Gradient,
-    Method,
-    Save,
-    Settings,
-    TorchdiffeqMethod,
-)
+from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, Save, Settings, TorchdiffeqMethod
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrapped
 
 logger = logging.getLogger("hbnode")
