@@ -19,9 +19,7 @@ class KeepsConstants(nn.Module):
     """
 
     _version = 2
-    defaults: ClassVar[
-        dict[str, float]
-    ] = {}  # what a state_dict of version 1 stood for, where that goes without saying
+    defaults: ClassVar[dict[str, float]] = {}  # what version 1 stood for, where that goes without saying
     renamed: ClassVar[dict[str, str]] = {}  # keys of version 1
 
     def constants(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hbnode._checks import check_input
+from hbnode._torch import plain
 
 State = Tensor | tuple[Tensor, ...]
 Times = Tensor | Iterable[float | Tensor]  # an array of numpy is an iterable too
@@ -31,9 +32,8 @@ def last_of(trajectory: State) -> State:
 
 def is_finite(state: State) -> bool:
     """Whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not be."""
-    if math.isfinite(sum(part.detach().sum() for part in parts(state))):
-        return True
-    return bool(all_finite(state))
+    state = tuple(map(plain, (state,) if isinstance(state, Tensor) else state))
+    return math.isfinite(sum(map(Tensor.sum, state))) or bool(all_finite(state))
 
 
 def all_finite(state: State) -> Tensor:

@@ -122,9 +122,7 @@ class _Again:
         self.end: Rows | None = None
 
     def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
-        times: list[Any] = [
-            [t.clone() for t in of_step] for of_step in self.attempt.times
-        ]  # f may change what it is given
+        times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # which f may change
         result = self.problem.step(state, coefficients, replace(self.attempt, times=times))
         if self.end is None:
             self.end = tuple([x.detach() for x in result[0]])
@@ -137,7 +135,7 @@ class _Again:
                 "or an activation of the field was changed after the forward pass. Fix: call backward() before the "
                 "change, or use gradient='direct'",
                 self.problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
-                _number(self.attempt.size),
+                self.attempt.size,
             )
         return result
 
@@ -289,7 +287,7 @@ class Reversible:
                 place -= 1
                 output = tuple([x[place] for x in trajectory])
                 if i < len(attempts) - 1:
-                    self._check_return(problem, state, output, end)
+                    _check_missed(problem, state[:n], output, end, REVERSAL_TOLERANCE, _UNDONE)
                 elif carries:
                     state = (*state, way.evaluate(times[-1], output[0]))
                 state, end = (*output, *state[n:]), output
@@ -301,16 +299,9 @@ class Reversible:
                 known = trajectory[0][place - 1]
             state, carry = way.undo(attempt, times[i], state, carry, known)
         if attempts:
-            self._check_return(problem, state, start, end)
+            _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _UNDONE)
             carry = way.first(carry)
         return sums.found(gamma), sums.found(t), carry, [sums.found(leaf) for leaf in leaves]
-
-    def _check_return(self, problem: Problem, reached: Rows, start: Rows, end: Rows) -> None:
-        _check_missed(
-            problem, reached[: problem.term.rows], start, end, REVERSAL_TOLERANCE,
-            "the steps, undone, end {:.2g} (relative) away from where they began: rounding errors grew too much. "
-            "Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping",
-        )  # fmt: skip
 
 
 class _WayBack:
@@ -432,13 +423,7 @@ class Adjoint:
                     of_t[k] = augmented.rate(times[k], states[k], of_output)
                 adjoint = tuple([a + g for a, g in zip(adjoint, of_output, strict=True)])
                 end = augmented.solve(times[k - 1 : k + 1].flip(0), (*states[k], *adjoint, *sums))
-                _check_missed(
-                    problem, end[:n], states[k - 1], states[k], MOST_MISSED,
-                    "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
-                    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
-                    f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
-                    "closer together, or a smaller rtol and atol",
-                )  # fmt: skip
+                _check_missed(problem, end[:n], states[k - 1], states[k], MOST_MISSED, _SOLVED_BACK)
                 adjoint, sums = end[n : 2 * n], end[2 * n :]
             if t.requires_grad:
                 of_t[0] = -augmented.rate(times[0], states[0], adjoint)
@@ -494,6 +479,18 @@ def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | N
     return [of.get(id(x)) for x in inputs]
 
 
+_UNDONE = (
+    "the steps, undone, end {:.2g} (relative) away from where they began: rounding errors grew too much. "
+    "Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping"
+)
+_SOLVED_BACK = (
+    "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
+    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
+    f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
+    "closer together, or a smaller rtol and atol"
+)
+
+
 def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
     """Raise where a way back from the end missed the start, relative to the larger of both; one may be 0."""
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
@@ -501,11 +498,6 @@ def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: fl
     missed = float(torch.linalg.vector_norm(reached - start) / size)
     if not missed <= most:
         raise problem.failure(ReversalError, message.format(missed), problem.begin, float("nan"))
-
-
-def _number(x: Any) -> float:
-    x = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
-    return float(np.abs(x).ravel()[0]) if x.size else float("nan")
 
 
 GRADIENTS: dict[str, Callable[[], Any]] = {

@@ -356,7 +356,7 @@ class Problem:
                 f"the solve needs more than max_nfe={self.max_nfe} evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
             )
-            raise self.failure(MaxNFEError, message, t, abs(size))
+            raise self.failure(MaxNFEError, message, t, size)
 
     def start_not_finite(self, norm: Array) -> SolverError:
         """The error for a first state that is not finite, given the norms of its rows."""
@@ -371,8 +371,8 @@ class Problem:
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
         """An error with the time, the step size and the evaluations; a query outside of a signal is raised instead."""
         refuse_queries_outside()
-        t, size = (float(np.ravel(x)[0]) for x in (t, size))
-        return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=size, nfe=self.tally.nfe.total)
+        t, size = (float(np.ravel(_torch.to_numpy(x) if isinstance(x, Tensor) else x)[0]) for x in (t, size))
+        return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=abs(size), nfe=self.tally.nfe.total)
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
         """The error for a step that is not finite. It takes the step once more to find the first such evaluation."""
@@ -392,9 +392,9 @@ class Problem:
             coefficients, _ = self.coefficients(attempt)
             self.step(state, (coefficients, None), attempt, watched)
         if found:
-            return self.failure(NonFiniteError, FIELD_NOT_FINITE, found[0], abs(size))
+            return self.failure(NonFiniteError, FIELD_NOT_FINITE, found[0], size)
         message = "the state or its error is not finite. Look for: a field that grows without bound"
-        return self.failure(NonFiniteError, message, begin, abs(size))
+        return self.failure(NonFiniteError, message, begin, size)
 
     def advice(self) -> str:
         """Advice where steps are short because of the damping."""

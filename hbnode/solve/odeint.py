@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hbnode import _torch
 from hbnode._checks import ONLY_FIXED_GRIDS, conversion
 from hbnode._signature import check_call
-from hbnode._state import State, Times, apply, describe, last_of, parts
+from hbnode._state import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode._torch import is_exporting, is_tracing, untraced
 from hbnode.errors import MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
@@ -424,12 +424,12 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
 
 def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
     """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
-    if _is_finite(rows):
+    if is_finite(rows):
         return
 
     def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
         after = problem.take(state, attempt)
-        if not _is_finite(after[0]):
+        if not is_finite(after[0]):
             raise problem.not_finite(attempt, state)
         return after
 
@@ -440,13 +440,6 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
             raise problem.start_not_finite(norm)
         integrate(problem, start, take, every=1)
     raise problem.failure(NonFiniteError, "the solution is not finite", problem.begin, math.nan)
-
-
-def _is_finite(rows: Rows) -> bool:
-    """Whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not be."""
-    rows = tuple(map(_torch.plain, rows))
-    total = rows[0].sum() if len(rows) == 1 else rows[0].sum() + rows[1].sum()
-    return math.isfinite(total) or bool(torch.isfinite(torch.stack(rows)).all())
 
 
 def traced_times(t: Times, device: torch.device) -> Tensor:

@@ -600,11 +600,8 @@ def sdeint(
     """
     if not isinstance(unwrapped(sde), HeavyBallSDE):
         raise TypeError(NO_SDE.format(type(sde).__name__))
-    if method not in GRADIENTS:
-        raise unknown_method(method)
     name: Any = getattr(gradient, "name", gradient)
-    if name not in GRADIENTS[method]:
-        raise wrong_gradient(method, name)
+    check_method(method, name)
     snapshot = Snapshot(sde)
     state: Any = checked_state(sde, y0, snapshot)
     term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True)
@@ -635,24 +632,24 @@ def sdeint(
     return h, m
 
 
-def unknown_method(method: object) -> ValueError:
-    """The error for a method that there is not."""
+def check_method(method: str, gradient: str) -> None:
+    """Refuse a method that there is not, and a gradient that is not for it."""
     methods = tuple(GRADIENTS)
-    fix = f"method={nearest(method, methods) or 'ubu'!r}"
-    if method in (*METHODS, *TORCHDIFFEQ):
-        fix = f"{fix}, or hbnode.odeint, which leaves the noise out"
-    return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
-
-
-def wrong_gradient(method: str, gradient: object) -> ValueError:
-    """The error for a gradient that is not for a method."""
+    if method not in methods:
+        fix = f"method={nearest(method, methods) or 'ubu'!r}"
+        if method in (*METHODS, *TORCHDIFFEQ):
+            fix = f"{fix}, or hbnode.odeint, which leaves the noise out"
+        raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
     gradients = GRADIENTS[method]
-    fixes = {
-        "reversible": "method='ubu' with gradient='reversible', or gradient='direct'",
-        "adjoint": "gradient='checkpoint', which is exact",
-    }
-    fix = fixes.get(str(gradient), f"gradient={nearest(gradient, gradients) or 'direct'!r}")
-    return ValueError(f"gradient={gradient!r} is not for method={method!r}; expected one of {gradients}. Fix: {fix}.")
+    if gradient not in gradients:
+        fixes = {
+            "reversible": "method='ubu' with gradient='reversible', or gradient='direct'",
+            "adjoint": "gradient='checkpoint', which is exact",
+        }
+        fix = fixes.get(gradient, f"gradient={nearest(gradient, gradients) or 'direct'!r}")
+        raise ValueError(
+            f"gradient={gradient!r} is not for method={method!r}; expected one of {gradients}. Fix: {fix}."
+        )
 
 
 def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:

@@ -58,9 +58,7 @@ class Settings:
     jump_times: Any = ()
     max_steps: int = 10_000
     compile: bool = False
-    common_steps: bool = (
-        False  # whether samples with times of their own take the same fraction of their spans in a step
-    )
+    common_steps: bool = False  # samples with times of their own take the same fraction of their spans in a step
     options: dict[str, Any] | None = None
     adjoint_options: dict[str, Any] | None = None
 
