@@ -601,7 +601,8 @@ def sdeint(
     if not isinstance(unwrapped(sde), HeavyBallSDE):
         raise TypeError(NO_SDE.format(type(sde).__name__))
     name: Any = getattr(gradient, "name", gradient)
-    check_method(method, name)
+    if name not in GRADIENTS.get(method, ()):
+        raise method_error(method, name)
     snapshot = Snapshot(sde)
     state: Any = checked_state(sde, y0, snapshot)
     term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True)
@@ -632,24 +633,21 @@ def sdeint(
     return h, m
 
 
-def check_method(method: str, gradient: str) -> None:
-    """Refuse a method that there is not, and a gradient that is not for it."""
+def method_error(method: str, gradient: str) -> ValueError:
+    """The error for a method that there is not, or a gradient that is not for it."""
     methods = tuple(GRADIENTS)
     if method not in methods:
         fix = f"method={nearest(method, methods) or 'ubu'!r}"
         if method in (*METHODS, *TORCHDIFFEQ):
             fix = f"{fix}, or hbnode.odeint, which leaves the noise out"
-        raise ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
+        return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
     gradients = GRADIENTS[method]
-    if gradient not in gradients:
-        fixes = {
-            "reversible": "method='ubu' with gradient='reversible', or gradient='direct'",
-            "adjoint": "gradient='checkpoint', which is exact",
-        }
-        fix = fixes.get(gradient, f"gradient={nearest(gradient, gradients) or 'direct'!r}")
-        raise ValueError(
-            f"gradient={gradient!r} is not for method={method!r}; expected one of {gradients}. Fix: {fix}."
-        )
+    fixes = {
+        "reversible": "method='ubu' with gradient='reversible', or gradient='direct'",
+        "adjoint": "gradient='checkpoint', which is exact",
+    }
+    fix = fixes.get(gradient, f"gradient={nearest(gradient, gradients) or 'direct'!r}")
+    return ValueError(f"gradient={gradient!r} is not for method={method!r}; expected one of {gradients}. Fix: {fix}.")
 
 
 def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:
