@@ -9,17 +9,6 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 import torch
 from torch import Tensor
 
-CHANGES_INPUT = (
-    "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its first layer, or "
-    "let func work on h.clone()."
-)
-
-ONLY_FIXED_GRIDS = (
-    "hbnode runs its loops outside of graphs, because their length depends on values. A solve on a fixed grid is a "
-    "graph: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
-    "gradient and without count_nfe. Fix: steps=n, and gradient=None or 'direct'."
-)
-
 
 class SupportsArray(Protocol):
     """What numpy can make an array of: one of its arrays, a column of pandas."""

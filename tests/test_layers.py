@@ -53,7 +53,7 @@ LAYERS = [
     ["hbnode.solve.tableaus"],
     ["hbnode.data"],
     ["hbnode.solve.closures", "hbnode.solve.dropout"],
-    ["hbnode.fields", "hbnode.nfe", "hbnode.signal", "hbnode.errors"],
+    ["hbnode.fields", "hbnode.nfe", "hbnode.signal"],
     [
         "hbnode._constants",
         "hbnode._records",
@@ -65,6 +65,7 @@ LAYERS = [
     ["hbnode._untraced"],
     ["hbnode._times"],
     ["hbnode._checks"],
+    ["hbnode.errors"],
 ]
 
 

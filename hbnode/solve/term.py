@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import CHANGES_INPUT
 from hbnode._state import State, cast, like
 from hbnode._torch import is_tracing
 from hbnode.fields import GHBNODE, HBNODE
@@ -133,7 +132,10 @@ class ODETerm:
                 state = self.unflatten((row,))
                 (f,) = self.flatten(like(self.field(t, state), state))
         if version >= 0 and row._version != version:
-            raise ValueError(CHANGES_INPUT)
+            raise ValueError(
+                "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its "
+                "first layer, or let func work on h.clone()."
+            )
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
