@@ -56,12 +56,10 @@ class Record:
         return self._of(moved)
 
     def cpu(self: Kind) -> Kind:
-        """The same on the CPU."""
         return self.to("cpu")
 
     @classmethod
     def _of(cls: type[Kind], entries: dict[str, Any]) -> Kind:
-        """Of the entries that there are."""
         return cls(**{name: entries.get(name) for name in cls.__match_args__})
 
     @staticmethod

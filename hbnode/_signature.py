@@ -71,7 +71,6 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def required_arguments(signature: inspect.Signature) -> list[str]:
-    """Names of the positional arguments that have no default."""
     return [
         name
         for name, parameter in signature.parameters.items()
@@ -81,7 +80,6 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function, or of what TorchScript has made of one."""
     of_method = is_script_method(function)
     if not (of_method or isinstance(function, torch.jit.ScriptFunction)):
         return inspect.signature(function)

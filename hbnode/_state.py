@@ -16,7 +16,6 @@ Times = Tensor | Iterable[float | Tensor]  # an array of numpy is an iterable to
 
 
 def parts(state: State) -> tuple[Tensor, ...]:
-    """The tensors of a state."""
     return (state,) if isinstance(state, Tensor) else state
 
 
@@ -26,7 +25,6 @@ def apply(function: Callable[[Tensor], Tensor], state: State) -> State:
 
 
 def last_of(trajectory: State) -> State:
-    """The state at the last of the times."""
     return apply(lambda part: part[-1], trajectory)
 
 

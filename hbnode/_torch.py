@@ -92,7 +92,6 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def is_vmapped(x: Tensor) -> bool:
-    """Whether a tensor is one that ``torch.vmap`` maps over."""
     return torch._C._functorch.is_batchedtensor(x)
 
 
@@ -113,7 +112,6 @@ def keeps_graph() -> bool:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether a hook of ``register_hook`` changes or looks at the gradient of a tensor."""
     return bool(tensor._backward_hooks)
 
 
@@ -130,7 +128,6 @@ def has_global_hooks() -> bool:
 
 
 def is_script_method(function: object) -> bool:
-    """Whether a function is a method that TorchScript has compiled."""
     return isinstance(function, torch._C.ScriptMethod)
 
 
@@ -140,7 +137,6 @@ def may_have_compiled() -> bool:
 
 
 def torch_schema(function: Any) -> Any:
-    """The schema of a function or method that TorchScript has compiled."""
     return function.schema
 
 
@@ -284,7 +280,6 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context without autocast for the device of a tensor."""
     kind = x.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 

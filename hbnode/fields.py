@@ -93,7 +93,6 @@ class Field(nn.Module, ABC):
         return f
 
     def _pair(self, state: State) -> tuple[Tensor, Tensor]:
-        """The two parts of the state of a second-order field."""
         if isinstance(state, Tensor) or len(state) != 2:
             raise TypeError(
                 f"{type(self).__name__} is solved on a pair of tensors, got {describe(state)}. "
@@ -265,7 +264,6 @@ class _Damped(KeepsConstants, Field):
         return with_momentum(x, self.initial_momentum, "initial_momentum")
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
         learned = "" if self.omega is None else f" (learned, max {self.max_damping:g})"
         return f"damping={_number(self.damping)}{learned}, {super().extra_repr()}"
 
@@ -515,7 +513,6 @@ class HeavyBallSDE(HBNODE):
         return torch.cat([torch.zeros_like(v), self.noise_scale(m) * v], -1)
 
     def _halves(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The parts h and m of torchsde's state."""
         if y.shape[-1] % 2:
             raise ValueError(
                 f"the state must be h and m side by side, an even number of columns, got shape {tuple(y.shape)}. "

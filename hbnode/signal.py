@@ -150,7 +150,6 @@ class Signal(nn.Module):
         return (t < self.t[0] - slack) | (t > self.t[-1] + slack)
 
     def refuse_outside(self, t: Tensor) -> None:
-        """Raise if one of the times lies outside of the samples."""
         if not bool(self._is_outside(t).any()):
             return
         worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
@@ -162,7 +161,6 @@ class Signal(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
         return f"samples={len(self.t)}, kind={self.kind!r}, outside={self.outside!r}"
 
 

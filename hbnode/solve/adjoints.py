@@ -45,7 +45,6 @@ class Direct:
     name = "direct"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
         return integrate(problem, problem.start(y0))
 
@@ -72,7 +71,6 @@ class Checkpoint:
     name = "checkpoint"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         if not torch.is_grad_enabled():
             return Direct().solve(problem, y0, snapshot)
         start = problem.start(y0)
@@ -96,10 +94,10 @@ class Checkpoint:
                     return result
                 if not self.keep_bytes or max(kept, count) * of_step > self.keep_bytes:
                     problem.tally.nfe.keeps_graph = False
-                    again = _Again(problem, attempt, snapshot)
+                    recompute = _Recomputation(problem, attempt, snapshot)
                     with set_checkpoint_early_stop(False):
                         return checkpoint(
-                            again, state, coefficients, use_reentrant=False, preserve_rng_state=True,
+                            recompute, state, coefficients, use_reentrant=False, preserve_rng_state=True,
                             determinism_check="none", context_fn=lambda: (nullcontext(), snapshot),
                         )  # fmt: skip
             except RuntimeError as error:
@@ -114,7 +112,7 @@ class Checkpoint:
         return rows
 
 
-class _Again:
+class _Recomputation:
     """A step that is taken twice, forwards and in the backward pass, and must end in the same state."""
 
     def __init__(self, problem: Problem, attempt: Attempt, snapshot: Snapshot) -> None:
@@ -231,7 +229,7 @@ def _leaves(
 
     Returns those that need a gradient, the ids of all, and the value if it is carried.
     """
-    term, name, carries = problem.term, gradient.name, problem.method.carries
+    term, name, is_fsal = problem.term, gradient.name, problem.method.is_fsal
     start = tuple([row.detach().requires_grad_() for row in rows])
     random = random_state(rows[0].device)
     with torch.enable_grad():
@@ -239,7 +237,7 @@ def _leaves(
         activation = getattr(problem.method, "activation", None)
 
         def evaluate() -> Any:
-            if carries:
+            if is_fsal:
                 return problem.start(term.unflatten((x, *start[1:])))[term.rows :]
             (t,) = problem.stages([problem.grid()[0]])
             value = term(t.detach(), x)
@@ -257,7 +255,7 @@ def _leaves(
     leaves = [x for x in known.values() if x.requires_grad]
     if any(map(_torch.has_hooks, leaves)):
         raise ValueError(_HOOKS.format(name))
-    return leaves, frozenset(known), tuple([x.detach() for x in value]) if carries else ()
+    return leaves, frozenset(known), tuple([x.detach() for x in value]) if is_fsal else ()
 
 
 @dataclass(frozen=True)
@@ -267,7 +265,6 @@ class Reversible:
     name = "reversible"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         return _solve_without_graph(self, problem, y0, snapshot)
 
     def backward(
@@ -275,12 +272,12 @@ class Reversible:
     ) -> tuple[Any, ...]:
         """Undo each step, from the last to the first, starting anew from every output. One evaluation for each kick."""
         problem, leaves, place = solve.problem, solve.leaves, len(gradients[0])
-        n, carries = problem.term.rows, problem.method.carries
-        sums = _Sums([gamma, t, *leaves])
-        way = _WayBack(problem, sums, solve.known)
+        n, is_fsal = problem.term.rows, problem.method.is_fsal
+        sums = _GradientSums([gamma, t, *leaves])
+        reversal = _Reversal(problem, sums, solve.known)
         attempts = [*fixed_steps(problem, 1)]
         times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
-        carry: Rows = tuple([torch.zeros_like(row) for row in (*start, *start[:carries])])
+        carry: Rows = tuple([torch.zeros_like(row) for row in (*start, *start[:is_fsal])])
         state = end = tuple(start)
         for i, attempt in reversed([*enumerate(attempts)]):
             if attempt.outputs is not None:
@@ -288,8 +285,8 @@ class Reversible:
                 output = tuple([x[place] for x in trajectory])
                 if i < len(attempts) - 1:
                     _check_missed(problem, state[:n], output, end, REVERSAL_TOLERANCE, _UNDONE)
-                elif carries:
-                    state = (*state, way.evaluate(times[-1], output[0]))
+                elif is_fsal:
+                    state = (*state, reversal.evaluate(times[-1], output[0]))
                 state, end = (*output, *state[n:]), output
                 carry = (*(c + g[place] for c, g in zip(carry, gradients, strict=False)), *carry[n:])
             known = None  # the position where the step begins
@@ -297,17 +294,17 @@ class Reversible:
                 known = start[0]
             elif attempts[i - 1].outputs is not None:
                 known = trajectory[0][place - 1]
-            state, carry = way.undo(attempt, times[i], state, carry, known)
+            state, carry = reversal.undo(attempt, times[i], state, carry, known)
         if attempts:
             _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _UNDONE)
-            carry = way.first(carry)
-        return sums.found(gamma), sums.found(t), carry, [sums.found(leaf) for leaf in leaves]
+            carry = reversal.first(carry)
+        return sums.of(gamma), sums.of(t), carry, [sums.of(leaf) for leaf in leaves]
 
 
-class _WayBack:
+class _Reversal:
     """Undoes steps. What is evaluated for that, is differentiated when the step is taken again."""
 
-    def __init__(self, problem: Problem, sums: _Sums, known: frozenset[int]) -> None:
+    def __init__(self, problem: Problem, sums: _GradientSums, known: frozenset[int]) -> None:
         self.problem, self.sums, self.known = problem, sums, known
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -323,41 +320,41 @@ class _WayBack:
     def undo(self, attempt: Attempt, begin: Tensor, state: Rows, carry: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
         """The state before a step, and the gradient with respect to it.
 
-        A method that carries the value of the field evaluates it where the step begins; the position h there may
+        A method that is_fsal the value of the field evaluates it where the step begins; the position h there may
         be known.
         """
-        problem, carries = self.problem, self.problem.method.carries
+        problem, is_fsal = self.problem, self.problem.method.is_fsal
 
         def at(time: Tensor, x: Tensor) -> Tensor:
-            return self.evaluate(time, x if h is None or not carries else h)
+            return self.evaluate(time, x if h is None or not is_fsal else h)
 
-        def again(time: Tensor, x: Tensor) -> Tensor:
-            return _known_value((problem.term, self.records.pop(-2 if carries else -1), self.sums), x, time)[0]
+        def recompute(time: Tensor, x: Tensor) -> Tensor:
+            return _known_value((problem.term, self.records.pop(-2 if is_fsal else -1), self.sums), x, time)[0]
 
         problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
         coefficients, _ = problem.coefficients(attempt)
-        if problem.noise is not None:  # drawn once for the way back and the step that is taken again
+        if problem.noise is not None:  # drawn once, for the step undone and the step recomputed
             coefficients = (*coefficients, problem.noise(attempt.number))
         with torch.no_grad():
-            before = problem.method.undo(state, coefficients, [begin] if carries else attempt.times[0], at)
+            before = problem.method.undo(state, coefficients, [begin] if is_fsal else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
-        after = problem.method.step(start, coefficients, attempt.times[0], again).state
+        after = problem.method.step(start, coefficients, attempt.times[0], recompute).state
         problem.tally.add("accepted")
-        return before, self.sums.pull(after, carry, start)
+        return before, self.sums.vjp(after, carry, start)
 
     def first(self, carry: Rows) -> Rows:
         """The gradient with respect to the first rows, from that of the first state."""
-        if not self.problem.method.carries:
+        if not self.problem.method.is_fsal:
             return carry
         *rows, of_value = carry
         ((_, x, value),) = self.records
-        (of_h,) = self.sums.pull((value,), (of_value,), (x,))
+        (of_h,) = self.sums.vjp((value,), (of_value,), (x,))
         return (rows[0] + of_h, *rows[1:])
 
 
 def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, needed: Any) -> tuple[Any, ...]:
     _, (time, x, value), sums = known
-    of_x, *of_time = sums.pull((value,), gradients, (x, time) if time.requires_grad else (x,))
+    of_x, *of_time = sums.vjp((value,), gradients, (x, time) if time.requires_grad else (x,))
     return of_x, *(of_time or [None])
 
 
@@ -367,14 +364,14 @@ def _known_value(known: Any, keep: bool, x: Tensor, time: Tensor) -> tuple[Rows,
     return (known[1][-1].detach(),), ()
 
 
-class _Sums:
+class _GradientSums:
     """Gradients with respect to leaves, added up."""
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
 
-    def pull(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
+    def vjp(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
         """The VJP with respect to inputs; that with respect to the leaves is added to the sums."""
         wanted = [*inputs, *self.leaves]
         found = vjp(outputs, wanted, gradients)
@@ -384,8 +381,7 @@ class _Sums:
                 self.sums[id(leaf)] = gradient if known is None else known + gradient
         return tuple([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)])
 
-    def found(self, leaf: Tensor) -> Tensor | None:
-        """The sum of a leaf."""
+    def of(self, leaf: Tensor) -> Tensor | None:
         return self.sums.get(id(leaf))
 
 
@@ -395,13 +391,12 @@ class Adjoint:
 
     With a = ∂L/∂y, a' = -a ∂F/∂y and dL/dθ = ∫ a ∂F/∂θ dt, where y' = F(t, y) is the whole first-order equation; for an
     HBNODE that is the heavy-ball adjoint of arXiv:2110.04840. y is solved backwards from each output anew. What a
-    damping γ shrinks on the way there, its error too, grows by e^{γT} on the way back.
+    damping γ shrinks on the reversal there, its error too, grows by e^{γT} on the reversal back.
     """
 
     name = "adjoint"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         return _solve_without_graph(self, problem, y0, snapshot)
 
     def backward(
@@ -485,14 +480,14 @@ _UNDONE = (
 )
 _SOLVED_BACK = (
     "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
-    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
+    "because what is damped on the reversal there grows on the reversal back; the gradient would be as far off. "
     f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
     "closer together, or a smaller rtol and atol"
 )
 
 
 def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
-    """Raise where a way back from the end missed the start, relative to the larger of both; one may be 0."""
+    """Raise where a reversal back from the end missed the start, relative to the larger of both; one may be 0."""
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
     size = torch.maximum(torch.linalg.vector_norm(start), torch.linalg.vector_norm(end)) + problem.settings.atol
     missed = float(torch.linalg.vector_norm(reached - start) / size)
@@ -505,7 +500,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def chosen(gradient: Any) -> Any:
+def adjoint_of(gradient: Any) -> Any:
     """A gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
     made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
     if not isinstance(made, Direct) and (_torch.is_transformed()):

@@ -86,7 +86,6 @@ class PIController:
         self.failures = np.zeros_like(like)  # attempts in a row whose error was not finite
 
     def factor(self, ratio: Array, accepted: Array) -> Array:
-        """The factor for the next step, or the next attempt."""
         finite = np.isfinite(ratio)
         self.failures = np.where(finite, 0, self.failures + 1)
         plain = SAFETY * np.maximum(ratio, 1e-10) ** -self.exponent
@@ -221,7 +220,7 @@ class AdaptiveSteps:
             self._find_outputs(attempt)
         return attempt
 
-    def without(self, attempt: Attempt, refused: Array) -> Attempt:
+    def exclude(self, attempt: Attempt, refused: Array) -> Attempt:
         """The step in which lanes that refuse it, because it is not finite, rest where they are."""
         p, size = self.problem, attempt.size
         if p.t is None:
@@ -257,7 +256,6 @@ class AdaptiveSteps:
         return np.where(jump > now, np.minimum(jump, stop), stop)
 
     def _find_outputs(self, attempt: Attempt) -> None:
-        """The output times that the step reaches or passes."""
         p, now, then = self.problem, self.now, self.then
         found = (p.outputs > now[..., None]) & (p.outputs <= then[..., None])
         *lanes, which = np.nonzero(found)
@@ -275,7 +273,7 @@ class AdaptiveSteps:
             attempt.theta = theta
 
     @np.errstate(all="ignore")
-    def judge(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Tensor) -> Array:
+    def accept(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Tensor) -> Array:
         """Which lanes accept the step; chooses the next one, and stops a solve that cannot go on."""
         p, now = self.problem, self.now
         margin = self.strictness

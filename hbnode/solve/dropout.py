@@ -53,5 +53,4 @@ class SolveDropout(nn.Module):
         return {**self.__dict__, "solve": None}
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
         return f"p={self.p:g}"

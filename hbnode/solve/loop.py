@@ -113,7 +113,6 @@ class Problem:
         return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
 
     def counts(self) -> Sequence[int]:
-        """How many steps of a grid there are in each output interval."""
         return [self.settings.steps or 1] * (self.grid().shape[0] - 1)
 
     def time(self, elapsed: Array) -> Any:
@@ -142,20 +141,20 @@ class Problem:
             known = known.expand(self.lanes, -1)
         if self.jumps is not None:
             jumps = np.minimum(self.jumps, self.end[..., None])
-            fixed = self._there(self.begin[..., None] + self.sign[..., None] * jumps)
+            fixed = self._on_device(self.begin[..., None] + self.sign[..., None] * jumps)
             values, known = np.concatenate([values, self.jumps], -1), torch.cat([known, fixed.to(known)], -1)
             order = values.argsort(-1, kind="stable")
             values = np.take_along_axis(values, order, -1)
-            known = known.gather(-1, self._there(order))
+            known = known.gather(-1, self._on_device(order))
         i = np.clip((values <= elapsed[..., None]).sum(-1) - 1, 0, values.shape[-1] - 2)
         i = np.where(elapsed == 0, 0, i)[..., None]  # a solve starts at its first time, though others be the same
         first, last = (np.take_along_axis(values, i + k, -1)[..., 0] for k in (0, 1))
         with np.errstate(all="ignore"):
-            fraction = self._there(np.where(last > first, (elapsed - first) / (last - first), at_rest))
-        begin, end = (known.gather(-1, self._there(i + k)).squeeze(-1) for k in (0, 1))
+            fraction = self._on_device(np.where(last > first, (elapsed - first) / (last - first), at_rest))
+        begin, end = (known.gather(-1, self._on_device(i + k)).squeeze(-1) for k in (0, 1))
         return begin + fraction * (end - begin)
 
-    def _there(self, x: Array) -> Tensor:
+    def _on_device(self, x: Array) -> Tensor:
         """An array on the device of the state, where the times are that gradients flow to."""
         return torch.from_numpy(np.array(x)).to(self.template.device)  # a copy that keeps the number of dimensions
 
@@ -164,7 +163,7 @@ class Problem:
     def start(self, y0: Any) -> Rows:
         """The state of the method where the solve begins; finds the signals that the field asks for their values."""
         rows, jumps = self.term.flatten(y0), self.settings.jump_times
-        if self.method.carries:
+        if self.method.is_fsal:
             t = self.no_times[0]
             if self.wants_time:
                 (t,) = self.stages([self.grid()[0] if self.t is not None else self.begin])
@@ -205,10 +204,10 @@ class Problem:
         if isinstance(size, Tensor):
             assert self.t is not None
             assert attempt.outputs is not None
-            begin, outputs = self.differentiable(attempt.begin), self._there(attempt.outputs)
+            begin, outputs = self.differentiable(attempt.begin), self._on_device(attempt.outputs)
             if self.lanes is not None:
                 assert lanes is not None
-                index, t = self._there(lanes), self.t.expand(self.lanes, -1)
+                index, t = self._on_device(lanes), self.t.expand(self.lanes, -1)
                 begin, size, t = begin[index], size[index], t[index, outputs + 1]
             else:
                 t, size = self.t[outputs + 1], size.expand(len(outputs))
@@ -235,10 +234,10 @@ class Problem:
             if needs_gradient:
                 return HostFormula.apply(gamma, self.number, formula, args, xp, self.template)
             return on_host(formula, self.number, args, xp, self.template)
-        args = tuple([x.double() if isinstance(x, Tensor) else self._there(x) for x in args])
+        args = tuple([x.double() if isinstance(x, Tensor) else self._on_device(x) for x in args])
         gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
         if gamma.dim() and self.lanes is not None and lanes is not None and len(gamma) > 1:
-            gamma = gamma[self._there(lanes)]
+            gamma = gamma[self._on_device(lanes)]
         if gamma.dim():  # behind the lanes, or the outputs
             args = tuple(
                 [x.reshape(*x.shape, *[1] * (gamma.dim() - (x.dim() if self.lanes is not None else 0))) for x in args]
@@ -246,7 +245,6 @@ class Problem:
         return formula(torch, gamma, *args).to(self.template)
 
     def take(self, state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-        """The steps of an attempt, with their coefficients."""
         return self.step(state, self.coefficients(attempt), attempt)
 
     def step(
@@ -282,12 +280,12 @@ class Problem:
         """
         assert self.t is not None
         assert attempt.outputs is not None
-        end, which = self.differentiable(attempt.begin) + attempt.size, self._there(attempt.outputs)
+        end, which = self.differentiable(attempt.begin) + attempt.size, self._on_device(attempt.outputs)
         if self.lanes is None:
             lag, slopes = self.t[which + 1] - end, [slope.unsqueeze(0) for slope in self.slopes(state)]
         else:
             assert attempt.lanes is not None
-            index = self._there(attempt.lanes)
+            index = self._on_device(attempt.lanes)
             lag = self.t.expand(self.lanes, -1)[index, which + 1] - end[index]
             slopes = [slope[index] for slope in self.slopes(state)]
         lag = (lag - lag.detach()).to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
@@ -299,7 +297,7 @@ class Problem:
         inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
         if not is_end.any():
             return list(inside)
-        is_end = self._there(is_end).view(-1, *[1] * (inside[0].dim() - 1))
+        is_end = self._on_device(is_end).view(-1, *[1] * (inside[0].dim() - 1))
         return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]  # there the step itself
 
     def slopes(self, state: Rows) -> Rows:
@@ -317,13 +315,13 @@ class Problem:
         x = torch.stack(rows).detach()
         x = x.unsqueeze(-1).flatten(1 if self.lanes is None else 2)
         wide = torch.float64 if self.lanes is not None else None
-        return host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
+        return to_host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
 
     def ratio(self, before: Rows, after: Rows, error: Tensor) -> Array:
         """Norm of (error / tolerance), the RMS over all elements: the one transfer to the host in a step."""
         n, term = self.term.rows, self.term
         if self.program is not None and error.dim() < after[0].dim():  # the norm was a part of the program
-            ratio = host(error.detach())
+            ratio = to_host(error.detach())
             return np.where(np.isfinite(ratio), ratio, np.inf)
         with torch.no_grad():
             scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
@@ -336,7 +334,7 @@ class Problem:
                     continue
                 dims, elements = [0, *range(2, piece.dim())], max(piece[:, :1].numel(), 1)
                 norms.append(torch.linalg.vector_norm(piece, dim=dims, dtype=torch.float64) / math.sqrt(elements))
-            ratio = host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
+            ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
         return np.where(np.isfinite(ratio), ratio, np.inf)
 
     # Limits and failures
@@ -417,7 +415,7 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
     """
     take = problem.take if take is None else take
     adaptive = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
-    saved = Saved(problem, state)
+    saved = Outputs(problem, state)
     for attempt in fixed_steps(problem, every) if adaptive is None else iter(adaptive.next, None):
         after, error, outputs = take(state, attempt)
         accepted: Any = True
@@ -426,13 +424,13 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
             if open_records:
                 problem.tally.report(attempt.begin, attempt.size, np.asarray(True))
         else:
-            accepted = adaptive.judge(attempt, state, after, error)
+            accepted = adaptive.accept(attempt, state, after, error)
         if accepted is True or accepted.all():
             state = after
         elif accepted.any():
             assert adaptive is not None
             if after[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
-                attempt = adaptive.without(attempt, ~accepted)  # 0 times NaN is NaN in a graph
+                attempt = adaptive.exclude(attempt, ~accepted)  # 0 times NaN is NaN in a graph
                 after, _, outputs = take(state, attempt)
             moved = torch.from_numpy(accepted).to(problem.template.device)
             moved = moved.view(-1, *[1] * (state[0].dim() - 1))
@@ -467,7 +465,7 @@ def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
             number += steps
 
 
-class Saved:
+class Outputs:
     """The rows at the output times, in the order in which they are made, and the place of each."""
 
     def __init__(self, problem: Problem, state: Rows) -> None:
@@ -491,17 +489,16 @@ class Saved:
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return
-        p, index = self.problem, self.problem._there(lanes)
+        p, index = self.problem, self.problem._on_device(lanes)
         assert p.t is not None
         t = p.t.expand(p.lanes or 0, -1)
-        moved = (t[index, p._there(outputs + 1)] - t[index, 0]).to(state[0])
+        moved = (t[index, p._on_device(outputs + 1)] - t[index, 0]).to(state[0])
         for pieces, row, slope in zip(self.pieces, state, p.slopes(state), strict=False):
             pieces.append(row[index] + moved.view(-1, *[1] * (row.dim() - 1)) * slope[index])
         self.place[outputs + 1, lanes] = self.count + np.arange(len(lanes))
         self.count += len(lanes)
 
     def add(self, attempt: Attempt, rows: Rows, accepted: Any) -> None:
-        """The outputs of an attempt."""
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
         if self.scattered:
@@ -512,7 +509,6 @@ class Saved:
             self.count += len(good)
 
     def rows(self) -> Rows:
-        """(T, elements) or (T, lanes, elements)."""
         made: list[Tensor] = []
         for pieces in self.pieces:
             row = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
@@ -523,7 +519,7 @@ class Saved:
         return tuple(made)
 
 
-def host(x: Tensor) -> Array:
+def to_host(x: Tensor) -> Array:
     """The values of a norm on the host; what the transforms of torch.func put around it counts as more elements."""
     if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))

@@ -23,7 +23,7 @@ from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
-from hbnode.solve.adjoints import Direct, chosen
+from hbnode.solve.adjoints import Direct, adjoint_of
 from hbnode.solve.control import LONGEST_DECAY, Attempt
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING
@@ -246,7 +246,7 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
         if hasattr(field, name):
             torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
             break
-    gradient = chosen(settings.gradient)
+    gradient = adjoint_of(settings.gradient)
     lanes, is_empty = None, template.shape[:1] == (0,)  # of no samples, none has steps of its own
     if times.dim() == 2 or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
@@ -332,7 +332,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
         compiled.warn("func draws random numbers")
         return None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
-    evaluations = steps * method.evaluations + method.carries
+    evaluations = steps * method.evaluations + method.is_fsal
     if settings.steps is None or evaluations > LONGEST_GRID or t.requires_grad or open_records:
         activation, error = getattr(term.inner, "activation", None), settings.steps is None
         make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
@@ -526,14 +526,12 @@ def _not_a_state(y0: object, field: Callable) -> str:
 
 
 def _kinds(y0: object) -> str:
-    """The types of a state, for messages."""
     if isinstance(y0, (list, tuple)):
         return f"{type(y0).__name__} of ({', '.join(type(part).__name__ for part in y0)})"
     return type(y0).__name__
 
 
 def _made_state(y0: object, field: Callable) -> str:
-    """How to make a state of what is none, for messages."""
     if isinstance(y0, list) and y0 and all(isinstance(part, Tensor) for part in y0):
         return "tuple(y0)"
     if isinstance(y0, tuple):

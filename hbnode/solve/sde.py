@@ -25,10 +25,10 @@ from hbnode.errors import ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
-from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, chosen
+from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, adjoint_of
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem
-from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, Step
+from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
 from hbnode.solve.odeint import check_finite, checked_state, checked_times
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrapped
@@ -99,7 +99,6 @@ def fly(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
 
 
 def fly_back(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
-    """What a flight started from."""
     a, b, i, *j = flight
     m = torch.addcmul(m, i, noise[0], value=-1) / b
     for weight, normal in zip(j, noise.unbind(0), strict=True):
@@ -136,7 +135,6 @@ class SDEMethod(Method):
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        """The coefficients of one interval."""
         return packed.unbind(0)
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
@@ -170,15 +168,13 @@ class UBU(SDEMethod):
         compose = super().compose
         return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
-        """One step, with the time of its evaluation."""
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
         (h, m), (*flight, kick, noise) = state, coefficients
         h, m = fly(h, m, flight, noise[:2])
         m = torch.addcmul(m, kick, field(times[0], h))
-        return Step(fly(h, m, flight, noise[2:]))
+        return StepResult(fly(h, m, flight, noise[2:]))
 
     def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field) -> Rows:
-        """What a step started from."""
         (h, m), (*flight, kick, noise) = state, coefficients
         h, m = fly_back(h, m, flight, noise[2:])
         m = torch.addcmul(m, kick, field(times[0], h), value=-1)
@@ -196,7 +192,7 @@ class BAOAB(SDEMethod):
         Mathematics Research Express (2012), doi:10.1093/amrx/abs010.
     """
 
-    nodes, normals, carries = (1.0,), 1, True
+    nodes, normals, is_fsal = (1.0,), 1, True
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
         """Those of a flight, a, b, i, j₁, and the time of half a kick."""
@@ -204,15 +200,13 @@ class BAOAB(SDEMethod):
         i = scale * p
         return torch.stack(torch.broadcast_tensors(size * (1 + b) / 2, b, i, size * i / 2, size / 2))
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
-        """One step, with the time of its evaluation."""
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
         (h, m, f), (*flight, kick, noise) = state, coefficients
         h, m = fly(h, torch.addcmul(m, kick, f), flight, noise)
         f = field(times[0], h)
-        return Step((h, torch.addcmul(m, kick, f), f))
+        return StepResult((h, torch.addcmul(m, kick, f), f))
 
     def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field) -> Rows:
-        """What a step started from."""
         (h, m, f), (*flight, kick, noise) = state, coefficients
         h, m = fly_back(h, torch.addcmul(m, kick, f, value=-1), flight, noise)
         f = field(times[0], h)
@@ -233,7 +227,7 @@ class ShiftedNystrom(SDEMethod):
         Foster, Lyons and Oberhauser, The shifted ODE method for underdamped Langevin MCMC, arXiv:2101.03446.
     """
 
-    ode, carries, normals = NYSTROM["nystrom4"], True, 3
+    ode, is_fsal, normals = NYSTROM["nystrom4"], True, 3
     nodes = ode.nodes
     reach = 2.0  # for a spring, the stationary variance of h is 0.2 % off at 1, 10 % at 2 and 83 % at 4
 
@@ -245,10 +239,9 @@ class ShiftedNystrom(SDEMethod):
         return torch.cat([self.ode.packed(torch, gamma, size, error=False), noise])
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        """The coefficients of one interval."""
         return (*self.ode.unpack(packed[:-4], dims, error=False), *packed[-4:])
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
         """One step; the value that it carries is that of f without the noise."""
         (h, m, f), (*of_ode, by_w, by_k, of_l, of_k, noise) = state, coefficients
         w, bridge, skew = noise.unbind(0)
@@ -261,7 +254,7 @@ class ShiftedNystrom(SDEMethod):
 
         start = (h, m + of_l * bridge + of_k * skew, f + push)
         h, m = self.ode.step(start, tuple(of_ode), times, pushed).state[:2]
-        return Step((h, m - of_l * bridge + of_k * skew, f))
+        return StepResult((h, m - of_l * bridge + of_k * skew, f))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
         """W, L and K of the whole, through P = ∫ B dt and Q = ∫ t B dt; of no damping."""
@@ -326,7 +319,6 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
 
 
 def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
-    """The size of each step, (steps,)."""
     return torch.from_numpy(np.repeat(np.diff(to_numpy(t)) / counts, counts))
 
 
@@ -499,11 +491,9 @@ class SDEProblem(Problem):
         self.gamma = of_sde.coefficients(gamma, diffusion(gamma, eta), size).to(self.template)
 
     def counts(self) -> Sequence[int]:
-        """How many steps there are in each interval."""
         return self.steps
 
     def coefficients(self, attempt: Attempt) -> tuple[Rows, None]:
-        """Those of the interval in which the steps are."""
         assert isinstance(self.gamma, Tensor)
         interval = int(self.ends.searchsorted(attempt.number, "right"))
         return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
@@ -627,14 +617,13 @@ def sdeint(
     if name == "reversible" and torch.is_grad_enabled():
         problem.check_growth()
     with solving(snapshot, h.device.type):
-        rows = chosen(gradient).solve(problem, state, snapshot)
+        rows = adjoint_of(gradient).solve(problem, state, snapshot)
         check_finite(problem, state, rows)
     h, m = term.unflatten(rows, (len(times),))
     return h, m
 
 
 def method_error(method: str, gradient: str) -> ValueError:
-    """The error for a method that there is not, or a gradient that is not for it."""
     methods = tuple(GRADIENTS)
     if method not in methods:
         fix = f"method={nearest(method, methods) or 'ubu'!r}"

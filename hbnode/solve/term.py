@@ -70,6 +70,7 @@ class ODETerm:
         if autocast:
             dtype = torch.get_autocast_dtype(device)
             self.in_autocast = functools.partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
+        # torch.compile is around the field, or in it after field.compile()
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
@@ -255,11 +256,6 @@ def unwrapped(field: Any) -> Any:
     while hasattr(field, "_orig_mod"):
         field = field._orig_mod
     return field
-
-
-def is_compiled(field: Callable[..., Any]) -> bool:
-    """Whether torch.compile is around a field, or in it after ``field.compile()``."""
-    return hasattr(field, "_orig_mod") or getattr(field, "_compiled_call_impl", None) is not None
 
 
 def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:

@@ -448,7 +448,7 @@ class Fused:
         if self.rests[gap]:
             return s, Gap(None, ())
         start, y, tally = None, s, Tally(self.layer.field, self.nfe[gap])
-        if self.method.carries:
+        if self.method.is_fsal:
             start = self.equation(s[:, : self.row], p)
             y = torch.cat((s, start.value), 1)
         steps: list[Step] = []
@@ -457,11 +457,11 @@ class Fused:
         else:
             for step in known or self.grid[gap]:
                 c = self.coefficients(step, p)
-                after, _, step = (self.explicit if self.method.carries else self.splitting)(step, c, y, p)
+                after, _, step = (self.explicit if self.method.is_fsal else self.splitting)(step, c, y, p)
                 y = step.moved(y, after)
                 steps.append(step if keep else step.bare)
             attempts = len(steps)
-        tally.add("evaluation", self.method.carries + attempts * self.evaluations)
+        tally.add("evaluation", self.method.is_fsal + attempts * self.evaluations)
         if not known:
             tally.add("accepted", len(steps))
             tally.add("rejected", attempts - len(steps))
@@ -609,7 +609,7 @@ class Fused:
 
     def step_vjp(self, step: Step, g: Tensor, p: Parameters, sums: Gradients) -> Tensor:
         """The gradient at the state of the method before a step from that after it, which may lack that at F."""
-        vjp = self.explicit_vjp if self.method.carries else self.splitting_vjp
+        vjp = self.explicit_vjp if self.method.is_fsal else self.splitting_vjp
         if step.samples is None and step.accepted is None:
             return vjp(step, g, p, sums)
         if g.shape[1] == self.size:
