@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hbnode._torch import is_script_method, torch_schema
+from hbnode._torch import is_script_method
 
 _TIMES = {"t", "time"}
 
@@ -79,11 +79,10 @@ def required_arguments(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _signature(function: Any) -> inspect.Signature:
     of_method = is_script_method(function)
     if not (of_method or isinstance(function, torch.jit.ScriptFunction)):
         return inspect.signature(function)
-    schema = torch_schema(function)
     return inspect.Signature(
         [
             inspect.Parameter(
@@ -91,7 +90,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
                 inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
                 default=None if argument.has_default_value() else inspect.Parameter.empty,
             )
-            for argument in schema.arguments[of_method:]
+            for argument in function.schema.arguments[of_method:]
         ]
     )
 

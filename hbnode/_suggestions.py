@@ -7,23 +7,12 @@ from collections.abc import Sequence
 
 _SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}
 _SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
-    "rk45": "dopri5",
-    "ode45": "dopri5",
-    "dopri": "dopri5",
-    "dormandprince": "dopri5",
-    "dop853": "dopri8",
-    "dormandprince8": "dopri8",
-    "rk23": "bosh3",
-    "ode23": "bosh3",
-    "heun": "heun2",
-    "scipy": "scipy_solver",
-    "tsitouras": "tsit5",
-    "tsitouras45": "tsit5",
-    "rkn": "nystrom8",
-    "verlet": "leapfrog",
-    "stormerverlet": "leapfrog",
-    "alf": "leapfrog",
-    "asynchronousleapfrog": "leapfrog",
+    **dict.fromkeys(("rk45", "ode45", "dopri", "dormandprince"), "dopri5"),
+    **dict.fromkeys(("dop853", "dormandprince8"), "dopri8"),
+    **dict.fromkeys(("rk23", "ode23"), "bosh3"),
+    **dict.fromkeys(("tsitouras", "tsitouras45"), "tsit5"),
+    **dict.fromkeys(("verlet", "stormerverlet", "alf", "asynchronousleapfrog"), "leapfrog"),
+    **{"heun": "heun2", "rkn": "nystrom8", "scipy": "scipy_solver"},
     **dict.fromkeys(_SCIPY, "scipy_solver"),
     # gradients
     **dict.fromkeys(("autograd", "autodiff", "backprop", "backpropagation", "autodiffadjoint"), "direct"),
@@ -39,8 +28,6 @@ _SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
     **dict.fromkeys(("land", "onto", "stepto"), "exact"),
     **dict.fromkeys(("dense", "linear", "spline"), "interpolate"),
 }
-
-
 _OF_SDEINT = ("ubu", "baoab", "srk", "milstein", "euler_heun", "log_ode", "reversible_heun")
 
 

@@ -111,10 +111,6 @@ def keeps_graph() -> bool:
     return asked is not None and asked()
 
 
-def has_hooks(tensor: Tensor) -> bool:
-    return bool(tensor._backward_hooks)
-
-
 def sequence_number(node: Node | None) -> int:
     """The number of a node of the graph: later nodes of a thread have larger ones."""
     assert node is not None
@@ -134,10 +130,6 @@ def is_script_method(function: object) -> bool:
 def may_have_compiled() -> bool:
     """Whether anything can have been compiled: the compiler, slow to import, has been imported."""
     return "torch._dynamo" in sys.modules
-
-
-def torch_schema(function: Any) -> Any:
-    return function.schema
 
 
 def make_parametrized(module: torch.nn.Module) -> None:

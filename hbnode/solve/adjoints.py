@@ -253,7 +253,7 @@ def _leaves(
         )
     known = {id(x): x for x in (*found, *own_parameters(term.inner), *(tensor for _, _, tensor in snapshot.slots))}
     leaves = [x for x in known.values() if x.requires_grad]
-    if any(map(_torch.has_hooks, leaves)):
+    if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError(_HOOKS.format(name))
     return leaves, frozenset(known), tuple([x.detach() for x in value]) if is_fsal else ()
 

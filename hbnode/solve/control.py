@@ -62,8 +62,8 @@ class Attempt:
     times: list[Sequence[Tensor]]
     begin: Any
     error: bool = True
-    lanes: Array | None = None
-    outputs: Array | None = None
+    lanes: Any = None
+    outputs: Any = None
     theta: Any = None
     number: int = 0
 
@@ -132,7 +132,6 @@ class AdaptiveSteps:
     @np.errstate(all="ignore")
     def __init__(self, problem: Any, state: tuple[Tensor, ...]) -> None:
         self.problem, p, s = problem, problem, problem.settings
-        assert p.method.error_order is not None
         norm = p.norms(state)
         if not np.isfinite(norm).all():
             raise p.start_not_finite(norm)
@@ -304,7 +303,6 @@ class AdaptiveSteps:
         """By which factor the error must be smaller than the tolerance, where there are outputs inside of a step."""
         inside = np.zeros_like(self.now, bool)
         if inside.ndim:
-            assert attempt.lanes is not None
             inside[attempt.lanes[attempt.theta != 1.0]] = True
         else:
             inside = np.asarray(True)

@@ -16,7 +16,7 @@ from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.nfe import open_records
 from hbnode.signal import queries, refuse_queries_outside
 from hbnode.solve.control import BESIDE_JUMP, FIELD_NOT_FINITE, LONGEST_DECAY, AdaptiveSteps, Array, Attempt
-from hbnode.solve.methods import NYSTROM, Explicit, Field, HostFormula, Method, Splitting, combined, on_host
+from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
@@ -52,7 +52,7 @@ class Problem:
 
     def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
         self.term, self.settings, self.tally, self.end_only = term, settings, term.tally, end_only
-        self.method = method
+        self.method: Any = method
         if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
             shape = term.template.shape  # rows may be flat, and σ need not act on each element alone
             self.method = method.with_activation(lambda m: activation(m.view(shape)).reshape(m.shape))
@@ -60,14 +60,15 @@ class Problem:
         self.dims = self.template.dim() if term.per_channel else 1 if self.lanes is None else 2  # of a row
         self.wants_time = not term.second_order or term.time_dependent
         self.no_times = [self.template.new_zeros(())] * method.evaluations
-        self.gamma, self.number, self.traced = term.damping, None, term.traced
+        self.gamma, self.traced = term.damping, term.traced
+        self.number: Any = None
         self.jumps: Array | None = None
         self.common = settings.common_steps and term.lanes is not None
         self.noise: Callable[[int], Tensor] | None = None
         self.program: Callable[..., Any] | None = None
         self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
-        self.t: Tensor | None = t
-        self.max_nfe: int | None = None
+        self.t: Any = t
+        self.max_nfe: Any = None
         if isinstance(self.gamma, float):
             self.number = self.gamma
         elif not self.traced:
@@ -135,7 +136,6 @@ class Problem:
         Jumps of f do not move, and what lies between a jump and an output time moves by its fraction of that,
         or by the fraction ``at_rest`` of an interval of length 0.
         """
-        assert self.t is not None
         values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.t
         if self.lanes is not None and known.dim() == 1:
             known = known.expand(self.lanes, -1)
@@ -199,14 +199,10 @@ class Problem:
             self._equal = (None if isinstance(size, Tensor) else size, attempt.error, coefficients)
         if attempt.theta is None:
             return coefficients, None
-        assert isinstance(method, Explicit)
         theta, lanes = attempt.theta, attempt.lanes
         if isinstance(size, Tensor):
-            assert self.t is not None
-            assert attempt.outputs is not None
             begin, outputs = self.differentiable(attempt.begin), self._on_device(attempt.outputs)
             if self.lanes is not None:
-                assert lanes is not None
                 index, t = self._on_device(lanes), self.t.expand(self.lanes, -1)
                 begin, size, t = begin[index], size[index], t[index, outputs + 1]
             else:
@@ -229,7 +225,6 @@ class Problem:
         if is_host and needs_gradient and args[0].ndim and not self.template.is_cpu:
             is_host = False  # the derivative of an array by γ would wait for the device
         if is_host:
-            assert self.number is not None
             xp = torch if args[0].ndim else np
             if needs_gradient:
                 return HostFormula.apply(gamma, self.number, formula, args, xp, self.template)
@@ -278,13 +273,10 @@ class Problem:
 
         The end may move with another time: where f jumps it does not move, and times of a sample may be the same.
         """
-        assert self.t is not None
-        assert attempt.outputs is not None
         end, which = self.differentiable(attempt.begin) + attempt.size, self._on_device(attempt.outputs)
         if self.lanes is None:
             lag, slopes = self.t[which + 1] - end, [slope.unsqueeze(0) for slope in self.slopes(state)]
         else:
-            assert attempt.lanes is not None
             index = self._on_device(attempt.lanes)
             lag = self.t.expand(self.lanes, -1)[index, which + 1] - end[index]
             slopes = [slope[index] for slope in self.slopes(state)]
@@ -346,7 +338,6 @@ class Problem:
 
     def check_nfe(self, t: Any, size: Any, steps: int) -> None:
         """Before steps: raise if they would exceed ``max_nfe``."""
-        assert self.max_nfe is not None
         nfe = self.tally.nfe
         spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
         if spent + steps * self.method.evaluations > self.max_nfe:
@@ -414,7 +405,7 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
         every: the most steps of a grid in one attempt.
     """
     take = problem.take if take is None else take
-    adaptive = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
+    adaptive: Any = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
     saved = Outputs(problem, state)
     for attempt in fixed_steps(problem, every) if adaptive is None else iter(adaptive.next, None):
         after, error, outputs = take(state, attempt)
@@ -428,7 +419,6 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
         if accepted is True or accepted.all():
             state = after
         elif accepted.any():
-            assert adaptive is not None
             if after[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
                 attempt = adaptive.exclude(attempt, ~accepted)  # 0 times NaN is NaN in a graph
                 after, _, outputs = take(state, attempt)
@@ -490,7 +480,6 @@ class Outputs:
         if not len(lanes):
             return
         p, index = self.problem, self.problem._on_device(lanes)
-        assert p.t is not None
         t = p.t.expand(p.lanes or 0, -1)
         moved = (t[index, p._on_device(outputs + 1)] - t[index, 0]).to(state[0])
         for pieces, row, slope in zip(self.pieces, state, p.slopes(state), strict=False):
@@ -502,8 +491,6 @@ class Outputs:
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
         if self.scattered:
-            assert attempt.lanes is not None
-            assert attempt.outputs is not None
             good = accepted[attempt.lanes]
             self.place[attempt.outputs[good] + 1, attempt.lanes[good]] = self.count + np.nonzero(good)[0]
             self.count += len(good)

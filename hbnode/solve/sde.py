@@ -488,13 +488,12 @@ class SDEProblem(Problem):
                 f"Fix: dt={of_sde.reach / self.strongest_decay:.2g}, or method='ubu', which solves the damping exactly."
             )
         size = torch.from_numpy(sizes).reshape(-1, *[1] * max(gamma.dim(), eta.dim()))
-        self.gamma = of_sde.coefficients(gamma, diffusion(gamma, eta), size).to(self.template)
+        self.gamma: Any = of_sde.coefficients(gamma, diffusion(gamma, eta), size).to(self.template)
 
     def counts(self) -> Sequence[int]:
         return self.steps
 
     def coefficients(self, attempt: Attempt) -> tuple[Rows, None]:
-        assert isinstance(self.gamma, Tensor)
         interval = int(self.ends.searchsorted(attempt.number, "right"))
         return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
 
