@@ -24,16 +24,8 @@ _REFUSAL = (
 def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) -> tuple[list[Tensor], Value]:
     """Call ``evaluate`` and find the leaf tensors, parameters or not, that its value depends on beside its inputs.
 
-    Arguments:
-        evaluate: a function of nothing, called once; gradients must be enabled.
-        inputs: the tensors that it computes with, leaves or not.
-
-    Returns:
-        The leaves that require a gradient, and the value.
-
-    Raises:
-        ValueError: if the value depends on a tensor that is not a leaf and was computed before the call. A gradient
-            mode that evaluates the field anew in the backward pass cannot reach what lies behind such a tensor.
+    It returns those that require a gradient, and the value. It refuses a tensor that is no leaf and was computed before
+    the call: a backward pass that evaluates the field anew cannot reach what lies behind it.
     """
     inputs = list(inputs)
     seen = set(_ancestors(tensor.grad_fn for tensor in inputs))

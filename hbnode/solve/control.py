@@ -75,9 +75,7 @@ class PIController:
     by one of :math:`H \cdot 0.9\, r_n^{-1/(q+1)} r_{n-1}^{0.2/(q+1)}` (Gustafsson's PI control), a rejected one by
     :math:`H \cdot 0.9\, r_n^{-1/(q+1)}`, and the step after a rejection is not enlarged.
 
-    Arguments:
-        error_order: q.
-        like: an array of the shape of the ratios.
+    ``like`` is an array of the shape of the ratios.
     """
 
     def __init__(self, error_order: int, like: Array) -> None:
@@ -103,13 +101,7 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
     state to decay at the rate :math:`\omega = \|f\| / \|y\|`, so that a step H has an error of about
     :math:`(\omega H / 2)^{q+1} \|h\|`.
 
-    Arguments:
-        h: norm of the state, or of its position.
-        f: norm of the field's value.
-        rtol: relative tolerance.
-        atol: absolute tolerance.
-        rows: of the method, 2 for the ball.
-        error_order: q.
+    ``h`` and ``f`` are the norms of the position or the state, and of the field's value; ``rows`` is 2 for the ball.
     """
     tolerance = atol + rtol * h
     rate = (f / (h + tolerance)) ** (1.0 / rows)
@@ -119,8 +111,8 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
 class AdaptiveSteps:
     """Steps chosen by their error: PI control, no probe at the start, equal steps to the next stop.
 
-    Where f depends on time, an error estimate knows it at the nodes of its step only, and the first guess of a size at
-    one time. From rest, a force that is zero at these times would be stepped over at any tolerance. So
+    An error estimate knows f at the nodes of its step only. From rest, a force that is zero there would be stepped over
+    at any tolerance. So, if f depends on time,
 
     - where the first guess rests on nothing, f is evaluated at four times of the span, where the solve starts;
     - where a solve starts at rest, or these evaluations find a force, it starts with steps that the force moves by no

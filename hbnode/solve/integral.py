@@ -26,11 +26,7 @@ class WithIntegral(nn.Module):
     """A field with an integral q as the last part of its state: called ``(t, (*state, q))``, returns (*y', g).
 
     The error of q has a norm of its own, which is not averaged with that of y.
-
-    Arguments:
-        field: the field, called ``(t, state)``.
-        integrand: g, called ``(t, state, derivative)``, returns (batch,).
-        state: the state at the start, whose parts have the shapes (batch, ...).
+    The integrand g, called ``(t, state, derivative)``, returns (batch,).
     """
 
     has_integral = True

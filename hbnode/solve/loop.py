@@ -26,14 +26,7 @@ STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods s
 
 
 class Problem:
-    """A term with its method, its output times and how to solve; takes single steps.
-
-    Arguments:
-        term: the right-hand side.
-        method: of :data:`hbnode.solve.methods.METHODS`.
-        t: times (T,) or (lanes, T), checked.
-        settings: checked, with the method's name filled in.
-        end_only: whether only the state at the last of two times is wanted.
+    """A term with its method, its output times (T,) or (lanes, T) and how to solve; takes single steps.
 
     Attributes:
         gamma: the damping: a number, or a tensor; in float64 on the host, but where its number is known.
@@ -48,6 +41,7 @@ class Problem:
         jumps: elapsed times of the jumps of f, in order and then inf, (K,) or (lanes, K); None if there are none.
         noise: the standard normal variables of a step by its number; None of an ODE.
         program: a compiled step; None if steps are not compiled.
+        end_only: whether only the state at the last of two times is wanted.
     """
 
     def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
@@ -131,10 +125,9 @@ class Problem:
         return stages.unbind(0)
 
     def differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
-        """A time that moves with the output times around it, at a constant fraction between them.
+        """A time that moves with the output times around it, at a constant fraction between them; jumps do not move.
 
-        Jumps of f do not move, and what lies between a jump and an output time moves by its fraction of that,
-        or by the fraction ``at_rest`` of an interval of length 0.
+        In an interval of length 0 the fraction is ``at_rest``.
         """
         values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.t
         if self.lanes is not None and known.dim() == 1:
@@ -215,10 +208,7 @@ class Problem:
         return coefficients, self._of_gamma(method.blend, size, theta, lanes=lanes)
 
     def _of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
-        """A formula of γ, sizes and fractions: in NumPy where all are numbers, in torch where one is an array.
-
-        With ``lanes`` the sizes are those of outputs, each of a lane.
-        """
+        """A formula of γ, sizes (of outputs with their ``lanes``) and fractions: in NumPy if all are numbers."""
         gamma = self.gamma
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
         is_host = self.number is not None and not self.traced and not isinstance(args[0], Tensor)
@@ -269,10 +259,7 @@ class Problem:
         return state, error, tuple(outputs)
 
     def _with_slopes(self, outputs: list[Tensor], state: Rows, attempt: Attempt) -> list[Tensor]:
-        """The outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t = end.
-
-        The end may move with another time: where f jumps it does not move, and times of a sample may be the same.
-        """
+        """The outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t = end."""
         end, which = self.differentiable(attempt.begin) + attempt.size, self._on_device(attempt.outputs)
         if self.lanes is None:
             lag, slopes = self.t[which + 1] - end, [slope.unsqueeze(0) for slope in self.slopes(state)]
@@ -396,13 +383,9 @@ class Problem:
 
 
 def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every: int = 1_000_000) -> Rows:
-    """Solve: the rows at the output times, (T, elements) or (T, lanes, elements).
+    """Solve from a state of the method: return the rows at the output times, (T, elements) or (T, lanes, elements).
 
-    Arguments:
-        problem: what to solve.
-        state: of the method, at the start.
-        take: takes the steps of an attempt. Default: None, ``problem.take``.
-        every: the most steps of a grid in one attempt.
+    ``take`` takes the steps of an attempt, of which there are at most ``every`` on a grid.
     """
     take = problem.take if take is None else take
     adaptive: Any = AdaptiveSteps(problem, state) if problem.settings.steps is None else None

@@ -326,11 +326,10 @@ class Nystrom(Explicit):
 def _interpolant(tableau: NystromTableau, a: np.ndarray) -> np.ndarray:
     r"""Polynomials :math:`\ell_i` with :math:`u''(\theta) \approx \sum_i \ell_i(\theta) g_i`: (powers, stages).
 
-    The weights b' are those of the quadrature that interpolates g at the nodes where b' is not 0. The same polynomial,
-    integrated from 0 to θ only, gives u' and u, which end where the step ends. For RKN6 this is the interpolant of
-    Dormand and Prince. RKN8 has two stages at the end of the step, of which only the first has a weight. The second
-    takes over as much of it as makes :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` hold as well, an
-    order condition that is missed by most otherwise. What the conditions of order 7 then still miss is 1e-8.
+    They interpolate g at the nodes where b' is not 0; integrated from 0 to θ they give u' and u. RKN8 has two stages at
+    the end of the step, of which only the first has a weight. The second takes over as much of it as makes
+    :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` hold as well, the order condition that is missed by
+    most otherwise. What the conditions of order 7 then still miss is 1e-8.
     """
     c = np.array(tableau.c, float)
     nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]
@@ -481,9 +480,7 @@ class Splitting(Method):
 
     Undoing a kick divides by e^{-γτ}: a rounding error grows by e^{γT} over the time T.
 
-    Arguments:
-        drifts: fractions of the step, one more than the kicks.
-        kicks: fractions of the step.
+    Drifts, of which there is one more, and kicks are fractions of the step.
     """
 
     rows = 2
@@ -546,9 +543,7 @@ class Splitting(Method):
 class ExplicitGrid(Method):
     """One of torchdiffeq's explicit Runge-Kutta methods of fixed steps, for graphs of torch.compile and torch.export.
 
-    Arguments:
-        a: rows of A after the first.
-        b: weights.
+    ``a`` are the rows of A after the first.
     """
 
     rows = 1
@@ -578,9 +573,7 @@ class ExplicitGrid(Method):
 def combined(weights: Tensor, columns: Tensor) -> Tensor:
     """The rows of the state inside of steps, (outputs, rows, ...).
 
-    Arguments:
-        weights: :meth:`Explicit.blend` of the outputs, (outputs, ..., rows, columns).
-        columns: of the steps in which they lie, (columns, outputs or 1, ...).
+    They combine columns (columns, outputs or 1, ...) by the weights (outputs, ..., rows, columns) of a blend.
     """
     if columns.is_cpu:
         if columns.shape[1] == 1 and weights.dim() == 3:

@@ -269,12 +269,11 @@ def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: b
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None, *, event: bool = False) -> Settings:
-    """The settings with method and gradient filled in for a field and the times of a solve; refuses what cannot be.
+    """Return the settings with method and gradient filled in for a field and the times of a solve.
 
-    ``method=None`` means Nystrom for an HBNODE, its order by the tolerance, and ``"tsit5"`` for all others. The order
-    is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks. A constant
-    damping that is strong over the length of the solve limits the steps of all but ``"exponential"``; times on a device
-    are not asked for it.
+    ``method=None`` means Nystrom for an HBNODE, of the order that takes fewer evaluations at the tolerance on problems
+    like those of the benchmarks, and ``"tsit5"`` for all others. A constant damping that is strong over the length of
+    the solve limits the steps of all but ``"exponential"``; times on a device are not asked for it.
     """
     method, gradient = settings.method, settings.gradient
     if method is not None:

@@ -65,12 +65,7 @@ def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
     The form for r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2).
 
-    Arguments:
-        damping: γ, in float64.
-        time: τ, which broadcasts with it.
-
-    Returns:
-        The coefficients a, b, p, q and r.
+    It returns a, b, p, q and r; γ and τ are in float64 and broadcast.
     """
     z = damping * time
     b = torch.exp(-z)
@@ -125,13 +120,7 @@ class SDEMethod(Method):
     reach = math.inf
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """The coefficients for all intervals, (coefficients, intervals, ...).
-
-        Arguments:
-            gamma: γ, (...), filled up with the dimensions of h or without any.
-            scale: s = √(2γη), (...).
-            size: H, (intervals, ...).
-        """
+        """Return coefficients (coefficients, intervals, ...) for γ (...), s = √(2γη) (...) and H (intervals, ...)."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
@@ -325,12 +314,7 @@ def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
 def step_seeds(seed: int | None, steps: int) -> np.ndarray:
     """The seeds of steps: 63 bits, the low 32 of which differ between the steps of a solve.
 
-    torch's generator of the CPU takes the low 32 bits alone. For a given seed they are a permutation of the number of
-    the step.
-
-    Arguments:
-        seed: a whole number of at most 64 bits; None draws one from torch's generator of the CPU.
-        steps: how many there are.
+    torch's generator of the CPU takes the low 32 bits alone: a permutation of the number of the step, given the seed.
     """
     seed = int(torch.randint(2**62, ())) if seed is None else as_seed(seed)
     low, high = scrambled(np.array([[seed & LOW], [seed >> 32 ^ 0x9E3779B9]], np.uint64))
@@ -457,17 +441,9 @@ class BrownianIncrements:
 
 
 class SDEProblem(Problem):
-    """A heavy-ball SDE with its method and steps, each with its noise.
+    """A heavy-ball SDE with its method and the counts of steps in the intervals, each step with its noise.
 
-    Arguments:
-        term: the right-hand side, of second order.
-        method: its name.
-        t: times (T,), checked.
-        counts: how many steps there are in each interval.
-        noise: the standard normal variables of a step, (normals, ...), by its number.
-
-    Attributes:
-        gamma: the coefficients of all intervals, through which the gradients of γ and η go.
+    Its ``gamma`` are the coefficients of all intervals, through which the gradients of γ and η go.
     """
 
     def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> None:

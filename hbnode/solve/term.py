@@ -30,12 +30,7 @@ class ODETerm:
     value is F alone. A row is flat, (elements,), where one step size and one γ serve all elements; (batch, elements)
     where samples have steps of their own; and of the shape of h where channels have a γ of their own.
 
-    Arguments:
-        field: called ``(t, state)``.
-        y0: a state.
-        tally: counts evaluations.
-        second_order: whether to solve for h and m.
-        lanes: how many samples have steps of their own; None if all have the same.
+    ``lanes`` is how many samples have steps of their own; None if all have the same.
     """
 
     def __init__(
@@ -152,9 +147,7 @@ class Snapshot:
     As a context it puts them back where a backward pass evaluates the field again: parameters may be lent
     (``torch.func.functional_call``), and a model may be in another mode by then.
 
-    Arguments:
-        field: a module, or another callable, which has none of these.
-        for_backward: whether there will be a backward pass; without it only masks and dtypes are looked at.
+    Without ``for_backward``, only masks and dtypes are looked at.
     """
 
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
