@@ -39,46 +39,23 @@ StateT = TypeVar("StateT", bound=State)
 # A tensor gives a tensor, a pair of tensors a pair; with an event, its time and the state there.
 @overload
 def odeint(
-    field: Callable[[Tensor, StateT], State],
-    y0: StateT,
-    t: Times,
-    *,
-    method: Method | None = None,
-    rtol: float = 1e-5,
-    atol: float = 1e-5,
-    gradient: Gradient | None = None,
-    steps: int | None = None,
-    per_sample: bool = False,
-    save: Save = "interpolate",
-    jump_times: Times | None = None,
-    event_fn: None = None,
-    max_steps: int = 10_000,
-    options: dict[str, Any] | None = None,
-    adjoint_options: dict[str, Any] | None = None,
+    field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: Method | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Gradient | None = None, steps: int | None = None,
+    per_sample: bool = False, save: Save = "interpolate", jump_times: Times | None = None, event_fn: None = None,
+    max_steps: int = 10_000, options: dict[str, Any] | None = None, adjoint_options: dict[str, Any] | None = None,
     compile: bool = False,
-) -> StateT: ...
+) -> StateT: ...  # fmt: skip
 
 
 @overload
 def odeint(
-    field: Callable[[Tensor, StateT], State],
-    y0: StateT,
-    t: Times,
-    *,
-    method: TorchdiffeqMethod | None = None,
-    rtol: float = 1e-5,
-    atol: float = 1e-5,
-    gradient: Literal["direct", "adjoint"] | None = None,
-    steps: int | None = None,
-    per_sample: Literal[False] = False,
-    save: Save = "interpolate",
-    jump_times: Times | None = None,
-    event_fn: Callable[[Tensor, StateT], Tensor],
-    max_steps: int = 10_000,
-    options: dict[str, Any] | None = None,
-    adjoint_options: dict[str, Any] | None = None,
+    field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: TorchdiffeqMethod | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "adjoint"] | None = None,
+    steps: int | None = None, per_sample: Literal[False] = False, save: Save = "interpolate",
+    jump_times: Times | None = None, event_fn: Callable[[Tensor, StateT], Tensor], max_steps: int = 10_000,
+    options: dict[str, Any] | None = None, adjoint_options: dict[str, Any] | None = None,
     compile: Literal[False] = False,
-) -> tuple[Tensor, StateT]: ...
+) -> tuple[Tensor, StateT]: ...  # fmt: skip
 
 
 def odeint(
@@ -189,20 +166,10 @@ def odeint(
         True
     """
     settings = Settings(
-        method=method,
-        rtol=rtol,
-        atol=atol,
-        gradient=gradient,
-        steps=steps,
-        per_sample=per_sample,
-        save=save,
-        jump_times=jump_times,
-        max_steps=max_steps,
-        options=options,
-        adjoint_options=adjoint_options,
-        compile=compile,
-    ).checked()
-    return solve(field, y0, t, settings, NFE(), event_fn=event_fn)
+        method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample, save=save,
+        jump_times=jump_times, max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,
+    )  # fmt: skip
+    return solve(field, y0, t, settings.checked(), NFE(), event_fn=event_fn)
 
 
 def solve(
@@ -521,22 +488,16 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
 
 
 def _not_a_state(y0: object, field: Callable) -> str:
-    return f"the state must be a tensor or a tuple of tensors, got {_kinds(y0)}. Fix: {_made_state(y0, field)}."
-
-
-def _kinds(y0: object) -> str:
+    got, fix = type(y0).__name__, conversion(y0).replace("(x", "(y0")
     if isinstance(y0, (list, tuple)):
-        return f"{type(y0).__name__} of ({', '.join(type(part).__name__ for part in y0)})"
-    return type(y0).__name__
-
-
-def _made_state(y0: object, field: Callable) -> str:
+        got = f"{got} of ({', '.join(type(part).__name__ for part in y0)})"
     if isinstance(y0, list) and y0 and all(isinstance(part, Tensor) for part in y0):
-        return "tuple(y0)"
-    if isinstance(y0, tuple):
-        return f"make each part a tensor, x -> {conversion(next((x for x in y0 if not isinstance(x, Tensor)), None))}"
-    made = conversion(y0).replace("(x", "(y0")
-    return f"field.initial_state({made})" if hasattr(field, "initial_state") else made
+        fix = "tuple(y0)"
+    elif isinstance(y0, tuple):
+        fix = f"make each part a tensor, x -> {conversion(next((x for x in y0 if not isinstance(x, Tensor)), None))}"
+    elif hasattr(field, "initial_state"):
+        fix = f"field.initial_state({fix})"
+    return f"the state must be a tensor or a tuple of tensors, got {got}. Fix: {fix}."
 
 
 def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
