@@ -39,11 +39,6 @@ def all_finite(state: State) -> Tensor:
     return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 
-def is_equal(a: State, b: State) -> bool:
-    """Whether all elements are; of states of the same structure and shapes."""
-    return bool(torch.stack([(x == y).all() for x, y in zip(parts(a), parts(b), strict=True)]).all())
-
-
 def describe(state: object) -> str:
     """Structure and shapes, for messages."""
     if isinstance(state, Tensor):

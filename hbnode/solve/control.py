@@ -308,9 +308,9 @@ class AdaptiveSteps:
         small = ~fine & (self.size < floor)
         stuck = ~fine & ((failures >= NON_FINITE_ATTEMPTS) | (small & (failures > 0)))
         if stuck.any():
-            raise p.not_finite(attempt, before, _first(stuck))
+            raise p.not_finite(attempt, before, first_index(stuck))
         if small.any():
-            lane = _first(small)
+            lane = first_index(small)
             raise p.failure(
                 StepSizeUnderflowError,
                 "the step size underflowed: no step is small enough for the tolerance. "
@@ -352,6 +352,6 @@ class AdaptiveSteps:
             )
 
 
-def _first(marks: Array) -> Any:
-    """The index of the first mark, of an array of any number of dimensions."""
+def first_index(marks: Array) -> Any:
+    """Return the index of the first mark, of an array of any number of dimensions."""
     return tuple(int(i[0]) for i in np.nonzero(marks)) if marks.ndim else ()

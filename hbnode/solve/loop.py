@@ -15,7 +15,15 @@ from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.nfe import open_records
 from hbnode.signal import queries, refuse_queries_outside
-from hbnode.solve.control import BESIDE_JUMP, FIELD_NOT_FINITE, LONGEST_DECAY, AdaptiveSteps, Array, Attempt
+from hbnode.solve.control import (
+    BESIDE_JUMP,
+    FIELD_NOT_FINITE,
+    LONGEST_DECAY,
+    AdaptiveSteps,
+    Array,
+    Attempt,
+    first_index,
+)
 from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
@@ -67,8 +75,7 @@ class Problem:
             self.number = self.gamma
         elif not self.traced:
             if not self.gamma.dim() and not _torch.is_transformed():
-                term.number = self.gamma.item() if term.number is None else term.number
-                self.number = term.number
+                self.number = self.gamma.item()
             if self.number is None or self.gamma.is_cpu:  # else its gradients would wait for the device
                 self.gamma = self.gamma.to("cpu", torch.float64)
         if self.traced:
@@ -337,7 +344,7 @@ class Problem:
     def start_not_finite(self, norm: Array) -> SolverError:
         """The error for a first state that is not finite, given the norms of its rows."""
         bad = ~np.isfinite(norm)
-        lane = tuple(int(i[0]) for i in np.nonzero(bad.any(0))) if bad.ndim > 1 else ()
+        lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
         of_rows = (slice(self.term.rows), *lane)
         if bad[of_rows].any():

@@ -490,10 +490,8 @@ class Splitting(Method):
         self.nodes = tuple(np.cumsum(drifts)[:-1].tolist())
         self.activation: Callable[[Tensor], Tensor] | None = None
 
-    def with_activation(self, activation: Callable[[Tensor], Tensor] | None) -> Splitting:
-        """The same method for h' = σ(m); None is h' = m."""
-        if activation is None:
-            return self
+    def with_activation(self, activation: Callable[[Tensor], Tensor]) -> Splitting:
+        """Return the same method for h' = σ(m)."""
         other = object.__new__(Splitting)
         other.__dict__.update(self.__dict__, activation=activation)
         return other

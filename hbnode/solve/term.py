@@ -42,7 +42,6 @@ class ODETerm:
         self.second_order, self.rows = second_order, 2 if second_order else 1
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
-        self.number: float | None = None  # the damping, once the host has asked for it
         self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
         self.error_groups = [slice(None)]  # elements of a row whose error has a norm of its own
         if getattr(self.inner, "has_integral", False):

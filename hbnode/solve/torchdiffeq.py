@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._state import State, all_finite, is_equal, is_finite
+from hbnode._state import State, all_finite, is_finite
 from hbnode._suggestions import nearest
 from hbnode._torch import backward_pass
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
@@ -138,7 +138,7 @@ class CountedField:
         """The derivative, of an evaluation made ahead or a new one."""
         t, y = t.to(self.dtype), y.to(self.dtype)  # times of another dtype promote a scalar state
         first, self.first = self.first, None
-        if first is not None and is_equal((t, y), first[:2]):
+        if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
             return first[2]
         again = self.settings.gradient == "adjoint" and self.forward_pass != backward_pass()
         value = self._evaluate_again(t, y) if again else self._evaluate(t, y)
