@@ -150,6 +150,7 @@ class Signal(nn.Module):
         return (t < self.t[0] - slack) | (t > self.t[-1] + slack)
 
     def refuse_outside(self, t: Tensor) -> None:
+        """Raise if one of the times lies outside of the samples."""
         if not bool(self._is_outside(t).any()):
             return
         worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]

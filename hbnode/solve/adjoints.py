@@ -298,7 +298,7 @@ class Reversible:
         if attempts:
             _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _UNDONE)
             carry = reversal.first(carry)
-        return sums.of(gamma), sums.of(t), carry, [sums.of(leaf) for leaf in leaves]
+        return sums.get(gamma), sums.get(t), carry, [sums.get(leaf) for leaf in leaves]
 
 
 class _Reversal:
@@ -320,8 +320,7 @@ class _Reversal:
     def undo(self, attempt: Attempt, begin: Tensor, state: Rows, carry: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
         """The state before a step, and the gradient with respect to it.
 
-        A method that is_fsal the value of the field evaluates it where the step begins; the position h there may
-        be known.
+        An FSAL method evaluates the field where the step begins; the position h there may be known.
         """
         problem, is_fsal = self.problem, self.problem.method.is_fsal
 
@@ -381,7 +380,7 @@ class _GradientSums:
                 self.sums[id(leaf)] = gradient if known is None else known + gradient
         return tuple([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)])
 
-    def of(self, leaf: Tensor) -> Tensor | None:
+    def get(self, leaf: Tensor) -> Tensor | None:
         return self.sums.get(id(leaf))
 
 
