@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import as_count, as_numbers, check_input, conversion
-from hbnode._constants import KeepsConstants
-from hbnode._signature import check_order, takes_time
-from hbnode._state import State, append_zeros, describe
+from hbnode._checks import as_count, as_numbers, check_input, check_order, conversion, takes_time
+from hbnode._torch import KeepsConstants
+from hbnode._tree import State, append_zeros, describe
 
 
 def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:

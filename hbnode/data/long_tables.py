@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from hbnode._suggestions import nearest
+from hbnode._checks import nearest
 from hbnode._times import as_duration, as_seconds, as_times
 from hbnode.data.series import Series
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hbnode import _torch
-from hbnode._suggestions import nearest
+from hbnode._checks import nearest
 from hbnode._torch import is_tracing, is_transformed
 from hbnode.nn._filter import block_weights, linear_filter
 

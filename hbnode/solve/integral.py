@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hbnode._state import State, describe, like, parts
 from hbnode._torch import may_look
+from hbnode._tree import State, describe, like, parts
 from hbnode.solve.methods import SECOND_ORDER
 from hbnode.solve.settings import Settings
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _torch
-from hbnode._checks import conversion
-from hbnode._signature import check_call
-from hbnode._state import State, Times, apply, describe, is_finite, last_of, parts
+from hbnode._checks import check_call, conversion
 from hbnode._torch import is_exporting, is_tracing, untraced
+from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
 from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records

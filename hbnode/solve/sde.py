@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_seed, check_input
-from hbnode._state import Times
-from hbnode._suggestions import nearest
+from hbnode._checks import as_seed, check_input, nearest
 from hbnode._torch import to_numpy, untraced
+from hbnode._tree import Times
 from hbnode.errors import ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally

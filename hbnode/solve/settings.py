@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hbnode._checks import as_count
-from hbnode._suggestions import nearest, nearest_method
+from hbnode._checks import as_count, nearest, nearest_method
 from hbnode.solve.methods import METHODS, SPLITTING
 
 NativeMethod = Literal["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5"]

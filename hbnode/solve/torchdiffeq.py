@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._state import State, all_finite, is_finite
-from hbnode._suggestions import nearest
+from hbnode._checks import nearest
 from hbnode._torch import backward_pass
+from hbnode._tree import State, all_finite, is_finite
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
-from hbnode.solve.closures import closed_over_leaves, own_parameters, refuse_unknown
+from hbnode.solve.adjoints import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.solve.settings import ADAMS, ADAPTIVE, ARGUMENTS, FIXED, SCIPY, Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_seed
-from hbnode._state import is_finite
+from hbnode._tree import is_finite
 from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.term import ODETerm, Snapshot, solving

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from hbnode import _torch
-from hbnode._state import State, apply, parts
+from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import Field
 from hbnode.nfe import NFE
-from hbnode.solve.adjoints import Checkpoint
-from hbnode.solve.closures import own_parameters
+from hbnode.solve.adjoints import Checkpoint, own_parameters
 from hbnode.solve.odeint import resolve, solve
 from hbnode.solve.settings import Settings
 

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import Self, override
 
-from hbnode._checks import ArrayLike, as_count, check_input
-from hbnode._constants import KeepsConstants
-from hbnode._state import parts
-from hbnode._suggestions import nearest
+from hbnode._checks import ArrayLike, as_count, check_input, nearest
 from hbnode._times import as_duration, as_times
-from hbnode._torch import untraced
+from hbnode._torch import KeepsConstants, untraced
+from hbnode._tree import parts
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
 from hbnode.nn import nets

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._records import Record, record
 from hbnode._torch import is_autocast
+from hbnode._tree import Record, record
 from hbnode.nn.rules import Memory, Rule, memory_dtype
 
 # What reads h, as a method of the state and as a function of torch
