@@ -390,7 +390,7 @@ class Adjoint:
 
     With a = ∂L/∂y, a' = -a ∂F/∂y and dL/dθ = ∫ a ∂F/∂θ dt, where y' = F(t, y) is the whole first-order equation; for an
     HBNODE that is the heavy-ball adjoint of arXiv:2110.04840. y is solved backwards from each output anew. What a
-    damping γ shrinks on the reversal there, its error too, grows by e^{γT} on the reversal back.
+    damping γ shrinks on the way there, its error too, grows by e^{γT} on the way back.
     """
 
     name = "adjoint"
@@ -479,14 +479,14 @@ _UNDONE = (
 )
 _SOLVED_BACK = (
     "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
-    "because what is damped on the reversal there grows on the reversal back; the gradient would be as far off. "
+    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
     f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
     "closer together, or a smaller rtol and atol"
 )
 
 
 def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
-    """Raise where a reversal back from the end missed the start, relative to the larger of both; one may be 0."""
+    """Raise if a solve back from the end missed the start, relative to the larger of both; one may be 0."""
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
     size = torch.maximum(torch.linalg.vector_norm(start), torch.linalg.vector_norm(end)) + problem.settings.atol
     missed = float(torch.linalg.vector_norm(reached - start) / size)
