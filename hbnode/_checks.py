@@ -1,24 +1,17 @@
-"""Checks of arguments that several modules make."""
+"""Checks of arguments and how functions are called, with what to write instead."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-CHANGES_INPUT = (
-    "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its first layer, or "
-    "let func work on h.clone()."
-)
-
-ONLY_FIXED_GRIDS = (
-    "hbnode runs its loops outside of graphs, because their length depends on values. A solve on a fixed grid is a "
-    "graph: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
-    "gradient and without count_nfe. Fix: steps=n, and gradient=None or 'direct'."
-)
+from hbnode._torch import is_script_method
 
 
 class SupportsArray(Protocol):
@@ -104,3 +97,145 @@ def as_tensor(value: object, name: str) -> Tensor:
         raise TypeError(
             f"{name} must be a tensor, an array or a list of numbers, got {got}. Fix: one number a sample."
         ) from error
+
+
+_TIMES = {"t", "time"}
+
+
+def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
+    """Whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``; messages call the second part so."""
+    if not callable(func):
+        raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
+    inner = _unwrap(func)
+    declared = getattr(inner, "time_dependent", None)
+    if isinstance(declared, bool):
+        return declared
+    names = "h" if parts == 1 else f"h, {second}"
+    fix = "Fix: say which with time_dependent=True or time_dependent=False."
+    try:
+        signature = _signature(inner.forward if isinstance(inner, nn.Module) else inner)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"cannot read the signature of func={inner!r}; expected ({names}) or (t, {names}). {fix}"
+        ) from None
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+    required = required_arguments(signature)
+    if variadic or len(required) not in (parts, parts + 1):
+        if not variadic and 0 < len(required) < parts:
+            fix = f"Fix: let it take {names} as well."
+        raise TypeError(
+            f"func takes {signature}, from which it cannot be told whether it wants the time; "
+            f"expected ({names}) or (t, {names}). {fix}"
+        )
+    return len(required) == parts + 1
+
+
+def check_order(func: Callable[..., Any]) -> None:
+    """Refuse a function whose arguments by their names end with the time: everything here calls the time first."""
+    if not callable(func):
+        return
+    inner = _unwrap(func)
+    try:
+        signature = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner)
+    except (TypeError, ValueError):
+        return
+    _check_names(required_arguments(signature))
+
+
+def check_call(field: Callable[..., Any]) -> None:
+    """:func:`check_order` of a plain function that is solved as a field: quick, as it is done in each solve."""
+    code = getattr(field, "__code__", None)
+    if code is not None and code.co_argcount == 2:
+        _check_names(code.co_varnames[:2])
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if len(names) > 1 and names[-1] in _TIMES and not _TIMES & set(names[:-1]):
+        right = ", ".join([names[-1], *names[:-1]])
+        raise TypeError(
+            f"the function takes ({', '.join(names)}), but is called with the time first. Fix: let it take "
+            f"({right}); or if {names[-1]!r} is not the time, give it another name."
+        )
+
+
+def required_arguments(signature: inspect.Signature) -> list[str]:
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _signature(function: Any) -> inspect.Signature:
+    of_method = is_script_method(function)
+    if not (of_method or isinstance(function, torch.jit.ScriptFunction)):
+        return inspect.signature(function)
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=None if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in function.schema.arguments[of_method:]
+        ]
+    )
+
+
+def _unwrap(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
+    while True:
+        if isinstance(func, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            func = func.module
+        elif hasattr(func, "_orig_mod"):
+            func = func._orig_mod
+        elif hasattr(func, "_torchdynamo_orig_callable"):
+            func = func._torchdynamo_orig_callable
+        else:
+            return func
+
+
+_SCIPY = {"lsoda": "LSODA", "radau": "Radau", "bdf": "BDF"}
+_SYNONYMS = {  # of scipy, MATLAB, torchdyn, torchode, diffrax
+    **dict.fromkeys(("rk45", "ode45", "dopri", "dormandprince"), "dopri5"),
+    **dict.fromkeys(("dop853", "dormandprince8"), "dopri8"),
+    **dict.fromkeys(("rk23", "ode23"), "bosh3"),
+    **dict.fromkeys(("tsitouras", "tsitouras45"), "tsit5"),
+    **dict.fromkeys(("verlet", "stormerverlet", "alf", "asynchronousleapfrog"), "leapfrog"),
+    **{"heun": "heun2", "rkn": "nystrom8", "scipy": "scipy_solver"},
+    **dict.fromkeys(_SCIPY, "scipy_solver"),
+    # gradients
+    **dict.fromkeys(("autograd", "autodiff", "backprop", "backpropagation", "autodiffadjoint"), "direct"),
+    **dict.fromkeys(("aca", "recompute", "recursivecheckpointadjoint"), "checkpoint"),
+    **dict.fromkeys(("backsolve", "backsolveadjoint", "continuous", "interpolatedadjoint"), "adjoint"),
+    **dict.fromkeys(("invertible", "symplectic"), "reversible"),
+    # rules of recurrent layers
+    **dict.fromkeys(("nesterov", "nesterovs", "nesterovmomentum"), "nag"),
+    **dict.fromkeys(("sr", "srnag", "scheduledrestart"), "restart"),
+    **dict.fromkeys(("heavyball", "sgd", "polyak"), "momentum"),
+    "adaptivemomentum": "adaptive",
+    # save
+    **dict.fromkeys(("land", "onto", "stepto"), "exact"),
+    **dict.fromkeys(("dense", "linear", "spline"), "interpolate"),
+}
+_OF_SDEINT = ("ubu", "baoab", "srk", "milstein", "euler_heun", "log_ode", "reversible_heun")
+
+
+def nearest(name: object, names: Sequence[str]) -> str | None:
+    """The one of ``names`` that was most likely meant, None if none is near."""
+    plain = "".join(filter(str.isalnum, str(name).lower()))
+    if _SYNONYMS.get(plain) in names:
+        return _SYNONYMS[plain]
+    return next(iter(difflib.get_close_matches(plain, names, 1)), None)
+
+
+def nearest_method(name: object, methods: Sequence[str]) -> str:
+    """What to write in place of an unknown method."""
+    if name in _OF_SDEINT:
+        return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
+    solver = _SCIPY.get(str(name).lower())
+    if solver is not None:
+        return f"method='scipy_solver' with options={{'solver': {solver!r}}} and gradient='adjoint'"
+    near = nearest(name, methods)
+    return f"method={near!r}, or method=None for the best there is" if near else "method=None for the best there is"

@@ -1,7 +1,7 @@
 """What hbnode asks of torch beside its public functions; tests/test_torch.py checks that the private ones exist.
 
 Whether a graph is recorded, a transform of torch.func, forward mode or a backward pass is running; the state of random
-number generators; autocast; torch's fused recurrent layers; the allocator.
+number generators; autocast; torch's fused recurrent layers; the allocator; constants of a module that are not cast.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 Arguments = ParamSpec("Arguments")
@@ -34,7 +34,7 @@ def is_tracing() -> bool:
 
 def may_look() -> bool:
     """Whether Python may look at the values of tensors: no graph is recorded, and no transform of torch.func runs."""
-    return not (is_tracing() or is_active())
+    return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
 def is_exporting() -> bool:
@@ -79,11 +79,6 @@ def double_backward() -> Iterator[None]:
         _DOUBLE_BACKWARD.reset(token)
 
 
-def is_active() -> bool:
-    """Whether a transform (vmap, grad, jvp, ...) is running; in what torch.compile traces too."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which torch.compile knows the value of
-
-
 def is_transformed() -> bool:
     """Whether a transform or forward-mode differentiation is running, which need a gradient by the graph."""
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
@@ -91,22 +86,18 @@ def is_transformed() -> bool:
 
 def has_tangent(x: Tensor) -> bool:
     """Whether a derivative with respect to a tensor is taken in forward mode."""
-    return in_forward_mode() and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+    return (
+        torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+    )
 
 
 def is_vmapped(x: Tensor) -> bool:
-    """Whether a tensor is one that ``torch.vmap`` maps over."""
     return torch._C._functorch.is_batchedtensor(x)
 
 
 def is_batched(x: Tensor) -> bool:
     """Whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of autograd."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
-
-
-def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on."""
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 def backward_pass() -> int:
@@ -118,11 +109,6 @@ def keeps_graph() -> bool:
     """Whether the backward pass that runs in this thread was asked to keep the graph; False where torch cannot say."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # not yet in torch 2.4
     return asked is not None and asked()
-
-
-def has_hooks(tensor: Tensor) -> bool:
-    """Whether a hook of ``register_hook`` changes or looks at the gradient of a tensor."""
-    return bool(tensor._backward_hooks)
 
 
 def sequence_number(node: Node | None) -> int:
@@ -138,18 +124,12 @@ def has_global_hooks() -> bool:
 
 
 def is_script_method(function: object) -> bool:
-    """Whether a function is a method that TorchScript has compiled."""
     return isinstance(function, torch._C.ScriptMethod)
 
 
 def may_have_compiled() -> bool:
     """Whether anything can have been compiled: the compiler, slow to import, has been imported."""
     return "torch._dynamo" in sys.modules
-
-
-def torch_schema(function: Any) -> Any:
-    """The schema of a function or method that TorchScript has compiled."""
-    return function.schema
 
 
 def make_parametrized(module: torch.nn.Module) -> None:
@@ -179,7 +159,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def numbers(x: Tensor) -> list[Any]:
     """The values of a tensor (n,) as Python numbers; not every version of torch has ``tolist`` under the transforms."""
-    return [value.item() for value in x.unbind()] if is_active() else x.tolist()
+    return [value.item() for value in x.unbind()]
 
 
 @contextmanager
@@ -188,7 +168,7 @@ def refusing(what: str, fix: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_active() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
+        if is_transformed() and any(word in str(error) for word in ("vmap", "functorch", "data pointer")):
             raise ValueError(f"{what} does not work under this transform of torch.func. Fix: {fix}.") from error
         raise
 
@@ -253,7 +233,9 @@ class _FastForm(torch.autograd.Function):
         tensors, residuals = saved[: ctx.count], saved[ctx.count :]
         needed = ctx.needs_input_grad[3:]
         given = [grad for grad in grads if grad is not None]
-        with no_autocast(given[0]) if given else nullcontext():  # as the forward pass runs
+        if not given:
+            return (None,) * (3 + ctx.count)
+        with no_autocast(given[0]):  # as the forward pass runs
             if torch.is_grad_enabled() or any(is_batched(grad) for grad in given):
                 found = reference_vjp(ctx.form.reference, ctx.options, tensors, grads, needed)
             else:
@@ -291,7 +273,6 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context without autocast for the device of a tensor."""
     kind = x.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
@@ -332,7 +313,7 @@ def fused_layer(
         The output, and the last h, or the last h and c.
     """
     rest = (weights, len(weights) == 4, 1, 0.0, torch.is_grad_enabled(), False)
-    layer, warns = getattr(torch._VF, name), x.is_cuda and not torch.compiler.is_compiling()
+    layer, warns = getattr(torch._VF, name), x.is_cuda and may_look()
     with warnings.catch_warnings() if warns else nullcontext():
         if warns:
             warnings.filterwarnings("ignore", message=".*single contiguous chunk.*")
@@ -379,3 +360,95 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type == "cpu" and not _keeps_memory:
         _keeps_memory = True
         torch.UntypedStorage(_LARGEST_BLOCK)  # which deterministic mode does not fill, as it does tensors
+
+
+class KeepsConstants(nn.Module):
+    """Keeps Python floats and float64 tensors as constants: in the ``state_dict``, but neither cast nor learned.
+
+    A constant is not a buffer, because ``.half()`` or ``.float()`` would round it. Its attribute holds a float, or a
+    tensor on the CPU; of a tensor there is a copy on the module's device, always float64. Version 1 of a ``state_dict``
+    lacks the constants: it is loaded with a warning, and the module keeps its own.
+    """
+
+    _version = 2
+    defaults: ClassVar[dict[str, float]] = {}  # what version 1 stood for, where that goes without saying
+    renamed: ClassVar[dict[str, str]] = {}  # keys of version 1
+
+    def constants(self) -> dict[str, str]:
+        """The attribute of each constant, by its key in the ``state_dict``."""
+        return {}
+
+    def keep(self, attribute: str, value: float | Tensor) -> None:
+        """Set a constant, and the copy of a tensor."""
+        setattr(self, attribute, value)
+        if isinstance(value, Tensor):
+            before = self._buffers.get(attribute + "_there")
+            copy = value.to(value.device if before is None else before.device, copy=True)
+            self.register_buffer(attribute + "_there", copy, persistent=False)
+            self.__dict__[attribute + "_copy"] = copy
+
+    def kept(self, attribute: str) -> float | Tensor:
+        """A constant, on the module's device."""
+        there = self._buffers.get(attribute + "_there")  # which functional_call may have lent
+        return getattr(self, attribute) if there is None else there
+
+    def on_host(self, attribute: str, value: float | Tensor) -> float | Tensor:
+        """The constant on the host, which waits for no device, if ``value`` is its copy; else ``value``."""
+        return getattr(self, attribute) if value is self.__dict__.get(attribute + "_copy") else value
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsConstants:
+        super()._apply(fn, recurse)
+        for attribute in self.constants().values():
+            self.keep(attribute, getattr(self, attribute))  # a cast must not round it, nor to_empty lose it
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, attribute in self.constants().items():
+            destination[prefix + name] = _tensor(getattr(self, attribute)).clone()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        constants = {prefix + name: attribute for name, attribute in self.constants().items()}
+        for before, name in self.renamed.items():
+            if prefix + before in state_dict and prefix + name in constants:
+                state_dict = {**state_dict, prefix + name: state_dict[prefix + before]}
+                del state_dict[prefix + before]
+        others = {key: value for key, value in state_dict.items() if key not in constants}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        for key, attribute in constants.items():
+            if key in state_dict:
+                self._load_constant(key, attribute, state_dict[key], error_msgs)
+            elif (local_metadata.get("version") or 1) >= 2:
+                missing_keys.append(key)
+            elif self.defaults.get(attribute) != getattr(self, attribute):
+                warnings.warn(
+                    f"the state_dict does not hold the constant {key!r}: it was saved by an earlier version, or by "
+                    "another module. "
+                    f"{type(self).__name__} keeps its own, {_tensor(getattr(self, attribute)).tolist()}. "
+                    "Fix: make sure that it is the one of the training, and save the state_dict again.",
+                    stacklevel=2,
+                )
+
+    def _load_constant(self, key: str, attribute: str, value: Tensor, error_msgs: list[str]) -> None:
+        value, own = torch.as_tensor(value).detach(), _tensor(getattr(self, attribute))
+        if value.shape != own.shape:
+            error_msgs.append(
+                f"the constant {key!r} has shape {tuple(value.shape)} in the state_dict and {tuple(own.shape)} here. "
+                "Fix: make the module with constants of the shape of the checkpoint's."
+            )
+        elif not value.is_meta and not torch.equal(value.cpu(), own.to(value.dtype)):  # equal if rounded: keep our own
+            value = value.to("cpu", torch.float64)
+            self.keep(attribute, value.clone() if value.dim() else value.item())
+
+
+def _tensor(value: float | Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from hbnode._checks import ONLY_FIXED_GRIDS
+from hbnode.errors import ONLY_FIXED_GRIDS
 
 _GIVES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # since torch 2.7
 

@@ -15,10 +15,9 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from hbnode._checks import as_count, as_tensor
-from hbnode._records import Record, record
-from hbnode._suggestions import nearest
+from hbnode._checks import as_count, as_tensor, nearest
 from hbnode._times import as_duration, as_seconds, as_times
+from hbnode._tree import Record, record
 
 __all__ = ["BucketedBatches", "Dataset", "Series", "bucketed_batches", "collate", "from_long"]
 

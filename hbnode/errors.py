@@ -14,6 +14,12 @@ __all__ = [
     "RecomputationError",
 ]
 
+ONLY_FIXED_GRIDS = (
+    "hbnode runs its loops outside of graphs, because their length depends on values. A solve on a fixed grid is a "
+    "graph: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
+    "gradient and without count_nfe. Fix: steps=n, and gradient=None or 'direct'."
+)
+
 
 class SolverError(RuntimeError):
     """A solve failed. Every failure of a solver is a subclass of this.

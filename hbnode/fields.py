@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import as_count, as_numbers, check_input, conversion
-from hbnode._constants import KeepsConstants
-from hbnode._signature import check_order, takes_time
-from hbnode._state import State, append_zeros, describe
+from hbnode._checks import as_count, as_numbers, check_input, check_order, conversion, takes_time
+from hbnode._torch import KeepsConstants
+from hbnode._tree import State, append_zeros, describe
 
 
 def with_momentum(x: Tensor, net: Callable[[Tensor], Tensor] | None, name: str) -> tuple[Tensor, Tensor]:
@@ -93,7 +92,6 @@ class Field(nn.Module, ABC):
         return f
 
     def _pair(self, state: State) -> tuple[Tensor, Tensor]:
-        """The two parts of the state of a second-order field."""
         if isinstance(state, Tensor) or len(state) != 2:
             raise TypeError(
                 f"{type(self).__name__} is solved on a pair of tensors, got {describe(state)}. "
@@ -233,11 +231,8 @@ class _Damped(KeepsConstants, Field):
                 )
             like = torch.empty(0)  # of the default dtype and device
             self.omega = nn.Parameter(torch.logit(gamma / self.max_damping).to(like))
-        elif not bool(((gamma >= 0) & torch.isfinite(gamma)).all()):
-            raise ValueError(
-                f"damping must be a number >= 0, got {gamma.tolist()}. Fix: pass damping=0.0 for no damping."
-            )
         else:
+            _check_not_negative(gamma, "damping", "pass damping=0.0 for no damping")
             self.keep("_damping", gamma if gamma.dim() else gamma.item())
         self.initial_momentum = initial_momentum
 
@@ -268,7 +263,6 @@ class _Damped(KeepsConstants, Field):
         return with_momentum(x, self.initial_momentum, "initial_momentum")
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
         learned = "" if self.omega is None else f" (learned, max {self.max_damping:g})"
         return f"damping={_number(self.damping)}{learned}, {super().extra_repr()}"
 
@@ -461,21 +455,14 @@ class HeavyBallSDE(HBNODE):
         sde_type: Literal["ito", "stratonovich"] = "ito",
     ) -> None:
         super().__init__(
-            func,
-            damping=damping,
-            learn_damping=learn_damping,
-            max_damping=max_damping,
-            initial_momentum=initial_momentum,
-            time_dependent=time_dependent,
-        )
+            func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
+            initial_momentum=initial_momentum, time_dependent=time_dependent,
+        )  # fmt: skip
         if sde_type not in ("ito", "stratonovich"):
             raise ValueError(f"sde_type must be 'ito' or 'stratonovich', got {sde_type!r}. Fix: leave it out.")
         self.sde_type = sde_type
         eta = as_numbers(temperature, "temperature", "temperature=1.0, the default")
-        if not bool(((eta >= 0) & torch.isfinite(eta)).all()):
-            raise ValueError(
-                f"temperature must be a number >= 0, got {eta.tolist()}. Fix: pass temperature=0.0 for no noise."
-            )
+        _check_not_negative(eta, "temperature", "pass temperature=0.0 for no noise")
         self.log_temperature: nn.Parameter | None = None
         if learn_temperature:
             if not bool((eta > 0).all()):
@@ -525,7 +512,6 @@ class HeavyBallSDE(HBNODE):
         return torch.cat([torch.zeros_like(v), self.noise_scale(m) * v], -1)
 
     def _halves(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The parts h and m of torchsde's state."""
         if y.shape[-1] % 2:
             raise ValueError(
                 f"the state must be h and m side by side, an even number of columns, got shape {tuple(y.shape)}. "
@@ -544,6 +530,11 @@ def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
     """The factor √(2γη) of the noise. At 0, where the slope of the root is infinite, its gradient is 0."""
     product = 2 * gamma * eta
     return torch.where(product > 0, torch.where(product > 0, product, 1.0).sqrt(), 0.0)
+
+
+def _check_not_negative(x: Tensor, name: str, fix: str) -> None:
+    if not bool(((x >= 0) & torch.isfinite(x)).all()):
+        raise ValueError(f"{name} must be a number >= 0, got {x.tolist()}. Fix: {fix}.")
 
 
 def _number(x: Tensor | float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -148,8 +148,7 @@ class Tally:
                         record.backward.append(backward_pass() != -1)
 
 
-@contextmanager
-def count_nfe(module: nn.Module | Callable[..., Any]) -> Iterator[NFE]:
+def count_nfe(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[NFE]:
     """Sum the evaluations of every field inside ``module`` during a block of code.
 
     Counts each solve that :func:`hbnode.odeint` or a block runs on a field that is ``module`` itself or one of its
@@ -167,12 +166,10 @@ def count_nfe(module: nn.Module | Callable[..., Any]) -> Iterator[NFE]:
         >>> nfe.forward, nfe.steps  # two solves, five steps each, four evaluations a step
         (40, 10)
     """
-    with _open(open_counters, module, NFE(), "count_nfe") as nfe:
-        yield nfe
+    return _collect(open_counters, module, NFE(), "count_nfe")
 
 
-@contextmanager
-def record_steps(module: nn.Module | Callable[..., Any]) -> Iterator[StepRecord]:
+def record_steps(module: nn.Module | Callable[..., Any]) -> AbstractContextManager[StepRecord]:
     """Record the steps of every solve inside ``module`` during a block of code, accepted and rejected.
 
     Records the solves that :func:`count_nfe` counts. A step that a backward pass recomputes is not recorded again, the
@@ -190,28 +187,27 @@ def record_steps(module: nn.Module | Callable[..., Any]) -> Iterator[StepRecord]
         >>> steps.t, steps.size[0], all(steps.accepted)
         ([0.0, 0.25, 0.5, 0.75], 0.25, True)
     """
-    with _open(open_records, module, StepRecord(), "record_steps") as record:
-        yield record
+    return _collect(open_records, module, StepRecord(), "record_steps")
 
 
-Kept = TypeVar("Kept", NFE, StepRecord)
+Record = TypeVar("Record", NFE, StepRecord)
 
 
 @contextmanager
-def _open(
-    entries: list[tuple[frozenset[int], Kept]], module: Callable[..., Any], kept: Kept, caller: str
-) -> Iterator[Kept]:
-    """Let ``kept`` collect what happens inside of ``module``, until the context is left."""
+def _collect(
+    entries: list[tuple[frozenset[int], Record]], module: Callable[..., Any], record: Record, caller: str
+) -> Iterator[Record]:
+    """Let a record collect what happens inside of ``module``, until the context is left."""
     if not callable(module):
         raise TypeError(
             f"{caller} expected a module or a callable field, got {type(module).__name__}. "
             "Fix: pass the block or the model that contains it."
         )
     members = module.modules() if isinstance(module, nn.Module) else [module]
-    entry = (frozenset(map(identity, members)), kept)
+    entry = (frozenset(map(identity, members)), record)
     entries.append(entry)
     try:
-        yield kept
+        yield record
     finally:
         entries[:] = [other for other in entries if other is not entry]
 

@@ -162,7 +162,6 @@ class Signal(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
         return f"samples={len(self.t)}, kind={self.kind!r}, outside={self.outside!r}"
 
 

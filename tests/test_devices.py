@@ -8,7 +8,7 @@ from torch.distributions import Independent, Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
-from hbnode._state import parts
+from hbnode._tree import parts
 from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import AGAIN, SHAPES, every_model, make_field, make_input
 from tests.momentum_layers import GRID, kind

@@ -52,19 +52,13 @@ LAYERS = [
     ["hbnode.solve.methods", "hbnode.solve.term"],
     ["hbnode.solve.tableaus"],
     ["hbnode.data"],
-    ["hbnode.solve.closures", "hbnode.solve.dropout"],
-    ["hbnode.fields", "hbnode.nfe", "hbnode.signal", "hbnode.errors"],
-    [
-        "hbnode._constants",
-        "hbnode._records",
-        "hbnode._signature",
-        "hbnode._state",
-        "hbnode._suggestions",
-    ],
-    ["hbnode._torch"],
-    ["hbnode._untraced"],
+    ["hbnode.fields", "hbnode.nfe", "hbnode.signal"],
+    ["hbnode._tree"],
     ["hbnode._times"],
     ["hbnode._checks"],
+    ["hbnode._torch"],
+    ["hbnode._untraced"],
+    ["hbnode.errors"],
 ]
 
 

@@ -15,7 +15,7 @@ def test_transforms_are_noticed():
     seen = []
 
     def function(x):
-        seen.append((_torch.is_active(), _torch.plain(x).shape))
+        seen.append((not _torch.may_look(), _torch.plain(x).shape))
         return x.sum()
 
     x = torch.zeros(3, 2)
@@ -26,9 +26,9 @@ def test_transforms_are_noticed():
 
 
 def test_forward_mode_is_noticed():
-    assert not _torch.in_forward_mode()
+    assert not _torch.is_transformed()
     with torch.autograd.forward_ad.dual_level():
-        assert _torch.in_forward_mode()
+        assert _torch.is_transformed()
 
 
 def test_gradients_that_stand_for_many_are_noticed():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hbnode._state import State, apply, parts
+from hbnode._tree import State, apply, parts
 from hbnode.diagnostics import figures
 from hbnode.diagnostics.paths import as_input, check_block, evaluating, schedule, solved, with_graphs
 from hbnode.diagnostics.results import Result

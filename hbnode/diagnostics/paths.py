@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hbnode._state import State, parts
+from hbnode._tree import State, parts
 from hbnode.nfe import NFE
 from hbnode.nn.blocks import ODEBlock
 from hbnode.solve.odeint import solve

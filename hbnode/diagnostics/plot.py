@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hbnode._state import State, parts
+from hbnode._tree import State, parts
 from hbnode.diagnostics import figures
 from hbnode.diagnostics.figures import numbers
 from hbnode.diagnostics.paths import check_block, dtype_and_device, evaluating, states

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hbnode._state import State, describe, parts
+from hbnode._tree import State, describe, parts
 from hbnode.diagnostics import figures
 from hbnode.diagnostics.paths import check_block, evaluating, states, with_graphs
 from hbnode.diagnostics.results import Result

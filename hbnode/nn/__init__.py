@@ -32,7 +32,7 @@ from hbnode.nn.recurrent import (
     TanhRNN,
 )
 from hbnode.nn.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
-from hbnode.solve.dropout import SolveDropout
+from hbnode.solve.term import SolveDropout
 
 __all__ = [
     # ODEs

@@ -434,7 +434,7 @@ class FusedODERNN:
         if self.is_zero[gap]:
             return s, Gap()
         start, y, tally = None, s, Tally(self.layer.field, self.nfe[gap])
-        if self.method.carries:
+        if self.method.is_fsal:
             start = self.equation(s[:, : self.row], p)
             y = torch.cat((s, start.value), 1)
         steps: list[FusedStep] = []
@@ -446,7 +446,7 @@ class FusedODERNN:
                 y = step.end(y, after)
                 steps.append(step if keep else step.without_residuals)
             attempts = len(steps)
-        tally.add("evaluation", self.method.carries + attempts * self.evaluations)
+        tally.add("evaluation", self.method.is_fsal + attempts * self.evaluations)
         if not known:
             tally.add("accepted", len(steps))
             tally.add("rejected", attempts - len(steps))
@@ -529,7 +529,7 @@ class FusedODERNN:
         """
         n, count, stages = self.method.rows, self.evaluations, []
         y = y if step.samples is None else y[step.samples]
-        if not self.method.carries:
+        if not self.method.is_fsal:
             h, m = y.chunk(2, 1)
             drifts, decays, weights = c[: count + 1], c[count + 1 : 2 * count + 1], c[2 * count + 1 :]
             h = torch.addcmul(h, drifts[0], self.velocity(m))
@@ -589,7 +589,7 @@ class FusedODERNN:
 
     def step_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
         """Return the gradient at the state of the method before a step from that after it, which may lack that at F."""
-        vjp = self.explicit_vjp if self.method.carries else self.splitting_vjp
+        vjp = self.explicit_vjp if self.method.is_fsal else self.splitting_vjp
         if step.samples is None and step.accepted is None:
             return vjp(step, g, p, sums)
         if g.shape[1] == self.size:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_count
-from hbnode._state import State, Times, append_zeros, parts
 from hbnode._torch import checking_shapes, is_exporting
+from hbnode._tree import State, Times, append_zeros, parts
 from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nfe import NFE
 from hbnode.solve.integral import Integrand, WithIntegral, settings_of_integral

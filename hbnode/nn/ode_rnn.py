@@ -15,11 +15,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from typing_extensions import Self, override
 
 from hbnode import _torch
-from hbnode._checks import ArrayLike, as_count, check_input
-from hbnode._constants import KeepsConstants
-from hbnode._state import State, apply, parts
-from hbnode._suggestions import nearest
+from hbnode._checks import ArrayLike, as_count, check_input, nearest
 from hbnode._times import as_duration, as_times
+from hbnode._torch import KeepsConstants
+from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
 from hbnode.nfe import NFE
@@ -27,8 +26,7 @@ from hbnode.nn import sequences as seq
 from hbnode.nn._fused_ode_rnn import FallbackError, Solver, fuse, steps_needed
 from hbnode.nn.nets import MLP
 from hbnode.nn.sequences import Filtered, Inputs, Lengths, Missing, ODERNNState, Sequences
-from hbnode.solve.adjoints import Checkpoint
-from hbnode.solve.closures import own_parameters
+from hbnode.solve.adjoints import Checkpoint, own_parameters
 from hbnode.solve.odeint import resolve, solve
 from hbnode.solve.settings import Gradient, Method, Settings
 

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, check_input, tensor_fix
-from hbnode._records import Record, record
 from hbnode._torch import (
     cpu_has_layer,
     fused_layer,
@@ -32,6 +31,7 @@ from hbnode._torch import (
     no_autocast,
     untraced,
 )
+from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn.orthogonal import OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hbnode._suggestions import nearest
+from hbnode._checks import nearest
 from hbnode.nn._scan import linear_filter
 
 __all__ = ["Momentum", "NAG", "ScheduledRestart", "Adam", "RMSProp", "AdaptiveMomentum", "Rule", "LinearRule"]

@@ -14,11 +14,10 @@ from torch.nn.functional import pad, softplus
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_count, as_tensor, tensor_fix
-from hbnode._records import Record, record
-from hbnode._suggestions import nearest
+from hbnode._checks import ArrayLike, as_count, as_tensor, nearest, tensor_fix
 from hbnode._times import as_times
 from hbnode._torch import may_look
+from hbnode._tree import Record, record
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.nfe import NFE
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from hbnode._suggestions import nearest
+from hbnode._checks import nearest
 
 IGNORED = -100  # torch's own ignore_index
 

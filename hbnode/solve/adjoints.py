@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hbnode import _torch
-from hbnode._state import parts
-from hbnode._torch import random_state
+from hbnode._torch import fast_form, random_state, sequence_number
+from hbnode._tree import State, parts
 from hbnode.errors import RecomputationError, ReversalError
-from hbnode.solve.closures import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem, Rows, fixed_steps, integrate
 from hbnode.solve.methods import METHODS
@@ -45,7 +45,6 @@ class Direct:
     name = "direct"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         problem.tally.nfe.keeps_graph = torch.is_grad_enabled()
         return integrate(problem, problem.start(y0))
 
@@ -72,7 +71,6 @@ class Checkpoint:
     name = "checkpoint"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         if not torch.is_grad_enabled():
             return Direct().solve(problem, y0, snapshot)
         start = problem.start(y0)
@@ -96,10 +94,10 @@ class Checkpoint:
                     return result
                 if not self.keep_bytes or max(kept, count) * of_step > self.keep_bytes:
                     problem.tally.nfe.keeps_graph = False
-                    again = _Again(problem, attempt, snapshot)
+                    recompute = _Recomputation(problem, attempt, snapshot)
                     with set_checkpoint_early_stop(False):
                         return checkpoint(
-                            again, state, coefficients, use_reentrant=False, preserve_rng_state=True,
+                            recompute, state, coefficients, use_reentrant=False, preserve_rng_state=True,
                             determinism_check="none", context_fn=lambda: (nullcontext(), snapshot),
                         )  # fmt: skip
             except RuntimeError as error:
@@ -114,7 +112,7 @@ class Checkpoint:
         return rows
 
 
-class _Again:
+class _Recomputation:
     """A step that is taken twice, forwards and in the backward pass, and must end in the same state."""
 
     def __init__(self, problem: Problem, attempt: Attempt, snapshot: Snapshot) -> None:
@@ -122,9 +120,7 @@ class _Again:
         self.end: Rows | None = None
 
     def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
-        times: list[Any] = [
-            [t.clone() for t in of_step] for of_step in self.attempt.times
-        ]  # f may change what it is given
+        times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # which f may change
         result = self.problem.step(state, coefficients, replace(self.attempt, times=times))
         if self.end is None:
             self.end = tuple([x.detach() for x in result[0]])
@@ -137,7 +133,7 @@ class _Again:
                 "or an activation of the field was changed after the forward pass. Fix: call backward() before the "
                 "change, or use gradient='direct'",
                 self.problem.time(self.attempt.begin) if self.attempt.error else self.attempt.begin,
-                _number(self.attempt.size),
+                self.attempt.size,
             )
         return result
 
@@ -170,54 +166,60 @@ class _Bytes(torch.autograd.graph.saved_tensors_hooks):
         return x
 
 
-class _OfSolve(torch.autograd.Function):
-    """A solve without a graph, whose gradient with respect to γ, t, the first rows and leaves of the field is given."""
+@dataclass(frozen=True)
+class _Solve:
+    """A solve without a graph, as its backward pass needs it: ``known`` are the ids of what the field may depend on."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, gradient: Any, problem: Problem, snapshot: Snapshot, known: frozenset[int], carried: Rows,
-        gamma: Tensor, t: Tensor, *tensors: Tensor,
-    ) -> Rows:  # fmt: skip
-        ctx.gradient, ctx.problem, ctx.snapshot, n = gradient, problem, snapshot, problem.term.rows
-        ctx.start, ctx.leaves, ctx.known = tensors[:n], tensors[n:], known
-        rows = integrate(problem, (*ctx.start, *carried))
-        ctx.trajectory = tuple([row.clone() for row in rows])  # the user may change his in place
-        slots = [tensor for _, _, tensor in snapshot.slots if not tensor.is_inference()]
-        ctx.save_for_backward(gamma, t, *tensors, *slots)  # the last so that changes in place are noticed
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        problem: Problem = ctx.problem
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"gradient={ctx.gradient.name!r} gives first derivatives only, and create_graph=True asks for more. "
-                "Fix: gradient='direct'."
-            )
-        gamma, t, *_ = ctx.saved_tensors
-        gamma, t = (x.detach().requires_grad_(x.requires_grad) for x in (gamma, t))
-        before, leaves = (problem.gamma, problem.t), list(ctx.leaves)
-        problem.replace(gamma, t if t.requires_grad else None)
-        no_autocast = torch.autocast(gradients[0].device.type, enabled=False, cache_enabled=False)
-        try:
-            with ctx.snapshot, no_autocast, torch.enable_grad():
-                of_gamma, of_t, carry, found = ctx.gradient.backward(ctx, problem, gradients, gamma, t, leaves)
-        finally:
-            problem.replace(*before)
-        if not problem.end_only:
-            carry = tuple([c + g[0] for c, g in zip(carry, gradients, strict=True)])
-        return None, None, None, None, None, of_gamma, of_t, *carry, *found
+    gradient: Any
+    problem: Problem
+    snapshot: Snapshot
+    leaves: list[Tensor]
+    known: frozenset[int]
+    carried: Rows
 
 
 def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-    """A solve whose gradient is that of an :class:`_OfSolve`."""
+    """A solve whose gradient with respect to γ, t, the first rows and the leaves of the field is computed later."""
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
     rows = problem.term.flatten(y0)
-    found, known, carried = _leaves(gradient, problem, rows, snapshot)
+    solve = _Solve(gradient, problem, snapshot, *_leaves(gradient, problem, rows, snapshot))
     gamma = problem.gamma if isinstance(problem.gamma, Tensor) else torch.tensor(problem.gamma, dtype=torch.float64)
     t = torch.zeros(()) if problem.t is None else problem.t
-    return _OfSolve.apply(gradient, problem, snapshot, known, carried, gamma, t, *rows, *found)
+    return _rows_without_graph(solve, gamma, t, *rows, *solve.leaves)
+
+
+def _refuse_higher(solve: _Solve, *tensors: Tensor) -> Rows:
+    raise RuntimeError(
+        f"gradient={solve.gradient.name!r} gives first derivatives only, and create_graph=True asks for more. "
+        "Fix: gradient='direct'."
+    )
+
+
+def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any, needed: Any) -> tuple[Any, ...]:
+    problem, n = solve.problem, solve.problem.term.rows
+    (gamma, t, *start), trajectory = tensors[: n + 2], residuals[:n]
+    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(trajectory, gradients, strict=True)]
+    gamma, t = (x.detach().requires_grad_(x.requires_grad) for x in (gamma, t))
+    before = problem.gamma, problem.t
+    problem.replace(gamma, t if t.requires_grad else None)
+    try:
+        # f may cast its weights within an autocast of its own, in each evaluation anew
+        no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
+        with solve.snapshot, no_autocast, torch.enable_grad():
+            of_gamma, of_t, carry, of_leaves = solve.gradient.backward(solve, start, trajectory, gradients, gamma, t)
+    finally:
+        problem.replace(*before)
+    if not problem.end_only:
+        carry = tuple([c + g[0] for c, g in zip(carry, gradients, strict=True)])
+    return of_gamma, of_t, *carry, *of_leaves
+
+
+@fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
+def _rows_without_graph(solve: _Solve, keep: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
+    rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
+    slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # so that changes in place are noticed
+    return rows, (*(row.clone() for row in rows), *slots)  # the user may change his rows in place
 
 
 def _leaves(
@@ -225,9 +227,9 @@ def _leaves(
 ) -> tuple[list[Tensor], frozenset[int], Rows]:
     """Evaluate the field where a solve starts, and find the leaves that it depends on.
 
-    Returns them, the ids of all that it may depend on, and the value if it is carried.
+    Returns those that need a gradient, the ids of all, and the value if it is carried.
     """
-    term, name, carries = problem.term, gradient.name, problem.method.carries
+    term, name, is_fsal = problem.term, gradient.name, problem.method.is_fsal
     start = tuple([row.detach().requires_grad_() for row in rows])
     random = random_state(rows[0].device)
     with torch.enable_grad():
@@ -235,7 +237,7 @@ def _leaves(
         activation = getattr(problem.method, "activation", None)
 
         def evaluate() -> Any:
-            if carries:
+            if is_fsal:
                 return problem.start(term.unflatten((x, *start[1:])))[term.rows :]
             (t,) = problem.stages([problem.grid()[0]])
             value = term(t.detach(), x)
@@ -251,9 +253,9 @@ def _leaves(
         )
     known = {id(x): x for x in (*found, *own_parameters(term.inner), *(tensor for _, _, tensor in snapshot.slots))}
     leaves = [x for x in known.values() if x.requires_grad]
-    if any(map(_torch.has_hooks, leaves)):
+    if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError(_HOOKS.format(name))
-    return leaves, frozenset(known), tuple([x.detach() for x in value]) if carries else ()
+    return leaves, frozenset(known), tuple([x.detach() for x in value]) if is_fsal else ()
 
 
 @dataclass(frozen=True)
@@ -263,53 +265,46 @@ class Reversible:
     name = "reversible"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         return _solve_without_graph(self, problem, y0, snapshot)
 
     def backward(
-        self, ctx: Any, problem: Problem, gradients: Rows, gamma: Tensor, t: Tensor, leaves: list[Tensor]
+        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
         """Undo each step, from the last to the first, starting anew from every output. One evaluation for each kick."""
-        n, place, carries = problem.term.rows, len(gradients[0]), problem.method.carries
-        sums = _Sums([gamma, t, *leaves])
-        way = _WayBack(problem, sums, ctx.known)
+        problem, leaves, place = solve.problem, solve.leaves, len(gradients[0])
+        n, is_fsal = problem.term.rows, problem.method.is_fsal
+        sums = _GradientSums([gamma, t, *leaves])
+        reversal = _Reversal(problem, sums, solve.known)
         attempts = [*fixed_steps(problem, 1)]
         times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
-        carry: Rows = tuple([torch.zeros_like(row) for row in (*ctx.start, *ctx.start[:carries])])
-        state = end = ctx.start
+        carry: Rows = tuple([torch.zeros_like(row) for row in (*start, *start[:is_fsal])])
+        state = end = tuple(start)
         for i, attempt in reversed([*enumerate(attempts)]):
             if attempt.outputs is not None:
                 place -= 1
-                output = tuple([x[place] for x in ctx.trajectory])
+                output = tuple([x[place] for x in trajectory])
                 if i < len(attempts) - 1:
-                    self._check_return(problem, state, output, end)
-                elif carries:
-                    state = (*state, way.evaluate(times[-1], output[0]))
+                    _check_missed(problem, state[:n], output, end, REVERSAL_TOLERANCE, _UNDONE)
+                elif is_fsal:
+                    state = (*state, reversal.evaluate(times[-1], output[0]))
                 state, end = (*output, *state[n:]), output
                 carry = (*(c + g[place] for c, g in zip(carry, gradients, strict=False)), *carry[n:])
             known = None  # the position where the step begins
             if i == 0:
-                known = ctx.start[0]
+                known = start[0]
             elif attempts[i - 1].outputs is not None:
-                known = ctx.trajectory[0][place - 1]
-            state, carry = way.undo(attempt, times[i], state, carry, known)
+                known = trajectory[0][place - 1]
+            state, carry = reversal.undo(attempt, times[i], state, carry, known)
         if attempts:
-            self._check_return(problem, state, ctx.start, end)
-            carry = way.first(carry)
-        return sums.found(gamma), sums.found(t), carry, [sums.found(leaf) for leaf in leaves]
-
-    def _check_return(self, problem: Problem, reached: Rows, start: Rows, end: Rows) -> None:
-        _check_missed(
-            problem, reached[: problem.term.rows], start, end, REVERSAL_TOLERANCE,
-            "the steps, undone, end {:.2g} (relative) away from where they began: rounding errors grew too much. "
-            "Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping",
-        )  # fmt: skip
+            _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _UNDONE)
+            carry = reversal.first(carry)
+        return sums.get(gamma), sums.get(t), carry, [sums.get(leaf) for leaf in leaves]
 
 
-class _WayBack:
+class _Reversal:
     """Undoes steps. What is evaluated for that, is differentiated when the step is taken again."""
 
-    def __init__(self, problem: Problem, sums: _Sums, known: frozenset[int]) -> None:
+    def __init__(self, problem: Problem, sums: _GradientSums, known: frozenset[int]) -> None:
         self.problem, self.sums, self.known = problem, sums, known
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -325,62 +320,57 @@ class _WayBack:
     def undo(self, attempt: Attempt, begin: Tensor, state: Rows, carry: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
         """The state before a step, and the gradient with respect to it.
 
-        A method that carries the value of the field evaluates it where the step begins; the position h there may
-        be known.
+        An FSAL method evaluates the field where the step begins; the position h there may be known.
         """
-        problem, carries = self.problem, self.problem.method.carries
+        problem, is_fsal = self.problem, self.problem.method.is_fsal
 
         def at(time: Tensor, x: Tensor) -> Tensor:
-            return self.evaluate(time, x if h is None or not carries else h)
+            return self.evaluate(time, x if h is None or not is_fsal else h)
 
-        def again(time: Tensor, x: Tensor) -> Tensor:
-            return _Evaluated.apply(x, time, self.records.pop(-2 if carries else -1), self.sums)
+        def recompute(time: Tensor, x: Tensor) -> Tensor:
+            return _known_value((problem.term, self.records.pop(-2 if is_fsal else -1), self.sums), x, time)[0]
 
         problem.replace(problem.gamma, problem.t)  # a graph of its own for each step
         coefficients, _ = problem.coefficients(attempt)
-        if problem.noise is not None:  # drawn once for the way back and the step that is taken again
+        if problem.noise is not None:  # drawn once, for the step undone and the step recomputed
             coefficients = (*coefficients, problem.noise(attempt.number))
         with torch.no_grad():
-            before = problem.method.undo(state, coefficients, [begin] if carries else attempt.times[0], at)
+            before = problem.method.undo(state, coefficients, [begin] if is_fsal else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
-        after = problem.method.step(start, coefficients, attempt.times[0], again).state
+        after = problem.method.step(start, coefficients, attempt.times[0], recompute).state
         problem.tally.add("accepted")
-        return before, self.sums.pull(after, carry, start)
+        return before, self.sums.vjp(after, carry, start)
 
     def first(self, carry: Rows) -> Rows:
         """The gradient with respect to the first rows, from that of the first state."""
-        if not self.problem.method.carries:
+        if not self.problem.method.is_fsal:
             return carry
         *rows, of_value = carry
         ((_, x, value),) = self.records
-        (of_h,) = self.sums.pull((value,), (of_value,), (x,))
+        (of_h,) = self.sums.vjp((value,), (of_value,), (x,))
         return (rows[0] + of_h, *rows[1:])
 
 
-class _Evaluated(torch.autograd.Function):
+def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, needed: Any) -> tuple[Any, ...]:
+    _, (time, x, value), sums = known
+    of_x, *of_time = sums.vjp((value,), gradients, (x, time) if time.requires_grad else (x,))
+    return of_x, *(of_time or [None])
+
+
+@fast_form(reference=lambda known, x, time: (known[0](time, x),), vjp=_vjp_of_value)
+def _known_value(known: Any, keep: bool, x: Tensor, time: Tensor) -> tuple[Rows, Rows]:
     """A value of the field that is known, with the gradient of the evaluation that gave it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, time: Tensor, record: Any, sums: _Sums) -> Tensor:
-        ctx.record, ctx.sums = record, sums
-        return record[-1].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        time, x, value = ctx.record
-        inputs = (x, time) if time.requires_grad else (x,)
-        found = ctx.sums.pull((value,), (gradient,), inputs)
-        return found[0], found[1] if len(found) > 1 else None, None, None
+    return (known[1][-1].detach(),), ()
 
 
-class _Sums:
+class _GradientSums:
     """Gradients with respect to leaves, added up."""
 
     def __init__(self, leaves: list[Tensor]) -> None:
         self.leaves = [x for x in leaves if x.requires_grad]
         self.sums: dict[int, Tensor] = {}
 
-    def pull(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
+    def vjp(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
         """The VJP with respect to inputs; that with respect to the leaves is added to the sums."""
         wanted = [*inputs, *self.leaves]
         found = vjp(outputs, wanted, gradients)
@@ -390,8 +380,7 @@ class _Sums:
                 self.sums[id(leaf)] = gradient if known is None else known + gradient
         return tuple([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=False)])
 
-    def found(self, leaf: Tensor) -> Tensor | None:
-        """The sum of a leaf."""
+    def get(self, leaf: Tensor) -> Tensor | None:
         return self.sums.get(id(leaf))
 
 
@@ -407,19 +396,19 @@ class Adjoint:
     name = "adjoint"
 
     def solve(self, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-        """The rows at the output times."""
         return _solve_without_graph(self, problem, y0, snapshot)
 
     def backward(
-        self, ctx: Any, problem: Problem, gradients: Rows, gamma: Tensor, t: Tensor, leaves: list[Tensor]
+        self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
         """One solve for each interval between outputs, from the last to the first."""
-        augmented, n = _Augmented(problem, leaves, ctx.known), len(gradients)
+        problem, leaves, n = solve.problem, solve.leaves, len(gradients)
+        augmented = _Augmented(problem, leaves, solve.known)
         with torch.no_grad():
             times = torch.from_numpy(problem.begin + problem.sign * np.append(0.0, problem.outputs))
-            states = list(zip(*ctx.trajectory, strict=True))
-            states = [ctx.start, *states] if problem.end_only else states
-            adjoint: Rows = tuple([torch.zeros_like(row) for row in ctx.start])
+            states = list(zip(*trajectory, strict=True))
+            states = [start, *states] if problem.end_only else states
+            adjoint: Rows = tuple([torch.zeros_like(row) for row in start])
             sums: Rows = tuple([torch.zeros_like(leaf) for leaf in leaves])
             of_t = torch.zeros_like(times)
             for k in reversed(range(1, len(times))):
@@ -428,13 +417,7 @@ class Adjoint:
                     of_t[k] = augmented.rate(times[k], states[k], of_output)
                 adjoint = tuple([a + g for a, g in zip(adjoint, of_output, strict=True)])
                 end = augmented.solve(times[k - 1 : k + 1].flip(0), (*states[k], *adjoint, *sums))
-                _check_missed(
-                    problem, end[:n], states[k - 1], states[k], MOST_MISSED,
-                    "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
-                    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
-                    f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
-                    "closer together, or a smaller rtol and atol",
-                )  # fmt: skip
+                _check_missed(problem, end[:n], states[k - 1], states[k], MOST_MISSED, _SOLVED_BACK)
                 adjoint, sums = end[n : 2 * n], end[2 * n :]
             if t.requires_grad:
                 of_t[0] = -augmented.rate(times[0], states[0], adjoint)
@@ -469,7 +452,7 @@ class _Augmented:
         """The state at the other end of an interval."""
         s, n = self.problem.settings, self.problem.term.rows
         term = ODETerm(self, state, self.problem.tally, second_order=False)
-        term.counted = sum(x.numel() for x in state[: 2 * n])  # the integrals do not feed back: no step is refused
+        term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
         options = {name: value for name, value in (s.options or {}).items() if name != "first_step"}
         settings = Settings(
             "tsit5", s.rtol, s.atol, steps=s.steps, jump_times=s.jump_times, max_steps=s.max_steps, options=options
@@ -490,8 +473,20 @@ def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | N
     return [of.get(id(x)) for x in inputs]
 
 
+_UNDONE = (
+    "the steps, undone, end {:.2g} (relative) away from where they began: rounding errors grew too much. "
+    "Fix: gradient='checkpoint', float64, a shorter interval between outputs, or less damping"
+)
+_SOLVED_BACK = (
+    "the adjoint solves the state backwards, and it ends {:.2g} (relative) away from where it began, "
+    "because what is damped on the way there grows on the way back; the gradient would be as far off. "
+    f"Expected at most {MOST_MISSED:g}. Fix: gradient='checkpoint', which is exact, output times "
+    "closer together, or a smaller rtol and atol"
+)
+
+
 def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: float, message: str) -> None:
-    """Raise where a way back from the end missed the start, relative to the larger of both; one may be 0."""
+    """Raise if a solve back from the end missed the start, relative to the larger of both; one may be 0."""
     reached, start, end = (torch.stack(list(rows)).detach() for rows in (reached, start, end))
     size = torch.maximum(torch.linalg.vector_norm(start), torch.linalg.vector_norm(end)) + problem.settings.atol
     missed = float(torch.linalg.vector_norm(reached - start) / size)
@@ -499,17 +494,12 @@ def _check_missed(problem: Problem, reached: Any, start: Any, end: Any, most: fl
         raise problem.failure(ReversalError, message.format(missed), problem.begin, float("nan"))
 
 
-def _number(x: Any) -> float:
-    x = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
-    return float(np.abs(x).ravel()[0]) if x.size else float("nan")
-
-
 GRADIENTS: dict[str, Callable[[], Any]] = {
     "checkpoint": Checkpoint, "direct": Direct, "reversible": Reversible, "adjoint": Adjoint
 }  # fmt: skip
 
 
-def chosen(gradient: Any) -> Any:
+def adjoint_of(gradient: Any) -> Any:
     """A gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
     made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
     if not isinstance(made, Direct) and (_torch.is_transformed()):
@@ -518,3 +508,65 @@ def chosen(gradient: Any) -> Any:
             "forward mode. Fix: gradient='direct'."
         )
     return made
+
+
+Value = TypeVar("Value", bound=State)
+
+_REFUSAL = (
+    "func depends on {what}, whose gradient this gradient mode would drop; expected func to depend on the parameters "
+    "of its module, on leaf tensors and on its arguments only, and on the same ones in both passes. "
+    "Fix: use gradient='direct', compute the tensor inside func, or make it a part of the state."
+)
+
+
+def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) -> tuple[list[Tensor], Value]:
+    """Call ``evaluate`` and find the leaf tensors, parameters or not, that its value depends on beside its inputs.
+
+    It returns those that require a gradient, and the value. It refuses a tensor that is no leaf and was computed before
+    the call: a backward pass that evaluates the field anew cannot reach what lies behind it.
+    """
+    inputs = list(inputs)
+    seen = set(_ancestors(tensor.grad_fn for tensor in inputs))
+    known = {id(tensor) for tensor in inputs} | {id(node.variable) for node in seen if hasattr(node, "variable")}
+    marker = sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
+    value = evaluate()
+    leaves = {id(part): part for part in parts(value) if part.is_leaf and part.requires_grad}
+    pending = [part.grad_fn for part in parts(value)]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        elif sequence_number(node) < marker:
+            raise ValueError(_REFUSAL.format(what=f"a tensor that was computed outside it (by {node.name()})"))
+        else:
+            pending.extend(parent for parent, _ in node.next_functions)
+    return [leaf for key, leaf in leaves.items() if key not in known], value
+
+
+def own_parameters(field: Callable) -> list[Tensor]:
+    """The parameters of the right-hand side, as far as ``field`` can name them."""
+    if hasattr(field, "dynamics_parameters"):
+        return field.dynamics_parameters()
+    return list(field.parameters()) if isinstance(field, nn.Module) else []
+
+
+def refuse_unknown(leaves: Iterable[Tensor], known: frozenset[int]) -> None:
+    """Raise if a leaf is none of those whose gradient is computed, given by their ids."""
+    for leaf in leaves:
+        if leaf.requires_grad and id(leaf) not in known:
+            raise ValueError(
+                _REFUSAL.format(what=f"a tensor of shape {tuple(leaf.shape)} that it did not use at first")
+            )
+
+
+def _ancestors(nodes: Iterable[Node | None]) -> set[Node]:
+    seen, pending = set(), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending.extend(parent for parent, _ in node.next_functions)
+    return seen

@@ -48,7 +48,6 @@ class Program:
 
 
 def warn(reason: str) -> None:
-    """Say that a solve runs without compilation."""
     warnings.warn(
         f"compile=True has no effect: {reason}. Fix: mend what torch.compile cannot trace in func, or leave compile "
         "out.",

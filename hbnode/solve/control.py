@@ -62,8 +62,8 @@ class Attempt:
     times: list[Sequence[Tensor]]
     begin: Any
     error: bool = True
-    lanes: Array | None = None
-    outputs: Array | None = None
+    lanes: Any = None
+    outputs: Any = None
     theta: Any = None
     number: int = 0
 
@@ -75,9 +75,7 @@ class PIController:
     by one of :math:`H \cdot 0.9\, r_n^{-1/(q+1)} r_{n-1}^{0.2/(q+1)}` (Gustafsson's PI control), a rejected one by
     :math:`H \cdot 0.9\, r_n^{-1/(q+1)}`, and the step after a rejection is not enlarged.
 
-    Arguments:
-        error_order: q.
-        like: an array of the shape of the ratios.
+    ``like`` is an array of the shape of the ratios.
     """
 
     def __init__(self, error_order: int, like: Array) -> None:
@@ -86,7 +84,6 @@ class PIController:
         self.failures = np.zeros_like(like)  # attempts in a row whose error was not finite
 
     def factor(self, ratio: Array, accepted: Array) -> Array:
-        """The factor for the next step, or the next attempt."""
         finite = np.isfinite(ratio)
         self.failures = np.where(finite, 0, self.failures + 1)
         plain = SAFETY * np.maximum(ratio, 1e-10) ** -self.exponent
@@ -104,13 +101,7 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
     state to decay at the rate :math:`\omega = \|f\| / \|y\|`, so that a step H has an error of about
     :math:`(\omega H / 2)^{q+1} \|h\|`.
 
-    Arguments:
-        h: norm of the state, or of its position.
-        f: norm of the field's value.
-        rtol: relative tolerance.
-        atol: absolute tolerance.
-        rows: of the method, 2 for the ball.
-        error_order: q.
+    ``h`` and ``f`` are the norms of the position or the state, and of the field's value; ``rows`` is 2 for the ball.
     """
     tolerance = atol + rtol * h
     rate = (f / (h + tolerance)) ** (1.0 / rows)
@@ -120,8 +111,8 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
 class AdaptiveSteps:
     """Steps chosen by their error: PI control, no probe at the start, equal steps to the next stop.
 
-    Where f depends on time, an error estimate knows it at the nodes of its step only, and the first guess of a size at
-    one time. From rest, a force that is zero at these times would be stepped over at any tolerance. So
+    An error estimate knows f at the nodes of its step only. From rest, a force that is zero there would be stepped over
+    at any tolerance. So, if f depends on time,
 
     - where the first guess rests on nothing, f is evaluated at four times of the span, where the solve starts;
     - where a solve starts at rest, or these evaluations find a force, it starts with steps that the force moves by no
@@ -133,7 +124,6 @@ class AdaptiveSteps:
     @np.errstate(all="ignore")
     def __init__(self, problem: Any, state: tuple[Tensor, ...]) -> None:
         self.problem, p, s = problem, problem, problem.settings
-        assert p.method.error_order is not None
         norm = p.norms(state)
         if not np.isfinite(norm).all():
             raise p.start_not_finite(norm)
@@ -221,7 +211,7 @@ class AdaptiveSteps:
             self._find_outputs(attempt)
         return attempt
 
-    def without(self, attempt: Attempt, refused: Array) -> Attempt:
+    def exclude(self, attempt: Attempt, refused: Array) -> Attempt:
         """The step in which lanes that refuse it, because it is not finite, rest where they are."""
         p, size = self.problem, attempt.size
         if p.t is None:
@@ -257,7 +247,6 @@ class AdaptiveSteps:
         return np.where(jump > now, np.minimum(jump, stop), stop)
 
     def _find_outputs(self, attempt: Attempt) -> None:
-        """The output times that the step reaches or passes."""
         p, now, then = self.problem, self.now, self.then
         found = (p.outputs > now[..., None]) & (p.outputs <= then[..., None])
         *lanes, which = np.nonzero(found)
@@ -275,7 +264,7 @@ class AdaptiveSteps:
             attempt.theta = theta
 
     @np.errstate(all="ignore")
-    def judge(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Tensor) -> Array:
+    def accept(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Tensor) -> Array:
         """Which lanes accept the step; chooses the next one, and stops a solve that cannot go on."""
         p, now = self.problem, self.now
         margin = self.strictness
@@ -306,7 +295,6 @@ class AdaptiveSteps:
         """By which factor the error must be smaller than the tolerance, where there are outputs inside of a step."""
         inside = np.zeros_like(self.now, bool)
         if inside.ndim:
-            assert attempt.lanes is not None
             inside[attempt.lanes[attempt.theta != 1.0]] = True
         else:
             inside = np.asarray(True)
@@ -320,9 +308,9 @@ class AdaptiveSteps:
         small = ~fine & (self.size < floor)
         stuck = ~fine & ((failures >= NON_FINITE_ATTEMPTS) | (small & (failures > 0)))
         if stuck.any():
-            raise p.not_finite(attempt, before, _first(stuck))
+            raise p.not_finite(attempt, before, first_index(stuck))
         if small.any():
-            lane = _first(small)
+            lane = first_index(small)
             raise p.failure(
                 StepSizeUnderflowError,
                 "the step size underflowed: no step is small enough for the tolerance. "
@@ -364,6 +352,6 @@ class AdaptiveSteps:
             )
 
 
-def _first(marks: Array) -> Any:
-    """The index of the first mark, of an array of any number of dimensions."""
+def first_index(marks: Array) -> Any:
+    """Return the index of the first mark, of an array of any number of dimensions."""
     return tuple(int(i[0]) for i in np.nonzero(marks)) if marks.ndim else ()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hbnode._state import State, cast, describe, like, parts
-from hbnode._torch import is_tracing
+from hbnode._torch import may_look
+from hbnode._tree import State, describe, like, parts
 from hbnode.solve.methods import SECOND_ORDER
 from hbnode.solve.settings import Settings
 
@@ -25,17 +23,13 @@ WITHOUT_GRAPH = (
 
 
 class WithIntegral(nn.Module):
-    """A field with an integral: called ``(t, rows)`` with a row [y, q] for each sample, returns the row [y', g].
+    """A field with an integral q as the last part of its state: called ``(t, (*state, q))``, returns (*y', g).
 
-    Arguments:
-        field: the field, called ``(t, state)``.
-        integrand: g, called ``(t, state, derivative)``, returns (batch,).
-        state: the state at the start, whose parts have the shapes (batch, ...).
+    The error of q has a norm of its own, which is not averaged with that of y.
+    The integrand g, called ``(t, state, derivative)``, returns (batch,).
     """
 
-    _separate_elements = (
-        1  # elements at the end of each row whose error has a norm of its own, not averaged with the others
-    )
+    has_integral = True
 
     def __init__(self, field: nn.Module, integrand: Integrand, state: State) -> None:
         super().__init__()
@@ -47,36 +41,25 @@ class WithIntegral(nn.Module):
                 f"an integral along the path needs a state whose parts have the shape (batch, ...), got "
                 f"{describe(state)}. Fix: x.unsqueeze(0)."
             )
-        self.shapes = [part.shape[1:] for part in parts(state)]
-        self.sizes = [math.prod(shape) for shape in self.shapes]
 
     @property
     def counted_as(self) -> nn.Module:
         """Its evaluations are evaluations of the field."""
         return self.field
 
-    def start(self, state: State) -> Tensor:
-        """The rows at the start, with q = 0."""
-        return self.rows(state, parts(state)[0].new_zeros(len(parts(state)[0])))
+    def start(self, state: State) -> tuple[Tensor, ...]:
+        """The state at the start, with q = 0."""
+        y = parts(state)
+        return (*y, y[0].new_zeros(len(y[0])))
 
-    def rows(self, state: State, q: Tensor) -> Tensor:
-        """The row [y, q] of each sample, (batch, size of y + 1)."""
-        flat = (part.reshape(len(part), size) for part, size in zip(parts(state), self.sizes, strict=True))
-        return torch.cat([*flat, q.unsqueeze(1)], dim=1)
+    def split(self, *pieces: Tensor) -> tuple[State, Tensor]:
+        """The state, or its trajectory, and q."""
+        *y, q = pieces
+        return (y[0] if self.single else tuple(y)), q
 
-    def split(self, rows: Tensor) -> tuple[State, Tensor]:
-        """The state and q of rows (..., batch, size of y + 1)."""
-        *pieces, q = rows.split([*self.sizes, 1], dim=-1)
-        state = tuple(
-            piece.reshape(*piece.shape[:-1], *shape) for piece, shape in zip(pieces, self.shapes, strict=True)
-        )
-        return (state[0] if self.single else state), q.squeeze(-1)
-
-    def forward(self, t: Tensor, rows: Tensor) -> Tensor:
-        """The derivative of the rows; t is a scalar, or (batch, 1)."""
-        state, q = self.split(rows)
-        if t.dim():
-            t = t.reshape(-1, *[1] * len(self.shapes[0]))  # as the field expects it
+    def forward(self, t: Tensor, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The derivative; t is a scalar, or (batch, 1, ...)."""
+        state, q = self.split(*pieces)
         derivative = like(self.field(t, state), state)
         try:
             rate = self.integrand(t, state, derivative)
@@ -89,12 +72,12 @@ class WithIntegral(nn.Module):
                 f"integrand returned {describe(rate)}; expected one number for each sample, {tuple(q.shape)}. "
                 "Fix: g.flatten(1).sum(1) adds up the rest."
             )
-        return self.rows(derivative, cast(rate, rows))
+        return (*parts(derivative), rate)
 
 
 def _check_call(integrand: Integrand) -> None:
     """Refuse a function that cannot be called ``(t, state, derivative)``, where its signature can be read."""
-    if is_tracing():
+    if not may_look():
         return
     try:
         signature = inspect.signature(integrand.forward if isinstance(integrand, nn.Module) else integrand)

@@ -15,17 +15,16 @@ from hbnode import _torch
 from hbnode.errors import MaxNFEError, NonFiniteError, SolverError
 from hbnode.nfe import open_records
 from hbnode.signal import queries, refuse_queries_outside
-from hbnode.solve.control import BESIDE_JUMP, FIELD_NOT_FINITE, LONGEST_DECAY, AdaptiveSteps, Array, Attempt
-from hbnode.solve.methods import (
-    NYSTROM,
-    Explicit,
-    Field,
-    HostFormula,
-    Method,
-    Splitting,
-    combined,
-    on_host,
+from hbnode.solve.control import (
+    BESIDE_JUMP,
+    FIELD_NOT_FINITE,
+    LONGEST_DECAY,
+    AdaptiveSteps,
+    Array,
+    Attempt,
+    first_index,
 )
+from hbnode.solve.methods import NYSTROM, Field, HostFormula, Method, Splitting, combined, on_host
 from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
@@ -35,14 +34,7 @@ STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods s
 
 
 class Problem:
-    """A term with its method, its output times and how to solve; takes single steps.
-
-    Arguments:
-        term: the right-hand side.
-        method: of :data:`hbnode.solve.methods.METHODS`.
-        t: times (T,) or (lanes, T), checked.
-        settings: checked, with the method's name filled in.
-        end_only: whether only the state at the last of two times is wanted.
+    """A term with its method, its output times (T,) or (lanes, T) and how to solve; takes single steps.
 
     Attributes:
         gamma: the damping: a number, or a tensor; in float64 on the host, but where its number is known.
@@ -57,11 +49,12 @@ class Problem:
         jumps: elapsed times of the jumps of f, in order and then inf, (K,) or (lanes, K); None if there are none.
         noise: the standard normal variables of a step by its number; None of an ODE.
         program: a compiled step; None if steps are not compiled.
+        end_only: whether only the state at the last of two times is wanted.
     """
 
     def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
         self.term, self.settings, self.tally, self.end_only = term, settings, term.tally, end_only
-        self.method = method
+        self.method: Any = method
         if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
             shape = term.template.shape  # rows may be flat, and σ need not act on each element alone
             self.method = method.with_activation(lambda m: activation(m.view(shape)).reshape(m.shape))
@@ -69,20 +62,20 @@ class Problem:
         self.dims = self.template.dim() if term.per_channel else 1 if self.lanes is None else 2  # of a row
         self.wants_time = not term.second_order or term.time_dependent
         self.no_times = [self.template.new_zeros(())] * method.evaluations
-        self.gamma, self.number, self.traced = term.damping, None, term.traced
+        self.gamma, self.traced = term.damping, term.traced
+        self.number: Any = None
         self.jumps: Array | None = None
         self.common = settings.common_steps and term.lanes is not None
         self.noise: Callable[[int], Tensor] | None = None
         self.program: Callable[..., Any] | None = None
         self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
-        self.t: Tensor | None = t
-        self.max_nfe: int | None = None
+        self.t: Any = t
+        self.max_nfe: Any = None
         if isinstance(self.gamma, float):
             self.number = self.gamma
         elif not self.traced:
             if not self.gamma.dim() and not _torch.is_transformed():
-                term.number = self.gamma.item() if term.number is None else term.number
-                self.number = term.number
+                self.number = self.gamma.item()
             if self.number is None or self.gamma.is_cpu:  # else its gradients would wait for the device
                 self.gamma = self.gamma.to("cpu", torch.float64)
         if self.traced:
@@ -122,7 +115,6 @@ class Problem:
         return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
 
     def counts(self) -> Sequence[int]:
-        """How many steps of a grid there are in each output interval."""
         return [self.settings.steps or 1] * (self.grid().shape[0] - 1)
 
     def time(self, elapsed: Array) -> Any:
@@ -140,31 +132,29 @@ class Problem:
         return stages.unbind(0)
 
     def differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
-        """A time that moves with the output times around it, at a constant fraction between them.
+        """A time that moves with the output times around it, at a constant fraction between them; jumps do not move.
 
-        Jumps of f do not move, and what lies between a jump and an output time moves by its fraction of that,
-        or by the fraction ``at_rest`` of an interval of length 0.
+        In an interval of length 0 the fraction is ``at_rest``.
         """
-        assert self.t is not None
         values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.t
         if self.lanes is not None and known.dim() == 1:
             known = known.expand(self.lanes, -1)
         if self.jumps is not None:
             jumps = np.minimum(self.jumps, self.end[..., None])
-            fixed = self._there(self.begin[..., None] + self.sign[..., None] * jumps)
+            fixed = self._on_device(self.begin[..., None] + self.sign[..., None] * jumps)
             values, known = np.concatenate([values, self.jumps], -1), torch.cat([known, fixed.to(known)], -1)
             order = values.argsort(-1, kind="stable")
             values = np.take_along_axis(values, order, -1)
-            known = known.gather(-1, self._there(order))
+            known = known.gather(-1, self._on_device(order))
         i = np.clip((values <= elapsed[..., None]).sum(-1) - 1, 0, values.shape[-1] - 2)
         i = np.where(elapsed == 0, 0, i)[..., None]  # a solve starts at its first time, though others be the same
         first, last = (np.take_along_axis(values, i + k, -1)[..., 0] for k in (0, 1))
         with np.errstate(all="ignore"):
-            fraction = self._there(np.where(last > first, (elapsed - first) / (last - first), at_rest))
-        begin, end = (known.gather(-1, self._there(i + k)).squeeze(-1) for k in (0, 1))
+            fraction = self._on_device(np.where(last > first, (elapsed - first) / (last - first), at_rest))
+        begin, end = (known.gather(-1, self._on_device(i + k)).squeeze(-1) for k in (0, 1))
         return begin + fraction * (end - begin)
 
-    def _there(self, x: Array) -> Tensor:
+    def _on_device(self, x: Array) -> Tensor:
         """An array on the device of the state, where the times are that gradients flow to."""
         return torch.from_numpy(np.array(x)).to(self.template.device)  # a copy that keeps the number of dimensions
 
@@ -173,7 +163,7 @@ class Problem:
     def start(self, y0: Any) -> Rows:
         """The state of the method where the solve begins; finds the signals that the field asks for their values."""
         rows, jumps = self.term.flatten(y0), self.settings.jump_times
-        if self.method.carries:
+        if self.method.is_fsal:
             t = self.no_times[0]
             if self.wants_time:
                 (t,) = self.stages([self.grid()[0] if self.t is not None else self.begin])
@@ -209,15 +199,11 @@ class Problem:
             self._equal = (None if isinstance(size, Tensor) else size, attempt.error, coefficients)
         if attempt.theta is None:
             return coefficients, None
-        assert isinstance(method, Explicit)
         theta, lanes = attempt.theta, attempt.lanes
         if isinstance(size, Tensor):
-            assert self.t is not None
-            assert attempt.outputs is not None
-            begin, outputs = self.differentiable(attempt.begin), self._there(attempt.outputs)
+            begin, outputs = self.differentiable(attempt.begin), self._on_device(attempt.outputs)
             if self.lanes is not None:
-                assert lanes is not None
-                index, t = self._there(lanes), self.t.expand(self.lanes, -1)
+                index, t = self._on_device(lanes), self.t.expand(self.lanes, -1)
                 begin, size, t = begin[index], size[index], t[index, outputs + 1]
             else:
                 t, size = self.t[outputs + 1], size.expand(len(outputs))
@@ -229,25 +215,21 @@ class Problem:
         return coefficients, self._of_gamma(method.blend, size, theta, lanes=lanes)
 
     def _of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
-        """A formula of γ, sizes and fractions: in NumPy where all are numbers, in torch where one is an array.
-
-        With ``lanes`` the sizes are those of outputs, each of a lane.
-        """
+        """A formula of γ, sizes (of outputs with their ``lanes``) and fractions: in NumPy if all are numbers."""
         gamma = self.gamma
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
         is_host = self.number is not None and not self.traced and not isinstance(args[0], Tensor)
         if is_host and needs_gradient and args[0].ndim and not self.template.is_cpu:
             is_host = False  # the derivative of an array by γ would wait for the device
         if is_host:
-            assert self.number is not None
             xp = torch if args[0].ndim else np
             if needs_gradient:
                 return HostFormula.apply(gamma, self.number, formula, args, xp, self.template)
             return on_host(formula, self.number, args, xp, self.template)
-        args = tuple([x.double() if isinstance(x, Tensor) else self._there(x) for x in args])
+        args = tuple([x.double() if isinstance(x, Tensor) else self._on_device(x) for x in args])
         gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
         if gamma.dim() and self.lanes is not None and lanes is not None and len(gamma) > 1:
-            gamma = gamma[self._there(lanes)]
+            gamma = gamma[self._on_device(lanes)]
         if gamma.dim():  # behind the lanes, or the outputs
             args = tuple(
                 [x.reshape(*x.shape, *[1] * (gamma.dim() - (x.dim() if self.lanes is not None else 0))) for x in args]
@@ -255,7 +237,6 @@ class Problem:
         return formula(torch, gamma, *args).to(self.template)
 
     def take(self, state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
-        """The steps of an attempt, with their coefficients."""
         return self.step(state, self.coefficients(attempt), attempt)
 
     def step(
@@ -285,18 +266,12 @@ class Problem:
         return state, error, tuple(outputs)
 
     def _with_slopes(self, outputs: list[Tensor], state: Rows, attempt: Attempt) -> list[Tensor]:
-        """The outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t = end.
-
-        The end may move with another time: where f jumps it does not move, and times of a sample may be the same.
-        """
-        assert self.t is not None
-        assert attempt.outputs is not None
-        end, which = self.differentiable(attempt.begin) + attempt.size, self._there(attempt.outputs)
+        """The outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t = end."""
+        end, which = self.differentiable(attempt.begin) + attempt.size, self._on_device(attempt.outputs)
         if self.lanes is None:
             lag, slopes = self.t[which + 1] - end, [slope.unsqueeze(0) for slope in self.slopes(state)]
         else:
-            assert attempt.lanes is not None
-            index = self._there(attempt.lanes)
+            index = self._on_device(attempt.lanes)
             lag = self.t.expand(self.lanes, -1)[index, which + 1] - end[index]
             slopes = [slope[index] for slope in self.slopes(state)]
         lag = (lag - lag.detach()).to(state[0]).view(-1, *[1] * (outputs[0].dim() - 1))
@@ -308,7 +283,7 @@ class Problem:
         inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
         if not is_end.any():
             return list(inside)
-        is_end = self._there(is_end).view(-1, *[1] * (inside[0].dim() - 1))
+        is_end = self._on_device(is_end).view(-1, *[1] * (inside[0].dim() - 1))
         return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]  # there the step itself
 
     def slopes(self, state: Rows) -> Rows:
@@ -326,31 +301,26 @@ class Problem:
         x = torch.stack(rows).detach()
         x = x.unsqueeze(-1).flatten(1 if self.lanes is None else 2)
         wide = torch.float64 if self.lanes is not None else None
-        return host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
+        return to_host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
 
     def ratio(self, before: Rows, after: Rows, error: Tensor) -> Array:
         """Norm of (error / tolerance), the RMS over all elements: the one transfer to the host in a step."""
         n, term = self.term.rows, self.term
         if self.program is not None and error.dim() < after[0].dim():  # the norm was a part of the program
-            ratio = host(error.detach())
+            ratio = to_host(error.detach())
             return np.where(np.isfinite(ratio), ratio, np.inf)
         with torch.no_grad():
             scale = torch.maximum(torch.stack(before[:n]).abs(), torch.stack(after[:n]).abs())
             x = error / scale.mul_(self.settings.rtol).add_(self.settings.atol)
-            pieces: Sequence[Tensor] = (x,)
-            if term.counted is not None:
-                pieces = (x[..., : term.counted],)
-            if term.separate:  # an integral's error is not averaged with that of the state
-                x = x.view(n, *self.template.shape)
-                pieces = x.split((x.shape[-1] - term.separate, term.separate), -1)
             norms: list[Tensor] = []
-            for piece in pieces:
+            for group in term.error_groups:
+                piece = x[..., group]
                 if self.lanes is None:
                     norms.append(torch.linalg.vector_norm(piece) / math.sqrt(max(piece.numel(), 1)))
                     continue
                 dims, elements = [0, *range(2, piece.dim())], max(piece[:, :1].numel(), 1)
                 norms.append(torch.linalg.vector_norm(piece, dim=dims, dtype=torch.float64) / math.sqrt(elements))
-            ratio = host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
+            ratio = to_host(norms[0] if len(norms) == 1 else torch.stack(norms).amax(0))
         return np.where(np.isfinite(ratio), ratio, np.inf)
 
     # Limits and failures
@@ -362,7 +332,6 @@ class Problem:
 
     def check_nfe(self, t: Any, size: Any, steps: int) -> None:
         """Before steps: raise if they would exceed ``max_nfe``."""
-        assert self.max_nfe is not None
         nfe = self.tally.nfe
         spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
         if spent + steps * self.method.evaluations > self.max_nfe:
@@ -370,12 +339,12 @@ class Problem:
                 f"the solve needs more than max_nfe={self.max_nfe} evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
             )
-            raise self.failure(MaxNFEError, message, t, abs(size))
+            raise self.failure(MaxNFEError, message, t, size)
 
     def start_not_finite(self, norm: Array) -> SolverError:
         """The error for a first state that is not finite, given the norms of its rows."""
         bad = ~np.isfinite(norm)
-        lane = tuple(int(i[0]) for i in np.nonzero(bad.any(0))) if bad.ndim > 1 else ()
+        lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
         of_rows = (slice(self.term.rows), *lane)
         if bad[of_rows].any():
@@ -385,8 +354,8 @@ class Problem:
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
         """An error with the time, the step size and the evaluations; a query outside of a signal is raised instead."""
         refuse_queries_outside()
-        t, size = (float(np.ravel(x)[0]) for x in (t, size))
-        return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=size, nfe=self.tally.nfe.total)
+        t, size = (float(np.ravel(_torch.to_numpy(x) if isinstance(x, Tensor) else x)[0]) for x in (t, size))
+        return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=abs(size), nfe=self.tally.nfe.total)
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
         """The error for a step that is not finite. It takes the step once more to find the first such evaluation."""
@@ -406,9 +375,9 @@ class Problem:
             coefficients, _ = self.coefficients(attempt)
             self.step(state, (coefficients, None), attempt, watched)
         if found:
-            return self.failure(NonFiniteError, FIELD_NOT_FINITE, found[0], abs(size))
+            return self.failure(NonFiniteError, FIELD_NOT_FINITE, found[0], size)
         message = "the state or its error is not finite. Look for: a field that grows without bound"
-        return self.failure(NonFiniteError, message, begin, abs(size))
+        return self.failure(NonFiniteError, message, begin, size)
 
     def advice(self) -> str:
         """Advice where steps are short because of the damping."""
@@ -421,17 +390,13 @@ class Problem:
 
 
 def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every: int = 1_000_000) -> Rows:
-    """Solve: the rows at the output times, (T, elements) or (T, lanes, elements).
+    """Solve from a state of the method: return the rows at the output times, (T, elements) or (T, lanes, elements).
 
-    Arguments:
-        problem: what to solve.
-        state: of the method, at the start.
-        take: takes the steps of an attempt. Default: None, ``problem.take``.
-        every: the most steps of a grid in one attempt.
+    ``take`` takes the steps of an attempt, of which there are at most ``every`` on a grid.
     """
     take = problem.take if take is None else take
-    adaptive = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
-    saved = Saved(problem, state)
+    adaptive: Any = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
+    saved = Outputs(problem, state)
     for attempt in fixed_steps(problem, every) if adaptive is None else iter(adaptive.next, None):
         after, error, outputs = take(state, attempt)
         accepted: Any = True
@@ -440,13 +405,12 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
             if open_records:
                 problem.tally.report(attempt.begin, attempt.size, np.asarray(True))
         else:
-            accepted = adaptive.judge(attempt, state, after, error)
+            accepted = adaptive.accept(attempt, state, after, error)
         if accepted is True or accepted.all():
             state = after
         elif accepted.any():
-            assert adaptive is not None
             if after[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
-                attempt = adaptive.without(attempt, ~accepted)  # 0 times NaN is NaN in a graph
+                attempt = adaptive.exclude(attempt, ~accepted)  # 0 times NaN is NaN in a graph
                 after, _, outputs = take(state, attempt)
             moved = torch.from_numpy(accepted).to(problem.template.device)
             moved = moved.view(-1, *[1] * (state[0].dim() - 1))
@@ -481,7 +445,7 @@ def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
             number += steps
 
 
-class Saved:
+class Outputs:
     """The rows at the output times, in the order in which they are made, and the place of each."""
 
     def __init__(self, problem: Problem, state: Rows) -> None:
@@ -505,28 +469,23 @@ class Saved:
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return
-        p, index = self.problem, self.problem._there(lanes)
-        assert p.t is not None
+        p, index = self.problem, self.problem._on_device(lanes)
         t = p.t.expand(p.lanes or 0, -1)
-        moved = (t[index, p._there(outputs + 1)] - t[index, 0]).to(state[0])
+        moved = (t[index, p._on_device(outputs + 1)] - t[index, 0]).to(state[0])
         for pieces, row, slope in zip(self.pieces, state, p.slopes(state), strict=False):
             pieces.append(row[index] + moved.view(-1, *[1] * (row.dim() - 1)) * slope[index])
         self.place[outputs + 1, lanes] = self.count + np.arange(len(lanes))
         self.count += len(lanes)
 
     def add(self, attempt: Attempt, rows: Rows, accepted: Any) -> None:
-        """The outputs of an attempt."""
         for pieces, row in zip(self.pieces, rows, strict=True):
             pieces.append(row)
         if self.scattered:
-            assert attempt.lanes is not None
-            assert attempt.outputs is not None
             good = accepted[attempt.lanes]
             self.place[attempt.outputs[good] + 1, attempt.lanes[good]] = self.count + np.nonzero(good)[0]
             self.count += len(good)
 
     def rows(self) -> Rows:
-        """(T, elements) or (T, lanes, elements)."""
         made: list[Tensor] = []
         for pieces in self.pieces:
             row = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
@@ -537,8 +496,8 @@ class Saved:
         return tuple(made)
 
 
-def host(x: Tensor) -> Array:
+def to_host(x: Tensor) -> Array:
     """The values of a norm on the host; what the transforms of torch.func put around it counts as more elements."""
-    if _torch.is_active():
+    if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     return x.double().cpu().numpy()

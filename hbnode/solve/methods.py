@@ -2,7 +2,7 @@ r"""Methods: what a tableau makes of a step size and a damping, and one step wit
 
 A method works on *rows*, tensors of one shape: y for :math:`y' = f(t, y)`, and h, m for :math:`h'' + \gamma h' = f`.
 Its state is a tuple of rows; explicit methods carry the field's value at the end of a step, the first of the next
-(FSAL), as one more. A step is a pure function ``step(state, coefficients, times, field) -> Step``.
+(FSAL), as one more. A step is a pure function ``step(state, coefficients, times, field) -> StepResult``.
 
 All that depends on the step size H and on γ is in the coefficients. One formula makes them, in NumPy where both are
 numbers (with the derivative in γ by a complex step), and in torch where they are tensors: under torch.compile and
@@ -32,7 +32,7 @@ NEAR = 2.0  # |z| below which the φ functions come from their series,
 TERMS = 32  # of so many terms, a power of 2; the next is below 1e-25
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """The outcome of a step.
 
     Attributes:
@@ -53,19 +53,18 @@ class Method:
         rows: of the state, 1 for y and 2 for h, m.
         nodes: times of the evaluations in a step, as fractions of it.
         error_order: order of the embedded solution; None for a method of fixed steps.
-        carries: whether the state ends with the field's value.
+        is_fsal: whether the state ends with the field's value.
         inside: by which factor the error of dense output may exceed the estimate of the step's error.
     """
 
     rows: int
     nodes: tuple[float, ...]
     error_order: int | None = None
-    carries = False
+    is_fsal = False
     inside = 1.0
 
     @functools.cached_property
     def evaluations(self) -> int:
-        """Of the field in one step."""
         return len(self.nodes)
 
     @functools.cached_property
@@ -84,7 +83,7 @@ class Method:
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
         *, error: bool = False, keep: bool = False,
-    ) -> Step:  # fmt: skip
+    ) -> StepResult:  # fmt: skip
         """Take one step, from times of the evaluations in it; with an error estimate, and with columns, if asked."""
         raise NotImplementedError
 
@@ -102,7 +101,7 @@ class Explicit(Method):
     :math:`F_i = f(t_i, x_i)`. The new state and its error are further such rows. The last stage is at the new state.
     """
 
-    carries = True
+    is_fsal = True
 
     def __init__(self, nodes: Sequence[float]) -> None:
         self.nodes = tuple(map(float, nodes))
@@ -144,7 +143,7 @@ class Explicit(Method):
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
         *, error: bool = False, keep: bool = False,
-    ) -> Step:  # fmt: skip
+    ) -> StepResult:  # fmt: skip
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
         uniform = first.dim() == 2  # one step size and one damping for all elements
         push: Any
@@ -171,7 +170,7 @@ class Explicit(Method):
                 columns.append(f.unsqueeze(0))
         others, errors = rows.split_with_sizes((n - 1, n if error else 0))
         after = (x, *others.view(n - 1, *shape).unbind(0), f)
-        return Step(after, errors.view(n, *shape) if error else None, torch.cat(columns) if keep else None)
+        return StepResult(after, errors.view(n, *shape) if error else None, torch.cat(columns) if keep else None)
 
 
 class RungeKutta(Explicit):
@@ -183,11 +182,11 @@ class RungeKutta(Explicit):
     def __init__(self, tableau: RungeKuttaTableau) -> None:
         super().__init__(tableau.c[1:])
         self.error_order = tableau.error_order
-        weights = np.vstack([lower(tableau.a)[1:], tableau.error])
+        weights = np.vstack([strictly_lower(tableau.a)[1:], tableau.error])
         of_y = np.hstack([np.ones((len(weights), 1)), 0 * weights])
         of_y[-1] = 0.0  # the error
         of_f = np.hstack([np.zeros((len(weights), 1)), weights])
-        self.constants = both(of_y, of_f, np.array(tableau.dense).T)
+        self.constants = constant_arrays(of_y, of_f, np.array(tableau.dense).T)
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
         of_y, of_f, _ = constants(self, xp, size)
@@ -221,7 +220,7 @@ class Nystrom(Explicit):
     def __init__(self, tableau: NystromTableau) -> None:
         super().__init__(tableau.c[1:])
         self.error_order = tableau.error_order
-        a, c = lower(tableau.a), np.array(tableau.c, float)
+        a, c = strictly_lower(tableau.a), np.array(tableau.c, float)
         s, zero = len(c), np.zeros(len(c))
         theta = np.array([*c[1:], 1, 1, 1])
         is_h = np.array([1.0] * (s - 1) + [0, 0, 0])
@@ -233,8 +232,8 @@ class Nystrom(Explicit):
         while powers[-1].any():
             powers.append(powers[-1] @ a)
         flat = np.stack(powers[:-1]).reshape(len(powers) - 1, -1)
-        self.rows_of_step = both(theta, is_h, is_m, w, v, w_of_m)
-        self.constants = both(c, flat, np.eye(2, s + 2), _interpolant(tableau, a))
+        self.rows_of_step = constant_arrays(theta, is_h, is_m, w, v, w_of_m)
+        self.constants = constant_arrays(c, flat, np.eye(2, s + 2), _interpolant(tableau, a))
         self.polynomials = self._polynomials(flat)
 
     def _polynomials(self, powers: np.ndarray) -> dict[bool, Any]:
@@ -268,7 +267,7 @@ class Nystrom(Explicit):
         for error, (order, *_) in self._order.items():
             flat = [x.reshape(*x.shape[:-2], -1)[..., order] for x in (q, rates, units)]
             different, which = np.unique(flat[1], return_inverse=True)
-            packed[error] = both(flat[0].T, different, which, flat[2] % 4)
+            packed[error] = constant_arrays(flat[0].T, different, which, flat[2] % 4)
         return packed
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -327,11 +326,10 @@ class Nystrom(Explicit):
 def _interpolant(tableau: NystromTableau, a: np.ndarray) -> np.ndarray:
     r"""Polynomials :math:`\ell_i` with :math:`u''(\theta) \approx \sum_i \ell_i(\theta) g_i`: (powers, stages).
 
-    The weights b' are those of the quadrature that interpolates g at the nodes where b' is not 0. The same polynomial,
-    integrated from 0 to θ only, gives u' and u, which end where the step ends. For RKN6 this is the interpolant of
-    Dormand and Prince. RKN8 has two stages at the end of the step, of which only the first has a weight. The second
-    takes over as much of it as makes :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` hold as well, an
-    order condition that is missed by most otherwise. What the conditions of order 7 then still miss is 1e-8.
+    They interpolate g at the nodes where b' is not 0; integrated from 0 to θ they give u' and u. RKN8 has two stages at
+    the end of the step, of which only the first has a weight. The second takes over as much of it as makes
+    :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` hold as well, the order condition that is missed by
+    most otherwise. What the conditions of order 7 then still miss is 1e-8.
     """
     c = np.array(tableau.c, float)
     nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]
@@ -396,7 +394,7 @@ class Exponential(Explicit):
         values = [*others, self.powers]  # those whose stages have no defect at the end of the step
         kept = [i for i in values if i != tableau.left_out]
         error = self._interpolation(values) - self._interpolation(kept)
-        self.constants = both(ends, positions, whole, error, self._interpolant(whole))
+        self.constants = constant_arrays(ends, positions, whole, error, self._interpolant(whole))
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
         """The polynomial through some of the values of f, (powers, columns)."""
@@ -482,22 +480,18 @@ class Splitting(Method):
 
     Undoing a kick divides by e^{-γτ}: a rounding error grows by e^{γT} over the time T.
 
-    Arguments:
-        drifts: fractions of the step, one more than the kicks.
-        kicks: fractions of the step.
+    Drifts, of which there is one more, and kicks are fractions of the step.
     """
 
     rows = 2
 
     def __init__(self, drifts: Sequence[float], kicks: Sequence[float]) -> None:
-        self.constants = both(np.array(drifts, float), np.array(kicks, float))
+        self.constants = constant_arrays(np.array(drifts, float), np.array(kicks, float))
         self.nodes = tuple(np.cumsum(drifts)[:-1].tolist())
         self.activation: Callable[[Tensor], Tensor] | None = None
 
-    def with_activation(self, activation: Callable[[Tensor], Tensor] | None) -> Splitting:
-        """The same method for h' = σ(m); None is h' = m."""
-        if activation is None:
-            return self
+    def with_activation(self, activation: Callable[[Tensor], Tensor]) -> Splitting:
+        """Return the same method for h' = σ(m)."""
         other = object.__new__(Splitting)
         other.__dict__.update(self.__dict__, activation=activation)
         return other
@@ -521,19 +515,18 @@ class Splitting(Method):
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
         *, error: bool = False, keep: bool = False,
-    ) -> Step:  # fmt: skip
+    ) -> StepResult:  # fmt: skip
         k, (h, m) = self.evaluations, state
         drifts, decays, weights = coefficients[: k + 1], coefficients[k + 1 : 2 * k + 1], coefficients[2 * k + 1 :]
         h = self._drift(h, m, drifts[0])
         for t, decay, weight, drift in zip(times, decays, weights, drifts[1:], strict=True):
             m = decay * m + weight * field(t, h)
             h = self._drift(h, m, drift)
-        return Step((h, m))
+        return StepResult((h, m))
 
     def undo(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
     ) -> tuple[Tensor, ...]:
-        """The state before a step."""
         k, (h, m) = self.evaluations, state
         drifts, decays, weights = coefficients[: k + 1], coefficients[k + 1 : 2 * k + 1], coefficients[2 * k + 1 :]
         for i in reversed(range(k)):
@@ -548,9 +541,7 @@ class Splitting(Method):
 class ExplicitGrid(Method):
     """One of torchdiffeq's explicit Runge-Kutta methods of fixed steps, for graphs of torch.compile and torch.export.
 
-    Arguments:
-        a: rows of A after the first.
-        b: weights.
+    ``a`` are the rows of A after the first.
     """
 
     rows = 1
@@ -568,21 +559,19 @@ class ExplicitGrid(Method):
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
         *, error: bool = False, keep: bool = False,
-    ) -> Step:  # fmt: skip
+    ) -> StepResult:  # fmt: skip
         (y,), (size,) = state, coefficients
         slopes: list[Tensor] = []
         for t, row in zip(times, self.a, strict=True):
             x = y + size * sum(w * k for w, k in zip(row, slopes, strict=True) if w) if any(row) else y.clone()
             slopes.append(field(t, x))
-        return Step((y + size * sum(w * k for w, k in zip(self.b, slopes, strict=True) if w),))
+        return StepResult((y + size * sum(w * k for w, k in zip(self.b, slopes, strict=True) if w),))
 
 
 def combined(weights: Tensor, columns: Tensor) -> Tensor:
     """The rows of the state inside of steps, (outputs, rows, ...).
 
-    Arguments:
-        weights: :meth:`Explicit.blend` of the outputs, (outputs, ..., rows, columns).
-        columns: of the steps in which they lie, (columns, outputs or 1, ...).
+    They combine columns (columns, outputs or 1, ...) by the weights (outputs, ..., rows, columns) of a blend.
     """
     if columns.is_cpu:
         if columns.shape[1] == 1 and weights.dim() == 3:
@@ -598,15 +587,10 @@ def combined(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 class HostFormula(torch.autograd.Function):
-    """A formula of a number γ, with its derivative by a complex step; that one's own derivative is torch's.
+    """A formula (xp, γ, *args) of a number γ, with its derivative by a complex step, and that one's by torch.
 
-    Arguments:
-        gamma: γ as a tensor.
-        number: γ as a number.
-        formula: of (xp, γ, *args).
-        args: what it depends on beside γ.
-        xp: NumPy or torch.
-        like: of the dtype and device of the result.
+    A Function of its own, in place of :func:`~hbnode._torch.fast_form`: equal steps share its node, and a backward pass
+    that frees what is saved must leave γ.
     """
 
     @staticmethod
@@ -644,7 +628,7 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
         return formula(torch, gamma, *map(torch.as_tensor, args)).to(like)
 
 
-def lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
+def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
     """The square matrix A of a tableau from its rows after the first."""
     a = np.zeros((len(rows) + 1, len(rows) + 1))
     for i, row in enumerate(rows):
@@ -652,7 +636,7 @@ def lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
     return a
 
 
-def both(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
+def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
     """Constants of a formula for NumPy and for torch, whatever the mode in which they are first made."""
     with torch.inference_mode(False):
         return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
@@ -664,11 +648,7 @@ def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
     return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
 
 
-NYSTROM = {
-    "nystrom4": Nystrom(tableaus.RKN4),
-    "nystrom6": Nystrom(tableaus.RKN6),
-    "nystrom8": Nystrom(tableaus.RKN8),
-}
+NYSTROM = {"nystrom4": Nystrom(tableaus.RKN4), "nystrom6": Nystrom(tableaus.RKN6), "nystrom8": Nystrom(tableaus.RKN8)}
 EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
 SPLITTING = {
     "leapfrog": Splitting(tableaus.STRANG_DRIFTS, tableaus.STRANG_KICKS),

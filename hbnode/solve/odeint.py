@@ -15,27 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from hbnode import _torch
-from hbnode._checks import ONLY_FIXED_GRIDS, conversion
-from hbnode._signature import check_call
-from hbnode._state import State, Times, apply, describe, last_of, parts
+from hbnode._checks import check_call, conversion
 from hbnode._torch import is_exporting, is_tracing, untraced
-from hbnode.errors import MaxStepsError, NonFiniteError
+from hbnode._tree import State, Times, apply, describe, is_finite, last_of, parts
+from hbnode.errors import ONLY_FIXED_GRIDS, MaxStepsError, NonFiniteError
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import NFE, Tally, open_counters, open_records
 from hbnode.solve import compiled, torchdiffeq
-from hbnode.solve.adjoints import Direct, chosen
+from hbnode.solve.adjoints import Direct, adjoint_of
 from hbnode.solve.control import LONGEST_DECAY, Attempt
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING
-from hbnode.solve.settings import (
-    FIXED,
-    TORCHDIFFEQ,
-    Gradient,
-    Method,
-    Save,
-    Settings,
-    TorchdiffeqMethod,
-)
+from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, Save, Settings, TorchdiffeqMethod
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrapped
 
 logger = logging.getLogger("hbnode")
@@ -47,46 +38,23 @@ StateT = TypeVar("StateT", bound=State)
 # A tensor gives a tensor, a pair of tensors a pair; with an event, its time and the state there.
 @overload
 def odeint(
-    field: Callable[[Tensor, StateT], State],
-    y0: StateT,
-    t: Times,
-    *,
-    method: Method | None = None,
-    rtol: float = 1e-5,
-    atol: float = 1e-5,
-    gradient: Gradient | None = None,
-    steps: int | None = None,
-    per_sample: bool = False,
-    save: Save = "interpolate",
-    jump_times: Times | None = None,
-    event_fn: None = None,
-    max_steps: int = 10_000,
-    options: dict[str, Any] | None = None,
-    adjoint_options: dict[str, Any] | None = None,
+    field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: Method | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Gradient | None = None, steps: int | None = None,
+    per_sample: bool = False, save: Save = "interpolate", jump_times: Times | None = None, event_fn: None = None,
+    max_steps: int = 10_000, options: dict[str, Any] | None = None, adjoint_options: dict[str, Any] | None = None,
     compile: bool = False,
-) -> StateT: ...
+) -> StateT: ...  # fmt: skip
 
 
 @overload
 def odeint(
-    field: Callable[[Tensor, StateT], State],
-    y0: StateT,
-    t: Times,
-    *,
-    method: TorchdiffeqMethod | None = None,
-    rtol: float = 1e-5,
-    atol: float = 1e-5,
-    gradient: Literal["direct", "adjoint"] | None = None,
-    steps: int | None = None,
-    per_sample: Literal[False] = False,
-    save: Save = "interpolate",
-    jump_times: Times | None = None,
-    event_fn: Callable[[Tensor, StateT], Tensor],
-    max_steps: int = 10_000,
-    options: dict[str, Any] | None = None,
-    adjoint_options: dict[str, Any] | None = None,
+    field: Callable[[Tensor, StateT], State], y0: StateT, t: Times, *, method: TorchdiffeqMethod | None = None,
+    rtol: float = 1e-5, atol: float = 1e-5, gradient: Literal["direct", "adjoint"] | None = None,
+    steps: int | None = None, per_sample: Literal[False] = False, save: Save = "interpolate",
+    jump_times: Times | None = None, event_fn: Callable[[Tensor, StateT], Tensor], max_steps: int = 10_000,
+    options: dict[str, Any] | None = None, adjoint_options: dict[str, Any] | None = None,
     compile: Literal[False] = False,
-) -> tuple[Tensor, StateT]: ...
+) -> tuple[Tensor, StateT]: ...  # fmt: skip
 
 
 def odeint(
@@ -197,58 +165,54 @@ def odeint(
         True
     """
     settings = Settings(
-        method=method,
-        rtol=rtol,
-        atol=atol,
-        gradient=gradient,
-        steps=steps,
-        per_sample=per_sample,
-        save=save,
-        jump_times=jump_times,
-        max_steps=max_steps,
-        options=options,
-        adjoint_options=adjoint_options,
-        compile=compile,
-    ).checked()
-    if event_fn is None:
-        return solve(field, y0, t, settings, NFE())
-    if is_tracing():
-        _refuse_tracing()
-    return _find_event(field, y0, t, settings, NFE(), event_fn)
+        method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample, save=save,
+        jump_times=jump_times, max_steps=max_steps, options=options, adjoint_options=adjoint_options, compile=compile,
+    )  # fmt: skip
+    return solve(field, y0, t, settings.checked(), NFE(), event_fn=event_fn)
 
 
 def solve(
-    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False
-) -> State:
+    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
+    event_fn: Callable[..., Tensor] | None = None,
+) -> Any:  # fmt: skip
     """:func:`odeint` with checked settings, which counts into ``nfe``; with ``end``, the last state alone."""
     if not is_tracing():
-        return _solve(field, y0, t, settings, nfe, end)
-    if is_traceable(settings):
+        return _solve(field, y0, t, settings, nfe, end, event_fn)
+    is_dynamo = torch.compiler.is_dynamo_compiling()
+    if event_fn is None and is_traceable(settings, is_dynamo):
         return _traced(field, y0, t, settings, Tally(field, nfe), end)
-    _refuse_tracing()
-    return _untraced_solve(field, y0, t, settings, nfe, end)
+    if not is_dynamo:  # which can call the solve from outside of its graphs
+        raise ValueError(ONLY_FIXED_GRIDS)
+    return untraced(_solve)(field, y0, t, settings, nfe, end, event_fn)
 
 
-def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, end: bool) -> State:
+def _solve(field: Any, y0: State, t: Times, settings: Settings, nfe: NFE, end: bool, event_fn: Any) -> Any:
     snapshot = Snapshot(field, for_backward=torch.is_grad_enabled())
-    y0 = checked_state(field, y0, snapshot)
+    y0, is_event = checked_state(field, y0, snapshot), event_fn is not None
     template = y0 if isinstance(y0, Tensor) else y0[0]
     is_native = settings.method not in TORCHDIFFEQ
-    times = checked_times(t, template.device, rows=is_native)
-    settings = resolve(settings, field, times)
+    times = checked_times(t, template.device, rows=is_native and not is_event)
+    settings = resolve(settings, field, times, event=is_event)
     if settings.steps is None and settings.rtol < torch.finfo(template.dtype).eps:
         check_precision(settings, template.dtype)
     tally = Tally(field, nfe)
+    is_native &= settings.method not in TORCHDIFFEQ
+    if is_event and is_native:
+        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
+    if is_event and len(times) != 2:
+        raise ValueError(
+            f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
+        )
     if not is_native:
         nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
         with _torch.refusing(f"method={settings.method!r}", "a native method with gradient='direct'"):
-            trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot)
-            return last_of(trajectory) if end else trajectory
+            time, trajectory = torchdiffeq.solve(field, y0, times, settings, tally, snapshot, event_fn)
+        return (time, trajectory) if is_event else last_of(trajectory) if end else trajectory
     for name in torchdiffeq.CALLBACKS:
         if hasattr(field, name):
             torchdiffeq.warn_of_callbacks(field, settings.method, torchdiffeq.CALLBACKS)
             break
-    gradient = chosen(settings.gradient)
+    gradient = adjoint_of(settings.gradient)
     lanes, is_empty = None, template.shape[:1] == (0,)  # of no samples, none has steps of its own
     if times.dim() == 2 or (settings.per_sample and settings.steps is None and not is_empty):
         lanes = count_samples(y0, times, settings)
@@ -256,7 +220,7 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
     problem = Problem(term, METHODS[settings.method], times, settings, end_only=end and times.shape[-1] == 2)
     if settings.steps is None and settings.method not in EXPONENTIAL:
         check_damping(problem, field)
-    if settings.compile and not _torch.is_active():
+    if settings.compile and _torch.may_look():
         solution = compile_steps(problem, field, y0, times, snapshot)
         if solution is not None:
             return last_of(solution) if end else solution
@@ -271,12 +235,11 @@ def _solve(field: Callable[..., State], y0: State, t: Times, settings: Settings,
 
 
 def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = None, *, event: bool = False) -> Settings:
-    """The settings with method and gradient filled in for a field and the times of a solve; refuses what cannot be.
+    """Return the settings with method and gradient filled in for a field and the times of a solve.
 
-    ``method=None`` means Nystrom for an HBNODE, its order by the tolerance, and ``"tsit5"`` for all others. The order
-    is that of fewer evaluations at the tolerance, measured over problems like those of the benchmarks. A constant
-    damping that is strong over the length of the solve limits the steps of all but ``"exponential"``; times on a device
-    are not asked for it.
+    ``method=None`` means Nystrom for an HBNODE, of the order that takes fewer evaluations at the tolerance on problems
+    like those of the benchmarks, and ``"tsit5"`` for all others. A constant damping that is strong over the length of
+    the solve limits the steps of all but ``"exponential"``; times on a device are not asked for it.
     """
     method, gradient = settings.method, settings.gradient
     if method is not None:
@@ -334,7 +297,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
         compiled.warn("func draws random numbers")
         return None
     steps = (settings.steps or 0) * (t.shape[-1] - 1)
-    evaluations = steps * method.evaluations + method.carries
+    evaluations = steps * method.evaluations + method.is_fsal
     if settings.steps is None or evaluations > LONGEST_GRID or t.requires_grad or open_records:
         activation, error = getattr(term.inner, "activation", None), settings.steps is None
         make = functools.partial(compiled.attempt, term, method, settings.rtol, settings.atol, error=error)
@@ -362,7 +325,7 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
         raise ValueError(
             f"{what} needs a state whose parts have the shape (batch, ...), got {describe(y0)}. Fix: y.unsqueeze(0)."
         )
-    if t.dim() == 2 and not is_tracing() and len(t) != len(tensors[0]):
+    if t.dim() == 2 and _torch.may_look() and len(t) != len(tensors[0]):
         raise ValueError(
             f"t has shape {tuple(t.shape)} for a batch of {len(tensors[0])}; expected (batch, T). "
             "Fix: one row of times for each sample, or t of shape (T,)."
@@ -372,14 +335,14 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
     return len(tensors[0])
 
 
-def is_traceable(settings: Settings) -> bool:
+def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
     """Whether a solve can be one graph of torch.compile, torch.export or torch.jit.trace that does what was asked.
 
     Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
     """
     if settings.steps is None or settings.method not in (None, *METHODS, *EXPLICIT):
         return False
-    if not torch.compiler.is_dynamo_compiling() or is_exporting():
+    if not is_dynamo or is_exporting():
         return True
     if not hasattr(torch.compiler, "is_exporting"):  # torch.compile before torch 2.7 rounds what it traces here
         return False
@@ -399,35 +362,6 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
         rows = Direct().solve(problem, y0, snapshot)
     trajectory = term.unflatten(rows, (times.shape[-1],))
     return last_of(trajectory) if end else trajectory
-
-
-def _refuse_tracing() -> None:
-    """Raise where a solve would have to be part of a graph; torch.compile can call it from outside of its graphs."""
-    if not torch.compiler.is_dynamo_compiling():
-        raise ValueError(ONLY_FIXED_GRIDS)
-
-
-_untraced_solve = untraced(_solve)
-
-
-@untraced
-def _find_event(
-    field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, event_fn: Callable[..., Tensor]
-) -> tuple[Tensor, State]:
-    """The time of an event and the states at the start and there."""
-    snapshot = Snapshot(field)
-    y0 = checked_state(field, y0, snapshot)
-    times = checked_times(t, parts(y0)[0].device, rows=False)
-    settings = resolve(settings, field, event=True)
-    nfe.keeps_graph = settings.gradient == "direct" and torch.is_grad_enabled()
-    check_precision(settings, parts(y0)[0].dtype)
-    if settings.is_native:
-        raise ValueError(f"event_fn is for torchdiffeq's methods, got {settings.method!r}. Fix: method='dopri5'.")
-    if len(times) != 2:
-        raise ValueError(
-            f"with event_fn, t must hold two times (start and direction), got {len(times)}. Fix: [t0, t1]."
-        )
-    return torchdiffeq.find_event(field, y0, times, settings, Tally(field, nfe), snapshot, event_fn)
 
 
 def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
@@ -455,12 +389,12 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
 
 def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
     """The solution of a fixed grid is checked at its end; if it is not finite, solve once more to see where."""
-    if _is_finite(rows):
+    if is_finite(rows):
         return
 
     def take(state: Rows, attempt: Attempt) -> tuple[Rows, Any, Rows]:
         after = problem.take(state, attempt)
-        if not _is_finite(after[0]):
+        if not is_finite(after[0]):
             raise problem.not_finite(attempt, state)
         return after
 
@@ -471,13 +405,6 @@ def check_finite(problem: Problem, y0: State, rows: Rows) -> None:
             raise problem.start_not_finite(norm)
         integrate(problem, start, take, every=1)
     raise problem.failure(NonFiniteError, "the solution is not finite", problem.begin, math.nan)
-
-
-def _is_finite(rows: Rows) -> bool:
-    """Whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not be."""
-    rows = tuple(map(_torch.plain, rows))
-    total = rows[0].sum() if len(rows) == 1 else rows[0].sum() + rows[1].sum()
-    return math.isfinite(total) or bool(torch.isfinite(torch.stack(rows)).all())
 
 
 def traced_times(t: Times, device: torch.device) -> Tensor:
@@ -560,24 +487,16 @@ def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
 
 
 def _not_a_state(y0: object, field: Callable) -> str:
-    return f"the state must be a tensor or a tuple of tensors, got {_kinds(y0)}. Fix: {_made_state(y0, field)}."
-
-
-def _kinds(y0: object) -> str:
-    """The types of a state, for messages."""
+    got, fix = type(y0).__name__, conversion(y0).replace("(x", "(y0")
     if isinstance(y0, (list, tuple)):
-        return f"{type(y0).__name__} of ({', '.join(type(part).__name__ for part in y0)})"
-    return type(y0).__name__
-
-
-def _made_state(y0: object, field: Callable) -> str:
-    """How to make a state of what is none, for messages."""
+        got = f"{got} of ({', '.join(type(part).__name__ for part in y0)})"
     if isinstance(y0, list) and y0 and all(isinstance(part, Tensor) for part in y0):
-        return "tuple(y0)"
-    if isinstance(y0, tuple):
-        return f"make each part a tensor, x -> {conversion(next((x for x in y0 if not isinstance(x, Tensor)), None))}"
-    made = conversion(y0).replace("(x", "(y0")
-    return f"field.initial_state({made})" if hasattr(field, "initial_state") else made
+        fix = "tuple(y0)"
+    elif isinstance(y0, tuple):
+        fix = f"make each part a tensor, x -> {conversion(next((x for x in y0 if not isinstance(x, Tensor)), None))}"
+    elif hasattr(field, "initial_state"):
+        fix = f"field.initial_state({fix})"
+    return f"the state must be a tensor or a tuple of tensors, got {got}. Fix: {fix}."
 
 
 def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:

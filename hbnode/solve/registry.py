@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 from hbnode.solve.methods import METHODS, SECOND_ORDER, SPLITTING
 from hbnode.solve.sde import GRADIENTS, NativeSDEMethod, SDEMethodName
 from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, TorchdiffeqMethod
-from hbnode.solve.torchsde import TorchsdeMethod
 
 
 class MethodInfo(NamedTuple):
@@ -61,50 +60,29 @@ class Methods(tuple[Info, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        rows = [self[0]._fields, *([_shown(value) for value in method] for method in self)]
+        rows = [self[0]._fields, *([_cell(value) for value in method] for method in self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _shown(value: str | float | tuple[str, ...] | None) -> str:
+def _cell(value: str | float | tuple[str, ...] | None) -> str:
     return "varies" if value is None else ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-_ORDERS: dict[NativeMethod, int] = {
-    "nystrom4": 4,
-    "nystrom6": 6,
-    "nystrom8": 8,
-    "exponential": 5,
-    "leapfrog": 2,
-    "blanes_moan4": 4,
-    "tsit5": 5,
-}
-_OF_TORCHDIFFEQ: dict[TorchdiffeqMethod, tuple[int, int]] = {  # order and evaluations, where they do not vary
-    "dopri5": (5, 6),
-    "dopri8": (8, 13),
-    "bosh3": (3, 3),
-    "fehlberg2": (2, 2),
-    "adaptive_heun": (2, 1),
-    "euler": (1, 1),
-    "midpoint": (2, 2),
-    "heun2": (2, 2),
-    "heun3": (3, 3),
-    "rk4": (4, 4),
-}
-_GRID = "steps=n"
+_ORDERS: dict[str, int] = {
+    "nystrom4": 4, "nystrom6": 6, "nystrom8": 8, "exponential": 5, "leapfrog": 2, "blanes_moan4": 4, "tsit5": 5,
+    "dopri5": 5, "dopri8": 8, "bosh3": 3, "fehlberg2": 2, "adaptive_heun": 2,
+    "euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4,
+}  # fmt: skip
+_EVALUATIONS: dict[str, int] = {
+    "dopri5": 6, "dopri8": 13, "bosh3": 3, "fehlberg2": 2, "adaptive_heun": 1,
+    "euler": 1, "midpoint": 2, "heun2": 2, "heun3": 3, "rk4": 4,
+    **{name: method.evaluations for name, method in METHODS.items()},
+}  # fmt: skip
 _OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
-    "ubu": (2, 1),
-    "baoab": (1, 1),
-    "nystrom4": (3, 3),
-    "euler": (1, 1),
-    "milstein": (1, 1),
-    "srk": (1.5, 3),
-    "midpoint": (1, 2),
-    "heun": (1, 2),
-    "euler_heun": (1, 1),
-    "log_ode": (1, 2),
-    "reversible_heun": (1, 1),
-}
+    "ubu": (2, 1), "baoab": (1, 1), "nystrom4": (3, 3), "euler": (1, 1), "milstein": (1, 1), "srk": (1.5, 3),
+    "midpoint": (1, 2), "heun": (1, 2), "euler_heun": (1, 1), "log_ode": (1, 2), "reversible_heun": (1, 1),
+}  # fmt: skip
 
 
 def sde_methods() -> Methods[SDEMethodInfo]:
@@ -120,13 +98,9 @@ def sde_methods() -> Methods[SDEMethodInfo]:
         >>> [method.name for method in hbnode.solve.sde_methods() if method.order >= 2]
         ['ubu', 'nystrom4']
     """
-    libraries: dict[Literal["hbnode", "torchsde"], tuple[SDEMethodName, ...]] = {
-        "hbnode": get_args(NativeSDEMethod), "torchsde": get_args(TorchsdeMethod)
-    }  # fmt: skip
     rows = [
-        SDEMethodInfo(name, *_OF_SDES[name], GRADIENTS[name], library)
-        for library, names in libraries.items()
-        for name in names
+        SDEMethodInfo(name, *row, GRADIENTS[name], "hbnode" if name in get_args(NativeSDEMethod) else "torchsde")
+        for name, row in _OF_SDES.items()
     ]
     return Methods(rows)
 
@@ -144,23 +118,23 @@ def methods() -> Methods[MethodInfo]:
         >>> [method.name for method in hbnode.methods() if method.order == 8]
         ['nystrom8', 'dopri8']
     """
-    return Methods((*map(_native, get_args(NativeMethod)), *map(_torchdiffeq, get_args(TorchdiffeqMethod))))
+    return Methods(map(_info, (*get_args(NativeMethod), *get_args(TorchdiffeqMethod))))
 
 
-def _native(name: NativeMethod) -> MethodInfo:
-    gradients: tuple[Gradient, ...] = ("checkpoint", "direct", "adjoint")
-    field, needs = "any", ""
-    if name in SPLITTING:
-        field, needs, gradients = "HBNODE, GHBNODE", _GRID, ("checkpoint", "direct", "reversible", "adjoint")
-    elif name in SECOND_ORDER:
-        field = "HBNODE"
-    steps: Literal["adaptive", "fixed"] = "fixed" if name in SPLITTING else "adaptive"
-    return MethodInfo(name, _ORDERS[name], METHODS[name].evaluations, steps, field, gradients, needs, "hbnode")
-
-
-def _torchdiffeq(name: TorchdiffeqMethod) -> MethodInfo:
-    gradients: tuple[Gradient, ...] = ("adjoint",) if name in SCIPY else ("direct", "adjoint")
-    steps: Literal["adaptive", "fixed"] = "fixed" if name in FIXED else "adaptive"
-    needs = _GRID if name in FIXED else "scipy" if name in SCIPY else ""
-    order, evaluations = _OF_TORCHDIFFEQ.get(name, (None, None))
-    return MethodInfo(name, order, evaluations, steps, "any", gradients, needs, "torchdiffeq")
+def _info(name: Method) -> MethodInfo:
+    is_native, is_fixed = name in METHODS, name in (*SPLITTING, *FIXED)
+    gradients: tuple[Gradient, ...] = ("direct", "adjoint")
+    if is_native:
+        gradients = ("checkpoint", "direct", *(("reversible",) if name in SPLITTING else ()), "adjoint")
+    elif name in SCIPY:
+        gradients = ("adjoint",)
+    return MethodInfo(
+        name,
+        _ORDERS.get(name),
+        _EVALUATIONS.get(name),
+        "fixed" if is_fixed else "adaptive",
+        "HBNODE, GHBNODE" if name in SPLITTING else "HBNODE" if name in SECOND_ORDER else "any",
+        gradients,
+        "steps=n" if is_fixed else "scipy" if name in SCIPY else "",
+        "hbnode" if is_native else "torchdiffeq",
+    )

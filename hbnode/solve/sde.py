@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hbnode._checks import as_seed, check_input
-from hbnode._state import Times
-from hbnode._suggestions import nearest
+from hbnode._checks import as_seed, check_input, nearest
 from hbnode._torch import to_numpy, untraced
+from hbnode._tree import Times
 from hbnode.errors import ReversalError, SolverError
 from hbnode.fields import HeavyBallSDE, diffusion
 from hbnode.nfe import NFE, Tally
 from hbnode.solve import torchsde
-from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, chosen
+from hbnode.solve.adjoints import Checkpoint, Direct, Reversible, adjoint_of
 from hbnode.solve.control import Attempt
 from hbnode.solve.loop import Problem
-from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, Step
+from hbnode.solve.methods import METHODS, NYSTROM, Field, Method, StepResult
 from hbnode.solve.odeint import check_finite, checked_state, checked_times
 from hbnode.solve.settings import TORCHDIFFEQ, Gradient, Settings
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, solving, unwrapped
@@ -65,12 +64,7 @@ def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
     The form for r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2).
 
-    Arguments:
-        damping: γ, in float64.
-        time: τ, which broadcasts with it.
-
-    Returns:
-        The coefficients a, b, p, q and r.
+    It returns a, b, p, q and r; γ and τ are in float64 and broadcast.
     """
     z = damping * time
     b = torch.exp(-z)
@@ -99,7 +93,6 @@ def fly(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
 
 
 def fly_back(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
-    """What a flight started from."""
     a, b, i, *j = flight
     m = torch.addcmul(m, i, noise[0], value=-1) / b
     for weight, normal in zip(j, noise.unbind(0), strict=True):
@@ -126,17 +119,10 @@ class SDEMethod(Method):
     reach = math.inf
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """The coefficients for all intervals, (coefficients, intervals, ...).
-
-        Arguments:
-            gamma: γ, (...), filled up with the dimensions of h or without any.
-            scale: s = √(2γη), (...).
-            size: H, (intervals, ...).
-        """
+        """Return coefficients (coefficients, intervals, ...) for γ (...), s = √(2γη) (...) and H (intervals, ...)."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        """The coefficients of one interval."""
         return packed.unbind(0)
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
@@ -170,15 +156,13 @@ class UBU(SDEMethod):
         compose = super().compose
         return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
-        """One step, with the time of its evaluation."""
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
         (h, m), (*flight, kick, noise) = state, coefficients
         h, m = fly(h, m, flight, noise[:2])
         m = torch.addcmul(m, kick, field(times[0], h))
-        return Step(fly(h, m, flight, noise[2:]))
+        return StepResult(fly(h, m, flight, noise[2:]))
 
     def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field) -> Rows:
-        """What a step started from."""
         (h, m), (*flight, kick, noise) = state, coefficients
         h, m = fly_back(h, m, flight, noise[2:])
         m = torch.addcmul(m, kick, field(times[0], h), value=-1)
@@ -196,7 +180,7 @@ class BAOAB(SDEMethod):
         Mathematics Research Express (2012), doi:10.1093/amrx/abs010.
     """
 
-    nodes, normals, carries = (1.0,), 1, True
+    nodes, normals, is_fsal = (1.0,), 1, True
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
         """Those of a flight, a, b, i, j₁, and the time of half a kick."""
@@ -204,15 +188,13 @@ class BAOAB(SDEMethod):
         i = scale * p
         return torch.stack(torch.broadcast_tensors(size * (1 + b) / 2, b, i, size * i / 2, size / 2))
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
-        """One step, with the time of its evaluation."""
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
         (h, m, f), (*flight, kick, noise) = state, coefficients
         h, m = fly(h, torch.addcmul(m, kick, f), flight, noise)
         f = field(times[0], h)
-        return Step((h, torch.addcmul(m, kick, f), f))
+        return StepResult((h, torch.addcmul(m, kick, f), f))
 
     def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field) -> Rows:
-        """What a step started from."""
         (h, m, f), (*flight, kick, noise) = state, coefficients
         h, m = fly_back(h, torch.addcmul(m, kick, f, value=-1), flight, noise)
         f = field(times[0], h)
@@ -233,7 +215,7 @@ class ShiftedNystrom(SDEMethod):
         Foster, Lyons and Oberhauser, The shifted ODE method for underdamped Langevin MCMC, arXiv:2101.03446.
     """
 
-    ode, carries, normals = NYSTROM["nystrom4"], True, 3
+    ode, is_fsal, normals = NYSTROM["nystrom4"], True, 3
     nodes = ode.nodes
     reach = 2.0  # for a spring, the stationary variance of h is 0.2 % off at 1, 10 % at 2 and 83 % at 4
 
@@ -245,10 +227,9 @@ class ShiftedNystrom(SDEMethod):
         return torch.cat([self.ode.packed(torch, gamma, size, error=False), noise])
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
-        """The coefficients of one interval."""
         return (*self.ode.unpack(packed[:-4], dims, error=False), *packed[-4:])
 
-    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> Step:
+    def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
         """One step; the value that it carries is that of f without the noise."""
         (h, m, f), (*of_ode, by_w, by_k, of_l, of_k, noise) = state, coefficients
         w, bridge, skew = noise.unbind(0)
@@ -261,7 +242,7 @@ class ShiftedNystrom(SDEMethod):
 
         start = (h, m + of_l * bridge + of_k * skew, f + push)
         h, m = self.ode.step(start, tuple(of_ode), times, pushed).state[:2]
-        return Step((h, m - of_l * bridge + of_k * skew, f))
+        return StepResult((h, m - of_l * bridge + of_k * skew, f))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
         """W, L and K of the whole, through P = ∫ B dt and Q = ∫ t B dt; of no damping."""
@@ -326,19 +307,13 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
 
 
 def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
-    """The size of each step, (steps,)."""
     return torch.from_numpy(np.repeat(np.diff(to_numpy(t)) / counts, counts))
 
 
 def step_seeds(seed: int | None, steps: int) -> np.ndarray:
     """The seeds of steps: 63 bits, the low 32 of which differ between the steps of a solve.
 
-    torch's generator of the CPU takes the low 32 bits alone. For a given seed they are a permutation of the number of
-    the step.
-
-    Arguments:
-        seed: a whole number of at most 64 bits; None draws one from torch's generator of the CPU.
-        steps: how many there are.
+    torch's generator of the CPU takes the low 32 bits alone: a permutation of the number of the step, given the seed.
     """
     seed = int(torch.randint(2**62, ())) if seed is None else as_seed(seed)
     low, high = scrambled(np.array([[seed & LOW], [seed >> 32 ^ 0x9E3779B9]], np.uint64))
@@ -465,17 +440,9 @@ class BrownianIncrements:
 
 
 class SDEProblem(Problem):
-    """A heavy-ball SDE with its method and steps, each with its noise.
+    """A heavy-ball SDE with its method and the counts of steps in the intervals, each step with its noise.
 
-    Arguments:
-        term: the right-hand side, of second order.
-        method: its name.
-        t: times (T,), checked.
-        counts: how many steps there are in each interval.
-        noise: the standard normal variables of a step, (normals, ...), by its number.
-
-    Attributes:
-        gamma: the coefficients of all intervals, through which the gradients of γ and η go.
+    Its ``gamma`` are the coefficients of all intervals, through which the gradients of γ and η go.
     """
 
     def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> None:
@@ -496,15 +463,12 @@ class SDEProblem(Problem):
                 f"Fix: dt={of_sde.reach / self.strongest_decay:.2g}, or method='ubu', which solves the damping exactly."
             )
         size = torch.from_numpy(sizes).reshape(-1, *[1] * max(gamma.dim(), eta.dim()))
-        self.gamma = of_sde.coefficients(gamma, diffusion(gamma, eta), size).to(self.template)
+        self.gamma: Any = of_sde.coefficients(gamma, diffusion(gamma, eta), size).to(self.template)
 
     def counts(self) -> Sequence[int]:
-        """How many steps there are in each interval."""
         return self.steps
 
     def coefficients(self, attempt: Attempt) -> tuple[Rows, None]:
-        """Those of the interval in which the steps are."""
-        assert isinstance(self.gamma, Tensor)
         interval = int(self.ends.searchsorted(attempt.number, "right"))
         return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
 
@@ -600,11 +564,9 @@ def sdeint(
     """
     if not isinstance(unwrapped(sde), HeavyBallSDE):
         raise TypeError(NO_SDE.format(type(sde).__name__))
-    if method not in GRADIENTS:
-        raise unknown_method(method)
     name: Any = getattr(gradient, "name", gradient)
-    if name not in GRADIENTS[method]:
-        raise wrong_gradient(method, name)
+    if name not in GRADIENTS.get(method, ()):
+        raise method_error(method, name)
     snapshot = Snapshot(sde)
     state: Any = checked_state(sde, y0, snapshot)
     term = ODETerm(sde, state, Tally(sde, NFE()), second_order=True)
@@ -629,29 +591,25 @@ def sdeint(
     if name == "reversible" and torch.is_grad_enabled():
         problem.check_growth()
     with solving(snapshot, h.device.type):
-        rows = chosen(gradient).solve(problem, state, snapshot)
+        rows = adjoint_of(gradient).solve(problem, state, snapshot)
         check_finite(problem, state, rows)
     h, m = term.unflatten(rows, (len(times),))
     return h, m
 
 
-def unknown_method(method: object) -> ValueError:
-    """The error for a method that there is not."""
+def method_error(method: str, gradient: str) -> ValueError:
     methods = tuple(GRADIENTS)
-    fix = f"method={nearest(method, methods) or 'ubu'!r}"
-    if method in (*METHODS, *TORCHDIFFEQ):
-        fix = f"{fix}, or hbnode.odeint, which leaves the noise out"
-    return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
-
-
-def wrong_gradient(method: str, gradient: object) -> ValueError:
-    """The error for a gradient that is not for a method."""
+    if method not in methods:
+        fix = f"method={nearest(method, methods) or 'ubu'!r}"
+        if method in (*METHODS, *TORCHDIFFEQ):
+            fix = f"{fix}, or hbnode.odeint, which leaves the noise out"
+        return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
     gradients = GRADIENTS[method]
     fixes = {
         "reversible": "method='ubu' with gradient='reversible', or gradient='direct'",
         "adjoint": "gradient='checkpoint', which is exact",
     }
-    fix = fixes.get(str(gradient), f"gradient={nearest(gradient, gradients) or 'direct'!r}")
+    fix = fixes.get(gradient, f"gradient={nearest(gradient, gradients) or 'direct'!r}")
     return ValueError(f"gradient={gradient!r} is not for method={method!r}; expected one of {gradients}. Fix: {fix}.")
 
 

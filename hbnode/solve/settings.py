@@ -9,12 +9,11 @@ import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from hbnode._checks import as_count
-from hbnode._suggestions import nearest, nearest_method
+from hbnode._checks import as_count, nearest, nearest_method
 from hbnode.solve.methods import METHODS, SPLITTING
 
 NativeMethod = Literal["nystrom4", "nystrom6", "nystrom8", "exponential", "leapfrog", "blanes_moan4", "tsit5"]
@@ -31,8 +30,7 @@ ADAMS = ("explicit_adams", "implicit_adams", "fixed_adams")
 FIXED = ("euler", "midpoint", "heun2", "heun3", "rk4", *ADAMS)
 SCIPY = ("scipy_solver",)
 TORCHDIFFEQ = (*ADAPTIVE, *FIXED, *SCIPY)
-GRADIENTS = ("checkpoint", "direct", "reversible", "adjoint")
-SAVES = ("interpolate", "exact")
+GRADIENTS, SAVES = get_args(Gradient), get_args(Save)
 
 ARGUMENTS = {  # what is an argument and no option, and how it is written
     "max_num_steps": "max_steps=n, an argument and no option",
@@ -58,9 +56,7 @@ class Settings:
     jump_times: Any = ()
     max_steps: int = 10_000
     compile: bool = False
-    common_steps: bool = (
-        False  # whether samples with times of their own take the same fraction of their spans in a step
-    )
+    common_steps: bool = False  # samples with times of their own take the same fraction of their spans in a step
     options: dict[str, Any] | None = None
     adjoint_options: dict[str, Any] | None = None
 
@@ -89,24 +85,6 @@ class Settings:
             if not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}. Fix: {name}=1e-5 is the default.")
         jumps = checked_jumps(self.jump_times)
-        self._check_steps(theirs, jumps)
-        checked = dataclasses.replace(
-            self,
-            steps=None if self.steps is None else operator.index(self.steps),
-            max_steps=as_count(self.max_steps, "max_steps"),
-            jump_times=jumps,
-        )
-        if not theirs:
-            checked._check_native()
-        elif self.compile:
-            raise ValueError(
-                f"compile=True is for native methods, got method={method!r}. "
-                "Fix: leave method out, or compile the network, torch.compile(func)."
-            )
-        return checked
-
-    def _check_steps(self, theirs: bool, jumps: tuple[float, ...]) -> None:
-        """Check all that says where steps end."""
         if self.steps is not None:
             is_whole = hasattr(self.steps, "__index__") and not isinstance(self.steps, bool)
             if not (is_whole and self.steps >= 1):
@@ -126,6 +104,17 @@ class Settings:
                 f"jump_times are for adaptive steps, got steps={self.steps}. Fix: leave steps out, or the jumps among "
                 "the output times."
             )
+
+        if theirs and self.compile:
+            raise ValueError(
+                f"compile=True is for native methods, got method={method!r}. "
+                "Fix: leave method out, or compile the network, torch.compile(func)."
+            )
+        max_steps = as_count(self.max_steps, "max_steps")
+        if not theirs:
+            self._check_native()
+        steps = None if self.steps is None else operator.index(self.steps)
+        return dataclasses.replace(self, steps=steps, max_steps=max_steps, jump_times=jumps)
 
     def _check_native(self) -> None:
         """Check the options of a native method, and what its steps and gradient need."""

@@ -11,13 +11,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hbnode._checks import CHANGES_INPUT
-from hbnode._state import State, cast, like
 from hbnode._torch import is_tracing
+from hbnode._tree import State, cast, like
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nfe import Tally
 from hbnode.signal import queries
-from hbnode.solve.dropout import SolveDropout
+
+
+class SolveDropout(nn.Module):
+    r"""Dropout for the inside of a field: one mask for each solve, instead of one for each evaluation.
+
+    A field with an ordinary dropout is another function at each evaluation; it has no solution, and an adaptive
+    solver chases its noise. Here the mask is drawn at the first evaluation of a solve and kept to its end, its
+    backward pass included. Used twice in a network on inputs of one shape, it has one mask for both.
+
+    In evaluation mode it does nothing; called outside of a solve it draws a mask each time. One module serves one solve
+    at a time: give threads copies of their own.
+
+    Arguments:
+        p: probability with which an element is set to 0; the others are divided by 1 - p. Default: 0.5.
+
+    Raises:
+        ValueError: if p is not in [0, 1).
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"p must be a probability in [0, 1), got {p}. Fix: SolveDropout(0.1).")
+        self.p = float(p)
+        self.solve: dict[str, Tensor] | None = None  # the mask of the solve that runs, put here by it
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` times the solve's mask."""
+        if not self.training or self.p == 0:
+            return x
+        if self.solve is None:
+            return nn.functional.dropout(x, self.p)
+        if "mask" not in self.solve:
+            self.solve["mask"] = nn.functional.dropout(torch.ones_like(x, requires_grad=False).detach(), self.p)
+        mask = self.solve["mask"]
+        if mask.shape != x.shape:
+            raise ValueError(
+                f"SolveDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got an input of "
+                f"shape {tuple(x.shape)}. Fix: use one SolveDropout for each place in the network."
+            )
+        return x * mask.to(x.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the mask, which belongs to a solve and not to the module."""
+        return {**self.__dict__, "solve": None}
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}"
+
 
 _FORWARDS = tuple(kind.forward for kind in (HBNODE, GHBNODE))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,12 +78,7 @@ class ODETerm:
     value is F alone. A row is flat, (elements,), where one step size and one γ serve all elements; (batch, elements)
     where samples have steps of their own; and of the shape of h where channels have a γ of their own.
 
-    Arguments:
-        field: called ``(t, state)``.
-        y0: a state.
-        tally: counts evaluations.
-        second_order: whether to solve for h and m.
-        lanes: how many samples have steps of their own; None if all have the same.
+    ``lanes`` is how many samples have steps of their own; None if all have the same.
     """
 
     def __init__(
@@ -48,9 +90,11 @@ class ODETerm:
         self.second_order, self.rows = second_order, 2 if second_order else 1
         self.template = y0 if isinstance(y0, Tensor) else y0[0]
         self.damping: Tensor | float = 0.0
-        self.number: float | None = None  # the damping, once the host has asked for it
         self.dims = self.template.dim() if isinstance(y0, Tensor) else max(map(Tensor.dim, y0))
-        self.separate: int = getattr(self.inner, "_separate_elements", 0)
+        self.error_groups = [slice(None)]  # elements of a row whose error has a norm of its own
+        if getattr(self.inner, "has_integral", False):
+            begin = -(y0[-1].numel() if lanes is None else 1)
+            self.error_groups = [slice(begin), slice(begin, None)]
         if second_order:
             h, m = self.inner._pair(y0)
             if h.shape != m.shape:
@@ -58,7 +102,6 @@ class ODETerm:
                     f"h and m must have one shape, got {tuple(h.shape)} and {tuple(m.shape)}. Fix: make m like h."
                 )
             self.damping = self.inner.solver_damping()
-            self.separate = 0
         if isinstance(self.damping, Tensor) and self.damping.dim():
             self.damping = self.aligned(self.damping, "damping", "γ")
         self.per_channel = isinstance(self.damping, Tensor) and self.damping.dim() > 0
@@ -69,7 +112,7 @@ class ODETerm:
         if autocast:
             dtype = torch.get_autocast_dtype(device)
             self.in_autocast = functools.partial(torch.autocast, device, dtype=dtype, cache_enabled=False)
-        self.counted: int | None = None  # elements of a row that the error is estimated of; None for all
+        # torch.compile is around the field, or in it after field.compile()
         is_compiled = field is not self.inner or getattr(field, "_compiled_call_impl", None) is not None
         self.calls_field = second_order and is_compiled
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
@@ -132,7 +175,10 @@ class ODETerm:
                 state = self.unflatten((row,))
                 (f,) = self.flatten(like(self.field(t, state), state))
         if version >= 0 and row._version != version:
-            raise ValueError(CHANGES_INPUT)
+            raise ValueError(
+                "func changes its input in place, which is the solver's state. Fix: leave inplace=True out of its "
+                "first layer, or let func work on h.clone()."
+            )
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -148,9 +194,7 @@ class Snapshot:
     As a context it puts them back where a backward pass evaluates the field again: parameters may be lent
     (``torch.func.functional_call``), and a model may be in another mode by then.
 
-    Arguments:
-        field: a module, or another callable, which has none of these.
-        for_backward: whether there will be a backward pass; without it only masks and dtypes are looked at.
+    Without ``for_backward``, only masks and dtypes are looked at.
     """
 
     def __init__(self, field: Callable[..., Any], *, for_backward: bool = True) -> None:
@@ -161,7 +205,7 @@ class Snapshot:
         self.dtypes: set[torch.dtype] = set()  # of the parameters
         self.masks: list[tuple[SolveDropout, dict[str, Tensor] | None]] = []
         self._before: list[Any] = []  # torch enters a context again for each backward pass
-        for module in modules_of(field):
+        for module in field.modules() if isinstance(field, nn.Module) else ():
             if isinstance(module, SolveDropout):  # keeps the masks of a solve around this one if there is one
                 self.masks.append((module, {} if module.solve is None else module.solve))
             elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
@@ -210,20 +254,6 @@ class Snapshot:
         _restore(*self._before.pop())
 
 
-def modules_of(field: Any) -> list[nn.Module]:
-    """All modules of a field, each once; quicker than ``field.modules()``, which makes their names."""
-    if torch.compiler.is_compiling() or not isinstance(field, nn.Module):
-        return list(field.modules()) if isinstance(field, nn.Module) else []
-    pending: list[nn.Module | None] = [field]
-    found: dict[int, nn.Module] = {}
-    while pending:
-        module = pending.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            pending += module._modules.values()
-    return list(found.values())
-
-
 def _restore(modes: Sequence[Any], slots: Sequence[Any], masks: Sequence[Any], needed: Sequence[Any]) -> None:
     for module, mode in modes:
         if module.training != mode:
@@ -266,11 +296,6 @@ def unwrapped(field: Any) -> Any:
     while hasattr(field, "_orig_mod"):
         field = field._orig_mod
     return field
-
-
-def is_compiled(field: Callable[..., Any]) -> bool:
-    """Whether torch.compile is around a field, or in it after ``field.compile()``."""
-    return hasattr(field, "_orig_mod") or getattr(field, "_compiled_call_impl", None) is not None
 
 
 def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:

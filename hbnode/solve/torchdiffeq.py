@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hbnode._state import State, all_finite, is_equal, is_finite
-from hbnode._suggestions import nearest
+from hbnode._checks import nearest
 from hbnode._torch import backward_pass
+from hbnode._tree import State, all_finite, is_finite
 from hbnode.errors import MaxStepsError, NonFiniteError, SolverError, StepSizeUnderflowError
 from hbnode.nfe import Tally, open_records
 from hbnode.signal import refuse_queries_outside
-from hbnode.solve.closures import closed_over_leaves, own_parameters, refuse_unknown
+from hbnode.solve.adjoints import closed_over_leaves, own_parameters, refuse_unknown
 from hbnode.solve.settings import ADAMS, ADAPTIVE, ARGUMENTS, FIXED, SCIPY, Settings
 from hbnode.solve.term import ODETerm, Snapshot, solving
 
@@ -48,15 +48,13 @@ UNDERFLOW = "the step size underflowed. Fix: loosen rtol and atol, use float64, 
 TOO_MANY = "the solve needed more than max_steps={} {}. Fix: loosen rtol and atol, a shorter span, or more max_steps"
 
 
-def solve(field: Any, y0: State, t: Tensor, settings: Settings, tally: Tally, snapshot: Snapshot) -> State:
-    """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked."""
-    return find_event(field, y0, t, settings, tally, snapshot, None)[1]
-
-
-def find_event(
+def solve(
     field: Any, y0: State, t: Tensor, settings: Settings, tally: Tally, snapshot: Snapshot, event_fn: Any
 ) -> tuple[Tensor, State]:
-    """:func:`solve` until an event: its time, and the states at the start and there."""
+    """Solve with one of torchdiffeq's methods; the arguments are those of :func:`hbnode.odeint`, already checked.
+
+    Returns the times and the states there; with an event, its time, and the states at the start and there.
+    """
     with torch.inference_mode(False):  # else its tableaus would be tensors that no graph may save, ever
         import torchdiffeq  # here, because it imports scipy
 
@@ -64,7 +62,7 @@ def find_event(
     term = ODETerm(field, y0, tally, second_order=False)
     term.per_channel = isinstance(y0, Tensor)  # which keeps its shape
     (row,), options = term.flatten(y0), checked_options(settings, t.detach(), is_event)
-    watched = WatchedField(term, row, t, settings, snapshot, is_event)
+    counted = CountedField(term, row, t, settings, snapshot, is_event)
     given: dict[str, Any] = {"rtol": settings.rtol, "atol": settings.atol, "method": method}
     given["options"] = options | {"norm": functools.partial(norm, term, options.get("norm"))}
 
@@ -78,9 +76,9 @@ def find_event(
     with solving(snapshot, row.device.type):
         leaves: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled() and (is_adjoint or method in SCIPY):
-            leaves = watched.leaves(t, row, options.get("perturb", False))
+            leaves = counted.leaves(t, row, options.get("perturb", False))
         if is_adjoint:
-            given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, watched)}
+            given |= {"adjoint_params": leaves, "adjoint_options": adjoint_options(options, settings, counted)}
         elif method in SCIPY and torch.is_grad_enabled() and any(x.requires_grad for x in (t, row, *leaves)):
             raise ValueError(
                 "method='scipy_solver' leaves torch, so it has no direct gradient; expected gradient='adjoint'. "
@@ -88,7 +86,7 @@ def find_event(
             )
         integrate = torchdiffeq.odeint_adjoint if is_adjoint else torchdiffeq.odeint
         try:
-            found = integrate(watched, row, t, **given, **({"event_fn": event} if is_event else {}))
+            found = integrate(counted, row, t, **given, **({"event_fn": event} if is_event else {}))
         except (AssertionError, RuntimeError) as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
             is_endless = "Reached maximum number of iterations" in str(error)
@@ -96,9 +94,9 @@ def find_event(
             if not is_theirs or not (is_endless or isinstance(error, AssertionError)):
                 raise
             kind = MaxStepsError if is_endless else SolverError
-            raise watched.failure(kind, f"torchdiffeq's {method} gave up: {error}") from error
+            raise counted.failure(kind, f"torchdiffeq's {method} gave up: {error}") from error
         time, rows = found if is_event else (t, found)
-        watched.check_solution(rows, t)
+        counted.check_solution(rows, t)
     # the backward pass of the adjoint needs its own, and the caller may change his in place
     rows = rows.clone() if is_adjoint else rows
     return time.detach(), term.unflatten((rows,), (len(rows),))  # the gradient of the time is odeint_event's business
@@ -108,13 +106,13 @@ def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Ten
     """The user's norm, or the RMS over all elements; where rows end with an integral, the larger of its and theirs."""
     if own is not None:
         return own(term.unflatten((row,)))
-    if not term.separate:
+    if len(term.error_groups) == 1:
         return row.pow(2).mean().sqrt() if row.numel() else row.sum()
-    pieces = row[:, : -term.separate], row[:, -term.separate :]  # by a norm with a gradient at 0, where q starts
+    pieces = [row[group] for group in term.error_groups]  # by a norm with a gradient at 0, where q starts
     return torch.maximum(*(torch.linalg.vector_norm(x) / max(x.numel(), 1) ** 0.5 for x in pieces))
 
 
-class WatchedField:
+class CountedField:
     """The field on rows as torchdiffeq calls it: counts steps, and stops a solve that has gone wrong."""
 
     def __init__(
@@ -123,10 +121,10 @@ class WatchedField:
         self.term, self.tally, self.snapshot, self.settings = term, term.tally, snapshot, settings
         self.method, self.dtype = settings.method, row.dtype
         self.limit = settings.max_steps + max(len(t) - 2, 0)  # an adjoint takes a step or more in each output interval
-        heard = CALLBACKS if self.method in ADAPTIVE else CALLBACKS[:1] if self.method in FIXED else ()
-        warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in heard])
-        self.heard = (*heard, *(f"{name}_adjoint" for name in heard))
-        self.reports_steps = bool(heard) and not (is_event and self.method in FIXED)  # else evaluations are limited
+        callbacks = CALLBACKS if self.method in ADAPTIVE else CALLBACKS[:1] if self.method in FIXED else ()
+        warn_of_callbacks(term.field, self.method, [name for name in CALLBACKS if name not in callbacks])
+        self.callbacks = (*callbacks, *(f"{name}_adjoint" for name in callbacks))
+        self.reports_steps = bool(callbacks) and not (is_event and self.method in FIXED)  # else evaluations are limited
         self.forward_pass = backward_pass()  # that of an adjoint around it
         self.known: frozenset[int] = frozenset()  # ids of the tensors that the adjoint differentiates
         self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=32)  # the evaluations since the last step began
@@ -140,7 +138,7 @@ class WatchedField:
         """The derivative, of an evaluation made ahead or a new one."""
         t, y = t.to(self.dtype), y.to(self.dtype)  # times of another dtype promote a scalar state
         first, self.first = self.first, None
-        if first is not None and is_equal((t, y), first[:2]):
+        if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
             return first[2]
         again = self.settings.gradient == "adjoint" and self.forward_pass != backward_pass()
         value = self._evaluate_again(t, y) if again else self._evaluate(t, y)
@@ -180,11 +178,11 @@ class WatchedField:
 
     def __getattr__(self, name: str) -> Callable[[Tensor, State, Tensor], None]:
         """The callbacks that the method calls; torchdiffeq warns of others."""
-        if name not in self.__dict__.get("heard", ()):
+        if name not in self.__dict__.get("callbacks", ()):
             raise AttributeError(name)
-        return functools.partial(self._hear, name)
+        return functools.partial(self._call_back, name)
 
-    def _hear(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
+    def _call_back(self, name: str, t0: Tensor, y0: State, dt: Tensor) -> None:
         """One of the callbacks: a step of size ``dt`` from ``(t0, y0)`` begins, is accepted or is rejected."""
         is_start, in_adjoint = name.startswith("callback_step"), name.endswith("_adjoint")
         t0 = -t0 if in_adjoint and self.is_down else t0  # torchdiffeq's adjoint of a solve that goes down goes up
@@ -241,9 +239,9 @@ class WatchedField:
 def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequence[str]) -> None:
     """Say which of these callbacks a field has: its method never calls them."""
     own, kind = getattr(field, "__dict__", {}), type(field)
-    unheard = [name for name in names if name in own or hasattr(kind, name)]
-    if unheard:
-        message = f"method={method!r} does not call {', '.join(unheard)} of the field. Fix: method='dopri5'."
+    ignored = [name for name in names if name in own or hasattr(kind, name)]
+    if ignored:
+        message = f"method={method!r} does not call {', '.join(ignored)} of the field. Fix: method='dopri5'."
         warnings.warn(message, stacklevel=2)
 
 
@@ -281,10 +279,10 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int) -> Tensor:
     return torch.cat([(t[:-1, None] + t.diff()[:, None] * fractions).reshape(-1), t[-1:]])
 
 
-def adjoint_options(own: dict[str, Any], settings: Settings, watched: WatchedField) -> dict[str, Any]:
+def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
     """The options of the backward solve: those of the forward one, but for its norm, and the ones given."""
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
-    given, term = known_options(given, settings.method, "adjoint_options"), watched.term
+    given, term = known_options(given, settings.method, "adjoint_options"), counted.term
     if (norm := given.get("norm", "seminorm")) != "seminorm":
         if not callable(norm):
             fix = "leave the norm out for torchdiffeq's own, over all of the adjoint's state"
@@ -293,7 +291,7 @@ def adjoint_options(own: dict[str, Any], settings: Settings, watched: WatchedFie
             given["norm"] = lambda x: norm((x[0], *term.unflatten(x[1:2]), *term.unflatten(x[2:3]), *x[3:]))
     dropped = {"norm", *(GRID if any(name in given for name in GRID) else ())}
     options = {name: value for name, value in own.items() if name not in dropped} | given
-    turned = {"step_t", "jump_t"} & options.keys() if watched.is_down else ()  # which torchdiffeq negates but once
+    turned = {"step_t", "jump_t"} & options.keys() if counted.is_down else ()  # which torchdiffeq negates but once
     return options | {name: -options[name] for name in turned}
 
 

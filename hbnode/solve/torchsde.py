@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import as_seed
-from hbnode._state import is_finite
+from hbnode._tree import is_finite
 from hbnode.errors import NonFiniteError, ReversalError
 from hbnode.signal import refuse_queries_outside
 from hbnode.solve.term import ODETerm, Snapshot, solving
@@ -31,7 +31,6 @@ class _Flat(nn.Module):
         self.sde_type = "stratonovich" if method in STRATONOVICH else "ito"
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
-        """The drift."""
         return self.term((t + self.start).to(y), y)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
@@ -40,7 +39,6 @@ class _Flat(nn.Module):
         return torch.cat([torch.zeros_like(scale), scale], 1)
 
     def g_prod(self, t: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """The diffusion times a vector (batch, d)."""
         return torch.cat([torch.zeros_like(v), self._scale(y) * v], 1)
 
     def _scale(self, y: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def test_a_graph_is_not_taken_for_a_transform():
     """Which would take plain, slow paths in compiled code."""
 
     def doubled(x):
-        return x + 1 if _torch.is_active() else 2 * x
+        return x + 1 if _torch.is_transformed() else 2 * x
 
     x = torch.full((2,), 3.0)
     assert torch.compile(doubled, backend="eager", fullgraph=True)(x).tolist() == doubled(x).tolist() == [6.0, 6.0]

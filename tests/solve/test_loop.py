@@ -108,7 +108,7 @@ def test_evaluations_are_counted(method, gradient):
     nfe, stages = block.nfe, METHODS[method].evaluations
     assert nfe.total == func.calls
     assert nfe.steps == 17
-    assert nfe.forward == stages * nfe.steps + METHODS[method].carries
+    assert nfe.forward == stages * nfe.steps + METHODS[method].is_fsal
     assert (nfe.backward, nfe.backward_steps) == ((stages * nfe.steps, nfe.steps) if gradient is AGAIN else (0, 0))
     assert ("(graph kept)" in str(nfe)) == (gradient is not AGAIN)
 

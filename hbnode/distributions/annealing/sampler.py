@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import override
 
 from hbnode import _torch
-from hbnode._checks import as_count, as_seed
-from hbnode._signature import takes_time
+from hbnode._checks import as_count, as_seed, takes_time
 from hbnode.distributions.annealing.checks import (
     check_device,
     check_dtype,

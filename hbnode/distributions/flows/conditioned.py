@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hbnode._signature import takes_time
+from hbnode._checks import takes_time
 from hbnode.fields import GHBNODE, HBNODE
 
 

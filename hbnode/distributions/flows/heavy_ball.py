@@ -16,7 +16,7 @@ from torch.distributions import Independent, Normal
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_input
-from hbnode._state import describe
+from hbnode._tree import describe
 from hbnode.distributions.flows.conditioned import ConditionedGHBNODE, ConditionedHBNODE
 from hbnode.fields import GHBNODE, HBNODE
 from hbnode.nn.nets import MLP

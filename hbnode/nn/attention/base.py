@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_input
-from hbnode._constants import KeepsConstants
-from hbnode._torch import may_look
+from hbnode._torch import KeepsConstants, may_look
 
 State = TypeVar("State")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._checks import ArrayLike
-from hbnode._records import Record, record
 from hbnode._torch import may_look
+from hbnode._tree import Record, record
 from hbnode.nn.oscillators.closed_form import oscillator_step
 from hbnode.nn.oscillators.coefficients import wide
 from hbnode.nn.oscillators.rates import OscillatorBank

@@ -11,8 +11,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count
-from hbnode._records import Record, record
 from hbnode._torch import may_look
+from hbnode._tree import Record, record
 from hbnode.nn.oscillators.layer import Oscillators
 from hbnode.nn.oscillators.rates import DECAY, FREQUENCY, Range
 from hbnode.nn.oscillators.state import OscillatorState

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hbnode._records import Record, record
+from hbnode._tree import Record, record
 
 
 @record

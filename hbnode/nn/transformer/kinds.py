@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hbnode._suggestions import nearest
+from hbnode._checks import nearest
 from hbnode.nn.attention.base import MultiheadBase
 from hbnode.nn.attention.multihead import HeavyBallMemory, MomentumAttention
 from hbnode.nn.attention.softmax import SoftmaxAttention
