@@ -12,7 +12,7 @@ from torch import nn
 
 import hbnode
 from hbnode import _torch
-from hbnode.nn.oscillators import layout
+from hbnode.nn import _oscillator_scan as layout
 from tests.reference_oscillators import imex_entries, layer_loop
 
 VARIANTS = list(itertools.product(["exact", "imex"], ["impulse", "hold"]))
@@ -22,7 +22,7 @@ variants = pytest.mark.parametrize(("discretization", "input"), VARIANTS)
 @pytest.fixture
 def narrow(monkeypatch):
     """Pieces so small that a short series has many, of many chunks and of one."""
-    monkeypatch.setattr(layout, "WIDTH", 64)
+    monkeypatch.setattr(layout, "_WIDTH", 64)
 
 
 def make(*sizes, dtype=torch.float64, mixed=False, **options):
