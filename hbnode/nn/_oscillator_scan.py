@@ -172,8 +172,9 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
             return c, -s, s, c
         lost, half = (dt * -first).expm1(), dt * (second / 2)
         fall, sine = lost + 1, half.sin()
-        fallen = 2 * fall * sine.square()  # e^{-aΔ} (1 - cos ωΔ)
-        c, s = fall - fallen, 2 * fall * sine * half.cos()
+        s = half.cos().mul_(sine).mul_(fall).mul_(2)
+        fallen = sine.square().mul_(fall).mul_(2)  # e^{-aΔ} (1 - cos ωΔ)
+        c = fall - fallen
         return c, -s, s, c, lost - fallen, s
     if kind == "imex":
         implicit = 1 / (1 + first * dt)
@@ -324,7 +325,7 @@ class _Segment(NamedTuple):
 
     def rows(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the part of (batch, T, n) as (steps * batch * chunks, n)."""
-        return self.view(z).to(dtype, memory_format=torch.contiguous_format).reshape(-1, z.shape[-1])
+        return self.view(z).to(dtype).reshape(-1, z.shape[-1])
 
     def end_indices(self, ends: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return which sequences end in the segment, and where in (steps, batch, chunks)."""
@@ -355,6 +356,8 @@ class _Oscillators:
     def __init__(self, kind: str, is_held: bool, inputs: ScanInput, index: Any) -> None:
         self.kind, self.is_held, self.index, self.inputs = kind, is_held, index, inputs
         self.dtype = inputs.v0.dtype
+        # The entries of strong damping, and their gradients, are small differences
+        self.wide = inputs.rates.dtype if kind == "exact" and inputs.gaps is not None else self.dtype
         self.rates, self.w = inputs.rates[:, index], inputs.w[index]
         self.c = tuple(part[:, index] for part in inputs.c.chunk(2, 1))
         self.size = len(self.w)
@@ -364,7 +367,7 @@ class _Oscillators:
     def transitions(self, segment: _Segment, with_vjp: bool = False) -> tuple[Entries, Entries]:
         """Return the entries of M and f, (steps, 1 or batch, chunks * P), and of the product of M over each chunk.
 
-        All but the entries of rotations are computed in float64. ``with_vjp`` prepares :meth:`add_rates`.
+        ``with_vjp`` prepares :meth:`add_rates`.
         """
         dtype, gaps = self.dtype, self.inputs.gaps
         if gaps is None:
@@ -372,9 +375,8 @@ class _Oscillators:
             power = torch.linalg.matrix_power(self.rates[:4].T.unflatten(1, (2, 2)), segment.steps)
             carries: Entries = tuple(each.expand(1, segment.chunks, -1) for each in power.flatten(1).T.to(dtype))
             return tuple(entry.expand(segment.steps, 1, -1) for entry in row), carries
-        self.gaps = segment.view(gaps).to(self.rates.dtype).unsqueeze(-1)
+        self.gaps = segment.view(gaps).to(self.wide).contiguous().unsqueeze(-1)
         if self.kind == "rotation":
-            self.gaps = self.gaps.to(dtype, memory_format=torch.contiguous_format)
             entries = transition("rotation", self.is_held, self.rates.to(dtype), self.gaps)
             (a, omega), total = self.rates, self.gaps.to(self.rates.dtype).sum(0)
             phase = total * omega
@@ -385,11 +387,15 @@ class _Oscillators:
         else:
             compute = functools.partial(transition, self.kind, self.is_held)
             if with_vjp:  # autograd is off inside operations of torch.library
-                found: Any = torch.func.vjp(compute, self.rates, self.gaps)
+                found: Any = torch.func.vjp(compute, self.rates.to(self.wide), self.gaps)
                 entries, self.vjp = found
             else:
-                entries = compute(self.rates, self.gaps)
-            carries = tuple(_chunk_products(torch.stack(entries[:4])).to(dtype))
+                entries = compute(self.rates.to(self.wide), self.gaps)
+            if self.kind == "exact":
+                carries = transition("exact", False, self.rates, self.gaps.sum(0))
+            else:
+                carries = tuple(_chunk_products(torch.stack(entries[:4])))
+            carries = tuple(carry.to(dtype) for carry in carries)
         return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
 
     def inputs_of(self, u: Tensor, entries: Entries) -> Pair:
@@ -420,16 +426,15 @@ class _Oscillators:
                 return None
             a, omega = self.rates.to(self.dtype)
             return (across.view(shape) * omega - along.view(shape) * a).sum(-1, keepdim=True)
-        factors = [(gv, v[:-1]), (gv, x[:-1]), (gx, v[:-1]), (gx, x[:-1]), (gv, u), (gx, u)][: len(entries)]
+        v, x, u, gv, gx = (z.to(self.wide) for z in (v[:-1], x[:-1], u, gv, gx))
+        factors = [(gv, v), (gv, x), (gx, v), (gx, x), (gv, u), (gx, u)][: len(entries)]
+        sizes = (1, 1, 1) if self.inputs.gaps is None else self.gaps.shape[:3]
+        products = ((one * other).view(shape) for one, other in factors)
+        grads = tuple(each.sum_to_size(*sizes, self.size) for each in products)
         if self.inputs.gaps is None:
-            ones = u.new_ones(1, u.numel() // self.size)
-            for total, (one, other) in zip(self.drates, factors, strict=True):
-                total.add_((ones @ (one * other).view(-1, self.size))[0])
+            self.drates += torch.cat(grads).view(self.drates.shape)
             return None
-        wide = self.rates.dtype  # strong damping has entries, and gradients, that are small differences
-        products = ((one.to(wide) * other.to(wide)).view(shape) for one, other in factors)
-        steps, batch, chunks, _ = self.gaps.shape
-        drates, dgaps = self.vjp(tuple(each.sum_to_size(steps, batch, chunks, self.size) for each in products))
+        drates, dgaps = self.vjp(grads)
         self.drates += drates
         return dgaps
 
