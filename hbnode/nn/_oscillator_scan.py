@@ -414,7 +414,8 @@ class _Oscillators:
             grads: gradients of v and x after each transition, of the same shape.
             wants_gaps: whether the gradient of the gaps is wanted.
         """
-        (v, x), (gv, gx) = states, grads
+        v, x = states
+        gv, gx = grads
         shape = (*u.shape[:2], -1, self.size)
         if self.kind == "rotation":  # of z = e^{λΔ} z₀ with the gradient g: Δ Re(ḡz) for -a, Δ Im(ḡz) for ω
             p, q = (v[1:] + u if self.is_held else v[1:] - u), x[1:]
@@ -426,15 +427,14 @@ class _Oscillators:
                 return None
             a, omega = self.rates.to(self.dtype)
             return (across.view(shape) * omega - along.view(shape) * a).sum(-1, keepdim=True)
-        v, x, u, gv, gx = (z.to(self.wide) for z in (v[:-1], x[:-1], u, gv, gx))
+        v, x, u, gv, gx = [z.to(self.wide) for z in (v[:-1], x[:-1], u, gv, gx)]
         factors = [(gv, v), (gv, x), (gx, v), (gx, x), (gv, u), (gx, u)][: len(entries)]
         sizes = (1, 1, 1) if self.inputs.gaps is None else self.gaps.shape[:3]
-        products = ((one * other).view(shape) for one, other in factors)
-        grads = tuple(each.sum_to_size(*sizes, self.size) for each in products)
+        products = tuple((one * other).view(shape).sum_to_size(*sizes, self.size) for one, other in factors)
         if self.inputs.gaps is None:
-            self.drates += torch.cat(grads).view(self.drates.shape)
+            self.drates += torch.cat(products).view(self.drates.shape)
             return None
-        drates, dgaps = self.vjp(grads)
+        drates, dgaps = self.vjp(products)
         self.drates += drates
         return dgaps
 
@@ -465,7 +465,7 @@ def _chunk_products(matrices: Tensor) -> Tensor:
 
 
 def _rows(entries: Entries) -> list[Entries]:
-    return list(zip(*(entry.unbind() for entry in entries[:4]), strict=True))
+    return list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
 
 
 def _pairs(states: Sequence[Tensor]) -> list[Pair]:
@@ -496,10 +496,11 @@ def _starts(
     spare = [tuple(torch.empty_like(inputs[0][0]) for _ in range(2)) for _ in range(2)]
     states: Any = [inputs[0], *(spare[i % 2] for i in range(len(rows)))]
     _recur(rows, inputs[1:], states)
-    ends = (end.view(len(start[0]), carries[0].shape[1], -1).unbind(1) for end in states[-1])
+    ends = [end.view(len(start[0]), carries[0].shape[1], -1) for end in states[-1]]
     v, x = start
     found = [(v, x)]
-    for end_v, end_x, vv, vx, xv, xx in list(zip(*ends, *(carry.unbind(1) for carry in carries), strict=True))[::order]:
+    chunks = list(zip(*[z.unbind(1) for z in (*ends, *carries)], strict=True))
+    for end_v, end_x, vv, vx, xv, xx in chunks[::order]:
         v, x = torch.addcmul(end_v, vv, v).addcmul_(vx, x), torch.addcmul(end_x, xv, v).addcmul_(xx, x)
         found.append((v, x))
     found = found[:-1][::order]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ __all__ = [
 
 Range = tuple[float, float]
 Lengths = Tensor | Sequence[int]
+Series = TypeVar("Series", Tensor, PackedSequence)
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
@@ -93,13 +94,14 @@ class _OscillatorModule(nn.Module):
         self,
         input_size: int,
         hidden_size: int,
-        num_oscillators: int | None,
-        discretization: str,
-        input: str,
-        frequency: Range,
-        decay: Range,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        num_oscillators: int | None = None,
+        *,
+        discretization: Literal["exact", "imex"] = "exact",
+        input: Literal["impulse", "hold"] = "impulse",
+        frequency: Range = FREQUENCY,
+        decay: Range = DECAY,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.input_size = as_count(input_size, "input_size")
@@ -319,8 +321,8 @@ class Oscillators(_OscillatorModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = (discretization, input, frequency, decay, device, dtype)
-        super().__init__(input_size, hidden_size, num_oscillators, *options)
+        options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
+        super().__init__(input_size, hidden_size, num_oscillators, **options, device=device, dtype=dtype)
         self.noise = bool(noise)
         if self.noise and self.hidden_size != self.input_size:
             raise ValueError(
@@ -352,26 +354,14 @@ class Oscillators(_OscillatorModule):
         """The current standard deviation of the noise of each feature, (input_size,). None without noise."""
         return None if self.log_observation_noise is None else self.log_observation_noise.exp()
 
-    @overload
     def forward(
         self,
-        x: Tensor,
-        t: ArrayLike | None = None,
-        state: OscillatorState | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-    ) -> tuple[Tensor, OscillatorState]: ...
-    @overload
-    def forward(
-        self,
-        x: PackedSequence,
+        x: Series,
         t: ArrayLike | PackedSequence | None = None,
         state: OscillatorState | None = None,
         mask: Tensor | PackedSequence | None = None,
-    ) -> tuple[PackedSequence, OscillatorState]: ...
-    def forward(
-        self, x: Any, t: Any = None, state: OscillatorState | None = None, mask: Any = None, lengths: Any = None
-    ) -> tuple[Tensor | PackedSequence, OscillatorState]:
+        lengths: Lengths | None = None,
+    ) -> tuple[Series, OscillatorState]:
         """Return the outputs, and the state after the last sample.
 
         Arguments:
@@ -384,23 +374,22 @@ class Oscillators(_OscillatorModule):
                 add nothing to an impulse; a held input keeps the last that was observed. Default: ``None``
             lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
         """
-        packed = x if isinstance(x, PackedSequence) else None
-        if packed is not None:
+        given: list[Any] = [x, t, mask]
+        if isinstance(x, PackedSequence):
             if lengths is not None:
                 raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
-            x, lengths = pad_packed_sequence(packed, batch_first=True)
-            t, mask = (
-                pad_packed_sequence(z, batch_first=True)[0] if isinstance(z, PackedSequence) else z for z in (t, mask)
-            )
-        if isinstance(t, OscillatorState):
+            lengths = pad_packed_sequence(x)[1]
+            given = [pad_packed_sequence(z, True)[0] if isinstance(z, PackedSequence) else z for z in given]
+        series, times, observed = given
+        if isinstance(times, OscillatorState):
             raise TypeError("t is an OscillatorState; times come before it. Fix: layer(x, None, state).")
         if state is not None:
             self._refuse_both_directions("takes no state")
-            self._check_state(state, x.shape[0] if isinstance(x, Tensor) else 0, OscillatorState)
-        sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
-        self._check_dtype(x)
-        is_shared = state is None and (t is None or as_times(t, "t").dim() == 1)
-        with no_autocast(x):
+            self._check_state(state, series.shape[0] if isinstance(series, Tensor) else 0, OscillatorState)
+        sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
+        self._check_dtype(series)
+        is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
+        with no_autocast(series):
             y, after = self._scan(sequences, state, 1.0 if t is None else _gaps(sequences, state, is_shared))
             if self.reverse is not None:
                 order, since = sequences.backwards()
@@ -411,10 +400,10 @@ class Oscillators(_OscillatorModule):
                 gaps = 1.0 if t is None else _gaps(reverse, None, is_shared and lengths is None)
                 y = torch.cat([y, _reorder(self.reverse._scan(reverse, None, gaps)[0], order)], -1)
         y = sequences.padded(y)
-        if packed is None:
-            return y, after
-        is_sorted = packed.sorted_indices is None
-        return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=is_sorted), after
+        if isinstance(x, PackedSequence):
+            is_sorted = x.sorted_indices is None
+            return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=is_sorted), after
+        return y, after
 
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward
@@ -654,22 +643,6 @@ class OscillatorCell(_OscillatorModule):
         torch.Size([4, 8])
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_oscillators: int | None = None,
-        *,
-        discretization: Literal["exact", "imex"] = "exact",
-        input: Literal["impulse", "hold"] = "impulse",
-        frequency: Range = FREQUENCY,
-        decay: Range = DECAY,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        options = (discretization, input, frequency, decay, device, dtype)
-        super().__init__(input_size, hidden_size, num_oscillators, *options)
-
     def forward(
         self, x: Tensor, state: OscillatorState | None = None, dt: float | Tensor = 1.0
     ) -> tuple[Tensor, OscillatorState]:
@@ -832,21 +805,11 @@ class OscillatorStack(nn.Module):
         self.head = head
         self.encoder = nn.Linear(self.input_size, hidden_size)
 
-        def layer() -> Oscillators:
-            return Oscillators(
-                hidden_size,
-                hidden_size,
-                num_oscillators,
-                discretization=discretization,
-                input=input,
-                bidirectional=bidirectional,
-                frequency=frequency,
-                decay=decay,
-            )
-
-        self.blocks = nn.ModuleList(
-            OscillatorBlock(hidden_size, layer(), dropout, norm) for _ in range(self.num_layers)
-        )
+        options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
+        self.blocks = nn.ModuleList()
+        for _ in range(self.num_layers):
+            layer = Oscillators(hidden_size, hidden_size, num_oscillators, bidirectional=bidirectional, **options)
+            self.blocks.append(OscillatorBlock(hidden_size, layer, dropout, norm))
         width = hidden_size + (1 if head == "next" else 0)
         self.decoder = nn.Linear(width, hidden_size if output_size is None else as_count(output_size, "output_size"))
 
