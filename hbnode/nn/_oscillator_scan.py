@@ -508,7 +508,7 @@ def _starts(
 
 
 def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
-    """Scan in segments of chunks; row "oscillators, even" of benchmarks/oscillators.py: a tenth of the loop's time."""
+    """Scan in segments of chunks, 43 times as fast as the loop: row "oscillators, own" of benchmarks/oscillators.py."""
     inputs = ScanInput(*tensors)
     x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
     _torch.keep_freed_memory(x.device)

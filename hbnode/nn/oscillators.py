@@ -646,7 +646,7 @@ class OscillatorCell(_OscillatorModule):
     def forward(
         self, x: Tensor, state: OscillatorState | None = None, dt: float | Tensor = 1.0
     ) -> tuple[Tensor, OscillatorState]:
-        """The output (batch, hidden_size), and the state after the sample.
+        """Return the output (batch, hidden_size), and the state after the sample.
 
         Arguments:
             x: samples (batch, input_size).
@@ -801,7 +801,7 @@ class OscillatorStack(nn.Module):
                 f"head must be 'regression', 'classification' or 'next', got {head!r}. Fix: head='regression'."
             )
         if head == "next" and bidirectional:
-            raise ValueError("head='next' would see the next sample from behind. Fix: bidirectional=False.")
+            raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
         self.head = head
         self.encoder = nn.Linear(self.input_size, hidden_size)
 
@@ -822,12 +822,12 @@ class OscillatorStack(nn.Module):
         lengths: Lengths | None = None,
         t_next: Tensor | float | None = None,
     ) -> tuple[Tensor, OscillatorStackState]:
-        """The outputs, and the state after the last sample.
+        """Return the outputs, and the state after the last sample.
 
         Arguments:
             x: samples (batch, T, input_size).
             t: times (batch, T), or (T,) for all; None is a unit of time from each sample to the next. Default: ``None``
-            state: where to go on from, of an earlier call. A classification is of the samples of this call.
+            state: the state to continue, of an earlier call. A classification is of the samples of this call.
                 Default: ``None``
             mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. Others may be NaN, and are
                 encoded as zeros where the sample has others that are observed. Default: ``None``
@@ -871,7 +871,7 @@ class OscillatorStack(nn.Module):
 
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
-    """The time from each sample to the next, (batch, T)."""
+    """Return the time from each sample to the next, (batch, T)."""
     t = sequences.t
     gaps = t.diff()
     if t_next is not None:
@@ -896,7 +896,7 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
 
 
 def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Ranges:
-    """Ranges of initial frequencies and decays for series at these times: ``Oscillators(..., **oscillator_ranges(t))``.
+    """Return ranges of initial frequencies and decays for these times: ``Oscillators(..., **oscillator_ranges(t))``.
 
     The lowest frequency and decay rate are 1 / span, of the longest series. The highest frequency is
     1 / (4 gap) for the median gap, half that of Nyquist, and the highest decay rate 1 / (10 gap).
