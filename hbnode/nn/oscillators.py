@@ -490,11 +490,7 @@ class Oscillators(_OscillatorModule):
             return y, OscillatorState(*paths[-1], time, state.held)
 
     def log_likelihood(
-        self,
-        x: Tensor,
-        t: ArrayLike | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
+        self, x: Tensor, t: ArrayLike | None = None, mask: Tensor | None = None, lengths: Lengths | None = None
     ) -> Tensor:
         """Return the log density of the observed values of each series, (batch,), in float64; with ``noise=True``.
 
