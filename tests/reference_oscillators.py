@@ -1,4 +1,4 @@
-"""Plain twins of the oscillators: exact entries with many digits, a loop over samples, D-LinOSS."""
+"""References of the oscillators: exact entries with many digits, D-LinOSS, a loop over samples."""
 
 import mpmath
 import torch

@@ -2,7 +2,7 @@
 
 from hbnode.nn.attention.memory import HeavyBallMemoryState, heavy_ball_memory
 from hbnode.nn.attention.momentum import MomentumAttentionState, momentum_attention
-from hbnode.nn.oscillators.closed_form import oscillator_step
+from hbnode.nn.oscillators import oscillator_step
 
 __all__ = [
     "momentum_attention",

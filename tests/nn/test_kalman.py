@@ -1,5 +1,7 @@
 """Noisy oscillators against the joint normal distribution of all samples."""
 
+import math
+
 import pytest
 import torch
 from torch.distributions import MultivariateNormal
@@ -88,52 +90,41 @@ def test_parts_lengths_and_half_precision():
         joined = torch.cat([first.log_likelihood, second.log_likelihood], 1)
         torch.testing.assert_close(joined, whole.log_likelihood, rtol=0, atol=1e-12)
     short = layer.log_likelihood(x, t, lengths=[8, 3])
-    torch.testing.assert_close(short, torch.stack([whole_row(layer, x, t, 0, 8), whole_row(layer, x, t, 1, 3)]))
+    for row, length in ((0, 8), (1, 3)):
+        alone = layer.log_likelihood(x[row : row + 1, :length], t[row, :length])
+        torch.testing.assert_close(short[row], alone[0])
     low = make().float()
     assert low.log_likelihood(x.float(), t).dtype == torch.float64
 
 
-def whole_row(layer, x, t, row, length):
-    return layer.log_likelihood(x[row : row + 1, :length], t[row, :length])[0]
-
-
-@pytest.mark.slow
-def test_learning_finds_the_frequency_and_the_noise():
-    torch.manual_seed(0)
-    t = (0.5 + torch.rand(16, 40)).double().cumsum(1)
-    truth = make(1, 1)
-    with torch.no_grad():
-        truth.log_damping.fill_(-3.0)
-        truth.log_stiffness.fill_(0.2)
-    samples = []
-    for row in t:
-        joint = MultivariateNormal(torch.zeros(40).double(), joint_covariance(truth, row).detach())
-        samples.append(joint.sample())
-    x = torch.stack(samples).unsqueeze(-1)
-    layer = hbnode.nn.Oscillators(1, 1, 1, noise=True, frequency=(0.15, 0.25), decay=(0.05, 0.05)).double()
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = -layer.log_likelihood(x, t).mean()
-        loss.backward()
-        optimizer.step()
-    assert loss < -truth.log_likelihood(x, t).mean() + 0.5
-    assert abs(layer.frequency.item() / truth.frequency.item() - 1) < 0.03
-
-
 def test_wrong_uses():
+    x, Oscillators = torch.zeros(2, 1, 2).double(), hbnode.nn.Oscillators
     layer = make()
-    with pytest.raises(ValueError, match=r"has no noise.*Fix"):
-        hbnode.nn.Oscillators(2, 2).filter(torch.zeros(1, 2, 2))
-    with pytest.raises(ValueError, match=r"hidden_size=3 must be input_size=2.*Fix"):
-        hbnode.nn.Oscillators(2, 3, noise=True)
-    with pytest.raises(ValueError, match=r"exact steps alone.*Fix"):
-        hbnode.nn.Oscillators(2, 2, noise=True, discretization="imex")
-    _, state = layer(torch.zeros(1, 2, 2).double())
-    with pytest.raises(TypeError, match=r"must be an OscillatorBelief.*Fix"):
-        layer.filter(torch.zeros(1, 2, 2).double(), None, state)
-    belief = layer.filter(torch.zeros(1, 2, 2).double()).state
-    with pytest.raises(ValueError, match=r"the state's time lies after.*Fix"):
-        layer.filter(torch.zeros(1, 1, 2).double(), [0.5], belief)
-    with pytest.raises(ValueError, match=r"v must have shape \(2, 3\).*Fix"):
-        layer.filter(torch.zeros(2, 1, 2).double(), [5.0], belief)
+    state = layer.filter(x).state
+    wrong = [
+        (lambda: Oscillators(2, 2).filter(x), ValueError, "has no noise"),
+        (lambda: Oscillators(2, 3, noise=True), ValueError, "hidden_size=3 must be input_size=2"),
+        (lambda: Oscillators(2, 2, noise=True, discretization="imex"), ValueError, "exact steps alone"),
+        (lambda: layer.filter(x, None, layer(x)[1]), TypeError, "must be an OscillatorBelief"),
+        (lambda: layer.filter(x, [-0.5], state), ValueError, "the state's time lies after"),
+        (lambda: layer.filter(x[:1], [5.0], state), ValueError, r"v must have shape \(1, 3\)"),
+    ]
+    for call, kind, message in wrong:
+        with pytest.raises(kind, match=message + ".*Fix"):
+            call()
+
+
+def test_noise_that_is_lost_in_rounding_is_named():
+    layer = hbnode.nn.Oscillators(2, 2, 4, noise=True)
+    x = torch.randn(1, 5, 2)
+    with torch.no_grad():
+        layer.log_observation_noise.fill_(-25.0)
+    with pytest.raises(FloatingPointError, match="times that of the noise of observation") as raised:
+        layer.filter(x)
+    least = float(str(raised.value).split("clamp_(min=")[1].split(")")[0])
+    layer.log_observation_noise.data.clamp_(min=least)  # as the message says
+    assert layer.filter(x).after.std.isfinite().all()
+    with torch.no_grad():
+        layer.log_spread[0] = math.nan
+    with pytest.raises(FloatingPointError, match="log_spread is NaN"):
+        layer.log_likelihood(x)

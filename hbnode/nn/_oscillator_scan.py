@@ -1,0 +1,689 @@
+r"""The step and the scan of damped oscillators x'' + γ x' + κ x = u: closed form, reference, and chunked fast form.
+
+A scan computes y_t = C h_t + D x_t for states h = (v, x), which follow h_t = M_t h_{t-1} + f_t W x_t. M_t is the
+transition over the gap before sample t; an impulse has f = (1, 0).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hbnode import _torch
+
+Number = float | Tensor
+Pair = tuple[Tensor, Tensor]
+Entries = tuple[Tensor, ...]  # vv, vx, xv, xx of M; for a held input also fv, fx of f
+Options = tuple[str, bool]  # the kind of transition, and whether the input is held
+
+_TERMS = 10  # of the series if |z| <= 1: the next is below 1e-19
+_HELD_TERMS = 26  # of the series of the held input, if γΔ <= 1.5: likewise
+_WIDTH = 28_672  # numbers that an operation works on: a step's operands then stay in the second-level cache
+_STEPS = 32  # samples of a chunk
+_SHORTEST = 8  # samples of the shortest chunk
+_SEGMENT = 1_048_576  # numbers in a segment of v
+
+
+# The closed form of a step
+
+
+class OscillatorStep(NamedTuple):
+    """The four entries of Φ, for the state (v, x): v' = vv v + vx x, x' = xv v + xx x."""
+
+    vv: Tensor
+    vx: Tensor
+    xv: Tensor
+    xx: Tensor
+
+
+def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> OscillatorStep:
+    r"""Return the exact step of damped oscillators over a time without input.
+
+    The oscillator x'' + γ x' + κ x = 0 has the state (v, x) with v = x'. After a time Δ the state is Φ(Δ)(v, x), with
+    a = γ/2, z = (κ - a²)Δ², c = cos √z and s = sin √z / √z:
+
+    .. math:: \Phi(\Delta) = e^{-a\Delta}
+        \begin{pmatrix} c - a\Delta s & -\kappa\Delta s \\ \Delta s & c + a\Delta s \end{pmatrix}.
+
+    The formula holds for underdamped, critical and overdamped oscillators, for γ = 0 and for κ = 0, and is smooth
+    between them. The function is differentiable any number of times with respect to every argument.
+
+    Arguments:
+        damping: γ, in 1 / time; broadcast with the other arguments.
+        stiffness: κ, in 1 / time².
+        dt: Δ, the time, not negative.
+
+    Returns:
+        The entries ``vv``, ``vx``, ``xv``, ``xx`` of Φ, a named tuple.
+
+    Example:
+        >>> import hbnode
+        >>> step = hbnode.nn.functional.oscillator_step(0.0, 1.0, 3.141592653589793 / 6)  # a twelfth of a period
+        >>> [round(float(entry), 4) for entry in step]
+        [0.866, -0.5, 0.5, 0.866]
+    """
+    gamma, kappa, dt = _as_tensors(damping, stiffness, dt)
+    a = gamma / 2
+    z, drag = (kappa - a.square()) * dt.square(), a * dt
+    is_over, is_near = z < -1.0, z.abs() <= 1.0
+    small = torch.where(is_near, z, 0.0)  # near critical damping c and s are summed as series
+    root = torch.where(is_near, 1.0, z.abs()).sqrt()
+    # e^{-aΔ} goes into the exponentials of overdamped oscillators; -a + √(a² - κ) is without cancellation
+    slow = torch.where(is_over, -(kappa * dt.square()) / (drag + root), -drag).exp()
+    fast = torch.where(is_over, -drag - root, -drag).exp()
+    phase = torch.where(is_over, 0.0, root)
+    cosine = _polynomial(small, [(-1.0) ** n / math.factorial(2 * n) for n in range(_TERMS)])
+    sine = _polynomial(small, [(-1.0) ** n / math.factorial(2 * n + 1) for n in range(_TERMS)])
+    c = torch.where(is_over, (slow + fast) / 2, slow * torch.where(is_near, cosine, phase.cos()))
+    away = torch.where(is_over, (slow - fast) / 2, slow * phase.sin()) / root
+    s = dt * torch.where(is_near, slow * sine, away)
+    return OscillatorStep(c - a * s, -kappa * s, s, c + a * s)
+
+
+def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
+    r"""Return what an input of 1, held for a time Δ, adds to v and x: :math:`F_v` and :math:`F_x`.
+
+    With Φ of :func:`oscillator_step`, :math:`F_v = \Phi_{xv}` and :math:`F_x = (1 - \Phi_{xx})/\kappa`. The second
+    loses its digits for small κ. There it is the series :math:`F_x = \Delta^2 \sum_{n \ge 2} c_n`, c₁ = 0, c₂ = 1/2,
+    :math:`c_{n+2} = -((n+1)\gamma\Delta c_{n+1} + \kappa\Delta^2 c_n)/((n+1)(n+2))`, or, overdamped,
+    :math:`\Delta(\varphi_1(\lambda_+\Delta) - \varphi_1(\lambda_-\Delta))/(\lambda_+ - \lambda_-)` with
+    :math:`\varphi_1(y) = (e^y - 1)/y`.
+
+    Arguments:
+        damping: γ, in 1 / time; broadcast with the other arguments.
+        stiffness: κ, in 1 / time².
+        dt: Δ, the time, not negative.
+    """
+    gamma, kappa, gap = torch.broadcast_tensors(*_as_tensors(damping, stiffness, dt))
+    step = oscillator_step(gamma, kappa, gap)
+    drag, spring = gamma * gap, kappa * gap.square()
+    is_slow = (drag > 1.5) & (spring < 0.1875 * drag.square())  # overdamped, with rates well apart
+    is_stiff = ~is_slow & (spring > 0.4)
+    direct = (1 - step.xx) / torch.where(is_stiff, kappa, 1.0)
+    a, b = torch.where(is_stiff | is_slow, 0.0, drag), torch.where(is_stiff, 0.0, spring)
+    before, term = torch.zeros_like(a), torch.full_like(a, 0.5)
+    total = term
+    for n in range(1, _HELD_TERMS):
+        before, term = term, -((n + 1) * a * term + b * before) / ((n + 1) * (n + 2))
+        total = total + term
+    series = gap.square() * total
+    a, b = torch.where(is_slow, drag / 2, 2.0), torch.where(is_slow, spring, 1.0)
+    root = (a.square() - b).sqrt()
+    slow, fast = -b / (a + root), -(a + root)
+    is_small = slow.abs() < 1e-3
+    phi = _polynomial(torch.where(is_small, slow, 0.0), [1 / math.factorial(n + 1) for n in range(6)])
+    away = torch.where(is_small, 1.0, slow)
+    phi = torch.where(is_small, phi, torch.expm1(away) / away)
+    overdamped = gap.square() * (phi - torch.expm1(fast) / fast) / (2 * root)
+    return step.xv, torch.where(is_stiff, direct, torch.where(is_slow, overdamped, series))
+
+
+def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
+    """Return numbers as tensors of the dtype and on the device of the tensors among them; float64 if there are none."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    shaped = [each for each in tensors if each.dim()]
+    like = (shaped or tensors)[0] if tensors else None
+    dtype = torch.float64
+    if tensors:
+        dtype = tensors[0].dtype
+        for each in tensors[1:]:
+            dtype = torch.promote_types(dtype, each.dtype)
+        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    device = None if like is None else like.device
+    return tuple(
+        value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device=device)
+        for value in values
+    )
+
+
+def _polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
+    value = torch.full_like(z, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * z + coefficient
+    return value
+
+
+def accumulation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return float64 if the device has it."""
+    return dtype if device.type == "mps" else torch.float64
+
+
+def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
+    """Return the entries vv, vx, xv, xx of M over times dt, and fv, fx of f for a held input.
+
+    Arguments:
+        kind: "exact"; "imex", which takes damping implicitly and stiffness explicitly; or "rotation", the exact step in
+            the coordinates of :func:`_normal_coordinates`.
+        is_held: whether the input is held over the time.
+        rates: γ and κ; for "rotation" a and ω.
+        dt: times, which broadcast with a rate (P,).
+    """
+    first, second = rates
+    if kind == "rotation":
+        if not is_held:
+            fall, phase = (dt * -first).exp(), dt * second
+            c, s = fall * phase.cos(), fall * phase.sin()
+            return c, -s, s, c
+        lost, half = (dt * -first).expm1(), dt * (second / 2)
+        fall, sine = lost + 1, half.sin()
+        s = half.cos().mul_(sine).mul_(fall).mul_(2)
+        fallen = sine.square().mul_(fall).mul_(2)  # e^{-aΔ} (1 - cos ωΔ)
+        c = fall - fallen
+        return c, -s, s, c, lost - fallen, s
+    if kind == "imex":
+        implicit = 1 / (1 + first * dt)
+        kick = implicit * dt
+        slide = kick * dt
+        entries: Entries = (implicit, -second * kick, kick, 1 - second * slide, kick, slide)
+        return entries if is_held else entries[:4]
+    step = oscillator_step(first, second, dt)
+    return (*step, *held_response(first, second, dt)) if is_held else tuple(step)
+
+
+# The scan
+
+
+class ScanInput(NamedTuple):
+    """The tensors of a scan.
+
+    Attributes:
+        x: samples (batch, T, input_size).
+        v0: v before the first transition, (batch, P), in the dtype of the scan.
+        x0: x likewise.
+        w: W, (P, input_size).
+        c: C, (output_size, 2 P).
+        d: D, (output_size, input_size); None for zeros.
+        rates: γ and κ, (2, P); without gaps the entries of M, and of f for a held input, (4 or 6, P).
+        gaps: time before each sample, (batch or 1, T); None if all transitions are the same.
+        ends: index of the last sample of each sequence (batch,); None for T - 1.
+        is_underdamped: which oscillators have states in normal coordinates, and a and ω for γ and κ, (P,); None for
+            none.
+    """
+
+    x: Tensor
+    v0: Tensor
+    x0: Tensor
+    w: Tensor
+    c: Tensor
+    d: Tensor | None
+    rates: Tensor
+    gaps: Tensor | None
+    ends: Tensor | None
+    is_underdamped: Tensor | None = None
+
+
+def scan_reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs (batch, T, output_size), and v and x after the last sample, one sample after another."""
+    inputs, (kind, is_held) = ScanInput(*tensors), options
+    v, x, dtype = inputs.v0, inputs.x0, inputs.v0.dtype
+    samples = inputs.x.to(dtype)
+    if inputs.gaps is None:
+        steps = [tuple(inputs.rates.to(dtype))] * samples.shape[1]
+    else:
+        dt = inputs.gaps.to(inputs.rates.dtype).unsqueeze(-1)
+        entries = transition(kind, is_held, inputs.rates, dt)
+        if inputs.is_underdamped is not None:
+            rotations = transition("rotation", is_held, inputs.rates, dt)
+            pairs = zip(rotations, entries, strict=True)
+            entries = tuple(torch.where(inputs.is_underdamped, one, other) for one, other in pairs)
+        steps = list(zip(*(entry.to(dtype).unbind(1) for entry in entries), strict=True))
+    states = []
+    for u, (vv, vx, xv, xx, *f) in zip((samples @ inputs.w.T).unbind(1), steps, strict=True):
+        v, x = vv * v + vx * x, xv * v + xx * x
+        v, x = (v + f[0] * u, x + f[1] * u) if f else (v + u, x)
+        states.append(torch.cat([v, x], -1))
+    path = torch.stack(states, 1)
+    y = path @ inputs.c.T
+    y = y if inputs.d is None else y + samples @ inputs.d.T
+    if inputs.ends is not None:
+        last = path.gather(1, inputs.ends.view(-1, 1, 1).expand(-1, 1, path.shape[-1]))[:, 0]
+        v, x = last.chunk(2, -1)
+    return y.to(_output_dtype(inputs)), v, x
+
+
+def _output_dtype(inputs: ScanInput) -> torch.dtype:
+    return inputs.x.dtype if inputs.x.dtype.itemsize < inputs.v0.dtype.itemsize else inputs.v0.dtype
+
+
+def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`scan_reference` returns, by the fast form if it can be used.
+
+    Underdamped oscillators are scanned in normal coordinates, in which a transition is a rotation and a decay.
+    """
+    is_compiled = torch.compiler.is_compiling() and not (torch.jit.is_tracing() or _torch.is_transformed())
+    run = _compiled_scan if is_compiled else fast_scan
+    if kind != "exact" or inputs.gaps is None or (not is_compiled and _torch.needs_reference()):
+        return run((kind, is_held), *inputs)
+    rates, to, back, is_underdamped = _normal_coordinates(is_held, inputs.rates, inputs.v0.dtype)
+    v0, x0 = _product(to, inputs.v0, inputs.x0)
+    c = torch.cat(_product(_transposed(back), *inputs.c.chunk(2, 1)), 1)
+    inputs = inputs._replace(v0=v0, x0=x0, c=c, rates=rates, is_underdamped=is_underdamped)
+    y, p, q = run((kind, is_held), *inputs)
+    return y, *_product(back, p, q)
+
+
+def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Entries, Entries, Tensor]:
+    r"""Return a and ω, the rows of T and T⁻¹, (P,) each, and which oscillators they are for: the others keep (v, x).
+
+    With a = γ/2, ω = √(κ - a²) and λ = -a + iω, a free oscillator is z' = λz for z = p + iq, where (p, q) = T (v, x):
+
+    .. math:: p = v + a x, \quad q = \omega x, \qquad \text{or}\qquad p = -a v - \kappa x, \quad q = \omega v,
+
+    the second being λ times the first. An impulse on v is one on p in the first; in the second an input u, held over
+    the gap Δ, adds (e^{λΔ} - 1) u. Errors are those of rounding relative to the energy, v² + κx².
+    """
+    gamma, kappa = rates
+    is_underdamped = gamma.square() < 3.0 * kappa  # so far from critical damping that ω has its digits
+    a, kappa = gamma / 2, torch.where(is_underdamped, kappa, 1.0)
+    omega = torch.where(is_underdamped, kappa - a.square(), 1.0).sqrt()
+    one, zero, slope = torch.ones_like(a), torch.zeros_like(a), a / omega
+    if is_held:
+        rows = [-a, -kappa, omega, zero, zero, 1 / omega, -1 / kappa, -slope / kappa]
+    else:
+        rows = [one, a, zero, omega, one, -slope, zero, 1 / omega]
+    identity = torch.stack([one, zero, zero, one] * 2)
+    matrices = torch.where(is_underdamped, torch.stack(rows), identity).to(dtype).unbind()
+    rates = torch.where(is_underdamped, torch.stack([a, omega]), rates)
+    return rates, matrices[:4], matrices[4:], is_underdamped
+
+
+def _product(matrix: Entries, one: Tensor, other: Tensor) -> Pair:
+    """Return the products of matrices of rows (P,) and vectors (n, P)."""
+    a, b, c, d = matrix
+    return a * one + b * other, c * one + d * other
+
+
+def _transposed(matrix: Entries) -> Entries:
+    a, b, c, d = matrix[:4]
+    return a, c, b, d
+
+
+# The fast form works on a segment of samples at a time, so that what is in between stays in the cache and is never
+# stored. A segment has ``steps`` samples in each of ``chunks`` chunks, and operations work on rows (batch, chunks * P).
+# First every chunk is run from zero, side by side, then the states between chunks one after another, then every chunk
+# from the state before it. Stored for the backward pass are the inputs and the states between chunks; all else is
+# computed again, segment by segment.
+
+
+class _Segment(NamedTuple):
+    """Samples ``start`` to ``start + steps * chunks``."""
+
+    start: int
+    steps: int
+    chunks: int
+
+    def view(self, z: Tensor) -> Tensor:
+        """Return the part of (batch, T, ...) as a view (steps, batch, chunks, ...)."""
+        part = z[:, self.start : self.start + self.steps * self.chunks].unflatten(1, (self.chunks, self.steps))
+        return part.movedim(2, 0)
+
+    def rows(self, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the part of (batch, T, n) as (steps * batch * chunks, n)."""
+        return self.view(z).to(dtype).reshape(-1, z.shape[-1])
+
+    def end_indices(self, ends: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return which sequences end in the segment, and where in (steps, batch, chunks)."""
+        at, size = ends - self.start, self.steps * self.chunks
+        is_here, at = (at >= 0) & (at < size), at.clamp(0, size - 1)
+        return is_here.unsqueeze(1), (at % self.steps, torch.arange(len(at), device=at.device), at // self.steps)
+
+
+def _segments(inputs: ScanInput) -> list[_Segment]:
+    (batch, length, _), size = inputs.x.shape, inputs.v0.shape[1]
+    row, root = max(1, batch * size), math.isqrt(length)
+    if inputs.x.device.type == "cpu":
+        chunks = max(1, _WIDTH // row)
+        steps = min(_STEPS, root) if chunks > 1 else min(length, _SEGMENT // row)
+    else:  # operations are costly to start, and memory is near
+        chunks, steps = length, root
+    steps = max(_SHORTEST, steps)
+    found, start = [], 0
+    while length - start >= steps:
+        found.append(_Segment(start, steps, min(chunks, (length - start) // steps)))
+        start += steps * found[-1].chunks
+    return found if start == length else [*found, _Segment(start, length - start, 1)]
+
+
+class _Oscillators:
+    """The oscillators of a scan that have transitions of one kind, and their gradients, summed over segments."""
+
+    def __init__(self, kind: str, is_held: bool, inputs: ScanInput, index: Any) -> None:
+        self.kind, self.is_held, self.index, self.inputs = kind, is_held, index, inputs
+        self.dtype = inputs.v0.dtype
+        # The entries of strong damping, and their gradients, are small differences
+        self.wide = inputs.rates.dtype if kind == "exact" and inputs.gaps is not None else self.dtype
+        self.rates, self.w = inputs.rates[:, index], inputs.w[index]
+        self.c = tuple(part[:, index] for part in inputs.c.chunk(2, 1))
+        self.size = len(self.w)
+        self.drates, self.dw = torch.zeros_like(self.rates), torch.zeros_like(self.w)
+        self.dc = tuple(torch.zeros_like(part) for part in self.c)
+
+    def transitions(self, segment: _Segment, with_vjp: bool = False) -> tuple[Entries, Entries]:
+        """Return the entries of M and f, (steps, 1 or batch, chunks * P), and of the product of M over each chunk.
+
+        ``with_vjp`` prepares :meth:`add_rates`.
+        """
+        dtype, gaps = self.dtype, self.inputs.gaps
+        if gaps is None:
+            row = self.rates.to(dtype).repeat(1, segment.chunks)
+            power = torch.linalg.matrix_power(self.rates[:4].T.unflatten(1, (2, 2)), segment.steps)
+            carries: Entries = tuple(each.expand(1, segment.chunks, -1) for each in power.flatten(1).T.to(dtype))
+            return tuple(entry.expand(segment.steps, 1, -1) for entry in row), carries
+        self.gaps = segment.view(gaps).to(self.wide).contiguous().unsqueeze(-1)
+        if self.kind == "rotation":
+            entries = transition("rotation", self.is_held, self.rates.to(dtype), self.gaps)
+            (a, omega), total = self.rates, self.gaps.to(self.rates.dtype).sum(0)
+            phase = total * omega
+            phase = (phase - (phase / (2 * math.pi)).round() * (2 * math.pi)).to(dtype)
+            fall = (total * -a).to(dtype).exp()
+            c, s = fall * phase.cos(), fall * phase.sin()
+            carries = (c, -s, s, c)
+        else:
+            compute = functools.partial(transition, self.kind, self.is_held)
+            if with_vjp:  # autograd is off inside operations of torch.library
+                found: Any = torch.func.vjp(compute, self.rates.to(self.wide), self.gaps)
+                entries, self.vjp = found
+            else:
+                entries = compute(self.rates.to(self.wide), self.gaps)
+            if self.kind == "exact":
+                carries = transition("exact", False, self.rates, self.gaps.sum(0))
+            else:
+                carries = tuple(_chunk_products(torch.stack(entries[:4])))
+            carries = tuple(carry.to(dtype) for carry in carries)
+        return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
+
+    def inputs_of(self, u: Tensor, entries: Entries) -> Pair:
+        """Return f u, what the samples add to v and x."""
+        if self.is_held:
+            return u * entries[4], u * entries[5]
+        return u, u.new_zeros(1, 1, u.shape[2]).expand(len(u), 1, -1)
+
+    def add_rates(self, entries: Entries, states: Pair, u: Tensor, grads: Pair, wants_gaps: bool) -> Tensor | None:
+        """Add the gradient of the rates over a segment, and return that of its gaps, if wanted.
+
+        Arguments:
+            entries: those of :meth:`transitions`.
+            states: v and x before the first transition and after each, (steps + 1, batch, chunks * P).
+            u: W x, (steps, batch, chunks * P).
+            grads: gradients of v and x after each transition, of the same shape.
+            wants_gaps: whether the gradient of the gaps is wanted.
+        """
+        v, x = states
+        gv, gx = grads
+        shape = (*u.shape[:2], -1, self.size)
+        if self.kind == "rotation":  # of z = e^{λΔ} z₀ with the gradient g: Δ Re(ḡz) for -a, Δ Im(ḡz) for ω
+            p, q = (v[1:] + u if self.is_held else v[1:] - u), x[1:]
+            along, across = (gv * p).addcmul_(gx, q), (gx * p).addcmul_(gv, q, value=-1)
+            weights = self.gaps.expand(*shape[:2], *self.gaps.shape[2:]).reshape(1, -1)
+            for total, sign, part in zip(self.drates, (-1, 1), (along, across), strict=True):
+                total.add_((weights @ part.view(-1, self.size))[0], alpha=sign)
+            if not wants_gaps:
+                return None
+            a, omega = self.rates.to(self.dtype)
+            return (across.view(shape) * omega - along.view(shape) * a).sum(-1, keepdim=True)
+        v, x, u, gv, gx = [z.to(self.wide) for z in (v[:-1], x[:-1], u, gv, gx)]
+        factors = [(gv, v), (gv, x), (gx, v), (gx, x), (gv, u), (gx, u)][: len(entries)]
+        sizes = (1, 1, 1) if self.inputs.gaps is None else self.gaps.shape[:3]
+        products = tuple((one * other).view(shape).sum_to_size(*sizes, self.size) for one, other in factors)
+        if self.inputs.gaps is None:
+            self.drates += torch.cat(products).view(self.drates.shape)
+            return None
+        drates, dgaps = self.vjp(products)
+        self.drates += drates
+        return dgaps
+
+
+def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
+    """Return the oscillators of each kind."""
+    if inputs.is_underdamped is None:
+        return [_Oscillators(*options, inputs, slice(None))]
+    masks = {"rotation": inputs.is_underdamped, options[0]: ~inputs.is_underdamped}
+    found = [(kind, mask.nonzero()[:, 0]) for kind, mask in masks.items()]
+    size = inputs.rates.shape[1]
+    return [
+        _Oscillators(kind, options[1], inputs, slice(None) if len(index) == size else index)
+        for kind, index in found
+        if len(index)
+    ]
+
+
+def _chunk_products(matrices: Tensor) -> Tensor:
+    """Return the entries (4, ...) of M_n ... M_1, from those of M_1, ..., M_n, (4, n, ...)."""
+    while matrices.shape[1] > 1:
+        even = matrices.shape[1] // 2 * 2
+        first, second, rest = matrices[:, :even:2], matrices[:, 1:even:2], matrices[:, even:]
+        (a, b, c, d), (e, f, g, h) = second, first
+        both = torch.stack([a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h])
+        matrices = torch.cat([both, rest], 1)
+    return matrices[:, 0]
+
+
+def _rows(entries: Entries) -> list[Entries]:
+    return list(zip(*map(Tensor.unbind, entries[:4]), strict=True))
+
+
+def _pairs(states: Sequence[Tensor]) -> list[Pair]:
+    return list(zip(states[0].unbind(), states[1].unbind(), strict=True))
+
+
+def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pair]) -> None:
+    """Write h_i = M_i h_{i-1} + b_i to all states but the first; an input may be the state that it goes to."""
+    for (vv, vx, xv, xx), (bv, bx), (v, x), (v1, x1) in zip(rows, inputs, states, states[1:], strict=False):
+        torch.addcmul(bv, vv, v, out=v1).addcmul_(vx, x)
+        torch.addcmul(bx, xv, v, out=x1).addcmul_(xx, x)
+
+
+def _starts(
+    rows: Sequence[Entries], inputs: Sequence[Pair], start: Sequence[Tensor], carries: Entries, order: int = 1
+) -> Sequence[Tensor]:
+    """Return the states (batch, chunks * P) that chunks start with, from that of the first, (batch, P).
+
+    Arguments:
+        rows: M of the steps of a chunk, but of the first.
+        inputs: b of all steps.
+        start: v and x.
+        carries: M over each chunk, (1 or batch, chunks, P).
+        order: 1, or -1 if the last chunk comes first.
+    """
+    if carries[0].shape[1] == 1:
+        return start
+    spare = [tuple(torch.empty_like(inputs[0][0]) for _ in range(2)) for _ in range(2)]
+    states: Any = [inputs[0], *(spare[i % 2] for i in range(len(rows)))]
+    _recur(rows, inputs[1:], states)
+    ends = [end.view(len(start[0]), carries[0].shape[1], -1) for end in states[-1]]
+    v, x = start
+    found = [(v, x)]
+    chunks = list(zip(*[z.unbind(1) for z in (*ends, *carries)], strict=True))
+    for end_v, end_x, vv, vx, xv, xx in chunks[::order]:
+        v, x = torch.addcmul(end_v, vv, v).addcmul_(vx, x), torch.addcmul(end_x, xv, v).addcmul_(xx, x)
+        found.append((v, x))
+    found = found[:-1][::order]
+    return torch.stack([v for v, _ in found], 1).flatten(1), torch.stack([x for _, x in found], 1).flatten(1)
+
+
+def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
+    """Scan in segments of chunks, 43 times as fast as the loop: row "oscillators, own" of benchmarks/oscillators.py."""
+    inputs = ScanInput(*tensors)
+    x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
+    _torch.keep_freed_memory(x.device)
+    (batch, length, _), segments = x.shape, _segments(inputs)
+    y = x.new_empty(batch, length, len(inputs.c), dtype=_output_dtype(inputs))
+    starts = inputs.v0.new_empty(2, batch, sum(segment.chunks for segment in segments), inputs.v0.shape[1])
+    state = torch.stack([inputs.v0, inputs.x0])
+    end = state.clone()
+    chunk = 0
+    groups = _oscillators(options, inputs)
+    for segment in segments:
+        rows = segment.rows(x, dtype)
+        out = rows.new_zeros(len(rows), len(inputs.c)) if d is None else rows @ d.T
+        shape = (segment.steps, batch, segment.chunks, -1)
+        for group in groups:
+            entries, carries = group.transitions(segment)
+            matrices = _rows(entries)
+            b = _pairs(group.inputs_of((rows @ group.w.T).view(segment.steps, batch, -1), entries))
+            before = state[..., group.index].unbind()
+            path = _path(matrices, b, _starts(matrices[1:], b, before, carries))
+            for i, z in enumerate(path):
+                out.addmm_(z[1:].view(-1, group.size), group.c[i].T)
+                starts[i, :, chunk : chunk + segment.chunks, group.index] = z[0].view(shape[1:])
+                state[i, :, group.index] = z[-1].view(shape[1:])[:, -1]
+                if inputs.ends is not None:
+                    is_here, at = segment.end_indices(inputs.ends)
+                    end[i, :, group.index] = torch.where(is_here, z[1:].view(shape)[at], end[i, :, group.index])
+        segment.view(y).copy_(out.view(shape))
+        chunk += segment.chunks
+    v, q = (state if inputs.ends is None else end).unbind()
+    return (y, v.clone(), q.clone()), (starts,)
+
+
+def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
+    """Return v and x before the first of a segment's steps and after each."""
+    v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)
+    v[0], x[0] = start
+    _recur(matrices, b, _pairs((v, x)))
+    return v, x
+
+
+def _vjp(
+    options: Options, tensors: Sequence[Any], residuals: Sequence[Tensor], grads: Sequence[Any], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the inputs, from the last segment to the first."""
+    inputs, (starts,) = ScanInput(*tensors), residuals
+    wants: Any = ScanInput(*needed)  # type: ignore[arg-type]  # which, not what
+    x, d, dtype, batch = inputs.x, inputs.d, inputs.v0.dtype, len(inputs.v0)
+    dy = x.new_zeros(1, 1, 1).expand(*x.shape[:2], len(inputs.c)) if grads[0] is None else grads[0]
+    dend = torch.stack([torch.zeros_like(inputs.v0) if grad is None else grad for grad in grads[1:]])
+    after = dend.clone() if inputs.ends is None else torch.zeros_like(dend)
+    dx = torch.empty_like(x) if wants.x else None
+    dgaps = torch.zeros_like(inputs.gaps) if inputs.gaps is not None and wants.gaps else None
+    dd = None if d is None else torch.zeros_like(d)
+    groups, chunk = _oscillators(options, inputs), starts.shape[2]
+    for segment in reversed(_segments(inputs)):
+        chunk -= segment.chunks
+        shape = (segment.steps, batch, segment.chunks, -1)
+        rows, dout = segment.rows(x, dtype), segment.rows(dy, dtype)
+        drows = None if dx is None else torch.zeros_like(rows) if d is None else dout @ d
+        for group in groups:
+            entries, carries = group.transitions(segment, with_vjp=wants.rates or wants.gaps)
+            matrices = _rows(entries)
+            u = (rows @ group.w.T).view(segment.steps, batch, -1)
+            start = starts[:, :, chunk : chunk + segment.chunks, group.index].flatten(2).unbind()
+            path = _path(matrices, _pairs(group.inputs_of(u, entries)), start)
+            # The gradient of the state before the first step, and of those after each: the transposed recurrence
+            dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
+            for i, z in enumerate(path):
+                group.dc[i].addmm_(dout.T, z[1:].view(-1, group.size))
+                torch.mm(dout, group.c[i], out=dpath[i, 1:].view(-1, group.size))
+                if inputs.ends is not None:
+                    is_here, at = segment.end_indices(inputs.ends)
+                    ended = torch.where(is_here, dend[i][:, group.index], 0.0)
+                    dpath[i, 1:].view(shape).index_put_(at, ended, accumulate=True)
+            back = [_transposed(matrix) for matrix in reversed(matrices)]
+            states = _pairs(dpath.unbind())[::-1]
+            last = _starts(back, states, after[..., group.index].unbind(), _transposed(carries), order=-1)
+            for z, dz in zip(states[0], last, strict=True):
+                z.add_(dz)
+            _recur(back, states[1:], states)
+            after[..., group.index] = dpath[:, 0].view(2, *shape[1:])[:, :, 0]
+            dpair = dpath[0, 1:], dpath[1, 1:]
+            du = dpair[0]
+            if group.is_held:
+                du = (dpair[0] * entries[4]).addcmul_(dpair[1], entries[5])
+            du = du.view(-1, group.size)
+            group.dw.addmm_(du.T, rows)
+            if drows is not None:
+                drows.addmm_(du, group.w)
+            if wants.rates or wants.gaps:
+                found = group.add_rates(entries, path, u, dpair, wants.gaps)
+                if dgaps is not None and found is not None:
+                    view = segment.view(dgaps)
+                    view += found.squeeze(-1).sum_to_size(view.shape).to(view.dtype)
+        if dx is not None and drows is not None:
+            segment.view(dx).copy_(drows.view(shape))
+        if dd is not None:
+            dd.addmm_(dout.T, rows)
+    dw, dc, drates = torch.empty_like(inputs.w), torch.empty_like(inputs.c), torch.empty_like(inputs.rates)
+    for group in groups:
+        dw[group.index], drates[:, group.index] = group.dw, group.drates
+        for part, dpart in zip(dc.chunk(2, 1), group.dc, strict=True):
+            part[:, group.index] = dpart
+    every = (dx, after[0].clone(), after[1].clone(), dw, dc, dd, drates, dgaps, None, None)
+    return tuple(grad if is_needed else None for grad, is_needed in zip(every, needed, strict=True))
+
+
+fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
+
+
+# For torch.compile each pass is an operation that it does not look into: without it the loop is unrolled, which is 3.7
+# times slower over 256 samples, and compiles for minutes.
+
+_TENSORS = (
+    "Tensor x, Tensor v0, Tensor x0, Tensor w, Tensor c, Tensor? d, Tensor rates, Tensor? gaps, Tensor? ends, "
+    "Tensor? is_underdamped"
+)
+_COUNT = len(ScanInput._fields)
+
+
+@torch.library.custom_op(
+    "hbnode::oscillators",
+    mutates_args=(),
+    schema=f"(str kind, bool is_held, {_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward_op(kind: str, is_held: bool, *tensors: Any) -> tuple[Tensor, ...]:
+    with _torch.no_autocast(tensors[0]):
+        outputs, (starts,) = _forward((kind, is_held), True, *tensors)
+    return *outputs, functional.pad(starts, (0, 0, 0, tensors[0].shape[1] // _SHORTEST + 1 - starts.shape[2]))
+
+
+@_forward_op.register_fake
+def _(kind: str, is_held: bool, *tensors: Any) -> tuple[Tensor, ...]:
+    inputs = ScanInput(*tensors)
+    (batch, length, _), state = inputs.x.shape, inputs.v0
+    y = state.new_empty(batch, length, len(inputs.c), dtype=_output_dtype(inputs))
+    starts = state.new_empty(2, *state.shape[:1], length // _SHORTEST + 1, *state.shape[1:])
+    return y, state.new_empty(state.shape), state.new_empty(state.shape), starts
+
+
+@torch.library.custom_op(
+    "hbnode::oscillators_backward",
+    mutates_args=(),
+    schema=f"(str kind, bool is_held, {_TENSORS}, Tensor starts, Tensor dy, Tensor dv, Tensor dx, bool[] needed)"
+    " -> Tensor[]",
+)
+def _backward_op(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
+    inputs, (starts, *grads, needed) = ScanInput(*rest[:_COUNT]), rest[_COUNT:]
+    starts = starts[:, :, : sum(segment.chunks for segment in _segments(inputs))]
+    with _torch.no_autocast(inputs.x):
+        found = _vjp((kind, is_held), inputs, (starts,), grads, needed)
+    return [grad.contiguous() for grad in found if grad is not None]
+
+
+@_backward_op.register_fake
+def _(kind: str, is_held: bool, *rest: Any) -> list[Tensor]:
+    return [z.new_empty(z.shape) for z, is_needed in zip(rest[:_COUNT], rest[-1], strict=True) if is_needed]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.options = inputs[:2]
+    ctx.save_for_backward(*inputs[2:], output[3])
+
+
+def _backward(ctx: Any, dy: Tensor, dv: Tensor, dx: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    *tensors, starts = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[2:])
+    found = iter(_backward_op(*ctx.options, *tensors, starts, dy, dv, dx, needed))
+    return None, None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup)
+
+
+def _compiled_scan(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, v, x, _ = _forward_op(*options, *tensors)
+    return y, v, x

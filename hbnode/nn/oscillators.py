@@ -1,0 +1,955 @@
+"""Layers of damped oscillators with exact transitions over irregular gaps: the layer, a cell, a deep model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from typing_extensions import override
+
+from hbnode._checks import ArrayLike, as_count, as_tensor, check_input
+from hbnode._times import as_times
+from hbnode._torch import may_look, no_autocast
+from hbnode._tree import Record, record
+from hbnode.nn._oscillator_scan import (
+    OscillatorStep,
+    ScanInput,
+    accumulation_dtype,
+    held_response,
+    oscillator_step,
+    scan,
+    transition,
+)
+from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered
+from hbnode.nn.sequences import Sequences
+
+__all__ = [
+    "Gaussian",
+    "OscillatorBelief",
+    "OscillatorCell",
+    "OscillatorFiltered",
+    "OscillatorStack",
+    "OscillatorStackState",
+    "OscillatorState",
+    "OscillatorStep",
+    "Oscillators",
+    "held_response",
+    "oscillator_ranges",
+    "oscillator_step",
+]
+
+Range = tuple[float, float]
+Lengths = Tensor | Sequence[int]
+Series = TypeVar("Series", Tensor, PackedSequence)
+
+FREQUENCY = (0.001, 0.25)
+DECAY = (0.001, 0.1)
+
+
+class Ranges(TypedDict):
+    """Ranges of initial values, as keyword arguments of a layer."""
+
+    frequency: Range
+    decay: Range
+
+
+@record
+class OscillatorState(Record):
+    """The state of :class:`Oscillators`, from which a series goes on.
+
+    Attributes:
+        v: velocities, (batch, num_oscillators), after the last sample was seen.
+        x: displacements, of the same shape.
+        t: the time of the last sample, (batch,).
+        held: the last observed sample (batch, input_size), which ``input="hold"`` holds; else None.
+    """
+
+    v: Tensor
+    x: Tensor
+    t: Tensor
+    held: Tensor | None = None
+
+    @override
+    @staticmethod
+    def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
+        return old if name == "t" else new if name == "held" or new.itemsize >= 4 else torch.float32
+
+
+class _OscillatorModule(nn.Module):
+    """The parameters of P oscillators with their input and output maps, which the layer and the cell share."""
+
+    log_damping: nn.Parameter
+    log_stiffness: nn.Parameter
+    weight_in: nn.Parameter
+    weight_out: nn.Parameter
+    weight_skip: nn.Parameter
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_oscillators: int | None = None,
+        *,
+        discretization: Literal["exact", "imex"] = "exact",
+        input: Literal["impulse", "hold"] = "impulse",
+        frequency: Range = FREQUENCY,
+        decay: Range = DECAY,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_size = as_count(input_size, "input_size")
+        self.hidden_size = as_count(hidden_size, "hidden_size")
+        self.num_oscillators = as_count(hidden_size if num_oscillators is None else num_oscillators, "num_oscillators")
+        _check_choice(discretization, "discretization", ("exact", "imex"))
+        _check_choice(input, "input", ("impulse", "hold"))
+        self.discretization, self.input = discretization, input
+        self.frequency_range = _checked_range(frequency, "frequency")
+        self.decay_range = _checked_range(decay, "decay")
+        size = self.num_oscillators
+        shapes = {
+            "log_damping": (size,),
+            "log_stiffness": (size,),
+            "weight_in": (size, self.input_size),
+            "weight_out": (self.hidden_size, 2 * size),
+            "weight_skip": (self.hidden_size, self.input_size),
+        }
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw frequencies and decays log-uniformly, and maps by which white samples make states of variance 1."""
+        with torch.no_grad():
+            low, high = (math.log(bound) for bound in self.decay_range)
+            rate = torch.empty_like(self.log_damping, dtype=torch.float32).uniform_(low, high).exp()
+            low, high = (math.log(2 * math.pi * bound) for bound in self.frequency_range)
+            omega = torch.empty_like(rate).uniform_(low, high).exp()
+            rate = torch.minimum(rate, 1.5 * omega)  # every oscillator swings
+            self.log_damping.copy_((2 * rate).log())
+            self.log_stiffness.copy_((omega.square() + rate.square()).log())
+            gap = 0.25 / self.frequency_range[1]
+            scale = (1 - (-2 * gap * rate).exp()).mul(2 / self.input_size).sqrt()
+            scale = scale / gap if self.input == "hold" else scale
+            self.weight_in.normal_().mul_(scale.unsqueeze(1))
+            self.weight_out.normal_(std=(2 * self.num_oscillators) ** -0.5)
+            self.weight_skip.normal_(std=self.input_size**-0.5)
+
+    @property
+    def damping(self) -> Tensor:
+        """The current γ of each oscillator, (num_oscillators,), in 1 / time."""
+        return self.log_damping.exp()
+
+    @property
+    def stiffness(self) -> Tensor:
+        """The current κ of each oscillator, (num_oscillators,), in 1 / time²."""
+        return self.log_stiffness.exp()
+
+    @property
+    def frequency(self) -> Tensor:
+        """The current undamped frequency √κ / 2π of each oscillator, (num_oscillators,), in cycles per time."""
+        return (self.log_stiffness / 2).exp() / (2 * math.pi)
+
+    @property
+    def _is_held(self) -> bool:
+        return self.input == "hold"
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Return the dtype of states: float64 of parameters in float64, else float32."""
+        return torch.promote_types(self.weight_in.dtype, torch.float32)
+
+    def _rates(self) -> Tensor:
+        """Return γ and κ, (2, P), in float64 if the device has it."""
+        logs = torch.stack([self.log_damping, self.log_stiffness])
+        return logs.to(accumulation_dtype(self._dtype, logs.device)).exp()
+
+    def _readout(self) -> Tensor:
+        """Return C for the state (v, x): the part of ``weight_out`` for x is for √κ x, a velocity as v is."""
+        root = (self.log_stiffness.to(self._dtype) / 2).exp()
+        return self.weight_out.to(self._dtype) * torch.cat([torch.ones_like(root), root])
+
+    def _advance(self, state: OscillatorState, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """Return v and x a time (batch, 1) after a state."""
+        rates, dtype = self._rates(), self._dtype
+        entries = transition(self.discretization, self._is_held, rates, dt.to(rates))
+        vv, vx, xv, xx, *f = (entry.to(dtype) for entry in entries)
+        v, x = vv * state.v + vx * state.x, xv * state.v + xx * state.x
+        if not f or state.held is None:
+            return v, x
+        u = state.held.to(dtype) @ self.weight_in.to(dtype).T
+        return v + f[0] * u, x + f[1] * u
+
+    def _check_finite(self, v: Tensor, x: Tensor, y: Tensor) -> None:
+        """Name what made a state, or the outputs there, NaN or infinite."""
+        if not may_look() or bool(torch.cat([v.detach(), x.detach(), y.detach().to(v)], -1).isfinite().all()):
+            return
+        self._check_parameters()
+        raise FloatingPointError(
+            "the oscillators' state or output became NaN or infinite: "
+            + (
+                "a gap is longer than about 2/√κ, where IMEX steps are unstable. Fix: discretization='exact'."
+                if self.discretization == "imex"
+                else f"samples are too large for {y.dtype}. Fix: standardise x, as hbnode.nn.Standardize does."
+            )
+        )
+
+    def _check_parameters(self) -> None:
+        """Name one that is not finite."""
+        for name, parameter in self.named_parameters(recurse=False):
+            limit = math.log(torch.finfo(torch.float32).max) if name.startswith("log_") else math.inf
+            values = parameter.detach()
+            if not bool((values.isfinite() & (values < limit)).all()):
+                raise FloatingPointError(
+                    f"{name} is NaN, infinite or beyond float32, and the oscillators' state or output with it. Fix: "
+                    "load the parameters of an earlier step, clip gradients, take a lower learning rate."
+                )
+
+    def _check_state(self, state: object, batch: int, kind: type[Record]) -> None:
+        """Refuse what the module cannot continue for such a batch."""
+        size, is_belief = self.num_oscillators, kind is OscillatorBelief
+        if not isinstance(state, kind):
+            fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or one that it returned"
+            raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
+        shapes: dict[str, tuple[int, ...]] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
+        if is_belief:
+            shapes["covariance"] = (batch, 2 * size, 2 * size)
+        elif self._is_held:
+            shapes["held"] = (batch, self.input_size)
+        for name, shape in shapes.items():
+            part = getattr(state, name)
+            if part is None or part.shape != shape:
+                got = None if part is None else tuple(part.shape)
+                raise ValueError(
+                    f"the state's {name} must have shape {shape}, got {got}. "
+                    "Fix: a state that this module returned for such a batch."
+                )
+
+    @override
+    def extra_repr(self) -> str:
+        return (
+            f"{self.input_size}, {self.hidden_size}, num_oscillators={self.num_oscillators}, "
+            f"discretization={self.discretization!r}, input={self.input!r}"
+        )
+
+
+class Oscillators(_OscillatorModule):
+    r"""A layer of damped oscillators that samples of a series drive, at regular or irregular times.
+
+    Each of P oscillators follows x'' + γ x' + κ x = u(t), exactly, over any gap between samples. With the state (v, x),
+    v = x', and the transition Φ(Δ) of :func:`hbnode.nn.functional.oscillator_step`,
+
+    .. math:: h(t_i^-) = \Phi(t_i - t_{i-1})\,h(t_{i-1}), \qquad v(t_i) = v(t_i^-) + B x_i, \qquad
+        y_i = C\,[v; \sqrt\kappa\,x](t_i) + D x_i.
+
+    That is ``input="impulse"``: a sample kicks the velocities, and the output at a time has seen the sample there.
+    With ``input="hold"`` a sample is a force B x_i until the next sample, and y_i sees it through D alone. The layer is
+    linear in its input. A scan runs over all samples at once, in time and memory linear in their number; times that are
+    equally spaced, and ``t=None``, cost less.
+
+    With ``noise=True`` the layer is also a probabilistic model: dv = (-γv - κx) dt + s dW, from its stationary
+    distribution, whose v and √κ x have the variance σ² = s²/(2γ), and samples are C [v; √κ x] + ε with independent ε ~
+    N(0, r²). Its Kalman filter is exact for any gaps, because the noise over a gap has the covariance P - ΦPΦᵀ with the
+    stationary P. Observations couple the oscillators, so that the filter keeps a covariance of 2P x 2P for each
+    series and takes one step after another: time in proportion to T (2P)² input_size. B and D have no part in it.
+
+    γ > 0 and κ > 0 are learned for each oscillator as their logarithms, so that every layer is stable.
+
+    References:
+        Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
+        Dissipate Energy in Oscillatory State-Space Models, arXiv:2505.12171 (D-LinOSS).
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: features of the output, in each direction.
+        num_oscillators: P. None is ``hidden_size``. Default: ``None``
+        discretization: ``"exact"``, or ``"imex"``, D-LinOSS's step: implicit damping, explicit stiffness. Its
+            error is of the order of the gap, and gaps longer than about 2/√κ make it unstable. Default: ``"exact"``
+        input: ``"impulse"`` or ``"hold"``. Default: ``"impulse"``
+        bidirectional: whether a second layer with parameters of its own reads the series backwards in time; its outputs
+            stand beside those of the first. Such a layer reads whole series: it takes no state and makes no forecast.
+            Default: ``False``
+        noise: whether :meth:`log_likelihood` and :meth:`filter` read samples as outputs of noisy oscillators;
+            hidden_size must then be input_size. Default: ``False``
+        frequency: range of initial frequencies, in cycles per unit of ``t``, drawn log-uniformly.
+            :func:`hbnode.nn.oscillator_ranges` reads it off the times. Default: ``(0.001, 0.25)``
+        decay: range of initial decay rates a = γ/2, in 1 / unit of ``t``, likewise, up to 1.5 ω; a free oscillation
+            decays as e^{-at}. Default: ``(0.001, 0.1)``
+        device: device of the parameters. Default: ``None``
+        dtype: dtype of the parameters. States are float64 in a layer in float64, else float32. Default: ``None``
+
+    Shape:
+        - x: (batch, T, input_size), or a PackedSequence; t: (batch, T) or (T,), in any units, or None for 0, 1, 2, ....
+        - y: (batch, T, hidden_size), twice that if bidirectional; 0 on padding; in the dtype of x.
+
+    Raises:
+        ValueError, TypeError: if an argument is out of its range, or times do not increase.
+        FloatingPointError: if the state becomes NaN or infinite; the message says by which parameter.
+
+    Example:
+        >>> import torch, hbnode
+        >>> layer = hbnode.nn.Oscillators(3, 8, num_oscillators=16)
+        >>> y, state = layer(torch.randn(4, 100, 3))
+        >>> t = (0.1 + torch.rand(4, 100)).cumsum(1)
+        >>> y, state = layer(torch.randn(4, 100, 3), t)
+        >>> ahead, _ = layer.forecast(state, [0.5, 1.0])
+        >>> y.shape, ahead.shape
+        (torch.Size([4, 100, 8]), torch.Size([4, 2, 8]))
+    """
+
+    log_spread: nn.Parameter | None
+    log_observation_noise: nn.Parameter | None
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_oscillators: int | None = None,
+        *,
+        discretization: Literal["exact", "imex"] = "exact",
+        input: Literal["impulse", "hold"] = "impulse",
+        bidirectional: bool = False,
+        noise: bool = False,
+        frequency: Range = FREQUENCY,
+        decay: Range = DECAY,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
+        super().__init__(input_size, hidden_size, num_oscillators, **options, device=device, dtype=dtype)
+        self.noise = bool(noise)
+        if self.noise and self.hidden_size != self.input_size:
+            raise ValueError(
+                f"noise=True reads samples as outputs with noise, so that hidden_size={self.hidden_size} must be "
+                f"input_size={self.input_size}. Fix: hidden_size={self.input_size}, and num_oscillators= for the rest."
+            )
+        if self.noise and self.discretization != "exact":
+            raise ValueError("noise=True has exact steps alone. Fix: discretization='exact'.")
+        if self.noise and bidirectional:
+            raise ValueError("noise=True filters forwards in time alone. Fix: bidirectional=False.")
+        spread = torch.zeros(self.num_oscillators, device=device, dtype=dtype)
+        observation_noise = torch.full((self.input_size,), math.log(0.3), device=device, dtype=dtype)
+        self.register_parameter("log_spread", nn.Parameter(spread) if noise else None)
+        self.register_parameter("log_observation_noise", nn.Parameter(observation_noise) if noise else None)
+        self.bidirectional = False
+        self.reverse: Oscillators | None = None
+        if bidirectional:
+            reverse = copy.deepcopy(self)
+            reverse.reset_parameters()
+            self.reverse, self.bidirectional = reverse, True
+
+    @property
+    def process_noise(self) -> Tensor | None:
+        """The current s of each oscillator, σ √(2γ): its velocity diffuses by s² per time. None without noise."""
+        return None if self.log_spread is None else self.log_spread.exp() * (2 * self.damping).sqrt()
+
+    @property
+    def observation_noise(self) -> Tensor | None:
+        """The current standard deviation of the noise of each feature, (input_size,). None without noise."""
+        return None if self.log_observation_noise is None else self.log_observation_noise.exp()
+
+    def forward(
+        self,
+        x: Series,
+        t: ArrayLike | PackedSequence | None = None,
+        state: OscillatorState | None = None,
+        mask: Tensor | PackedSequence | None = None,
+        lengths: Lengths | None = None,
+    ) -> tuple[Series, OscillatorState]:
+        """Return the outputs, and the state after the last sample.
+
+        Arguments:
+            x: samples (batch, T, input_size), or packed.
+            t: times (batch, T), or (T,) for all, also as an array or a list; strictly increasing. None is a unit of
+                time from each sample to the next. Default: ``None``
+            state: the state to continue, of an earlier call; its time must not lie after the first of ``t``. None is
+                rest, at the first of the times. Default: ``None``
+            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. The others may be NaN. They
+                add nothing to an impulse; a held input keeps the last that was observed. Default: ``None``
+            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+        """
+        given: list[Any] = [x, t, mask]
+        if isinstance(x, PackedSequence):
+            if lengths is not None:
+                raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
+            lengths = pad_packed_sequence(x)[1]
+            given = [pad_packed_sequence(z, True)[0] if isinstance(z, PackedSequence) else z for z in given]
+        series, times, observed = given
+        if isinstance(times, OscillatorState):
+            raise TypeError("t is an OscillatorState; times come before it. Fix: layer(x, None, state).")
+        if state is not None:
+            self._refuse_both_directions("takes no state")
+            self._check_state(state, series.shape[0] if isinstance(series, Tensor) else 0, OscillatorState)
+        sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
+        self._check_dtype(series)
+        is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
+        with no_autocast(series):
+            y, after = self._scan(sequences, state, 1.0 if t is None else _gaps(sequences, state, is_shared))
+            if self.reverse is not None:
+                order, since = sequences.backwards()
+                reverse = copy.copy(sequences)
+                reverse.t = reverse.raw_t = since
+                reverse.x = _reorder(sequences.x, order)
+                reverse.observed = None if sequences.observed is None else _reorder(sequences.observed, order)
+                gaps = 1.0 if t is None else _gaps(reverse, None, is_shared and lengths is None)
+                y = torch.cat([y, _reorder(self.reverse._scan(reverse, None, gaps)[0], order)], -1)
+        y = sequences.padded(y)
+        if isinstance(x, PackedSequence):
+            is_sorted = x.sorted_indices is None
+            return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=is_sorted), after
+        return y, after
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
+
+    def _scan(
+        self, sequences: Sequences, state: OscillatorState | None, gaps: float | Tensor
+    ) -> tuple[Tensor, OscillatorState]:
+        """Return the outputs, with anything on padding, and the state at the end of each sequence.
+
+        ``gaps`` are the times before each sample, (batch or 1, T), or the one gap of all.
+        """
+        x, dtype = sequences.x, self._dtype
+        zeros = torch.zeros(x.shape[0], self.num_oscillators, dtype=dtype, device=x.device)
+        v0, x0 = (zeros, zeros) if state is None else (state.v.to(dtype), state.x.to(dtype))
+        held, u = None, x
+        if self._is_held:
+            before = torch.zeros_like(x[:, 0]) if state is None or state.held is None else state.held.to(x.dtype)
+            x = torch.cat([before.unsqueeze(1), x], 1)
+            if sequences.observed is not None:
+                x = _fill_forward(x, sequences.observed)
+            u, x, held = x[:, :-1], x[:, 1:], x[:, -1]
+        rates, between = self._rates(), None
+        if isinstance(gaps, Tensor):
+            between = gaps
+        else:
+            entries = transition(self.discretization, self._is_held, rates, rates.new_tensor(gaps))
+            rates = torch.stack([entry.expand(self.num_oscillators) for entry in entries])
+        ends = None if sequences.valid is None else sequences.valid.sum(1) - 1
+        w, skip = self.weight_in.to(dtype), self.weight_skip.to(dtype)
+        d = None if self._is_held else skip
+        tensors = ScanInput(u, v0, x0, w, self._readout(), d, rates, between, ends)
+        y, v, q = scan(self.discretization, self._is_held, tensors)
+        if self._is_held:
+            y = y + (x.to(dtype) @ skip.T).to(y.dtype)
+        self._check_finite(v, q, y[:, -1])
+        return y, OscillatorState(v, q, sequences.t[:, -1], held)
+
+    @overload
+    def forecast(self, state: OscillatorState, dt: ArrayLike) -> tuple[Tensor, OscillatorState]: ...
+    @overload
+    def forecast(self, state: OscillatorBelief, dt: ArrayLike) -> tuple[Gaussian, OscillatorBelief]: ...
+    def forecast(
+        self, state: OscillatorState | OscillatorBelief, dt: ArrayLike
+    ) -> tuple[Tensor | Gaussian, OscillatorState | OscillatorBelief]:
+        """Return the outputs at times after that of a state, with no sample in between.
+
+        Arguments:
+            state: of a call of this layer; or of :meth:`filter`, for means and standard deviations of observations.
+            dt: how much later, (K,) or (batch, K), increasing and not negative. With ``discretization="imex"`` the
+                layer takes a step from each to the next.
+
+        Returns:
+            y (batch, K, hidden_size), in the dtype of the states, and the state at the last of the times. A held input
+            stays; there is no sample for D of an impulse to see.
+        """
+        self._refuse_both_directions("makes no forecast")
+        batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
+        self._check_state(state, batch, OscillatorBelief if isinstance(state, OscillatorBelief) else OscillatorState)
+        dt = as_times(dt, "dt")
+        if dt.dim() not in (1, 2) or dt.shape[-1] == 0 or (dt.dim() == 2 and len(dt) != batch):
+            raise ValueError(
+                f"dt must be (K,) or (batch, K) with batch {batch}, got {tuple(dt.shape)}. Fix: [0.5, 1.0]."
+            )
+        if may_look() and not bool((dt[..., :1] >= 0).all() & (dt.diff() >= 0).all() & dt.isfinite().all()):
+            raise ValueError(
+                "dt must be finite, increase and not be negative: it is time after that of the state. Fix: sort it."
+            )
+        dt = dt.to(state.t.device).expand(batch, -1)
+        with no_autocast(state.v):
+            if isinstance(state, OscillatorBelief):
+                return self._kalman_filter().forecast(state, dt)
+            paths: list[tuple[Tensor, Tensor]] = []
+            start, gaps = state, dt
+            for i in range(dt.shape[1]):
+                if self.discretization == "imex" and paths:
+                    start = OscillatorState(*paths[-1], state.t, state.held)
+                    gaps = dt.diff(prepend=dt[:, :1])
+                paths.append(self._advance(start, gaps[:, i : i + 1]))
+            y = torch.stack([torch.cat(path, -1) for path in paths], 1) @ self._readout().T
+            self._check_finite(*paths[-1], y[:, -1])
+            if state.held is not None:
+                y = y + (state.held.to(y.dtype) @ self.weight_skip.to(y.dtype).T).unsqueeze(1)
+            time = state.t + dt[:, -1].to(state.t.dtype)
+            return y, OscillatorState(*paths[-1], time, state.held)
+
+    def log_likelihood(
+        self, x: Tensor, t: ArrayLike | None = None, mask: Tensor | None = None, lengths: Lengths | None = None
+    ) -> Tensor:
+        """Return the log density of the observed values of each series, (batch,), in float64; with ``noise=True``.
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for all; None is a unit of time from each sample to the next. Default: ``None``
+            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool; the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+        """
+        return self.filter(x, t, None, mask, lengths).log_likelihood.sum(1)
+
+    def filter(
+        self,
+        x: Tensor,
+        t: ArrayLike | None = None,
+        state: OscillatorBelief | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+    ) -> OscillatorFiltered:
+        """Return the distributions of samples and states, by the exact Kalman filter, in float64; with ``noise=True``.
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for all; None is a unit of time from each sample to the next. Default: ``None``
+            state: the state to continue, of an earlier call. None is the stationary distribution. Default: ``None``
+            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool; the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+        """
+        kalman = self._kalman_filter()
+        sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
+        if state is not None:
+            self._check_state(state, len(x), OscillatorBelief)
+            _check_start(state.t, sequences.t)
+        return kalman.filter(sequences, state)
+
+    def _kalman_filter(self) -> KalmanFilter:
+        if self.log_spread is None or self.log_observation_noise is None:
+            raise ValueError("the layer has no noise. Fix: Oscillators(..., noise=True).")
+        if may_look():
+            self._check_parameters()
+        return KalmanFilter(self._rates(), self.weight_out, self.log_spread, self.log_observation_noise)
+
+    def _check_dtype(self, x: Tensor) -> None:
+        dtype = self.weight_in.dtype
+        is_half = x.dtype.itemsize == 2
+        if x.dtype != dtype and not is_half and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x is {x.dtype}, the parameters are {dtype}; expected one dtype, or samples in half precision. "
+                f"Fix: x.to({dtype}), or .to({x.dtype}) of the module."
+            )
+
+    def _refuse_both_directions(self, what: str) -> None:
+        if self.bidirectional:
+            raise ValueError(f"a bidirectional layer {what}: it reads whole series. Fix: bidirectional=False.")
+
+    @override
+    def extra_repr(self) -> str:
+        return (
+            super().extra_repr()
+            + (", bidirectional=True" if self.bidirectional else "")
+            + (", noise=True" if self.noise else "")
+        )
+
+
+def _times(x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBelief | None) -> ArrayLike:
+    """Return the times that were given, or those of samples that are counted, after that of the state."""
+    if t is not None:
+        return t
+    length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
+    t = torch.arange(length, dtype=torch.float64, device=device)
+    return t if state is None else state.t.detach().double().unsqueeze(1) + 1 + t
+
+
+def _check_start(start: Tensor, t: Tensor) -> None:
+    if may_look() and bool((t[:, 0].detach() < start.detach().to(t)).any()):
+        raise ValueError(
+            "the state's time lies after the first of t; expected the series to go on from it. "
+            "Fix: times of the whole series, not of its part."
+        )
+
+
+def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
+    """Return the time before each sample, (batch or 1, T), from that of the state on; or the one gap of all.
+
+    There is one if each time is where it puts it, but for rounding.
+    """
+    is_shared = is_shared and (sequences.valid is None or may_look())  # else padding, which may have any time, is there
+    t = sequences.raw_t[:1] if is_shared else sequences.t
+    gaps = t.diff()
+    if state is None:
+        first = gaps[:, :1].detach() if gaps.shape[1] else torch.ones_like(t)  # from rest, any gap will do
+    else:
+        _check_start(state.t, t)
+        first = t[:, :1] - state.t.to(t.dtype).unsqueeze(1)
+    gaps = torch.cat([first, gaps], 1)
+    if gaps.requires_grad or not may_look():
+        return gaps
+    each = gaps.detach().double()
+    if sequences.valid is not None and len(each) > 1:
+        each = torch.where(sequences.valid, each, each[:, :1])
+    off = (each - each.mean()).cumsum(1).abs().max()
+    most, mean, largest = torch.stack([off, each.mean(), t.detach().abs().max()]).tolist()
+    rounding = 2 * torch.finfo(t.dtype).eps * largest
+    return mean if most <= rounding <= 0.01 * mean else gaps
+
+
+def _fill_forward(x: Tensor, observed: Tensor) -> Tensor:
+    """Return the last observed values of (batch, 1 + T, n), of which the first are observed."""
+    steps = torch.arange(1, x.shape[1], device=x.device).view(1, -1, 1)
+    last = torch.where(observed, steps, 0).cummax(1).values
+    return x.gather(1, functional.pad(last, (0, 0, 1, 0)).expand(-1, -1, x.shape[2]))
+
+
+def _reorder(z: Tensor, order: Tensor) -> Tensor:
+    """Return the samples (batch, T, n) in another order, (batch, T)."""
+    return z.gather(1, order.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
+
+
+class OscillatorCell(_OscillatorModule):
+    """The oscillators of :class:`Oscillators` for one sample at a time, as :class:`torch.nn.GRUCell` is for its layer.
+
+    The parameters have the names of the layer's, so that a cell loads the ``state_dict`` of a layer, and continues its
+    state with the same numbers. A layer with noise has more parameters, which a cell does not load; its ``filter``
+    takes single samples, too.
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: features of the output.
+        num_oscillators: number of oscillators. None is ``hidden_size``. Default: ``None``
+        discretization: ``"exact"`` or ``"imex"``, as in the layer. Default: ``"exact"``
+        input: ``"impulse"`` or ``"hold"``, as in the layer. Default: ``"impulse"``
+        frequency: range of initial frequencies, in cycles per unit of time. Default: ``(0.001, 0.25)``
+        decay: range of initial decay rates, in 1 / unit of time. Default: ``(0.001, 0.1)``
+        device: device of the parameters. Default: ``None``
+        dtype: dtype of the parameters. Default: ``None``
+
+    Example:
+        >>> import torch, hbnode
+        >>> layer, cell = hbnode.nn.Oscillators(3, 8), hbnode.nn.OscillatorCell(3, 8)
+        >>> _ = cell.load_state_dict(layer.state_dict())
+        >>> y, state = layer(torch.randn(4, 100, 3))
+        >>> y, state = cell(torch.randn(4, 3), state, dt=0.5)
+        >>> y.shape
+        torch.Size([4, 8])
+    """
+
+    def forward(
+        self, x: Tensor, state: OscillatorState | None = None, dt: float | Tensor = 1.0
+    ) -> tuple[Tensor, OscillatorState]:
+        """Return the output (batch, hidden_size), and the state after the sample.
+
+        Arguments:
+            x: samples (batch, input_size).
+            state: of the last call, or of a layer; None for rest at time 0. Default: ``None``
+            dt: time since that state, a number or (batch,), not negative; without a state it has no effect.
+                Default: ``1.0``
+        """
+        check_input(x, "x")
+        if x.dim() != 2 or x.shape[1] != self.input_size:
+            raise ValueError(
+                f"x must be (batch, input_size) with input_size={self.input_size}, got {tuple(x.shape)}. "
+                "Fix: x.unsqueeze(0) for a single sample, hbnode.nn.Oscillators for a series."
+            )
+        if may_look() and not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                "x must be finite, got NaN or inf, which would stay in the state. Fix: leave the sample out, and let "
+                "dt of the next one be the time since the last."
+            )
+        batch, dtype = len(x), self._dtype
+        gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
+        if gap.dim() and gap.shape != (batch,):
+            raise ValueError(f"dt must be a number or ({batch},), got {tuple(gap.shape)}. Fix: one time each.")
+        with no_autocast(x):
+            if state is None:
+                v = q = torch.zeros(batch, self.num_oscillators, dtype=dtype, device=x.device)
+                time = torch.zeros(batch, dtype=torch.float64, device=x.device)
+            else:
+                self._check_state(state, batch, OscillatorState)
+                if may_look() and not bool(((gap >= 0) & gap.isfinite()).all()):
+                    raise ValueError(
+                        "dt must be finite and not negative: it is the time since the state. Fix: t - state.t."
+                    )
+                v, q = self._advance(state, gap.expand(batch).unsqueeze(1))
+                time = state.t + gap.to(state.t.dtype)
+            samples = x.to(dtype)
+            if not self._is_held:
+                v = v + samples @ self.weight_in.to(dtype).T
+            y = torch.cat([v, q], -1) @ self._readout().T + samples @ self.weight_skip.to(dtype).T
+            self._check_finite(v, q, y)
+        y = y.to(x.dtype) if x.dtype.itemsize < dtype.itemsize else y
+        return y, OscillatorState(v, q, time, x if self._is_held else None)
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
+
+
+@record
+class OscillatorStackState(Record):
+    """The state of :class:`OscillatorStack`.
+
+    Attributes:
+        v: velocities, (num_layers, batch, num_oscillators).
+        x: displacements, of the same shape.
+        t: the time of the last sample, (batch,).
+        held: what each layer holds, (num_layers, batch, hidden_size), with ``input="hold"``; else None.
+    """
+
+    v: Tensor
+    x: Tensor
+    t: Tensor
+    held: Tensor | None = None
+
+
+class OscillatorBlock(nn.Module):
+    """h + dropout(GLU(W gelu(oscillators(norm(h))))), the block of LinOSS."""
+
+    def __init__(self, hidden_size: int, layer: Oscillators, dropout: float, norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size) if norm else nn.Identity()
+        self.oscillators = layer
+        width = hidden_size * (2 if layer.bidirectional else 1)
+        self.gate = nn.Linear(width, 2 * hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    @override
+    def forward(
+        self,
+        h: Tensor,
+        t: ArrayLike | None,
+        state: OscillatorState | None,
+        mask: Tensor | None,
+        lengths: Lengths | None,
+    ) -> tuple[Tensor, OscillatorState]:
+        y, state = self.oscillators(self.norm(h), t, state, mask, lengths)
+        return h + self.dropout(functional.glu(self.gate(functional.gelu(y)), -1)), state
+
+
+class OscillatorStack(nn.Module):
+    r"""A deep model of series: blocks of :class:`Oscillators` with gates between them, and a head.
+
+    A linear map takes samples to h, each block is h ← h + dropout(GLU(W gelu(oscillators(norm(h))))), and the head is
+    linear. Times, masks and lengths are those of :class:`Oscillators`; unobserved samples are no input to any layer.
+
+    References:
+        Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943, whose block this is.
+
+    Arguments:
+        input_size: features of a sample.
+        hidden_size: features of h.
+        num_layers: number of blocks. Default: ``2``
+        output_size: features of the output. None is ``hidden_size``. Default: ``None``
+        head: ``"regression"``: an output at every sample. ``"classification"``: one output for each series, from the
+            mean of h over its observed samples. ``"next"``: at every sample a prediction of the next one; the head sees
+            the logarithm of 1 + the gap to it beside h. Default: ``"regression"``
+        num_oscillators: oscillators of each layer. None is ``hidden_size``. Default: ``None``
+        dropout: probability that a feature of a block's output is dropped in training. Default: ``0.0``
+        norm: whether a block has the layer norm. It scales every sample of h to variance 1; without it the blocks see
+            amplitudes as they are, which a model of a physical system needs. Default: ``True``
+        discretization: ``"exact"`` or ``"imex"``, as in the layer. Default: ``"exact"``
+        input: ``"impulse"`` or ``"hold"``, as in the layer. Default: ``"impulse"``
+        bidirectional: whether every layer reads the series in both directions; not with ``head="next"``.
+            Default: ``False``
+        frequency: range of initial frequencies, in cycles per unit of time. Default: ``(0.001, 0.25)``
+        decay: range of initial decay rates, in 1 / unit of time. Default: ``(0.001, 0.1)``
+
+    Shape:
+        - x: (batch, T, input_size); t: (batch, T), (T,) or None.
+        - y: (batch, T, output_size), 0 on padding; (batch, output_size) with ``head="classification"``.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+
+    Example:
+        >>> import torch, hbnode
+        >>> model = hbnode.nn.OscillatorStack(3, 16, num_layers=2, output_size=5, head="classification")
+        >>> logits, state = model(torch.randn(4, 100, 3), torch.rand(4, 100).cumsum(1))
+        >>> logits.shape
+        torch.Size([4, 5])
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 2,
+        *,
+        output_size: int | None = None,
+        head: Literal["regression", "classification", "next"] = "regression",
+        num_oscillators: int | None = None,
+        dropout: float = 0.0,
+        norm: bool = True,
+        discretization: Literal["exact", "imex"] = "exact",
+        input: Literal["impulse", "hold"] = "impulse",
+        bidirectional: bool = False,
+        frequency: Range = FREQUENCY,
+        decay: Range = DECAY,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.num_layers = as_count(input_size, "input_size"), as_count(num_layers, "num_layers")
+        if head not in ("regression", "classification", "next"):
+            raise ValueError(
+                f"head must be 'regression', 'classification' or 'next', got {head!r}. Fix: head='regression'."
+            )
+        if head == "next" and bidirectional:
+            raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
+        self.head = head
+        self.encoder = nn.Linear(self.input_size, hidden_size)
+
+        options: Any = {"discretization": discretization, "input": input, "frequency": frequency, "decay": decay}
+        self.blocks = nn.ModuleList()
+        for _ in range(self.num_layers):
+            layer = Oscillators(hidden_size, hidden_size, num_oscillators, bidirectional=bidirectional, **options)
+            self.blocks.append(OscillatorBlock(hidden_size, layer, dropout, norm))
+        width = hidden_size + (1 if head == "next" else 0)
+        self.decoder = nn.Linear(width, hidden_size if output_size is None else as_count(output_size, "output_size"))
+
+    def forward(
+        self,
+        x: Tensor,
+        t: ArrayLike | None = None,
+        state: OscillatorStackState | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        t_next: Tensor | float | None = None,
+    ) -> tuple[Tensor, OscillatorStackState]:
+        """Return the outputs, and the state after the last sample.
+
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for all; None is a unit of time from each sample to the next. Default: ``None``
+            state: the state to continue, of an earlier call. A classification is of the samples of this call.
+                Default: ``None``
+            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. Others may be NaN, and are
+                encoded as zeros where the sample has others that are observed. Default: ``None``
+            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+            t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
+                last gap, or is one unit of time after a single sample. Default: ``None``
+        """
+        sequences = Sequences(self.input_size, x, _times(x, t, None), mask, lengths)
+        if state is not None and not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
+            got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
+            raise ValueError(
+                f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
+                "Fix: what this stack returned beside its outputs, y, state = stack(x)."
+            )
+        if t_next is not None and self.head != "next":
+            raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
+        h = self.encoder(sequences.window)
+        mask, states = sequences.seen, []
+        mask = None if mask is None else functional.pad(mask, (0, h.shape[1] - mask.shape[1]))
+        for i, block in enumerate(self.blocks):
+            before = None
+            if state is not None:
+                held = None if state.held is None else state.held[i]
+                before = OscillatorState(state.v[i], state.x[i], state.t, held)
+            h, after = block(h, t, before, mask, lengths)
+            states.append(after)
+        v, displacement = torch.stack([each.v for each in states]), torch.stack([each.x for each in states])
+        held = None if states[-1].held is None else torch.stack([each.held for each in states])
+        after = OscillatorStackState(v, displacement, states[-1].t, held)
+        if self.head == "classification":
+            weights = h.new_ones(h.shape[:2]) if mask is None else mask.to(h.dtype)
+            mean = (h * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True).clamp(min=1.0)
+            return self.decoder(mean), after
+        if self.head == "next":
+            h = torch.cat([h, _gaps_to_next(sequences, t_next).to(h.dtype).log1p().unsqueeze(-1)], -1)
+        y = self.decoder(h)
+        return sequences.padded(y[:, : sequences.x.shape[1]]), after
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
+
+
+def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
+    """Return the time from each sample to the next, (batch, T)."""
+    t = sequences.t
+    gaps = t.diff()
+    if t_next is not None:
+        times = torch.as_tensor(t_next, dtype=t.dtype, device=t.device).expand(len(t))
+        last = times.unsqueeze(1) - t[:, -1:]
+        if may_look() and not bool((last >= 0).all()):
+            raise ValueError(
+                "t_next must not lie before the last time of a series, nor be NaN. Fix: the time of the sample to "
+                "predict, in the unit of t."
+            )
+    elif gaps.shape[1]:
+        ends = torch.full_like(t[:, :1], t.shape[1], dtype=torch.int64)
+        ends = ends if sequences.valid is None else sequences.valid.sum(1, keepdim=True)
+        last = torch.where(ends > 1, gaps.gather(1, (ends - 2).clamp(min=0)), 1.0)
+    else:
+        last = torch.ones_like(t)
+    gaps = torch.cat([gaps, last], 1)
+    if sequences.valid is not None:
+        is_last = torch.arange(t.shape[1], device=t.device) == sequences.valid.sum(1, keepdim=True) - 1
+        gaps = torch.where(is_last, last, gaps)
+    return functional.pad(gaps, (0, sequences.total - gaps.shape[1]))
+
+
+def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Ranges:
+    """Return ranges of initial frequencies and decays for these times: ``Oscillators(..., **oscillator_ranges(t))``.
+
+    The lowest frequency and decay rate are 1 / span, of the longest series. The highest frequency is
+    1 / (4 gap) for the median gap, half that of Nyquist, and the highest decay rate 1 / (10 gap).
+
+    Arguments:
+        t: times (batch, T) or (T,), increasing.
+        mask: which samples are observed, (batch, T) or (batch, T, features), as for :class:`Oscillators`; gaps are
+            counted from one observed sample to the next. Default: ``None``
+        lengths: lengths of the series; what follows is padding. Default: ``None``
+
+    Returns:
+        A dict with ``frequency`` and ``decay``, each (low, high), in the units of 1 / ``t``.
+
+    Raises:
+        ValueError: if there are not two observed samples at different times in any of the series.
+
+    Example:
+        >>> import hbnode
+        >>> hbnode.nn.oscillator_ranges([0.0, 0.5, 1.0, 10.0])
+        {'frequency': (0.1, 0.5), 'decay': (0.1, 0.2)}
+    """
+    times = as_tensor(t, "t").double()
+    times = times.unsqueeze(0) if times.dim() == 1 else times
+    seen = torch.ones_like(times, dtype=torch.bool)
+    if mask is not None:
+        mask = as_tensor(mask, "mask").to(times.device)
+        times, seen = torch.broadcast_tensors(times, mask.any(-1) if mask.dim() == 3 else mask)
+    if lengths is not None:
+        ends = torch.as_tensor(lengths, device=times.device).unsqueeze(1)
+        times, valid = torch.broadcast_tensors(times, torch.arange(times.shape[1], device=times.device) < ends)
+        seen = seen & valid
+    rows = [row[here] for row, here in zip(times, seen, strict=True)]
+    gaps = torch.cat([row.diff() for row in rows])
+    gaps = gaps[~(gaps <= 0)]
+    if not len(gaps):
+        raise ValueError("t has no two observed samples of a series at different times. Fix: frequency= and decay=.")
+    if not bool(torch.isfinite(gaps).all()):
+        raise ValueError("t is not finite where samples are observed. Fix: lengths=, or a mask that leaves them out.")
+    gap, span = float(gaps.median()), max(float(row[-1] - row[0]) for row in rows if len(row))
+    low, high = 1 / span, 0.25 / gap
+    return {"frequency": (min(low, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
+
+
+def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}. Fix: {name}={choices[0]!r}."
+        )
+
+
+def _checked_range(value: Range, name: str) -> Range:
+    try:
+        low, high = (float(bound) for bound in value)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not 0 < low <= high < math.inf:
+        raise ValueError(
+            f"{name} must be (low, high) with 0 < low <= high, got {value!r}. Fix: {name}=(0.01, 0.1), in 1 / time."
+        )
+    return low, high
