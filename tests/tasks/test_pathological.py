@@ -1,4 +1,4 @@
-"""The task of the pathological problems, its models and optimizers."""
+"""The pathological problems: options, models, losses and runs, and the table of who needs Hessian-free optimization."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks import pathological, pathological_table, plot
+from tasks import pathological, pathological_table
 from tasks.common.config import parse
 from tasks.common.optimizers import OPTIMIZERS
 from tasks.data.pathological import PROBLEMS, Problem
@@ -26,9 +26,6 @@ def options_of(*argv):
 
 def draw(problem, count=12, seed=0):
     return problem.draw(count, torch.Generator().manual_seed(seed))
-
-
-# Options
 
 
 def test_what_is_not_given_comes_from_the_tables():
@@ -64,43 +61,13 @@ def test_rates_are_for_models_that_there_are():
     assert set(TITLES) == set(LAYERS)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--length", "9"], "length must be 10 or more, got 9"),
-        (["--model", "mlp"], "invalid choice: 'mlp'"),
-        (["--problem", "copying"], "invalid choice: 'copying'"),
-        (["--optimizer", "lbfgs"], "invalid choice: 'lbfgs'"),
-        (["--seconds", "0"], "--seconds must be positive, got 0"),
-        (["--max-cg", "-1"], "--max-cg must not be negative, got -1"),
-        (["--optimizer", "hf", "--schedule", "step"], "--schedule step changes a learning rate, and hf has none"),
-        (["--schedule", "cosine"], "--schedule cosine falls to 0 within --epochs"),
-        (["--structural-damping", "-1"], "--structural-damping must not be negative, got -1.0"),
-    ],
-)
-def test_bad_options(argv, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        options_of(*argv)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_soap_is_asked_for_by_name_where_it_is_missing(monkeypatch, capsys):
+def test_what_an_optimizer_needs_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(SystemExit):
-        options_of("--optimizer", "soap")
-    assert "soap needs the package pytorch_optimizer" in capsys.readouterr().err
-    options_of("--optimizer", "hf")
-
-
-def test_hessian_free_is_for_one_process(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        options_of("--optimizer", "hf")
-    assert "--optimizer hf trains in one process" in capsys.readouterr().err
-
-
-# Models
+    for name, message in (("soap", "soap needs the package"), ("hf", "--optimizer hf trains in one process")):
+        with pytest.raises(SystemExit):
+            options_of("--optimizer", name)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -157,9 +124,6 @@ def test_forget_gates():
     assert (momentum.bias_ih_l0 + momentum.bias_hh_l0)[5:10].tolist() == [1.0] * 5
 
 
-# Losses and optimizers
-
-
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_all_optimizers_minimise_the_same_loss(name):
     """The objective's own value is what the Hessian-free optimizer reports."""
@@ -200,38 +164,28 @@ def test_an_orthogonal_weight_has_a_smaller_rate():
 
 
 @pytest.mark.parametrize("model", LAYERS)
-def test_every_model_is_trained(model, tmp_path):
-    options = [*TINY, "--model", model, "--iterations", "2", "--epochs", "1", "--out", str(tmp_path)]
-    pathological.main(options)
-    assert names_in(tmp_path) == {"config.json", "metrics.csv", "summary.json", "checkpoint.pt"}
-    summary = json.loads((tmp_path / "summary.json").read_text())
+def test_every_model_is_trained_with_and_without_hessian(model, tmp_path):
+    options = [*TINY, "--model", model, "--epochs", "1"]
+    pathological.main([*options, "--iterations", "2", "--out", str(tmp_path / "adam")])
+    summary = json.loads((tmp_path / "adam" / "summary.json").read_text())
     assert (summary["iterations"], summary["sequences"], summary["solved"]) == (2, 24, False)
-
-
-@pytest.mark.parametrize("model", LAYERS)
-def test_every_model_is_trained_hessian_free(model, tmp_path):
-    pathological.main([*TINY, "--model", model, "--optimizer", "hf", "--epochs", "1", "--out", str(tmp_path)])
-    assert float(read_metrics(tmp_path)[0]["reduction"]) > 0
+    pathological.main([*options, "--optimizer", "hf", "--out", str(tmp_path / "hf")])
+    assert float(read_metrics(tmp_path / "hf")[0]["reduction"]) > 0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("problem", ["addition", "memorization_5"])
-def test_a_run_in_parts_has_the_numbers_of_a_whole_one(optimizer, problem, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pathological, "draw_memorization", lambda *args: None)
+def test_every_optimizer_resumes_to_the_same_numbers(optimizer, tmp_path, monkeypatch):
     if optimizer == "soap":
         pytest.importorskip("pytorch_optimizer")
-    options = [*TINY, "--problem", problem, "--model", "tanh", "--optimizer", optimizer]
-    options += [] if optimizer == "hf" else ["--iterations", "3"]
-    pathological.main([*options, "--epochs", "4", "--out", str(tmp_path / "whole")])
-    for epochs in ("1", "3", "4"):
+    options = [*TINY, "--problem", "addition", "--model", "tanh", "--optimizer", optimizer, "--iterations", "2"]
+    pathological.main([*options, "--epochs", "3", "--out", str(tmp_path / "whole")])
+    for epochs in ("1", "3"):
         pathological.main([*options, "--epochs", epochs, "--out", str(tmp_path / "parts")])
     rows = read_metrics(tmp_path / "whole")
     assert read_metrics(tmp_path / "parts") == rows
-    assert len(rows) == 4
+    assert len(rows) == 3
     progress = {"damping", "ratio", "cg_iterations", "step_length", "reduction"}
     assert (progress <= rows[0].keys()) == (optimizer == "hf")
-    if optimizer == "hf":
-        assert "cg_iterations" in capsys.readouterr().out
 
 
 def test_memorization_is_drawn(tmp_path):
@@ -326,14 +280,108 @@ def test_few_wrong_of_the_first_sequences_are_no_success_yet(monkeypatch):
     assert pathological.tested(OneRun, model, data, SequenceLoss(problem, 0))["test_sequences"] == 1000
 
 
-def test_plot_compares_optimizers_of_a_problem(tmp_path, capsys):
-    for optimizer in ("adam", "hf"):
-        options = [*TINY, "--model", "gru", "--iterations", "1", "--epochs", "2", "--optimizer", optimizer]
-        pathological.main([*options, "--out", str(tmp_path / optimizer)])
-    capsys.readouterr()
-    plot.main([str(tmp_path)])
-    out = capsys.readouterr().out
-    assert "pathological-default-addition-10" in out
-    assert "optimizer=adam" in out
-    assert "optimizer=hf" in out
-    assert (tmp_path / "pathological-default-addition-10.png").read_bytes()[:4] == b"\x89PNG"
+# The table
+
+
+def make_up(root, pair, seed, *, solved, seconds, problem="addition", length=50, error=0.9, **own):
+    """The files of a finished run."""
+    options = {"clock": "cpu", **pathological_table.PAIRS[pair], **own}
+    config = PathologicalConfig(problem=problem, length=length, seed=seed, **options).filled()
+    folder = root / "".join(f"{name}{value}-" for name, value in own.items()) / pathological.folder_name(config)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"task": "pathological", **vars(config)}))
+    summary = {"task": "pathological", "parameters": 10501, "solved": solved, "diverged": False, "seconds": seconds}
+    summary["test_error"] = error
+    (folder / "summary.json").write_text(json.dumps(summary))
+    names = "epoch,train_loss,damping,ratio,test_error"
+    lines = [f"{epoch},{0.5**epoch},{0.1 / epoch},{0.3 * epoch},{0.9 / epoch}" for epoch in range(1, 6)]
+    (folder / "metrics.csv").write_text("\n".join([names, *lines, ""]))
+
+
+def test_the_table_of_made_up_runs(tmp_path, capsys):
+    for seed, seconds in enumerate((40.0, 60.0, 50.0)):
+        make_up(tmp_path, "tanh-hf", seed, solved=True, seconds=seconds, error=0.005)
+    make_up(tmp_path, "tanh-hf-undamped", 0, solved=False, seconds=301.0, error=0.84)
+    make_up(tmp_path, "gru-adam", 0, solved=True, seconds=20.0, error=0.005)
+    make_up(tmp_path, "gru-adam", 1, solved=True, seconds=303.0, error=0.005)  # too late
+    make_up(tmp_path, "gru-adam", 0, solved=True, seconds=70.4, length=100, problem="temporal_order")
+    pathological_table.main(["--report", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:5] == [
+        "|  | addition, T = 50 | temporal order, T = 100 |",
+        "|---|---|---|",
+        "| tanh RNN, HF | 3/3, 50 s |  |",
+        "| tanh RNN, HF, undamped | 0/1, 84 % wrong |  |",
+        "| GRU, Adam | 1/2, 20 s | 1/1, 70 s |",
+    ]
+    assert (tmp_path / "pathological.md").read_text().splitlines() == printed[:5]
+    rows = (tmp_path / "pathological.csv").read_text().splitlines()
+    assert rows[0] == "problem,length,pair,options,parameters,runs,solved,seconds,test_error"
+    assert rows[1] == "addition,50,tanh-hf,,10501,3,3,50.0,0.005"
+    for name in ("pathological.png", "damping.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_runs_with_options_of_their_own_have_lines_of_their_own(tmp_path, capsys, caplog):
+    for own in ({}, {"lr": 0.5}, {"hidden": 50, "clock": "wall"}):
+        make_up(tmp_path, "gru-adam", 0, solved=True, seconds=20.0, **own)
+    make_up(tmp_path, "gru-adam", 1, solved=True, seconds=20.0, damping=0.5)  # which Adam does not read
+    make_up(tmp_path, "tanh-hf-undamped", 0, solved=False, seconds=300.0)
+    make_up(tmp_path, "tanh-hf", 0, solved=True, seconds=30.0, structural_damping=0.5)
+    make_up(tmp_path, "tanh-hf", 1, solved=False, seconds=30.0)  # of a smaller budget
+    pathological_table.main(["--report", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[2:7] == [
+        "| tanh RNN, HF, structural_damping=0.5 | 1/1, 30 s |",
+        "| tanh RNN, HF, undamped | 0/1, 90 % wrong |",
+        "| GRU, Adam | 2/2, 20 s |",
+        "| GRU, Adam, clock=wall, hidden=50 | 1/1, 20 s |",
+        "| GRU, Adam, lr=0.5 | 1/1, 20 s |",
+    ]
+    assert "addition,50,gru-adam,lr=0.5," in (tmp_path / "pathological.csv").read_text()
+    assert "addition-50-tanh-hf-seed1 ended without success after 30 seconds of 300" in caplog.text
+    pathological_table.main(["--report", "--hidden", "50", "--out", str(tmp_path)])
+    assert "| GRU, Adam, lr=0.5, hidden=100 |" in capsys.readouterr().out
+
+
+def test_a_run_counts_once(tmp_path):
+    make_up(tmp_path / "one", "gru-adam", 0, solved=True, seconds=20.0)
+    make_up(tmp_path / "copy", "gru-adam", 0, solved=True, seconds=20.0)
+    with pytest.raises(SystemExit, match=r"are runs of the same options and seed. Fix: move one"):
+        pathological_table.main(["--report", "--out", str(tmp_path)])
+
+
+def test_a_table_of_nothing_says_so_and_one_kind_of_damping_has_no_figure(tmp_path, caplog):
+    pathological_table.main(["--report", "--out", str(tmp_path)])
+    assert "no finished run of the pathological problems" in caplog.text
+    assert not (tmp_path / "pathological.md").exists()
+    make_up(tmp_path, "tanh-hf", 0, solved=True, seconds=1.0)
+    pathological_table.main(["--report", "--out", str(tmp_path)])
+    assert not (tmp_path / "damping.png").exists()
+
+
+def test_the_table_makes_its_runs_and_skips_what_is_finished(tmp_path, monkeypatch, capsys):
+    options = "--pairs gru-adam --problems temporal_order --lengths 10 --seeds 1 --hidden 3 --test-size 20".split()
+    options += ["--out", str(tmp_path)]
+    pathological_table.main([*options, "--seconds", "0.01"])
+    assert "| GRU, Adam | " in capsys.readouterr().out
+    assert names_in(tmp_path) == {
+        "temporal_order-10-gru-adam-seed0",
+        *("pathological.md", "pathological.csv", "pathological.png"),
+    }
+    asked = []
+    monkeypatch.setattr(pathological_table, "train", asked.append)
+    pathological_table.main([*options, "--seconds", "0.01"])
+    assert asked == []
+    pathological_table.main([*options, "--seconds", "1000"])
+    assert [config.model for config in asked] == ["gru"]
+
+
+def test_the_table_has_eleven_pairs_in_the_order_of_their_need():
+    options = pathological_table.parse(["--seeds", "2", "--lengths", "50,100,50"])
+    made = list(pathological_table.configs(options))
+    assert len(made) == 11 * 3 * 2 * 2
+    assert len({config.out for config in made}) == len(made)
+    assert [(config.seed, config.length) for config in made[::33]] == [(0, 50), (0, 100), (1, 50), (1, 100)]
+    assert [pathological.pair_name(vars(config)) for config in made[:11]] == list(pathological_table.PAIRS)
+    undamped = made[1]
+    assert (undamped.structural_damping, undamped.filled().damping) == (0, 0.03)
