@@ -38,7 +38,7 @@ from benchmarks.recurrent import peak_bytes, table
 from hbnode.nn.attention.softmax import KeyValueCache
 from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
-from tasks.models.transformers import make_transformer
+from tasks.models.contenders import make_transformer
 
 LENGTHS = (256, 1024, 4096, 16384)
 HEADS, DIM = 8, 32

@@ -42,8 +42,7 @@ from tasks.data.cifar10 import read_cifar10
 from tasks.data.imdb import read_imdb
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
 from tasks.data.pathfinder import read_pathfinder
-from tasks.models.contenders import TITLES, ContenderConfig
-from tasks.models.transformers import CONTENDERS
+from tasks.models.contenders import CONTENDERS, TITLES, ContenderConfig
 
 LISTOPS_SAMPLES = {"train": 96_000, "validation": 2_000, "test": 2_000}
 GREY = (0.299, 0.587, 0.114)  # weights of red, green and blue, ITU-R BT.601

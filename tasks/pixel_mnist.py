@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -85,8 +85,7 @@ class PixelMnistConfig(RecurrentConfig):
     positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "orthogonal_lr")
 
     dataset: str = option("mnist", "which images", tuple(READ))
-    permuted: bool = option(False, "read the pixels in an order that a seed fixes")
-    permutation: int = option(92916, "the seed of it, numpy's RandomState(SEED).permutation(pixels)")
+    permuted: bool = option(False, "read the pixels in a fixed random order")
     side: int | None = option(
         None, "pixels on an edge, to which images are averaged down; none: 14 of mnist, 8 of digits"
     )
@@ -104,8 +103,6 @@ class PixelMnistConfig(RecurrentConfig):
         edge = EDGE[self.dataset]
         if self.pixels_on_edge < 1 or edge % self.pixels_on_edge:
             raise ValueError(f"--side must divide {edge}, the edge of {self.dataset}, got {self.side}")
-        if self.permutation >= 2**32:
-            raise ValueError(f"--permutation must be below 2**32, got {self.permutation}")
 
     @property
     def pixels_on_edge(self) -> int:
@@ -119,18 +116,13 @@ class PixelMnistConfig(RecurrentConfig):
 
     def rules(self) -> Mapping[str, RuleOptions]:
         """The table of rules for this cell, order of pixels and size."""
-        if self.cell == "dtriv":
-            return ORTHOGONAL[_nearest(self.hidden, ORTHOGONAL)]
-        return GATED[self.permuted, _nearest(self.hidden, (128, 256))]
+        sizes = ORTHOGONAL if self.cell == "dtriv" else (128, 256)
+        nearest = min(sizes, key=lambda size: abs(size - self.hidden))
+        return ORTHOGONAL[nearest] if self.cell == "dtriv" else GATED[self.permuted, nearest]
 
     def make_model(self) -> PixelClassifier:
         """The model that the options describe."""
-        layer = self.make_layer(1, self.rules(), batch_first=True)
-        return PixelClassifier(layer, self.hidden)
-
-
-def _nearest(size: int, sizes: Iterable[int]) -> int:
-    return min(sizes, key=lambda known: abs(known - size))
+        return PixelClassifier(self.make_layer(1, self.rules(), batch_first=True), self.hidden)
 
 
 WHOLE = {"dataset": "mnist", "side": 28, "train_size": 0, "test_size": 0, "epochs": 150}
@@ -181,13 +173,13 @@ def sequences(images: Tensor, config: PixelMnistConfig) -> Tensor:
     """Images (N, 1, edge, edge), averaged down, row by row or permuted: (N, pixels, 1)."""
     pixels = nn.functional.avg_pool2d(images, images.shape[-1] // config.pixels_on_edge).flatten(1)
     if config.permuted:
-        pixels = pixels[:, permutation(config.permutation, pixels.shape[1])]
+        pixels = pixels[:, permutation(pixels.shape[1])]
     return pixels.unsqueeze(2)
 
 
-def permutation(seed: int, pixels: int) -> Tensor:
+def permutation(pixels: int) -> Tensor:
     """The order in which pixels are read, (pixels,): numpy's legacy generator, which never changes."""
-    return torch.from_numpy(np.random.RandomState(seed).permutation(pixels))
+    return torch.from_numpy(np.random.RandomState(92916).permutation(pixels))
 
 
 # Model and training

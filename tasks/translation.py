@@ -46,7 +46,7 @@ from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
 from tasks.data.subwords import PADDING, SPECIAL, decode, learn_subwords
 from tasks.data.tatoeba import SOURCES, Pair, Translations, read_pairs
-from tasks.models.transformers import CONTENDERS, attention_of
+from tasks.models.contenders import CONTENDERS, attention_of
 
 MAX_OFFSET = 20  # the most that a translation is longer or shorter by, in subwords
 SHOWN = 8  # translations in the summary
@@ -76,25 +76,20 @@ class TranslationConfig(TaskConfig):
     layers: int = option(2, "layers of the encoder and of each decoder")
     feedforward: int = option(128, "hidden units of a layer's network")
     dropout: float = option(0.1, "dropout")
-    momentum: float = option(0.6, "beta of momentum attention, and of the gain of linear_gain")
-    connection_momentum: float = option(0.9, "beta of momentum_connection")
     refinements: int = option(3, "passes of the decoders in training")
     iterations: int = option(8, "passes in translating")
 
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        for name in ("dropout", "momentum", "connection_momentum"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be below 1, got {getattr(self, name)}")
+        if self.dropout >= 1:
+            raise ValueError(f"--dropout must be below 1, got {self.dropout}")
         if self.d_model % self.heads or self.d_model % 2:
             raise ValueError(f"--d-model must be even and a multiple of --heads, got {self.d_model} and {self.heads}")
 
     def layer_options(self) -> dict[str, Any]:
         """The arguments of a layer that the options describe; positions are in the embedding."""
-        options = attention_of(self.model, self.momentum)
-        if options["connection"] == "momentum":
-            options["connection_momentum"] = self.connection_momentum
+        options = attention_of(self.model)
         if options["attention"] == "softmax":
             options["attention_options"] = {"rotary": False}
         return {"batch_first": True, "causal": False, **options}

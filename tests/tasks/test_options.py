@@ -20,7 +20,6 @@ adding --hidden 0 | --hidden must be positive, got 0
 adding --length 1 | --length must be 2 or more, got 1
 adding --model lstm | invalid choice: 'lstm'
 adding --tol 0.1 | unrecognized arguments: --tol
-adding --model oscillators --compile | --compile is for the steps of a layer
 image_generation --side 5 | --side must divide 8, the edge of digits, got 5
 image_generation --dataset mnist --side 8 | --side must divide 28, the edge of mnist, got 8
 image_generation --draw-every 0 | --draw-every must be positive, got 0
@@ -37,7 +36,6 @@ language_model --model plain,transformer | invalid choice: 'transformer'
 language_model --model transformer --connection heavyball | --connection: invalid choice: 'heavyball'
 language_model --model transformer --connection wider --layers 1 | wider has a layer less, and --layers is 1
 language_model --model transformer --d-model 20 --heads 4 | --d-model must be a multiple of twice --heads
-language_model --model transformer --connection-momentum 1 | --connection-momentum must be below 1, got 1.0
 language_model --model transformer --cell gru | unrecognized arguments: --cell gru
 lra --schedule cosine | --schedule is the cycle that --warmup describes, got cosine
 lra --epochs 1 --iterations 5 --warmup 5 | --warmup must be below the 5 steps of the run, got 5
@@ -58,7 +56,6 @@ pathological_table --seeds 0 | --seeds must be positive, got 0
 pixel_mnist --side 5 | --side must divide 28, the edge of mnist, got 5
 pixel_mnist --dataset digits --side 14 | --side must divide 8, the edge of digits, got 14
 pixel_mnist --orthogonal-lr 0 | --orthogonal-lr must be positive
-pixel_mnist --permutation 4294967296 | --permutation must be below 2**32
 recall --kind twice | argument --kind: invalid choice: 'twice' (choose from once, again, noisy, all)
 recall --rates 1e-3,0 | --rates must be positive, got 1e-3,0
 recall --rates 1e-3,nan | --rates must be positive, got 1e-3,nan

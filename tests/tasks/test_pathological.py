@@ -223,7 +223,7 @@ def test_a_run_that_diverges_is_a_failure_with_a_summary(tmp_path, capsys):
     assert "Fix: a smaller --lr" in capsys.readouterr().out
     summary = json.loads((tmp_path / "later" / "summary.json").read_text())
     assert (summary["solved"], summary["diverged"]) == (False, True)
-    assert pathological_table.is_done(options_of("--out", str(tmp_path / "later")))
+    assert pathological_table.has_ended(options_of("--out", str(tmp_path / "later")))
     with pytest.raises(SystemExit, match=r"is (inf|nan)\. Fix: a smaller --lr"):
         pathological.main([*options, "--lr", "1e35", "--out", str(tmp_path / "at once")])
 
@@ -283,13 +283,11 @@ def test_few_wrong_of_the_first_sequences_are_no_success_yet(monkeypatch):
 # The table
 
 
-def make_up(root, pair, seed, *, solved, seconds, problem="addition", length=50, error=0.9, **own):
+def make_up(root, pair, seed, *, solved, seconds, problem="addition", length=50, error=0.9):
     """The files of a finished run."""
-    options = {"clock": "cpu", **pathological_table.PAIRS[pair], **own}
-    config = PathologicalConfig(problem=problem, length=length, seed=seed, **options).filled()
-    folder = root / "".join(f"{name}{value}-" for name, value in own.items()) / pathological.folder_name(config)
+    config = PathologicalConfig(problem=problem, length=length, seed=seed, **pathological_table.PAIRS[pair])
+    folder = root / pathological.folder_name(config)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"task": "pathological", **vars(config)}))
     summary = {"task": "pathological", "parameters": 10501, "solved": solved, "diverged": False, "seconds": seconds}
     summary["test_error"] = error
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -304,6 +302,7 @@ def test_the_table_of_made_up_runs(tmp_path, capsys):
     make_up(tmp_path, "tanh-hf-undamped", 0, solved=False, seconds=301.0, error=0.84)
     make_up(tmp_path, "gru-adam", 0, solved=True, seconds=20.0, error=0.005)
     make_up(tmp_path, "gru-adam", 1, solved=True, seconds=303.0, error=0.005)  # too late
+    make_up(tmp_path, "gru-adam", 2, solved=False, seconds=30.0)  # of a smaller budget
     make_up(tmp_path, "gru-adam", 0, solved=True, seconds=70.4, length=100, problem="temporal_order")
     pathological_table.main(["--report", "--out", str(tmp_path)])
     printed = capsys.readouterr().out.splitlines()
@@ -316,38 +315,10 @@ def test_the_table_of_made_up_runs(tmp_path, capsys):
     ]
     assert (tmp_path / "pathological.md").read_text().splitlines() == printed[:5]
     rows = (tmp_path / "pathological.csv").read_text().splitlines()
-    assert rows[0] == "problem,length,pair,options,parameters,runs,solved,seconds,test_error"
-    assert rows[1] == "addition,50,tanh-hf,,10501,3,3,50.0,0.005"
+    assert rows[0] == "problem,length,pair,parameters,runs,solved,seconds,test_error"
+    assert rows[1] == "addition,50,tanh-hf,10501,3,3,50.0,0.005"
     for name in ("pathological.png", "damping.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_runs_with_options_of_their_own_have_lines_of_their_own(tmp_path, capsys, caplog):
-    for own in ({}, {"lr": 0.5}, {"hidden": 50, "clock": "wall"}):
-        make_up(tmp_path, "gru-adam", 0, solved=True, seconds=20.0, **own)
-    make_up(tmp_path, "gru-adam", 1, solved=True, seconds=20.0, damping=0.5)  # which Adam does not read
-    make_up(tmp_path, "tanh-hf-undamped", 0, solved=False, seconds=300.0)
-    make_up(tmp_path, "tanh-hf", 0, solved=True, seconds=30.0, structural_damping=0.5)
-    make_up(tmp_path, "tanh-hf", 1, solved=False, seconds=30.0)  # of a smaller budget
-    pathological_table.main(["--report", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.splitlines()[2:7] == [
-        "| tanh RNN, HF, structural_damping=0.5 | 1/1, 30 s |",
-        "| tanh RNN, HF, undamped | 0/1, 90 % wrong |",
-        "| GRU, Adam | 2/2, 20 s |",
-        "| GRU, Adam, clock=wall, hidden=50 | 1/1, 20 s |",
-        "| GRU, Adam, lr=0.5 | 1/1, 20 s |",
-    ]
-    assert "addition,50,gru-adam,lr=0.5," in (tmp_path / "pathological.csv").read_text()
-    assert "addition-50-tanh-hf-seed1 ended without success after 30 seconds of 300" in caplog.text
-    pathological_table.main(["--report", "--hidden", "50", "--out", str(tmp_path)])
-    assert "| GRU, Adam, lr=0.5, hidden=100 |" in capsys.readouterr().out
-
-
-def test_a_run_counts_once(tmp_path):
-    make_up(tmp_path / "one", "gru-adam", 0, solved=True, seconds=20.0)
-    make_up(tmp_path / "copy", "gru-adam", 0, solved=True, seconds=20.0)
-    with pytest.raises(SystemExit, match=r"are runs of the same options and seed. Fix: move one"):
-        pathological_table.main(["--report", "--out", str(tmp_path)])
 
 
 def test_a_table_of_nothing_says_so_and_one_kind_of_damping_has_no_figure(tmp_path, caplog):
@@ -378,10 +349,11 @@ def test_the_table_makes_its_runs_and_skips_what_is_finished(tmp_path, monkeypat
 
 def test_the_table_has_eleven_pairs_in_the_order_of_their_need():
     options = pathological_table.parse(["--seeds", "2", "--lengths", "50,100,50"])
-    made = list(pathological_table.configs(options))
+    pairs, made = zip(*pathological_table.runs_of(options), strict=True)
     assert len(made) == 11 * 3 * 2 * 2
     assert len({config.out for config in made}) == len(made)
     assert [(config.seed, config.length) for config in made[::33]] == [(0, 50), (0, 100), (1, 50), (1, 100)]
-    assert [pathological.pair_name(vars(config)) for config in made[:11]] == list(pathological_table.PAIRS)
+    assert [pathological.pair_name(vars(config)) for config in made] == list(pairs)
+    assert list(pairs[:11]) == list(pathological_table.PAIRS)
     undamped = made[1]
     assert (undamped.structural_damping, undamped.filled().damping) == (0, 0.03)

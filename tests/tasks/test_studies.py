@@ -18,6 +18,7 @@ pytest.importorskip("sklearn")
 
 from tasks import copying, language_model, pathological, pixel_mnist, plot, recall
 from tasks.data.recall import unit_keys
+from tasks.image_generation import ImageGenerationConfig
 from tasks.models.contenders import TITLES
 from tasks.models.recurrent import VARIANTS
 from tasks.pixel_mnist import PixelMnistConfig
