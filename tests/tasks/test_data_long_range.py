@@ -1,6 +1,5 @@
 """Long Range Arena: ListOps against a parser and a plain generator, reviews, pairs of papers, Pathfinder, images."""
 
-import os
 import statistics
 
 import pytest
@@ -295,12 +294,3 @@ def test_guesses():
     labels = {"train": torch.tensor([1, 1, 0, 1]), "test": torch.tensor([0, 1, 0, 0])}
     data = {name: (torch.zeros(4, 3), torch.ones(4), y) for name, y in labels.items()}
     assert lra.trivial(LRAConfig(dataset="text"), data, "test") == {"majority_accuracy": 0.25}
-
-
-@pytest.mark.skipif(
-    not os.path.isdir(os.path.join(os.environ.get("HBNODE_DATA", ""), "cifar10-subset")), reason="no CIFAR-10"
-)
-def test_pixel_cifar_of_the_data_folder():
-    parts, sizes = load(dataset="image")
-    assert sizes["train"] == 9 * sizes["validation"]
-    assert lra.trivial(LRAConfig(dataset="image"), parts, "test")["majority_accuracy"] == pytest.approx(0.1, abs=0.02)

@@ -19,7 +19,6 @@ import hbnode
 from tasks import adding, copying, language_model, pixel_mnist, polyphonic_music, speech
 from tasks.common.config import parse
 from tasks.common.run import count_parameters
-from tasks.data import polyphonic
 from tasks.data import speech as speech_data
 from tasks.data.text import read_text
 from tasks.models import awd_lstm
@@ -125,44 +124,6 @@ def test_copying_and_adding_have_the_papers_sizes():
         assert table["sr"] == RuleOptions(step_size=0.9, restart=100)
 
 
-TABLE_6 = """
-mnist-128           False  lstm   128  0    1e-3  2e-4
-mnist-256           False  lstm   256  0    1e-3  2e-4
-pmnist-128          True   lstm   128  0    1e-3  2e-4
-pmnist-256          True   lstm   256  0    1e-3  2e-4
-mnist-dtriv-170     False  dtriv  170  1    1e-3  1e-4
-mnist-dtriv-360     False  dtriv  360  0    5e-4  1e-4
-mnist-dtriv-512     False  dtriv  512  100  5e-4  1e-4
-pmnist-dtriv-170    True   dtriv  170  1    7e-4  2e-4
-pmnist-dtriv-360    True   dtriv  360  0    7e-4  5e-5
-pmnist-dtriv-512    True   dtriv  512  0    3e-4  7e-5
-"""
-# tables 7 to 10: preset, model, momentum, step size, beta, restart; a dash is not there
-TABLES_7_TO_10 = """
-mnist-128         momentum  0.6  0.6   -     -
-mnist-256         momentum  0.6  0.6   -     -
-pmnist-128        momentum  0.6  1.0   -     -
-pmnist-256        momentum  0.6  1.0   -     -
-pmnist-dtriv-170  momentum  0.6  0.9   -     -
-pmnist-dtriv-360  momentum  0.3  0.3   -     -
-pmnist-dtriv-512  momentum  0.3  0.3   -     -
-mnist-128         adam      0.6  0.6   0.1   -
-pmnist-256        adam      0.6  1.0   0.01  -
-pmnist-dtriv-512  adam      0.3  0.3   0.8   -
-mnist-128         rmsprop   0.0  0.6   0.99  -
-mnist-256         rmsprop   0.0  0.6   0.9   -
-pmnist-128        rmsprop   0.0  1.0   0.01  -
-pmnist-256        rmsprop   0.0  1.0   0.01  -
-pmnist-dtriv-512  rmsprop   0.0  0.3   0.9   -
-mnist-128         sr        -    1.0   -     2
-mnist-256         sr        -    1.0   -     2
-pmnist-128        sr        -    0.01  -     6
-pmnist-256        sr        -    0.9   -     40
-pmnist-dtriv-512  sr        -    0.3   -     2
-mnist-128         gain      -    0.6   -     -
-pmnist-256        nag       -    1.0   -     -
-pmnist-256        adaptive  -    1.0   -     -
-"""
 PARAMETERS = {
     "mnist-128": 68_362,
     "pmnist-256": 267_786,
@@ -172,30 +133,11 @@ PARAMETERS = {
 }
 
 
-def test_presets_of_pixel_mnist_are_table_6():
-    lines = [line.split() for line in TABLE_6.strip().splitlines()]
-    assert [line[0] for line in lines] == list(pixel_mnist.PRESETS)
-    for name, permuted, cell, hidden, rebase, lr, orthogonal in lines:
-        config = PixelMnistConfig(**pixel_mnist.PRESETS[name])
-        found = (config.permuted, config.cell, config.hidden, config.rebase, config.lr, config.orthogonal_lr)
-        assert found == (permuted == "True", cell, int(hidden), int(rebase), float(lr), float(orthogonal))
-        common = (config.dataset, config.side, config.epochs, config.batch_size, config.clip, config.forget_bias)
-        assert (*common, config.train_size, config.test_size) == ("mnist", 28, 150, 128, 1.0, 1.0, 0, 0)
-
-
-def test_rules_of_pixel_mnist_are_tables_7_to_10():
-    for line in TABLES_7_TO_10.strip().splitlines():
-        name, model, *numbers = line.split()
-        config = PixelMnistConfig(**pixel_mnist.PRESETS[name] | {"model": model})
-        rule = config.rule_options(config.rules())
-        for field, number in zip(("momentum", "step_size", "beta", "restart"), numbers, strict=True):
-            assert number == "-" or getattr(rule, field) == float(number), line
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_papers_numbers_of_parameters(name):
-    config = PixelMnistConfig(**pixel_mnist.PRESETS[name])
+    config = preset(pixel_mnist, PixelMnistConfig, name)
     assert pixel_mnist.degrees_of_freedom(config.make_model(), config) == PARAMETERS[name]
+    assert all(0 < rule.step_size <= 1 for rule in config.rules().values())
 
 
 @pytest.mark.parametrize(
@@ -226,12 +168,6 @@ def test_the_language_model_has_the_papers_size_and_tables():
     assert restarted == RuleOptions(step_size=0.6, restart=2)
     wanted = {"batch_size": 20, "clip": 0.25, "weight_decay": 1.2e-6, "patience": 5, "lr": 30, "weight_drop": 0.5}
     assert {name: getattr(config, name) for name in wanted} == wanted
-
-
-def test_published_music_is_of_sets_and_cells_that_there_are():
-    for name, figures in polyphonic_music.PUBLISHED.items():
-        assert name in polyphonic.FILES
-        assert figures.keys() <= set(CELLS)
 
 
 # Pixel MNIST

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import importlib
 import itertools
 import json
 import math
@@ -18,7 +17,6 @@ pytest.importorskip("sklearn")
 
 from tasks import copying, language_model, pathological, pixel_mnist, plot, recall
 from tasks.data.recall import unit_keys
-from tasks.image_generation import ImageGenerationConfig
 from tasks.models.contenders import TITLES
 from tasks.models.recurrent import VARIANTS
 from tasks.pixel_mnist import PixelMnistConfig
@@ -253,40 +251,6 @@ def test_the_ablation_runs_the_grid_and_goes_on(one_by_one, tmp_path, capsys):
         momentum_ablation.main([*options, "--lr", "0.5"])
 
 
-def test_a_pair_that_fails_leaves_a_dash(one_by_one, tmp_path, monkeypatch):
-    train = pixel_mnist.train
-
-    def fails(config):
-        if config.momentum == 0.9:
-            raise SystemExit("loss is nan")
-        train(config)
-
-    monkeypatch.setattr(pixel_mnist, "train", fails)
-    options = [*QUICK, "--epochs", "1", "--momenta", "0.9", "0", "--step-sizes", "1", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit, match=r"not finished:\n.*momentum0\.9-step1-seed0$"):
-        momentum_ablation.main(options)
-    assert (tmp_path / "ablation.png").exists()
-    assert len((tmp_path / "ablation.csv").read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    ("task", "values", "errors"),
-    [("pixel_mnist", (90.0, 10.0, 99.0), (10.0, 90.0, 1.0)), ("speech", (5.0, 1e6, 7.0), (5.0, 1e6, 7.0))],
-)
-def test_colors_are_errors_and_what_is_missing_a_dash(task, values, errors, tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(momentum_ablation, "write_figure", lambda figure, path: drawn.update(figure=figure))
-    grid = dict(zip(((0.0, 0.1), (0.6, 0.1), (0.6, 1.0)), values, strict=True))
-    momentum_ablation.draw_grids({"runs": grid}, momentum_ablation.TASKS[task], tmp_path / "grid.png")
-    ax, _ = drawn["figure"].axes  # beside it the scale of the colors
-    expected = [errors[1], errors[2], errors[0], math.nan]
-    assert ax.images[0].get_array().filled(math.nan).flatten().tolist() == pytest.approx(expected, nan_ok=True)
-    assert ax.images[0].get_clim() == pytest.approx((min(errors), max(errors)))
-    assert [text.get_text() for text in ax.texts] == [*(f"{values[k]:.4g}" for k in (1, 2, 0)), "-"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["0.6", "0"]
-    importlib.import_module("matplotlib.pyplot").close(drawn["figure"])
-
-
 # Images a second
 
 
@@ -314,11 +278,6 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
     assert drawn == [6] * 8 + [12] * 8
     assert report["threads"] == torch.get_num_threads()
     assert "× softmax" in capsys.readouterr().out
-
-
-def test_the_time_is_that_of_a_batch():
-    config = ImageGenerationConfig(d_model=8, heads=2, layers=1, feedforward=8)
-    assert 0 < image_throughput.seconds(config.make_model(), config, batch_size=2, length=5) < 60
 
 
 def test_the_bytes_of_a_state():
