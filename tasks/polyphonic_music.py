@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from tasks.common.batches import Samples
 from tasks.common.config import option, parse
-from tasks.common.files import exit_on, write_figure
+from tasks.common.figures import draw_maps
+from tasks.common.files import exit_on
 from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
@@ -174,23 +175,12 @@ def train(config: PolyphonicConfig) -> None:
 @torch.no_grad()
 def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run, steps: int = 100) -> None:
     """Draw the beginning of the first test piece and the probabilities of its notes, in ``prediction.png``."""
-    import matplotlib.pyplot as plt
-
     model.eval()
     before, after = trimmed(tuple(x[:1] for x in test))
     probabilities = model(before[:, :steps]).sigmoid()[0].cpu()
-    figure, axes = plt.subplots(2, 1, figsize=(9, 5.5), sharex=True, sharey=True, layout="constrained")
     panels = {"played": after[0, :steps].cpu(), "probability, from the steps before": probabilities}
-    for ax, (label, roll) in zip(axes, panels.items(), strict=True):
-        box = (0.5, len(roll) + 0.5, 0.5, NOTES + 0.5)
-        pixels = roll.T.numpy()
-        image = ax.imshow(pixels, "Greys", origin="lower", aspect="auto", extent=box, vmin=0, vmax=1)
-        ax.set_title(label, fontsize="medium")
-        ax.set_ylabel("note of 88")
-    axes[-1].set_xlabel("step")
-    figure.colorbar(image, ax=axes)
-    figure.suptitle(name)
-    write_figure(figure, run.folder / "prediction.png")
+    extent, labels = (0.5, len(probabilities) + 0.5, 0.5, NOTES + 0.5), {"xlabel": "step", "ylabel": "note of 88"}
+    draw_maps(panels, extent, name, run.folder / "prediction.png", **labels, cmap="Greys", vmin=0, vmax=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

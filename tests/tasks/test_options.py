@@ -69,7 +69,7 @@ studies.momentum_ablation --step-sizes 0 | --step-sizes must be positive
 studies.momentum_ablation --step-size=0.5 | --step-size is what the ablation sets
 studies.momentum_ablation --task copying | invalid choice: 'copying'
 studies.momentum_ablation --no-such-option | unrecognized arguments: --no-such-option
-studies.pixel_mnist_gradients --every 0 | --every must be positive
+studies.pixel_mnist_gradients --every 0 | --iterations, --every and --measured must be positive
 studies.pixel_mnist_gradients --model plain --momentum 0.5 | --momentum says nothing to --model plain
 studies.recall_regression --sequences 0 | --sequences must be positive
 transformer_copy --length 7 | --length must be 8 or more, got 7

@@ -211,7 +211,7 @@ def one_by_one(monkeypatch):
     """Runs in this process; the pairs of those that began."""
     began = []
 
-    def run(configs, train, jobs, threads):
+    def run(configs, train):
         failed = []
         for config in configs:
             began.append((config.momentum, config.step_size))
@@ -221,7 +221,7 @@ def one_by_one(monkeypatch):
                 failed.append(str(error))
         return failed
 
-    monkeypatch.setattr(momentum_ablation, "side_by_side", run)
+    monkeypatch.setattr(momentum_ablation, "run_side_by_side", run)
     return began
 
 
