@@ -36,7 +36,7 @@ from tasks.common.config import option, parse
 from tasks.common.files import exit_on
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.train import Trainer, fit_and_test
 from tasks.data.aan import read_aan
 from tasks.data.cifar10 import read_cifar10
 from tasks.data.imdb import read_imdb
@@ -294,23 +294,10 @@ def train(config: LRAConfig) -> None:
     run.announce(model, f"{TITLES[config.model]} on {config.dataset}", about, f"without reading: {named}")
     rate = functools.partial(one_cycle, steps=config.steps, warmup=config.warmup)
     batches = StepBatches(run, data["train"], config.iterations, rate)
-    trainer = Trainer(run, model, batches, cross_entropy, functools.partial(adamw, lr=config.lr))
-    validation, test = (tuple(x.to(run.workers.device) for x in data[name]) for name in ("validation", "test"))
-    found = trainer.fit(
-        lambda: evaluate(run, model, validation, cross_entropy, "validation", config.batch_size),
-        best="validation_accuracy",
-    )
-    if not run.is_finished:
-        found |= evaluate(run, model, test, cross_entropy, "test", config.batch_size)
-        if run.workers.rank == 0:
-            print(f"{TITLES[config.model]}: test accuracy {found['test_accuracy']:.4g}; without reading: {named}")
+    trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=config.lr))
+    found = fit_and_test(trainer, data, TITLES[config.model], "accuracy", config.batch_size)
     found |= {f"validation_{name}": value for name, value in trivial(config, data, "validation").items()}
     run.finish(model, **found, **guesses, causal=model.encoder.causal, training_samples=len(data["train"][2]))
-
-
-def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW with torch's weight decay."""
-    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

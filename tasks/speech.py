@@ -52,7 +52,7 @@ from tasks.common.files import exit_on
 from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import evaluate
+from tasks.common.train import fit_and_test
 from tasks.data.mfcc import FEATURES, mfcc
 from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
@@ -202,15 +202,9 @@ def train(config: SpeechConfig) -> None:
     objective = FrameError(config.curvature_size)
     make = functools.partial(make_optimizer, config)
     trainer = config.make_trainer(run, model, batches["train"], objective, make)
-    validation, test = (tuple(x.to(run.workers.device) for x in batches[name]) for name in ("validation", "test"))
-    results = trainer.fit(
-        lambda: evaluate(run, model, validation, objective, "validation"), best="validation_mse", stop=config.is_over
-    )
-    if not run.is_finished:
-        results |= evaluate(run, model, test, objective, "test")
-        if run.workers.rank == 0:
-            print(f"{config.title}: test MSE {results['test_mse']:.4g}, epoch {results['best_epoch']}")
-            draw_prediction(model, test, f"{config.title}, {source}", run)
+    results = fit_and_test(trainer, batches, config.title, "mse", stop=config.is_over)
+    if not run.is_finished and run.workers.rank == 0:
+        draw_prediction(model, batches["test"], f"{config.title}, {source}", run)
     run.finish(model, source=source, rule=dataclasses.asdict(config.rule_options(TABLE)), **simple, **results)
 
 
@@ -218,9 +212,9 @@ def train(config: SpeechConfig) -> None:
 def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run) -> None:
     """Draw the longest recording of the test set and its prediction, in ``prediction.png``."""
     x, lengths, _ = test
-    chosen = x[lengths.argmax()].cpu()
+    chosen = x[lengths.argmax()]
     model.eval()
-    predicted = model(chosen[None].to(x.device))[0].cpu()
+    predicted = model(chosen[None].to(run.workers.device))[0].cpu()
     panels = {"measured": chosen[1:], "predicted from the frames before": predicted[:-1]}
     seconds, path = (len(chosen) - 1) * HOP / RATE, run.folder / "prediction.png"
     colors: dict[str, Any] = {"xlabel": "time in s", "cmap": "magma"}

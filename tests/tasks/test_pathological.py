@@ -120,8 +120,8 @@ def test_forget_gates():
     assert float(steps.max()) <= 49
     assert steps.mean().item() == pytest.approx(25, abs=2)
     assert not bias[1000:].any()
-    momentum = SequenceModel("momentum_lstm", 2, 5, 1, length=50, reads_end=True).layer
-    assert (momentum.bias_ih_l0 + momentum.bias_hh_l0)[5:10].tolist() == [1.0] * 5
+    adam = SequenceModel("adam_lstm", 2, 5, 1, length=50, reads_end=True).layer
+    assert (adam.bias_ih_l0 + adam.bias_hh_l0)[5:10].tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
