@@ -30,6 +30,7 @@ import hbnode
 from hbnode.nn.recurrent import parameter_groups
 from tasks.common.batches import Samples
 from tasks.common.config import option, parse
+from tasks.common.files import exit_on
 from tasks.common.run import Run, count_parameters
 from tasks.common.sweep import sweep
 from tasks.common.train import evaluate, fit
@@ -153,12 +154,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def load_data(config: PixelMnistConfig) -> dict[str, Samples]:
     """Sequences (N, pixels, 1) and labels (N,) of training, validation and test."""
-    try:
+    with exit_on(FileNotFoundError, ValueError):
         (x, y), test = (READ[config.dataset](split) for split in ("train", "test"))
-    except FileNotFoundError as error:
-        raise SystemExit(f"{error} Or --dataset digits, 8 x 8 images that scikit-learn brings along.") from error
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
     first = len(x) - len(x) // HELD_OUT
     some = config.test_size or None
     parts = {
