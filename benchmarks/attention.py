@@ -36,7 +36,7 @@ from benchmarks.harness import command, interleaved, milliseconds, ratio, second
 from benchmarks.recurrent import peak_bytes, table
 from hbnode.nn.attention.softmax import KeyValueCache
 from tasks.common.files import write_figure
-from tasks.models.transformers import make_transformer
+from tasks.models.contenders import make_transformer
 
 LENGTHS = (256, 1024, 4096, 16384)
 HEADS, DIM = 8, 32

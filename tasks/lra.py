@@ -36,16 +36,15 @@ from tasks.common.config import option, parse
 from tasks.common.files import exit_on
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.train import Trainer, fit_and_test
 from tasks.data.aan import read_aan
 from tasks.data.cifar10 import read_cifar10
 from tasks.data.imdb import read_imdb
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
 from tasks.data.pathfinder import read_pathfinder
-from tasks.models.contenders import TITLES, ContenderConfig
-from tasks.models.transformers import CONTENDERS
+from tasks.models.contenders import CONTENDERS, TITLES, ContenderConfig
 
-LISTOPS_SAMPLES = {"train": 96_000, "validation": 2_000, "test": 2_000}
+LISTOPS_SAMPLES = {"validation": 2_000, "test": 2_000, "train": 96_000}  # in this order, whatever the sizes
 GREY = (0.299, 0.587, 0.114)  # weights of red, green and blue, ITU-R BT.601
 BYTES = 256
 DATA_SEED = 0  # of ListOps, and of what is held out: the data is the same for all runs
@@ -154,24 +153,16 @@ def load_data(config: LRAConfig) -> dict[str, Samples]:
     cut = {"train": config.train_size, "validation": config.test_size, "test": config.test_size}
     parts = {name: tuple(x[: size or None] for x in parts[name]) for name, size in cut.items()}
     for name in ("validation", "test"):
-        order = parts[name][1].flatten(1).amax(1) if parts[name][1].dim() > 1 else parts[name][1]
-        parts[name] = tuple(x[order.argsort(stable=True)] for x in parts[name])
+        order = parts[name][1].reshape(len(parts[name][1]), -1).amax(1).argsort(stable=True)
+        parts[name] = tuple(x[order] for x in parts[name])
     return parts
 
 
 def _listops(config: LRAConfig) -> dict[str, Samples]:
-    sizes = {
-        name: (config.train_size if name == "train" else config.test_size) or size
-        for name, size in LISTOPS_SAMPLES.items()
-    }
-    held_out = sizes["validation"] + sizes["test"]  # the first ones, whatever the training data
-    data = make_listops(held_out + sizes["train"], DATA_SEED, min_length=config.min_length, max_length=config.longest)
-    bounds = {
-        "validation": (0, sizes["validation"]),
-        "test": (sizes["validation"], held_out),
-        "train": (held_out, None),
-    }
-    return {name: tuple(x[slice(*bound)] for x in data) for name, bound in bounds.items()}
+    given = {"train": config.train_size, "validation": config.test_size, "test": config.test_size}
+    sizes = {name: given[name] or size for name, size in LISTOPS_SAMPLES.items()}
+    count, lengths = sum(sizes.values()), {"min_length": config.min_length, "max_length": config.longest}
+    return _split(make_listops(count, DATA_SEED, **lengths), **sizes)
 
 
 def _text(config: LRAConfig) -> dict[str, Samples]:
@@ -197,9 +188,8 @@ def _pixels(images: Tensor, labels: Tensor) -> Samples:
 def _pathfinder(config: LRAConfig) -> dict[str, Samples]:
     tokens, labels = read_pathfinder()
     data = _shuffled((tokens, torch.full((len(tokens),), tokens.shape[1]), labels))
-    first, second = 8 * len(labels) // 10, 9 * len(labels) // 10
-    bounds = {"train": (0, first), "validation": (first, second), "test": (second, len(labels))}
-    return {name: tuple(x[slice(*bound)] for x in data) for name, bound in bounds.items()}
+    first, second, count = 8 * len(labels) // 10, 9 * len(labels) // 10, len(labels)
+    return _split(data, train=first, validation=second - first, test=count - second)
 
 
 READ = {"listops": _listops, "text": _text, "retrieval": _retrieval, "image": _image, "pathfinder": _pathfinder}
@@ -213,9 +203,13 @@ def _shuffled(data: Samples) -> Samples:
 
 def _held_out(data: Samples) -> dict[str, Samples]:
     """Training data, and a tenth of it for validation."""
-    data = _shuffled(data)
-    first = len(data[-1]) - len(data[-1]) // 10
-    return {"train": tuple(x[:first] for x in data), "validation": tuple(x[first:] for x in data)}
+    tenth = len(data[-1]) // 10
+    return _split(_shuffled(data), train=len(data[-1]) - tenth, validation=tenth)
+
+
+def _split(data: Samples, **sizes: int) -> dict[str, Samples]:
+    """Parts of the samples by name, one after another."""
+    return dict(zip(sizes, zip(*(x.split(list(sizes.values())) for x in data), strict=True), strict=True))
 
 
 def trivial(config: LRAConfig, data: dict[str, Samples], part: str) -> dict[str, float]:
@@ -295,23 +289,10 @@ def train(config: LRAConfig) -> None:
     run.announce(model, f"{TITLES[config.model]} on {config.dataset}", about, f"without reading: {named}")
     rate = functools.partial(one_cycle, steps=config.steps, warmup=config.warmup)
     batches = StepBatches(run, data["train"], config.iterations, rate)
-    trainer = Trainer(run, model, batches, cross_entropy, functools.partial(adamw, lr=config.lr))
-    validation, test = (tuple(x.to(run.workers.device) for x in data[name]) for name in ("validation", "test"))
-    found = trainer.fit(
-        lambda: evaluate(run, model, validation, cross_entropy, "validation", config.batch_size),
-        best="validation_accuracy",
-    )
-    if not run.is_finished:
-        found |= evaluate(run, model, test, cross_entropy, "test", config.batch_size)
-        if run.workers.rank == 0:
-            print(f"{TITLES[config.model]}: test accuracy {found['test_accuracy']:.4g}; without reading: {named}")
+    trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=config.lr))
+    found = fit_and_test(trainer, data, TITLES[config.model], "accuracy", config.batch_size)
     found |= {f"validation_{name}": value for name, value in trivial(config, data, "validation").items()}
     run.finish(model, **found, **guesses, causal=model.encoder.causal, training_samples=len(data["train"][2]))
-
-
-def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW with torch's weight decay."""
-    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.batches import FreshData, Samples, ShuffledBatches, StepBatches, epoch_generator
 from tasks.common.config import option, parse
-from tasks.common.files import write_figure
+from tasks.common.figures import draw_maps
 from tasks.common.optimizers import CLOCKS, Objective, OptimizerConfig
 from tasks.common.optimizers import TITLES as OPTIMIZER_TITLES
 from tasks.common.run import Run
@@ -259,29 +259,16 @@ def folder_name(config: PathologicalConfig) -> str:
 @torch.no_grad()
 def draw_memorization(model: nn.Module, problem: Problem, test: Samples, run: Run) -> None:
     """Draw a test sequence over time: inputs, targets, and the probabilities of the model; in ``memorization.png``."""
-    import matplotlib.pyplot as plt
-
     x, targets, last = (part[len(part) // 3 :][:1] for part in test)  # of five bits 0 1 0 1 0
     device = run.workers.device
     model.eval()
     probabilities = model(problem.encode(x.to(device)), last.to(device))[0].softmax(1).cpu()
     wanted = nn.functional.one_hot(targets[0], problem.output_size).float()
     panels = {"input": problem.encode(x)[0], "target": wanted, "probability of each symbol": probabilities}
-    sizes = [values.shape[1] for values in panels.values()]
-    figure, axes = plt.subplots(3, 1, figsize=(10, 5), sharex=True, layout="constrained", height_ratios=sizes)
-    for ax, (label, values) in zip(axes, panels.items(), strict=True):
-        symbols = values.shape[1]
-        box = (0.5, len(values) + 0.5, symbols + 0.5, 0.5)
-        image = ax.imshow(
-            values.T.numpy(), aspect="auto", extent=box, vmin=0, vmax=1, cmap="Greys", interpolation="none"
-        )
-        ax.set(title=label, yticks=range(1, symbols + 1), ylabel="symbol")
-        ax.axvline(len(values) - MEMORIZED[problem.name][0] + 0.5, color="C3", lw=1)
-    axes[-1].set_xlabel("step; what is right of the line is recalled")
-    figure.colorbar(image, ax=axes)
     who = f"{pair_title(pair_name(vars(run.config)))}, seed {run.config.seed}"
-    figure.suptitle(f"{PROBLEM_TITLES[problem.name]}, T = {problem.length}: {who}")
-    write_figure(figure, run.folder / "memorization.png")
+    title = f"{PROBLEM_TITLES[problem.name]}, T = {problem.length}: {who}"
+    labels = {"xlabel": f"step; the last {MEMORIZED[problem.name][0]} are recalled", "ylabel": "symbol"}
+    draw_maps(panels, None, title, run.folder / "memorization.png", **labels, cmap="Greys", vmin=0, vmax=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

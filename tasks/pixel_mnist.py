@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -30,6 +30,7 @@ import hbnode
 from hbnode.nn.recurrent import parameter_groups
 from tasks.common.batches import Samples
 from tasks.common.config import option, parse
+from tasks.common.files import exit_on
 from tasks.common.run import Run, count_parameters
 from tasks.common.sweep import sweep
 from tasks.common.train import evaluate, fit
@@ -85,8 +86,7 @@ class PixelMnistConfig(RecurrentConfig):
     positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "orthogonal_lr")
 
     dataset: str = option("mnist", "which images", tuple(READ))
-    permuted: bool = option(False, "read the pixels in an order that a seed fixes")
-    permutation: int = option(92916, "the seed of it, numpy's RandomState(SEED).permutation(pixels)")
+    permuted: bool = option(False, "read the pixels in a fixed random order")
     side: int | None = option(
         None, "pixels on an edge, to which images are averaged down; none: 14 of mnist, 8 of digits"
     )
@@ -104,8 +104,6 @@ class PixelMnistConfig(RecurrentConfig):
         edge = EDGE[self.dataset]
         if self.pixels_on_edge < 1 or edge % self.pixels_on_edge:
             raise ValueError(f"--side must divide {edge}, the edge of {self.dataset}, got {self.side}")
-        if self.permutation >= 2**32:
-            raise ValueError(f"--permutation must be below 2**32, got {self.permutation}")
 
     @property
     def pixels_on_edge(self) -> int:
@@ -119,18 +117,13 @@ class PixelMnistConfig(RecurrentConfig):
 
     def rules(self) -> Mapping[str, RuleOptions]:
         """The table of rules for this cell, order of pixels and size."""
-        if self.cell == "dtriv":
-            return ORTHOGONAL[_nearest(self.hidden, ORTHOGONAL)]
-        return GATED[self.permuted, _nearest(self.hidden, (128, 256))]
+        sizes = ORTHOGONAL if self.cell == "dtriv" else (128, 256)
+        nearest = min(sizes, key=lambda size: abs(size - self.hidden))
+        return ORTHOGONAL[nearest] if self.cell == "dtriv" else GATED[self.permuted, nearest]
 
     def make_model(self) -> PixelClassifier:
         """The model that the options describe."""
-        layer = self.make_layer(1, self.rules(), batch_first=True)
-        return PixelClassifier(layer, self.hidden)
-
-
-def _nearest(size: int, sizes: Iterable[int]) -> int:
-    return min(sizes, key=lambda known: abs(known - size))
+        return PixelClassifier(self.make_layer(1, self.rules(), batch_first=True), self.hidden)
 
 
 WHOLE = {"dataset": "mnist", "side": 28, "train_size": 0, "test_size": 0, "epochs": 150}
@@ -161,12 +154,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def load_data(config: PixelMnistConfig) -> dict[str, Samples]:
     """Sequences (N, pixels, 1) and labels (N,) of training, validation and test."""
-    try:
+    with exit_on(FileNotFoundError, ValueError):
         (x, y), test = (READ[config.dataset](split) for split in ("train", "test"))
-    except FileNotFoundError as error:
-        raise SystemExit(f"{error} Or --dataset digits, 8 x 8 images that scikit-learn brings along.") from error
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
     first = len(x) - len(x) // HELD_OUT
     some = config.test_size or None
     parts = {
@@ -181,13 +170,13 @@ def sequences(images: Tensor, config: PixelMnistConfig) -> Tensor:
     """Images (N, 1, edge, edge), averaged down, row by row or permuted: (N, pixels, 1)."""
     pixels = nn.functional.avg_pool2d(images, images.shape[-1] // config.pixels_on_edge).flatten(1)
     if config.permuted:
-        pixels = pixels[:, permutation(config.permutation, pixels.shape[1])]
+        pixels = pixels[:, permutation(pixels.shape[1])]
     return pixels.unsqueeze(2)
 
 
-def permutation(seed: int, pixels: int) -> Tensor:
+def permutation(pixels: int) -> Tensor:
     """The order in which pixels are read, (pixels,): numpy's legacy generator, which never changes."""
-    return torch.from_numpy(np.random.RandomState(seed).permutation(pixels))
+    return torch.from_numpy(np.random.RandomState(92916).permutation(pixels))
 
 
 # Model and training

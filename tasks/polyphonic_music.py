@@ -29,11 +29,12 @@ from torch import Tensor, nn
 
 from tasks.common.batches import Samples
 from tasks.common.config import option, parse
-from tasks.common.files import exit_on, write_figure
+from tasks.common.figures import draw_maps
+from tasks.common.files import exit_on
 from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import evaluate
+from tasks.common.train import fit_and_test
 from tasks.data.polyphonic import NAMES, NOTES, read_polyphonic
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import RuleOptions
@@ -145,11 +146,9 @@ def train(config: PolyphonicConfig) -> None:
     config = dataclasses.replace(config, data=source)  # a run is of one source, and is not resumed with another
     run = Run("polyphonic_music", config, f"{config.preset}-{source}-{config.name}")
     parts = as_batch(parts_of(pieces["train"], config.length))
-    validation, test = (
-        tuple(x.to(run.workers.device) for x in as_batch(pieces[name])) for name in ("validation", "test")
-    )
+    held_out = {part: as_batch(pieces[part]) for part in ("validation", "test")}
     model = NextStep(config, NOTES, TABLE)
-    simple = yardsticks(parts, test)
+    simple = yardsticks(parts, held_out["test"])
     sizes = "/".join(str(len(of_it)) for of_it in pieces.values())
     published = PUBLISHED.get(source, {}).get(config.cell)
     about = ", ".join(f"{name} {value:.4g}" for name, value in simple.items())
@@ -157,16 +156,9 @@ def train(config: PolyphonicConfig) -> None:
     run.announce(model, config.title, f"data: {source}, {sizes} pieces, {len(parts[0])} parts; {about}{beside}")
     objective = NextNotes(config.curvature_size)
     trainer = config.make_trainer(run, model, parts, objective)
-    results = trainer.fit(
-        lambda: evaluate(run, model, validation, objective, "validation", EVAL_BATCH_SIZE),
-        best="validation_nll",
-        stop=config.is_over,
-    )
-    if not run.is_finished:
-        results |= evaluate(run, model, test, objective, "test", EVAL_BATCH_SIZE)
-        if run.workers.rank == 0:
-            print(f"{config.title}: test nll {results['test_nll']:.4g}, epoch {results['best_epoch']}")
-            draw_prediction(model, test, f"{config.title}, {source}", run)
+    results = fit_and_test(trainer, held_out, config.title, "nll", EVAL_BATCH_SIZE, config.is_over)
+    if not run.is_finished and run.workers.rank == 0:
+        draw_prediction(model, held_out["test"], f"{config.title}, {source}", run)
     rule = dataclasses.asdict(config.rule_options(TABLE))
     run.finish(model, source=source, rule=rule, published_nll=published, **simple, **results)
 
@@ -174,23 +166,12 @@ def train(config: PolyphonicConfig) -> None:
 @torch.no_grad()
 def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run, steps: int = 100) -> None:
     """Draw the beginning of the first test piece and the probabilities of its notes, in ``prediction.png``."""
-    import matplotlib.pyplot as plt
-
     model.eval()
     before, after = trimmed(tuple(x[:1] for x in test))
-    probabilities = model(before[:, :steps]).sigmoid()[0].cpu()
-    figure, axes = plt.subplots(2, 1, figsize=(9, 5.5), sharex=True, sharey=True, layout="constrained")
-    panels = {"played": after[0, :steps].cpu(), "probability, from the steps before": probabilities}
-    for ax, (label, roll) in zip(axes, panels.items(), strict=True):
-        box = (0.5, len(roll) + 0.5, 0.5, NOTES + 0.5)
-        pixels = roll.T.numpy()
-        image = ax.imshow(pixels, "Greys", origin="lower", aspect="auto", extent=box, vmin=0, vmax=1)
-        ax.set_title(label, fontsize="medium")
-        ax.set_ylabel("note of 88")
-    axes[-1].set_xlabel("step")
-    figure.colorbar(image, ax=axes)
-    figure.suptitle(name)
-    write_figure(figure, run.folder / "prediction.png")
+    probabilities = model(before[:, :steps].to(run.workers.device)).sigmoid()[0].cpu()
+    panels = {"played": after[0, :steps], "probability, from the steps before": probabilities}
+    extent, labels = (0.5, len(probabilities) + 0.5, 0.5, NOTES + 0.5), {"xlabel": "step", "ylabel": "note of 88"}
+    draw_maps(panels, extent, name, run.folder / "prediction.png", **labels, cmap="Greys", vmin=0, vmax=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import pandas as pd
 import torch
 
 from tasks.common.figures import legend_beside, line_style
-from tasks.common.files import read_json, write_figure, write_table
+from tasks.common.files import read_json, write_figure, write_whole
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 logger = logging.getLogger("tasks.recall")
-Runs = dict[tuple[str, str, str, float], list[dict[str, Any]]]  # summaries by kind, equality, contender, learning rate
-SHARES = ("accuracy", "stale")
-AXES = {"once": "pairs", "again": "pairs", "noisy": "chance of a wrong value"}
+NAMES = ["kind", "equal", "model"]
+AXES = {"once": "pairs", "again": "pairs", "noisy": "noise"}
 
 
 def best_rate(folders: Sequence[Path]) -> float | None:
@@ -35,44 +29,28 @@ def best_rate(folders: Sequence[Path]) -> float | None:
     return float(read_json(best / "config.json")["lr"])
 
 
-def read_runs(root: Path) -> Runs:
-    """The summaries of all finished runs of recall under a folder, with what their configurations say."""
-    runs: Runs = defaultdict(list)
-    for path in sorted(root.rglob("summary.json")):
-        summary, config = read_json(path), read_json(path.parent / "config.json")
-        if summary["task"] == "recall":
-            key = config["kind"], config["equal"], config["model"], float(config["lr"])
-            runs[key].append({**config, **summary})
-    return dict(sorted(runs.items(), key=lambda item: (item[0][0], item[0][1], list(TITLES).index(item[0][2]))))
+def read_table(root: Path) -> pd.DataFrame:
+    """A row for each kind, contender and test: mean, least and largest share over the seeds.
 
-
-def chosen(runs: Runs) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
-    """Of each kind and contender the runs with the learning rate whose first seed is best by validation."""
-    best: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for (kind, equal, model, _), found in runs.items():
-        found = sorted(found, key=lambda run: int(run["seed"]))
-        before = best.get((kind, equal, model))
-        value = float(found[0]["best_validation_accuracy"])
-        if before is None or value > float(before[0]["best_validation_accuracy"]):
-            best[kind, equal, model] = found
-    return best
-
-
-def rows(runs: Runs) -> list[dict[str, object]]:
-    """A row for each kind, contender and test: mean, least and largest share over the seeds."""
-    table: list[dict[str, object]] = []
-    for (kind, equal, model), found in chosen(runs).items():
-        about = {"kind": kind, "equal": equal, "model": model, "lr": found[0]["lr"], "seeds": len(found)}
-        about |= {"parameters": found[0]["parameters"], "state": found[0]["state"]}
-        for name in (name for name in found[0] if name.startswith("test_") and name.endswith(SHARES)):
-            _, pairs, *noise, share = name.split("_")
-            values = np.array([run[name] for run in found])
-            spread = {"mean": values.mean(), "least": values.min(), "largest": values.max()}
-            test = {"pairs": int(pairs), "noise": float(noise[0]) if noise else 0.0, "share": share}
-            table.append({**about, **test, **spread, "counting": ""})
-            if kind == "noisy":
-                table[-1]["counting"] = counted(found[0], int(pairs), float(noise[0]))
-    return table
+    They are those of the learning rate whose first seed is best by validation.
+    """
+    folders = [path.parent for path in sorted(root.rglob("summary.json")) if read_json(path)["task"] == "recall"]
+    if not folders:
+        return pd.DataFrame()
+    runs = pd.DataFrame([{**read_json(one / "config.json"), **read_json(one / "summary.json")} for one in folders])
+    first = runs.sort_values("seed").drop_duplicates([*NAMES, "lr"])
+    best = first.sort_values("best_validation_accuracy").drop_duplicates(NAMES, keep="last")
+    runs = runs.merge(best[[*NAMES, "lr"]])
+    tests = [name for name in runs if name.startswith("test_") and name.endswith(("accuracy", "stale"))]
+    about = [*NAMES, "lr", "parameters", "state", "keys", "values", "times"]
+    found = runs.melt(about, tests, "test").dropna(subset="value")
+    found[["pairs", "noise", "share"]] = found["test"].str.extract(r"test_(\d+)_(?:([\d.]+)_)?(\w+)")
+    found = found.astype({"pairs": int, "noise": float}).fillna({"noise": 0.0})
+    found["model"] = pd.Categorical(found["model"], list(TITLES))
+    of_test = found.groupby([*about, "pairs", "noise", "share"], observed=True)["value"]
+    table = of_test.agg(seeds="count", mean="mean", least="min", largest="max").reset_index()
+    table["counting"] = [counted(row) if row["kind"] == "noisy" else None for row in table.to_dict("records")]
+    return table.drop(columns=["keys", "values", "times"]).sort_values([*NAMES, "pairs", "noise", "share"])
 
 
 @functools.cache
@@ -87,87 +65,71 @@ def right_by_counting(setting: Bindings, count: int = 500) -> float:
     return (votes.argmax(1) == targets[sequence, place]).float().mean().item()
 
 
-def counted(run: Mapping[str, Any], pairs: int, noise: float) -> float:
-    """How often counting is right where a run was tested."""
-    times = 2 * run["times"]
-    return right_by_counting(Bindings(pairs, 2 * pairs * (times + 1), run["keys"], run["values"], times, noise=noise))
+def counted(row: dict) -> float:
+    """How often counting is right in a test of the kind "noisy"."""
+    times = 2 * row["times"]
+    length = 2 * row["pairs"] * (times + 1)
+    return right_by_counting(Bindings(row["pairs"], length, row["keys"], row["values"], times, noise=row["noise"]))
 
 
-def printed(table: Sequence[Mapping[str, Any]]) -> str:
-    """The table as text: a line for each contender, a column for each test, in percent."""
-    lines = []
-    for kind, equal in dict.fromkeys((row["kind"], row["equal"]) for row in table):
-        of_kind = [row for row in table if (row["kind"], row["equal"]) == (kind, equal)]
-        tests = list(dict.fromkeys((row["pairs"], row["noise"], row["share"]) for row in of_kind))
-        names = [f"{pairs}" + (f"/{noise:g}" if kind == "noisy" else "") for pairs, noise, _ in tests]
-        heads = [
-            f"{name} {share}" if share != "accuracy" else name for name, (*_, share) in zip(names, tests, strict=True)
-        ]
-        lines.append(f"\n{kind}, equal {equal}: % right, by {'pairs/noise' if kind == 'noisy' else 'pairs'}")
-        lines.append(f"{'':24}{'rate':>8}{'seeds':>6}{'params':>8}{'state':>7}" + "".join(f"{x:>13}" for x in heads))
-        for model in dict.fromkeys(row["model"] for row in of_kind):
-            cells = {(row["pairs"], row["noise"], row["share"]): row for row in of_kind if row["model"] == model}
-            first = next(iter(cells.values()))
-            line = f"{TITLES[model]:24}{first['lr']:8.3g}{first['seeds']:6}{first['parameters']:8}{first['state']:7}"
-            lines.append(line + "".join(f"{_cell(cells[test]):>13}" for test in tests))
+def printed(table: pd.DataFrame) -> str:
+    """The table as text: for each kind a line for each contender, a column for each test, in percent."""
+    parts = []
+    for (kind, equal), found in table.groupby(["kind", "equal"]):
+        spread = found[["mean", "least", "largest"]].mul(100).round().astype(int).astype(str)
+        cells = spread["mean"] + " [" + spread["least"] + "," + spread["largest"] + "]"
+        named = found.assign(cell=cells.where(found["seeds"] > 1, (100 * found["mean"]).round(1).astype(str)))
+        index = ["model", "lr", "seeds", "parameters", "state"]
+        wide = named.pivot(index=index, columns=["pairs", "noise", "share"], values="cell")
+        parts.append(f"\n{kind}, equal {equal}: % right\n{wide.rename(index=TITLES).to_string()}")
         if kind == "noisy":
-            lines.append(f"{'counting':45}" + "".join(f"{100 * row['counting']:13.1f}" for row in cells.values()))
-    return "\n".join(lines)
+            counting = found.drop_duplicates(["pairs", "noise"])["counting"].mul(100).round(1)
+            parts.append(f"counting: {', '.join(map(str, counting))}")
+    return "\n".join(parts)
 
 
-def _cell(row: Mapping[str, Any]) -> str:
-    mean, least, largest = (f"{100 * row[name]:.1f}" for name in ("mean", "least", "largest"))
-    return mean if row["seeds"] == 1 else f"{100 * row['mean']:.0f} [{float(least):.0f},{float(largest):.0f}]"
+def draw(table: pd.DataFrame, path: Path) -> None:
+    """Accuracy against pairs, or against noise with the most pairs, a panel for each kind, a line for each contender.
 
-
-def draw(table: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy against pairs, or against noise with the most pairs, a panel for each kind."""
+    The range over the seeds is shaded; lines of contenders of unequal state are broken.
+    """
     import matplotlib.pyplot as plt
 
-    kinds = [kind for kind in AXES if any(row["kind"] == kind for row in table)]
+    right = table[table["share"] == "accuracy"]
+    kinds = [kind for kind in AXES if kind in set(right["kind"])]
     figure, axes = plt.subplots(1, len(kinds), figsize=(2 + 4 * len(kinds), 4), squeeze=False, layout="constrained")
     for ax, kind in zip(axes[0], kinds, strict=True):
-        right = [row for row in table if row["kind"] == kind and row["share"] == "accuracy"]
-        most = max(row["pairs"] for row in right)
+        found, name = right[right["kind"] == kind], AXES[kind]
+        most = found["pairs"].max()
         if kind == "noisy":
-            right = [row for row in right if row["pairs"] == most]
-        _draw_lines(ax, right, "noise" if kind == "noisy" else "pairs")
+            found = found[found["pairs"] == most]
+        for (model, equal), line in found.groupby(["model", "equal"], observed=True):
+            place = list(TITLES).index(model)
+            style = line_style(place, len(TITLES), len(line)) | {"color": f"C{place}"}
+            label = TITLES[model] + (", equal heads" if equal == "heads" else "")
+            ax.plot(line[name], line["mean"], "--" if equal == "heads" else "-", label=label, **style)
+            ax.fill_between(line[name], line["least"], line["largest"], color=f"C{place}", alpha=0.12, lw=0)
         if kind == "noisy":
-            counting = {row["noise"]: row["counting"] for row in right}
-            ax.plot(counting.keys(), counting.values(), ":", color="0.4", label="counting")
-        ax.set(title=f"noisy, {most} pairs" if kind == "noisy" else f"bound {kind}", xlabel=AXES[kind])
+            counting = found.drop_duplicates("noise")
+            ax.plot(counting["noise"], counting["counting"], ":", color="0.4", label="counting")
+            ax.set(title=f"noisy, {most} pairs", xlabel="chance of a wrong value")
+        else:
+            ticks = sorted(set(found["pairs"]))
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(ticks, map(str, ticks))
+            ax.set(title=f"bound {kind}", xlabel="pairs")
         ax.set(ylabel="answers right" if ax is axes[0][0] else "", ylim=(-0.02, 1.02))
     legend_beside(figure)
     write_figure(figure, path)
 
 
-def _draw_lines(ax: Axes, right: Sequence[Mapping[str, Any]], name: str) -> None:
-    """A line with its range over the seeds for each contender; those of unequal state are broken."""
-    known = list(TITLES)
-    for model, equal in dict.fromkeys((row["model"], row["equal"]) for row in right):
-        of_it = [row for row in right if (row["model"], row["equal"]) == (model, equal)]
-        x = [row[name] for row in of_it]
-        style = line_style(known.index(model), len(known), len(x))
-        label = TITLES[model] + (", equal heads" if equal == "heads" else "")
-        color, line = f"C{known.index(model)}", "--" if equal == "heads" else "-"
-        ax.plot(x, [row["mean"] for row in of_it], line, color=color, label=label, **style)
-        ax.fill_between(
-            x, [row["least"] for row in of_it], [row["largest"] for row in of_it], color=color, alpha=0.12, lw=0
-        )
-    if name == "pairs":
-        ax.set_xscale("log", base=2)
-        ticks = sorted({row["pairs"] for row in right})
-        ax.set_xticks(ticks, [str(tick) for tick in ticks])
-
-
 def report(root: Path) -> None:
     """Print the table of the finished runs under a folder, and write it and its figure there."""
-    runs = read_runs(root)
-    if not runs:
+    table = read_table(root)
+    if table.empty:
         logger.warning("no finished run of recall under %s", root)
         return
-    table = rows(runs)
     print(printed(table))
-    write_table(root / "recall.csv", table)
+    write_whole(root / "recall.csv", table.to_csv(index=False).encode())
     draw(table, root / "recall.png")
     print(f"table and figure: {root / 'recall.csv'}, {root / 'recall.png'}")

@@ -47,11 +47,12 @@ from torch import Tensor, nn
 import hbnode
 from tasks.common.batches import Samples
 from tasks.common.config import option, parse
-from tasks.common.files import exit_on, write_figure
+from tasks.common.figures import draw_maps
+from tasks.common.files import exit_on
 from tasks.common.optimizers import Objective
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
-from tasks.common.train import evaluate
+from tasks.common.train import fit_and_test
 from tasks.data.mfcc import FEATURES, mfcc
 from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
@@ -201,44 +202,28 @@ def train(config: SpeechConfig) -> None:
     objective = FrameError(config.curvature_size)
     make = functools.partial(make_optimizer, config)
     trainer = config.make_trainer(run, model, batches["train"], objective, make)
-    validation, test = (tuple(x.to(run.workers.device) for x in batches[name]) for name in ("validation", "test"))
-    results = trainer.fit(
-        lambda: evaluate(run, model, validation, objective, "validation"), best="validation_mse", stop=config.is_over
-    )
-    if not run.is_finished:
-        results |= evaluate(run, model, test, objective, "test")
-        if run.workers.rank == 0:
-            print(f"{config.title}: test MSE {results['test_mse']:.4g}, epoch {results['best_epoch']}")
-            draw_prediction(model, test, f"{config.title}, {source}", run)
+    results = fit_and_test(trainer, batches, config.title, "mse", stop=config.is_over)
+    if not run.is_finished and run.workers.rank == 0:
+        draw_prediction(model, batches["test"], f"{config.title}, {source}", run)
     run.finish(model, source=source, rule=dataclasses.asdict(config.rule_options(TABLE)), **simple, **results)
 
 
+@torch.no_grad()
 def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run) -> None:
     """Draw the longest recording of the test set and its prediction, in ``prediction.png``."""
-    import matplotlib.pyplot as plt
-
     x, lengths, _ = test
-    chosen = int(lengths.argmax())
+    chosen = x[lengths.argmax()]
     model.eval()
-    with torch.no_grad():
-        predicted = model(x[chosen : chosen + 1])[0, :-1].cpu()
-    measured = x[chosen, 1:].cpu()
-    is_spectrum = measured.shape[1] == BINS
-    extent = (0, len(measured) * HOP / RATE, 0, RATE / 2000 if is_spectrum else FEATURES)
-    low, high, unit = (-50, 20, "dB") if is_spectrum else (-3, 3, "standard deviations")
-    figure, axes = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    for ax, frames, label in zip(
-        axes, (measured, predicted), ("measured", "predicted from the frames before"), strict=True
-    ):
-        image = ax.imshow(
-            frames.T.numpy(), origin="lower", aspect="auto", extent=extent, vmin=low, vmax=high, cmap="magma"
-        )
-        ax.set_title(label, fontsize="medium")
-        ax.set_ylabel("frequency in kHz" if is_spectrum else "cepstra, slopes, slopes of slopes")
-    axes[-1].set_xlabel("time in s")
-    figure.colorbar(image, ax=axes, label=unit)
-    figure.suptitle(name)
-    write_figure(figure, run.folder / "prediction.png")
+    predicted = model(chosen[None].to(run.workers.device))[0].cpu()
+    panels = {"measured": chosen[1:], "predicted from the frames before": predicted[:-1]}
+    seconds, path = (len(chosen) - 1) * HOP / RATE, run.folder / "prediction.png"
+    colors: dict[str, Any] = {"xlabel": "time in s", "cmap": "magma"}
+    if x.shape[2] == BINS:
+        colors |= {"ylabel": "frequency in kHz", "unit": "dB", "vmin": -50, "vmax": 20}
+        draw_maps(panels, (0, seconds, 0, RATE / 2000), name, path, **colors)
+    else:
+        colors |= {"ylabel": "cepstra, slopes, slopes of slopes", "unit": "standard deviations", "vmin": -3, "vmax": 3}
+        draw_maps(panels, (0, seconds, 0, FEATURES), name, path, **colors)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import hbnode
@@ -43,9 +44,9 @@ from tasks.common.files import exit_on
 from tasks.common.run import Run
 from tasks.common.sweep import sweep
 from tasks.common.train import Trainer, evaluate
-from tasks.data.subwords import PADDING, SPECIAL, Subwords
+from tasks.data.subwords import PADDING, SPECIAL, decode, learn_subwords
 from tasks.data.tatoeba import SOURCES, Pair, Translations, read_pairs
-from tasks.models.transformers import CONTENDERS, attention_of
+from tasks.models.contenders import CONTENDERS, attention_of
 
 MAX_OFFSET = 20  # the most that a translation is longer or shorter by, in subwords
 SHOWN = 8  # translations in the summary
@@ -75,25 +76,20 @@ class TranslationConfig(TaskConfig):
     layers: int = option(2, "layers of the encoder and of each decoder")
     feedforward: int = option(128, "hidden units of a layer's network")
     dropout: float = option(0.1, "dropout")
-    momentum: float = option(0.6, "beta of momentum attention, and of the gain of linear_gain")
-    connection_momentum: float = option(0.9, "beta of momentum_connection")
     refinements: int = option(3, "passes of the decoders in training")
     iterations: int = option(8, "passes in translating")
 
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        for name in ("dropout", "momentum", "connection_momentum"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be below 1, got {getattr(self, name)}")
+        if self.dropout >= 1:
+            raise ValueError(f"--dropout must be below 1, got {self.dropout}")
         if self.d_model % self.heads or self.d_model % 2:
             raise ValueError(f"--d-model must be even and a multiple of --heads, got {self.d_model} and {self.heads}")
 
     def layer_options(self) -> dict[str, Any]:
         """The arguments of a layer that the options describe; positions are in the embedding."""
-        options = attention_of(self.model, self.momentum)
-        if options["connection"] == "momentum":
-            options["connection_momentum"] = self.connection_momentum
+        options = attention_of(self.model)
         if options["attention"] == "softmax":
             options["attention_options"] = {"rotary": False}
         return {"batch_first": True, "causal": False, **options}
@@ -121,13 +117,11 @@ PRESETS = {
 # Samples
 
 
-def as_samples(pairs: Sequence[Pair], subwords: Subwords) -> Samples:
+def as_samples(pairs: Sequence[Pair], subwords: Tokenizer) -> Samples:
     """Numbers of the subwords of English and of German, (N, longest) both, with padding behind them."""
-    columns = []
-    for texts in zip(*pairs, strict=True):
-        numbers = [torch.tensor(subwords.encode(text)) for text in texts]
-        columns.append(nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=PADDING))
-    return tuple(columns)
+    return tuple(
+        torch.tensor([text.ids for text in subwords.encode_batch(list(texts))]) for texts in zip(*pairs, strict=True)
+    )
 
 
 def at_most(samples: Samples, length: int) -> Samples:
@@ -302,7 +296,7 @@ class Judge:
         device: of the model.
     """
 
-    def __init__(self, pairs: Sequence[Pair], subwords: Subwords, batch_size: int, device: torch.device) -> None:
+    def __init__(self, pairs: Sequence[Pair], subwords: Tokenizer, batch_size: int, device: torch.device) -> None:
         self.pairs, self.subwords, self.batch_size = pairs, subwords, batch_size
         self.samples = tuple(x.to(device) for x in as_samples(pairs, subwords))
 
@@ -318,7 +312,7 @@ class Judge:
         for source, target in zip(*(x.split(self.batch_size) for x in self.samples), strict=True):
             lengths = (target != PADDING).sum(1) if is_oracle else None
             for sentences, tokens in zip(passes, model.translate(trimmed(source), lengths), strict=True):
-                sentences += [without_repeats(self.subwords.decode(row.tolist())) for row in tokens.cpu()]
+                sentences += [without_repeats(decode(self.subwords, row.tolist())) for row in tokens.cpu()]
         model.train()
         return passes
 
@@ -341,7 +335,7 @@ class Judge:
         return first | {"test_bleu_of_passes": bleu, "tokens_per_second": made / seconds, "examples": shown}
 
 
-def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: Subwords) -> dict[str, float]:
+def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: Tokenizer) -> dict[str, float]:
     """Train for the configured epochs; what the summary says of the best, whose weights the model then has."""
     config, device = model.config, run.workers.device
     judge = Judge(pairs["validation"], subwords, config.batch_size, device)
@@ -368,17 +362,18 @@ def train(config: TranslationConfig) -> None:
     data = read(config)
     config = dataclasses.replace(config, data=data.source)  # a run is of one text, and is not resumed with another
     run = Run("translation", config, f"{config.preset}-{data.source}-{config.model}-seed{config.seed}")
-    subwords = Subwords((text for pair in data.parts["train"] for text in pair), config.vocabulary)
-    model = Translator(len(subwords), config)
+    subwords = learn_subwords((text for pair in data.parts["train"] for text in pair), config.vocabulary)
+    words = subwords.get_vocab_size()
+    model = Translator(words, config)
     counts = "/".join(f"{len(part):,}" for part in data.parts.values())
-    run.announce(model, config.model, f"sentences: {data.source}, {counts}; {len(subwords):,} subwords")
+    run.announce(model, config.model, f"sentences: {data.source}, {counts}; {words:,} subwords")
     results: dict[str, object] = {**fit(run, model, data.parts, subwords)}
     if not run.is_finished:
         judge = Judge(data.parts["test"], subwords, config.batch_size, run.workers.device)
         results |= judge.results(model)
         if run.workers.rank == 0:
             print(f"{config.model}: test BLEU {results['test_bleu']:.4g}, epoch {results['best_epoch']}")
-    run.finish(model, source=data.source, subwords=len(subwords), **results)
+    run.finish(model, source=data.source, subwords=words, **results)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tasks.common.files import write_figure
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from matplotlib.figure import Figure, SubFigure
     from matplotlib.legend import Legend
+    from torch import Tensor
 
 MARKERS = "osD^vPX*<>"
 
@@ -34,3 +40,38 @@ def legend_beside(figure: Figure | SubFigure) -> Legend:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
     return figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize="small", frameon=False)
+
+
+def draw_maps(
+    panels: Mapping[str, Tensor],
+    extent: tuple[float, float, float, float] | None,
+    title: str,
+    path: Path,
+    *,
+    xlabel: str,
+    ylabel: str,
+    unit: str = "",
+    **options: Any,
+) -> None:
+    """Draw sequences (steps, features) as images, one above the other, over the same axis of time.
+
+    Arguments:
+        panels: the sequences by their titles.
+        extent: left, right, bottom and top of all images; None counts steps and features.
+        title: of the figure.
+        path: of the file.
+        xlabel: what the steps are.
+        ylabel: what the features are.
+        unit: of the colors.
+        options: further ones of ``imshow``, such as ``vmin`` and ``vmax``.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 6), sharex=True, layout="constrained")
+    for ax, (label, values) in zip(axes, panels.items(), strict=True):
+        image = ax.imshow(values.T.numpy(), origin="lower", aspect="auto", extent=extent, **options)
+        ax.set(title=label, ylabel=ylabel)
+    axes[-1].set_xlabel(xlabel)
+    figure.colorbar(image, ax=axes, label=unit)
+    figure.suptitle(title)
+    write_figure(figure, path)

@@ -80,6 +80,36 @@ def fit(
     )
 
 
+def fit_and_test(
+    trainer: Trainer,
+    data: Mapping[str, Samples],
+    name: str,
+    best: str,
+    batch_size: int = EVAL_BATCH_SIZE,
+    stop: Callable[[Sequence[Mapping[str, float]]], bool] = lambda rows: False,
+) -> dict[str, float]:
+    """Train, and test the weights of the epoch that is best by validation, once; what the summary says of both.
+
+    Arguments:
+        trainer: what trains.
+        data: "validation" and "test".
+        name: of the model, to print with the result.
+        best: the mean that picks the epoch, such as "accuracy".
+        batch_size: samples of a batch of these data.
+        stop: see :meth:`Trainer.fit`.
+    """
+    run, model, loss = trainer.run, trainer.model, trainer.loss
+    validation, test = (tuple(x.to(run.workers.device) for x in data[part]) for part in ("validation", "test"))
+    found = trainer.fit(
+        lambda: evaluate(run, model, validation, loss, "validation", batch_size), best=f"validation_{best}", stop=stop
+    )
+    if not run.is_finished:
+        found |= evaluate(run, model, test, loss, "test", batch_size)
+        if run.workers.rank == 0:
+            print(f"{name}: test {best} {found[f'test_{best}']:.4g}, epoch {found['best_epoch']}")
+    return found
+
+
 class Stateful(typing.Protocol):
     """Something whose state belongs to the checkpoint."""
 

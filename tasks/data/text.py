@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -25,6 +22,7 @@ FILES = {
 }
 WORD_LEVEL = ("ptb", "wikitext-2")
 UNKNOWN, END = "<unk>", "<eos>"
+NEWLINE = "\n"
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,13 @@ def read_text(
             f"{source} is not in HBNODE_DATA={root!r}: expected {names}. "
             "Fix: put the files there, or --data auto, which takes what is there."
         )
-    limits = [limit or None for limit in (train_size, test_size, test_size)]
     if found == "generated":
-        texts = [chain_text(count, seed)[:limit] for (count, seed), limit in zip(CHAIN_PARTS, limits, strict=True)]
+        whole = [chain_text(count, seed) for count, seed in CHAIN_PARTS]
     elif found in WORD_LEVEL:
-        texts = [list(islice(_words(path), limit)) for path, limit in zip(paths[found], limits, strict=True) if path]
+        whole = [_words(path) for path in paths[found] if path]
     else:
-        texts = [
-            list(part[:limit]) for path in paths[found] if path for part, limit in zip(_cut(path), limits, strict=True)
-        ]
+        whole = [list(part) for path in paths[found] if path for part in _characters(path)]
+    texts = [text[: limit or None] for text, limit in zip(whole, (train_size, test_size, test_size), strict=True)]
     counts = Counter(texts[0])
     known = [word for word, _ in counts.most_common() if word != UNKNOWN][: vocabulary - 1 if vocabulary else None]
     ranked = sorted([*known, UNKNOWN], key=lambda word: -counts[word])
@@ -103,36 +99,30 @@ def read_text(
     return Text(parts, tuple(ranked), found)
 
 
-def _words(path: Path) -> Iterator[str]:
+def _read(path: Path) -> str:
+    """The characters of a file; line ends, of Windows too, are one of them."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}). Fix: get the file anew.") from error
+
+
+def _words(path: Path) -> list[str]:
     """The words of a file, one line after another, each with ``<eos>`` at its end."""
-    empty = True
-    with _opened(path) as file:
-        for line in file:
-            empty = False
-            yield from line.split()
-            yield END
-    if empty:
+    text = _read(path)
+    if not text:
         raise ValueError(f"{path} is empty; expected lines of words. Fix: get the file anew.")
+    return f"{text.removesuffix(NEWLINE)}{NEWLINE}".replace(NEWLINE, f" {END} ").split()
 
 
-def _cut(path: Path) -> tuple[str, str, str]:
+def _characters(path: Path) -> tuple[str, str, str]:
     """The characters of a file, 90, 5 and 5 % of them."""
-    with _opened(path) as file:
-        text = file.read()
+    text = _read(path)
     first, second = len(text) * 90 // 100, len(text) * 95 // 100
     parts = text[:first], text[first:second], text[second:]
     if not all(parts):
         raise ValueError(f"{path} has {len(text)} characters; expected a text. Fix: get the file anew.")
     return parts
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    try:
-        with path.open(encoding="utf-8") as file:  # whose line ends, of Windows too, are one character
-            yield file
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}). Fix: get the file anew.") from error
 
 
 def in_windows(text: Tensor, length: int, start: int = 0) -> Tensor:

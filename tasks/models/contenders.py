@@ -1,28 +1,88 @@
-"""Options of the tasks that compare transformers, and what the contenders are called."""
+"""The transformers that tasks compare: one stack, with the attention and the connection that a name stands for.
+
+``linear_gain`` is linear attention times 1 / (1 - β), the weight that momentum gives to keys long past: it has the same
+input scale, and no momentum. ``gated_delta`` (Gated DeltaNet) and ``gated_linear`` are newer baselines of linear time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar
 
 from hbnode.nn import MomentumTransformer
+from hbnode.nn.transformer.kinds import AttentionName, ConnectionName
 from tasks.common.config import TaskConfig, option
-from tasks.models.transformers import CONTENDERS, make_transformer
 
-TITLES = {
-    "softmax": "softmax",
-    "linear": "linear",
-    "linear_gain": "linear × 1/(1 − β)",
-    "momentum": "momentum",
-    "momentum_connection": "momentum + connection",
-    "adaptive": "adaptive momentum",
-    "gated_linear": "gated linear",
-    "gated_delta": "Gated DeltaNet",
-    "heavy_ball": "heavy-ball memory",
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """What a name stands for."""
+
+    title: str
+    attention: AttentionName
+    connection: ConnectionName = "residual"
+
+    @property
+    def causal_only(self) -> bool:
+        """Whether it reads in order, so that it is no bidirectional encoder."""
+        return self.attention in MEMORIES
+
+
+CONTENDERS: dict[str, Contender] = {
+    "softmax": Contender("softmax", "softmax"),
+    "linear": Contender("linear", "linear"),
+    "linear_gain": Contender("linear × 1/(1 − β)", "linear"),
+    "momentum": Contender("momentum", "momentum"),
+    "momentum_connection": Contender("momentum + connection", "momentum", "momentum"),
+    "adaptive": Contender("adaptive momentum", "momentum", "adaptive"),
+    "gated_linear": Contender("gated linear", "gated_linear"),
+    "gated_delta": Contender("Gated DeltaNet", "gated_delta"),
+    "heavy_ball": Contender("heavy-ball memory", "heavy_ball"),
 }
-
+TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
 ONE_MATRIX = ("linear", "linear_gain", "gated_linear", "gated_delta")  # for each head; others have a velocity too
 MEMORIES = ("gated_linear", "gated_delta", "heavy_ball")  # without a normaliser
+
+
+def attention_of(name: str, momentum: float = 0.6, step_size: float = 1.0) -> dict[str, Any]:
+    """Return the arguments of a layer that a contender stands for.
+
+    Arguments:
+        name: one of :data:`CONTENDERS`.
+        momentum: β of momentum attention, and of the scale of ``linear_gain``. Default: 0.6
+        step_size: γ of momentum attention. Default: 1.0
+    """
+    contender = CONTENDERS[name]
+    options: dict[str, float] = {}
+    if contender.attention == "momentum":
+        options = {"momentum": momentum, "step_size": step_size}
+    elif name == "linear_gain":
+        options = {"step_size": step_size / (1 - momentum)}
+    return {"attention": contender.attention, "attention_options": options, "connection": contender.connection}
+
+
+def make_transformer(
+    name: str,
+    num_embeddings: int | None,
+    *,
+    momentum: float = 0.6,
+    step_size: float = 1.0,
+    positions: str = "auto",
+    **options: Any,
+) -> MomentumTransformer:
+    """Return a contender's transformer.
+
+    Arguments:
+        name: one of :data:`CONTENDERS`.
+        num_embeddings: of :class:`hbnode.nn.MomentumTransformer`.
+        momentum: see :func:`attention_of`.
+        step_size: likewise.
+        positions: ``"sinusoidal"``, or ``"auto"``: rotary in causal softmax attention, else sinusoidal. Default: "auto"
+        **options: further arguments of :class:`hbnode.nn.MomentumTransformer`.
+    """
+    is_rotary = positions == "auto" and name == "softmax" and options.get("causal", True)
+    layer = attention_of(name, momentum, step_size)
+    return MomentumTransformer(num_embeddings, positions="rotary" if is_rotary else "sinusoidal", **layer, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +107,8 @@ class ContenderConfig(TaskConfig):
         "matrix for each head have half the heads, of twice the size",
         ("heads", "state"),
     )
-    momentum: float = option(0.6, "beta of momentum attention, and of the gain of linear_gain")
+    momentum: float = option(0.6, "beta of momentum attention, and of the scale of linear_gain")
     step_size: float = option(1.0, "gamma of momentum attention")
-    connection_momentum: float = option(0.9, "beta of the momentum connection")
     positions: str = option(
         "auto", "of tokens; auto: rotary in causal softmax attention, else sinusoidal", ("auto", "sinusoidal")
     )
@@ -57,9 +116,9 @@ class ContenderConfig(TaskConfig):
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        for name in ("momentum", "dropout", "connection_momentum"):
+        for name in ("momentum", "dropout"):
             if getattr(self, name) >= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be below 1, got {getattr(self, name)}")
+                raise ValueError(f"--{name} must be below 1, got {getattr(self, name)}")
         if self.d_model % self.heads:
             raise ValueError(f"--d-model must be a multiple of --heads, got {self.d_model} and {self.heads}")
         if self.equal == "state" and self.heads % 2:
@@ -93,12 +152,11 @@ class ContenderConfig(TaskConfig):
             num_embeddings,
             momentum=self.momentum,
             step_size=self.step_size,
-            connection_momentum=self.connection_momentum,
+            positions=self.positions,
             d_model=self.d_model,
             nhead=self.heads_used(),
             num_layers=self.layers,
             dim_feedforward=self.feedforward,
             dropout=self.dropout,
-            positions=cast(Literal["auto", "sinusoidal"], self.positions),
             **options,
         )

@@ -32,7 +32,6 @@ from tasks.data.text import SOURCES
 CONNECTIONS = ("residual", "momentum", "momentum_state", "adaptive", "heavy_ball", "nesterov")
 CONTROLS = ("scaled", "wider", "deeper")
 LARGEST = "nesterov"  # the connection with the most scalars
-ATTENTIONS = ("softmax", "linear", "momentum", "gated_linear", "gated_delta", "heavy_ball")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,6 @@ class DepthConfig(TaskConfig):
 
     model: str = option("transformer", "transformer; other models have other options", ("transformer",))
     connection: str = option("residual", "one of {models}, several with commas between, or all")
-    attention: str = option("softmax", "the attention of every layer", ATTENTIONS)
     epochs: int = option(2, "passes over the training text", may_change=True)
     batch_size: int = option(16, "windows of the text in a step")
     lr: float = option(2e-3, "AdamW's learning rate")
@@ -63,16 +61,13 @@ class DepthConfig(TaskConfig):
     layers: int = option(6, "layers; wider has one less, deeper one more")
     feedforward: int = option(256, "hidden units of a layer's network; wider and deeper have their own")
     dropout: float = option(0.0, "dropout")
-    norm_first: bool = option(True, "normalise what a sublayer reads, and not the stream")
-    connection_momentum: float = option(0.9, "beta of momentum and momentum_state")
     weight_decay: float = option(0.01, "AdamW's weight decay")
 
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        for name in ("dropout", "connection_momentum"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be below 1, got {getattr(self, name)}")
+        if self.dropout >= 1:
+            raise ValueError(f"--dropout must be below 1, got {self.dropout}")
         if self.d_model % (2 * self.heads):
             raise ValueError(f"--d-model must be a multiple of twice --heads, got {self.d_model} and {self.heads}")
         if self.layers == 1 and "wider" in self.chosen():
@@ -95,11 +90,9 @@ class DepthConfig(TaskConfig):
         return self._make(words, "residual", layers, max(1, 1 + round((wanted - one) / (two - one))))
 
     def _make(self, words: int, connection: str, layers: int, feedforward: int) -> nn.Module:
-        options: dict[str, Any] = {"connection": connection, "attention": self.attention}
+        options: dict[str, Any] = {"connection": connection, "attention": "softmax"}
         if connection == "scaled":
             options |= {"connection": "heavy_ball", "connection_momentum": 0.0}
-        elif connection in ("momentum", "momentum_state"):
-            options["connection_momentum"] = self.connection_momentum
         return hbnode.nn.MomentumTransformer(
             words,
             self.d_model,
@@ -108,7 +101,7 @@ class DepthConfig(TaskConfig):
             feedforward,
             self.dropout,
             activation="gelu",
-            positions="rotary" if self.attention == "softmax" else "sinusoidal",
-            norm_first=self.norm_first,
+            positions="rotary",
+            norm_first=True,
             **options,
         )

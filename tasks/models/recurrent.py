@@ -5,7 +5,6 @@ comparison tells the three apart:
 
 - "plain": the layer without a rule: momentum 0, step size 1.
 - "gain": the input at the same step size s, without momentum.
-- "steady": the input at the gain that momentum has in the long run, s / (1 - mu), without momentum.
 - "forget": the forget gate's bias that "momentum" has in the long run, without momentum; of an LSTM only. Of its two
   biases b, the rule filters the input's, which grows to b s / (1 - mu); here each is half of b + b s / (1 - mu).
 - "momentum", "nag", "sr" (scheduled restart), "adam", "rmsprop", "adaptive": the rules.
@@ -27,7 +26,7 @@ import hbnode
 from hbnode.nn import rules
 from tasks.common.config import TaskConfig, option
 
-VARIANTS = ("plain", "gain", "steady", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
+VARIANTS = ("plain", "gain", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
 OSCILLATORS = "oscillators"
 CELLS = ("lstm", "rnn", "gru", "dtriv")
 # Of --cell lstm alone, with the reason.
@@ -36,13 +35,12 @@ LSTM_ONLY = {"forget": "which has a forget gate", OSCILLATORS: "whose parameters
 USES = {
     "plain": (),
     "gain": ("step_size",),
-    "steady": ("momentum", "step_size"),
     "forget": ("momentum", "step_size"),
     "momentum": ("momentum", "step_size"),
     "nag": ("step_size",),
     "sr": ("step_size", "restart"),
-    "adam": ("momentum", "step_size", "beta", "eps"),
-    "rmsprop": ("step_size", "beta", "eps"),
+    "adam": ("momentum", "step_size", "beta"),
+    "rmsprop": ("step_size", "beta"),
     "adaptive": ("step_size",),
     OSCILLATORS: (),
 }
@@ -71,7 +69,6 @@ class RuleOptions:
         step_size: s, the factor of the input.
         beta: decay of the running mean of the squared input.
         restart: samples between two restarts.
-        eps: added to that mean before its root.
         forget_scale: factor of the bias of an LSTM's forget gate.
     """
 
@@ -79,7 +76,6 @@ class RuleOptions:
     step_size: float = 1.0
     beta: float = 0.9
     restart: int = 40
-    eps: float = 1e-8
     forget_scale: float = 1.0
 
 
@@ -88,7 +84,7 @@ class RecurrentConfig(TaskConfig):
     """Options of the tasks of recurrent layers."""
 
     models: ClassVar[tuple[str, ...]] = VARIANTS
-    positive: ClassVar[tuple[str, ...]] = (*TaskConfig.positive, "step_size", "restart", "eps", "hidden")
+    positive: ClassVar[tuple[str, ...]] = (*TaskConfig.positive, "step_size", "restart", "hidden")
 
     model: str = option("momentum", "one of {models}, several with commas between, or all")
     cell: str = option("lstm", "the layer that the rule is put into", CELLS)
@@ -96,10 +92,8 @@ class RecurrentConfig(TaskConfig):
     step_size: float | None = option(None, "s of all but plain, likewise")
     beta: float | None = option(None, "decay of the mean square in adam and rmsprop, likewise")
     restart: int | None = option(None, "samples between two restarts in sr, likewise")
-    eps: float | None = option(None, "added to the mean square before its root in adam and rmsprop, likewise")
     hidden: int = option(128, "size of h")
     forget_bias: float = option(1.0, "bias of an LSTM's forget gate at first, each of the two", is_signed=True)
-    compile: bool = option(False, "compile the layer's step")
 
     def chosen(self) -> tuple[str, ...]:
         """The variants that ``--model`` names; all are those that the cell has."""
@@ -119,8 +113,6 @@ class RecurrentConfig(TaskConfig):
     def check(self) -> None:
         """Refuse what no run can have, and values of a rule that no variant asked for would look at."""
         super().check()
-        if self.compile and OSCILLATORS in self.chosen():
-            raise ValueError("--compile is for the steps of a layer, and oscillators take none. Fix: leave it out.")
         used = {name for model in self.chosen() for name in USES[model]}
         for field in dataclasses.fields(RuleOptions):
             value, flag = getattr(self, field.name, None), "--" + field.name.replace("_", "-")
@@ -135,18 +127,12 @@ class RecurrentConfig(TaskConfig):
         """What the variant ``model`` runs with.
 
         Arguments:
-            table: the task's values by variant; "gain", "steady" and "forget" go by those of "momentum", as a rule
+            table: the task's values by variant; "gain" and "forget" go by those of "momentum", as a rule
                 does that the table leaves out. Values that the options give come first.
         """
-        wanted = (
-            table["momentum"]
-            if self.model in ("gain", "steady", "forget")
-            else table.get(self.model, table["momentum"])
-        )
+        wanted = table.get(self.model, table["momentum"])
         given = {name: getattr(self, name) for name in USES[self.model]}
         values = {name: getattr(wanted, name) if value is None else value for name, value in given.items()}
-        if self.model == "steady":
-            return RuleOptions(step_size=values["step_size"] / (1 - values["momentum"]))
         if self.model == "forget":
             return RuleOptions(forget_scale=(1 + values["step_size"] / (1 - values["momentum"])) / 2)
         return RuleOptions(**values)
@@ -171,7 +157,6 @@ class RecurrentConfig(TaskConfig):
             hidden_size or self.hidden,
             self.rule_options(table),
             forget_bias=self.forget_bias,
-            compile=self.compile,
             **options,
         )
 
@@ -197,9 +182,10 @@ def make_layer(
         rule: what :meth:`RecurrentConfig.rule_options` returned.
         forget_bias: of an LSTM, the bias of its forget gate, before the rule's factor; other cells have none.
         init: of a DTRIV, how its orthogonal weight starts.
-        options: further ones of the layer, such as ``num_layers``, ``batch_first``, ``compile``.
+        options: further ones of the layer, such as ``num_layers``, ``batch_first``.
     """
-    kind, names = (RULES[model][0], USES[model]) if model in RULES else (rules.Momentum, ("momentum", "step_size"))
+    names = USES[model] if model in RULES else ("momentum", "step_size")
+    kind = RULES[model][0] if model in RULES else rules.Momentum
     if cell == "lstm":
         options["forget_bias"] = forget_bias * rule.forget_scale
     if cell == "dtriv":
@@ -231,12 +217,7 @@ def title(model: str, cell: str) -> str:
     """What a variant is called in tables and figures."""
     if model == OSCILLATORS:
         return "oscillators"
-    stock = {
-        "plain": "",
-        "gain": ", same step size",
-        "steady": ", same gain in the end",
-        "forget": ", same forget bias",
-    }
-    if model in stock:
-        return cell.upper() + stock[model]
+    controls = {"plain": "", "gain": ", same step size", "forget": ", same forget bias"}
+    if model in controls:
+        return cell.upper() + controls[model]
     return (RULES[model][1] if model in RULES else "Momentum") + cell.upper()

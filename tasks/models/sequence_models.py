@@ -9,10 +9,8 @@
   gate and -log u at the input gate, u uniform in [1, length - 1].
 - "gru": torch's.
 - "dtriv": an orthogonal weight, :class:`hbnode.nn.DTRIV`.
-- "momentum_lstm", "nag_lstm", "sr_lstm", "adam_lstm", "rmsprop_lstm": the momentum LSTMs, with a bias of 1 at the
-  forget gate, half of it in each of two.
+- "adam_lstm": the LSTM with the momentum rule "adam", with a bias of 1 at the forget gate, half of it in each of two.
 - "oscillators": a network of each sample, and a linear layer of as many :class:`hbnode.nn.Oscillators` as units.
-- "ode_rnn": an ODE-RNN whose state follows a heavy ball from step to step, a step of leapfrog for each.
 
 Another layer is one line in :data:`LAYERS`, and one in :data:`TITLES`.
 """
@@ -27,34 +25,8 @@ from torch import Tensor, nn
 import hbnode
 from hbnode.nn.recurrent import sparse_
 from hbnode.optim import tanh_hidden
-from tasks.models.recurrent import RuleOptions, make_layer
 
-# The rules' values in adding and copying, table 7 to 10 of Nguyen et al. (2020) for T = 2K.
-RULES = {
-    "momentum": RuleOptions(momentum=0.6, step_size=0.9),
-    "nag": RuleOptions(step_size=0.9),
-    "sr": RuleOptions(step_size=0.9, restart=100),
-    "adam": RuleOptions(momentum=0.6, step_size=2.0, beta=0.999),
-    "rmsprop": RuleOptions(step_size=2.0, beta=0.999),
-}
 MakeLayer = Callable[[int, int, int], nn.Module]  # of features, units and the length to be remembered
-
-
-class Regular(nn.Module):
-    """An ODE-RNN of samples at times 0, 1, 2, ...
-
-    Arguments:
-        rnn: a :class:`hbnode.ODERNN`.
-    """
-
-    def __init__(self, rnn: hbnode.ODERNN) -> None:
-        super().__init__()
-        self.rnn = rnn
-
-    def forward(self, x: Tensor) -> tuple[Tensor, object]:
-        """Return h after each sample (batch, T, hidden), and the state."""
-        output, state = self.rnn(x, torch.arange(x.shape[1], dtype=x.dtype, device=x.device))
-        return output, state
 
 
 class Swinging(nn.Sequential):
@@ -96,18 +68,10 @@ def _biases(layer: nn.LSTM, hidden: int) -> list[Tensor]:
     return [*of_input.split(hidden), of_state]
 
 
-def with_rule(name: str) -> MakeLayer:
-    """An LSTM with one of the momentum rules."""
-
-    def make(input_size: int, hidden: int, length: int) -> nn.Module:
-        return make_layer(name, "lstm", input_size, hidden, RULES[name], forget_bias=0.5, batch_first=True)
-
-    return make
-
-
-def ode_rnn(input_size: int, hidden: int, length: int) -> nn.Module:
-    """An ODE-RNN with a heavy ball, in one step from sample to sample."""
-    return Regular(hbnode.ODERNN(input_size, hidden, method="leapfrog", steps=1, per_sample=False))
+def adam_lstm(input_size: int, hidden: int, length: int) -> nn.Module:
+    """An AdamLSTM with the rule's values in adding and copying, tables 8 and 9 of Nguyen et al. (2020)."""
+    rule = hbnode.nn.rules.Adam(momentum=0.6, step_size=2.0, beta=0.999)
+    return hbnode.nn.MomentumLSTM(input_size, hidden, rule=rule, forget_bias=0.5, batch_first=True)
 
 
 LAYERS: dict[str, MakeLayer] = {
@@ -116,9 +80,8 @@ LAYERS: dict[str, MakeLayer] = {
     "lstm_chrono": lstm_chrono,
     "gru": lambda inputs, hidden, length: nn.GRU(inputs, hidden, batch_first=True),
     "dtriv": lambda inputs, hidden, length: hbnode.nn.DTRIV(inputs, hidden, batch_first=True),
-    **{f"{name}_lstm": with_rule(name) for name in RULES},
+    "adam_lstm": adam_lstm,
     "oscillators": Swinging,
-    "ode_rnn": ode_rnn,
 }
 TITLES = {
     "tanh": "tanh RNN",
@@ -126,13 +89,8 @@ TITLES = {
     "lstm_chrono": "LSTM, chrono",
     "gru": "GRU",
     "dtriv": "DTRIV",
-    "momentum_lstm": "MomentumLSTM",
-    "nag_lstm": "NAGLSTM",
-    "sr_lstm": "SRLSTM",
     "adam_lstm": "AdamLSTM",
-    "rmsprop_lstm": "RMSPropLSTM",
     "oscillators": "oscillators",
-    "ode_rnn": "ODE-RNN",
 }
 
 

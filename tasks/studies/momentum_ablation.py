@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from hbnode.diagnostics.figures import ticks_of_short_axis
+from tasks import pixel_mnist, speech
 from tasks.common.config import parse
 from tasks.common.files import read_json, write_figure, write_json, write_table
 from tasks.common.run import environment
-from tasks.common.sweep import side_by_side
+from tasks.common.sweep import run_side_by_side
 from tasks.models.recurrent import RecurrentConfig
 
 MOMENTA = (0.9, 0.6, 0.3, 0.1, 0.0)
@@ -41,7 +42,8 @@ class Judged:
     """What a task is judged by, and what the authors found.
 
     Attributes:
-        kind: name of its configuration.
+        module: the task.
+        kind: its options.
         metric: entry of a run's summary.
         is_higher_better: as of an accuracy.
         factor: of the metric in the figure, in which the authors' numbers are.
@@ -50,7 +52,8 @@ class Judged:
         authors: their numbers, rows MOMENTA, columns STEP_SIZES; from plot_code.ipynb of their repository, figure 7.
     """
 
-    kind: str
+    module: ModuleType
+    kind: type[RecurrentConfig]
     metric: str
     is_higher_better: bool
     factor: float
@@ -61,7 +64,8 @@ class Judged:
 
 TASKS = {
     "pixel_mnist": Judged(
-        "PixelMnistConfig",
+        pixel_mnist,
+        pixel_mnist.PixelMnistConfig,
         "test_accuracy",
         True,
         100.0,
@@ -76,7 +80,8 @@ TASKS = {
         ),
     ),
     "speech": Judged(
-        "SpeechConfig",
+        speech,
+        speech.SpeechConfig,
         "test_mse",
         False,
         1.0,
@@ -111,11 +116,8 @@ def without_momentum(means: Mapping[Pair, float], is_higher_better: bool) -> str
 
 def of_authors(judged: Judged) -> dict[Pair, float]:
     """The authors' grid by pair."""
-    return {
-        (mu, s): value
-        for mu, row in zip(MOMENTA, judged.authors, strict=True)
-        for s, value in zip(STEP_SIZES, row, strict=True)
-    }
+    values = itertools.chain.from_iterable(judged.authors)
+    return dict(zip(itertools.product(MOMENTA, STEP_SIZES), values, strict=True))
 
 
 def collect(configs: Sequence[RecurrentConfig], judged: Judged) -> tuple[dict[Pair, list[float]], list[str]]:
@@ -177,7 +179,6 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--task", default="pixel_mnist", choices=TASKS, help="what to train on [pixel_mnist]")
     parser.add_argument("--momenta", type=float, nargs="+", default=MOMENTA, help=f"mu {MOMENTA}")
     parser.add_argument("--step-sizes", type=float, nargs="+", default=STEP_SIZES, help=f"s {STEP_SIZES}")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time [2]")
     parser.add_argument("--out", type=Path, help="folder of the runs and the figure [runs/momentum_ablation-TASK]")
     options, rest = parser.parse_known_args(argv)
     for name in ("--model", "--cell", "--momentum", "--step-size"):
@@ -187,8 +188,6 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         parser.error(f"--momenta must be in [0, 1), got {options.momenta}")
     if not all(s > 0 for s in options.step_sizes):
         parser.error(f"--step-sizes must be positive, got {options.step_sizes}")
-    if options.jobs < 1:
-        parser.error(f"--jobs must be positive, got {options.jobs}")
     return options, rest
 
 
@@ -201,7 +200,6 @@ def plan(options: argparse.Namespace, base: RecurrentConfig, folder: Path) -> li
             step_size=s,
             seed=seed,
             seeds=1,
-            jobs=options.jobs,
             out=str(folder / f"momentum{mu:g}-step{s:g}-seed{seed}"),
         )
         for seed in range(base.seed, base.seed + base.seeds)
@@ -238,13 +236,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing of the grid; write ``ablation.csv``, ``.json`` and ``.png`` of what is there."""
     options, rest = parse_options(argv)
     judged, folder = TASKS[options.task], options.out or Path("runs") / f"momentum_ablation-{options.task}"
-    module = importlib.import_module(f"tasks.{options.task}")
-    base = parse(getattr(module, judged.kind), module.PRESETS, module.__doc__ or "", ["--model", "momentum", *rest])
-    if (base.model, base.cell, base.momentum, base.step_size) != ("momentum", "lstm", None, None):
-        raise SystemExit("the grid is one of MomentumLSTM. Fix: leave --model, --cell, --momentum and --step-size out.")
+    module = judged.module
+    base = parse(judged.kind, module.PRESETS, module.__doc__ or "", ["--model", "momentum", *rest])
     configs = plan(options, base, folder)
-    threads = max(1, torch.get_num_threads() // options.jobs)
-    failed = side_by_side(configs, module.train, options.jobs, threads)
+    failed = run_side_by_side(configs, module.train)
     found, missing = collect(configs, judged)
     if len(failed) > len(missing):  # a run that was refused leaves the summary of the one that is there
         raise SystemExit(f"{folder} holds runs with other options, as said above. Fix: --out another-folder.")

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tasks.common.batches import Samples
+from tasks.common.config import parse as parse_task
 from tasks.common.files import write_figure, write_json, write_table
 from tasks.common.run import environment
 from tasks.models.recurrent import CELLS, title
@@ -200,64 +201,42 @@ def draw_norms(records: Mapping[str, GradientNorms], cell: str, about: str, path
     write_figure(figure, path)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[PixelMnistConfig]]:
+    """The options of this file, and what each model is trained with: the paper's settings, and the options given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--cell", default="dtriv", choices=CELLS, help="the layer [dtriv]")
-    parser.add_argument("--model", help="the variants of it [plain,gain,momentum; of lstm plain,forget,momentum]")
-    parser.add_argument("--dataset", default="mnist", choices=("mnist", "digits"), help="which images [mnist]")
-    parser.add_argument("--side", type=int, help="pixels on an edge, as for tasks.pixel_mnist")
-    parser.add_argument("--hidden", type=int, help="size of h [170 of dtriv, 128 of others]")
-    parser.add_argument("--momentum", type=float, help="mu; if not given, as tasks.pixel_mnist has it")
-    parser.add_argument("--step-size", type=float, help="s; likewise")
-    for name, default, text in (
-        ("train-size", 10_000, "train on the first N images only"),
-        ("iterations", 200, "training steps"),
-        ("every", 10, "steps between two measurements"),
-        ("measured", 32, "validation images that gradients are taken of"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [{default}]")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images [0]")
+    parser.add_argument("--iterations", type=int, default=200, help="training steps [200]")
+    parser.add_argument("--every", type=int, default=10, help="steps between two measurements [10]")
+    parser.add_argument("--measured", type=int, default=32, help="validation images that gradients are taken of [32]")
     parser.add_argument("--out", type=Path, help=f"folder [{OUT}-CELL]")
-    options = parser.parse_args(argv)
-    for name in ("train_size", "iterations", "every", "measured"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(options, name)}")
-    try:
-        options.configs = configs(options)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
-
-
-def configs(options: argparse.Namespace) -> list[PixelMnistConfig]:
-    """What each model is trained with: the paper's settings of PMNIST, and the options given."""
-    names = ("dataset", "side", "hidden", "momentum", "step_size")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    preset = PRESETS["pmnist-dtriv-170" if options.cell == "dtriv" else "pmnist-128"] | {"side": None}
-    model = options.model or ("plain,forget,momentum" if options.cell == "lstm" else "plain,gain,momentum")
-    sizes = {"cell": options.cell, "train_size": options.train_size, "test_size": options.measured}
-    whole = PixelMnistConfig(**preset | sizes | given | {"model": model, "seed": options.seed})
-    whole.check()
-    return [dataclasses.replace(whole, model=model) for model in whole.chosen()]
+    options, rest = parser.parse_known_args(argv)
+    if min(options.iterations, options.every, options.measured) < 1:
+        parser.error("--iterations, --every and --measured must be positive")
+    preset = PRESETS["pmnist-dtriv-170" if options.cell == "dtriv" else "pmnist-128"]
+    models = "plain,forget,momentum" if options.cell == "lstm" else "plain,gain,momentum"
+    changed = {"cell": options.cell, "side": None, "train_size": 10_000, "test_size": options.measured}
+    presets = {"pmnist": preset | changed | {"model": models}}
+    config = parse_task(PixelMnistConfig, presets, __doc__ or "", ["--preset", "pmnist", *rest])
+    return options, [dataclasses.replace(config, model=model) for model in config.chosen()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all models; write ``gradients.csv``, ``.json`` and ``.png``, and say what is left of the gradient."""
-    options = parse(argv)
-    folder = options.out or OUT.with_name(f"{OUT.name}-{options.cell}")
-    data = load_data(options.configs[0])
+    options, configs = parse(argv)
+    folder, first = options.out or OUT.with_name(f"{OUT.name}-{options.cell}"), configs[0]
+    data = load_data(first)
     records, said = {}, []
-    for config in options.configs:
+    for config in configs:
         records[config.model] = measure(config, data, options)
         said.append(f"{title(config.model, config.cell)}: {sentence(records[config.model])}")
         print(said[-1])
-    first = options.configs[0]
     summary = {
         "task": "pixel_mnist_gradients",
-        "options": {name: str(value) for name, value in vars(options).items() if name != "configs"},
-        "configs": [dataclasses.asdict(config) for config in options.configs],
-        "rules": {config.model: dataclasses.asdict(config.rule_options(config.rules())) for config in options.configs},
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "configs": [dataclasses.asdict(config) for config in configs],
+        "rules": {config.model: dataclasses.asdict(config.rule_options(config.rules())) for config in configs},
         "found": said,
         **environment(torch.device("cpu")),
     }

@@ -1,0 +1,162 @@
+"""Every task, as small as it can be: it trains, is interrupted, resumes to the same numbers, and leaves its files."""
+
+import importlib
+import json
+import math
+import signal
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+pytest.importorskip("tokenizers")
+pytest.importorskip("tqdm")
+
+from matplotlib.figure import Figure
+
+from tasks import annealing, plane_vibration, silverbox, walker2d
+from tasks.common.train import Trainer
+from tasks.data import labelled_series, polyphonic, speech
+from tasks.data import silverbox as silverbox_data
+from tests.tasks.small_runs import names_in, read_metrics
+
+TRANSFORMER = "--d-model 8 --heads 2 --layers 1 --feedforward 8"
+SEQUENCES = "--length 12 --hidden 5 --iterations 2 --batch-size 8 --test-size 10"
+PIXELS = "--dataset digits --side 4 --train-size 24 --test-size 10 --batch-size 8 --hidden 6"
+IMAGES = "--subset 64 --test-subset 31 --batch-size 32 --small --tol 0.1"
+PATHS = "--length 10 --hidden 6 --batch-size 12 --test-size 30 --iterations 3"
+VOICES = "--data generated --hidden 5 --batch-size 4"
+RECORD = "--window 20 --past 5 --stride 50 --validation 120 --batch-size 8 --schedule constant"
+SDE = (
+    "--schedule constant --train-size 8 --test-size 4 --batch-size 4 --hidden 4 --context 4 --paths 2 --eval-samples 3"
+)
+TEXT = "--data generated --train-size 600 --test-size 100"
+WORDS = "--embedding 6 --hidden 8 --bptt 12 --batch-size 5 --dropout 0.2 --weight-drop 0.3 --ar 0.1 --tar 0.1"
+PAIRS = "--data generated --vocabulary 80 --train-size 60 --test-size 12 --batch-size 20 --max-words 0 --max-length 0"
+PINWHEEL = "--iterations 2 --batch-size 8 --test-size 6 --hidden 4 --steps 2 --eval-samples 2 --final-samples 3"
+RUNS = f"""
+adding --model adam --cell dtriv --schedule step {SEQUENCES}
+adding --model oscillators {SEQUENCES}
+bouncing_balls --model momentum {SEQUENCES}
+bouncing_balls --model plain --cell rnn --optimizer hf --max-cg 5 {SEQUENCES}
+classification --model hbnode --samples 4 --parameters 400 --batch-size 16
+classification --model gru --samples 4 --parameters 400 --batch-size 16
+copying --model momentum {SEQUENCES}
+density --model flow {PINWHEEL}
+image_classification {IMAGES}
+image_classification --model anode --solver torchdiffeq {IMAGES}
+image_generation --side 4 --train-size 24 --test-size 10 --batch-size 8 --drawn 3 {TRANSFORMER}
+language_model {TEXT} {WORDS}
+language_model --model transformer --connection deeper --context 10 --batch-size 8 {TEXT} {TRANSFORMER}
+latent_sde --model hbsde {SDE}
+latent_sde --model kalman --dataset vibration --data generated {SDE}
+lra --min-length 5 --max-length 40 --train-size 60 --test-size 20 --iterations 3 --warmup 2 {TRANSFORMER}
+pathological --problem memorization_5 --model tanh --optimizer hf --max-cg 8 {PATHS}
+pathological --problem addition --model dtriv {PATHS}
+pixel_mnist --model forget --permuted {PIXELS}
+pixel_mnist --model adam --cell dtriv --rebase 2 {PIXELS}
+plane_vibration --data generated --schedule constant --tol 0.1 --batch-size 2
+plane_vibration --data generated --schedule constant --model oscillators --batch-size 2
+point_cloud --tol 0.1
+polyphonic_music --data generated --hidden 5 --length 20
+recall --kind again --model heavy_ball --most 8 --iterations 2 --batch-size 4 --test-size 4 {TRANSFORMER}
+silverbox --model hbnode {RECORD}
+silverbox --model oscillators {RECORD}
+speech --model momentum {VOICES}
+speech --model plain --cell rnn --features mfcc --optimizer hf --max-cg 5 {VOICES}
+transformer_copy --length 12 --iterations 3 --batch-size 4 --test-size 6 {TRANSFORMER}
+translation --model adaptive --iterations 2 --schedule constant {PAIRS} {TRANSFORMER}
+walker2d --model hbnode --windows 24 --batch-size 8 --tol 1e-3 --ahead 3
+walker2d --model gru --windows 24 --batch-size 8 --ahead 3
+""".strip().splitlines()
+FIGURES = {
+    "bouncing_balls": "frames.png",
+    "density": "density.png",
+    "image_classification": "examples.pt",
+    "image_generation": "samples.png",
+    "latent_sde": "bands.png",
+    "plane_vibration": "forecast.png",
+    "point_cloud": "evolution.png",
+    "polyphonic_music": "prediction.png",
+    "silverbox": "simulation.png",
+    "speech": "prediction.png",
+    "walker2d": "forecast.png",
+}
+
+
+@pytest.fixture
+def small_data(tmp_path, monkeypatch):
+    """Little synthetic data where tasks look for theirs, and no other."""
+    root = tmp_path / "data"
+    (root / "walker").mkdir(parents=True)
+    monkeypatch.setenv("HBNODE_DATA", str(root))
+    random = np.random.default_rng(0)
+    for number in range(8):
+        path = random.normal(0, 0.1, (40, 17)).cumsum(0).astype(np.float32)
+        np.save(root / "walker" / f"rollout_{number:03d}.npy", path)
+    rows = "".join(f"{a!r},{b!r},\n" for a, b in random.normal(0, 0.1, (800, 2)).tolist())
+    (root / "SNLS80mV.csv").write_text(f'"V1","V2",\n{rows}')
+    monkeypatch.setattr(silverbox_data, "ROWS", 800)
+    multisine, arrow = slice(650, 800), slice(20, 200)
+    sets = {"train": slice(250, 650), "multisine": multisine, "arrow_no_extrapolation": arrow, "arrow_full": arrow}
+    monkeypatch.setattr(silverbox, "SETS", sets)
+    monkeypatch.setattr(walker2d, "LENGTH", 6)
+    monkeypatch.setattr(plane_vibration, "WINDOW", 26)
+    whole_clinic = labelled_series.clinic
+    monkeypatch.setattr(labelled_series, "clinic", lambda count: whole_clinic(40))
+    whole_split = plane_vibration.split_rows
+    monkeypatch.setattr(
+        plane_vibration, "split_rows", lambda *args: {name: rows[:4:2] for name, rows in whole_split(*args).items()}
+    )
+    whole_tones, whole_chords = speech.tones, polyphonic.chords
+    monkeypatch.setattr(speech, "tones", lambda: whole_tones((6, 3, 3)))
+    monkeypatch.setattr(polyphonic, "chords", lambda: whole_chords((4, 2, 2)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_task_trains_resumes_and_leaves_its_files(run, small_data, tmp_path, monkeypatch, capsys):
+    task, *options = run.split()
+    main = importlib.import_module(f"tasks.{task}").main
+    command = [*options, "--device", "cpu", "--epochs", "2", "--out"]
+    main([*command, str(tmp_path / "whole")])
+    (summary,) = (tmp_path / "whole").rglob("summary.json")
+    files = {"config.json", "metrics.csv", "summary.json", "checkpoint.pt"}
+    assert files | ({FIGURES[task]} if task in FIGURES else set()) <= names_in(summary.parent)
+    rows = read_metrics(summary.parent)
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert all(math.isfinite(float(value)) for row in rows for value in row.values())
+    assert {"torch", "device", "commit", "parameters"} <= json.loads(summary.read_text()).keys()
+
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **options: None)  # figures take longer than the training
+    step, done = Trainer.step, []
+
+    def interrupted_step(trainer):
+        done.append(step(trainer))
+        if len(done) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return done[-1]
+
+    monkeypatch.setattr(Trainer, "step", interrupted_step)
+    with pytest.raises(SystemExit, match="interrupted: saved to"):
+        main([*command, str(tmp_path / "parts")])
+    assert not list((tmp_path / "parts").rglob("summary.json"))
+    main([*command, str(tmp_path / "parts")])
+    (resumed,) = (tmp_path / "parts").rglob("summary.json")
+    assert read_metrics(resumed.parent) == rows
+    before = resumed.read_bytes()
+    main([*command, str(tmp_path / "parts")])
+    assert "is finished already" in capsys.readouterr().out
+    assert resumed.read_bytes() == before
+
+
+def test_annealing_resumes_where_it_was(tmp_path, monkeypatch):
+    command = "--targets funnel --evaluations 2,4 --iterations 2 --paths 16 --train-up-to 2 --out".split()
+    annealing.main([*command, str(tmp_path)])
+    table = (tmp_path / "annealing.md").read_text()
+    assert table.count("\n") == 2 + 2 * (2 + 1)
+    assert (tmp_path / "annealing.png").exists()
+    monkeypatch.setattr(annealing, "tune", None)  # nothing is computed again
+    annealing.main([*command, str(tmp_path)])
+    assert (tmp_path / "annealing.md").read_text() == table

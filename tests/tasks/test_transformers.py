@@ -1,0 +1,578 @@
+"""Tasks of transformers: models against what they must not see, losses against their definition, the papers' sizes."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+pytest.importorskip("sacrebleu")
+pytest.importorskip("sklearn")
+pytest.importorskip("tokenizers")
+
+from hbnode.nn.attention.softmax import KeyValueCache
+from tasks import image_generation, language_model, lra, recall, transformer_copy, translation
+from tasks.common import sweep
+from tasks.common.batches import FreshData
+from tasks.common.config import parse
+from tasks.common.run import Run, count_parameters
+from tasks.data.subwords import PADDING, SPECIAL, learn_subwords
+from tasks.data.text import in_windows, read_text
+from tasks.image_generation import ImageGenerationConfig
+from tasks.lra import LRAConfig
+from tasks.models import logistic_mixture
+from tasks.models.contenders import CONTENDERS
+from tasks.models.depth import CONNECTIONS, CONTROLS, DepthConfig
+from tasks.transformer_copy import CopyConfig
+from tasks.translation import TranslationConfig
+from tests.tasks.small_runs import names_in, read_metrics
+
+SMALL = {"d_model": 8, "heads": 2, "layers": 1, "feedforward": 8}
+FLAGS = "--device cpu --d-model 8 --heads 2 --layers 1 --feedforward 8".split()
+every_contender = pytest.mark.parametrize("model", CONTENDERS)
+
+
+def preset(module, kind, name):
+    return parse(kind, module.PRESETS, "", ["--preset", name, "--device", "cpu"])
+
+
+def train(model, optimizer, step, steps):
+    """Train on what ``step`` returns, a loss and its means; the last means."""
+    for _ in range(steps):
+        loss, means = step()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return means
+
+
+# Contenders and the copy task
+
+
+def numbers(state):
+    """Count the floating-point entries of nested states."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.is_floating_point()
+    if isinstance(state, KeyValueCache):
+        return state.keys.numel() + state.values.numel()
+    return sum(numbers(part) for part in state) if isinstance(state, tuple) else 0
+
+
+@pytest.mark.parametrize("model", ["softmax", "momentum", "adaptive", "gated_linear", "gated_delta", "heavy_ball"])
+@pytest.mark.parametrize("equal", ["heads", "state"])
+def test_the_size_of_the_state_is_what_a_stream_carries(model, equal):
+    config = CopyConfig(model=model, equal=equal, d_model=16, heads=2)
+    _, state = config.make_transformer(11).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    assert numbers(tuple(state)) == config.state_size(5)
+
+
+def test_states_are_equal_where_they_are_said_to_be():
+    for equal in ("heads", "state"):
+        sizes = {name: CopyConfig(model=name, equal=equal).state_size(48) for name in CONTENDERS}
+        pairs = [("linear", "momentum"), ("linear_gain", "adaptive"), ("gated_delta", "heavy_ball")]
+        assert all((sizes[one] == sizes[other]) == (equal == "state") for one, other in pairs)
+        assert sizes["softmax"] > 2 * sizes["momentum"]
+
+
+def test_the_paper_preset_of_copying():
+    config = preset(transformer_copy, CopyConfig, "paper")
+    assert (config.length, config.symbols, config.batch_size, config.lr, config.drop_after) == (128, 10, 64, 1e-3, 3000)
+    width, hidden = 8 * 32, 1024
+    layer = 4 * (width**2 + width) + 4 * width + 2 * width * hidden + width + hidden
+    with torch.device("meta"):
+        model = config.make_transformer(1 + config.symbols)
+    assert count_parameters(model) == 4 * layer + 11 * width + 11 * width + 11
+
+
+def test_the_rate_drops_to_a_tenth(tmp_path):
+    run = Run("transformer_copy", CopyConfig(batch_size=2, device="cpu", out=str(tmp_path)), "")
+    fresh = FreshData(20, lambda epoch: (torch.zeros(20),))
+    for after, rates in ((15, [1.0] * 15 + [0.1] * 5), (0, [1.0] * 20)):
+        batches = transformer_copy.DroppedRate(run, fresh, after)
+        assert [batches.piece(*divmod(step, 10)).rate for step in range(20)] == rates
+    run.lock.release()
+
+
+def test_short_copying_and_recall_are_learned(tmp_path):
+    options = "--device cpu --model softmax --layers 2 --length 8 --symbols 3 --d-model 16 --heads 2 --feedforward 16"
+    sizes = "--iterations 100 --lr 1e-2 --epochs 2 --test-size 200 --drop-after 0 --out"
+    transformer_copy.main([*options.split(), *sizes.split(), str(tmp_path / "copy")])
+    assert json.loads((tmp_path / "copy" / "summary.json").read_text())["test_accuracy"] > 0.9
+    options = "--device cpu --model softmax --most 8 --keys 16 --values 4 --d-model 16 --heads 2 --layers 1 --epochs 1"
+    recall.main([*options.split(), "--out", str(tmp_path / "recall")])
+    summary = json.loads(next((tmp_path / "recall").rglob("summary.json")).read_text())
+    assert summary["test_2_accuracy"] > 0.9
+
+
+def test_settings_of_recall():
+    config = preset(recall, recall.RecallConfig, "zoology")
+    assert [setting.pairs for setting in config.trained()] == [8, 16, 32, 64]
+    assert config.tested()[-1].pairs == 128
+    assert (config.keys + config.values, config.trained()[-1].length) == (8192, 256)
+    for kind in recall.KINDS:
+        tested = recall.RecallConfig(kind=kind).tested()
+        assert len({(setting.pairs, setting.noise) for setting in tested}) == len(tested)
+    rates = preset(recall, recall.RecallConfig, "table").learning_rates()
+    assert [math.log10(rate) for rate in rates] == pytest.approx([-3, -2.5, -2, -1.5], abs=1e-3)
+    model, tokens = recall.Recaller(recall.RecallConfig(model="heavy_ball")), torch.randint(1, 60, (2, 12))
+    before = model(tokens)
+    tokens[:, 7:] = 1  # a symbol depends on those before it only
+    assert torch.equal(model(tokens)[:, :7], before[:, :7])
+
+
+# Image generation
+
+
+def small_images(**options):
+    return ImageGenerationConfig(**{"side": 4, "logistics": 2, **SMALL} | options)
+
+
+def drawn_by(model, count, config, seed):
+    pixels, generator = math.prod(config.shape), torch.Generator().manual_seed(seed)
+    return image_generation.draw_pixels(model, count, pixels, config.levels, generator)
+
+
+@pytest.mark.parametrize(("dataset", "side"), [("digits", None), ("mnist", 14), ("cifar10", 16)])
+def test_sequences_are_the_levels_of_the_smaller_image(dataset, side):
+    config = ImageGenerationConfig(dataset=dataset, side=side)
+    channels, edge, _ = image_generation.SHAPE[dataset]
+    images = torch.rand(2, channels, edge, edge, dtype=torch.float64)
+    found = image_generation.sequences(images, config)
+    rows, columns, _ = config.shape
+    assert found.dtype == torch.uint8
+    assert found.shape == (2, rows * columns * channels)
+    block = edge // rows
+    for place in range(found.shape[1]):
+        pixel, channel = divmod(place, channels)
+        row, column = divmod(pixel, columns)
+        part = images[:, channel, row * block : (row + 1) * block, column * block : (column + 1) * block]
+        expected = part.mean((1, 2)) * (config.levels - 1)
+        assert ((found[:, place] - expected).abs() <= 0.5 + 1e-9).all()
+
+
+def test_presets_of_image_generation():
+    mnist, cifar = (preset(image_generation, ImageGenerationConfig, name) for name in ("mnist", "cifar10"))
+    for config, expected in ((mnist, (8, 1e-4, 10, 0.6, 0.9, 784)), (cifar, (16, 2e-4, 4, 0.1, 0.9, 3072))):
+        found = (config.layers, config.lr, config.batch_size, config.momentum, config.step_size)
+        assert (*found, math.prod(config.shape)) == expected
+        assert (config.d_model, config.heads, config.feedforward, config.logistics) == (256, 8, 1024, 10)
+    assert (mnist.epochs, mnist.weight_decay) == (250, 0.01)
+
+
+def test_the_loss_is_the_mixture_of_each_pixel_given_those_before():
+    model = small_images().make_model().double()
+    x = torch.randint(17, (3, 16))
+    loss, means = image_generation.bits_per_dimension(model, (x.byte(),), 17)
+    total = 0.0
+    for t in range(16):
+        read = torch.cat([torch.full((3, 1), 17), x[:, :t]], dim=1)
+        total -= logistic_mixture.log_probability(model(read)[:, -1], x[:, t], 17).mean().item() / 16
+    assert loss.item() == pytest.approx(total, rel=1e-9)
+    assert means["bits_per_dim"] == pytest.approx(total / math.log(2), rel=1e-9)
+
+
+@every_contender
+def test_drawing_is_reading_its_own_pixels(model):
+    """Each pixel is drawn from the output for those before it, which whole sequences give too."""
+    config = small_images(model=model)
+    net = config.make_model().double().train()
+    before = torch.random.get_rng_state()
+    drawn = drawn_by(net, 3, config, seed=5)
+    assert net.training
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(drawn, drawn_by(net, 3, config, seed=5))
+    assert not torch.equal(drawn, drawn_by(net, 3, config, seed=6))
+    with torch.no_grad():
+        outputs = net.eval()(image_generation.with_start(drawn, 17))
+    generator = torch.Generator().manual_seed(5)
+    for t in range(16):
+        assert torch.equal(logistic_mixture.sample(outputs[:, t], 17, generator), drawn[:, t])
+
+
+def test_images_of_one_level_are_learned():
+    net = small_images(model="heavy_ball", d_model=16, feedforward=32, logistics=3).make_model()
+
+    def step():
+        x = torch.randint(3, (16, 1)).mul(8).expand(-1, 16)
+        return image_generation.bits_per_dimension(net, (x,), 17)
+
+    means = train(net, image_generation.radam(net, 1e-2, 0.0), step, 120)
+    assert means["bits_per_dim"] < 1.0  # log2(3) / 16 = 0.1 is the least, log2(3) = 1.58 without reading
+
+
+IMAGES = [*FLAGS, *"--side 4 --train-size 24 --test-size 10 --batch-size 8 --model linear --drawn 3".split()]
+
+
+def test_drawings_of_a_run(tmp_path, monkeypatch):
+    """The weights give the bits and the last drawing; a run that was killed after its first drawing resumes."""
+    options = [*IMAGES, "--epochs", "3", "--draw-every", "2", "--out"]
+    image_generation.main([*options, str(tmp_path / "whole")])
+    evaluate = image_generation.evaluate
+
+    def killed(run, *args):
+        if (run.folder / "samples.pt").exists():
+            raise RuntimeError("killed")
+        return evaluate(run, *args)
+
+    monkeypatch.setattr(image_generation, "evaluate", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        image_generation.main([*options, str(tmp_path / "parts")])
+    monkeypatch.setattr(image_generation, "evaluate", evaluate)
+    image_generation.main([*options, str(tmp_path / "parts")])
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
+    drawn, same = (torch.load(tmp_path / name / "samples.pt", weights_only=True) for name in ("whole", "parts"))
+    assert list(drawn) == list(same) == [2, 3]
+    assert all(torch.equal(drawn[epoch], same[epoch]) for epoch in drawn)
+    config = small_images(model="linear", logistics=5, train_size=24, test_size=10)
+    model = config.make_model()
+    model.load_state_dict(torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)["model"])
+    with torch.no_grad():
+        _, means = image_generation.bits_per_dimension(model.eval(), image_generation.load_data(config)[1], 17)
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["test_bits_per_dim"] == pytest.approx(means["bits_per_dim"], rel=1e-5)
+    assert torch.equal(drawn[3].long(), drawn_by(model, 3, config, seed=0))
+    (tmp_path / "parts" / "samples.pt").write_bytes(b"no archive")
+    with pytest.raises(SystemExit, match=r"samples\.pt cannot be read"):
+        image_generation.main([*options, str(tmp_path / "parts"), "--epochs", "4"])
+    image_generation.main([*IMAGES, "--drawn", "0", "--epochs", "1", "--out", str(tmp_path / "none")])
+    assert not {"samples.pt", "samples.png"} & names_in(tmp_path / "none")
+
+
+# The Long Range Arena
+
+
+def classifier(**options):
+    return lra.SequenceClassifier(LRAConfig(**SMALL | options)).double().eval()
+
+
+@every_contender
+@pytest.mark.parametrize("dataset", ["listops", "retrieval"])
+def test_padding_and_other_samples_change_no_score(model, dataset):
+    net = classifier(dataset=dataset, model=model)
+    pair = () if dataset == "listops" else (2,)
+    tokens = torch.randint(1, 15, (3, *pair, 9))
+    lengths = torch.tensor([9, 4, 1]) if not pair else torch.tensor([[9, 3], [1, 9], [4, 4]])
+    scores = net(tokens, lengths)
+    assert scores.shape == (3, lra.TASKS[dataset].classes)
+    other = torch.where(torch.arange(9) >= lengths.unsqueeze(-1), torch.tensor(0), tokens)
+    longer = torch.cat([other, torch.ones_like(other[..., :4])], dim=-1)
+    for changed in (other, longer):
+        torch.testing.assert_close(net(changed, lengths), scores, rtol=1e-10, atol=1e-12)
+    for index in range(3):
+        single = net(tokens[index : index + 1, ..., : int(lengths[index].max())], lengths[index : index + 1])
+        torch.testing.assert_close(single, scores[index : index + 1], rtol=1e-10, atol=1e-12)
+
+
+@every_contender
+def test_an_encoder_sees_later_tokens_where_it_can(model):
+    net = classifier(model=model)
+    tokens = torch.randint(1, 15, (1, 6))
+    changed = tokens.clone()
+    changed[0, -1] = 15
+    first, second = (net.encoder(x)[0, 0] for x in (tokens, changed))
+    assert torch.allclose(first, second, rtol=0, atol=1e-12) == CONTENDERS[model].causal_only
+    assert not torch.equal(net(tokens, torch.tensor([6])), net(changed, torch.tensor([6])))
+
+
+def test_means_over_tokens_and_comparison_of_pairs():
+    net = classifier()
+    tokens, lengths = torch.randint(1, 15, (2, 7)), torch.tensor([3, 0])
+    pooled = net.pooled(tokens, lengths)
+    torch.testing.assert_close(pooled[0], net.encoder(tokens[:1, :3])[0].mean(0), rtol=1e-10, atol=1e-12)
+    assert not pooled[1].any()
+    net = classifier(dataset="retrieval")
+    tokens, lengths = torch.randint(1, 200, (3, 2, 5)), torch.full((3, 2), 5)
+    a, b = (net.pooled(tokens[:, k], lengths[:, k]) for k in (0, 1))
+    torch.testing.assert_close(net(tokens, lengths), net.head(torch.cat([a, b, a * b, a - b], dim=1)))
+
+
+def test_the_loss_reads_no_further_than_the_longest_sequence():
+    shapes = []
+
+    def model(tokens, lengths):
+        shapes.append(tokens.shape)
+        return torch.tensor([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
+
+    batch = torch.zeros(3, 10, dtype=torch.uint8), torch.tensor([4, 2, 1]), torch.tensor([1, 1, 0])
+    loss, means = lra.cross_entropy(model, batch)
+    assert shapes == [(3, 4)]
+    expected = [math.log(1 + math.exp(-2)), math.log(1 + math.e), math.log(2)]
+    assert loss.item() == pytest.approx(sum(expected) / 3)
+    assert means["accuracy"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("model", ["softmax", "momentum", "heavy_ball"])
+def test_the_first_operator_is_learned(model):
+    net = lra.SequenceClassifier(LRAConfig(**SMALL | {"model": model, "d_model": 16, "feedforward": 32, "dropout": 0}))
+
+    def step():
+        tokens, lengths = torch.randint(1, 11, (32, 6)), torch.randint(2, 7, (32,))
+        tokens[:, 0] = torch.randint(11, 15, (32,))
+        return lra.cross_entropy(net, (tokens.byte(), lengths, tokens[:, 0] - 11))
+
+    assert train(net, torch.optim.AdamW(net.parameters(), lr=1e-2), step, 60)["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 5), (20, 2), (7, 6)])
+def test_the_learning_rate_is_torchs_one_cycle(steps, warmup):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    options = {"pct_start": warmup / steps, "anneal_strategy": "linear", "cycle_momentum": False}
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=steps, **options)
+    for step in range(steps):
+        assert lra.one_cycle(step, steps, warmup) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        if step + 1 < steps:
+            theirs.step()
+    assert lra.one_cycle(0, steps, 1) == 1  # without a warm-up
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "steps", "warmup", "longest"),
+    [
+        ("listops", 32, 5000, 1000, 2000),
+        ("text", 32, 20000, 8000, 4000),
+        ("retrieval", 32, 30000, 800, 4000),
+        ("image", 256, 35000, 175, 1024),
+        ("pathfinder", 256, 62400, 312, 1024),
+    ],
+)
+def test_presets_of_the_benchmark(name, batch_size, steps, warmup, longest):
+    config = preset(lra, LRAConfig, name)
+    found = (config.dataset, config.batch_size, config.steps, config.warmup, config.longest)
+    assert found == (name, batch_size, steps, warmup, longest)
+    assert (config.layers, config.d_model, config.heads, config.feedforward, config.lr) == (2, 64, 2, 128, 1e-4)
+
+
+# Language models
+
+
+def small_depth(**options):
+    small = {"data": "generated", "d_model": 16, "heads": 2, "feedforward": 20, "layers": 3, "context": 12}
+    return DepthConfig(**{"model": "transformer", "device": "cpu"} | small | options)
+
+
+def size(**options):
+    return count_parameters(small_depth(**options).make_model(41))
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 6, "d_model": 64, "feedforward": 256}])
+def test_controls_have_as_many_parameters(options):
+    wanted, d_model, layers = (
+        size(connection="nesterov", **options),
+        options.get("d_model", 16),
+        options.get("layers", 3),
+    )
+    for connection, others in (("wider", layers - 1), ("deeper", layers + 1)):
+        unit = 2 * d_model + 1  # parameters of a hidden unit of one layer
+        assert abs(size(connection=connection, **options) - wanted) <= unit * others / 2
+        assert len(small_depth(connection=connection, **options).make_model(41).layers) == others
+    scalars = {connection: size(connection=connection, **options) - size(**options) for connection in CONNECTIONS}
+    streams = {"heavy_ball": 4 * layers, "nesterov": 5 * layers}
+    assert scalars == dict.fromkeys(CONNECTIONS, 0) | streams
+    assert size(connection="scaled", **options) - size(**options) == 2 * layers
+
+
+def test_scaled_is_residual_at_first():
+    tokens, outputs = torch.randint(41, (2, 12)), []
+    for connection in ("residual", "scaled"):
+        torch.manual_seed(0)
+        outputs.append(small_depth(connection=connection).make_model(41).eval()(tokens))
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("connection", [*CONNECTIONS, *CONTROLS])
+def test_a_word_sees_none_after_it(connection):
+    model = small_depth(connection=connection).make_model(41).double().eval()
+    tokens = torch.randint(41, (1, 12))
+    other = tokens.clone()
+    other[0, 7:] = (tokens[0, 7:] + 1) % 41
+    torch.testing.assert_close(model(tokens)[:, :7], model(other)[:, :7], atol=1e-12, rtol=0)
+
+
+def test_the_loss_is_that_of_every_next_word():
+    model, windows = small_depth().make_model(41), torch.randint(41, (3, 9))
+    loss, _ = language_model.next_word_loss(model, (windows,))
+    chances = model(windows[:, :-1]).log_softmax(-1)
+    expected = -sum(chances[i, j, windows[i, j + 1]] for i, j in itertools.product(range(3), range(8))) / 24
+    torch.testing.assert_close(loss, expected)
+
+
+def test_the_chain_is_learned(tmp_path, capsys):
+    options = "--model transformer --device cpu --data generated --d-model 32 --heads 2 --layers 1 --feedforward 32"
+    options += " --train-size 0 --context 16 --epochs 3 --lr 0.01 --connection heavy_ball"
+    language_model.main([*options.split(), "--out", str(tmp_path)])
+    assert "text: generated, 20,000/2,000/2,000 words, 41 different; unigram perplexity 3" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 3.2 < summary["test_perplexity"] < 5 < summary["unigram_perplexity"]  # at best 3.35 on average
+    assert summary["test_perplexity"] == pytest.approx(math.exp(summary["test_loss"]))
+
+
+def test_several_connections_in_one_command(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(sweep, "side_by_side", lambda configs, *rest, **options: ran.extend(configs) or [])
+    command = ["--model", "transformer", "--connection", "residual,deeper", "--seeds", "2", "--out", str(tmp_path)]
+    language_model.main(command)
+    assert [(config.connection, config.seed, config.out) for config in ran] == [
+        (name, seed, str(tmp_path / f"{name}-seed{seed}")) for seed in (0, 1) for name in ("residual", "deeper")
+    ]
+
+
+def test_windows_of_an_epoch_begin_anywhere(tmp_path):
+    """Three epochs of as many windows, and none beyond the text."""
+    options = {"lr": 1e-9, "train_size": 605, "test_size": 0, "context": 100, "d_model": 8, "layers": 1, "epochs": 3}
+    language_model.train_transformer(small_depth(out=str(tmp_path / "run"), **options))
+    assert len({row["train_loss"] for row in read_metrics(tmp_path / "run")}) == 3
+    text = read_text("generated", train_size=605, vocabulary=5000).parts["train"]
+    assert len(in_windows(text, 100, 99)) == 5 == len(in_windows(text, 100)) - 1
+    with pytest.raises(SystemExit, match="a text of 50 words has no window of 100 words"):
+        language_model.train_transformer(small_depth(context=100, test_size=50, out=str(tmp_path / "short")))
+
+
+# Translation
+
+WORDS = 30
+
+
+def lengths_of(tokens):
+    return (tokens != PADDING).sum(1)
+
+
+def padded(*lengths):
+    rows = [torch.randint(len(SPECIAL), WORDS, (n,)) for n in lengths]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
+
+
+def translator(**options):
+    small = {"d_model": 16, "heads": 2, "feedforward": 20, "dropout": 0.0, "model": "momentum", "iterations": 3}
+    return translation.Translator(WORDS, TranslationConfig(**small | options))
+
+
+def test_samples_and_their_lengths():
+    pairs = [("low", "lower lower newest"), ("newest widest!", "low")]
+    samples = translation.as_samples(pairs, learn_subwords(2 * [text for pair in pairs for text in pair], 1000))
+    assert [lengths_of(x).tolist() for x in samples] == [[1, 3], [3, 1]]
+    assert [x.shape for x in translation.at_most(samples, 0)] == [(2, 3), (2, 3)]
+    few = translation.at_most((padded(1, 2, 5), padded(2, 2, 1)), 2)
+    assert [lengths_of(x).tolist() for x in few] == [[1, 2], [2, 2]]
+    assert [x.shape for x in few] == [(2, 2), (2, 2)]
+    with pytest.raises(SystemExit, match="no pair has at most 1 subwords"):
+        translation.at_most(samples, 1)
+
+
+def test_corruption_changes_a_share_in_three_ways():
+    tokens = padded(*[50] * 400, *[7] * 400)
+    out = translation.corrupt(tokens, 0.3, WORDS)
+    real = tokens != PADDING
+    assert torch.equal(out != PADDING, real)
+    assert 0.5 < (out == tokens)[real].float().mean().item() < 0.75  # 10 % change themselves, the next, and both
+    torch.testing.assert_close(translation.corrupt(tokens, 1e-9, WORDS), tokens)
+    distinct = torch.arange(len(SPECIAL), WORDS).expand(500, -1)
+    out = translation.corrupt(distinct, 0.06, WORDS)
+    is_next, is_swapped = out[:, 1:] == distinct[:, :-1], (out[:, :-1] == distinct[:, 1:])
+    assert (is_next & is_swapped).float().mean().item() == pytest.approx(0.02, abs=0.008)
+    assert is_next.float().mean().item() == pytest.approx(0.04, abs=0.012)
+
+
+def test_the_source_is_spread_over_the_target():
+    source = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0], [5, 6, 7, 8]])
+    padding = torch.arange(6) >= torch.tensor([6, 3, 2])[:, None]
+    expected = [[5, 5, 6, 6, 7, 7], [5, 5, 5, 0, 0, 0], [5, 7, 0, 0, 0, 0]]
+    assert translation.spread(source, padding).tolist() == expected
+
+
+def test_the_paper_preset_of_translation():
+    config = preset(translation, TranslationConfig, "paper")
+    sizes = {"d_model": 278, "feedforward": 507, "layers": 5, "heads": 2, "vocabulary": 40_000, "iterations": 8}
+    assert {name: getattr(config, name) for name in sizes} == sizes
+    models = TranslationConfig.models
+    with torch.device("meta"):
+        made = [translation.Translator(100, dataclasses.replace(config, model=name)) for name in models]
+    assert len(set(map(count_parameters, made))) == 1  # "almost the same for all models", section 4.4.4
+    assert set(models) == {name for name, contender in CONTENDERS.items() if not contender.causal_only}
+
+
+@pytest.mark.parametrize("model", TranslationConfig.models)
+def test_padding_and_other_sentences_change_no_translation(model):
+    net = translator(model=model).double().eval()
+    source, target = padded(5, 3), padded(6, 2)
+    with torch.no_grad():
+        scores, offset = net(source, target)
+        passes = net.translate(source)
+        single, single_offset = net(source[1:, :3], target[1:, :2])
+        wide = net.translate(nn.functional.pad(source, (0, 4)))
+    for one, two in zip(scores, single, strict=True):
+        torch.testing.assert_close(one[1:, :2], two, atol=1e-10, rtol=1e-9)
+    torch.testing.assert_close(offset[1:], single_offset, atol=1e-10, rtol=1e-9)
+    assert all(torch.equal(*pair) for pair in zip(passes, wide, strict=True))
+
+
+def test_a_word_depends_on_all_words():
+    net = translator().eval()
+    source, target = padded(5), padded(6)
+    scores, _ = net(source, target)
+    for index in range(5):
+        other = source.clone()
+        other[0, index] = len(SPECIAL) + (source[0, index] + 1 - len(SPECIAL)) % (WORDS - len(SPECIAL))
+        assert ((net(other, target)[0][0] - scores[0]).abs().amax(2) > 0).all()
+
+
+def test_the_length_does_not_train_the_encoder():
+    net = translator()
+    net(padded(5, 3), padded(6, 2))[1].square().sum().backward()
+    assert {name for name, p in net.named_parameters() if p.grad is not None} == {"length.weight", "length.bias"}
+
+
+def test_passes_are_those_of_training_without_corruption():
+    net = translator(refinements=4, iterations=4).eval()
+    source, target = padded(5, 3), padded(6, 2)
+    scores, _ = net(source, target)
+    for tokens, score in zip(net.translate(source, lengths_of(target)), scores, strict=True):
+        assert torch.equal(tokens, score.argmax(-1).masked_fill(target == PADDING, PADDING))
+
+
+def test_lengths_of_translations():
+    net, source = translator(iterations=1), padded(5, 3)
+    with torch.no_grad():
+        net.length.weight.zero_()
+        net.length.bias.zero_()
+        for offset, expected in ((0, [5, 3]), (4, [9, 7]), (-4, [1, 1]), (-20, [1, 1])):
+            net.length.bias.zero_()[offset + translation.MAX_OFFSET] = 1
+            assert lengths_of(net.translate(source)[0]).tolist() == expected
+
+
+def test_cross_entropy_is_the_mean_of_the_passes():
+    net = translator(refinements=2).eval()
+    source, target = padded(5, 3), nn.functional.pad(padded(6, 2), (0, 3))
+    loss, means = translation.cross_entropy(net, (source, target))
+    scores, offset = net(source, target[:, :6])
+    chances = [score.log_softmax(-1).gather(2, target[:, :6, None])[target[:, :6] != PADDING] for score in scores]
+    assert means["last_pass"] == pytest.approx(-chances[1].mean().item(), rel=1e-5)
+    assert means["loss"] == pytest.approx(-torch.stack(chances).mean().item(), rel=1e-5)
+    of_length = -offset.log_softmax(-1)[[0, 1], [translation.MAX_OFFSET + 1, translation.MAX_OFFSET - 1]].mean()
+    torch.testing.assert_close(loss, -torch.stack(chances).mean() + of_length)
+
+
+def test_bleu_and_repeated_words():
+    pairs = [("The dog sees a cat.", "Der Hund sieht eine Katze."), ("I go.", "Ich gehe jetzt nach Hause.")]
+    judge = translation.Judge(pairs, learn_subwords(["The dog"], 100), 2, torch.device("cpu"))
+    assert judge.bleu([german for _, german in pairs]) == pytest.approx(100)
+    assert judge.bleu(["x"] * 2) < 10
+    assert translation.without_repeats("a a b b. b. a") == "a b b. a"
+
+
+def test_the_synthetic_language_is_learned(tmp_path):
+    options = "--device cpu --data generated --layers 1 --d-model 32 --heads 2 --feedforward 64 --vocabulary 200"
+    options += " --max-words 0 --train-size 2000 --test-size 60 --batch-size 32 --lr 5e-3 --epochs 3 --refinements 2"
+    options += " --iterations 3 --dropout 0 --max-length 0 --model momentum"
+    translation.main([*options.split(), "--out", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 60 < summary["test_bleu"] <= 100 + 1e-9
+    assert 60 < summary["test_bleu_oracle"] <= 100 + 1e-9
+    passes = summary["test_bleu_of_passes"]
+    assert (len(passes), passes[0]) == (3, summary["test_bleu_first_pass"])
+    assert len(summary["examples"]) == translation.SHOWN
