@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hbnode
 from hbnode.optim import tanh_hidden
 from hbnode.optim.conjugate_gradients import Solution
-from hbnode.optim.search import Trial, backtrack, line_search
+from hbnode.optim.conjugate_gradients import backtrack, line_search
 
 X, Y = torch.randn(2, 4, 5, 3, generator=torch.Generator().manual_seed(0)).unbind()
 
