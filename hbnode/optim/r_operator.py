@@ -49,7 +49,7 @@ class LinearizedLayer(ABC):
         n = self.size = h.shape[-1]
         self.of_x = slice(self.inputs[0] * n, self.inputs[1] * n)
         self.of_h = slice(self.states[0] * n, self.states[1] * n)
-        self.x, self.w, self.u = x, self._shifted(w), u
+        self.x, self.w, self.u, self.u_t = x, self._shifted(w), u, u.T
         self.h = x.new_empty(len(x) + 1, *h.shape)  # the state before first
         self.h[0] = h
         e = self._pre_activations([(x, self.w, self.of_x)], b, bias)
@@ -58,7 +58,7 @@ class LinearizedLayer(ABC):
             *(z.unbind() for z in h.new_empty(self.extras, *x.shape[:1], *h.shape)),
         ]
         for e_k, from_h, before, after, *residuals in self._steps(e, self.h[:-1], self.h[1:]):
-            from_h.addmm_(before, u.T)
+            from_h.addmm_(before, self.u_t)
             c = self._forward(e_k, before, c, after, *residuals)
         self.c = c
 
@@ -82,7 +82,7 @@ class LinearizedLayer(ABC):
         re, out = self._pre_activations(products, b, bias), torch.empty_like(self.h[1:])
         for re_k, from_h, out_k, *residuals in self._steps(re, out):
             if rh is not None:
-                from_h.addmm_(rh, self.u.T)
+                from_h.addmm_(rh, self.u_t)
             rc = self._jvp(re_k, rh, rc, out_k, *residuals)
             rh = out_k
         return out, rc
