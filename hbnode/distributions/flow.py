@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,65 @@ from torch.distributions import Independent, Normal
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_input
+from hbnode._signature import takes_time
 from hbnode._state import describe
-from hbnode.distributions.flows.conditioned import ConditionedGHBNODE, ConditionedHBNODE
-from hbnode.fields import GHBNODE, HBNODE
+from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nn.nets import MLP
 from hbnode.solve.methods import SPLITTING
 from hbnode.solve.odeint import checked_span, odeint
 
 GRADIENTS = ("reversible", "checkpoint", "direct")
+
+
+class _Conditioned(Field):
+    """A heavy ball on h = [position, condition]: f takes the condition too, which stays at rest.
+
+    As a part of the state the condition gets its gradient in every mode.
+    """
+
+    def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
+        if options["time_dependent"] is None:
+            options["time_dependent"] = takes_time(func, 2 if condition_dim else 1, "condition")
+        super().__init__(func, **options)
+        self.dim, self.condition_dim = dim, condition_dim
+
+    def force(self, t: Tensor, h: Tensor) -> Tensor:
+        position = h[..., : self.dim]
+        condition = [h[..., self.dim :]] if self.condition_dim else []
+        force = self.evaluate(t, position, *condition)
+        return self._padded(force - self.xi * position if isinstance(self, GHBNODE) else force)
+
+    def solver_damping(self) -> Tensor | float:
+        damping = super().solver_damping()  # type: ignore[misc]  # of HBNODE and GHBNODE
+        return self._padded(damping) if isinstance(damping, Tensor) and damping.dim() else damping
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Append zeros for the condition."""
+        return nn.functional.pad(x, (0, self.condition_dim)) if self.condition_dim else x
+
+
+class ConditionedHBNODE(_Conditioned, HBNODE):
+    """An HBNODE on h = [position, condition]."""
+
+
+class ConditionedGHBNODE(_Conditioned, GHBNODE):
+    """A GHBNODE on h = [position, condition]."""
+
+    def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
+        super().__init__(func, dim, condition_dim, **options)
+        if condition_dim:
+            self.activation = _PositionActivation(self.activation, dim)
+
+
+class _PositionActivation(nn.Module):
+    """An activation of the first features; the others, which are 0, stay."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], dim: int) -> None:
+        super().__init__()
+        self.activation, self.dim = activation, dim
+
+    def forward(self, m: Tensor) -> Tensor:
+        return torch.cat([self.activation(m[..., : self.dim]), m[..., self.dim :]], -1)
 
 
 class HeavyBallFlow(nn.Module):
@@ -123,8 +174,17 @@ class HeavyBallFlow(nn.Module):
         self.condition_dim = as_count(condition_dim, "condition_dim", least=0)
         self.t_span = checked_span(t_span)
         self.steps = as_count(steps, "steps")
-        _check_choice("method", method, tuple(SPLITTING))
-        _check_choice("gradient", gradient, GRADIENTS)
+        for name, value, choices in (("method", method, tuple(SPLITTING)), ("gradient", gradient, GRADIENTS)):
+            if value not in choices:
+                raise ValueError(
+                    f"{name} must be one of {choices}, got {value!r}: steps must be undone exactly. "
+                    f"Fix: {name}={choices[0]!r}."
+                )
+        if isinstance(damping, Tensor) and damping.shape not in ((), (self.dim,)):
+            raise ValueError(
+                f"damping must be a number or a tensor ({self.dim},), one γ for each feature; got "
+                f"{describe(damping)}. Fix: damping=0.1."
+            )
         self.method, self.gradient = method, gradient
         of_ghbnode = {name: x for name, x in {"xi": xi, "activation": activation}.items() if x is not None}
         if of_ghbnode and not generalized:
@@ -137,20 +197,18 @@ class HeavyBallFlow(nn.Module):
             func,
             self.dim,
             self.condition_dim,
-            damping=_checked_damping(damping, self.dim),
+            damping=damping,
             learn_damping=learn_damping,
             max_damping=max_damping,
             time_dependent=time_dependent,
             **of_ghbnode,
         )
-        self.posterior_net = self._default_posterior() if posterior is None else posterior
+        if posterior is None:
+            posterior = MLP(self.dim + self.condition_dim, [64, 64], 2 * self.dim)
+            for p in posterior.layers[-1].parameters():
+                nn.init.zeros_(p)
+        self.posterior_net = posterior
         self.register_buffer("anchor", torch.zeros(()), persistent=False)  # has the dtype and device of samples
-
-    def _default_posterior(self) -> nn.Module:
-        net = MLP(self.dim + self.condition_dim, [64, 64], 2 * self.dim)
-        for p in net.layers[-1].parameters():
-            nn.init.zeros_(p)
-        return net
 
     if TYPE_CHECKING:  # nn.Module leaves the type of a call open
 
@@ -326,14 +384,10 @@ class HeavyBallFlow(nn.Module):
                 f"Fix: h.to({self.anchor.dtype}){f', or flow.to({h.dtype})' if h.is_floating_point() else ''}."
             )
         if (condition is None) != (self.condition_dim == 0):
-            wanted = f"condition_dim={self.condition_dim}"
-            fix = (
-                f"pass condition= (..., {self.condition_dim})"
-                if condition is None
-                else "HeavyBallFlow(condition_dim=n)"
-            )
-            got = "no condition" if condition is None else "a condition"
-            raise ValueError(f"the flow has {wanted} and got {got}. Fix: {fix}.")
+            got, fix = "a condition", "HeavyBallFlow(condition_dim=n)"
+            if condition is None:
+                got, fix = "no condition", f"pass condition= (..., {self.condition_dim})"
+            raise ValueError(f"the flow has condition_dim={self.condition_dim} and got {got}. Fix: {fix}.")
         if condition is None:
             return None
         check_input(condition, "condition")
@@ -357,20 +411,3 @@ class HeavyBallFlow(nn.Module):
 def _log_normal(x: Tensor) -> Tensor:
     """Log-density of a standard normal, over the last dimension."""
     return -0.5 * (x.square() + math.log(2 * math.pi)).sum(-1)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {choices}, got {value!r}: steps must be undone exactly. Fix: {name}={choices[0]!r}."
-        )
-
-
-def _checked_damping(damping: float | Tensor | None, dim: int) -> float | Tensor | None:
-    """A damping that is a number or has one value a feature."""
-    if isinstance(damping, Tensor) and damping.shape not in ((), (dim,)):
-        raise ValueError(
-            f"damping must be a number or a tensor ({dim},), one γ a feature; got {describe(damping)}. "
-            "Fix: damping=0.1."
-        )
-    return damping
