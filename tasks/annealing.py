@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 
 import hbnode
-from hbnode.diagnostics.figures import ticks_of_short_axis
+from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import read_json, write_figure, write_json, write_table, write_whole
 from tasks.common.run import environment

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._state import State, describe, parts
-from hbnode.diagnostics import figures
-from hbnode.diagnostics.paths import check_block, evaluating, states, with_graphs
-from hbnode.diagnostics.results import Result
+from hbnode.diagnostics._shared import Result, axes, check_block, evaluating, legend, states, style
 from hbnode.fields import GHBNODE, HBNODE
 
 if TYPE_CHECKING:
@@ -66,7 +64,34 @@ class Spectrum(Result):
         Returns:
             The axes.
         """
-        return figures.draw_spectrum(self.eigenvalues, self.damping, ax, **kwargs)
+        ax = axes(ax)
+        damping = self.damping
+        if damping is not None:
+            product = self.eigenvalues.unflatten(1, (-1, 2)).prod(-1).reshape(-1)
+            gammas = torch.linspace(0.0, damping, 101, dtype=torch.float64)[:, None]
+            root = (gammas**2 / 4 - product).sqrt()  # λ² + γλ + product = 0
+            paths = torch.cat([-gammas / 2 + root, -gammas / 2 - root], dim=1)
+            if damping > 0:
+                ax.plot(paths.real, paths.imag, color="0.7", linewidth=0.8, zorder=1)
+                without: dict[str, Any] = {
+                    "linestyle": "none",
+                    "marker": "o",
+                    "markerfacecolor": "none",
+                    "color": "0.5",
+                    "markersize": 4,
+                }
+                ax.plot(paths[0].real, paths[0].imag, label="without damping", zorder=1.5, **without)
+                ax.axvline(
+                    -damping / 2, color="C1", linestyle="--", linewidth=1, label=rf"$-\gamma/2 = {-damping / 2:.3g}$"
+                )
+        found: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "color": "C0"}
+        if damping:
+            found["label"] = "eigenvalues"
+        ax.plot(self.eigenvalues.real.reshape(-1), self.eigenvalues.imag.reshape(-1), **style(found, kwargs))
+        ax.axvline(0.0, color="0.8", linewidth=0.8, zorder=0)
+        ax.set(xlabel="real part (1/time)", ylabel="imaginary part (1/time)")
+        legend(ax)
+        return ax
 
 
 def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
@@ -130,18 +155,10 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
             for i, weight in zip(chosen, weights.tolist(), strict=True)
         )
     eigenvalues = torch.linalg.eigvals(matrix)
-    damping = _one_damping(block.field)
-    return Spectrum(eigenvalues if damping is None else paired(eigenvalues, damping), damping)
-
-
-def _one_damping(field: nn.Module) -> float | None:
-    """The γ of a heavy ball, if it has a single one."""
-    if not isinstance(field, (HBNODE, GHBNODE)):
-        return None
-    damping = field.damping
+    damping = block.field.damping if isinstance(block.field, (HBNODE, GHBNODE)) else None
     if isinstance(damping, Tensor):
-        return float(damping.detach()) if damping.numel() == 1 else None
-    return damping
+        damping = float(damping.detach()) if damping.numel() == 1 else None
+    return Spectrum(eigenvalues if damping is None else paired(eigenvalues, damping), damping)
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +171,7 @@ def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
     """The derivative of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
-    with with_graphs():
+    with torch.inference_mode(False), torch.enable_grad():
         leaves = [part.detach().clone().requires_grad_() for part in state]
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
         flat = torch.cat([part.unsqueeze(-1).flatten(1) for part in parts(value)], dim=1)

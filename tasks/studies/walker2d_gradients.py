@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hbnode.diagnostics.figures import ticks_of_short_axis
+from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS
 from tasks.common.figures import legend_beside
