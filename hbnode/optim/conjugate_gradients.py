@@ -55,9 +55,9 @@ def conjugate_gradients(
     d, r, value = torch.zeros_like(b), b, 0.0
     if start is not None:
         residual = b - product(start)
-        phi = -0.5 * torch.dot(start, residual + b)
-        if phi < 0:
-            d, r, value = start, residual, float(phi)
+        value = min(-0.5 * float(torch.dot(start, residual + b)), 0.0)
+        if value < 0:
+            d, r = start, residual
     z = r if preconditioner is None else r / preconditioner
     p, rz = z, torch.dot(r, z)
     scale = torch.dot(b, b if preconditioner is None else b / preconditioner)

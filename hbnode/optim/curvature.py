@@ -83,10 +83,11 @@ class Objective:
         loss: "mse", "bce" or "cross_entropy".
         case_dim: the dimension of the outputs that counts cases.
         parameters: of the model.
+        theta: their values before the step.
     """
 
     def __init__(
-        self, closure: Callable[[], Any], name: str, loss: str, case_dim: int, parameters: list[Tensor]
+        self, closure: Callable[[], Any], name: str, loss: str, case_dim: int, parameters: list[Tensor], theta: Tensor
     ) -> None:
         if not callable(closure):
             raise TypeError(
@@ -94,7 +95,7 @@ class Objective:
                 f"{type(closure).__name__}. Fix: lambda: (model(x), y)."
             )
         self.closure, self.name, self.kind, self.case_dim = closure, name, LOSSES[loss], case_dim
-        self.parameters, self.device = parameters, parameters[0].device
+        self.parameters, self.theta = parameters, theta
         self.random_state: tuple[Tensor, ...] | None = None
         self.targets: Tensor | None = None
         self.differentiates = False  # whether the closure itself takes derivatives
@@ -102,8 +103,8 @@ class Objective:
     def batch(self) -> Batch:
         """Call the closure, and check what it returns."""
         state = self.random_state
-        self.random_state = random_state(self.device) if state is None else state
-        with set_random_state(state, self.device):
+        self.random_state = random_state(self.theta.device) if state is None else state
+        with set_random_state(state, self.theta.device):
             batch = self._checked(self.closure())
         targets = self.targets = batch.targets if self.targets is None else self.targets
         if targets.shape != batch.targets.shape or not (
@@ -125,21 +126,22 @@ class Objective:
         """Return the sum over positions and features, averaged over cases, added up in float64."""
         return self.losses(batch).sum(dtype=torch.float64) / batch.cases
 
-    def loss_at(self, theta: Tensor) -> float:
-        """Return the loss at other parameters; infinity if it is not finite."""
-        with assigned(self.parameters, theta), torch.set_grad_enabled(self.differentiates):
+    def loss_at(self, vector: Tensor) -> float:
+        """Return the loss at theta plus a vector; infinity if it is not finite."""
+        with assigned(self.parameters, self.theta + vector), torch.set_grad_enabled(self.differentiates):
             try:
                 loss = float(self.loss(self.batch()).detach())
             except RuntimeError as error:
                 if self.differentiates or "does not require grad" not in str(error):
                     raise
                 self.differentiates = True
-                return self.loss_at(theta)
+                return self.loss_at(vector)
         return loss if math.isfinite(loss) else math.inf
 
-    def check_repeats(self, theta: Tensor) -> None:
+    def check_repeats(self) -> None:
         """Refuse a closure that is another function in each call."""
-        one, other = self.loss_at(theta), self.loss_at(theta)
+        zero = torch.zeros_like(self.theta)
+        one, other = self.loss_at(zero), self.loss_at(zero)
         if math.isfinite(one) and not abs(one - other) <= REPEATS * abs(one):
             raise ValueError(
                 f"{self.name}() gives the loss {one:g} and then {other:g}, with the same parameters. Fix: draw noise, "
@@ -247,7 +249,6 @@ class QuadraticModel:
 
     Arguments:
         objective: of the curvature batch.
-        theta: the parameters.
         damping: lambda.
         structural: lambda mu.
         checks: whether to refuse a model some of whose gradients have no graph: J and J^T would not fit together.
@@ -259,8 +260,8 @@ class QuadraticModel:
     u: list[Tensor]
     gradient: Tensor  # J^T u
 
-    def __init__(self, objective: Objective, theta: Tensor, damping: float, structural: float, checks: bool) -> None:
-        self.objective, self.parameters, self.theta = objective, objective.parameters, theta
+    def __init__(self, objective: Objective, damping: float, structural: float, checks: bool) -> None:
+        self.objective, self.parameters, self.theta = objective, objective.parameters, objective.theta
         self.damping, self.structural, self.checks = damping, structural, checks
         self.release()
 

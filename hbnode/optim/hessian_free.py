@@ -268,18 +268,15 @@ class HessianFree(Optimizer):
     def _step(self, parameters: list[Tensor], forward: Closure, curvature: Closure | None) -> Tensor:
         self._model = None
         options, is_first = self.param_groups[0], self.progress is None
-        objective = sample = Objective(forward, "forward", options["loss"], options["case_dim"], parameters)
-        if curvature is not None:
-            sample = Objective(curvature, "curvature", options["loss"], options["case_dim"], parameters)
-        theta, damping = flatten(parameters, parameters), options["damping"]
-        model = QuadraticModel(sample, theta, damping, damping * options["structural_damping"], checks=is_first)
+        damping, theta = options["damping"], flatten(parameters, parameters)
+        given = options["loss"], options["case_dim"], parameters, theta
+        objective = Objective(forward, "forward", *given)
+        sample = objective if curvature is None else Objective(curvature, "curvature", *given)
+        model = QuadraticModel(sample, damping, damping * options["structural_damping"], checks=is_first)
         if is_first:
-            objective.check_repeats(theta)
-            sample.check_repeats(theta)
+            objective.check_repeats()
+            sample.check_repeats()
         loss, gradient = self._gradient(objective, model)
-
-        def loss_at(vector: Tensor) -> float:
-            return objective.loss_at(theta + vector)
 
         # The direction: conjugate gradients from the last one and, if that finds nothing, from zero.
         iterations: int = 0
@@ -293,21 +290,26 @@ class HessianFree(Optimizer):
                 model.product, -gradient, start, limit=options["max_cg"], preconditioner=preconditioner
             )
             iterations += solution.iterations
-            direction, predicted, full_loss = backtrack(solution.iterates, lambda d: sample.loss_at(theta + d))
-            full_loss = full_loss if sample is objective else loss_at(direction)
+            direction, predicted, full_loss = backtrack(solution.iterates, sample.loss_at)
+            full_loss = full_loss if sample is objective else objective.loss_at(direction)
             if full_loss < loss or start is None:
                 break
             start, outcome = None, "restarted"
 
         # Its length, by a line search, and lambda, by Levenberg and Marquardt's rule.
         length, new_loss, ratio = 0.0, loss, math.nan
-        is_visible = -predicted > torch.finfo(theta.dtype).eps * abs(loss)
+        eps = torch.finfo(theta.dtype).eps
+        is_visible = -predicted > eps * abs(loss)
         if is_visible:
-            length, new_loss = line_search(direction, full_loss, loss, gradient, loss_at)
+            length, new_loss = line_search(direction, full_loss, loss, gradient, objective.loss_at)
             ratio = (full_loss - loss) / predicted
         factor = LOWER if ratio > HIGH else 1.0 if ratio >= LOW else RAISE
         if not ratio >= LOW:
-            rounding = _rounding(loss, theta, loss_at)
+            # Rounding is what the last digits of all parameters change in the loss.
+            signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
+            last_digits = eps * theta * signs.to(theta)
+            changes = abs(objective.loss_at(last_digits) - loss), abs(objective.loss_at(-last_digits) - loss)
+            rounding = max([eps * abs(loss), *filter(math.isfinite, changes)])
             if not is_visible or max(-predicted, abs(full_loss - loss)) <= rounding:
                 ratio = math.nan
                 slope, bend = float(torch.dot(gradient, direction)), model.undamped_curvature(direction)
@@ -406,15 +408,6 @@ class HessianFree(Optimizer):
             )
         with assigned(self._model.parameters, theta), no_autocast(theta):
             return self._model.product(vector)
-
-
-def _rounding(loss: float, theta: Tensor, loss_at: Callable[[Tensor], float]) -> float:
-    """Return which changes of the loss are rounding: those that the last digits of all parameters make."""
-    eps = torch.finfo(theta.dtype).eps
-    signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
-    last_digits = eps * theta * signs.to(theta)
-    changes = [abs(loss_at(last_digits) - loss), abs(loss_at(-last_digits) - loss)]
-    return max([eps * abs(loss), *filter(math.isfinite, changes)])
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
