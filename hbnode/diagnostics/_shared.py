@@ -34,7 +34,7 @@ class Result:
     """The result of a diagnostic, which writes itself to a file and draws itself."""
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """The data as columns of equal length, by name."""
+        """Return the data as columns of equal length, by name."""
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -50,8 +50,8 @@ class Result:
 
 
 @contextmanager
-def evaluating(field: nn.Module | Callable) -> Iterator[None]:
-    """Evaluation mode, and afterwards the modes that there were; a function has none."""
+def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
+    """Set evaluation mode within the context; a function has none."""
     modes = [(part, part.training) for part in field.modules()] if isinstance(field, nn.Module) else []
     try:
         for part, _ in modes:
@@ -63,7 +63,7 @@ def evaluating(field: nn.Module | Callable) -> Iterator[None]:
 
 
 def check_block(block: nn.Module, caller: str) -> ODEBlock:
-    """The block, if it is one."""
+    """Return the block, if it is one."""
     if not isinstance(block, ODEBlock):
         raise TypeError(
             f"{caller} expected an ODEBlock, got {type(block).__name__}. "
@@ -73,7 +73,7 @@ def check_block(block: nn.Module, caller: str) -> ODEBlock:
 
 
 def as_input(block: nn.Module, x: object) -> Tensor:
-    """An input without its graph; an array or a list becomes a tensor of the block's dtype and device."""
+    """Return an input without its graph; an array or a list becomes a tensor of the block's dtype and device."""
     if x is None:
         raise TypeError(f"{type(block).__name__} was given without an input. Fix: pass x after the block.")
     if isinstance(x, Tensor):
@@ -83,7 +83,7 @@ def as_input(block: nn.Module, x: object) -> Tensor:
 
 
 def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
-    """Those of the parameters of a field's f, else of the field; without any, the default dtype and no device."""
+    """Return those of the parameters of f, or else of the field, or else the default dtype and no device."""
     for module in (getattr(field, "func", None), field):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             if parameter.is_floating_point():
@@ -92,9 +92,9 @@ def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
 
 
 def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = POINTS) -> tuple[Tensor, Settings]:
-    """Output times, and the settings to solve with.
+    """Return output times, and the settings to solve with.
 
-    Without times of the caller's, they are the block's own grid if it solves on one, else equally spaced.
+    Without ``t`` the times are the block's own grid if it has fixed steps, or else equally spaced.
     """
     settings = block.settings()
     if t is not None:
@@ -113,16 +113,16 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
 def states(
     block: ODEBlock, x: object, t: Tensor | Sequence[float] | None, points: int = POINTS
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Times (T,), and the parts of the state, h or h and m, at these times, each (T, batch, ...)."""
+    """Return times (T,), and the parts of the state, h or h and m, at these times, each (T, batch, ...)."""
     times, settings = schedule(block, t, points)
-    with torch.no_grad(), evaluating(block):
+    with torch.no_grad(), evaluation_mode(block):
         start = block.start(as_input(block, x))
         trajectory = solve(block.field, start, times, settings, NFE())  # not counted by the block
     return times, parts(trajectory)
 
 
 def axes(ax: Axes | None) -> Axes:
-    """The axes to draw into; those of a new figure if there are none."""
+    """Return the axes to draw into, those of a new figure if there are none."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -135,7 +135,7 @@ def axes(ax: Axes | None) -> Axes:
 
 
 def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties of a line: those given, under any of their names, and the defaults for the rest."""
+    """Return properties of a line: those given, under any of their names, and defaults for the rest."""
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D
 
@@ -143,7 +143,7 @@ def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
-    """A legend beside the axes where the figure's layout makes room for it, else above them or off their curves."""
+    """Draw a legend beside the axes if the figure's layout makes room for it, or else above them."""
     from matplotlib.transforms import ScaledTranslation
 
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
@@ -175,13 +175,13 @@ def ticks_of_short_axis(axis: Axis) -> None:
 
 
 def twin_axes(ax: Axes) -> Axes | None:
-    """The axes that share the x-axis and the place of these, if there are any."""
+    """Return the axes that share the x-axis and the place of these, if there are any."""
     shared = ax.get_shared_x_axes().get_siblings(ax)
     return next((a for a in shared if a is not ax and a.get_position().bounds == ax.get_position().bounds), None)
 
 
 def as_float64(values: object) -> Tensor:
-    """Tensors of any device and dtype, arrays, numbers and lists of these as a float64 tensor without a graph."""
+    """Return tensors, arrays, numbers and lists of these as a float64 tensor on the CPU, without a graph."""
     if isinstance(values, (list, tuple)) and any(isinstance(value, Tensor) for value in values):
         return torch.stack([as_float64(value) for value in values])
     return torch.as_tensor(values).detach().to("cpu", torch.float64)

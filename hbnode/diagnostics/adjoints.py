@@ -17,7 +17,7 @@ from hbnode.diagnostics._shared import (
     as_input,
     axes,
     check_block,
-    evaluating,
+    evaluation_mode,
     legend,
     schedule,
     style,
@@ -80,7 +80,7 @@ def adjoint_norms(
     *,
     loss: Callable[[Tensor], Tensor] | None = None,
 ) -> AdjointNorms:
-    r"""The norm of the adjoint state :math:`a(t) = \partial L / \partial h(t)` of a block over time.
+    r"""Compute the norm of the adjoint state :math:`a(t) = \partial L / \partial h(t)` of a block over time.
 
     The block is solved from each time to the next, and the loss differentiated with respect to the state at each of
     them: the gradient of the numbers computed, with the block's own method and tolerances. The adjoint of an HBNODE
@@ -116,7 +116,7 @@ def adjoint_norms(
     """
     block = check_block(block, "adjoint_norms")
     times, settings = schedule(block, t, points=50)
-    with torch.inference_mode(False), torch.enable_grad(), evaluating(block):
+    with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(block):
         start = block.start(as_input(block, x).clone())
         states: list[State] = [apply(lambda part: part.detach().clone().requires_grad_(), start)]
         for interval in pairwise(times.tolist()):

@@ -22,7 +22,7 @@ from hbnode.diagnostics._shared import (
     axes,
     check_block,
     dtype_and_device,
-    evaluating,
+    evaluation_mode,
     legend,
     states,
     style,
@@ -91,7 +91,7 @@ def trajectories(
                 f"expected a trajectory (T, batch, ...) and times (T,), got shapes {tuple(h.shape)} and "
                 f"{tuple(times.shape)}. Fix: trajectories(block(x, t), t), or trajectories(block, x)."
             )
-    h, numbered = _chosen(h, features, samples)
+    h, numbered = _select(h, features, samples)
     ax = axes(ax)
     for i, feature in enumerate(numbered):
         several = {"color": f"C{i}"} if len(numbered) > 1 else {}
@@ -146,7 +146,7 @@ def phase_portrait(
     if isinstance(data, nn.Module):
         block = check_block(data, "phase_portrait")
         _, path = states(block, x, t)
-        second = _second(block.field)
+        second = _velocity_letter(block.field)
     else:
         pair = isinstance(data, tuple) or (isinstance(data, list) and all(hasattr(part, "shape") for part in data))
         path = tuple(data) if pair else (data,) if x is None else (data, x)
@@ -210,7 +210,7 @@ def vector_field(
     ylim = ylim if ylim is not None else ax.get_ylim() if drawn else (-2.0, 2.0)
     centres = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     across, up = torch.meshgrid(*(low + (high - low) * centres for low, high in (xlim, ylim)), indexing="xy")
-    base = _base(field, at)
+    base = _base_state(field, at)
     is_pair, given = len(base) == 2, [features] if isinstance(features, int) else list(features)
     if len(given) < 2 - is_pair:
         raise ValueError(f"features must be two of h, got {features!r}. Fix: features=(0, 1).")
@@ -224,7 +224,7 @@ def vector_field(
     rows[0][:, i], rows[-1][:, j] = across.reshape(-1).to(base[0]), up.reshape(-1).to(base[0])
     state = tuple(row.reshape(-1, *part.shape) for row, part in zip(rows, base, strict=True))
     try:
-        with torch.no_grad(), evaluating(field):
+        with torch.no_grad(), evaluation_mode(field):
             value = field(torch.as_tensor(t).to(base[0]), state if is_pair else state[0])
     except (TypeError, RuntimeError) as error:
         raise ValueError(
@@ -238,7 +238,7 @@ def vector_field(
     length = torch.where(speed > 0, speed, 1.0)
     options: dict[str, Any] = {"angles": "xy", "pivot": "mid", "cmap": "viridis", "zorder": 0.5} | kwargs
     arrows = ax.quiver(across, up, du / length, dv / length, speed, **options)
-    names = ("h", _second(field)) if is_pair else (f"h_{{{i}}}", f"h_{{{j}}}")
+    names = ("h", _velocity_letter(field)) if is_pair else (f"h_{{{i}}}", f"h_{{{j}}}")
     ax.figure.colorbar(arrows, ax=ax, label=f"speed $|d({names[0]}, {names[1]})/dt|$")
     ax.set(xlim=xlim, ylim=ylim, xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
     return ax
@@ -360,7 +360,7 @@ def spectrum(
 def _planes(
     path: tuple[Array, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
-    """The names of the axes of a phase portrait, and the label and the two coordinates of each colour."""
+    """Return names of the axes of a phase portrait, and the label and the two coordinates of each colour."""
     if len(path) > 2:
         raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
     if len(path) == 1:
@@ -370,14 +370,14 @@ def _planes(
                 f"a phase portrait of h alone, as of a first-order field, needs two features, got {count}. "
                 "Fix: trajectories(block, x), trajectories(h, t), or (h, m) for the plane of h and m."
             )
-        h, numbered = _chosen(as_float64(path[0]), (0, 1) if features is None else features, samples)
+        h, numbered = _select(as_float64(path[0]), (0, 1) if features is None else features, samples)
         if len(numbered) != 2:
             raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
         return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
     shapes = [tuple(as_float64(part).shape) for part in path]
     if shapes[0] != shapes[1]:
         raise ValueError(f"h and {second} must be of one shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second}).")
-    (h, numbered), (m, _) = (_chosen(as_float64(part), features, samples) for part in path)
+    (h, numbered), (m, _) = (_select(as_float64(part), features, samples) for part in path)
     names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
     are_few = 1 < len(numbered) <= MOST_LABELS
     labels = [f"$i = {i}$" if are_few else None for i in numbered]
@@ -385,18 +385,17 @@ def _planes(
 
 
 def _label(given: object, name: str | None, *, is_first: bool) -> str:
-    """The label of a colour: the caller's and the name of the feature, or the caller's once without names."""
+    """Return the label of a colour: the caller's and the name of the feature, or the caller's once without names."""
     both = [str(part) for part in (given if is_first or name else None, name) if part is not None]
     return ", ".join(both) or "_nolegend_"
 
 
-def _second(field: object) -> str:
-    """The letter for the second part of a state."""
+def _velocity_letter(field: object) -> str:
     return "v" if isinstance(field, SONODE) else "m"
 
 
-def _base(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
-    """A state of one sample on the field's device: a tensor keeps its dtype, other numbers take that of f."""
+def _base_state(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
+    """Return a state of one sample on the field's device: a tensor keeps its dtype, others get that of f."""
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
     given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
@@ -405,8 +404,8 @@ def _base(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tens
     return (*base, torch.zeros_like(base[0])) if is_pair and len(base) == 1 else base
 
 
-def _chosen(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
-    """The chosen part of a trajectory, (T, samples, features), and the numbers of its features."""
+def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
+    """Return the chosen part of a trajectory, (T, samples, features), and the numbers of its features."""
     h = h.reshape(*h.shape, *[1] * (3 - h.dim())).flatten(2)
     numbered = _indices(features, h.shape[2], "features")
     h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]
@@ -419,7 +418,7 @@ def _chosen(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[in
 
 
 def _indices(which: Index, count: int, name: str) -> list[int]:
-    """Which of so many, as numbers from 0: an index, several, a slice, or a mask of one boolean for each."""
+    """Return numbers from 0 of an index, several, a slice, or a mask of one boolean for each."""
     everything = list(range(count))
     if which is None or isinstance(which, slice):
         return everything[which or slice(None)]

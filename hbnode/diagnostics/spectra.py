@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._state import State, describe, parts
-from hbnode.diagnostics._shared import Result, axes, check_block, evaluating, legend, states, style
+from hbnode.diagnostics._shared import Result, axes, check_block, evaluation_mode, legend, states, style
 from hbnode.fields import GHBNODE, HBNODE
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Spectrum(Result):
         return self.eigenvalues.unflatten(1, (-1, 2))
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """One row for each eigenvalue, with its sample."""
+        """Return one row for each eigenvalue, with its sample."""
         batch, n = self.eigenvalues.shape
         flat = self.eigenvalues.reshape(-1)
         samples = torch.arange(batch).repeat_interleave(n)
@@ -95,7 +95,7 @@ class Spectrum(Result):
 
 
 def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
-    r"""Eigenvalues of the Jacobian of a block's first-order system, for each sample.
+    r"""Compute the eigenvalues of the Jacobian of a block's first-order system, for each sample.
 
     The adjoint of a sample obeys :math:`a(t) = a(T)\, e^{(T - t) H}` if the Jacobian of the system is a constant H, so
     an eigenvalue with real part r multiplies its part of the gradient by :math:`e^{r (T - t)}`. Proposition 4 takes H
@@ -149,7 +149,7 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
             f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
             "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
         )
-    with evaluating(block):
+    with evaluation_mode(block):
         matrix = sum(
             weight * jacobian(block.field, times[i], tuple(part[i] for part in path))
             for i, weight in zip(chosen, weights.tolist(), strict=True)
@@ -158,11 +158,11 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     damping = block.field.damping if isinstance(block.field, (HBNODE, GHBNODE)) else None
     if isinstance(damping, Tensor):
         damping = float(damping.detach()) if damping.numel() == 1 else None
-    return Spectrum(eigenvalues if damping is None else paired(eigenvalues, damping), damping)
+    return Spectrum(eigenvalues if damping is None else pair_eigenvalues(eigenvalues, damping), damping)
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights on (0, 1), by the eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
+    """Return nodes and weights on (0, 1), by the eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
     k = torch.arange(1, count, dtype=torch.float64)
     beta = k / (4 * k * k - 1).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
@@ -170,7 +170,7 @@ def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
 
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
-    """The derivative of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
+    """Return the Jacobian of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [part.detach().clone().requires_grad_() for part in state]
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
@@ -185,8 +185,8 @@ def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(rows, dim=1).to("cpu", torch.float64)
 
 
-def paired(eigenvalues: Tensor, damping: float) -> Tensor:
-    """The eigenvalues (batch, n) in an order in which entries 2i and 2i + 1 sum to -γ, as nearly as they do."""
+def pair_eigenvalues(eigenvalues: Tensor, damping: float) -> Tensor:
+    """Sort eigenvalues (batch, n) so that entries 2i and 2i + 1 sum to -γ, as nearly as they do."""
     ordered = torch.empty_like(eigenvalues)
     for into, row in zip(ordered, eigenvalues, strict=True):
         left, pairs = list(range(len(row))), []

@@ -60,7 +60,7 @@ def nfe_vs_tolerance(
     loss: Callable[[Tensor], Tensor] | None = None,
     reference_tolerance: float = 1e-12,
 ) -> NFEToleranceCurve:
-    r"""Evaluations, error and gradient error of a block (or a model with blocks inside) against tolerance.
+    r"""Measure evaluations, error and gradient error of a block, or of a model with blocks, against tolerance.
 
     The reference is a float64 copy solved by dopri8 at a tight tolerance and backpropagated directly. The model itself
     is left as it is; its copies are in evaluation mode. The backward evaluations of the adjoint depend on the scale of
@@ -132,7 +132,7 @@ def _with_solver(model: nn.Module, tolerance: float, **changes: object) -> nn.Mo
 
 
 def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, NFE]:
-    """Output, flattened gradient with respect to the parameters and a floating-point input, and evaluations."""
+    """Return the output, the flat gradient of parameters and of a floating-point input, and evaluations."""
     x = x.detach().requires_grad_(x.is_floating_point())
     model.zero_grad(set_to_none=True)
     with count_nfe(model) as nfe, torch.enable_grad():

@@ -148,14 +148,14 @@ class HeavyBallAnnealing(nn.Module):
         self.checkpoint = checkpoint
         # a module among the attributes would be trained as a part of this one
         self.__dict__.update(log_prob=log_prob, prior=prior)
-        log_step_size = _log_of(step_size, self.dim, "step_size", 0.1)
-        log_damping = _log_of(damping, self.dim, "damping", 1.0)
+        log_step_size = _as_log(step_size, self.dim, "step_size", 0.1)
+        log_damping = _as_log(damping, self.dim, "damping", 1.0)
         if not log_step_size.isfinite().all():
             raise ValueError("step_size must be finite. Fix: step_size=0.1.")
         self.log_step_size = nn.Parameter(log_step_size, requires_grad=learn_step_size)
         is_finite = bool(log_damping.isfinite().all())
         self.log_damping = nn.Parameter(log_damping, requires_grad=learn_damping and is_finite)
-        self.log_increments = nn.Parameter(_log_increments(schedule, self.steps, learn_schedule), learn_schedule)
+        self.log_increments = nn.Parameter(_as_log_increments(schedule, self.steps, learn_schedule), learn_schedule)
         self.force = force
         self._takes_time = force is not None and takes_time(force, 1)
 
@@ -203,7 +203,7 @@ class HeavyBallAnnealing(nn.Module):
         return self._draw(n, seed)
 
     def bound(self, n: int, *, seed: int | None = None) -> Tensor:
-        """The mean log weight of n paths, whose expectation is at most log Z. Maximise it to train.
+        """Estimate a lower bound of log Z, the mean log weight of n paths. Maximise it to train.
 
         Arguments:
             n: how many paths.
@@ -262,7 +262,7 @@ class HeavyBallAnnealing(nn.Module):
         is_differentiated = torch.is_grad_enabled()
         # the force is a gradient, which inference mode cannot take
         device = self.log_step_size.device
-        with _seeded(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
+        with _local_seed(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
             draw = self.prior.rsample if is_differentiated and self.prior.has_rsample else self.prior.sample
             x = draw(torch.Size([n]))
             if x.device != device:
@@ -273,7 +273,7 @@ class HeavyBallAnnealing(nn.Module):
             return self._run(x) if n else (x, x.new_zeros(0))
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The ends of the paths that start at x, and their log weights."""
+        """Return the ends of the paths that start at x, and their log weights."""
         schedule, step_size = self.schedule.to(x.dtype), self.step_size.to(x.dtype)
         gamma = self.damping.to(x.dtype)
         # infinity times the gradient of the exponential, 0, would be NaN
@@ -307,7 +307,7 @@ class HeavyBallAnnealing(nn.Module):
         return _Paths(x, m + kick, force, log_density, kinetic, steps, is_force)
 
     def _force(self, x: Tensor, k: int, schedule: Tensor) -> tuple[Tensor, Tensor]:
-        """The force f_k and the annealed log density, (n, d) and (n,), at x."""
+        """Return the force f_k and the annealed log density, (n, d) and (n,), at x."""
         is_differentiated = torch.is_grad_enabled()
         with torch.enable_grad():
             at = x if is_differentiated and x.requires_grad else x.detach().requires_grad_()
@@ -323,7 +323,7 @@ class HeavyBallAnnealing(nn.Module):
         return (force, log_density) if is_differentiated else (force.detach(), log_density.detach())
 
     def _target(self, x: Tensor) -> Tensor:
-        """The log density (n,) at x (n, d)."""
+        """Return the log density (n,) at x (n, d)."""
         try:
             value = self.log_prob(x)
         except ValueError as error:
@@ -349,7 +349,7 @@ class HeavyBallAnnealing(nn.Module):
         return value
 
     def _learned_force(self, x: Tensor, k: int) -> Tensor:
-        """The network u at x (n, d)."""
+        """Return the network u at x (n, d)."""
         force: Any = self.force
         dtypes = {p.dtype for p in force.parameters()} if isinstance(force, nn.Module) else {x.dtype}
         if dtypes and x.dtype not in dtypes:
@@ -398,8 +398,8 @@ class HeavyBallAnnealing(nn.Module):
 
 
 @contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Within it, torch's generators start from a seed; after it, they are as they were."""
+def _local_seed(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Let torch's generators start from a seed within the context."""
     if seed is None:
         yield
         return
@@ -410,7 +410,7 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 def _event_size(prior: object) -> int:
-    """The size of the prior's events."""
+    """Return the size of the prior's events, which are points of R^d."""
     if not isinstance(prior, Distribution):
         raise TypeError(f"prior must be a torch.distributions object, got {type(prior).__name__}. Fix: {_NORMAL}.")
     batch, event = tuple(prior.batch_shape), tuple(prior.event_shape)
@@ -433,8 +433,8 @@ def _event_size(prior: object) -> int:
     return event[0]
 
 
-def _log_of(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
-    """The logarithm of a positive number, or of one for each dimension."""
+def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
+    """Return the logarithm of a positive number, or of one for each dimension."""
     given = as_numbers(value, name, f"{name}={usual}", torch.get_default_dtype(), device=None)
     if given.shape not in (torch.Size([]), torch.Size([dim])):
         raise ValueError(
@@ -445,8 +445,8 @@ def _log_of(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
     return given.log()
 
 
-def _log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_learned: bool) -> Tensor:
-    """The logarithms of the increments of a schedule, up to a constant."""
+def _as_log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_learned: bool) -> Tensor:
+    """Return the logarithms of the increments of a schedule, up to a constant."""
     if schedule is None:
         return torch.zeros(steps)
     fix = f"Fix: torch.linspace(0, 1, {steps + 1}), or leave it out."

@@ -216,7 +216,7 @@ class HeavyBallFlow(nn.Module):
         def __call__(self, h: Tensor, condition: Tensor | None = None) -> Tensor: ...
 
     def forward(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
-        """:meth:`elbo`, so that wrappers of modules, as DistributedDataParallel, can train a flow."""
+        """Return :meth:`elbo`, so that wrappers of modules, as DistributedDataParallel, can train a flow."""
         return self.elbo(h, condition)
 
     def push(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,7 +246,7 @@ class HeavyBallFlow(nn.Module):
         return self._move(h, m, condition, forwards=False)
 
     def log_prob(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> Tensor:
-        r"""Exact log-density of (h, m) on phase space, :math:`\log p_T(h, m)`.
+        r"""Compute the exact log-density of (h, m) on phase space, :math:`\log p_T(h, m)`.
 
         Arguments:
             h: position (..., dim).
@@ -257,13 +257,13 @@ class HeavyBallFlow(nn.Module):
         return _log_normal(h) + _log_normal(m) + log_determinant
 
     def posterior(self, h: Tensor, condition: Tensor | None = None) -> Independent:
-        r"""The distribution :math:`q(m \mid h)` of the momentum, with event shape (dim,).
+        r"""Return the distribution :math:`q(m \mid h)` of the momentum, with event shape (dim,).
 
         Arguments:
             h: position (..., dim).
             condition: (..., condition_dim). Default: None, for a flow without a condition.
         """
-        condition = self._checked(h, condition)
+        condition = self._check_inputs(h, condition)
         value = self.posterior_net(h) if condition is None else self.posterior_net(h, condition)
         wanted = (*h.shape[:-1], 2 * self.dim)
         if not isinstance(value, Tensor) or value.shape != wanted:
@@ -275,7 +275,7 @@ class HeavyBallFlow(nn.Module):
         return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
 
     def elbo(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
-        r"""One-sample estimate of a lower bound of :math:`\log p_T(h)`, the density of h alone.
+        r"""Estimate, by one sample, a lower bound of :math:`\log p_T(h)`, the density of h alone.
 
         .. math:: \log p_T(h, m) - \log q(m \mid h), \qquad m \sim q(m \mid h)
 
@@ -291,7 +291,7 @@ class HeavyBallFlow(nn.Module):
         return self.log_prob(h, m, condition) - log_q
 
     def log_prob_bound(self, h: Tensor, samples: int, condition: Tensor | None = None) -> Tensor:
-        r"""Importance-weighted estimate of :math:`\log p_T(h)` from below.
+        r"""Estimate :math:`\log p_T(h)` from below by importance weighting.
 
         .. math:: \log \frac{1}{K} \sum_{k=1}^{K} \frac{p_T(h, m_k)}{q(m_k \mid h)}, \qquad m_k \sim q(m \mid h)
 
@@ -352,8 +352,8 @@ class HeavyBallFlow(nn.Module):
         return h, m, start - log_determinant
 
     def _move(self, h: Tensor, m: Tensor, condition: Tensor | None, *, forwards: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The point at the other end of ``t_span``, and the log-determinant of the way there."""
-        condition = self._checked(h, condition)
+        """Return the point at the other end of ``t_span``, and the log-determinant of the map."""
+        condition = self._check_inputs(h, condition)
         check_input(m, "m")
         if m.shape != h.shape or m.dtype != h.dtype:
             raise ValueError(
@@ -372,8 +372,8 @@ class HeavyBallFlow(nn.Module):
         log_determinant = moved[0].new_zeros(h.shape[:-1]) + (start - end) * total
         return moved[0], moved[1], log_determinant.to(moved[0].dtype)
 
-    def _checked(self, h: Tensor, condition: Tensor | None) -> Tensor | None:
-        """The condition in the batch shape of h, after checks of both."""
+    def _check_inputs(self, h: Tensor, condition: Tensor | None) -> Tensor | None:
+        """Return the condition in the batch shape of h, after checks of both."""
         check_input(h, "h")
         if h.dim() == 0 or h.shape[-1] != self.dim:
             fix = "h.unsqueeze(-1)" if self.dim == 1 else f"HeavyBallFlow(func, {h.shape[-1] if h.dim() else 1})"
@@ -403,11 +403,10 @@ class HeavyBallFlow(nn.Module):
             ) from None
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
+        """Return what ``repr`` shows beside the submodules."""
         condition = f", condition_dim={self.condition_dim}" if self.condition_dim else ""
         return f"{self.dim}, t_span={self.t_span}, method={self.method!r}, steps={self.steps}{condition}"
 
 
 def _log_normal(x: Tensor) -> Tensor:
-    """Log-density of a standard normal, over the last dimension."""
     return -0.5 * (x.square() + math.log(2 * math.pi)).sum(-1)

@@ -20,7 +20,7 @@ from hbnode.optim.double_backward import (
     check_checkpoints,
     refuse,
     refuse_constants,
-    translated_errors,
+    translate_errors,
     twice_differentiable,
 )
 from hbnode.optim.losses import LOSSES
@@ -43,7 +43,7 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def assigned(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
+def assign(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
     """Set the parameters within the context. Graphs made before keep their versions, and are valid again after it."""
     before = list(map(torch.clone, parameters))
     try:
@@ -105,7 +105,7 @@ class Objective:
         state = self.random_state
         self.random_state = random_state(self.theta.device) if state is None else state
         with set_random_state(state, self.theta.device):
-            batch = self._checked(self.closure())
+            batch = self._as_batch(self.closure())
         targets = self.targets = batch.targets if self.targets is None else self.targets
         if targets.shape != batch.targets.shape or not (
             torch.equal(targets, batch.targets) or torch.equal(targets.nan_to_num(), batch.targets.nan_to_num())
@@ -128,7 +128,7 @@ class Objective:
 
     def loss_at(self, vector: Tensor) -> float:
         """Return the loss at theta plus a vector; infinity if it is not finite."""
-        with assigned(self.parameters, self.theta + vector), torch.set_grad_enabled(self.differentiates):
+        with assign(self.parameters, self.theta + vector), torch.set_grad_enabled(self.differentiates):
             try:
                 loss = float(self.loss(self.batch()).detach())
             except RuntimeError as error:
@@ -168,7 +168,7 @@ class Objective:
                 "parameters. Fix: leave out torch.no_grad(), torch.inference_mode(), .detach() and .data."
             )
 
-    def _checked(self, returned: object) -> Batch:
+    def _as_batch(self, returned: object) -> Batch:
         if not isinstance(returned, (tuple, list)) or not 2 <= len(returned) <= 4:
             got = f"{len(returned)} of them" if isinstance(returned, (tuple, list)) else type(returned).__name__
             fix = (
@@ -190,7 +190,7 @@ class Objective:
                 f"{tuple(outputs.shape)}. Fix: case_dim=0, and a first dimension for the cases: outputs[None] of one."
             )
         if weight is not None:
-            weight = _checked_weight(weight, positions, "the weight").to(outputs.dtype)
+            weight = _as_weight(weight, positions, "the weight").to(outputs.dtype)
             if targets.is_floating_point() and targets.shape == outputs.shape:
                 targets = targets.where(weight != 0, 0.0)  # 0 * NaN is NaN
         self.kind.check(outputs, targets)
@@ -200,10 +200,10 @@ class Objective:
                 f"the outputs of {self.name}() have no cases: they are {tuple(outputs.shape)}. Fix: leave empty "
                 "batches out."
             )
-        return Batch(outputs, targets, _checked_hidden(hidden), weight, cases)
+        return Batch(outputs, targets, _as_hidden(hidden), weight, cases)
 
 
-def _checked_weight(weight: object, shape: Sequence[int], name: str) -> Tensor:
+def _as_weight(weight: object, shape: Sequence[int], name: str) -> Tensor:
     """Return a weight, finite and >= 0, that broadcasts to a shape."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(weight).__name__}. Fix: torch.tensor(weight).")
@@ -225,7 +225,7 @@ def _checked_weight(weight: object, shape: Sequence[int], name: str) -> Tensor:
     return weight
 
 
-def _checked_hidden(hidden: object) -> list[tuple[Tensor, Tensor | None]]:
+def _as_hidden(hidden: object) -> list[tuple[Tensor, Tensor | None]]:
     """Return pairs of what structural damping acts on and its metric."""
     pairs: list[tuple[Tensor, Tensor | None]] = []
     for entry in hidden if isinstance(hidden, list) else [] if hidden is None else [hidden]:
@@ -240,7 +240,7 @@ def _checked_hidden(hidden: object) -> list[tuple[Tensor, Tensor | None]]:
                 "the second of a pair of hidden is a weight, and has a graph. Fix: a list [h, c] of two "
                 "states, or weight.detach()."
             )
-        pairs.append((z, None if metric is None else _checked_weight(metric, z.shape, "the weight of hidden")))
+        pairs.append((z, None if metric is None else _as_weight(metric, z.shape, "the weight of hidden")))
     return pairs
 
 
@@ -294,7 +294,7 @@ class QuadraticModel:
         for z in self.u:
             (z.copy_(torch.randn(z.shape, generator=generator)) if self.checks else z).requires_grad_()
         refused = refuse_constants(self.outputs) if self.checks else nullcontext()
-        with torch.enable_grad(), translated_errors(), refused:
+        with torch.enable_grad(), translate_errors(), refused:
             grads = torch.autograd.grad(self.outputs, self.parameters, self.u, create_graph=True, allow_unused=True)
             self.gradient = flatten(grads, self.parameters)
         if not all(map(torch.is_tensor, grads)):
@@ -304,7 +304,7 @@ class QuadraticModel:
         return batch
 
     def _check_transpose(self, grads: Sequence[Tensor | None]) -> None:
-        """With w random and v = J^T w, the squared norm of v is the product of w and J v."""
+        """Refuse J and J^T that do not fit: with v = J^T w, the squared norm of v is the product of w and J v."""
         w = [z.detach() for z in self.u]
         v = self.vjp(w)
         squared = float(torch.dot(v, v))
@@ -322,7 +322,7 @@ class QuadraticModel:
 
     def jvp(self, vector: Tensor) -> list[Tensor]:
         """Return J v for each output."""
-        with translated_errors():
+        with translate_errors():
             return list(torch.autograd.grad(self.gradient, self.u, vector, retain_graph=True, materialize_grads=True))
 
     def vjp(self, grads: Sequence[Tensor]) -> Tensor:

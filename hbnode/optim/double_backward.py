@@ -48,7 +48,7 @@ def twice_differentiable(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def translated_errors() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Say which layer has no second derivative, and what to do."""
     try:
         yield
@@ -85,7 +85,7 @@ def refuse_constants(outputs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _is_constant(z: Tensor) -> bool:
-    """Whether a gradient has no graph, or that of ``once_differentiable``."""
+    """Return whether a gradient has no graph, or that of ``once_differentiable``."""
     return not z.requires_grad or (z.grad_fn is not None and z.grad_fn.name() == "torch::autograd::Error")
 
 
@@ -96,7 +96,7 @@ def check_checkpoints(outputs: Sequence[Tensor]) -> None:
 
 
 def _nodes(outputs: Sequence[Tensor]) -> Iterator[Node]:
-    """All operations of the outputs' graph."""
+    """Return all operations of the outputs' graph."""
     ahead = [z.grad_fn for z in outputs]
     visited: set[Node] = set()
     while ahead:

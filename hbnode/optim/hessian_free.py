@@ -16,7 +16,7 @@ from typing_extensions import override
 from hbnode._checks import as_count
 from hbnode._torch import no_autocast
 from hbnode.optim.conjugate_gradients import Stop, backtrack, conjugate_gradients, line_search
-from hbnode.optim.curvature import Objective, QuadraticModel, assigned, flatten, unflatten
+from hbnode.optim.curvature import Objective, QuadraticModel, assign, flatten, unflatten
 from hbnode.optim.double_backward import twice_differentiable
 from hbnode.optim.losses import check_loss
 
@@ -375,7 +375,7 @@ class HessianFree(Optimizer):
 
     @torch.no_grad()
     def product(self, vector: Tensor) -> Tensor:
-        """The product of the last step's damped Gauss-Newton matrix A with a vector.
+        """Return the product of the last step's damped Gauss-Newton matrix A with a vector.
 
         It belongs to the curvature batch of that step, to the parameters before it and to its damping. The first call
         after a step evaluates the closure again; the graph is then kept until the next step.
@@ -406,7 +406,7 @@ class HessianFree(Optimizer):
                 f"product() belongs to the parameters of the last step, and {frozen} of them are frozen since. Fix: "
                 "requires_grad_(True) for these, or another step()."
             )
-        with assigned(self._model.parameters, theta), no_autocast(theta):
+        with assign(self._model.parameters, theta), no_autocast(theta):
             return self._model.product(vector)
 
 

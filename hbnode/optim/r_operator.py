@@ -49,7 +49,7 @@ class LinearizedLayer(ABC):
         n = self.size = h.shape[-1]
         self.of_x = slice(self.inputs[0] * n, self.inputs[1] * n)
         self.of_h = slice(self.states[0] * n, self.states[1] * n)
-        self.x, self.w, self.u, self.u_t = x, self._shifted(w), u, u.T
+        self.x, self.w, self.u, self.u_t = x, self._shift_rows(w), u, u.T
         self.h = x.new_empty(len(x) + 1, *h.shape)  # the state before first
         self.h[0] = h
         e = self._pre_activations([(x, self.w, self.of_x)], b, bias)
@@ -77,8 +77,8 @@ class LinearizedLayer(ABC):
     def jvp(
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
-        """The derivative of all h, and of the last c, in the direction of inputs, first state and weights."""
-        products = [(self.h[:-1], u, self.of_h), (self.x, self._shifted(w), self.of_x), (rx, self.w, self.of_x)]
+        """Return the derivative of all h, and of the last c, in the direction of inputs, first state and weights."""
+        products = [(self.h[:-1], u, self.of_h), (self.x, self._shift_rows(w), self.of_x), (rx, self.w, self.of_x)]
         re, out = self._pre_activations(products, b, bias), torch.empty_like(self.h[1:])
         for re_k, from_h, out_k, *residuals in self._steps(re, out):
             if rh is not None:
@@ -88,7 +88,7 @@ class LinearizedLayer(ABC):
         return out, rc
 
     def vjp(self, dh: OptTensor, dc: OptTensor, needs: Sequence[bool]) -> tuple[OptTensor, ...]:
-        """The gradients of inputs, first state, first cell state and weights, those that are needed."""
+        """Return the gradients of inputs, first state, first cell state and weights, those that are needed."""
         dh = torch.zeros_like(self.h[1:]) if dh is None else dh.clone()
         de = dh.new_empty(*dh.shape[:2], self.blocks * self.size)
         later: OptTensor = None
@@ -109,19 +109,19 @@ class LinearizedLayer(ABC):
         w = (self.x.flatten(0, 1).T @ rows[:, self.of_x]).T  # in this order it is fast for few inputs too
         u, b = (self.h[:-1].flatten(0, 1).T @ rows[:, self.of_h]).T, rows.sum(0)
         bias = b[self.of_h] if needs[6] else None
-        return dx, first, dc, self._shifted(w, -1), u, self._shifted(b[self.of_x], -1) if needs[5] else None, bias
+        return dx, first, dc, self._shift_rows(w, -1), u, self._shift_rows(b[self.of_x], -1) if needs[5] else None, bias
 
     def _steps(self, e: Tensor, *others: Tensor) -> Any:
-        """For each time the pre-activations, those that W_hh h enters, others, and the residuals."""
+        """Return for each time the pre-activations, those that W_hh h enters, others, and the residuals."""
         from_h = e if self.states == (0, self.blocks) else e[..., self.of_h]
         return zip(*map(torch.unbind, (e, from_h, *others)), *self.residuals, strict=True)
 
     def _pre_activations(
         self, products: Sequence[tuple[OptTensor, OptTensor, slice]], b: OptTensor, bias: OptTensor
     ) -> Tensor:
-        """Products of rows and weights and biases, (T, batch, blocks), without those through later states."""
+        """Return products of rows and weights plus biases, (T, batch, blocks), without those of later states."""
         row = self.x.new_zeros(self.blocks * self.size)
-        row[self.of_x] += 0.0 if b is None else self._shifted(b)
+        row[self.of_x] += 0.0 if b is None else self._shift_rows(b)
         row[self.of_h] += 0.0 if bias is None else bias
         e = row.expand(*self.x.shape[:2], -1).clone()
         for z, weight, columns in products:
@@ -129,7 +129,7 @@ class LinearizedLayer(ABC):
                 e.flatten(0, 1)[:, columns].addmm_(z.flatten(0, 1), weight.T)
         return e
 
-    def _shifted(self, z: OptTensor, sign: int = 1) -> Any:
+    def _shift_rows(self, z: OptTensor, sign: int = 1) -> Any:
         return z.roll(sign * self.shift * self.size, 0) if self.shift and z is not None else z
 
 

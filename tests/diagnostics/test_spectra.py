@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.diagnostics.spectra import jacobian, paired
+from hbnode.diagnostics.spectra import jacobian, pair_eigenvalues
 from tests.problems import block_matrix, identity_ghbnode, linear_func
 
 A = np.array([[-1.0, 0.5], [-0.3, -2.0]])
@@ -128,7 +128,7 @@ def test_pairs_of_eigenvalues_that_are_equal_nearly():
     gamma = 0.4
     one = torch.tensor([-0.2, -0.2 + 1e-9, -0.2 - 1e-9, -0.2, 3.0 - 0.2j, -3.4 + 0.2j, 1j - 0.2, -1j - 0.2])
     shuffled = torch.stack([one[torch.randperm(8)] for _ in range(5)]).to(torch.complex128)
-    sums = paired(shuffled, gamma).unflatten(1, (-1, 2)).sum(-1)
+    sums = pair_eigenvalues(shuffled, gamma).unflatten(1, (-1, 2)).sum(-1)
     torch.testing.assert_close(sums, torch.full_like(sums, -gamma), atol=1e-6, rtol=0)
 
 
