@@ -401,6 +401,7 @@ REFUSED = {
     "one-hot": ("cross_entropy", lambda z: (z, Y, z), ValueError, r"Fix: targets.argmax\(-1\)"),
     "range": ("cross_entropy", lambda z: (z, CLASSES + 3, z), ValueError, r"must be in \[0, 3\).*got 3"),
     "probability": ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
+    "above 1": ("bce", lambda z: (z, CLASSES[..., None] + 0 * Y + 1.5, z), ValueError, r"from 1.5 to 1.5"),
     "nan": ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
     "gradient": ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
     "overflow": ("mse", lambda z: (1e10 * z, Y, z), FloatingPointError, "the square of the gradient is inf"),
