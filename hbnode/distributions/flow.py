@@ -39,18 +39,17 @@ class _Conditioned(Field):
         self.dim, self.condition_dim = dim, condition_dim
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        position = h[..., : self.dim]
-        condition = [h[..., self.dim :]] if self.condition_dim else []
-        force = self.evaluate(t, position, *condition)
-        return self._padded(force - self.xi * position if isinstance(self, GHBNODE) else force)
+        if not self.condition_dim:
+            return super().force(t, h)  # type: ignore[misc]  # of HBNODE and GHBNODE
+        position, condition = h.tensor_split([self.dim], -1)
+        force = self.evaluate(t, position, condition)
+        force = force - self.xi * position if isinstance(self, GHBNODE) else force
+        return nn.functional.pad(force, (0, self.condition_dim))
 
     def solver_damping(self) -> Tensor | float:
-        damping = super().solver_damping()  # type: ignore[misc]  # of HBNODE and GHBNODE
-        return self._padded(damping) if isinstance(damping, Tensor) and damping.dim() else damping
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """Append zeros for the condition."""
-        return nn.functional.pad(x, (0, self.condition_dim)) if self.condition_dim else x
+        damping = super().solver_damping()  # type: ignore[misc]
+        is_vector = isinstance(damping, Tensor) and damping.dim() > 0
+        return nn.functional.pad(damping, (0, self.condition_dim)) if is_vector else damping
 
 
 class ConditionedHBNODE(_Conditioned, HBNODE):
