@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 
 import hbnode
-from hbnode.diagnostics.figures import ticks_of_short_axis
+from hbnode.diagnostics._shared import ticks_of_short_axis
 from hbnode.distributions import HeavyBallAnnealing
 from tasks.common.config import Options, option, parse
 from tasks.common.figures import legend_beside, line_style

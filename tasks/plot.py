@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
-from hbnode.diagnostics.figures import ticks_of_short_axis
+from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure
 from tasks.density import draw_densities

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hbnode._tree import State, apply, parts
-from hbnode.diagnostics import figures
-from hbnode.diagnostics.paths import as_input, check_block, evaluating, schedule, solved, with_graphs
-from hbnode.diagnostics.results import Result
-from hbnode.nn.blocks import ODEBlock
-from hbnode.solve.settings import Settings
+from hbnode._tree import State, apply, last_of, parts
+from hbnode.diagnostics._shared import (
+    Result,
+    as_input,
+    axes,
+    check_block,
+    evaluation_mode,
+    legend,
+    schedule,
+    style,
+    ticks_of_short_axis,
+)
+from hbnode.nfe import NFE
+from hbnode.solve.odeint import solve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,11 +47,6 @@ class AdjointNorms(Result):
     m: list[float] | None
     total: list[float]
 
-    def columns(self) -> dict[str, Sequence[Any]]:
-        """Time and norms."""
-        of_m = {} if self.m is None else {"m": self.m}
-        return {"t": self.t, "h": self.h, **of_m, "total": self.total}
-
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
         """Draw the norms over time on a logarithmic axis.
 
@@ -53,7 +57,20 @@ class AdjointNorms(Result):
         Returns:
             The axes.
         """
-        return figures.draw_adjoint_norms(self.t, self.h, self.m, self.total, ax, **kwargs)
+        ax = axes(ax)
+        lines = [(self.h, "C0", "-", r"$\Vert\partial L/\partial h(t)\Vert$")]
+        if self.m is not None:
+            lines += [
+                (self.m, "C1", "-.", r"$\Vert\partial L/\partial m(t)\Vert$"),
+                (self.total, "0.4", "--", "both together"),
+            ]
+        for norms, color, dashes, label in lines:
+            positive = [norm if norm > 0 else float("nan") for norm in norms]
+            ax.plot(self.t, positive, **style({"color": color, "linestyle": dashes, "label": label}, kwargs))
+        ax.set(yscale="log", xlabel="time $t$", ylabel="norm of the adjoint state")
+        ticks_of_short_axis(ax.yaxis)
+        legend(ax)
+        return ax
 
 
 def adjoint_norms(
@@ -63,7 +80,7 @@ def adjoint_norms(
     *,
     loss: Callable[[Tensor], Tensor] | None = None,
 ) -> AdjointNorms:
-    r"""The norm of the adjoint state :math:`a(t) = \partial L / \partial h(t)` of a block over time.
+    r"""Compute the norm of the adjoint state :math:`a(t) = \partial L / \partial h(t)` of a block over time.
 
     The block is solved from each time to the next, and the loss differentiated with respect to the state at each of
     them: the gradient of the numbers computed, with the block's own method and tolerances. The adjoint of an HBNODE
@@ -99,36 +116,19 @@ def adjoint_norms(
     """
     block = check_block(block, "adjoint_norms")
     times, settings = schedule(block, t, points=50)
-    of_each = _norms(block, as_input(block, x), times, settings, loss)
-    return AdjointNorms(
-        t=times.tolist(),
-        h=[row[0] for row in of_each],
-        m=[row[1] for row in of_each] if len(of_each[0]) == 2 else None,
-        total=[sum(norm**2 for norm in row) ** 0.5 for row in of_each],
-    )
-
-
-def _norms(
-    block: ODEBlock, x: Tensor, times: Tensor, settings: Settings, loss: Callable[[Tensor], Tensor] | None
-) -> list[list[float]]:
-    """The norms of the gradients with respect to each part of the state, at each time."""
-    with with_graphs(), evaluating(block):
-        state = apply(_leaf, block.start(x.clone()))
-        states: list[State] = [state]
+    with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(block):
+        start = block.start(as_input(block, x).clone())
+        states: list[State] = [apply(lambda part: part.detach().clone().requires_grad_(), start)]
         for interval in pairwise(times.tolist()):
-            state = apply(lambda part: part[-1], solved(block, state, interval, settings))
-            states.append(state)
-        h = block.field.readout(state)
+            states.append(last_of(solve(block.field, states[-1], interval, settings, NFE())))
+        h = block.field.readout(states[-1])
         value = h.square().mean() if loss is None else loss(h)
         if not isinstance(value, Tensor) or value.numel() != 1:
             kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"loss must return a scalar tensor, got {kind}. Fix: end it with .mean() or .sum().")
         tensors = [part for state in states for part in parts(state)]
-        gradients = torch.autograd.grad(value.reshape(()), tensors, allow_unused=True)
-    norms = [0.0 if g is None else float(torch.linalg.vector_norm(g.double())) for g in gradients]
-    count = len(parts(state))
-    return [norms[i : i + count] for i in range(0, len(norms), count)]
-
-
-def _leaf(part: Tensor) -> Tensor:
-    return part.detach().clone().requires_grad_()
+        grads = torch.autograd.grad(value.reshape(()), tensors, allow_unused=True)
+    norms = [0.0 if g is None else float(torch.linalg.vector_norm(g.double())) for g in grads]
+    h_norms, *m_norms = (norms[k :: len(parts(start))] for k in range(len(parts(start))))
+    total = [math.hypot(*pair) for pair in zip(h_norms, *m_norms, strict=True)]
+    return AdjointNorms(times.tolist(), h_norms, m_norms[0] if m_norms else None, total)

@@ -16,13 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._tree import State, parts
-from hbnode.diagnostics import figures
-from hbnode.diagnostics.figures import numbers
-from hbnode.diagnostics.paths import check_block, dtype_and_device, evaluating, states
-from hbnode.diagnostics.selection import Index, chosen
-from hbnode.diagnostics.spectra import Spectrum
-from hbnode.diagnostics.spectra import spectrum as find_spectrum
-from hbnode.diagnostics.tolerance import NFEToleranceCurve
+from hbnode.diagnostics import spectra
+from hbnode.diagnostics._shared import (
+    as_float64,
+    axes,
+    check_block,
+    dtype_and_device,
+    evaluation_mode,
+    legend,
+    states,
+    style,
+    ticks_of_short_axis,
+)
+from hbnode.diagnostics.tolerance import NFEToleranceCurve, draw_curves
 from hbnode.fields import GHBNODE, HBNODE, SONODE
 from hbnode.nfe import StepRecord, record_steps
 from hbnode.nn.blocks import ODEBlock
@@ -33,7 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["phase_portrait", "spectrum", "steps", "tolerance_curve", "trajectories", "vector_field"]
 
 Array: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
-MOST_LABELS = 10
+Index: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | Tensor | None"  # arrays of numpy too
+MOST_LABELS, MOST_LINES = 10, 1000
 
 
 def trajectories(
@@ -74,17 +81,21 @@ def trajectories(
     """
     if isinstance(data, nn.Module):
         times, path = states(check_block(data, "trajectories"), x, t)
-        h = numbers(path[0])
+        h = as_float64(path[0])
     else:
-        h = numbers(data[0] if isinstance(data, tuple) else data)
+        h = as_float64(data[0] if isinstance(data, tuple) else data)
         t = x if t is None else t
-        times = numbers(range(len(h)) if t is None else t)
-        _check_times(h, times)
-    h, numbered = chosen(h, features, samples)
-    ax = figures.axes(ax)
+        times = as_float64(range(len(h)) if t is None else t)
+        if h.dim() == 0 or times.shape != h.shape[:1]:
+            raise ValueError(
+                f"expected a trajectory (T, batch, ...) and times (T,), got shapes {tuple(h.shape)} and "
+                f"{tuple(times.shape)}. Fix: trajectories(block(x, t), t), or trajectories(block, x)."
+            )
+    h, numbered = _select(h, features, samples)
+    ax = axes(ax)
     for i, feature in enumerate(numbered):
         several = {"color": f"C{i}"} if len(numbered) > 1 else {}
-        lines = ax.plot(times, h[:, :, i], **figures.style(several, kwargs))
+        lines = ax.plot(times, h[:, :, i], **style(several, kwargs))
         if lines and several:
             name = f"$h_{{{feature}}}$" if len(numbered) <= MOST_LABELS else None
             lines[0].set_label(_label(kwargs.get("label"), name, is_first=i == 0))
@@ -92,7 +103,7 @@ def trajectories(
             line.set_label("_nolegend_")
     ax.set_xlabel("time $t$" if t is not None or isinstance(data, nn.Module) else "output")
     ax.set_ylabel("$h(t)$" if len(numbered) > 1 or not numbered else f"$h_{{{numbered[0]}}}(t)$")
-    figures.legend(ax)
+    legend(ax)
     return ax
 
 
@@ -135,20 +146,20 @@ def phase_portrait(
     if isinstance(data, nn.Module):
         block = check_block(data, "phase_portrait")
         _, path = states(block, x, t)
-        second = _second(block.field)
+        second = _velocity_letter(block.field)
     else:
         pair = isinstance(data, tuple) or (isinstance(data, list) and all(hasattr(part, "shape") for part in data))
         path = tuple(data) if pair else (data,) if x is None else (data, x)
     names, labels, pairs = _planes(path, features, samples, second)
-    ax = figures.axes(ax)
+    ax = axes(ax)
     for index, ((across, up), label) in enumerate(zip(pairs, labels, strict=True)):
         for sample in range(across.shape[1]):
             color = {"color": f"C{index}"} if len(pairs) > 1 else {}
             shown = _label(kwargs.get("label"), label, is_first=index == 0) if sample == 0 else "_nolegend_"
-            (line,) = ax.plot(across[:, sample], up[:, sample], **figures.style(color, kwargs | {"label": shown}))
+            (line,) = ax.plot(across[:, sample], up[:, sample], **style(color, kwargs | {"label": shown}))
             ax.plot(*(x[:1, sample] for x in (across, up)), "o", color=line.get_color(), mfc="white", ms=5)
     ax.set(xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
-    figures.legend(ax)
+    legend(ax)
     return ax
 
 
@@ -193,18 +204,41 @@ def vector_field(
         True
     """
     field = field.field if isinstance(field, ODEBlock) else field
-    ax = figures.axes(ax)
+    ax = axes(ax)
     drawn = ax.has_data()
     xlim = xlim if xlim is not None else ax.get_xlim() if drawn else (-2.0, 2.0)
     ylim = ylim if ylim is not None else ax.get_ylim() if drawn else (-2.0, 2.0)
     centres = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     across, up = torch.meshgrid(*(low + (high - low) * centres for low, high in (xlim, ylim)), indexing="xy")
-    (du, dv), (i, j), is_pair = _slopes(field, torch.as_tensor(t), (across, up), _base(field, at), features)
+    base = _base_state(field, at)
+    is_pair, given = len(base) == 2, [features] if isinstance(features, int) else list(features)
+    if len(given) < 2 - is_pair:
+        raise ValueError(f"features must be two of h, got {features!r}. Fix: features=(0, 1).")
+    i, j = (given[0], given[0]) if is_pair else (given[0], given[1])
+    if max(i, j) >= base[0].numel():
+        raise ValueError(
+            f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
+            "Fix: at=torch.zeros(d), a state of the field, or features="
+        )
+    rows = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
+    rows[0][:, i], rows[-1][:, j] = across.reshape(-1).to(base[0]), up.reshape(-1).to(base[0])
+    state = tuple(row.reshape(-1, *part.shape) for row, part in zip(rows, base, strict=True))
+    try:
+        with torch.no_grad(), evaluation_mode(field):
+            value = field(torch.as_tensor(t).to(base[0]), state if is_pair else state[0])
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"the field cannot be called (t, state) with {len(base)} tensor(s) of {base[0].numel()} feature(s): "
+            f"{error}. Fix: at=torch.zeros(d), a state of the field in its dtype; of a network, "
+            "vector_field(hbnode.NODE(net))."
+        ) from error
+    slopes = [as_float64(part).reshape(across.numel(), -1) for part in parts(value)]
+    du, dv = slopes[0][:, i].reshape(across.shape), slopes[-1][:, j].reshape(across.shape)
     speed = torch.hypot(du, dv)
     length = torch.where(speed > 0, speed, 1.0)
     options: dict[str, Any] = {"angles": "xy", "pivot": "mid", "cmap": "viridis", "zorder": 0.5} | kwargs
     arrows = ax.quiver(across, up, du / length, dv / length, speed, **options)
-    names = ("h", _second(field)) if is_pair else (f"h_{{{i}}}", f"h_{{{j}}}")
+    names = ("h", _velocity_letter(field)) if is_pair else (f"h_{{{i}}}", f"h_{{{j}}}")
     ax.figure.colorbar(arrows, ax=ax, label=f"speed $|d({names[0]}, {names[1]})/dt|$")
     ax.set(xlim=xlim, ylim=ylim, xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
     return ax
@@ -244,7 +278,22 @@ def steps(
         with record_steps(block) as record:
             states(block, x, block.t_span if t is None else t)
         data = record
-    return figures.draw_steps(data.t, data.size, data.accepted, data.backward, ax, **kwargs)
+    ax = axes(ax)
+    of_adjoint = {"markerfacecolor": "none"}
+    for is_accepted, is_backward, label, look in (
+        (True, False, "accepted", {"marker": "o", "color": "C0"}),
+        (False, False, "rejected", {"marker": "x", "color": "C3"}),
+        (True, True, "adjoint, accepted", {"marker": "s", "color": "C1", **of_adjoint}),
+        (False, True, "adjoint, rejected", {"marker": "+", "color": "C3", "markersize": 7}),
+    ):
+        chosen = [i for i in range(len(data)) if (data.accepted[i], data.backward[i]) == (is_accepted, is_backward)]
+        if chosen:
+            properties = style({"linestyle": "none", "markersize": 5, "label": label, **look}, kwargs)
+            ax.plot([data.t[i] for i in chosen], [data.size[i] for i in chosen], **properties)
+    ax.set(yscale="log", xlabel="time $t$", ylabel="step size, in units of $t$")
+    ticks_of_short_axis(ax.yaxis)
+    legend(ax)
+    return ax
 
 
 def tolerance_curve(
@@ -273,11 +322,11 @@ def tolerance_curve(
             f"expected an NFEToleranceCurve or several by name, got {type(data).__name__}. "
             "Fix: tolerance_curve({'a': curve, 'b': other}), of what nfe_vs_tolerance returns."
         )
-    return figures.draw_tolerance_curves({name: curve.columns() for name, curve in curves.items()}, ax, **kwargs)
+    return draw_curves(curves, ax, **kwargs)
 
 
 def spectrum(
-    data: Spectrum | nn.Module,
+    data: spectra.Spectrum | nn.Module,
     x: Array | None = None,
     t: float | None = None,
     *,
@@ -305,38 +354,30 @@ def spectrum(
         >>> hbnode.diagnostics.plot.spectrum(block, torch.randn(4, 3)).get_xlabel()
         'real part (1/time)'
     """
-    return (data if isinstance(data, Spectrum) else find_spectrum(data, x, t)).plot(ax, **kwargs)
-
-
-def _check_times(h: Tensor, times: Tensor) -> None:
-    if h.dim() == 0 or times.shape != h.shape[:1]:
-        raise ValueError(
-            f"expected a trajectory (T, batch, ...) and times (T,), got shapes {tuple(h.shape)} and "
-            f"{tuple(times.shape)}. Fix: trajectories(block(x, t), t), or trajectories(block, x)."
-        )
+    return (data if isinstance(data, spectra.Spectrum) else spectra.spectrum(data, x, t)).plot(ax, **kwargs)
 
 
 def _planes(
     path: tuple[Array, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
-    """The names of the axes of a phase portrait, and the label and the two coordinates of each colour."""
+    """Return names of the axes of a phase portrait, and the label and the two coordinates of each colour."""
     if len(path) > 2:
         raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
     if len(path) == 1:
-        count = numbers(path[0]).shape[2:].numel()
+        count = as_float64(path[0]).shape[2:].numel()
         if features is None and count < 2:
             raise ValueError(
                 f"a phase portrait of h alone, as of a first-order field, needs two features, got {count}. "
                 "Fix: trajectories(block, x), trajectories(h, t), or (h, m) for the plane of h and m."
             )
-        h, numbered = chosen(numbers(path[0]), (0, 1) if features is None else features, samples)
+        h, numbered = _select(as_float64(path[0]), (0, 1) if features is None else features, samples)
         if len(numbered) != 2:
             raise ValueError(f"features must be two of h, got {numbered}. Fix: features=(0, 1), or pass (h, m).")
         return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
-    shapes = [tuple(numbers(part).shape) for part in path]
+    shapes = [tuple(as_float64(part).shape) for part in path]
     if shapes[0] != shapes[1]:
         raise ValueError(f"h and {second} must be of one shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second}).")
-    (h, numbered), (m, _) = (chosen(numbers(part), features, samples) for part in path)
+    (h, numbered), (m, _) = (_select(as_float64(part), features, samples) for part in path)
     names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
     are_few = 1 < len(numbered) <= MOST_LABELS
     labels = [f"$i = {i}$" if are_few else None for i in numbered]
@@ -344,55 +385,52 @@ def _planes(
 
 
 def _label(given: object, name: str | None, *, is_first: bool) -> str:
-    """The label of a colour: the caller's and the name of the feature, or the caller's once without names."""
+    """Return the label of a colour: the caller's and the name of the feature, or the caller's once without names."""
     both = [str(part) for part in (given if is_first or name else None, name) if part is not None]
     return ", ".join(both) or "_nolegend_"
 
 
-def _second(field: object) -> str:
-    """The letter for the second part of a state."""
+def _velocity_letter(field: object) -> str:
     return "v" if isinstance(field, SONODE) else "m"
 
 
-def _base(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
-    """A state of one sample on the field's device: a tensor keeps its dtype, other numbers take that of f."""
+def _base_state(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
+    """Return a state of one sample on the field's device: a tensor keeps its dtype, others get that of f."""
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
     given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
     are_states = at is not None and all(isinstance(part, Tensor) and part.is_floating_point() for part in given)
-    base = tuple(part.detach().to(device) if are_states else numbers(part).to(device, dtype) for part in given)
+    base = tuple(part.detach().to(device) if are_states else as_float64(part).to(device, dtype) for part in given)
     return (*base, torch.zeros_like(base[0])) if is_pair and len(base) == 1 else base
 
 
-def _slopes(
-    field: Callable[[Tensor, Any], State],
-    t: Tensor,
-    plane: tuple[Tensor, Tensor],
-    base: tuple[Tensor, ...],
-    features: int | Sequence[int],
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int], bool]:
-    """The derivatives along the two axes at the points of a plane, the features they are of, and if there is m."""
-    is_pair, (across, up) = len(base) == 2, plane
-    given = [features] if isinstance(features, int) else list(features)
-    if len(given) < 2 - is_pair:
-        raise ValueError(f"features must be two of h, got {features!r}. Fix: features=(0, 1).")
-    i, j = (given[0], given[0]) if is_pair else (given[0], given[1])
-    if max(i, j) >= base[0].numel():
+def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
+    """Return the chosen part of a trajectory, (T, samples, features), and the numbers of its features."""
+    h = h.reshape(*h.shape, *[1] * (3 - h.dim())).flatten(2)
+    numbered = _indices(features, h.shape[2], "features")
+    h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]
+    if h.shape[1] * h.shape[2] > MOST_LINES:
         raise ValueError(
-            f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
-            "Fix: at=torch.zeros(d), a state of the field, or features="
+            f"{h.shape[1]} samples of {h.shape[2]} features are more than {MOST_LINES} lines. "
+            "Fix: features=slice(4), samples=slice(8), for instance."
         )
-    rows = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
-    rows[0][:, i], rows[-1][:, j] = (x.reshape(-1).to(base[0]) for x in (across, up))
-    state = tuple(row.reshape(-1, *part.shape) for row, part in zip(rows, base, strict=True))
+    return h, numbered
+
+
+def _indices(which: Index, count: int, name: str) -> list[int]:
+    """Return numbers from 0 of an index, several, a slice, or a mask of one boolean for each."""
+    everything = list(range(count))
+    if which is None or isinstance(which, slice):
+        return everything[which or slice(None)]
+    wanted = torch.as_tensor(which)
+    if wanted.dtype == torch.bool:
+        if wanted.shape != (count,):
+            raise IndexError(
+                f"{name} is a mask of shape {tuple(wanted.shape)}, but h has {count} {name}. "
+                f"Fix: a mask of shape ({count},), or indices."
+            )
+        return wanted.nonzero().flatten().tolist()
     try:
-        with torch.no_grad(), evaluating(field):
-            value = field(t.to(base[0]), state if is_pair else state[0])
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"the field cannot be called (t, state) with {len(base)} tensor(s) of {base[0].numel()} feature(s): "
-            f"{error}. Fix: at=torch.zeros(d), a state of the field in its dtype; of a network, "
-            "vector_field(hbnode.NODE(net))."
-        ) from error
-    slopes = [numbers(part).reshape(across.numel(), -1) for part in parts(value)]
-    return (slopes[0][:, i].reshape(across.shape), slopes[-1][:, j].reshape(across.shape)), (i, j), is_pair
+        return [everything[i] for i in wanted.reshape(-1).tolist()]
+    except IndexError:
+        raise IndexError(f"{name}={which!r} is not within the {count} {name} of h. Fix: 0 to {count - 1}.") from None

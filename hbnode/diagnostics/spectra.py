@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hbnode._tree import State, describe, parts
-from hbnode.diagnostics import figures
-from hbnode.diagnostics.paths import check_block, evaluating, states, with_graphs
-from hbnode.diagnostics.results import Result
+from hbnode.diagnostics._shared import Result, axes, check_block, evaluation_mode, legend, states, style
 from hbnode.fields import GHBNODE, HBNODE
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ class Spectrum(Result):
         return self.eigenvalues.unflatten(1, (-1, 2))
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """One row for each eigenvalue, with its sample."""
+        """Return one row for each eigenvalue, with its sample."""
         batch, n = self.eigenvalues.shape
         flat = self.eigenvalues.reshape(-1)
         samples = torch.arange(batch).repeat_interleave(n)
@@ -66,11 +64,38 @@ class Spectrum(Result):
         Returns:
             The axes.
         """
-        return figures.draw_spectrum(self.eigenvalues, self.damping, ax, **kwargs)
+        ax = axes(ax)
+        damping = self.damping
+        if damping is not None:
+            product = self.eigenvalues.unflatten(1, (-1, 2)).prod(-1).reshape(-1)
+            gammas = torch.linspace(0.0, damping, 101, dtype=torch.float64)[:, None]
+            root = (gammas**2 / 4 - product).sqrt()  # λ² + γλ + product = 0
+            paths = torch.cat([-gammas / 2 + root, -gammas / 2 - root], dim=1)
+            if damping > 0:
+                ax.plot(paths.real, paths.imag, color="0.7", linewidth=0.8, zorder=1)
+                without: dict[str, Any] = {
+                    "linestyle": "none",
+                    "marker": "o",
+                    "markerfacecolor": "none",
+                    "color": "0.5",
+                    "markersize": 4,
+                }
+                ax.plot(paths[0].real, paths[0].imag, label="without damping", zorder=1.5, **without)
+                ax.axvline(
+                    -damping / 2, color="C1", linestyle="--", linewidth=1, label=rf"$-\gamma/2 = {-damping / 2:.3g}$"
+                )
+        found: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "color": "C0"}
+        if damping:
+            found["label"] = "eigenvalues"
+        ax.plot(self.eigenvalues.real.reshape(-1), self.eigenvalues.imag.reshape(-1), **style(found, kwargs))
+        ax.axvline(0.0, color="0.8", linewidth=0.8, zorder=0)
+        ax.set(xlabel="real part (1/time)", ylabel="imaginary part (1/time)")
+        legend(ax)
+        return ax
 
 
 def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
-    r"""Eigenvalues of the Jacobian of a block's first-order system, for each sample.
+    r"""Compute the eigenvalues of the Jacobian of a block's first-order system, for each sample.
 
     The adjoint of a sample obeys :math:`a(t) = a(T)\, e^{(T - t) H}` if the Jacobian of the system is a constant H, so
     an eigenvalue with real part r multiplies its part of the gradient by :math:`e^{r (T - t)}`. Proposition 4 takes H
@@ -124,28 +149,20 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
             f"spectrum needs a state of shape (batch, d, ...), got {describe(path[0][0])}. "
             "Fix: x.unsqueeze(0) for one sample, x.unsqueeze(1) for one feature."
         )
-    with evaluating(block):
+    with evaluation_mode(block):
         matrix = sum(
             weight * jacobian(block.field, times[i], tuple(part[i] for part in path))
             for i, weight in zip(chosen, weights.tolist(), strict=True)
         )
     eigenvalues = torch.linalg.eigvals(matrix)
-    damping = _one_damping(block.field)
-    return Spectrum(eigenvalues if damping is None else paired(eigenvalues, damping), damping)
-
-
-def _one_damping(field: nn.Module) -> float | None:
-    """The γ of a heavy ball, if it has a single one."""
-    if not isinstance(field, (HBNODE, GHBNODE)):
-        return None
-    damping = field.damping
+    damping = block.field.damping if isinstance(block.field, (HBNODE, GHBNODE)) else None
     if isinstance(damping, Tensor):
-        return float(damping.detach()) if damping.numel() == 1 else None
-    return damping
+        damping = float(damping.detach()) if damping.numel() == 1 else None
+    return Spectrum(eigenvalues if damping is None else pair_eigenvalues(eigenvalues, damping), damping)
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights on (0, 1), by the eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
+    """Return nodes and weights on (0, 1), by the eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
     k = torch.arange(1, count, dtype=torch.float64)
     beta = k / (4 * k * k - 1).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
@@ -153,8 +170,8 @@ def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
 
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
-    """The derivative of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
-    with with_graphs():
+    """Return the Jacobian of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
+    with torch.inference_mode(False), torch.enable_grad():
         leaves = [part.detach().clone().requires_grad_() for part in state]
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
         flat = torch.cat([part.unsqueeze(-1).flatten(1) for part in parts(value)], dim=1)
@@ -168,8 +185,8 @@ def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(rows, dim=1).to("cpu", torch.float64)
 
 
-def paired(eigenvalues: Tensor, damping: float) -> Tensor:
-    """The eigenvalues (batch, n) in an order in which entries 2i and 2i + 1 sum to -γ, as nearly as they do."""
+def pair_eigenvalues(eigenvalues: Tensor, damping: float) -> Tensor:
+    """Sort eigenvalues (batch, n) so that entries 2i and 2i + 1 sum to -γ, as nearly as they do."""
     ordered = torch.empty_like(eigenvalues)
     for into, row in zip(ordered, eigenvalues, strict=True):
         left, pairs = list(range(len(row))), []

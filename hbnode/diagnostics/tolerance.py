@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hbnode.diagnostics import figures
-from hbnode.diagnostics.results import Result
+from hbnode.diagnostics._shared import Result, axes, legend, style, ticks_of_short_axis, twin_axes
 from hbnode.nfe import NFE, count_nfe
 from hbnode.nn.blocks import ODEBlock
 
@@ -38,10 +37,6 @@ class NFEToleranceCurve(Result):
     error: list[float]
     gradient_error: list[float]
 
-    def columns(self) -> dict[str, Sequence[Any]]:
-        """All attributes."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
         """Draw evaluations on the left axis and errors on the right, against the tolerance.
 
@@ -54,7 +49,7 @@ class NFEToleranceCurve(Result):
         Returns:
             The axes on the left.
         """
-        return figures.draw_tolerance_curves({"": self.columns()}, ax, **kwargs)
+        return draw_curves({"": self}, ax, **kwargs)
 
 
 def nfe_vs_tolerance(
@@ -65,7 +60,7 @@ def nfe_vs_tolerance(
     loss: Callable[[Tensor], Tensor] | None = None,
     reference_tolerance: float = 1e-12,
 ) -> NFEToleranceCurve:
-    r"""Evaluations, error and gradient error of a block (or a model with blocks inside) against tolerance.
+    r"""Measure evaluations, error and gradient error of a block, or of a model with blocks, against tolerance.
 
     The reference is a float64 copy solved by dopri8 at a tight tolerance and backpropagated directly. The model itself
     is left as it is; its copies are in evaluation mode. The backward evaluations of the adjoint depend on the scale of
@@ -102,7 +97,7 @@ def nfe_vs_tolerance(
             f"reference_tolerance={reference_tolerance:g} must be tighter than all of them, got {min(tolerances):g}. "
             f"Fix: reference_tolerance={min(tolerances) / 10:g}."
         )
-    loss = _mean_square if loss is None else loss
+    loss = (lambda output: output.pow(2).mean()) if loss is None else loss
     reference = _with_solver(copy.deepcopy(block).double().eval(), reference_tolerance, **_TIGHT)
     exact, exact_gradient, _ = _solve(reference, x.double() if x.is_floating_point() else x, loss)
     rows = []
@@ -127,10 +122,6 @@ _TIGHT = {
 }
 
 
-def _mean_square(output: Tensor) -> Tensor:
-    return output.pow(2).mean()
-
-
 def _with_solver(model: nn.Module, tolerance: float, **changes: object) -> nn.Module:
     for module in model.modules():
         if isinstance(module, ODEBlock):
@@ -141,7 +132,7 @@ def _with_solver(model: nn.Module, tolerance: float, **changes: object) -> nn.Mo
 
 
 def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, NFE]:
-    """Output, flattened gradient with respect to the parameters and a floating-point input, and evaluations."""
+    """Return the output, the flat gradient of parameters and of a floating-point input, and evaluations."""
     x = x.detach().requires_grad_(x.is_floating_point())
     model.zero_grad(set_to_none=True)
     with count_nfe(model) as nfe, torch.enable_grad():
@@ -150,3 +141,42 @@ def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tup
     tensors = [p for p in (x, *model.parameters()) if p.requires_grad]
     gradient = torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in tensors])
     return output.detach(), gradient, nfe
+
+
+STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # left axis, then right axis
+    "forward": ("forward NFE", {"marker": "o", "linestyle": "-"}),
+    "backward": ("backward NFE", {"marker": "s", "linestyle": "-", "markerfacecolor": "none"}),
+    "error": ("error", {"marker": "o", "linestyle": ":"}),
+    "gradient_error": ("gradient error", {"marker": "s", "linestyle": ":", "markerfacecolor": "none"}),
+}
+
+
+def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwargs: Any) -> Axes:
+    """Draw evaluations on the left axis, errors on the right; a colour for each curve, or for each pass of one."""
+    from matplotlib.lines import Line2D
+
+    ax = axes(ax)
+    right = twin_axes(ax) or ax.twinx()
+    several = len(curves) > 1
+    handles: list[Line2D] = []
+    for index, (name, curve) in enumerate(curves.items()):
+        for kind, (label, look) in STYLES.items():
+            values = getattr(curve, kind)
+            if not any(values):  # no backward evaluations, or no error
+                continue
+            color = f"C{index}" if several else "C0" if kind in ("forward", "error") else "C1"
+            on = right if "error" in kind else ax
+            properties = style({**look, "color": color, "label": label}, kwargs)
+            (line,) = on.plot(curve.tolerance, values, **properties)
+            if not several:
+                handles.append(line)
+        if several:
+            handles.append(Line2D([], [], color=f"C{index}", linewidth=4, label=name))
+    if several:
+        handles += [Line2D([], [], color="0.4", label=label, **look) for label, look in STYLES.values()]
+    ax.set(xscale="log", xlabel="tolerance (rtol = atol)", ylabel="function evaluations", ylim=(0, None))
+    ax.xaxis.set_inverted(True)
+    right.set(yscale="log", ylabel="error")
+    ticks_of_short_axis(right.yaxis)
+    legend(ax, handles)
+    return ax

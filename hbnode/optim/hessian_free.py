@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -16,16 +15,10 @@ from typing_extensions import override
 
 from hbnode._checks import as_count
 from hbnode._torch import no_autocast
-from hbnode.optim.conjugate_gradients import conjugate_gradients
-from hbnode.optim.evaluation import Evaluation
-from hbnode.optim.local_model import LocalModel
-from hbnode.optim.losses import LOSSES, check_loss
-from hbnode.optim.preconditioner import preconditioner
-from hbnode.optim.progress import Outcome, Progress, Stop
-from hbnode.optim.resume import check_state
-from hbnode.optim.search import Trial, backtrack, line_search
-from hbnode.optim.twice import plain_paths
-from hbnode.optim.vectors import assigned, check_gradient, check_parameters, flat, shaped
+from hbnode.optim.conjugate_gradients import Stop, backtrack, conjugate_gradients, line_search
+from hbnode.optim.curvature import Objective, QuadraticModel, assign, flatten, unflatten
+from hbnode.optim.double_backward import twice_differentiable
+from hbnode.optim.losses import check_loss
 
 WARM_START = 0.95
 LOW, HIGH = 0.25, 0.75  # the ratio rho of a bad step and of a good one
@@ -35,25 +28,48 @@ Hidden: TypeAlias = Tensor | tuple[Tensor, Tensor] | list[Tensor | tuple[Tensor,
 Closure: TypeAlias = Callable[
     [], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Hidden] | tuple[Tensor, Tensor, Hidden, Tensor]
 ]
+Outcome: TypeAlias = Literal["accepted", "restarted", "rejected", "stationary"]
 
 
-@dataclass
-class _Found:
-    """What conjugate gradients and backtracking found.
+@dataclass(frozen=True)
+class Progress:
+    """What a step of :class:`~hbnode.optim.HessianFree` did; ``str`` of it is a line for a progress bar.
 
     Attributes:
-        trial: the best iterate.
-        last: the last iterate.
-        iterations: of conjugate gradients.
-        stop: why they ended.
-        outcome: "accepted", or "restarted" if they began from zero after a failure.
+        loss: the loss before the step, on the gradient batch.
+        new_loss: the loss after the step, on the gradient batch.
+        damping: lambda of the step.
+        ratio: rho, the change of the loss by the whole step d over the change that the quadratic model predicted. It is
+            negative if the loss grew, minus infinity if the loss was not finite there, and NaN if both changes are
+            below the precision of the loss.
+        cg_iterations: iterations of conjugate gradients, those before a restart included.
+        cg_stop: why the last of them ended: "progress" (Martens' rule), "limit", "solved" (no residual is left) or
+            "negative curvature" (d^T A d <= 0, which only rounding can cause).
+        step_length: alpha of the line search. It is 0 if the parameters were left as they were.
+        outcome: "accepted"; "restarted", accepted after conjugate gradients began again from zero; "rejected", no step
+            reduced the loss; or "stationary", none did, and the changes of the loss are below its precision, predicted
+            ones and true ones.
     """
 
-    trial: Trial
-    last: Tensor
-    iterations: int
-    stop: Stop
+    loss: float
+    new_loss: float
+    damping: float
+    ratio: float
+    cg_iterations: int
+    cg_stop: Stop
+    step_length: float
     outcome: Outcome
+
+    @property
+    def reduction(self) -> float:
+        """How much the step reduced the loss."""
+        return self.loss - self.new_loss
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4g}, reduction {self.reduction:.3g}, lambda {self.damping:.3g}, rho {self.ratio:.3g}, "
+            f"CG {self.cg_iterations} ({self.cg_stop}), step {self.step_length:.3g}, {self.outcome}"
+        )
 
 
 class HessianFree(Optimizer):
@@ -148,7 +164,7 @@ class HessianFree(Optimizer):
             "max_cg": as_count(max_cg, "max_cg"),
             "preconditioner_samples": as_count(preconditioner_samples, "preconditioner_samples", 0),
         }
-        self._last: LocalModel | None = None
+        self._model: QuadraticModel | None = None
         self.progress: Progress | None = None
         super().__init__(params, {"loss": loss, "case_dim": case_dim, **numbers, **options})
 
@@ -162,16 +178,16 @@ class HessianFree(Optimizer):
                 "requires_grad_(False)."
             )
         super().add_param_group(param_group)
-        check_parameters([parameter for group in self.param_groups for parameter in group["params"]])
+        _check_parameters([parameter for group in self.param_groups for parameter in group["params"]])
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._last, self.progress = None, None
+        self._model, self.progress = None, None
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` gave.
+        """Go on from a state that :meth:`state_dict` returned.
 
         Arguments:
             state_dict: of a HessianFree for the same loss and for parameters of the same shapes.
@@ -179,7 +195,36 @@ class HessianFree(Optimizer):
         Raises:
             ValueError: the state is that of another optimizer, loss or model.
         """
-        check_state(state_dict, self.param_groups[0], [p for group in self.param_groups for p in group["params"]])
+        if not isinstance(state_dict, Mapping) or not {"param_groups", "state"} <= state_dict.keys():
+            raise ValueError(
+                "the state_dict is no state of an optimizer: it has no 'param_groups' and 'state'. Fix: the one that "
+                "HessianFree.state_dict() gave."
+            )
+        options = self.param_groups[0]
+        for group in state_dict["param_groups"]:
+            missing = sorted(options.keys() - group.keys() - {"param_names"})
+            if missing:
+                raise ValueError(
+                    f"the state_dict is of another optimizer: it has no {missing[0]!r}. Fix: the one that "
+                    "HessianFree.state_dict() gave."
+                )
+            for name in ("loss", "case_dim"):
+                if group[name] != options[name]:
+                    raise ValueError(
+                        f"the state_dict is of {name}={group[name]!r}, the optimizer has {options[name]!r}. "
+                        f"Fix: HessianFree(..., {name}={group[name]!r}) if that is meant."
+                    )
+            if not 0 <= group["damping"] < math.inf:
+                raise ValueError(f"the damping of the state_dict is {group['damping']}. Fix: a state from before.")
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for place, parameter in zip(places, parameters, strict=False):  # torch's own errors name unequal numbers
+            direction = state_dict["state"].get(place, {}).get("direction")
+            if direction is not None and direction.shape != parameter.shape:
+                raise ValueError(
+                    f"the state_dict has a direction of shape {tuple(direction.shape)} for a parameter of shape "
+                    f"{tuple(parameter.shape)}. Fix: the state of an optimizer of the same model."
+                )
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -216,48 +261,121 @@ class HessianFree(Optimizer):
                 "step() needs a function that returns outputs and targets, from which it computes the loss and its "
                 "derivatives; those of an earlier backward() are not used. Fix: optimizer.step(lambda: (model(x), y))."
             )
-        with no_autocast(self._parameters()[0]):  # it would round the products
-            return self._step(forward, curvature)
+        parameters = self._parameters()
+        with no_autocast(parameters[0]):  # it would round the products
+            return self._step(parameters, forward, curvature)
 
-    def _step(self, forward: Closure, curvature: Closure | None) -> Tensor:
-        options, parameters = self.param_groups[0], self._parameters()
-        self._last = None
-        first = self._evaluation(forward, "forward")
-        second = first if curvature is None else self._evaluation(curvature, "curvature")
-        theta, damping = flat([parameter.data for parameter in parameters], parameters), options["damping"]
-        structural, checks = damping * options["structural_damping"], self.progress is None
-        step = LocalModel(second, parameters, theta, damping, structural, checks)
-        for evaluation in (first, second) if checks else ():
-            evaluation.check_repeats()
-        loss, gradient = self._gradient(first, step)
+    def _step(self, parameters: list[Tensor], forward: Closure, curvature: Closure | None) -> Tensor:
+        self._model = None
+        options, is_first = self.param_groups[0], self.progress is None
+        damping, theta = options["damping"], flatten(parameters, parameters)
+        given = options["loss"], options["case_dim"], parameters, theta
+        objective = Objective(forward, "forward", *given)
+        sample = objective if curvature is None else Objective(curvature, "curvature", *given)
+        model = QuadraticModel(sample, damping, damping * options["structural_damping"], checks=is_first)
+        if is_first:
+            objective.check_repeats()
+            sample.check_repeats()
+        loss, gradient = self._gradient(objective, model)
 
-        found = self._solve(step, first, gradient, loss)
-        trial, outcome, length, new_loss = found.trial, found.outcome, 0.0, loss
-        may_be_seen = -trial.model > torch.finfo(theta.dtype).eps * abs(loss)
-        if may_be_seen:
-            length, new_loss = line_search(trial, loss, gradient, partial(step.loss_at, evaluation=first))
-        ratio = (trial.loss - loss) / trial.model if may_be_seen else math.nan
-        factor = _factor(ratio)
+        # The direction: conjugate gradients from the last one and, if that finds nothing, from zero.
+        iterations: int = 0
+        outcome: Outcome = "accepted"
+        directions = [self.state[parameter].get("direction") for parameter in parameters]
+        start = WARM_START * flatten(directions, parameters) if any(map(torch.is_tensor, directions)) else None
+        samples = options["preconditioner_samples"]
+        preconditioner = model.preconditioner(samples) if samples else None
+        while True:
+            solution = conjugate_gradients(
+                model.product, -gradient, start, limit=options["max_cg"], preconditioner=preconditioner
+            )
+            iterations += solution.iterations
+            direction, predicted, full_loss = backtrack(solution.iterates, sample.loss_at)
+            full_loss = full_loss if sample is objective else objective.loss_at(direction)
+            if full_loss < loss or start is None:
+                break
+            start, outcome = None, "restarted"
+
+        # Its length, by a line search, and lambda, by Levenberg and Marquardt's rule.
+        length, new_loss, ratio = 0.0, loss, math.nan
+        eps = torch.finfo(theta.dtype).eps
+        is_visible = -predicted > eps * abs(loss)
+        if is_visible:
+            length, new_loss = line_search(direction, full_loss, loss, gradient, objective.loss_at)
+            ratio = (full_loss - loss) / predicted
+        factor = LOWER if ratio > HIGH else 1.0 if ratio >= LOW else RAISE
         if not ratio >= LOW:
-            precision = step.precision(loss, first)
-            if not may_be_seen or max(-trial.model, abs(trial.loss - loss)) <= precision:  # the ratio is noise
+            # Rounding is what the last digits of all parameters change in the loss.
+            signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
+            last_digits = eps * theta * signs.to(theta)
+            changes = abs(objective.loss_at(last_digits) - loss), abs(objective.loss_at(-last_digits) - loss)
+            rounding = max([eps * abs(loss), *filter(math.isfinite, changes)])
+            if not is_visible or max(-predicted, abs(full_loss - loss)) <= rounding:
                 ratio = math.nan
-                factor = LOWER if step.undamped_reduction(gradient, trial.direction) > precision else 1.0
-        if not length:
-            outcome = "stationary" if math.isnan(ratio) else "rejected"
+                slope, bend = float(torch.dot(gradient, direction)), model.undamped_curvature(direction)
+                undamped = 0.0 if slope == 0 else slope**2 / (2 * bend) if bend > 0 else math.inf
+                factor = LOWER if undamped > rounding else 1.0
+
         if length:
-            step.take(length * trial.direction)
-        for parameter, part in zip(parameters, shaped(found.last, parameters), strict=True):
+            for parameter, part in zip(parameters, unflatten(theta + length * direction, parameters), strict=True):
+                parameter.copy_(part)  # autograd refuses graphs that were made before
+        else:
+            outcome = "stationary" if math.isnan(ratio) else "rejected"
+        for parameter, part in zip(parameters, unflatten(solution.iterates[-1][0], parameters), strict=True):
             self.state[parameter]["direction"] = part.clone()
-        self.progress = Progress(loss, new_loss, damping, ratio, found.iterations, found.stop, length, outcome)
+        self.progress = Progress(loss, new_loss, damping, ratio, iterations, solution.stop, length, outcome)
         for group in self.param_groups:
             group["damping"] = max(factor * damping, options["min_damping"])
-        step.matrix, self._last = None, step  # without the graph
+        model.release()
+        self._model = model
         return torch.tensor(loss, dtype=theta.dtype)
+
+    def _parameters(self) -> list[Tensor]:
+        """Return those that are not frozen."""
+        parameters = [z for group in self.param_groups for z in group["params"] if z.requires_grad]
+        if not parameters:
+            raise ValueError("all parameters are frozen. Fix: parameter.requires_grad_(True) for some of them.")
+        _check_parameters(parameters)
+        return parameters
+
+    def _gradient(self, objective: Objective, model: QuadraticModel) -> tuple[float, Tensor]:
+        """Return the loss and its gradient; the model has the same graph if it has the same batch."""
+        is_shared = objective is model.objective
+        with torch.enable_grad(), twice_differentiable(model.theta.device) if is_shared else nullcontext():
+            batch = objective.batch()
+            mean = objective.loss(batch)
+        objective.check_graph(batch, is_shared and model.structural > 0)
+        loss = float(mean)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} before the step. Fix: look for values that are not finite in the inputs, targets "
+                "and parameters; smaller initial weights."
+            )
+        grads = torch.autograd.grad(mean, model.parameters, retain_graph=is_shared, allow_unused=True)
+        for k, grad in enumerate(grads):
+            if grad is not None and grad.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of {self._names()[k]} is sparse. Fix: torch.nn.Embedding(..., sparse=False)."
+                )
+            if grad is not None and not bool(torch.isfinite(grad).all()):
+                raise FloatingPointError(
+                    f"the gradient of {self._names()[k]} is not finite, though the loss is. Fix: smaller initial "
+                    "weights, or float64; torch.autograd.detect_anomaly() tells which operation it is."
+                )
+        model.linearize(batch if is_shared else None)
+        return loss, flatten(grads, model.parameters)
+
+    def _names(self) -> list[str]:
+        """Return the names of parameters that are not frozen, or else their places."""
+        names: list[str] = []
+        for k, group in enumerate(self.param_groups):
+            given = group.get("param_names") or [f"parameter {i} of group {k}" for i in range(len(group["params"]))]
+            names += [name for name, z in zip(given, group["params"], strict=True) if z.requires_grad]
+        return names
 
     @torch.no_grad()
     def product(self, vector: Tensor) -> Tensor:
-        """The product of the last step's damped Gauss-Newton matrix A with a vector.
+        """Return the product of the last step's damped Gauss-Newton matrix A with a vector.
 
         It belongs to the curvature batch of that step, to the parameters before it and to its damping. The first call
         after a step evaluates the closure again; the graph is then kept until the next step.
@@ -273,95 +391,43 @@ class HessianFree(Optimizer):
             RuntimeError: there was no step yet, or parameters were frozen since.
             ValueError: the vector has another shape than expected.
         """
-        if self._last is None:
+        if self._model is None:
             raise RuntimeError("product() belongs to the last step, and there was none. Fix: call step() first.")
-        theta = self._last.theta
+        theta = self._model.theta
         if not isinstance(vector, Tensor) or vector.shape != theta.shape or vector.dtype != theta.dtype:
             got = f"{tuple(vector.shape)} of {vector.dtype}" if isinstance(vector, Tensor) else type(vector).__name__
             raise ValueError(
                 f"the vector must be {tuple(theta.shape)} of {theta.dtype}, got {got}. "
                 "Fix: torch.nn.utils.parameters_to_vector(vectors)."
             )
-        frozen = sum(not parameter.requires_grad for parameter in self._last.parameters)
+        frozen = sum(not parameter.requires_grad for parameter in self._model.parameters)
         if frozen:
             raise RuntimeError(
                 f"product() belongs to the parameters of the last step, and {frozen} of them are frozen since. Fix: "
                 "requires_grad_(True) for these, or another step()."
             )
-        with assigned(self._last.parameters, theta), no_autocast(theta):
-            return self._last.product(vector)
+        with assign(self._model.parameters, theta), no_autocast(theta):
+            return self._model.product(vector)
 
-    def _parameters(self) -> list[Tensor]:
-        """All that are not frozen."""
-        found = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
-        if not found:
-            raise ValueError("all parameters are frozen. Fix: parameter.requires_grad_(True) for some of them.")
-        check_parameters(found)
-        return found
 
-    def _names(self) -> list[str]:
-        """Their names if there are any, else their places."""
-        names: list[str] = []
-        for k, group in enumerate(self.param_groups):
-            given = group.get("param_names") or [f"parameter {i} of group {k}" for i in range(len(group["params"]))]
-            names += [name for name, z in zip(given, group["params"], strict=True) if z.requires_grad]
-        return names
-
-    def _evaluation(self, closure: Closure, name: str) -> Evaluation:
-        options = self.param_groups[0]
-        return Evaluation(closure, name, LOSSES[options["loss"]], options["case_dim"], self._parameters()[0].device)
-
-    def _gradient(self, first: Evaluation, step: LocalModel) -> tuple[float, Tensor]:
-        """The loss and its gradient; if the curvature has the same batch, it keeps the graph."""
-        shared = first is step.evaluation
-        with torch.enable_grad(), plain_paths(step.theta.device) if shared else nullcontext():
-            batch = first.batch()
-            mean = first.mean(batch)
-        first.check_graph(batch, shared and step.structural > 0)
-        loss = float(mean)
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} before the step. Fix: look for values that are not finite in the inputs, targets "
-                "and parameters; smaller initial weights."
+def _check_parameters(parameters: list[Tensor]) -> None:
+    """Refuse what cannot be one vector of float32 or float64."""
+    if len(set(parameters)) < len(parameters):
+        raise ValueError("a parameter is given twice. Fix: list(dict.fromkeys(parameters)), where weights are tied.")
+    first = parameters[0]
+    for parameter in parameters:
+        if parameter.is_complex():
+            raise ValueError(
+                f"the parameters must be real, got {parameter.dtype}. Fix: parameters of their real and imaginary "
+                "parts, and torch.view_as_complex in the model."
             )
-        parts = torch.autograd.grad(mean, step.parameters, retain_graph=shared, allow_unused=True)
-        check_gradient(parts, self._names())
-        if shared:
-            step.linearize(batch)
-        elif self.progress is None:
-            step.ready()
-        return loss, flat(parts, step.parameters)
-
-    def _solve(self, step: LocalModel, first: Evaluation, gradient: Tensor, loss: float) -> _Found:
-        """Conjugate gradients from the last direction and, if this finds nothing, from zero."""
-        options, start = self.param_groups[0], self._start(step.parameters)
-        scale = None
-        if options["preconditioner_samples"]:
-            scale = preconditioner(step.ready(), options["preconditioner_samples"], step.damping)
-        iterations: int = 0
-        outcome: Outcome = "accepted"
-        while True:
-            solution = conjugate_gradients(
-                step.product, -gradient, start, limit=options["max_cg"], preconditioner=scale
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"the parameters must be float32 or float64, got {parameter.dtype}: a step weighs small changes of the "
+                "loss. Fix: model.float()."
             )
-            trial, iterations = backtrack(solution, step.loss_at), iterations + solution.iterations
-            if first is not step.evaluation:
-                trial = replace(trial, loss=step.loss_at(trial.direction, first))
-            if trial.loss < loss or start is None:
-                return _Found(trial, solution.iterates[-1], iterations, solution.stop, outcome)
-            start, outcome = None, "restarted"
-
-    def _start(self, parameters: Sequence[Tensor]) -> Tensor | None:
-        """Where conjugate gradients begin."""
-        parts = [self.state[parameter].get("direction") for parameter in parameters]
-        if all(part is None for part in parts):
-            return None
-        moved = [None if part is None else part.to(z) for part, z in zip(parts, parameters, strict=True)]
-        return WARM_START * flat(moved, parameters)
-
-
-def _factor(ratio: float) -> float:
-    """What Levenberg and Marquardt's rule multiplies lambda by."""
-    if ratio > HIGH:
-        return LOWER
-    return 1.0 if ratio >= LOW else RAISE
+        if parameter.dtype != first.dtype or parameter.device != first.device:
+            raise ValueError(
+                "the parameters must have one dtype and one device, got "
+                f"{first.dtype} on {first.device} and {parameter.dtype} on {parameter.device}. Fix: model.to(...)."
+            )

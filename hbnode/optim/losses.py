@@ -1,8 +1,7 @@
-"""Losses and the curvature that matches them: the Gauss-Newton matrix needs H_L, the Hessian in the outputs alone."""
+"""Losses with the Hessian H_L in the outputs that the Gauss-Newton matrix needs."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -14,52 +13,34 @@ from hbnode._checks import nearest
 IGNORED = -100  # torch's own ignore_index
 
 
-class MatchingLoss(ABC):
-    """A loss that is convex in the outputs, as the sum of the losses of positions."""
-
-    @abstractmethod
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse targets that do not fit the outputs."""
-
-    @abstractmethod
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The losses, (cases, ...)."""
-
-    @abstractmethod
-    def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """H_L at these outputs: a function from a tensor like the outputs to another."""
-
-    @abstractmethod
-    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
-        """What the shape of weights broadcasts to."""
-
-
-class SquaredError(MatchingLoss):
+class SquaredError:
     """Half the squared error; H_L = I."""
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """The shapes must be equal: broadcasting would hide a mistake."""
-        _same_shape(outputs, targets)
+    class_dims = 0  # of the outputs, that the targets do not have
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(z - y)^2 / 2."""
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse targets of another shape: broadcasting would hide a mistake."""
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                f"the targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "
+                "Fix: outputs.squeeze(-1) or targets.unsqueeze(-1) where one of them has a dimension more."
+            )
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each position."""
         return (outputs - targets).square() / 2
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """The identity."""
+        """Return the product with H_L at these outputs."""
         return lambda z: z
 
-    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
-        """A weight for each number."""
-        return tuple(outputs.shape)
 
-
-class BinaryCrossEntropy(MatchingLoss):
+class BinaryCrossEntropy(SquaredError):
     """Cross-entropy of sigmoids, from logits; H_L = diag(p (1 - p))."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """The targets are probabilities."""
-        _same_shape(outputs, targets)
+        """Refuse targets that are no probabilities."""
+        super().check(outputs, targets)
         if targets.numel() and not bool(((targets >= 0) & (targets <= 1)).all()):
             low, high = targets.min().item(), targets.max().item()
             raise ValueError(
@@ -67,81 +48,63 @@ class BinaryCrossEntropy(MatchingLoss):
                 "loss='mse'."
             )
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """log(1 + exp(z)) - y z."""
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return log(1 + exp(z)) - y z."""
         return binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """Multiplies by p (1 - p)."""
+        """Return the product with p (1 - p)."""
         p = torch.sigmoid(outputs.detach())
         factor = p * (1 - p)
         return lambda z: factor * z
 
-    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
-        """A weight for each number."""
-        return tuple(outputs.shape)
 
-
-class CrossEntropy(MatchingLoss):
+class CrossEntropy(SquaredError):
     """Cross-entropy of a softmax over the last dimension, from logits; H_L = diag(p) - p p^T."""
 
+    class_dims = 1
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """The targets are whole numbers, one for each position."""
+        """Refuse targets that are no class indices, one for each position."""
         if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             raise ValueError(
                 f"loss='cross_entropy' expects class indices as targets, got {targets.dtype} of shape "
                 f"{tuple(targets.shape)}. Fix: targets.argmax(-1) if they are one-hot, targets.long() if they are "
                 "indices."
             )
-        if targets.shape[:-1] == outputs.shape[:-1] and targets.shape[-1:] == (1,):
-            raise ValueError(
-                f"loss='cross_entropy' expects targets of shape {tuple(outputs.shape[:-1])}, got "
-                f"{tuple(targets.shape)}. Fix: targets.squeeze(-1)."
-            )
         if outputs.dim() == 0 or targets.shape != outputs.shape[:-1]:
+            is_column = targets.shape[-1:] == (1,) and targets.shape[:-1] == outputs.shape[:-1]
+            fix = "outputs.movedim(1, -1) if the classes come second, as torch.nn.CrossEntropyLoss has them"
             raise ValueError(
                 "loss='cross_entropy' expects outputs (cases, ..., classes) and targets (cases, ...), got outputs "
-                f"{tuple(outputs.shape)} and targets {tuple(targets.shape)}. Fix: outputs.movedim(1, -1) if the "
-                "classes come second, as torch.nn.CrossEntropyLoss has them."
+                f"{tuple(outputs.shape)} and targets {tuple(targets.shape)}. "
+                f"Fix: {'targets.squeeze(-1)' if is_column else fix}."
             )
-        valid = (targets == IGNORED) | ((targets >= 0) & (targets < outputs.shape[-1]))
-        if not bool(valid.all()):
+        is_valid = (targets == IGNORED) | ((targets >= 0) & (targets < outputs.shape[-1]))
+        if not bool(is_valid.all()):
             raise ValueError(
                 f"targets must be in [0, {outputs.shape[-1]}), one of the classes of the outputs, or {IGNORED} to be "
-                f"ignored, got {int(targets[~valid][0])}. Fix: more outputs, or targets that start at 0."
+                f"ignored, got {int(targets[~is_valid][0])}. Fix: more outputs, or targets that start at 0."
             )
 
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """-log p of the target; 0 where it is ignored."""
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return -log p of the target; 0 where it is ignored."""
         flat = cross_entropy(outputs.flatten(0, -2), targets.flatten().long(), ignore_index=IGNORED, reduction="none")
         return flat.view(targets.shape)
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """Maps z to p z - p (p . z); 0 where the target is ignored."""
+        """Return the map of z to p z - p (p . z); 0 where the target is ignored."""
         p = torch.softmax(outputs.detach(), -1)
-        kept = (targets != IGNORED).unsqueeze(-1)
-        counted = p * kept
+        masked = p * (targets != IGNORED).unsqueeze(-1)
 
         def product(z: Tensor) -> Tensor:
-            scaled = counted * z
+            scaled = masked * z
             return scaled - p * scaled.sum(-1, keepdim=True)
 
         return product
 
-    def weight_shape(self, outputs: Tensor) -> tuple[int, ...]:
-        """A weight for each position."""
-        return tuple(outputs.shape[:-1])
 
-
-def _same_shape(outputs: Tensor, targets: Tensor) -> None:
-    if outputs.shape != targets.shape:
-        raise ValueError(
-            f"the targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "
-            "Fix: outputs.squeeze(-1) or targets.unsqueeze(-1) where one of them has a dimension more."
-        )
-
-
-LOSSES: dict[str, MatchingLoss] = {
+LOSSES: dict[str, SquaredError] = {
     "mse": SquaredError(),
     "bce": BinaryCrossEntropy(),
     "cross_entropy": CrossEntropy(),
@@ -162,4 +125,4 @@ def check_loss(loss: object) -> None:
     bare = text.lower().removesuffix("loss").rstrip("_")
     near = next((name for name, others in _ALIASES.items() if bare in others), None) or nearest(bare, list(LOSSES))
     fix = f"loss={near!r}" if near else "one of these; they have the matrices H_L that a step needs"
-    raise ValueError(f"loss must be the name of one, of {tuple(LOSSES)}, got {loss!r}. Fix: {fix}.")
+    raise ValueError(f"loss must be one of {tuple(LOSSES)}, got {loss!r}. Fix: {fix}.")

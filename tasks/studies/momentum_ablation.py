@@ -24,7 +24,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from hbnode.diagnostics.figures import ticks_of_short_axis
+from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks import pixel_mnist, speech
 from tasks.common.config import parse
 from tasks.common.files import read_json, write_figure, write_json, write_table

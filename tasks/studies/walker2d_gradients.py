@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hbnode.diagnostics.figures import ticks_of_short_axis
+from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks.common.batches import Samples
 from tasks.common.config import MODELS, SECOND_ORDER, Options, option, parse
 from tasks.common.figures import legend_beside

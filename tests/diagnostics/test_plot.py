@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hbnode
+from hbnode.diagnostics import plot, spectrum
 
 plt = pytest.importorskip("matplotlib.pyplot")
 
@@ -38,21 +39,17 @@ RECORD = hbnode.diagnostics.StepRecord(
     [0.0, 0.5, 0.5], [0.5, 2.0, 0.25], [True, False, True], [None] * 3, [False, False, True]
 )
 CALLS = {
-    "trajectories": lambda **k: hbnode.diagnostics.plot.trajectories(torch.randn(5, 3, 2), range(5), **k),
-    "trajectories, block": lambda **k: hbnode.diagnostics.plot.trajectories(duffing(), torch.randn(3, 2), **k),
-    "phase_portrait": lambda **k: hbnode.diagnostics.plot.phase_portrait(
-        (torch.randn(5, 3, 2), torch.randn(5, 3, 2)), **k
-    ),
-    "phase_portrait, block": lambda **k: hbnode.diagnostics.plot.phase_portrait(spring(), torch.randn(3, 1), **k),
-    "vector_field": lambda **k: hbnode.diagnostics.plot.vector_field(spring(), **k),
-    "steps": lambda **k: hbnode.diagnostics.plot.steps(RECORD, **k),
-    "steps, block": lambda **k: hbnode.diagnostics.plot.steps(spring(), torch.ones(1, 1), **k),
-    "tolerance_curve": lambda **k: hbnode.diagnostics.plot.tolerance_curve(CURVE, **k),
-    "tolerance_curve, two": lambda **k: hbnode.diagnostics.plot.tolerance_curve({"one": CURVE, "two": CURVE}, **k),
-    "spectrum": lambda **k: hbnode.diagnostics.plot.spectrum(
-        hbnode.diagnostics.spectrum(spring(), torch.ones(2, 1)), **k
-    ),
-    "spectrum, block": lambda **k: hbnode.diagnostics.plot.spectrum(duffing(), torch.ones(2, 2), **k),
+    "trajectories": lambda **k: plot.trajectories(torch.randn(5, 3, 2), range(5), **k),
+    "trajectories, block": lambda **k: plot.trajectories(duffing(), torch.randn(3, 2), **k),
+    "phase_portrait": lambda **k: plot.phase_portrait((torch.randn(5, 3, 2), torch.randn(5, 3, 2)), **k),
+    "phase_portrait, block": lambda **k: plot.phase_portrait(spring(), torch.randn(3, 1), **k),
+    "vector_field": lambda **k: plot.vector_field(spring(), **k),
+    "steps": lambda **k: plot.steps(RECORD, **k),
+    "steps, block": lambda **k: plot.steps(spring(), torch.ones(1, 1), **k),
+    "tolerance_curve": lambda **k: plot.tolerance_curve(CURVE, **k),
+    "tolerance_curve, two": lambda **k: plot.tolerance_curve({"one": CURVE, "two": CURVE}, **k),
+    "spectrum": lambda **k: plot.spectrum(spectrum(spring(), torch.ones(2, 1)), **k),
+    "spectrum, block": lambda **k: plot.spectrum(duffing(), torch.ones(2, 2), **k),
     "adjoint_norms": lambda **k: hbnode.diagnostics.adjoint_norms(duffing(), torch.ones(2, 2), [0.0, 1.0]).plot(**k),
 }
 
@@ -77,16 +74,16 @@ def test_every_plot_draws_into_the_given_axes_and_passes_arguments_on(name):
 
 def test_trajectories_draw_the_numbers_that_they_are_given():
     h, t = torch.randn(6, 2, 3), torch.linspace(0, 1, 6)
-    ax = hbnode.diagnostics.plot.trajectories(h, t, features=[2, 0], samples=slice(1, None))
+    ax = plot.trajectories(h, t, features=[2, 0], samples=slice(1, None))
     first, second = data_of(ax)
     np.testing.assert_allclose(first, np.stack([t, h[:, 1, 2]]))
     np.testing.assert_allclose(second, np.stack([t, h[:, 1, 0]]))
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["$h_{2}$", "$h_{0}$"]
     for data in (h, h.tolist(), h.numpy(), list(h), h.clone().requires_grad_(), h.half(), (h, -h)):
-        drawn = data_of(hbnode.diagnostics.plot.trajectories(data, t.tolist()))
+        drawn = data_of(plot.trajectories(data, t.tolist()))
         np.testing.assert_allclose(drawn[0][1], h[:, 0, 0], atol=1e-2)
         assert len(drawn) == 6
-    one = hbnode.diagnostics.plot.trajectories(h[:, 0, 0], label="mine", color="red", lw=3)
+    one = plot.trajectories(h[:, 0, 0], label="mine", color="red", lw=3)
     assert one.get_xlabel() == "output"
     (line,) = one.get_lines()
     assert (line.get_label(), line.get_color(), line.get_linewidth()) == ("mine", "red", 3)
@@ -106,16 +103,11 @@ CHOICES = {
 @pytest.mark.parametrize("chosen", CHOICES.values(), ids=CHOICES)
 def test_samples_and_features_by_masks_and_indices(chosen):
     h = torch.arange(4.0).view(1, 4, 1).repeat(5, 1, 1)
-    assert [line[1][0] for line in data_of(hbnode.diagnostics.plot.trajectories(h, samples=chosen))] == [2, 3]
-    assert [line[1][0] for line in data_of(hbnode.diagnostics.plot.trajectories(h.mT, features=chosen))] == [2, 3]
-    assert hbnode.diagnostics.plot.phase_portrait(h.mT, features=chosen).get_xlabel() == "$h_{2}$"
-
-
-@pytest.mark.parametrize("index", [1, np.int64(1), torch.tensor(1)], ids=["int", "numpy", "tensor"])
-def test_a_feature_by_its_index(index):
-    ax = hbnode.diagnostics.plot.trajectories(torch.arange(4.0).repeat(5, 1, 1), features=index)
-    assert [line[1][0] for line in data_of(ax)] == [1]
-    assert ax.get_ylabel() == "$h_{1}(t)$"
+    assert [line[1][0] for line in data_of(plot.trajectories(h, samples=chosen))] == [2, 3]
+    assert [line[1][0] for line in data_of(plot.trajectories(h.mT, features=chosen))] == [2, 3]
+    assert plot.phase_portrait(h.mT, features=chosen).get_xlabel() == "$h_{2}$"
+    for index in (1, np.int64(1), torch.tensor(1)):
+        assert plot.trajectories(h.mT, features=index).get_ylabel() == "$h_{1}(t)$"
 
 
 def texts(ax):
@@ -125,49 +117,40 @@ def texts(ax):
 def test_a_label_is_in_the_legend_once_for_each_colour():
     h = torch.randn(5, 3, 2)
     named = ["run, $h_{0}$", "run, $h_{1}$"]
-    assert texts(hbnode.diagnostics.plot.trajectories(h, label="run")) == named
-    assert texts(hbnode.diagnostics.plot.trajectories(h, features=1, label="run")) == ["run"]
-    assert texts(hbnode.diagnostics.plot.trajectories(h.repeat(1, 1, 6), label="run")) == ["run"]  # too many for names
-    assert hbnode.diagnostics.plot.trajectories(h.repeat(1, 1, 6)).get_legend() is None
-    assert texts(hbnode.diagnostics.plot.phase_portrait((h, h), label="run")) == ["run, $i = 0$", "run, $i = 1$"]
-    assert texts(hbnode.diagnostics.plot.phase_portrait((h, h), features=0, label="run")) == ["run"]
-    assert texts(hbnode.diagnostics.plot.phase_portrait(h, label="run")) == ["run"]
-    assert texts(hbnode.diagnostics.plot.phase_portrait((h, h))) == ["$i = 0$", "$i = 1$"]
+    assert texts(plot.trajectories(h, label="run")) == named
+    assert texts(plot.trajectories(h, features=1, label="run")) == ["run"]
+    assert texts(plot.trajectories(h.repeat(1, 1, 6), label="run")) == ["run"]  # too many for names
+    assert plot.trajectories(h.repeat(1, 1, 6)).get_legend() is None
+    assert texts(plot.phase_portrait((h, h), label="run")) == ["run, $i = 0$", "run, $i = 1$"]
+    assert texts(plot.phase_portrait((h, h), features=0, label="run")) == ["run"]
+    assert texts(plot.phase_portrait(h, label="run")) == ["run"]
+    assert texts(plot.phase_portrait((h, h))) == ["$i = 0$", "$i = 1$"]
 
 
 def test_a_phase_portrait_of_one_feature_needs_momentum():
     block = hbnode.ODEBlock(hbnode.NODE(lambda h: -h))
     with pytest.raises(ValueError, match=r"first-order field, needs two features, got 1. Fix: trajectories"):
-        hbnode.diagnostics.plot.phase_portrait(block, torch.ones(3, 1))
+        plot.phase_portrait(block, torch.ones(3, 1))
     h, t = block(torch.ones(3, 1), [0.0, 1.0]), [0.0, 1.0]
-    assert len(hbnode.diagnostics.plot.trajectories(h, t).get_lines()) == 3
-    assert len(hbnode.diagnostics.plot.phase_portrait((h, -h)).get_lines()) == 6
-
-
-def test_an_open_count_includes_the_solves_of_a_figure():
-    block = duffing()
-    with hbnode.count_nfe(block) as nfe, hbnode.diagnostics.record_steps(block) as record:
-        hbnode.diagnostics.plot.trajectories(block, torch.ones(1, 2))
-    assert nfe.forward > 0
-    assert len(record) > 0
-    assert block.nfe.total == 0
+    assert len(plot.trajectories(h, t).get_lines()) == 3
+    assert len(plot.phase_portrait((h, -h)).get_lines()) == 6
 
 
 def test_an_empty_batch_is_an_empty_picture():
-    assert not hbnode.diagnostics.plot.trajectories(duffing(), torch.randn(0, 2)).get_lines()
-    assert not hbnode.diagnostics.plot.trajectories(torch.randn(5, 3, 2), samples=[False] * 3).get_lines()
-    assert not hbnode.diagnostics.plot.trajectories(torch.randn(5, 3, 2), samples=[], features=[]).get_lines()
-    assert not hbnode.diagnostics.plot.phase_portrait(duffing(), torch.randn(0, 2)).get_lines()
-    assert hbnode.diagnostics.plot.spectrum(duffing(), torch.randn(0, 2)).get_xlabel() == "real part (1/time)"
+    assert not plot.trajectories(duffing(), torch.randn(0, 2)).get_lines()
+    assert not plot.trajectories(torch.randn(5, 3, 2), samples=[False] * 3).get_lines()
+    assert not plot.trajectories(torch.randn(5, 3, 2), samples=[], features=[]).get_lines()
+    assert not plot.phase_portrait(duffing(), torch.randn(0, 2)).get_lines()
+    assert plot.spectrum(duffing(), torch.randn(0, 2)).get_xlabel() == "real part (1/time)"
 
 
 def test_trajectories_of_a_block_are_its_own():
     x, t = torch.tensor([[1.0, 0.3], [0.5, -1.0]]), [0.0, 1.0, 2.5]
     block = duffing().double()
-    drawn = data_of(hbnode.diagnostics.plot.trajectories(block, x.tolist(), t))
+    drawn = data_of(plot.trajectories(block, x.tolist(), t))
     expected = block(x.double(), t)
     np.testing.assert_allclose(np.stack([line[1] for line in drawn[:2]], 1), expected[..., 0].detach(), rtol=1e-6)
-    times = data_of(hbnode.diagnostics.plot.trajectories(block, x.double()))[0][0]
+    times = data_of(plot.trajectories(block, x.double()))[0][0]
     assert (times[0], times[-1], len(times)) == (0.0, 3.0, 200)
 
 
@@ -178,7 +161,7 @@ def test_a_block_on_a_grid_is_drawn_at_the_points_of_its_grid(method):
     with torch.no_grad():
         end = block(x)
     nfe = block.nfe
-    (line,) = data_of(hbnode.diagnostics.plot.trajectories(block, x))
+    (line,) = data_of(plot.trajectories(block, x))
     np.testing.assert_allclose(line[0], [0, 2, 4, 6, 8])
     assert line[1][-1] == pytest.approx(end.item(), rel=1e-5)
     assert block.nfe is nfe
@@ -189,10 +172,10 @@ def test_a_block_stays_as_it_is():
     block.field.func[2].eval()
     before = {name: value.clone() for name, value in block.state_dict().items()}
     x = torch.randn(3, 2, requires_grad=True)
-    hbnode.diagnostics.plot.trajectories(block, x)
-    hbnode.diagnostics.plot.vector_field(block, at=torch.zeros(2))
-    hbnode.diagnostics.plot.spectrum(block, x)
-    hbnode.diagnostics.plot.steps(block, x)
+    plot.trajectories(block, x)
+    plot.vector_field(block, at=torch.zeros(2))
+    plot.spectrum(block, x)
+    plot.steps(block, x)
     assert [module.training for module in block.modules()] == [True, True, True, True, True, False]
     assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
     assert x.grad is None
@@ -201,29 +184,25 @@ def test_a_block_stays_as_it_is():
 
 def test_phase_portraits():
     block, x = spring().double(), torch.tensor([[1.0], [-0.5]], dtype=torch.float64)
-    ax = hbnode.diagnostics.plot.phase_portrait(block, x, [0.0, 1.0, 2.0])
+    ax = plot.phase_portrait(block, x, [0.0, 1.0, 2.0])
     h, m = hbnode.odeint(block.field, block.field.initial_state(x), [0.0, 1.0, 2.0])
     drawn = data_of(ax)
     np.testing.assert_allclose(drawn[0], np.stack([h[:, 0, 0], m[:, 0, 0]]))
     np.testing.assert_allclose(drawn[1], [[1.0], [0.0]])  # where it starts
     np.testing.assert_allclose(drawn[2], np.stack([h[:, 1, 0], m[:, 1, 0]]))
     sonode = hbnode.ODEBlock(hbnode.SONODE(lambda h, v: -h - v))
-    assert hbnode.diagnostics.plot.phase_portrait(sonode, x).get_ylabel() == "$v$"
+    assert plot.phase_portrait(sonode, x).get_ylabel() == "$v$"
     for pair in ((h, m), [h.tolist(), m.tolist()], [h, m]):
-        given = (
-            hbnode.diagnostics.plot.phase_portrait(*pair)
-            if pair[0] is not h
-            else hbnode.diagnostics.plot.phase_portrait(pair)
-        )
+        given = plot.phase_portrait(*pair) if pair[0] is not h else plot.phase_portrait(pair)
         for line, expected in zip(data_of(given), drawn, strict=True):
             np.testing.assert_allclose(line, expected)
-    two = hbnode.diagnostics.plot.phase_portrait(duffing(), torch.ones(1, 2))
+    two = plot.phase_portrait(duffing(), torch.ones(1, 2))
     assert (two.get_xlabel(), len(two.get_lines())) == ("$h_i$", 4)
-    plane = hbnode.diagnostics.plot.phase_portrait(torch.randn(4, 1, 3), features=(2, 0))
+    plane = plot.phase_portrait(torch.randn(4, 1, 3), features=(2, 0))
     assert (plane.get_xlabel(), plane.get_ylabel()) == ("$h_{2}$", "$h_{0}$")
     many = (torch.randn(3, 1, 12), torch.randn(3, 1, 12))
-    assert hbnode.diagnostics.plot.phase_portrait(many).get_legend() is None
-    assert len(hbnode.diagnostics.plot.phase_portrait([many[0].numpy(), many[1].numpy()], features=3).get_lines()) == 2
+    assert plot.phase_portrait(many).get_legend() is None
+    assert len(plot.phase_portrait([many[0].numpy(), many[1].numpy()], features=3).get_lines()) == 2
 
 
 @pytest.mark.parametrize("name", ["spring", "GHBNODE", "SONODE", "NODE", "callable", "pair"])
@@ -238,7 +217,7 @@ def test_the_vector_field_is_the_derivative_in_direction_and_speed(name):
         "pair": (lambda t, y: (y[1], -y[0] - 0.2 * y[1]), {"at": (torch.zeros(1), torch.zeros(1))}),
     }
     field, options = fields[name]
-    ax = hbnode.diagnostics.plot.vector_field(field, xlim=(0.0, 2.0), ylim=(-1.0, 1.0), points=4, **options)
+    ax = plot.vector_field(field, xlim=(0.0, 2.0), ylim=(-1.0, 1.0), points=4, **options)
     (arrows,) = ax.collections
     h, m = arrows.X, arrows.Y
     np.testing.assert_allclose(np.unique(h), [0.25, 0.75, 1.25, 1.75])
@@ -253,22 +232,20 @@ def test_the_vector_field_is_the_derivative_in_direction_and_speed(name):
 def test_a_vector_field_in_a_plane_of_more_dimensions_and_at_a_time():
     a = torch.randn(3, 3)
     field = hbnode.NODE(lambda t, h: t * h @ a.T)
-    ax = hbnode.diagnostics.plot.vector_field(
-        field, 2.0, at=[5.0, 6.0, 7.0], features=(2, 0), xlim=(1, 2), ylim=(3, 4), points=1
-    )
+    ax = plot.vector_field(field, 2.0, at=[5.0, 6.0, 7.0], features=(2, 0), xlim=(1, 2), ylim=(3, 4), points=1)
     value = (2.0 * a @ torch.tensor([3.5, 6.0, 1.5])).numpy()
     (arrow,) = ax.collections
     direction = np.array([value[2], value[0]]) / np.hypot(value[2], value[0])
     np.testing.assert_allclose([arrow.U[0], arrow.V[0]], direction, rtol=1e-5)
     with pytest.raises(ValueError, match=r"the plane of features \(0, 3\) needs a state of more than 3 features"):
-        hbnode.diagnostics.plot.vector_field(field, at=torch.zeros(3), features=(0, 3))
-    ball = hbnode.diagnostics.plot.vector_field(hbnode.HBNODE(nn.Linear(3, 3)), at=torch.zeros(3), features=(1, 1))
+        plot.vector_field(field, at=torch.zeros(3), features=(0, 3))
+    ball = plot.vector_field(hbnode.HBNODE(nn.Linear(3, 3)), at=torch.zeros(3), features=(1, 1))
     assert ball.get_ylabel() == "$m$"
     drive = torch.tensor([0.0, 1.0, 0.0])
     forced = hbnode.HBNODE(lambda h: 0 * h + drive)
-    (arrow,) = hbnode.diagnostics.plot.vector_field(forced, at=torch.zeros(3), features=1).collections
+    (arrow,) = plot.vector_field(forced, at=torch.zeros(3), features=1).collections
     assert arrow.V.max() > 0.9  # the force of feature 1
-    still = hbnode.diagnostics.plot.vector_field(hbnode.NODE(lambda h: 0 * h), points=2)
+    still = plot.vector_field(hbnode.NODE(lambda h: 0 * h), points=2)
     assert not np.hypot(still.collections[0].U, still.collections[0].V).any()
 
 
@@ -284,22 +261,22 @@ def test_a_vector_field_is_found_in_the_dtype_of_f_or_of_the_state(dtype, at):
 
     block = hbnode.HeavyBallODEBlock(nn.Linear(1, 1).to(dtype))
     given = {"none": None, "list": [0.0], "array": np.zeros(1), "tensor": torch.zeros(1, dtype=dtype)}[at]
-    hbnode.diagnostics.plot.vector_field(block, at=given, points=2)
-    hbnode.diagnostics.plot.trajectories(block, [[1.0]])
+    plot.vector_field(block, at=given, points=2)
+    plot.trajectories(block, [[1.0]])
     state = torch.zeros(2, dtype=dtype) if at == "tensor" else None if at == "none" else [0.0, 0.0]
-    hbnode.diagnostics.plot.vector_field(field, at=state, points=2)
+    plot.vector_field(field, at=state, points=2)
     assert seen == [(dtype, dtype) if at == "tensor" else (torch.float32, torch.float32)]
 
 
 def test_a_vector_field_keeps_to_what_is_drawn():
-    ax = hbnode.diagnostics.plot.phase_portrait(spring(), torch.ones(1, 1))
+    ax = plot.phase_portrait(spring(), torch.ones(1, 1))
     limits = ax.get_xlim(), ax.get_ylim()
-    hbnode.diagnostics.plot.vector_field(spring(), ax=ax)
+    plot.vector_field(spring(), ax=ax)
     assert (ax.get_xlim(), ax.get_ylim()) == limits
 
 
 def test_steps_are_marked():
-    ax = hbnode.diagnostics.plot.steps(RECORD)
+    ax = plot.steps(RECORD)
     drawn = dict(zip([line.get_label() for line in ax.get_lines()], data_of(ax), strict=True))
     assert {label: line.tolist() for label, line in drawn.items()} == {
         "accepted": [[0.0], [0.5]],
@@ -307,14 +284,14 @@ def test_steps_are_marked():
         "adjoint, accepted": [[0.5], [0.25]],
     }
     block = spring(rtol=1e-7, atol=1e-7)
-    ax = hbnode.diagnostics.plot.steps(block, torch.ones(1, 1), markersize=3)
+    ax = plot.steps(block, torch.ones(1, 1), markersize=3)
     with torch.no_grad():
         block(torch.ones(1, 1))
     assert sum(len(line.get_xdata()) for line in ax.get_lines()) == block.nfe.steps + block.nfe.rejected
 
 
 def test_tolerance_curves():
-    ax = hbnode.diagnostics.plot.tolerance_curve(CURVE)
+    ax = plot.tolerance_curve(CURVE)
     assert (ax.get_xscale(), ax.xaxis.get_inverted()) == ("log", True)
     left, right = ax.get_lines(), ax.figure.axes[1].get_lines()
     assert [list(line.get_ydata()) for line in (*left, *right)] == [
@@ -326,7 +303,7 @@ def test_tolerance_curves():
     assert CURVE.plot(ax) is ax  # into the same axes, whose direction and right axis stay
     assert ax.xaxis.get_inverted()
     assert len(ax.figure.axes) == 2
-    both = hbnode.diagnostics.plot.tolerance_curve({"a": CURVE, "b": CURVE})
+    both = plot.tolerance_curve({"a": CURVE, "b": CURVE})
     assert [text.get_text() for text in both.get_legend().get_texts()][:3] == ["a", "b", "forward NFE"]
     forward_only = hbnode.diagnostics.NFEToleranceCurve([1e-2], [8], [0], [0.0], [0.0])
     assert len(forward_only.plot().get_lines()) == 1
@@ -334,77 +311,70 @@ def test_tolerance_curves():
 
 def test_the_spectrum_shows_where_damping_brings_the_eigenvalues_from():
     """Of a spring: ±i without damping, -γ/2 ± i sqrt(1 - γ²/4) with it."""
-    found = hbnode.diagnostics.spectrum(spring(), torch.ones(1, 1))
-    paths = data_of(hbnode.diagnostics.plot.spectrum(found))
+    found = spectrum(spring(), torch.ones(1, 1))
+    paths = data_of(plot.spectrum(found))
     root = np.sqrt(1 - 0.2**2 / 4)
     upper_first = sorted(paths[:2], key=lambda line: -line[1][-1])  # LAPACK gives a pair in any order
     for line, end in zip(upper_first, (root, -root), strict=True):
         np.testing.assert_allclose(line[:, 0], [0, np.sign(end)], atol=1e-6)
         np.testing.assert_allclose(line[:, -1], [-0.1, end], atol=1e-6)
     np.testing.assert_allclose(sorted(paths[4][1]), [-root, root], rtol=1e-6)
-    node = hbnode.diagnostics.plot.spectrum(hbnode.ODEBlock(hbnode.NODE(lambda h: -h)), torch.ones(1, 2))
+    node = plot.spectrum(hbnode.ODEBlock(hbnode.NODE(lambda h: -h)), torch.ones(1, 2))
     np.testing.assert_allclose(data_of(node)[0], [[-1.0, -1.0], [0.0, 0.0]], rtol=1e-12)
     assert node.get_legend() is None
 
 
 def test_a_legend_is_beside_the_curves_where_there_is_room():
-    ax = hbnode.diagnostics.plot.trajectories(duffing(), torch.randn(2, 2))
+    ax = plot.trajectories(duffing(), torch.randn(2, 2))
     ax.figure.draw_without_rendering()
     assert ax.get_legend().get_window_extent().x0 > ax.get_window_extent().x1
-    ax = hbnode.diagnostics.plot.tolerance_curve(CURVE)
+    ax = plot.tolerance_curve(CURVE)
     ax.figure.draw_without_rendering()
     assert ax.get_legend().get_window_extent().x0 > ax.figure.axes[1].yaxis.get_tightbbox().x1
 
 
 def test_a_legend_of_two_axes_is_above_them_where_there_is_no_room_beside():
     _, ax = plt.subplots()
-    hbnode.diagnostics.plot.tolerance_curve(CURVE, ax=ax)
+    plot.tolerance_curve(CURVE, ax=ax)
     ax.figure.draw_without_rendering()
     assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
 
 
 def test_a_short_logarithmic_axis_has_numbers():
-    ax = hbnode.diagnostics.plot.steps(
-        hbnode.diagnostics.StepRecord([0.0, 1.0], [0.3, 0.45], [True] * 2, [None] * 2, [False] * 2)
-    )
+    ax = plot.steps(hbnode.diagnostics.StepRecord([0.0, 1.0], [0.3, 0.45], [True] * 2, [None] * 2, [False] * 2))
     ax.figure.draw_without_rendering()
     low, high = ax.get_ylim()
     numbers = [text.get_text() for text in ax.get_yticklabels() if low <= text.get_position()[1] <= high]
     assert {"0.3", "0.4"} <= set(numbers)
 
 
-def test_what_cannot_be_drawn():
-    h = torch.randn(5, 3, 2)
-    with pytest.raises(ValueError, match=r"shapes \(5, 3, 2\) and \(4,\). Fix: trajectories\(block\(x, t\), t\)"):
-        hbnode.diagnostics.plot.trajectories(h, range(4))
-    with pytest.raises(IndexError, match=r"features=2 is not within the 2 features of h. Fix: 0 to 1"):
-        hbnode.diagnostics.plot.trajectories(h, features=2)
-    with pytest.raises(IndexError, match=r"samples is a mask of shape \(2,\), but h has 3 samples. Fix: a mask"):
-        hbnode.diagnostics.plot.trajectories(h, samples=[True, False])
-    with pytest.raises(ValueError, match=r"40 samples of 30 features are more than 1000 lines. Fix: features=slice"):
-        hbnode.diagnostics.plot.trajectories(torch.randn(2, 40, 30))
-    with pytest.raises(ValueError, match=r"features must be two of h, got \[1\]"):
-        hbnode.diagnostics.plot.phase_portrait(h, features=1)
-    with pytest.raises(ValueError, match=r"expected h or a pair \(h, m\), got 3 tensors"):
-        hbnode.diagnostics.plot.phase_portrait((h, h, h))
-    with pytest.raises(ValueError, match=r"h and m must be of one shape, got \(5, 3, 2\) and \(5, 2, 2\)"):
-        hbnode.diagnostics.plot.phase_portrait(h, h[:, :2])
-    with pytest.raises(ValueError, match=r"features must be two of h, got 1. Fix: features=\(0, 1\)"):
-        hbnode.diagnostics.plot.vector_field(hbnode.NODE(lambda h: -h), features=1)
-    with pytest.raises(
-        ValueError, match=r"1 tensor\(s\) of 2 feature\(s\): .*mat1 .* Fix: at=torch.zeros\(d\), a state"
-    ):
-        hbnode.diagnostics.plot.vector_field(hbnode.NODE(nn.Linear(5, 5)))
-    with pytest.raises(ValueError, match=r"of a network, vector_field\(hbnode.NODE\(net\)\)"):
-        hbnode.diagnostics.plot.vector_field(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"expected an NFEToleranceCurve or several by name, got list. Fix: tolerance_"):
-        hbnode.diagnostics.plot.tolerance_curve([CURVE, CURVE])
-    with pytest.raises(TypeError, match=r"trajectories expected an ODEBlock, got Linear"):
-        hbnode.diagnostics.plot.trajectories(nn.Linear(2, 2), h[0])
-    with pytest.raises(TypeError, match=r"was given without an input. Fix: pass x after the block"):
-        hbnode.diagnostics.plot.steps(spring())
-    with pytest.raises(TypeError, match=r"ax must be matplotlib Axes, got ndarray. Fix: one of them"):
-        hbnode.diagnostics.plot.trajectories(h, ax=plt.subplots(1, 2)[1])
+H = torch.zeros(5, 3, 2)
+REFUSED = [
+    (lambda: plot.trajectories(H, range(4)), ValueError, r"\(4,\). Fix: trajectories\(block\(x, t\), t\)"),
+    (lambda: plot.trajectories(H, features=2), IndexError, "features=2 is not within the 2 features of h. Fix: 0 to 1"),
+    (lambda: plot.trajectories(H, samples=[True, False]), IndexError, r"samples is a mask of shape \(2,\), .* Fix: a"),
+    (lambda: plot.trajectories(torch.zeros(2, 40, 30)), ValueError, "40 samples of 30 features are more than 1000"),
+    (lambda: plot.phase_portrait(H, features=1), ValueError, r"features must be two of h, got \[1\]"),
+    (lambda: plot.phase_portrait((H, H, H)), ValueError, r"expected h or a pair \(h, m\), got 3 tensors"),
+    (lambda: plot.phase_portrait(H, H[:, :2]), ValueError, r"must be of one shape, got \(5, 3, 2\) and \(5, 2, 2\)"),
+    (lambda: plot.vector_field(hbnode.NODE(lambda h: -h), features=1), ValueError, "features must be two of h, got 1"),
+    (
+        lambda: plot.vector_field(hbnode.NODE(nn.Linear(5, 5))),
+        ValueError,
+        r"1 tensor\(s\) of 2 feature\(s\): .*mat1 .* Fix",
+    ),
+    (lambda: plot.vector_field(nn.Linear(2, 2)), ValueError, r"of a network, vector_field\(hbnode.NODE\(net\)\)"),
+    (lambda: plot.tolerance_curve([CURVE, CURVE]), TypeError, "expected an NFEToleranceCurve .* got list. Fix: toler"),
+    (lambda: plot.trajectories(nn.Linear(2, 2), H[0]), TypeError, "trajectories expected an ODEBlock, got Linear"),
+    (lambda: plot.steps(spring()), TypeError, "was given without an input. Fix: pass x after the block"),
+    (lambda: plot.trajectories(H, ax=plt.subplots(1, 2)[1]), TypeError, "ax must be matplotlib Axes, got ndarray. Fix"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_cannot_be_drawn(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):

@@ -1,7 +1,6 @@
 """Annealed heavy-ball Langevin dynamics against path densities written out by hand and exact normalising constants."""
 
 import copy
-import itertools
 import math
 import pickle
 
@@ -41,11 +40,6 @@ def gaussian(x):
 def quartic(x):
     """Wells of unequal depth in each coordinate."""
     return (-x.pow(4) / 4 + x.square() + x / 2).sum(-1)
-
-
-def log_z_of_quartic(d):
-    grid = torch.linspace(-8, 8, 20001, **DOUBLE)
-    return d * torch.trapezoid(quartic(grid[:, None]).exp(), grid).log().item()
 
 
 def network(seed=0, d=2):
@@ -137,46 +131,15 @@ def test_with_infinite_damping_it_is_overdamped_langevin():
     torch.testing.assert_close((x, log_weight), (y, expected + gaussian(y)), atol=1e-6, rtol=1e-6)
 
 
-def test_a_large_damping_tends_to_the_infinite_one():
-    ends = [
-        HeavyBallAnnealing(gaussian, standard_normal(), 4, step_size=0.4, damping=gamma).sample(5, seed=0)
-        for gamma in (100.0, math.inf)
-    ]
-    torch.testing.assert_close(*ends)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"force": None, "damping": 2.0}, {"damping": math.inf}, {"damping": torch.tensor([0.1, 3.0])}],
-    ids=["random force", "no force", "overdamped", "damping of each dimension"],
-)
+@pytest.mark.parametrize("options", [{}, {"force": None, "damping": math.inf}], ids=["random force", "overdamped"])
 def test_the_mean_weight_is_z(options):
-    estimate, error = unequal(4, **options).log_z(40_000, seed=0)
-    assert error < 0.05
+    annealing = unequal(4, **options)
+    estimate, error = annealing.log_z(40_000, seed=0)
     assert abs(estimate - math.log(3)) < 3 * error
-
-
-def test_the_standard_error_is_the_spread_of_the_estimates():
-    annealing = unequal(4, force=None)
-    estimates = torch.stack([torch.stack(annealing.log_z(500, seed=seed)) for seed in range(100)])
-    z = (estimates[:, 0] - math.log(3)) / estimates[:, 1]
-    assert 0.7 < z.square().mean() < 1.4  # three standard errors of the mean square of 100 normal variables
-
-
-def test_self_normalised_weights_give_moments_of_the_target():
-    x, log_weight = unequal(8, force=None).sample(40_000, seed=0)
-    w = log_weight.softmax(0)
-    torch.testing.assert_close(w @ x, MEAN, atol=0.03, rtol=0)
-
-
-def test_the_gap_of_the_bound_shrinks_with_the_steps():
-    exact = log_z_of_quartic(5)
-    gaps = [
-        exact
-        - HeavyBallAnnealing(quartic, standard_normal(5), steps, step_size=0.2, damping=1.0).bound(1000, seed=0).item()
-        for steps in (4, 16, 64, 256)
-    ]
-    assert all(0 < later < 0.65 * earlier for earlier, later in itertools.pairwise(gaps)), gaps
+    weight = annealing.sample(40_000, seed=0)[1].exp()
+    torch.testing.assert_close(estimate, weight.mean().log())
+    torch.testing.assert_close(error, weight.std() / 200 / weight.mean())
+    assert error < 0.05
 
 
 # Training
@@ -227,32 +190,12 @@ def test_checkpoints_keep_less():
     assert len(calls) == 3 * 16
 
 
-def test_training_raises_the_bound():
-    exact = log_z_of_quartic(4)
-    last = network(d=4).float()
-    nn.init.zeros_(last.layers[-1].weight)
-    nn.init.zeros_(last.layers[-1].bias)
-    prior = standard_normal(4, torch.float32)
-    annealing = HeavyBallAnnealing(quartic, prior, 8, step_size=torch.full((4,), 0.3), force=last)
-    before = exact - annealing.bound(2000, seed=9).item()
-    optimizer = torch.optim.Adam(annealing.parameters(), lr=0.03)
-    for step in range(60):
-        optimizer.zero_grad()
-        (-annealing.bound(64, seed=step)).backward()
-        optimizer.step()
-    after = exact - annealing.bound(2000, seed=9).item()
-    assert 0 < after < 0.75 * before
-    beta = annealing.schedule.detach()
-    assert beta[0] == 0
-    assert beta[-1] == 1
-    assert (beta.diff() > 0).all()
-
-
 def test_what_is_learned():
     prior = standard_normal()
     annealing = HeavyBallAnnealing(gaussian, prior, 3, learn_step_size=False, damping=math.inf, learn_schedule=False)
     assert not any(p.requires_grad for p in annealing.parameters())
     assert annealing.damping == math.inf
+    assert annealing.schedule.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
     fixed = HeavyBallAnnealing(gaussian, prior, 3, schedule=[0, 0.5, 0.5, 1], learn_schedule=False)
     assert fixed.schedule.tolist() == [0, 0.5, 0.5, 1]
     fixed.bound(4).backward()
@@ -375,7 +318,6 @@ def test_a_wrong_prior_is_refused(prior, message):
         ({"schedule": [0.1, 0.5, 0.6, 1.0]}, "schedule must increase from 0 to 1"),
         ({"schedule": [0.0, 0.5, 0.5, 1.0]}, "Fix: learn_schedule=False"),
     ],
-    ids=[*"0123456789"],
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -409,44 +351,16 @@ def test_objects_in_place_of_functions_are_refused():
         HeavyBallAnnealing(gaussian, standard_normal(), 3, force=MEAN)
 
 
-def _column(x):
-    return gaussian(x)[:, None]
-
-
-def _unsummed(x):
-    return -x.square()
-
-
-def _mean(x):
-    return gaussian(x).mean()
-
-
-def _detached(x):
-    return gaussian(x).detach()
-
-
-def _array(x):
-    return gaussian(x).detach().numpy()
-
-
-def _constant(x):
-    return torch.zeros(len(x))
-
-
-def _of_a_part(x):
-    return Exponential(torch.ones(2), validate_args=True).log_prob(x - 100).sum(-1)  # torch.compile turns it off
-
-
 @pytest.mark.parametrize(
     ("log_prob", "message"),
     [
-        (_column, r"must map \(4, 2\) to \(4,\), got \(4, 1\). Fix: log_prob\(x\).squeeze\(-1\)"),
-        (_unsummed, r"got \(4, 2\). Fix: log_prob\(x\).sum\(-1\)"),
-        (_mean, r"got \(\). Fix: sum over the last dimension alone"),
-        (_detached, r"does not depend on x for autograd. Fix: no .detach\(\)"),
-        (_constant, r"if it is constant, add 0 \* x.sum\(-1\)"),
-        (_of_a_part, r"on a part of R\^d.*Fix: unbounded coordinates"),
-        (_array, r"must return a tensor, got ndarray. Fix: write it in torch"),
+        (lambda x: gaussian(x)[:, None], r"map \(4, 2\) to \(4,\), got \(4, 1\). Fix: log_prob\(x\).squeeze\(-1\)"),
+        (lambda x: -x.square(), r"got \(4, 2\). Fix: log_prob\(x\).sum\(-1\)"),
+        (lambda x: gaussian(x).mean(), r"got \(\). Fix: sum over the last dimension alone"),
+        (lambda x: gaussian(x).detach(), r"does not depend on x for autograd. Fix: no .detach\(\)"),
+        (lambda x: gaussian(x).detach().numpy(), r"must return a tensor, got ndarray. Fix: write it in torch"),
+        # torch.compile turns the validation off
+        (lambda x: Exponential(torch.ones(2), validate_args=True).log_prob(x - 100).sum(-1), r"on a part of R\^d"),
     ],
 )
 def test_a_wrong_log_prob_is_refused(log_prob, message):
@@ -473,28 +387,27 @@ def test_a_wrong_force_or_number_of_paths_is_refused():
         copy.deepcopy(annealing).to("meta").sample(4)
 
 
-def test_what_is_not_finite_is_named():
-    wide = HeavyBallAnnealing(quartic, standard_normal(), 64, step_size=3.0)
-    with pytest.raises(
-        hbnode.errors.NonFiniteError, match=r"\d+ of 100 paths overflow|\d+ of 100 paths, first in step"
-    ) as e:
-        wide.sample(100, seed=0)
-    assert "smaller step_size" in str(e.value)
-    assert 0 < e.value.t <= 1
+def root(x):
+    return x[:, 0].sqrt() - x.square().sum(-1)
 
-    def root(x):
-        return x[:, 0].sqrt() - x.square().sum(-1)
 
-    with pytest.raises(
-        hbnode.errors.NonFiniteError, match=r"the force is not finite on \d+ of 100 paths, first in step 1 of 4"
-    ):
-        HeavyBallAnnealing(root, standard_normal(), 4).bound(100, seed=0)
+def endless(x):
+    return gaussian(x) + torch.where(x[:, 0] > 0, math.inf, 0.0)
 
-    def endless(x):
-        return gaussian(x) + torch.where(x[:, 0] > 0, math.inf, 0.0)
 
-    with pytest.raises(hbnode.errors.NonFiniteError, match=r"the log weights of \d+ of 100 paths are not finite"):
-        HeavyBallAnnealing(endless, standard_normal(), 4).sample(100, seed=0)
+@pytest.mark.parametrize(
+    ("log_prob", "options", "message"),
+    [
+        (quartic, {"steps": 64, "step_size": 3.0}, r"\d+ of 100 paths (overflow|, first in step).*smaller step_size"),
+        (root, {}, r"the force is not finite on \d+ of 100 paths, first in step 1 of 4"),
+        (endless, {}, r"the log weights of \d+ of 100 paths are not finite"),
+    ],
+)
+def test_what_is_not_finite_is_named(log_prob, options, message):
+    annealing = HeavyBallAnnealing(log_prob, standard_normal(), **{"steps": 4, **options})
+    with pytest.raises(hbnode.errors.NonFiniteError, match=message) as error:
+        annealing.bound(100, seed=0)
+    assert 0 < error.value.t <= 1
 
 
 def test_weights_of_zero():

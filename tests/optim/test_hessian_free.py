@@ -1,182 +1,612 @@
-"""The Hessian-free optimizer: its products, its conjugate gradients, its steps."""
+"""The Hessian-free optimizer: conjugate gradients, steps, what it refuses, and the models that it takes."""
 
 import copy
+import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
-from curvlinops import GGNLinearOperator
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode.optim import tanh_hidden
-from hbnode.optim.conjugate_gradients import conjugate_gradients
-from tests.reference_hessian_free import algorithm_1, dense
+from hbnode.optim.conjugate_gradients import backtrack, conjugate_gradients, line_search
 
-LOSSES = ["mse", "bce", "cross_entropy"]
+X, Y = torch.randn(2, 4, 5, 3, generator=torch.Generator().manual_seed(0)).unbind()
+CLASSES = torch.zeros(4, 5, dtype=torch.long)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def optimizer_of(model, loss="mse", **options):
+    return hbnode.optim.HessianFree(model.parameters(), loss=loss, **options)
 
 
 class Net(nn.Module):
-    """A recurrent layer with a readout at every sample, batch first."""
+    """A layer that may return a state too, and a readout."""
 
-    def __init__(self, rnn, outputs=2):
+    def __init__(self, layer, width=4):
         super().__init__()
-        self.rnn, self.readout = rnn, nn.Linear(rnn.hidden_size, outputs, dtype=rnn.bias.dtype)
+        self.layer, self.readout = layer, nn.Linear(width, 3)
 
     def forward(self, x):
-        h, _ = self.rnn(x)
-        return self.readout(h), h
+        out = self.layer(x)
+        return self.readout(out[0] if isinstance(out, tuple) else out)
 
 
-def tanh_net(inputs=2, hidden=4, outputs=3, dtype=torch.float64):
-    torch.manual_seed(0)
-    rnn = hbnode.nn.TanhRNN(inputs, hidden, batch_first=True, dtype=dtype)
-    return Net(rnn, outputs)
-
-
-def targets_for(loss, outputs):
-    if loss == "cross_entropy":
-        return torch.randint(outputs.shape[-1], outputs.shape[:-1])
-    return torch.rand_like(outputs)
-
-
-def stepped(model, loss, x, y, **options):
-    """An optimizer after a step, and the parameters before it."""
-    before = parameters_to_vector(model.parameters()).detach().clone()
-    optimizer = hbnode.optim.HessianFree(model.parameters(), loss=loss, **options)
-
-    def forward():
-        z, h = model(x)
-        return z, y, tanh_hidden(h)
-
-    optimizer.step(forward)
-    return optimizer, before
-
-
-# Products
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("steps", [1, 6])
-def test_the_product_is_algorithm_1(loss, steps):
-    model = tanh_net()
-    x, v = torch.randn(5, steps, 2, dtype=torch.float64), torch.randn(47, dtype=torch.float64)
-    y = targets_for(loss, model(x)[0])
-    optimizer, before = stepped(model, loss, x, y, damping=0.3, structural_damping=0.7)
-    vector_to_parameters(before, model.parameters())
-    weights = [z.detach() for z in model.parameters()]
-    holder = [torch.empty_like(z) for z in weights]
-    vector_to_parameters(v, holder)
-    expected = torch.cat([z.flatten() for z in algorithm_1(weights, holder, x, 0.3, 0.7, loss)]) + 0.3 * v
-    torch.testing.assert_close(optimizer.product(v), expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_matrix_is_symmetric_and_positive_semi_definite(loss):
-    model = tanh_net()
-    x = torch.randn(5, 6, 2, dtype=torch.float64)
-    y = targets_for(loss, model(x)[0])
-    matrices = []
-    for damping, mu in ((0.0, 0.0), (0.5, 0.0), (0.5, 2.0)):
-        copied = copy.deepcopy(model)
-        optimizer, _ = stepped(copied, loss, x, y, damping=damping, structural_damping=mu, min_damping=0.0)
-        matrices.append(dense(optimizer.product, 47))
-        torch.testing.assert_close(matrices[-1], matrices[-1].T, rtol=0, atol=1e-14)
-    plain, damped, structural = matrices
-    assert torch.linalg.eigvalsh(plain)[0] > -1e-14
-    torch.testing.assert_close(damped, plain + 0.5 * torch.eye(47, dtype=torch.float64))
-    assert torch.linalg.eigvalsh(structural - damped)[0] > -1e-14
-    assert (structural - damped).norm() > 0.1
-
-
-OF_CURVLINOPS = {"mse": nn.MSELoss, "bce": nn.BCEWithLogitsLoss, "cross_entropy": nn.CrossEntropyLoss}
-CELLS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM, "tanh": None}
-
-
-@pytest.mark.parametrize(("cell", "loss"), [*zip(CELLS, LOSSES, strict=False), *(("tanh", loss) for loss in LOSSES)])
-def test_the_product_is_that_of_curvlinops(cell, loss):
-    """Which averages over positions and features too, and does not halve squares."""
-    torch.manual_seed(0)
-    model = tanh_net()
-    if CELLS[cell] is not None:
-        model.rnn = CELLS[cell](2, 4, num_layers=2, batch_first=True, bidirectional=True, dtype=torch.float64)
-        model.readout = nn.Linear(8, 3, dtype=torch.float64)
-
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return self.model(x)[0].flatten(0, 1)
-
-    x = torch.randn(5, 6, 2, dtype=torch.float64)
-    y = targets_for(loss, model(x)[0])
-    optimizer, before = stepped(model, loss, x, y, damping=0.0, min_damping=0.0)
-    vector_to_parameters(before, model.parameters())
-    wrapped, data = Flat(), [(x, y.flatten(0, 1))]
-    parameters = list(wrapped.parameters())
-    operator = GGNLinearOperator(wrapped, OF_CURVLINOPS[loss](), parameters, data, check_deterministic=False)
-    scale = {"mse": 6 * 3 / 2, "bce": 6 * 3, "cross_entropy": 6}[loss]
-    v = torch.randn(before.numel(), dtype=torch.float64)
-    torch.testing.assert_close(optimizer.product(v), scale * (operator @ v), rtol=1e-10, atol=1e-12)
-
-
-# Conjugate gradients
+# Conjugate gradients and searches
 
 
 def test_conjugate_gradients_solve():
-    torch.manual_seed(0)
     root, b = torch.randn(20, 20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
     a = root @ root.T + 0.1 * torch.eye(20, dtype=torch.float64)
     expected = torch.linalg.solve(a, b)
-    for start in (None, 0.9 * expected):
+    for start in (None, 0.9 * expected, -expected):
         for scale in (None, a.diagonal()):
-            found = conjugate_gradients(lambda v: a @ v, b, start, limit=60, tolerance=0.0, preconditioner=scale)
-            torch.testing.assert_close(found.iterates[-1], expected, rtol=1e-7, atol=1e-8)
-            for d, value in zip(found.iterates, found.values, strict=True):
+            solution = conjugate_gradients(lambda v: a @ v, b, start, limit=60, tolerance=0.0, preconditioner=scale)
+            torch.testing.assert_close(solution.iterates[-1][0], expected, rtol=1e-7, atol=1e-8)
+            for d, value in solution.iterates:
                 assert value == pytest.approx(float(d @ a @ d / 2 - b @ d), abs=1e-9)
+
+
+def test_conjugate_gradients_stop_by_the_rule_of_martens():
+    """With values by i, the first i > k, k = max(10, i / 10), at which the relative progress over k is below k eps."""
+    a, b = torch.linspace(0.01, 1, 200, dtype=torch.float64), torch.ones(200, dtype=torch.float64)
+    values = [0.0]
+    for limit in range(1, 60):
+        solution = conjugate_gradients(lambda v: a * v, b, None, limit=limit, tolerance=0.0)
+        values.append(solution.iterates[-1][1])
+    assert solution.stop == "limit"
+    expected = next(i for i in range(11, 60) if (values[i] - values[i - 10]) / values[i] < 10 * 5e-4)
+    found = conjugate_gradients(lambda v: a * v, b, None, limit=60)
+    assert (found.stop, found.iterations) == ("progress", expected)
+    steps = sorted({math.ceil(1.3**j) for j in range(30) if 1.3**j < expected} | {expected})
+    assert [value for _, value in found.iterates] == [values[i] for i in steps]
+    assert conjugate_gradients(lambda v: -v, b, None, limit=9).stop == "negative curvature"
+    assert conjugate_gradients(lambda v: v, b, None, limit=9).stop == "solved"
+
+
+def test_backtracking_and_the_line_search():
+    iterates = [(torch.tensor([float(k)]), -float(k)) for k in range(1, 5)]
+    assert backtrack(iterates, lambda d: abs(float(d) - 2)) == (torch.tensor([2.0]), -2.0, 0.0)
+    d, g = torch.tensor([4.0]), torch.tensor([-2.0])
+    length, loss = line_search(d, 9.0, 1.0, g, lambda d: float(d - 1) ** 2)
+    assert (length, loss) == (pytest.approx(0.8**4), pytest.approx((4 * 0.8**4 - 1) ** 2))
+    assert line_search(d, 9.0, 1.0, -g, float) == (0.0, 1.0)
+    assert line_search(d, 1.0 - 0.081, 1.0, g, float) == (1.0, 1.0 - 0.081)  # 0.01 alpha g^T d = -0.08
+    assert line_search(d, 1.0 - 0.079, 1.0, g, lambda d: 0.0)[0] == 0.8
 
 
 # Steps
 
 
 def test_a_step_solves_linear_least_squares():
-    torch.manual_seed(0)
     x, y = torch.randn(30, 4, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     model = nn.Linear(4, 2, dtype=torch.float64)
-    optimizer = hbnode.optim.HessianFree(model.parameters(), loss="mse", damping=0.0, min_damping=0.0)
+    optimizer = optimizer_of(model, damping=0.0, min_damping=0.0)
     optimizer.step(lambda: (model(x), y))
     solution = torch.linalg.lstsq(torch.cat([x, torch.ones_like(x[:, :1])], 1), y).solution
     torch.testing.assert_close(model.weight, solution[:-1].T, rtol=1e-3, atol=1e-3)
     assert optimizer.progress.ratio == pytest.approx(1, abs=1e-6)
-    assert optimizer.progress.step_length == 1
-
-
-def run(model, optimizer, batches):
-    for x, y in batches:
-
-        def forward(x=x, y=y):
-            z, h = model(x)
-            return z, y, tanh_hidden(h)
-
-        optimizer.step(forward)
+    assert (optimizer.progress.step_length, optimizer.progress.outcome) == (1, "accepted")
 
 
 @pytest.mark.parametrize("samples", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_resumed_run_goes_on_exactly(dtype, samples):
-    model = tanh_net(dtype=dtype)
+    layer, readout = hbnode.nn.TanhRNN(2, 4, batch_first=True), nn.Linear(4, 3)
+    model = nn.ModuleList([layer, readout]).to(dtype)
     batches = [(torch.randn(8, 5, 2, dtype=dtype), torch.randint(3, (8, 5))) for _ in range(6)]
-    options = {"loss": "cross_entropy", "structural_damping": 0.1, "preconditioner_samples": samples}
-    optimizer = hbnode.optim.HessianFree(model.parameters(), **options)
+    options = {"structural_damping": 0.1, "preconditioner_samples": samples}
+    optimizer = optimizer_of(model, "cross_entropy", **options)
+
+    def run(model, optimizer, batches):
+        for x, y in batches:
+
+            def forward(x=x, y=y):
+                h, _ = model[0](x)
+                return model[1](h), y, tanh_hidden(h)
+
+            optimizer.step(forward)
+
     run(model, optimizer, batches[:3])
     resumed = copy.deepcopy(model)
-    again = hbnode.optim.HessianFree(resumed.parameters(), **options)
+    again = optimizer_of(resumed, "cross_entropy", **options)
     again.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
     run(model, optimizer, batches[3:])
     run(resumed, again, batches[3:])
     assert optimizer.progress == again.progress
-    for one, another in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, another)
+    assert all(map(torch.equal, model.parameters(), resumed.parameters()))
+
+
+def test_a_step_that_helps_nowhere_is_rejected_and_lambda_grows():
+    model = nn.Linear(3, 3)
+    start = model.weight.detach().clone()
+    optimizer = optimizer_of(model)
+    optimizer.step(lambda: (model(X) + (0.0 if torch.equal(model.weight, start) else math.nan), Y))
+    progress = optimizer.progress
+    assert (progress.outcome, progress.step_length, progress.reduction) == ("rejected", 0.0, 0.0)
+    assert progress.ratio == -math.inf
+    assert torch.equal(model.weight, start)
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(0.15)
+    assert "rejected" in str(progress)
+
+
+def test_a_stationary_point_leaves_lambda():
+    model = nn.Linear(3, 3)
+    optimizer, y = optimizer_of(model), model(X).detach()
+    optimizer.step(lambda: (model(X), y))
+    assert optimizer.progress.outcome == "stationary"
+    assert optimizer.param_groups[0]["damping"] == 0.1
+
+
+@pytest.mark.parametrize("hidden", [0, 30])
+def test_rounding_after_an_exact_fit_leaves_lambda(hidden):
+    """New targets are then fitted as soon as by a fresh optimizer."""
+
+    def make():
+        return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1)) if hidden else nn.Linear(3, 1)
+
+    def steps_to_fit(model, optimizer, y):
+        for step in range(50):
+            if step and optimizer.progress.new_loss < 1e-3:
+                return step
+            optimizer.step(lambda: (model(x), y))
+        return 50
+
+    x = torch.randn(10, 3)
+    y = x.sum(1, keepdim=True)
+    model, fresh = make(), make()
+    optimizer = optimizer_of(model)
+    for _ in range(60):
+        optimizer.step(lambda: (model(x), y))
+    assert (optimizer.progress.outcome, math.isnan(optimizer.progress.ratio)) == ("stationary", True)
+    assert optimizer.progress.loss < 1e-12
+    assert optimizer.progress.damping < 0.1
+    assert steps_to_fit(model, optimizer, -y) <= steps_to_fit(fresh, optimizer_of(fresh), -y) + 2
+
+
+def test_a_huge_lambda_comes_down():
+    x, y, model = torch.randn(20, 3), torch.randn(20, 2), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = optimizer_of(model, damping=1e7)
+    for _ in range(40):
+        optimizer.step(lambda: (model(x), y))
+    assert optimizer.progress.outcome == "accepted"
+    assert optimizer.progress.damping < 100
+
+
+def test_the_preconditioner_is_the_mean_square_of_the_cases_gradients():
+    model, unused = nn.Linear(3, 3, dtype=torch.float64), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    parameters, x, y = [*model.parameters(), unused], X.double(), Y.double()
+    options = {"damping": 0.0, "min_damping": 0.0, "preconditioner_samples": 3}
+    optimizer = hbnode.optim.HessianFree(parameters, loss="mse", **options)
+    optimizer.step(lambda: (model(x), y))
+    assert optimizer.progress.reduction > 0
+    assert torch.equal(unused, torch.ones(2).double())
+    with torch.no_grad():
+        found = optimizer._model.preconditioner(4000)
+    squares = []
+    for case, target in zip(x, y, strict=True):
+        loss = (model(case) - target).square().sum() / 2
+        squares.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]) ** 2)
+    torch.testing.assert_close(found[:12], torch.stack(squares).mean(0) ** 0.75, rtol=0.1, atol=0)
+    assert (found[12:] == 2.0**-52 * found.max()).all()
+
+
+def test_a_graph_from_before_the_step_is_refused_and_products_belong_to_the_step():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    optimizer, v = optimizer_of(model), torch.ones(31)
+    with pytest.raises(RuntimeError, match="there was none"):
+        optimizer.product(v)
+    loss = model(X).sum()
+    optimizer.step(lambda: (model(X), Y))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    expected = optimizer.product(v)
+    with torch.no_grad():
+        model[1].weight.add_(1.0)
+    torch.testing.assert_close(optimizer.product(v), expected)
+    with pytest.raises(ValueError, match=r"must be \(31,\)"):
+        optimizer.product(torch.ones(11))
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"2 of them are frozen since. Fix: requires_grad_\(True\)"):
+        optimizer.product(v)
+    optimizer.step(lambda: (model(X), Y))
+    assert optimizer.product(torch.ones(15)).shape == (15,)
+
+
+def test_ignored_positions_and_weights_of_zero_have_no_effect():
+    model, again, y = nn.Linear(3, 4), nn.Linear(3, 4), torch.randint(4, (4, 5))
+    again.load_state_dict(model.state_dict())
+    ignored, weight = y.clone(), torch.ones(4, 5)
+    ignored[:, 2:], weight[:, 2:] = -100, 0
+    one, other = optimizer_of(model, "cross_entropy"), optimizer_of(again, "cross_entropy")
+    for _ in range(2):
+        one.step(lambda: (model(X), ignored))
+        other.step(lambda: (again(X), y, None, weight))
+    torch.testing.assert_close(model.weight, again.weight)
+    other.step(lambda: (again(X), y, None, torch.zeros(4, 5)))
+    assert other.progress.outcome == "stationary"
+    model, y = nn.Linear(3, 3), Y.clone()
+    y[1] = math.nan
+    optimizer = optimizer_of(model)
+    optimizer.step(lambda: (model(X), y, None, (~y.isnan()).float()))
+    assert optimizer.progress.reduction > 0
+
+
+def test_dropout_draws_one_mask_for_a_step():
+    model, drawn = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3)), []
+    optimizer = optimizer_of(model, damping=1.0)
+
+    def evaluate():
+        drawn.append(torch.rand(()).item())
+        return model(X), Y
+
+    for _ in range(2):
+        optimizer.step(evaluate)
+        assert len(drawn) > 2
+        assert len(set(drawn)) == 1
+        assert optimizer.progress.reduction > 0
+        drawn.clear()
+
+
+def test_closures_that_differentiate():
+    x = torch.randn(20, 2, dtype=torch.float64).requires_grad_()
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = optimizer_of(model)
+    for _ in range(5):
+        optimizer.step(lambda: (torch.autograd.grad(model(x).sum(), x, create_graph=True)[0], -x.detach()))
+    assert optimizer.progress.new_loss < 0.1
+
+
+def test_tanh_hidden():
+    h, weight = tanh_hidden(torch.tensor([0.0, 0.5, 1.0, -1.0], requires_grad=True))
+    assert h.requires_grad
+    assert weight.isfinite().all()
+    torch.testing.assert_close(weight[:2], torch.tensor([1.0, 4 / 3]))
+    with pytest.raises(ValueError, match=r"h must be in \[-1, 1\], values of tanh, got up to 1.5"):
+        tanh_hidden(torch.tensor([1.5]))
+
+
+# Parameters, copies and states
+
+
+def test_frozen_and_unused_parameters_stay_and_groups_are_added():
+    model = Net(nn.GRU(3, 4, batch_first=True))
+    model.layer.weight_hh_l0.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(2))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = hbnode.optim.HessianFree([*model.layer.parameters(), model.unused], loss="mse")
+    optimizer.add_param_group({"params": model.readout.parameters()})
+    optimizer.step(lambda: (model(X), Y))
+    same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    assert same == {"layer.weight_hh_l0", "unused"}
+    model.layer.weight_hh_l0.requires_grad_(True)
+    optimizer.step(lambda: (model(X), Y))
+    assert not torch.equal(model.layer.weight_hh_l0, before["layer.weight_hh_l0"])
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters are frozen"):
+        optimizer.step(lambda: (model(X), Y))
+
+
+def test_copies_files_and_other_dtypes(tmp_path):
+    model = nn.Linear(3, 3)
+    optimizer = optimizer_of(model)
+    optimizer.load_state_dict(optimizer_of(model, damping=0.3).state_dict())
+    optimizer.step(lambda: (model(X), Y))
+    assert optimizer.progress.damping == 0.3
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"]
+        assert copied.progress is None
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(loaded["state"][0]["direction"], optimizer.state[model.weight]["direction"])
+    model.double()
+    optimizer.step(lambda: (model(X.double()), Y.double()))
+    assert optimizer.progress.reduction > 0
+    model.bfloat16()
+    with pytest.raises(ValueError, match=r"float32 or float64, got torch.bfloat16"):
+        optimizer.step(lambda: (model(X.bfloat16()), Y))
+
+
+def test_states_of_others_are_refused():
+    model, x = nn.Linear(3, 5, bias=False), torch.randn(9, 3)
+    optimizer = optimizer_of(model)
+    for state in ({}, None, {"state": {}}):
+        with pytest.raises(ValueError, match=r"is no state of an optimizer.*Fix: the one that HessianFree.state_dict"):
+            optimizer.load_state_dict(state)
+    optimizer.step(lambda: (model(x), x @ torch.ones(3, 5)))
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"of another optimizer"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    with pytest.raises(ValueError, match=r"Fix: HessianFree\(..., loss='mse'\)"):
+        optimizer_of(model, "bce").load_state_dict(state)
+    with pytest.raises(ValueError, match=r"direction of shape \(5, 3\) for a parameter of shape \(3, 5\)"):
+        optimizer_of(nn.Linear(5, 3, bias=False)).load_state_dict(state)
+    state["param_groups"][0]["damping"] = float("nan")
+    with pytest.raises(ValueError, match=r"damping of the state_dict is nan"):
+        optimizer.load_state_dict(state)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss": nn.MSELoss()}, ValueError, "must be one of.*Fix: loss='mse'"),
+        ({"loss": nn.BCEWithLogitsLoss}, ValueError, "Fix: loss='bce'"),
+        ({"loss": nn.functional.cross_entropy}, ValueError, "Fix: loss='cross_entropy'"),
+        ({"loss": "crossentropie"}, ValueError, "Fix: loss='cross_entropy'"),
+        ({"loss": "l1"}, ValueError, "Fix: one of these"),
+        ({"damping": -1.0}, ValueError, "damping must be a number >= 0"),
+        ({"structural_damping": True}, ValueError, "structural_damping must be a number >= 0, got True"),
+        ({"damping": 1e-4}, ValueError, "at least min_damping=0.0002"),
+        ({"max_cg": 0}, ValueError, "max_cg must be an integer >= 1"),
+        ({"preconditioner_samples": -1}, ValueError, "preconditioner_samples must be an integer >= 0"),
+        ({"case_dim": "x"}, TypeError, "case_dim must be a whole number"),
+        ({"params": [torch.zeros(2).half()]}, ValueError, r"float32 or float64.*model.float\(\)"),
+        ({"params": [torch.zeros(2, dtype=torch.complex64)]}, ValueError, "must be real, got torch.complex64"),
+        ({"params": [torch.zeros(2), torch.zeros(2).double()]}, ValueError, "one dtype and one device"),
+        ({"params": [{"params": [torch.zeros(2)], "damping": 1.0}]}, ValueError, r"options of its own, \['damping'\]"),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=message):
+        hbnode.optim.HessianFree(**({"params": [torch.zeros(2)], "loss": "mse"} | options))
+
+
+def test_parameters_that_are_given_twice():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"list\(dict.fromkeys"), pytest.warns(UserWarning, match="duplicate"):
+        hbnode.optim.HessianFree([x, x], loss="mse")
+
+
+def test_a_step_without_a_closure():
+    optimizer = optimizer_of(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match=r"earlier backward\(\) are not used. Fix: optimizer.step\(lambda: \(model"):
+        optimizer.step()
+    with pytest.raises(TypeError, match=r"curvature must be a function without arguments"):
+        optimizer.step(lambda: (X, Y), 3)
+
+
+NOISE = np.random.default_rng(0)
+REFUSED = {
+    "a loss": ("mse", lambda z: (z - Y).square().mean(), TypeError, r"must return .* got Tensor. Fix: .*no backward"),
+    "nothing": ("mse", lambda z: None, TypeError, "got NoneType"),
+    "a state": ("mse", lambda z: ((z, None), Y), TypeError, "got tuple. Fix: output, state = model"),
+    "shape": ("mse", lambda z: (z, Y[..., 0]), ValueError, "must have the shape of the outputs"),
+    "swapped": ("mse", lambda z: (Y, z, z), ValueError, "targets of forward.. have a graph. Fix: outputs first"),
+    "own targets": ("mse", lambda z: (z, z.sin(), z), ValueError, r"Fix: targets.detach\(\); those of the model"),
+    "no graph": ("mse", lambda z: (z.detach(), Y, z), ValueError, "the outputs of .* no graph to the parameters. Fix"),
+    "empty": ("mse", lambda z: (z[:0], Y[:0]), ValueError, "have no cases"),
+    "no dimension": ("mse", lambda z: (z.sum(), Y.sum()), ValueError, "case_dim=0 must be a dimension"),
+    "whole numbers": ("mse", lambda z: (z.long(), Y), TypeError, "must be real numbers"),
+    "no hidden": ("mse", lambda z: (z, Y), ValueError, r"needs hidden states.*tanh_hidden"),
+    "hidden": ("mse", lambda z: (z, Y, "h"), TypeError, "hidden must be a tensor, a pair"),
+    "hidden without graph": ("mse", lambda z: (z, Y, [z, X]), ValueError, "the hidden of forward"),
+    "two states": ("mse", lambda z: (z, Y, (z, z.exp())), ValueError, r"has a graph. Fix: a list \[h, c\]"),
+    "negative": ("mse", lambda z: (z, Y, (z, -torch.ones(3))), ValueError, "must be finite numbers >= 0"),
+    "hidden weight": ("mse", lambda z: (z, Y, (z, torch.ones(9, 5))), ValueError, r"must broadcast to \(4, 5, 3\)"),
+    "weight": ("mse", lambda z: (z, Y, z, torch.ones(4, 5)), ValueError, "must broadcast to .*unsqueeze"),
+    "no weight": ("mse", lambda z: (z, Y, z, 1.0), TypeError, "the weight must be a tensor, got float"),
+    "classes": ("cross_entropy", lambda z: (z.mT, CLASSES, z), ValueError, r"Fix: outputs.movedim\(1, -1\)"),
+    "column": ("cross_entropy", lambda z: (z, CLASSES[..., None], z), ValueError, r"Fix: targets.squeeze\(-1\)"),
+    "one-hot": ("cross_entropy", lambda z: (z, Y, z), ValueError, r"Fix: targets.argmax\(-1\)"),
+    "range": ("cross_entropy", lambda z: (z, CLASSES + 3, z), ValueError, r"must be in \[0, 3\).*got 3"),
+    "probability": ("bce", lambda z: (z, Y, z), ValueError, r"expects targets in \[0, 1\]"),
+    "above 1": ("bce", lambda z: (z, CLASSES[..., None] + 0 * Y + 1.5, z), ValueError, r"from 1.5 to 1.5"),
+    "nan": ("mse", lambda z: (z * math.nan, Y, z), FloatingPointError, "the loss is nan before the step"),
+    "gradient": ("mse", lambda z: (z.abs().sub(z.abs()).sqrt(), Y, z), FloatingPointError, "gradient of weight"),
+    "overflow": ("mse", lambda z: (1e10 * z, Y, z), FloatingPointError, "the square of the gradient is inf"),
+    "new targets": ("mse", lambda z: (z, Y + NOISE.normal(), z), ValueError, r"other targets.*x, y = next\(batches\)"),
+    "noise": ("mse", lambda z: (z + NOISE.normal(), Y, z), ValueError, r"the loss .* and then .*. Fix: draw noise"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_closure_must_not_return(name):
+    loss, wrong, error, message = REFUSED[name]
+    model = nn.Linear(3, 3)
+    optimizer = hbnode.optim.HessianFree(model.named_parameters(), loss=loss, structural_damping=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=f"(?s){message}"):
+        optimizer.step(lambda: wrong(model(X)))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+def test_a_curvature_batch_that_is_not_finite(where):
+    model, bad = nn.Linear(3, 3), {"inputs": X.clone(), "targets": Y.clone()}
+    bad[where][3] = math.nan
+    with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
+        optimizer_of(model).step(lambda: (model(X), Y), lambda: (model(bad["inputs"]), bad["targets"]))
+
+
+def test_cases_are_not_classes():
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"case_dim=2 must be a dimension of the outputs that counts cases"):
+        optimizer_of(model, "cross_entropy", case_dim=2).step(lambda: (model(X), CLASSES))
+
+
+class Once(torch.autograd.Function):
+    """The sine, whose backward pass cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class Detached(Once):
+    """The sine, whose backward pass has no graph."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.detach() * ctx.saved_tensors[0].detach().cos()
+
+
+class Wrong(Once):
+    """The sine, whose backward pass has another derivative than it should."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad * ctx.saved_tensors[0].cos()
+        return grad + grad.sign() * (grad.abs() - grad.abs().detach())
+
+
+class ThreeLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def hooked(m, x):
+    m.a.weight.register_hook(lambda grad: grad.detach().clamp(-1, 1))
+    return m.a(x)
+
+
+NOT_TWICE = {
+    "once": (lambda m, x: m.b(Once.apply(m.a(x))), "no graph, that of OnceBackward. Fix: another operation"),
+    "small part": (lambda m, x: 20 * m.a(x) + Detached.apply(m.c(x)), "no graph, that of DetachedBackward"),
+    "two paths": (lambda m, x: 1000 * m.b(m.a(x)) + Detached.apply(m.a(x)), "no graph, that of DetachedBackward"),
+    "wrong": (lambda m, x: Wrong.apply(m.a(x)), "the derivative of its backward pass is wrong"),
+    "hook": (hooked, "a hook of a parameter takes the graph"),
+    "reentrant": (
+        lambda m, x: m.b(checkpoint(m.a, x.clone().requires_grad_(), use_reentrant=True)),
+        "reentrant checkpoints.*use_reentrant=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TWICE)
+def test_a_model_that_cannot_be_differentiated_twice_is_refused(name):
+    evaluate, message = NOT_TWICE[name]
+    model = ThreeLayers()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=f"cannot be differentiated twice.*{message}"):
+        optimizer_of(model).step(lambda: (evaluate(model, X), Y))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+# Models
+
+
+class Timed(Net):
+    def forward(self, x):
+        return self.readout(self.layer(x, torch.arange(5.0).expand(len(x), 5))[0])
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        return self.readout(checkpoint(self.layer, x, use_reentrant=False))
+
+
+class LanguageModel(nn.Module):
+    """An embedding that is its readout too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(5, 8), nn.GRU(8, 8, 2, batch_first=True, dropout=0.2)
+        self.readout = nn.Linear(8, 5, bias=False)
+        self.readout.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.readout(self.layer(self.embed(tokens))[0])
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return Net(nn.Sequential(nn.Linear(3, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
+
+
+def pictures():
+    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)
+    return nn.Sequential(*layers)
+
+
+def momentum(cell, rule, width=4):
+    return lambda: (Net(getattr(hbnode.nn, f"Momentum{cell}")(3, width, rule=rule, batch_first=True), width), X, Y)
+
+
+TOKENS = torch.arange(18).view(3, 6) % 5
+MODELS = {
+    "DTRIV": lambda: (Net(hbnode.nn.DTRIV(3, 4, batch_first=True)), X, Y),
+    "momentum DTRIV": momentum("DTRIV", "momentum"),
+    "momentum GRU": momentum("GRU", "momentum"),
+    "Adam LSTM": momentum("LSTM", "adam"),
+    "Adam LSTM, wide": momentum("LSTM", "adam", 600),
+    "RMSProp RNN": momentum("RNN", "rmsprop"),
+    "adaptive LSTM": momentum("LSTM", "adaptive"),
+    "adaptive GRU, wide": momentum("GRU", "adaptive", 600),
+    "ODERNN": lambda: (Timed(hbnode.ODERNN(3, 4, field="hbnode")), X, Y),
+    "ODEBlock": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), steps=4, method="nystrom4"), X, Y),
+    "adjoint": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), X, Y),
+    "encoder": lambda: (encoder(), X, Y),
+    "checkpoint": lambda: (Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), X, Y),
+    "compiled": lambda: (
+        torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), backend="aot_eager"),
+        X,
+        Y,
+    ),
+    "language model": lambda: (LanguageModel(), TOKENS, TOKENS),
+    **{
+        f"{attention} transformer": lambda attention=attention: (
+            hbnode.nn.MomentumTransformer(5, 8, 2, 1, 16, attention=attention),
+            TOKENS,
+            TOKENS,
+        )
+        for attention in ("momentum", "heavy_ball", "softmax")
+    },
+    "pictures": lambda: (pictures(), torch.randn(16, 1, 8, 8), torch.randint(10, (16,))),
+    "one sample": lambda: (nn.Linear(3, 2), X[0, :1], CLASSES[0, :1]),
+    "DataParallel": lambda: (nn.DataParallel(Net(nn.Linear(3, 4))), X, Y),
+    "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), X, Y),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """The first step checks that J and J^T are transposes."""
+    model, x, y = MODELS[name]()
+    optimizer = optimizer_of(model, "mse" if y.is_floating_point() else "cross_entropy", max_cg=3)
+    losses = [float(optimizer.step(lambda: (model(x), y))) for _ in range(3)]
+    assert optimizer.progress.new_loss < losses[0]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    v = torch.randn(2, sum(parameter.numel() for parameter in model.parameters()))
+    a, b = (torch.dot(one, optimizer.product(other)) for one, other in (v, v.flip(0)))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_steps_in_threads_leave_settings_as_they_were():
+    import torch._dynamo  # so that its stance is set too
+
+    models, was = [nn.Linear(3, 3) for _ in range(4)], torch.backends.mkldnn.enabled
+
+    def train(model):
+        optimizer = optimizer_of(model)
+        for _ in range(5):
+            optimizer.step(lambda: (model(X), Y))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(train, models))
+    assert torch.backends.mkldnn.enabled == was
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(models[0], backend=backend)(X)
+    assert graphs

@@ -8,22 +8,71 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 from typing_extensions import override
 
-from hbnode._checks import as_count, check_input
+from hbnode._checks import as_count, check_input, takes_time
 from hbnode._tree import describe
-from hbnode.distributions.flows.conditioned import ConditionedGHBNODE, ConditionedHBNODE
-from hbnode.fields import GHBNODE, HBNODE
+from hbnode.fields import GHBNODE, HBNODE, Field
 from hbnode.nn.nets import MLP
 from hbnode.solve.methods import SPLITTING
 from hbnode.solve.odeint import checked_span, odeint
 
 GRADIENTS = ("reversible", "checkpoint", "direct")
+
+
+class _Conditioned(Field):
+    """A heavy ball on h = [position, condition]: f takes the condition too, which stays at rest.
+
+    As a part of the state the condition gets its gradient in every mode.
+    """
+
+    def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
+        if options["time_dependent"] is None:
+            options["time_dependent"] = takes_time(func, 2 if condition_dim else 1, "condition")
+        super().__init__(func, **options)
+        self.dim, self.condition_dim = dim, condition_dim
+
+    def force(self, t: Tensor, h: Tensor) -> Tensor:
+        if not self.condition_dim:
+            return super().force(t, h)  # type: ignore[misc]  # of HBNODE and GHBNODE
+        position, condition = h.tensor_split([self.dim], -1)
+        force = self.evaluate(t, position, condition)
+        force = force - self.xi * position if isinstance(self, GHBNODE) else force
+        return nn.functional.pad(force, (0, self.condition_dim))
+
+    def solver_damping(self) -> Tensor | float:
+        damping = super().solver_damping()  # type: ignore[misc]
+        is_vector = isinstance(damping, Tensor) and damping.dim() > 0
+        return nn.functional.pad(damping, (0, self.condition_dim)) if is_vector else damping
+
+
+class ConditionedHBNODE(_Conditioned, HBNODE):
+    """An HBNODE on h = [position, condition]."""
+
+
+class ConditionedGHBNODE(_Conditioned, GHBNODE):
+    """A GHBNODE on h = [position, condition]."""
+
+    def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
+        super().__init__(func, dim, condition_dim, **options)
+        if condition_dim:
+            self.activation = _PositionActivation(self.activation, dim)
+
+
+class _PositionActivation(nn.Module):
+    """An activation of the first features; the others, which are 0, stay."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], dim: int) -> None:
+        super().__init__()
+        self.activation, self.dim = activation, dim
+
+    def forward(self, m: Tensor) -> Tensor:
+        return torch.cat([self.activation(m[..., : self.dim]), m[..., self.dim :]], -1)
 
 
 class HeavyBallFlow(nn.Module):
@@ -123,8 +172,17 @@ class HeavyBallFlow(nn.Module):
         self.condition_dim = as_count(condition_dim, "condition_dim", least=0)
         self.t_span = checked_span(t_span)
         self.steps = as_count(steps, "steps")
-        _check_choice("method", method, tuple(SPLITTING))
-        _check_choice("gradient", gradient, GRADIENTS)
+        for name, value, choices in (("method", method, tuple(SPLITTING)), ("gradient", gradient, GRADIENTS)):
+            if value not in choices:
+                raise ValueError(
+                    f"{name} must be one of {choices}, got {value!r}: steps must be undone exactly. "
+                    f"Fix: {name}={choices[0]!r}."
+                )
+        if isinstance(damping, Tensor) and damping.shape not in ((), (self.dim,)):
+            raise ValueError(
+                f"damping must be a number or a tensor ({self.dim},), one γ for each feature; got "
+                f"{describe(damping)}. Fix: damping=0.1."
+            )
         self.method, self.gradient = method, gradient
         of_ghbnode = {name: x for name, x in {"xi": xi, "activation": activation}.items() if x is not None}
         if of_ghbnode and not generalized:
@@ -137,20 +195,18 @@ class HeavyBallFlow(nn.Module):
             func,
             self.dim,
             self.condition_dim,
-            damping=_checked_damping(damping, self.dim),
+            damping=damping,
             learn_damping=learn_damping,
             max_damping=max_damping,
             time_dependent=time_dependent,
             **of_ghbnode,
         )
-        self.posterior_net = self._default_posterior() if posterior is None else posterior
+        if posterior is None:
+            posterior = MLP(self.dim + self.condition_dim, [64, 64], 2 * self.dim)
+            for p in posterior.layers[-1].parameters():
+                nn.init.zeros_(p)
+        self.posterior_net = posterior
         self.register_buffer("anchor", torch.zeros(()), persistent=False)  # has the dtype and device of samples
-
-    def _default_posterior(self) -> nn.Module:
-        net = MLP(self.dim + self.condition_dim, [64, 64], 2 * self.dim)
-        for p in net.layers[-1].parameters():
-            nn.init.zeros_(p)
-        return net
 
     if TYPE_CHECKING:  # nn.Module leaves the type of a call open
 
@@ -158,7 +214,7 @@ class HeavyBallFlow(nn.Module):
         def __call__(self, h: Tensor, condition: Tensor | None = None) -> Tensor: ...
 
     def forward(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
-        """:meth:`elbo`, so that wrappers of modules, as DistributedDataParallel, can train a flow."""
+        """Return :meth:`elbo`, so that wrappers of modules, as DistributedDataParallel, can train a flow."""
         return self.elbo(h, condition)
 
     def push(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +244,7 @@ class HeavyBallFlow(nn.Module):
         return self._move(h, m, condition, forwards=False)
 
     def log_prob(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> Tensor:
-        r"""Exact log-density of (h, m) on phase space, :math:`\log p_T(h, m)`.
+        r"""Compute the exact log-density of (h, m) on phase space, :math:`\log p_T(h, m)`.
 
         Arguments:
             h: position (..., dim).
@@ -199,13 +255,13 @@ class HeavyBallFlow(nn.Module):
         return _log_normal(h) + _log_normal(m) + log_determinant
 
     def posterior(self, h: Tensor, condition: Tensor | None = None) -> Independent:
-        r"""The distribution :math:`q(m \mid h)` of the momentum, with event shape (dim,).
+        r"""Return the distribution :math:`q(m \mid h)` of the momentum, with event shape (dim,).
 
         Arguments:
             h: position (..., dim).
             condition: (..., condition_dim). Default: None, for a flow without a condition.
         """
-        condition = self._checked(h, condition)
+        condition = self._check_inputs(h, condition)
         value = self.posterior_net(h) if condition is None else self.posterior_net(h, condition)
         wanted = (*h.shape[:-1], 2 * self.dim)
         if not isinstance(value, Tensor) or value.shape != wanted:
@@ -217,7 +273,7 @@ class HeavyBallFlow(nn.Module):
         return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
 
     def elbo(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
-        r"""One-sample estimate of a lower bound of :math:`\log p_T(h)`, the density of h alone.
+        r"""Estimate, by one sample, a lower bound of :math:`\log p_T(h)`, the density of h alone.
 
         .. math:: \log p_T(h, m) - \log q(m \mid h), \qquad m \sim q(m \mid h)
 
@@ -233,7 +289,7 @@ class HeavyBallFlow(nn.Module):
         return self.log_prob(h, m, condition) - log_q
 
     def log_prob_bound(self, h: Tensor, samples: int, condition: Tensor | None = None) -> Tensor:
-        r"""Importance-weighted estimate of :math:`\log p_T(h)` from below.
+        r"""Estimate :math:`\log p_T(h)` from below by importance weighting.
 
         .. math:: \log \frac{1}{K} \sum_{k=1}^{K} \frac{p_T(h, m_k)}{q(m_k \mid h)}, \qquad m_k \sim q(m \mid h)
 
@@ -294,8 +350,8 @@ class HeavyBallFlow(nn.Module):
         return h, m, start - log_determinant
 
     def _move(self, h: Tensor, m: Tensor, condition: Tensor | None, *, forwards: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The point at the other end of ``t_span``, and the log-determinant of the way there."""
-        condition = self._checked(h, condition)
+        """Return the point at the other end of ``t_span``, and the log-determinant of the map."""
+        condition = self._check_inputs(h, condition)
         check_input(m, "m")
         if m.shape != h.shape or m.dtype != h.dtype:
             raise ValueError(
@@ -314,8 +370,8 @@ class HeavyBallFlow(nn.Module):
         log_determinant = moved[0].new_zeros(h.shape[:-1]) + (start - end) * total
         return moved[0], moved[1], log_determinant.to(moved[0].dtype)
 
-    def _checked(self, h: Tensor, condition: Tensor | None) -> Tensor | None:
-        """The condition in the batch shape of h, after checks of both."""
+    def _check_inputs(self, h: Tensor, condition: Tensor | None) -> Tensor | None:
+        """Return the condition in the batch shape of h, after checks of both."""
         check_input(h, "h")
         if h.dim() == 0 or h.shape[-1] != self.dim:
             fix = "h.unsqueeze(-1)" if self.dim == 1 else f"HeavyBallFlow(func, {h.shape[-1] if h.dim() else 1})"
@@ -326,14 +382,10 @@ class HeavyBallFlow(nn.Module):
                 f"Fix: h.to({self.anchor.dtype}){f', or flow.to({h.dtype})' if h.is_floating_point() else ''}."
             )
         if (condition is None) != (self.condition_dim == 0):
-            wanted = f"condition_dim={self.condition_dim}"
-            fix = (
-                f"pass condition= (..., {self.condition_dim})"
-                if condition is None
-                else "HeavyBallFlow(condition_dim=n)"
-            )
-            got = "no condition" if condition is None else "a condition"
-            raise ValueError(f"the flow has {wanted} and got {got}. Fix: {fix}.")
+            got, fix = "a condition", "HeavyBallFlow(condition_dim=n)"
+            if condition is None:
+                got, fix = "no condition", f"pass condition= (..., {self.condition_dim})"
+            raise ValueError(f"the flow has condition_dim={self.condition_dim} and got {got}. Fix: {fix}.")
         if condition is None:
             return None
         check_input(condition, "condition")
@@ -349,28 +401,10 @@ class HeavyBallFlow(nn.Module):
             ) from None
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
+        """Return what ``repr`` shows beside the submodules."""
         condition = f", condition_dim={self.condition_dim}" if self.condition_dim else ""
         return f"{self.dim}, t_span={self.t_span}, method={self.method!r}, steps={self.steps}{condition}"
 
 
 def _log_normal(x: Tensor) -> Tensor:
-    """Log-density of a standard normal, over the last dimension."""
     return -0.5 * (x.square() + math.log(2 * math.pi)).sum(-1)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {choices}, got {value!r}: steps must be undone exactly. Fix: {name}={choices[0]!r}."
-        )
-
-
-def _checked_damping(damping: float | Tensor | None, dim: int) -> float | Tensor | None:
-    """A damping that is a number or has one value a feature."""
-    if isinstance(damping, Tensor) and damping.shape not in ((), (dim,)):
-        raise ValueError(
-            f"damping must be a number or a tensor ({dim},), one γ a feature; got {describe(damping)}. "
-            "Fix: damping=0.1."
-        )
-    return damping

@@ -1,7 +1,6 @@
 """Heavy-ball flows: exact densities on phase space, bounds on data, samples, conditions and use."""
 
 import copy
-import itertools
 import math
 import pickle
 
@@ -49,13 +48,13 @@ def make_points(flow, *batch, dtype=torch.float64):
     return h, m, {"condition": condition}
 
 
-def plain_push(flow, h, m, condition=None):
-    """The twin of push: the drifts and kicks one after another, with their log-determinants."""
+def reference_push(flow, h, m, condition=None):
+    """The drifts and kicks of push one after another, with their log-determinants."""
     drifts, kicks = SPLITTINGS[flow.method]
     (start, end), field = flow.t_span, flow.field
     tau, gamma, generalized = (end - start) / flow.steps, field.damping, isinstance(field, hbnode.GHBNODE)
     sigma = getattr(field.activation, "activation", field.activation) if generalized else lambda x: x
-    seen = [] if condition is None else [condition]
+    condition = [] if condition is None else [condition]
     gamma = gamma.double().expand(flow.dim)
     log_determinant = torch.zeros(h.shape[:-1], dtype=h.dtype)
     for step in range(flow.steps):
@@ -63,7 +62,7 @@ def plain_push(flow, h, m, condition=None):
         h = h + drifts[0] * tau * sigma(m)
         for kick, before, after in zip(kicks, drifts[:-1], drifts[1:], strict=True):
             t = t + before * tau
-            f = field.func(t, h, *seen) - (field.xi * h if generalized else 0)
+            f = field.func(t, h, *condition) - (field.xi * h if generalized else 0)
             decay = torch.exp(-gamma * kick * tau)
             m = decay * m + (1 - decay) / gamma * f
             log_determinant = log_determinant - (gamma * kick * tau).sum()
@@ -79,13 +78,13 @@ def gradients(value, flow, *inputs):
 
 @pytest.mark.parametrize("method", SPLITTINGS)
 @pytest.mark.parametrize("form", FORMS)
-def test_values_and_gradients_are_those_of_the_plain_twin(form, method):
+def test_values_and_gradients_are_those_of_the_reference(form, method):
     results = []
-    for name in ("push", "twin"):
+    for name in ("push", "reference"):
         flow = make_flow(form, method=method)
         h, m, given = make_points(flow, 4)
         inputs = [x.requires_grad_() for x in (h, m, given["condition"]) if x is not None]
-        moved = flow.push(h, m, **given) if name == "push" else plain_push(flow, h, m, given["condition"])
+        moved = flow.push(h, m, **given) if name == "push" else reference_push(flow, h, m, given["condition"])
         results.append([*moved, *gradients(sum((x * x.cos()).sum() for x in moved), flow, *inputs)])
     assert len(results[0]) == len(results[1]) >= 3 + 2 + 5
     for found, expected in zip(*results, strict=True):
@@ -93,43 +92,21 @@ def test_values_and_gradients_are_those_of_the_plain_twin(form, method):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_log_determinant_is_that_of_the_jacobian(form):
-    flow = make_flow(form)
+def test_pull_undoes_push_and_the_log_determinant_is_that_of_the_jacobian(form):
+    flow = make_flow(form, steps=50)
     h, m, given = make_points(flow)
 
     def moved(way, z):
         return torch.cat(way(*z.split(flow.dim), **given)[:2])
 
-    for way in (flow.push, flow.pull):
-        jacobian = torch.autograd.functional.jacobian(lambda z, way=way: moved(way, z), torch.cat([h, m]))
-        assert abs(jacobian.slogdet().logabsdet - way(h, m, **given)[2]) < 1e-8
-    gamma = flow.field.damping.double().expand(flow.dim).sum()
-    assert abs(flow.push(h, m, **given)[2] + gamma * (flow.t_span[1] - flow.t_span[0])) < 1e-12
-
-
-@pytest.mark.parametrize("method", SPLITTINGS)
-@pytest.mark.parametrize("form", FORMS)
-def test_pull_undoes_push(form, method):
-    flow = make_flow(form, method=method, steps=50)
-    h, m, given = make_points(flow, 7)
     for there, back in ((flow.push, flow.pull), (flow.pull, flow.push)):
-        *moved, forth = there(h, m, **given)
-        assert (moved[0] - h).abs().max() > 0.1
-        *returned, home = back(*moved, **given)
+        *point, forth = there(h, m, **given)
+        assert (point[0] - h).abs().max() > 0.1
+        *returned, home = back(*point, **given)
         assert torch.equal(home, -forth)
-        for x, expected in zip(returned, (h, m), strict=True):
-            assert (x - expected).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("form", ["plain", "generalized"])
-def test_the_density_integrates_to_one(form):
-    flow = make_flow(form, dim=1)
-    axis = torch.linspace(-9, 9, 301, dtype=torch.float64)
-    h, m = torch.meshgrid(axis, axis, indexing="ij")
-    with torch.no_grad():
-        density = flow.log_prob(h.unsqueeze(-1), m.unsqueeze(-1)).exp()
-    assert density.shape == (301, 301)
-    assert abs(density.sum() * (axis[1] - axis[0]) ** 2 - 1) < 1e-6
+        torch.testing.assert_close(returned, [h, m], rtol=0, atol=1e-10)
+        jacobian = torch.autograd.functional.jacobian(lambda z, there=there: moved(there, z), torch.cat([h, m]))
+        assert abs(jacobian.slogdet().logabsdet - forth) < 1e-8
 
 
 def linear_flow(weight):
@@ -164,32 +141,33 @@ def test_with_the_exact_posterior_every_bound_is_the_log_density():
     assert torch.allclose(flow.log_prob_bound(h, 3), exact, atol=1e-6)
 
 
-def test_bounds_are_below_the_log_density_and_tighten_with_samples():
-    flow = make_flow(dim=1, t_span=(0.0, 2.0))
-    h = torch.linspace(-2, 2, 5, dtype=torch.float64).unsqueeze(-1)
-    m = torch.linspace(-12, 12, 2001, dtype=torch.float64).view(-1, 1, 1)
-    with torch.no_grad():
-        exact = flow.log_prob(h.expand(2001, 5, 1), m.expand(2001, 5, 1)).logsumexp(0) + math.log(24 / 2000)
-        bounds = [flow.log_prob_bound(h.expand(1000, 5, 1), k).mean(0) for k in (1, 4, 32)]
-        elbo = flow.elbo(h.expand(20000, 5, 1)).mean(0)
-        assert torch.allclose(flow.log_prob_bound(h, 20000), exact, atol=0.05)
-    assert (elbo < exact).all()
-    gaps = [exact - bound for bound in bounds]
-    for looser, tighter in itertools.pairwise(gaps):
-        assert tighter.mean() < 0.6 * looser.mean()
+def test_bounds_of_another_posterior_average_weights():
+    flow = make_flow()
+    h, *_ = make_points(flow, 4)
+    torch.manual_seed(3)
+    q = flow.posterior(h.expand(5, 4, 2))
+    m = q.rsample()
+    weights = flow.log_prob(h.expand(5, 4, 2), m) - q.log_prob(m)
+    torch.manual_seed(3)
+    torch.testing.assert_close(flow.log_prob_bound(h, 5), weights.logsumexp(0) - math.log(5))
+    torch.manual_seed(3)
+    torch.testing.assert_close(flow(h.expand(5, 4, 2)), weights)
 
 
-def test_samples_have_the_density():
-    flow = make_flow(dim=1)
-    h, m, log_prob = flow.rsample_and_log_prob(20000)
-    assert torch.allclose(log_prob, flow.log_prob(h, m))
-    inside = ((h.abs() < 1) & (m.abs() < 1)).double().mean().item()
-    axis = torch.linspace(-1, 1, 401, dtype=torch.float64)
-    square = torch.meshgrid(axis, axis, indexing="ij")
-    with torch.no_grad():
-        density = flow.log_prob(*(x.unsqueeze(-1) for x in square)).exp()
-    expected = torch.trapezoid(torch.trapezoid(density, axis), axis).item()
-    assert abs(inside - expected) < 4 * math.sqrt(expected * (1 - expected) / 20000)
+def test_a_posterior_starts_as_the_standard_normal():
+    q = hbnode.distributions.HeavyBallFlow(nn.Linear(2, 2), 2).posterior(torch.randn(3, 2))
+    assert not q.mean.any()
+    assert (q.variance == 1).all()
+
+
+def test_samples_are_pushed_normal_variables_with_their_density():
+    flow = make_flow()
+    torch.manual_seed(2)
+    noise = torch.randn(2, 20, 2, dtype=torch.float64)
+    torch.manual_seed(2)
+    h, m, log_prob = flow.rsample_and_log_prob(20)
+    torch.testing.assert_close(log_prob, flow.log_prob(h, m))
+    torch.testing.assert_close(torch.stack(flow.pull(h, m)[:2]), noise)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -207,59 +185,6 @@ def test_gradient_modes_agree(form):
     for others in zip(*found, strict=True):
         for x in others[1:]:
             assert torch.allclose(x, others[0], rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("form", ["plain", "conditioned generalized"])
-def test_gradients_are_those_of_finite_differences(form):
-    flow = make_flow(form)
-    h, m, given = make_points(flow, 3)
-
-    def value(*inputs):
-        h, m, *condition = inputs
-        return flow.log_prob(h, m, *condition)
-
-    inputs = [x.requires_grad_() for x in (h, m, given["condition"]) if x is not None]
-    assert torch.autograd.gradcheck(value, inputs)
-    omega, step = flow.field.omega, 1e-5
-    (slope,) = torch.autograd.grad(value(*inputs).sum(), omega)
-    with torch.no_grad():
-        direction = torch.ones_like(omega)
-        omega += step * direction
-        above = value(*inputs).sum()
-        omega -= 2 * step * direction
-        below = value(*inputs).sum()
-    assert abs((above - below) / (2 * step) - slope.sum()) < 1e-6 * (1 + slope.sum().abs())
-
-
-def test_reverse_divergence_finds_a_normal():
-    torch.manual_seed(0)
-    flow = hbnode.distributions.HeavyBallFlow(nn.Linear(2, 2), 2, steps=6, posterior=nn.Linear(2, 4))
-    optimizer = torch.optim.Adam(flow.parameters(), lr=0.03)
-    target = MultivariateNormal(torch.tensor([1.0, -0.5]), torch.diag(torch.tensor([0.5, 1.5])))
-    for _ in range(200):
-        h, m, log_prob = flow.rsample_and_log_prob(128)
-        loss = (log_prob - flow.posterior(h).log_prob(m) - target.log_prob(h)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        h, _ = flow.sample(20000)
-    assert loss < 0.2
-    assert torch.allclose(h.mean(0), target.mean, atol=0.15)
-    assert torch.allclose(h.var(0), target.variance, rtol=0.25)
-
-
-def test_the_bound_learns_data():
-    torch.manual_seed(0)
-    flow = hbnode.distributions.HeavyBallFlow(hbnode.nn.MLP(1, [16], 1), 1, steps=6)
-    optimizer = torch.optim.Adam(flow.parameters(), lr=0.02)
-    data = 1 + 0.3 * torch.randn(256, 1)
-    before = flow.log_prob_bound(data, 50).mean().item()
-    for _ in range(60):
-        optimizer.zero_grad()
-        (-flow(data).mean()).backward()
-        optimizer.step()
-    assert flow.log_prob_bound(data, 50).mean().item() > before + 0.3
 
 
 def test_a_condition_is_seen_and_broadcasts():
@@ -369,18 +294,6 @@ def test_the_backward_pass_of_a_reversible_flow_stores_the_ends_alone():
         ({"func": "net"}, TypeError, "func must be callable"),
         ({"condition_dim": -1}, ValueError, "condition_dim must be an integer >= 0"),
         ({"condition_dim": 1}, TypeError, r"\(h, condition\) or \(t, h, condition\). Fix: let it take h, condition"),
-    ],
-    ids=[
-        "dim",
-        "steps",
-        "method",
-        "gradient",
-        "xi",
-        "damping",
-        "t_span",
-        "func",
-        "condition_dim",
-        "no condition in func",
     ],
 )
 def test_wrong_arguments_are_refused(given, error, message):

@@ -1,4 +1,4 @@
-"""The forms of layers that can be differentiated twice, and the names of those that cannot."""
+"""Double backward passes: layers in the forms that have one, and refusals of models that have none."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hbnode import _torch
-from hbnode._torch import may_have_compiled
-from hbnode.optim.recurrence import ROperator
+from hbnode.optim.r_operator import ROperator
 
-_TURNS = threading.RLock()
+_LOCK = threading.RLock()
 _REFUSED = "the model cannot be differentiated twice, which Gauss-Newton products need"
 _CHECKPOINT = "Fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 _CUSTOM = (
@@ -27,37 +26,29 @@ _CUSTOM = (
 
 
 @contextmanager
-def plain_paths(device: torch.device) -> Iterator[None]:
+def twice_differentiable(device: torch.device) -> Iterator[None]:
     """Let layers take forms that have second derivatives, and recurrent layers an R-operator.
 
-    Recurrent layers of oneDNN and cuDNN and fused attention have first derivatives alone; the graphs of torch.compile
-    too. These are settings of the process, so threads take turns.
+    Recurrent layers of oneDNN and cuDNN, fused attention and graphs of torch.compile have only first derivatives.
+    These are settings of the process, so threads take turns.
     """
-    with _TURNS, ExitStack() as stack:
+    backend, operator = torch.backends.mkldnn, ROperator(device.type)
+    with _LOCK, ExitStack() as stack:
         stack.enter_context(_torch.double_backward())
-        stack.enter_context(_without_onednn())
+        stack.callback(setattr, backend, "enabled", backend.enabled)  # backend.flags() would warn about TF32
+        backend.enabled = False  # type: ignore[assignment]  # a property, which torch does not type
         if device.type == "cuda":
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if may_have_compiled() and hasattr(torch.compiler, "set_stance"):
+        if _torch.may_have_compiled() and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(ROperator(device.type))
+        stack.callback(setattr, operator, "is_on", False)
+        stack.enter_context(operator)
         yield
 
 
 @contextmanager
-def _without_onednn() -> Iterator[None]:
-    """``torch.backends.mkldnn.flags`` without its warning about TF32."""
-    was = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property, which torch does not type
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = was
-
-
-@contextmanager
-def differentiating_twice() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Say which layer has no second derivative, and what to do."""
     try:
         yield
@@ -68,49 +59,49 @@ def differentiating_twice() -> Iterator[None]:
         raise RuntimeError(f"{_REFUSED} ({text}) {_CHECKPOINT if 'Checkpointing' in text else _CUSTOM}") from error
 
 
-def refuse(why: str) -> NoReturn:
-    """Refuse a model whose backward pass has no graph of its own, or not the right one."""
-    raise RuntimeError(f"{_REFUSED}: {why}. {_CUSTOM}")
+def refuse(reason: str) -> NoReturn:
+    """Refuse a model whose backward pass has no graph, or not the right one."""
+    raise RuntimeError(f"{_REFUSED}: {reason}. {_CUSTOM}")
 
 
 @contextmanager
-def refusing_ends(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Refuse, by its name, an operation whose gradient is without graph though what it is computed from has one.
+def refuse_constants(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Refuse, by its name, an operation whose gradient has no graph though what it is computed from has one.
 
-    The backward pass within the context is looked at, node by node.
+    Hooks look at each node of the backward pass within the context.
     """
-    ends: list[str] = []
+    names: list[str] = []
 
-    def look_at(name: str, to: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+    def look_at(name: str, grads: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
         if any(z is not None and z.requires_grad for z in given):
-            ends.extend(name for z in to if z is not None and _is_end(z) and bool(z.any()))
+            names.extend(name for z in grads if z is not None and _is_constant(z) and bool(z.any()))
 
     with ExitStack() as stack:
         for node in _nodes(outputs):
             stack.callback(node.register_hook(partial(look_at, node.name())).remove)
         yield
-    if ends:
-        refuse(f"a part of its backward pass has no graph, that of {ends[0]}")
+    if names:
+        refuse(f"a part of its backward pass has no graph, that of {names[0]}")
 
 
-def _is_end(z: Tensor) -> bool:
-    """Whether a gradient has no graph, or that of ``once_differentiable``."""
+def _is_constant(z: Tensor) -> bool:
+    """Return whether a gradient has no graph, or that of ``once_differentiable``."""
     return not z.requires_grad or (z.grad_fn is not None and z.grad_fn.name() == "torch::autograd::Error")
 
 
 def check_checkpoints(outputs: Sequence[Tensor]) -> None:
-    """Refuse reentrant checkpoints, which hide parameters: they look as if the outputs did not depend on them."""
+    """Refuse reentrant checkpoints: they hide parameters, as if the outputs did not depend on them."""
     if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs)):
         raise RuntimeError(f"{_REFUSED}: it has reentrant checkpoints, which hide parameters. {_CHECKPOINT}")
 
 
 def _nodes(outputs: Sequence[Tensor]) -> Iterator[Node]:
-    """All operations of the outputs' graph."""
+    """Return all operations of the outputs' graph."""
     ahead = [z.grad_fn for z in outputs]
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in seen:
+        if node is not None and node not in visited:
             yield node
-            seen.add(node)
+            visited.add(node)
             ahead += [after for after, _ in node.next_functions]

@@ -1,32 +1,24 @@
-"""The sampler: its parameters, its paths and their weights."""
+"""Annealed heavy-ball Langevin dynamics: samples, log weights and normalising constants of unnormalised densities."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, cast
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, constraints
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import override
 
 from hbnode import _torch
-from hbnode._checks import as_count, as_seed, takes_time
-from hbnode.distributions.annealing.checks import (
-    check_device,
-    check_dtype,
-    check_force,
-    check_functions,
-    checked_dim,
-    checked_log_prob,
-    log_increments,
-    log_of,
-)
+from hbnode._checks import as_count, as_numbers, as_seed, takes_time
 from hbnode.errors import NonFiniteError
+
+_NORMAL = "torch.distributions.Independent(torch.distributions.Normal(torch.zeros(d), torch.ones(d)), 1)"
 
 
 class LogZ(NamedTuple):
@@ -36,8 +28,8 @@ class LogZ(NamedTuple):
     standard_error: Tensor
 
 
-class _State(NamedTuple):
-    """Where the paths are after some steps. All tensors have n rows."""
+class _Paths(NamedTuple):
+    """The n paths after some steps. All tensors have n rows."""
 
     x: Tensor
     m: Tensor
@@ -145,24 +137,26 @@ class HeavyBallAnnealing(nn.Module):
         checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        check_functions(log_prob, force)
-        self.dim = checked_dim(prior)
+        if not callable(log_prob):
+            fix = "target.log_prob" if hasattr(log_prob, "log_prob") else "a function of points (n, d)"
+            raise TypeError(f"log_prob must be a function, got {type(log_prob).__name__}. Fix: pass {fix}.")
+        if force is not None and not callable(force):
+            raise TypeError(f"force must be a module or a function, got {type(force).__name__}. Fix: hbnode.nn.MLP.")
+        self.dim = _event_size(prior)
         self.steps = as_count(steps, "steps")
         self.checkpoint = checkpoint
         # a module among the attributes would be trained as a part of this one
         self.__dict__.update(log_prob=log_prob, prior=prior)
-        log_step_size = log_of(step_size, self.dim, "step_size", 0.1)
-        log_damping = log_of(damping, self.dim, "damping", 1.0)
+        log_step_size = _as_log(step_size, self.dim, "step_size", 0.1)
+        log_damping = _as_log(damping, self.dim, "damping", 1.0)
         if not log_step_size.isfinite().all():
             raise ValueError("step_size must be finite. Fix: step_size=0.1.")
         self.log_step_size = nn.Parameter(log_step_size, requires_grad=learn_step_size)
         is_finite = bool(log_damping.isfinite().all())
         self.log_damping = nn.Parameter(log_damping, requires_grad=learn_damping and is_finite)
-        self.log_increments = nn.Parameter(log_increments(schedule, self.steps, learn_schedule), learn_schedule)
+        self.log_increments = nn.Parameter(_as_log_increments(schedule, self.steps, learn_schedule), learn_schedule)
         self.force = force
         self._takes_time = force is not None and takes_time(force, 1)
-
-    # The parameters
 
     @property
     def step_size(self) -> Tensor:
@@ -179,8 +173,6 @@ class HeavyBallAnnealing(nn.Module):
         """The current β, of shape (steps + 1,)."""
         inner = self.log_increments.softmax(0).cumsum(0)[:-1]
         return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
-
-    # What users call
 
     def sample(self, n: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
         """Draw paths, without a graph.
@@ -210,7 +202,7 @@ class HeavyBallAnnealing(nn.Module):
         return self._draw(n, seed)
 
     def bound(self, n: int, *, seed: int | None = None) -> Tensor:
-        """The mean log weight of n paths, whose expectation is at most log Z. Maximise it to train.
+        """Estimate a lower bound of log Z, the mean log weight of n paths. Maximise it to train.
 
         Arguments:
             n: how many paths.
@@ -258,8 +250,6 @@ class HeavyBallAnnealing(nn.Module):
     def forward(self, n: int, *, seed: int | None = None) -> Tensor:
         return self.bound(n, seed=seed)
 
-    # The paths
-
     def _draw(self, n: int, seed: int | None) -> tuple[Tensor, Tensor]:
         n = as_count(n, "n", least=0)
         if _torch.is_transformed():
@@ -271,14 +261,18 @@ class HeavyBallAnnealing(nn.Module):
         is_differentiated = torch.is_grad_enabled()
         # the force is a gradient, which inference mode cannot take
         device = self.log_step_size.device
-        with _seeded(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
+        with _local_seed(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
             draw = self.prior.rsample if is_differentiated and self.prior.has_rsample else self.prior.sample
             x = draw(torch.Size([n]))
-            check_device(x, device)
+            if x.device != device:
+                raise ValueError(
+                    f"the prior draws on {x.device}, but the step size is on {device}. "
+                    f"Fix: annealing.to({str(x.device)!r}), or a prior whose tensors are on {device}."
+                )
             return self._run(x) if n else (x, x.new_zeros(0))
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The ends of the paths that start at x, and their log weights."""
+        """Return the ends of the paths that start at x, and their log weights."""
         schedule, step_size = self.schedule.to(x.dtype), self.step_size.to(x.dtype)
         gamma = self.damping.to(x.dtype)
         # infinity times the gradient of the exponential, 0, would be NaN
@@ -286,8 +280,8 @@ class HeavyBallAnnealing(nn.Module):
         coefficients = step_size, (-decay).exp(), (-torch.expm1(-2 * decay)).sqrt()
         force, log_q = self._force(x, 0, schedule)
         count = torch.zeros(len(x), dtype=torch.long, device=x.device)
-        state = _State(x, torch.randn_like(x), force, log_q, torch.zeros_like(log_q), count, count > 0)
-        step: Callable[..., _State] = self._step
+        state = _Paths(x, torch.randn_like(x), force, log_q, torch.zeros_like(log_q), count, count > 0)
+        step: Callable[..., _Paths] = self._step
         if self.checkpoint and torch.is_grad_enabled():  # of more steps the force of each would compute all again
             step = functools.partial(recomputed, self._step, use_reentrant=False)
         for k in range(1, self.steps + 1):
@@ -296,9 +290,9 @@ class HeavyBallAnnealing(nn.Module):
         self._check_end(state, log_weight)
         return state.x, log_weight
 
-    def _step(self, state: _State, k: int, schedule: Tensor, size: Tensor, keep: Tensor, noise: Tensor) -> _State:
+    def _step(self, state: _Paths, k: int, schedule: Tensor, size: Tensor, decay: Tensor, noise: Tensor) -> _Paths:
         """Refresh the momentum, and make a leapfrog step."""
-        m = keep * state.m + noise * torch.randn_like(state.m)
+        m = decay * state.m + noise * torch.randn_like(state.m)
         x = state.x + size * (m + size / 2 * state.force)
         is_finite = x.isfinite().all(-1)
         x = torch.where(is_finite[:, None], x, 0)  # distributions refuse others; such a path counts as lost
@@ -309,10 +303,10 @@ class HeavyBallAnnealing(nn.Module):
         has_force = force.isfinite().all(-1)
         steps = state.steps + (was_finite & is_finite & has_force & kinetic.isfinite())
         is_force = state.is_force | (was_finite & is_finite & ~has_force)
-        return _State(x, m + kick, force, log_density, kinetic, steps, is_force)
+        return _Paths(x, m + kick, force, log_density, kinetic, steps, is_force)
 
     def _force(self, x: Tensor, k: int, schedule: Tensor) -> tuple[Tensor, Tensor]:
-        """The force f_k and the annealed log density, (n, d) and (n,), at x."""
+        """Return the force f_k and the annealed log density, (n, d) and (n,), at x."""
         is_differentiated = torch.is_grad_enabled()
         with torch.enable_grad():
             at = x if is_differentiated and x.requires_grad else x.detach().requires_grad_()
@@ -320,23 +314,57 @@ class HeavyBallAnnealing(nn.Module):
             if k < self.steps:
                 parts.append((1 - schedule[k]) * self.prior.log_prob(at))
             if k > 0:
-                parts.append(schedule[k] * checked_log_prob(self.log_prob, at))
+                parts.append(schedule[k] * self._target(at))
             log_density = sum(parts[1:], parts[0])
             (force,) = torch.autograd.grad(log_density.sum(), at, create_graph=is_differentiated)
         if self.force is not None:
             force = force + self._learned_force(at, k)
         return (force, log_density) if is_differentiated else (force.detach(), log_density.detach())
 
+    def _target(self, x: Tensor) -> Tensor:
+        """Return the log density (n,) at x (n, d)."""
+        try:
+            value = self.log_prob(x)
+        except ValueError as error:
+            if "within the support" not in str(error):  # torch's words
+                raise
+            raise ValueError(
+                "log_prob is of a distribution on a part of R^d, which paths leave. Fix: unbounded coordinates, with "
+                "the log-determinant of their transform in log_prob; or -inf outside of the support."
+            ) from error
+        if not isinstance(value, Tensor):
+            raise TypeError(f"log_prob must return a tensor, got {type(value).__name__}. Fix: write it in torch.")
+        if value.shape != x.shape[:1]:
+            fix = {(len(x), 1): "log_prob(x).squeeze(-1)", tuple(x.shape): "log_prob(x).sum(-1)"}
+            raise ValueError(
+                f"log_prob must map ({len(x)}, {x.shape[1]}) to ({len(x)},), got {tuple(value.shape)}. "
+                f"Fix: {fix.get(tuple(value.shape), 'sum over the last dimension alone, with .sum(-1)')}."
+            )
+        if not value.requires_grad:
+            raise ValueError(
+                "log_prob returns a tensor that does not depend on x for autograd. Fix: no .detach(), torch.no_grad() "
+                "or numpy in log_prob; if it is constant, add 0 * x.sum(-1)."
+            )
+        return value
+
     def _learned_force(self, x: Tensor, k: int) -> Tensor:
-        force = cast(Callable[..., Tensor], self.force)
-        check_dtype(force, x)
+        """Return the network u at x (n, d)."""
+        force: Any = self.force
+        dtypes = {p.dtype for p in force.parameters()} if isinstance(force, nn.Module) else {x.dtype}
+        if dtypes and x.dtype not in dtypes:
+            raise TypeError(
+                f"the prior draws {x.dtype}, but the force has parameters of {dtypes.pop()}. "
+                f"Fix: annealing.to({x.dtype})."
+            )
         u = force(x.new_full((), k / self.steps), x) if self._takes_time else force(x)
-        check_force(u, x)
+        if not isinstance(u, Tensor) or u.shape != x.shape:
+            got = tuple(u.shape) if isinstance(u, Tensor) else type(u).__name__
+            raise ValueError(
+                f"force must return the shape of x, {tuple(x.shape)}, got {got}. Fix: {x.shape[1]} outputs."
+            )
         return u
 
-    # Failures
-
-    def _check_end(self, state: _State, log_weight: Tensor) -> None:
+    def _check_end(self, state: _Paths, log_weight: Tensor) -> None:
         """Refuse paths that are not finite, with how many they are."""
         is_lost = (state.steps < self.steps) | log_weight.isnan() | (log_weight == math.inf)
         if not bool(is_lost.any()):
@@ -369,8 +397,8 @@ class HeavyBallAnnealing(nn.Module):
 
 
 @contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Within it, torch's generators start from a seed; after it, they are as they were."""
+def _local_seed(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Let torch's generators start from a seed within the context."""
     if seed is None:
         yield
         return
@@ -378,3 +406,55 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(number)
         yield
+
+
+def _event_size(prior: object) -> int:
+    """Return the size of the prior's events, which are points of R^d."""
+    if not isinstance(prior, Distribution):
+        raise TypeError(f"prior must be a torch.distributions object, got {type(prior).__name__}. Fix: {_NORMAL}.")
+    batch, event = tuple(prior.batch_shape), tuple(prior.event_shape)
+    if batch or len(event) != 1:
+        wraps = len(batch) == 1 and not event
+        raise ValueError(
+            f"prior must have batch shape () and event shape (d,), got {batch} and {event}. "
+            f"Fix: {'torch.distributions.Independent(prior, 1)' if wraps else _NORMAL}."
+        )
+    support: Any = None
+    with suppress(NotImplementedError):
+        support = prior.support
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    if support is not None and not isinstance(support, type(constraints.real)):
+        raise ValueError(
+            f"prior must be a distribution on all of R^d, as steps may leave the support {support}. Fix: sample "
+            f"unbounded coordinates and transform them in log_prob, with {_NORMAL}."
+        )
+    return event[0]
+
+
+def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
+    """Return the logarithm of a positive number, or of one for each dimension."""
+    given = as_numbers(value, name, f"{name}={usual}", torch.get_default_dtype(), device=None)
+    if given.shape not in (torch.Size([]), torch.Size([dim])):
+        raise ValueError(
+            f"{name} must be a number or a tensor ({dim},), got shape {tuple(given.shape)}. Fix: {name}={usual}."
+        )
+    if not bool((given > 0).all()):
+        raise ValueError(f"{name} must be positive, got {given.tolist()}. Fix: {name}={usual}.")
+    return given.log()
+
+
+def _as_log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_learned: bool) -> Tensor:
+    """Return the logarithms of the increments of a schedule, up to a constant."""
+    if schedule is None:
+        return torch.zeros(steps)
+    fix = f"Fix: torch.linspace(0, 1, {steps + 1}), or leave it out."
+    given = as_numbers(schedule, "schedule", f"torch.linspace(0, 1, {steps + 1})", device=None)
+    if given.shape != (steps + 1,):
+        raise ValueError(f"schedule must be ({steps + 1},), steps + 1, got shape {tuple(given.shape)}. {fix}")
+    increments = given.diff()
+    if given[0] != 0 or given[-1] != 1 or not bool((increments >= 0).all()):
+        raise ValueError(f"schedule must increase from 0 to 1, got {given.tolist()}. {fix}")
+    if is_learned and bool((increments == 0).any()):
+        raise ValueError("a learned schedule must increase in every step. Fix: learn_schedule=False.")
+    return increments.log().to(torch.get_default_dtype())

@@ -1,0 +1,187 @@
+"""What the diagnostics share: results with files, the states that a block passes through, and helpers of figures.
+
+matplotlib is imported when something is drawn, and needed for nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hbnode._tree import parts
+from hbnode.nfe import NFE
+from hbnode.nn.blocks import ODEBlock
+from hbnode.solve.odeint import solve
+from hbnode.solve.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.lines import Line2D
+
+POINTS = 200  # output times if none are given
+
+
+class Result:
+    """The result of a diagnostic, which writes itself to a file and draws itself."""
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """Return the data as columns of equal length, by name."""
+        return {name: column for name, column in vars(self).items() if column is not None}
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the columns to ``path``. The file appears whole or not at all."""
+        path = Path(path)
+        columns = self.columns()
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
+        partial.replace(path)
+
+
+@contextmanager
+def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
+    """Set evaluation mode within the context; a function has none."""
+    modes = [(part, part.training) for part in field.modules()] if isinstance(field, nn.Module) else []
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def check_block(block: nn.Module, caller: str) -> ODEBlock:
+    """Return the block, if it is one."""
+    if not isinstance(block, ODEBlock):
+        raise TypeError(
+            f"{caller} expected an ODEBlock, got {type(block).__name__}. "
+            "Fix: pass the block inside of a model; ODEBlock(field) makes one of a field."
+        )
+    return block
+
+
+def as_input(block: nn.Module, x: object) -> Tensor:
+    """Return an input without its graph; an array or a list becomes a tensor of the block's dtype and device."""
+    if x is None:
+        raise TypeError(f"{type(block).__name__} was given without an input. Fix: pass x after the block.")
+    if isinstance(x, Tensor):
+        return x.detach()
+    dtype, device = dtype_and_device(block.field)
+    return torch.as_tensor(x).to(device=device, dtype=dtype)
+
+
+def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
+    """Return those of the parameters of f, or else of the field, or else the default dtype and no device."""
+    for module in (getattr(field, "func", None), field):
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            if parameter.is_floating_point():
+                return parameter.dtype, parameter.device
+    return torch.get_default_dtype(), None
+
+
+def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = POINTS) -> tuple[Tensor, Settings]:
+    """Return output times, and the settings to solve with.
+
+    Without ``t`` the times are the block's own grid if it has fixed steps, or else equally spaced.
+    """
+    settings = block.settings()
+    if t is not None:
+        times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
+        if times.dim() != 1 or len(times) < 2:
+            raise ValueError(
+                f"t must hold two or more times (T,), got shape {tuple(times.shape)}. Fix: [0.0, 0.5, 1.0]."
+            )
+        return times, settings
+    if settings.steps is not None:  # a grid: n steps between two outputs become one between each two of n + 1 outputs
+        points = settings.steps + 1
+        settings = dataclasses.replace(settings, steps=1)
+    return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
+
+
+def states(
+    block: ODEBlock, x: object, t: Tensor | Sequence[float] | None, points: int = POINTS
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return times (T,), and the parts of the state, h or h and m, at these times, each (T, batch, ...)."""
+    times, settings = schedule(block, t, points)
+    with torch.no_grad(), evaluation_mode(block):
+        start = block.start(as_input(block, x))
+        trajectory = solve(block.field, start, times, settings, NFE())  # not counted by the block
+    return times, parts(trajectory)
+
+
+def axes(ax: Axes | None) -> Axes:
+    """Return the axes to draw into, those of a new figure if there are none."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("plotting needs matplotlib. Fix: pip install 'hbnode[plot]'.") from error
+    if ax is None:
+        return plt.subplots(layout="constrained")[1]
+    if not hasattr(ax, "get_xlim"):
+        raise TypeError(f"ax must be matplotlib Axes, got {type(ax).__name__}. Fix: one of them, such as axes[0].")
+    return ax
+
+
+def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return properties of a line: those given, under any of their names, and defaults for the rest."""
+    from matplotlib.cbook import normalize_kwargs
+    from matplotlib.lines import Line2D
+
+    return normalize_kwargs(dict(defaults), Line2D) | normalize_kwargs(dict(given), Line2D)
+
+
+def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
+    """Draw a legend beside the axes if the figure's layout makes room for it, or else above them."""
+    from matplotlib.transforms import ScaledTranslation
+
+    found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
+    right = twin_axes(ax)
+    figure = ax.figure
+    if not found:
+        return
+    if figure.get_layout_engine() is None and right is None:
+        ax.legend(handles=found, fontsize="small")
+        return
+    if figure.get_layout_engine() is None:  # matplotlib would look for the curves of one of the two axes alone
+        above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4}
+        ax.legend(handles=found, fontsize="small", frameon=False, columnspacing=1.0, **above)
+        return
+    gap = ScaledTranslation((5 if right is None else 55) / 72, 0.0, figure.dpi_scale_trans)  # room for tick labels
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "bbox_transform": ax.transAxes + gap}
+    ax.legend(handles=found, fontsize="small", borderaxespad=0.0, handlelength=1.5, frameon=False, **place)
+
+
+def ticks_of_short_axis(axis: Axis) -> None:
+    """Number a logarithmic axis of less than two decades at 1, 2 and 5, where powers of ten would be too few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    if low > 0 and high / low < 100:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def twin_axes(ax: Axes) -> Axes | None:
+    """Return the axes that share the x-axis and the place of these, if there are any."""
+    shared = ax.get_shared_x_axes().get_siblings(ax)
+    return next((a for a in shared if a is not ax and a.get_position().bounds == ax.get_position().bounds), None)
+
+
+def as_float64(values: object) -> Tensor:
+    """Return tensors, arrays, numbers and lists of these as a float64 tensor on the CPU, without a graph."""
+    if isinstance(values, (list, tuple)) and any(isinstance(value, Tensor) for value in values):
+        return torch.stack([as_float64(value) for value in values])
+    return torch.as_tensor(values).detach().to("cpu", torch.float64)

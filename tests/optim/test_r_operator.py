@@ -1,0 +1,175 @@
+"""Gauss-Newton products of recurrent layers: against Algorithm 1 of the paper, curvlinops, and their own symmetry."""
+
+import pytest
+import torch
+from curvlinops import GGNLinearOperator
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import hbnode
+from hbnode.optim import tanh_hidden
+from tests.reference_hessian_free import algorithm_1, dense
+
+LOSSES = ["mse", "bce", "cross_entropy"]
+DOUBLE = {"dtype": torch.float64}
+CELLS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    """A recurrent layer with a readout at every sample."""
+
+    def __init__(self, rnn, width=4, **options):
+        super().__init__()
+        self.rnn, self.readout = rnn, nn.Linear(width, 3, **options)
+
+    def forward(self, x):
+        return self.readout(self.rnn(x)[0])
+
+
+class PackedNet(Net):
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 4, 4, 2, 1]), batch_first=True)
+        return self.readout(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+
+
+class CellStateNet(Net):
+    def forward(self, x):
+        return self.readout(self.rnn(x)[1][1][-1])
+
+
+def tanh_net():
+    return Net(hbnode.nn.TanhRNN(2, 4, batch_first=True, **DOUBLE), **DOUBLE)
+
+
+def targets_for(loss, steps):
+    return torch.randint(3, (5, steps)) if loss == "cross_entropy" else torch.rand(5, steps, 3, **DOUBLE)
+
+
+def stepped(model, loss, x, y, **options):
+    """An optimizer after a step, with the parameters set back to those before it."""
+    before = parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = hbnode.optim.HessianFree(model.parameters(), loss=loss, min_damping=0.0, **options)
+
+    def forward():
+        h, _ = model.rnn(x)
+        return model.readout(h), y, tanh_hidden(h)
+
+    optimizer.step(forward)
+    vector_to_parameters(before, model.parameters())
+    return optimizer
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("steps", [1, 6])
+def test_the_product_is_algorithm_1(loss, steps):
+    model, x, v = tanh_net(), torch.randn(5, steps, 2, **DOUBLE), torch.randn(47, **DOUBLE)
+    optimizer = stepped(model, loss, x, targets_for(loss, steps), damping=0.3, structural_damping=0.7)
+    weights = [z.detach() for z in model.parameters()]
+    parts = [torch.empty_like(z) for z in weights]
+    vector_to_parameters(v, parts)
+    expected = torch.cat([z.flatten() for z in algorithm_1(weights, parts, x, 0.3, 0.7, loss)]) + 0.3 * v
+    torch.testing.assert_close(optimizer.product(v), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_matrix_is_symmetric_and_positive_semi_definite(loss):
+    x, y = torch.randn(5, 6, 2, **DOUBLE), targets_for(loss, 6)
+    matrices = []
+    for damping, mu in ((0.0, 0.0), (0.5, 2.0)):
+        torch.manual_seed(0)
+        optimizer = stepped(tanh_net(), loss, x, y, damping=damping, structural_damping=mu)
+        matrices.append(dense(optimizer.product, 47))
+        torch.testing.assert_close(matrices[-1], matrices[-1].T, rtol=0, atol=1e-14)
+    undamped, damped = matrices
+    assert torch.linalg.eigvalsh(undamped)[0] > -1e-14
+    assert torch.linalg.eigvalsh(damped - undamped)[0] > 0.5 - 1e-14
+
+
+CURVLINOPS_LOSSES = {"mse": nn.MSELoss, "bce": nn.BCEWithLogitsLoss, "cross_entropy": nn.CrossEntropyLoss}
+
+
+@pytest.mark.parametrize(("cell", "loss"), list(zip(CELLS, LOSSES, strict=True)))
+def test_the_product_is_that_of_curvlinops(cell, loss):
+    """Which averages over positions and features too, and does not halve squares."""
+    rnn = CELLS[cell](2, 4, num_layers=2, batch_first=True, bidirectional=True, **DOUBLE)
+    model, x, y = Net(rnn, 8, **DOUBLE), torch.randn(5, 6, 2, **DOUBLE), targets_for(loss, 6)
+    optimizer = stepped(model, loss, x, y, damping=0.0)
+    wrapped = nn.Sequential(model, nn.Flatten(0, 1))
+    data = [(x, y.flatten(0, 1))]
+    operator = GGNLinearOperator(
+        wrapped, CURVLINOPS_LOSSES[loss](), list(wrapped.parameters()), data, check_deterministic=False
+    )
+    scale = {"mse": 6 * 3 / 2, "bce": 6 * 3, "cross_entropy": 6}[loss]
+    v = torch.randn(operator.shape[1], **DOUBLE)
+    torch.testing.assert_close(optimizer.product(v), scale * (operator @ v), rtol=1e-10, atol=1e-12)
+
+
+LAYERS = {
+    **{f"{cell} without bias": lambda kind=kind: Net(kind(2, 4, bias=False)) for cell, kind in CELLS.items()},
+    **{
+        f"{cell} deep": lambda kind=kind: Net(kind(2, 4, 2, dropout=0.3, bidirectional=True), 8)
+        for cell, kind in CELLS.items()
+    },
+    **{f"{cell} packed": lambda kind=kind: PackedNet(kind(2, 4, batch_first=True)) for cell, kind in CELLS.items()},
+    "RNN relu": lambda: Net(nn.RNN(2, 4, nonlinearity="relu")),
+    "LSTM projected": lambda: Net(nn.LSTM(2, 6, proj_size=4)),
+    "LSTM read out at its cell state": lambda: CellStateNet(nn.LSTM(2, 4)),
+    "TanhRNN packed": lambda: PackedNet(hbnode.nn.TanhRNN(2, 4, batch_first=True)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_forms_of_layers(name):
+    """Against double backward passes through the layers themselves, at the same random numbers."""
+    model, x = LAYERS[name]().double(), torch.randn(5, 6, 2, **DOUBLE)
+    optimizer = hbnode.optim.HessianFree(model.parameters(), loss="mse", max_cg=3, damping=0.3)
+    before, state = parameters_to_vector(model.parameters()).detach().clone(), torch.get_rng_state()
+    y = torch.zeros_like(model(x)).detach()
+    torch.set_rng_state(state)
+    optimizer.step(lambda: (model(x), y))
+    assert optimizer.progress.reduction > 0
+    vector_to_parameters(before, model.parameters())
+    v = torch.randn(len(before), **DOUBLE)
+    torch.set_rng_state(state)
+    z, u = model(x), torch.zeros_like(y, requires_grad=True)
+    grads = torch.autograd.grad(z, list(model.parameters()), u, create_graph=True)
+    (jv,) = torch.autograd.grad(torch.cat([g.flatten() for g in grads]), u, v, retain_graph=True)
+    product = torch.cat([g.flatten() for g in torch.autograd.grad(z, list(model.parameters()), jv)])
+    torch.testing.assert_close(optimizer.product(v), product / len(y) + 0.3 * v, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("make", [*CELLS.values(), hbnode.nn.TanhRNN])
+def test_derivatives_of_recurrent_layers_in_a_closure_are_refused(make):
+    x, model = torch.randn(4, 5, 2).requires_grad_(), make(2, 3, batch_first=True)
+    optimizer = hbnode.optim.HessianFree(model.parameters(), loss="mse")
+
+    def evaluate():
+        (slope,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+        return slope, torch.zeros_like(slope)
+
+    with pytest.raises(RuntimeError, match=r"differentiates through torch's recurrent layer"):
+        optimizer.step(evaluate)
+
+
+def test_autocast_around_a_step_has_no_effect_and_within_a_closure_is_refused():
+    x, y, losses = torch.randn(20, 1, 4), torch.randn(20, 1, 3), []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        model = nn.GRU(4, 3, batch_first=True)
+        optimizer = hbnode.optim.HessianFree(model.parameters(), loss="mse")
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            optimizer.step(lambda: (model(x)[0], y))  # noqa: B023
+        losses.append((optimizer.progress.loss, optimizer.progress.new_loss))
+    assert losses[0] == losses[1]
+
+    def evaluate():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)[0].float(), y
+
+    with pytest.raises(RuntimeError, match=r"under autocast to torch.bfloat16.*Fix: leave torch.autocast out"):
+        optimizer.step(evaluate)
