@@ -1,7 +1,7 @@
 """Diagnostics: each returns its data, which plots itself and writes itself to a file; the plots are in ``plot``."""
 
 from hbnode.diagnostics import plot
-from hbnode.diagnostics.adjoints import AdjointNorms, adjoint_norms
+from hbnode.diagnostics.gradients import AdjointNorms, adjoint_norms
 from hbnode.diagnostics.spectra import Spectrum, spectrum
 from hbnode.diagnostics.tolerance import NFEToleranceCurve, nfe_vs_tolerance
 from hbnode.nfe import StepRecord, record_steps
