@@ -35,7 +35,7 @@ import hbnode
 from benchmarks.dense import seconds
 from benchmarks.gradients import interleaved
 from benchmarks.recurrent import peak_bytes, table
-from hbnode.nn.attention.softmax import KeyValueCache
+from hbnode.nn.attention import KeyValueCache
 from tasks.common.files import write_figure, write_json
 from tasks.common.run import environment
 from tasks.models.transformers import make_transformer

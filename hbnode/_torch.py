@@ -249,7 +249,8 @@ class _FastForm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, residuals = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint gives them only once
+        tensors, residuals = saved[: ctx.count], saved[ctx.count :]
         needed = ctx.needs_input_grad[3:]
         given = [grad for grad in grads if grad is not None]
         with no_autocast(given[0]) if given else nullcontext():  # as the forward pass runs

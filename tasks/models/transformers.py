@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from hbnode.nn import MomentumTransformer
-from hbnode.nn.transformer.kinds import AttentionName, ConnectionName
+from hbnode.nn.transformer import AttentionName, ConnectionName
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hbnode
-from tests.nn.test_multihead import KINDS, make
+from tests.nn.test_attention import KINDS, make
 from tests.pretend_device import pretended_device
 
 

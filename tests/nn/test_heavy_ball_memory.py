@@ -9,9 +9,10 @@ from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 import hbnode
-from hbnode.nn.attention.memory import functional, layout
-from hbnode.nn.attention.memory.plain import chunkwise
-from hbnode.nn.attention.memory.stability import resonance
+from hbnode.nn import _delta_rule as layout
+from hbnode.nn import heavy_ball_memory as functional
+from hbnode.nn.heavy_ball_memory import _chunkwise as chunkwise
+from hbnode.nn.heavy_ball_memory import resonance
 from tests import reference_memory as reference
 
 F64 = torch.float64
@@ -79,7 +80,7 @@ def assert_matches(made, **options):
 @pytest.fixture
 def _plain(monkeypatch):
     """The form that is used inside transforms and graphs, and for second derivatives."""
-    monkeypatch.setattr(functional, "fast_chunkwise", chunkwise)
+    monkeypatch.setattr(functional, "_fast_chunkwise", chunkwise)
 
 
 @pytest.fixture(params=[False, True], ids=["fast", "plain"])
@@ -110,7 +111,7 @@ def test_any_length(delta, length):
 @pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize("at_once", [1, 4, 1000])
 def test_any_number_of_chunks_and_sequences_at_once(monkeypatch, delta, at_once):
-    monkeypatch.setattr(layout, "AT_ONCE", at_once)
+    monkeypatch.setattr(layout, "CHUNKS_AT_ONCE", at_once)
     assert_matches(make(3, 2, 27, delta=delta, holes=True, state=True), chunk_size=8)
 
 
@@ -503,10 +504,10 @@ def test_a_key_in_bursts(gain, is_bounded):
         ),
         ({"log_momentum": math.log(0.9), "step": 1.0}, r"step \* write / \(1 - momentum\) is not below 2"),
         ({"log_momentum": None, "write": 2.5}, r"is not below 2"),
-        ({"log_momentum": math.log(0.9), "log_decay": math.log(0.99)}, r"shown \d+ times, then not for \d+ steps"),
+        ({"log_momentum": math.log(0.9), "log_decay": math.log(0.99)}, r"comes \d+ times, then not for \d+ steps"),
         ({"log_momentum": math.log(0.5), "step": 1.6, "log_decay": 0, "delta": "plain"}, r"not below 2"),
         ({"log_momentum": -0.589, "step": 1.0}, r"is not below 2"),
-        ({"log_momentum": None, "log_decay": -0.7, "step": 1.9, "delta": "plain"}, r"shown \d+ times"),
+        ({"log_momentum": None, "log_decay": -0.7, "step": 1.9, "delta": "plain"}, r"comes \d+ times"),
     ],
 )
 def test_constant_gates_that_are_not_safe_give_a_warning(gates, message):

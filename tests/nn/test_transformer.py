@@ -12,9 +12,7 @@ from torch import nn
 
 import hbnode
 from hbnode.nn import transformer
-from hbnode.nn.transformer.kinds import ATTENTIONS
-from hbnode.nn.transformer.model import draw
-from hbnode.nn.transformer.positions import next_positions, sinusoids
+from hbnode.nn.transformer import ATTENTIONS, draw, next_positions, sinusoids
 
 E, H, F = 16, 4, 24
 CONNECTIONS = ["residual", "momentum", "momentum_state", "adaptive", "heavy_ball", "nesterov"]

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from hbnode.nn.attention.softmax import KeyValueCache
+from hbnode.nn.attention import KeyValueCache
 from tasks import plot, transformer_copy
 from tasks.common.batches import FreshData
 from tasks.common.config import parse

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.nn.attention.softmax import KeyValueCache, rotate
+from hbnode.nn.attention import KeyValueCache, rotate
 
 E, H = 16, 4
 
@@ -257,11 +257,11 @@ def test_what_has_no_weights_refuses_them(kind):
     module, x = make(kind), inputs()
     with pytest.raises(ValueError, match=r"need_weights must be False.*Fix: leave it out"):
         module(x, x, x, need_weights=True)
-    with pytest.raises(ValueError, match=r"attn_mask must be None.*Fix: is_causal=True or False alone"):
+    with pytest.raises(ValueError, match=r"attn_mask must be None.*Fix: is_causal=True or False"):
         module(x, x, x, attn_mask=torch.zeros(11, 11))
     with pytest.raises(ValueError, match=r"key_padding_mask must be bool, .batch, keys. = \(3, 11\)"):
         module(x, x, x, key_padding_mask=torch.zeros(11, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"Fix: .* or mask == 0 of a mask whose ones are to be seen"):
+    with pytest.raises(ValueError, match=r"Fix: .* or mask == 0 of a mask whose ones are attended to"):
         module(x, x, x, key_padding_mask=torch.ones(3, 11, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"must be of 0 and -inf, got others"):
         module(x, x, x, key_padding_mask=torch.ones(3, 11))
