@@ -14,6 +14,7 @@ forward pass stores the state before each chunk and, with a delta rule, E; the V
 
 from __future__ import annotations
 
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
             chunks.store(dy[:, :, size:].neg() if chunks.delta else de, dv, span)
 
             e, dy, states, dends = e.flatten(0, 1), dy.flatten(0, 1), states.flatten(0, 1), dends.flatten(0, 1)
-            x = x.flatten()
+            x = _Matrices(*map(methodcaller("flatten", 0, 1), x))
             da, dqp_bar, dk_bar = torch.bmm(dy, e.mT), torch.bmm(dy, states.mT), torch.bmm(e, dends.mT)
             if dmask is not None:
                 dstarts = _inner(dqp_bar, x.qp, parts)
@@ -152,10 +153,6 @@ class _Matrices(NamedTuple):
     k_bar: Tensor  # (C, parts D)
     carry: Tensor  # (parts, parts)
 
-    def flatten(self) -> _Matrices:
-        """(chunks, rows, ...) -> (chunks * rows, ...)."""
-        return _Matrices(*[x.flatten(0, 1) for x in self])
-
 
 class _Chunks:
     """The chunks of a call: where they are in the tensors (batch, heads, length, n), and their matrices."""
@@ -179,8 +176,8 @@ class _Chunks:
         self.read = self.by_chunk(alpha if self.delta == "decayed" else ones).unsqueeze(-1)  # of k in p
         momentum = None
         if log_momentum is not None and step is not None:
-            momentum = self.by_step(log_momentum.exp(), 1.0), self.by_step(step, 0.0)
-        self.mask = _DecayMask(self.by_step(alpha, 1.0), momentum, self.count)
+            momentum = self.by_chunk(log_momentum.exp(), 1.0), self.by_chunk(step)
+        self.mask = _DecayMask(self.by_chunk(alpha, 1.0), momentum)
 
     def spans(self) -> list[list[_Span]]:
         """Return the spans of some sequences after another, each in the order of time."""
@@ -218,19 +215,10 @@ class _Chunks:
         else:
             out.copy_(x.flatten(2, 3)[:, :, : out.shape[2]])
 
-    def by_step(self, gate: Tensor, after: float) -> Tensor:
-        """(batch, heads, length) -> (C, chunks * rows), with a constant after the end."""
+    def by_chunk(self, gate: Tensor, after: float = 0.0) -> Tensor:
+        """(batch, heads, length) -> (chunks, rows, C), with a constant after the end."""
         gate = pad(gate.flatten(0, 1), (0, self.count * self.size - self.length), value=after)
-        return gate.unflatten(1, (-1, self.size)).permute(2, 1, 0).flatten(1).contiguous()
-
-    def by_chunk(self, gate: Tensor) -> Tensor:
-        """(batch, heads, length) -> (chunks, rows, C), with zeros after the end."""
-        gate = pad(gate.flatten(0, 1), (0, self.count * self.size - self.length))
         return gate.unflatten(1, (-1, self.size)).transpose(0, 1).contiguous()
-
-    def from_step(self, gate: Tensor) -> Tensor:
-        """Invert :meth:`by_step`."""
-        return self.from_chunk(gate.unflatten(1, (self.count, -1)).permute(1, 2, 0))
 
     def from_chunk(self, gate: Tensor) -> Tensor:
         """Invert :meth:`by_chunk`."""
@@ -265,10 +253,10 @@ class _Chunks:
         dalpha = dmu = dstep = None
         if dmask is not None:
             dalpha, dmu, dstep = self.mask.vjp(*dmask)
-            dalpha = self.from_step(dalpha)
+            dalpha = self.from_chunk(dalpha)
         grad = self.from_chunk(dwrite.squeeze(-1))
         if log_momentum is not None and dmu is not None and dstep is not None:
-            dmu, dstep = self.from_step(dmu) * log_momentum.exp(), self.from_step(dstep)
+            dmu, dstep = self.from_chunk(dmu) * log_momentum.exp(), self.from_chunk(dstep)
         elif log_momentum is None and step is not None:
             dstep = grad if write is None else grad * write
             grad = grad * step
@@ -293,15 +281,20 @@ class _DecayMask:
     is ``coefficients[i] @ rows[b]``, plus ``inner[i]`` at the columns of the block.
 
     Arguments:
-        alpha: α (C, chunks * rows).
+        alpha: α (chunks, rows, C).
         momentum: μ and s, likewise; None without momentum.
-        count: chunks.
     """
 
-    def __init__(self, alpha: Tensor, momentum: tuple[Tensor, Tensor] | None, count: int) -> None:
-        size, n = alpha.shape
+    def __init__(self, alpha: Tensor, momentum: tuple[Tensor, Tensor] | None) -> None:
+        count, heads, size = alpha.shape
+        n = count * heads  # the last axis here, the first two outside
+
+        def blocks(gate: Tensor) -> tuple[Tensor, ...]:
+            """(chunks, rows, C) -> BLOCK times (blocks, chunks * rows)."""
+            return gate.flatten(0, 1).T.contiguous().unflatten(0, (-1, BLOCK)).unbind(1)
+
         self.parts, self.blocks = (1 if momentum is None else 2), size // BLOCK
-        self.alpha = alpha.unflatten(0, (-1, BLOCK)).unbind(1)
+        self.count, self.alpha = count, blocks(alpha)
         # g and l within blocks; row 0 is the row before the block. l has no column for S, which P does not depend on
         g = alpha.new_zeros(BLOCK + 1, self.parts + BLOCK, self.blocks, n)
         rows = alpha.new_zeros(self.blocks + 1, self.parts, self.parts + size, n)
@@ -313,7 +306,7 @@ class _DecayMask:
             for i in range(BLOCK):
                 torch.mul(g[i, : i + 1], self.alpha[i], out=g[i + 1, : i + 1])
         else:
-            self.mu, self.step = (x.unflatten(0, (-1, BLOCK)).unbind(1) for x in momentum)
+            self.mu, self.step = blocks(momentum[0]), blocks(momentum[1])
             self.ell = alpha.new_zeros(BLOCK + 1, 1 + BLOCK, self.blocks, n)
             self.ell.diagonal().fill_(1.0)
             for i in range(BLOCK):
@@ -332,7 +325,7 @@ class _DecayMask:
 
         def by_chunk(x: Tensor) -> Tensor:
             """(..., chunks * rows) -> (chunks, rows, ...)."""
-            return x.reshape(-1, n).T.contiguous().view(count, -1, *x.shape[:-1])
+            return x.reshape(-1, n).T.contiguous().view(count, heads, *x.shape[:-1])
 
         self.coefficients = by_chunk(g[1:, : self.parts].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, parts)
         self.inner = by_chunk(g[1:, self.parts :].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, BLOCK)
@@ -358,12 +351,16 @@ class _DecayMask:
         drows[:, :, -1] = dlast.view_as(drows[:, :, -1])
 
     def vjp(self, dcoefficients: Tensor, dinner: Tensor, drows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of α, μ and s (C, chunks * rows)."""
+        """Return the gradients of α, μ and s (chunks, rows, C)."""
         g, ell, rows, parts = self.g, self.ell, self.by_block, self.parts
 
         def by_step(x: Tensor) -> Tensor:
             """(chunks, rows, ...) -> (..., chunks * rows)."""
             return x.flatten(2).flatten(0, 1).T.contiguous().view(*x.shape[2:], -1)
+
+        def from_blocks(x: Tensor) -> Tensor:
+            """(BLOCK, blocks, chunks * rows) -> (chunks, rows, C)."""
+            return x.transpose(0, 1).flatten(0, 1).T.unflatten(0, (self.count, -1))
 
         def block_columns(rows: Tensor) -> Tensor:
             """Return what the rows after each block have at the columns of its steps (BLOCK, blocks, n)."""
@@ -384,7 +381,7 @@ class _DecayMask:
         if ell is None:
             for i in reversed(range(1, BLOCK)):
                 dg[i - 1, : i + 1].addcmul_(dg[i, : i + 1], self.alpha[i])
-            return (dg * g[:-1]).sum(1).transpose(0, 1).flatten(0, 1), None, None
+            return from_blocks((dg * g[:-1]).sum(1)), None, None
         dl = torch.zeros_like(ell[1:])
         dg[-1, 1] += (new[:, 0] * old[:, 1]).sum(1)
         dl[-1, 0] = (new[:, 1] * old[:, 1]).sum(1)
@@ -394,9 +391,8 @@ class _DecayMask:
             if i > 0:
                 dg[i - 1, : i + 2].addcmul_(dg[i, : i + 2], self.alpha[i])
                 dl[i - 1, : i + 1].addcmul_(dl[i, : i + 1], self.mu[i])
-        pairs = (dg, g[:-1]), (dl, ell[:-1]), (dg[:, 1:], ell[1:])
-        dalpha, dmu, dstep = ((dx * x).sum(1).transpose(0, 1).flatten(0, 1) for dx, x in pairs)
-        return dalpha, dmu, dstep
+        dalpha, dmu, dstep = (dg * g[:-1]).sum(1), (dl * ell[:-1]).sum(1), (dg[:, 1:] * ell[1:]).sum(1)
+        return from_blocks(dalpha), from_blocks(dmu), from_blocks(dstep)
 
 
 def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:

@@ -164,12 +164,11 @@ def heavy_ball_memory(
         torch.Size([1, 1, 4, 2])
     """
     dtype = check_heads(q, k, v)
-    check_mask(key_padding_mask, k)
+    if key_padding_mask is not None:
+        check_mask(key_padding_mask, k)
     options = (delta, as_count(chunk_size, "chunk_size"))
     if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
         raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
-    if delta and may_look():
-        _warn_if_unstable(log_momentum, log_decay, step, write, delta == "decayed")
     ignored = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
     with no_autocast(q):
         like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
@@ -180,6 +179,8 @@ def heavy_ball_memory(
         gamma, eta = _read_gate(step, "step", like, ignored), _read_gate(write, "write", like, ignored)
         if gamma is None and mu is not None:
             gamma = -torch.expm1(mu)  # 1 − μ, which is 0 where a step is ignored
+        if delta and may_look():
+            _warn_if_unstable(log_momentum, log_decay, step, write, delta == "decayed")
         s, p = _read_state(initial_state, q, v, mu is not None, dtype)
         if ignored is not None:  # zeros, because 0 * NaN is NaN
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
@@ -316,10 +317,8 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> torch.d
     return dtype
 
 
-def check_mask(mask: Tensor | None, k: Tensor) -> None:
+def check_mask(mask: Tensor, k: Tensor) -> None:
     """Check the mask of keys (batch, heads, length, D)."""
-    if mask is None:
-        return
     check_input(mask, "key_padding_mask")
     wanted = (k.shape[0], k.shape[2])
     if mask.shape != wanted:
@@ -408,17 +407,17 @@ def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int
 # Stability
 
 
-def _warn_if_unstable(log_momentum: object, log_decay: object, step: object, write: object, decayed: bool) -> None:
+def _warn_if_unstable(log_momentum: Any, log_decay: Any, step: Any, write: Any, decayed: bool) -> None:
     """Warn if constant gates let a memory with a delta rule grow without bound for keys of norm 1.
 
     Gates that are tensors are passed over: they are not constant, or not known without waiting for a device.
     """
-    mu = 0.0 if log_momentum is None else _exp(log_momentum)
-    alpha = 1.0 if log_decay is None else _exp(log_decay)
-    s = (None if mu is None else 1 - mu) if step is None else step
-    eta = 1.0 if write is None else write
-    if mu is None or alpha is None or not isinstance(s, (int, float)) or not isinstance(eta, (int, float)):
+    if any(isinstance(gate, Tensor) for gate in (log_momentum, log_decay, step, write)):
         return
+    mu = 0.0 if log_momentum is None else math.exp(log_momentum)
+    alpha = 1.0 if log_decay is None else math.exp(log_decay)
+    s = 1 - mu if step is None else step
+    eta = 1.0 if write is None else write
     found = _instability(mu, alpha, s * eta, decayed)
     if found is not None:
         warnings.warn(
@@ -426,10 +425,6 @@ def _warn_if_unstable(log_momentum: object, log_decay: object, step: object, wri
             f"{found[0]}. Fix: step * write <= {found[1]:g}, or a tensor of gates if they are meant.",
             stacklevel=3,
         )
-
-
-def _exp(log_gate: object) -> float | None:
-    return math.exp(log_gate) if isinstance(log_gate, (int, float)) else None
 
 
 @functools.lru_cache(maxsize=256)

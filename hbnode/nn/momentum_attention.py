@@ -147,7 +147,8 @@ def momentum_attention(
     dtype = check_heads(q, k, v, causal)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}. Fix: q.to(v.dtype).")
-    check_mask(key_padding_mask, k)
+    if key_padding_mask is not None:
+        check_mask(key_padding_mask, k)
     beta, gamma = (
         _check_rate(momentum, "momentum", k.shape[1], below=1.0),
         _check_rate(step_size, "step_size", k.shape[1]),
