@@ -185,7 +185,7 @@ def heavy_ball_memory(
         if ignored is not None:  # zeros, because 0 * NaN is NaN
             k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
             q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
-        if not q.numel() or not v.numel():
+        if 0 in (*q.shape, v.shape[-1]):
             out = (q.to(dtype) @ s).to(torch.promote_types(q.dtype, v.dtype))
         else:
             run = _recurrence if q.shape[2] == 1 else _fast_chunkwise
@@ -264,8 +264,9 @@ def _chunkwise(
     ):
         e = v_i - k_i @ state if delta else v_i
         outputs.append(scores_i @ e + q_i @ state)
-        carried = carry_i @ state.unflatten(2, (carry.shape[-1], -1)).flatten(3)
-        state = carried.view_as(state) + last_i.mT @ e
+        parts = state.chunk(carry.shape[-1], 2)
+        carried = [sum(w * x for w, x in zip(row.split(1, -1), parts, strict=True)) for row in carry_i.split(1, -2)]
+        state = torch.cat(carried, 2) + last_i.mT @ e
     out = torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].to(dtype)
     if p is None:
         return out, state, None
@@ -285,7 +286,7 @@ def _products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
 
 def _outer(weights: Tensor, x: Tensor) -> Tensor:
     """(..., C, n), (..., C, D) -> (..., C, n D)."""
-    return (weights.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+    return torch.cat([weight * x for weight in weights.split(1, -1)], -1)
 
 
 _fast_chunkwise = fast_form(_chunkwise, _delta_rule.vjp)(_delta_rule.forward)
