@@ -196,7 +196,7 @@ def _recurrence(
     s, p, z = state
     if k.shape[2]:
         beta, gamma = (x.to(k.dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else x for x in (beta, gamma))
-        new = beta * p + k.mT * v
+        new = torch.addcmul(beta * p, k.mT, v)
         p = new if ignored is None else torch.where(ignored[:, None, None], p, new)
         s = s + gamma * (p if ignored is None else p.masked_fill(ignored[:, None, None], 0.0))
         z = z + k.squeeze(2)

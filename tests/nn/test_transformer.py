@@ -486,6 +486,11 @@ def test_wrong_arguments_are_refused():
             lambda: net.generate(tokens().tolist(), 3),
         ),
         (ValueError, r"inputs must be \(batch, length, d_model = 16\)", lambda: model(vocabulary=None)(tokens())),
+        (
+            ValueError,
+            r"inputs must be \(batch, length, d_model = 16\)",
+            lambda: model(vocabulary=None)(inputs()[..., :3]),
+        ),
         (ValueError, r"Fix: begin with a start token", lambda: net.generate(tokens(0), 3)),
         (ValueError, r"top_k must be an integer >= 1, got 1.5", lambda: net.generate(tokens(), 3, top_k=1.5)),
         (ValueError, r"tokens must be whole numbers.*Fix: tokens\[None\]", lambda: net.generate(tokens()[0], 3)),
