@@ -387,14 +387,14 @@ def _read_state(
 
 
 def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...]) -> Any:
-    """Check that a state is a tuple of tensors of these shapes; all but the first may be None."""
+    """Check that a state is a tuple of tensors of these shapes; P of the memory may be None."""
     if isinstance(state, Tensor) or not isinstance(state, (tuple, list)) or len(state) != len(shapes):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "
             "call with return_state=True returned."
         )
     for x, name, shape in zip(state, kind._fields, shapes, strict=True):  # type: ignore[attr-defined]
-        if x is None and name == "p":
+        if x is None and name == "p" and kind is HeavyBallMemoryState:
             continue
         check_input(x, f"initial_state.{name}")
         if x.shape != shape:
