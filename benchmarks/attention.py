@@ -34,7 +34,7 @@ from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attent
 import hbnode
 from benchmarks.harness import command, interleaved, milliseconds, ratio, seconds, write
 from benchmarks.recurrent import peak_bytes, table
-from hbnode.nn.attention.softmax import KeyValueCache
+from hbnode.nn.attention import KeyValueCache
 from tasks.common.files import write_figure
 from tasks.models.contenders import make_transformer
 

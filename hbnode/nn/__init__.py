@@ -34,6 +34,9 @@ from hbnode.nn.recurrent import (
 from hbnode.nn.transformer import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer
 from hbnode.solve.term import SolveDropout
 
+# the functions of these names, in place of the modules that define them
+heavy_ball_memory, momentum_attention = functional.heavy_ball_memory, functional.momentum_attention
+
 __all__ = [
     # ODEs
     "ODEBlock",

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from hbnode.nn import MomentumTransformer
-from hbnode.nn.transformer.kinds import AttentionName, ConnectionName
+from hbnode.nn.transformer import AttentionName, ConnectionName
 from tasks.common.config import TaskConfig, option
 
 

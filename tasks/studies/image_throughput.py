@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hbnode.nn import MomentumTransformer
-from hbnode.nn.attention.softmax import KeyValueCache
+from hbnode.nn.attention import KeyValueCache
 from tasks.common.files import write_json
 from tasks.common.run import environment
 from tasks.common.workers import Workers

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import hbnode
-from hbnode.nn import transformer
-from hbnode.nn.transformer.kinds import ATTENTIONS
-from hbnode.nn.transformer.model import draw
-from hbnode.nn.transformer.positions import next_positions, sinusoids
+from hbnode.nn import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer, transformer
+from hbnode.nn.transformer import ATTENTIONS, draw, next_positions, sinusoids
+from tests.pretend_device import pretended_device
 
 E, H, F = 16, 4, 24
 CONNECTIONS = ["residual", "momentum", "momentum_state", "adaptive", "heavy_ball", "nesterov"]
@@ -23,7 +22,7 @@ CONNECTIONS = ["residual", "momentum", "momentum_state", "adaptive", "heavy_ball
 def layers(count=3, dtype=torch.float64, **options):
     torch.manual_seed(1)
     options = {"dropout": 0.0, "batch_first": True, "dtype": dtype} | options
-    return [hbnode.nn.MomentumTransformerLayer(E, H, F, **options) for _ in range(count)]
+    return [MomentumTransformerLayer(E, H, F, **options) for _ in range(count)]
 
 
 def inputs(length=7, batch=2):
@@ -44,7 +43,7 @@ def run(stack, x, mask=None):
 def model(attention="momentum", vocabulary=9, **options):
     torch.manual_seed(2)
     options = {"num_layers": 3, "dim_feedforward": F, "dropout": 0.0, "dtype": torch.float64} | options
-    return hbnode.nn.MomentumTransformer(vocabulary, E, H, attention=attention, **options)
+    return MomentumTransformer(vocabulary, E, H, attention=attention, **options)
 
 
 def tokens(length=9, batch=3):
@@ -169,16 +168,6 @@ def test_adaptive_momentum_after_an_update_of_zero(dtype):
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(beta.sum(), both))
 
 
-def test_adaptive_momentum_is_switched_on():
-    """Clamping before the square would give zero on almost all tokens."""
-    stack = layers(2, connection="adaptive")
-    x = inputs(50, 4)
-    y, depth = stack[0](x)
-    update = stack[1].self_attn(y, y, y)[0]
-    beta = stack[1].connection.momentum(update, depth.update)
-    assert (beta > 0.01).double().mean() > 0.3
-
-
 def test_adaptive_momentum_is_causal():
     stack, x = layers(connection="adaptive"), inputs()
     changed = x.clone()
@@ -205,9 +194,7 @@ def test_softmax_decoder_layer_is_torchs(norm_first):
     torch.manual_seed(0)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "dtype": torch.float64}
     stock = nn.TransformerDecoderLayer(E, H, F, **options)
-    ours = hbnode.nn.MomentumTransformerDecoderLayer(
-        E, H, F, attention="softmax", attention_options={"rotary": False}, **options
-    )
+    ours = MomentumTransformerDecoderLayer(E, H, F, attention="softmax", attention_options={"rotary": False}, **options)
     ours.load_state_dict(stock.state_dict())
     x, memory = inputs(), inputs(5)
     ignored = torch.zeros(2, 5, dtype=torch.bool)
@@ -222,7 +209,7 @@ def test_softmax_decoder_layer_is_torchs(norm_first):
 def test_decoder_layers(attention, connection):
     torch.manual_seed(0)
     options = {"attention": attention, "connection": connection, "causal": False}
-    layer = hbnode.nn.MomentumTransformerDecoderLayer(E, H, F, 0.0, batch_first=True, dtype=torch.float64, **options)
+    layer = MomentumTransformerDecoderLayer(E, H, F, 0.0, batch_first=True, dtype=torch.float64, **options)
     x, memory = inputs().requires_grad_(), inputs(5)
     y, depth = layer(x, memory)
     y, _ = layer(y, memory, depth)
@@ -233,8 +220,8 @@ def test_decoder_layers(attention, connection):
 
 def test_causal_memories_need_another_cross_attention():
     with pytest.raises(ValueError, match=r"reads its input in order.*Fix: causal=True, or 'momentum'"):
-        hbnode.nn.MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball")
-    layer = hbnode.nn.MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball", cross_attention="softmax")
+        MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball")
+    layer = MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball", cross_attention="softmax")
     assert layer(torch.zeros(3, 2, E), torch.zeros(5, 2, E))[0].shape == (3, 2, E)
 
 
@@ -251,7 +238,10 @@ def test_ignored_tokens_leave_no_trace():
 # The model
 
 
-@pytest.mark.parametrize(("attention", "connection"), list(itertools.product(ATTENTIONS, ["adaptive", "nesterov"])))
+@pytest.mark.parametrize(
+    ("attention", "connection"),
+    [*itertools.product(ATTENTIONS, ["adaptive", "nesterov"]), *((("momentum"), x) for x in CONNECTIONS)],
+)
 def test_streaming_equals_the_whole(attention, connection):
     net, x = model(attention, connection=connection), tokens()
     whole = net(x)
@@ -278,16 +268,6 @@ def test_a_detached_state_ends_backpropagation(attention):
     assert slope[:, :4].abs().min() > 0
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
-def test_connections_stream(connection):
-    net, x = model(connection=connection, norm_first=True), tokens()
-    state, parts = net.init_state(3), []
-    for i in range(9):
-        y, state = net.step(x[:, i], state)
-        parts.append(y)
-    close(torch.stack(parts, 1), net(x))
-
-
 @pytest.mark.parametrize(("attention", "positions"), [("softmax", "rotary"), ("softmax", None), ("heavy_ball", None)])
 def test_positions_stream(attention, positions):
     net, x = model(attention, positions=positions), tokens()
@@ -312,6 +292,10 @@ def test_prompts_of_different_lengths(attention):
         for row, length in enumerate(lengths):
             alone = torch.cat((x[row, :length], torch.tensor([row + 1])))[None]
             close(y[row], net(alone)[0, -1])
+        generated = net.generate(padded, 5, key_padding_mask=ignored, temperature=0)
+        for row, length in enumerate(lengths):
+            alone = net.generate(x[row : row + 1, :length], 5, temperature=0)
+            assert torch.equal(generated[row, 6:], alone[0, length:])
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -361,6 +345,8 @@ def test_layers_and_readouts_that_were_wrapped():
     for attention in ("momentum", "softmax", "heavy_ball"):
         net, x = model(attention), tokens()
         expected = net.generate(x, 3, temperature=0)
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            close(other(x), net(x))
         net.layers[0] = torch.compile(net.layers[0], backend="eager")
         net.readout = nn.Sequential(net.readout)
         net.layers[1].self_attn.out_proj = nn.Sequential(net.layers[1].self_attn.out_proj)
@@ -377,24 +363,9 @@ def test_generation_of_vectors():
         net.generate(prompt, 3)
 
 
-def test_life_of_a_model():
-    net, x = model(connection="nesterov"), tokens()
-    wanted = net(x)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        close(other(x), wanted)
-    fresh = model(connection="nesterov", attention_options={"momentum": 0.1})
-    fresh.load_state_dict(net.state_dict())
-    close(fresh(x), wanted)
-
-
-def test_compiled():
-    net, x = model(), tokens()
-    close(torch.compile(net, backend="eager")(x), net(x))
-
-
 def test_a_model_learns_to_repeat():
     torch.manual_seed(0)
-    net = hbnode.nn.MomentumTransformer(6, 32, 4, 2, 64, dropout=0.0)
+    net = MomentumTransformer(6, 32, 4, 2, 64, dropout=0.0)
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     x = torch.arange(12).remainder(3).repeat(8, 1)
     for _ in range(60):
@@ -416,20 +387,6 @@ def test_sinusoids():
     assert after.tolist() == [2, 7]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("attention", ["momentum", "heavy_ball", "softmax"])
-def test_generation_from_prompts_of_different_lengths(attention, side):
-    net, x, lengths = model(attention), tokens(6), [6, 4, 1]
-    padded, ignored = torch.zeros_like(x), torch.ones(3, 6, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        place = slice(6 - length, 6) if side == "left" else slice(0, length)
-        padded[row, place], ignored[row, place] = x[row, :length], False
-    generated = net.generate(padded, 5, key_padding_mask=ignored, temperature=0)
-    for row, length in enumerate(lengths):
-        alone = net.generate(x[row : row + 1, :length], 5, temperature=0)
-        assert torch.equal(generated[row, 6:], alone[0, length:])
-
-
 def test_masks_of_numbers_and_wrong_masks():
     net, x = model(), tokens()
     ignored = torch.zeros(3, 9, dtype=torch.bool)
@@ -443,12 +400,12 @@ def test_masks_of_numbers_and_wrong_masks():
 
 def test_one_module_does_not_serve_all_layers():
     with pytest.raises(TypeError, match=r"got a MomentumAttention. Fix: attention=MomentumAttention"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, attention=hbnode.nn.MomentumAttention(E, H))
+        MomentumTransformerLayer(E, H, F, attention=hbnode.nn.MomentumAttention(E, H))
     with pytest.raises(TypeError, match=r"got a MomentumConnection. Fix: connection=MomentumConnection"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, connection=hbnode.nn.transformer.MomentumConnection())
-    hbnode.nn.MomentumTransformerLayer(E, H, F, connection=hbnode.nn.transformer.MomentumConnection)
+        MomentumTransformerLayer(E, H, F, connection=transformer.MomentumConnection())
+    MomentumTransformerLayer(E, H, F, connection=transformer.MomentumConnection)
     with pytest.raises(ValueError, match=r"has momentum=0.0, which.*Fix: attention='momentum'"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, attention="linear", attention_options={"momentum": 0.5})
+        MomentumTransformerLayer(E, H, F, attention="linear", attention_options={"momentum": 0.5})
 
 
 def test_classes_in_the_place_of_names():
@@ -462,18 +419,16 @@ def test_classes_in_the_place_of_names():
         ("softmax", hbnode.nn.SoftmaxAttention, {"positions": "rotary"}),
         ("softmax", hbnode.nn.SoftmaxAttention, {"positions": None}),
     ):
-        by_name, by_class = (hbnode.nn.MomentumTransformer(9, E, H, 1, F, attention=x, **options) for x in (name, kind))
+        by_name, by_class = (MomentumTransformer(9, E, H, 1, F, attention=x, **options) for x in (name, kind))
         by_class.load_state_dict(by_name.state_dict())
         close(by_class.eval()(tokens()), by_name.eval()(tokens()), 0.0)
     with pytest.raises(ValueError, match=r"Fix: causal=True, or 'momentum'"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, attention=hbnode.nn.HeavyBallMemory, causal=False)
-    layer = hbnode.nn.MomentumTransformerDecoderLayer(E, H, F, attention=hbnode.nn.SoftmaxAttention)
+        MomentumTransformerLayer(E, H, F, attention=hbnode.nn.HeavyBallMemory, causal=False)
+    layer = MomentumTransformerDecoderLayer(E, H, F, attention=hbnode.nn.SoftmaxAttention)
     assert layer.self_attn.rotary
     assert not layer.multihead_attn.rotary
     with pytest.raises(ValueError, match=r"Fix: leave it out.*MomentumConnection\(0.5\)"):
-        hbnode.nn.MomentumTransformerLayer(
-            E, H, F, connection=hbnode.nn.transformer.MomentumConnection, connection_momentum=0.5
-        )
+        MomentumTransformerLayer(E, H, F, connection=transformer.MomentumConnection, connection_momentum=0.5)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -488,50 +443,92 @@ def test_vectors_of_nan_under_the_mask(norm_first):
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
-def test_errors():
-    with pytest.raises(TypeError, match=r"Fix: key_padding_mask=mask by name"):
-        layers(1)[0](inputs(), torch.zeros(2, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"Fix: torch.nn.functional.silu"):
-        layers(1, activation="silu")
-    with pytest.raises(ValueError, match=r"attention must be one of.*Fix: attention='softmax'"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, attention="soft_max")
-    with pytest.raises(ValueError, match=r"connection must be one of.*Fix: connection='nesterov'"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, connection="nestrov")
-    with pytest.raises(ValueError, match=r"takes no connection_momentum"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, connection="adaptive", connection_momentum=0.5)
-    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
-        hbnode.nn.MomentumTransformerLayer(E, H, F, connection="momentum", connection_momentum=1.0)
-    with pytest.raises(ValueError, match=r"Fix: positions='sinusoidal'"):
-        hbnode.nn.MomentumTransformer(5, E, H, positions="rotary")
-    with pytest.raises(ValueError, match=r"positions must be"):
-        hbnode.nn.MomentumTransformer(5, E, H, positions="learned")
-    with pytest.raises(ValueError, match=r"Fix: causal=True, or 'momentum'"):
-        hbnode.nn.MomentumTransformer(5, E, H, attention="heavy_ball", causal=False)
+def test_wrong_arguments_are_refused():
     net = model()
-    with pytest.raises(ValueError, match=r"tokens must be whole numbers.*Fix: tokens\[None\]"):
-        net(tokens()[0])
-    with pytest.raises(TypeError, match=r"tokens must be a tensor, got list. Fix: torch.tensor\(tokens\)"):
-        net.generate(tokens().tolist(), 3)
-    with pytest.raises(ValueError, match=r"inputs must be \(batch, length, d_model = 16\)"):
-        model(vocabulary=None)(tokens())
-    with pytest.raises(ValueError, match=r"Fix: begin with a start token"):
-        net.generate(tokens(0), 3)
+    for error, message, call in (
+        (
+            TypeError,
+            r"Fix: key_padding_mask=mask by name",
+            lambda: layers(1)[0](inputs(), torch.zeros(2, 7, dtype=torch.bool)),
+        ),
+        (ValueError, r"Fix: torch.nn.functional.silu", lambda: layers(1, activation="silu")),
+        (
+            ValueError,
+            r"attention must be one of.*Fix: attention='softmax'",
+            lambda: MomentumTransformerLayer(E, H, F, attention="soft_max"),
+        ),
+        (
+            ValueError,
+            r"connection must be one of.*Fix: connection='nesterov'",
+            lambda: MomentumTransformerLayer(E, H, F, connection="nestrov"),
+        ),
+        (
+            ValueError,
+            r"takes no connection_momentum",
+            lambda: MomentumTransformerLayer(E, H, F, connection="adaptive", connection_momentum=0.5),
+        ),
+        (
+            ValueError,
+            r"momentum must be in \[0, 1\)",
+            lambda: MomentumTransformerLayer(E, H, F, connection="momentum", connection_momentum=1.0),
+        ),
+        (ValueError, r"Fix: positions='sinusoidal'", lambda: MomentumTransformer(5, E, H, positions="rotary")),
+        (ValueError, r"positions must be", lambda: MomentumTransformer(5, E, H, positions="learned")),
+        (
+            ValueError,
+            r"Fix: causal=True, or 'momentum'",
+            lambda: MomentumTransformer(5, E, H, attention="heavy_ball", causal=False),
+        ),
+        (ValueError, r"tokens must be whole numbers.*Fix: tokens\[None\]", lambda: net(tokens()[0])),
+        (
+            TypeError,
+            r"tokens must be a tensor, got list. Fix: torch.tensor\(tokens\)",
+            lambda: net.generate(tokens().tolist(), 3),
+        ),
+        (ValueError, r"inputs must be \(batch, length, d_model = 16\)", lambda: model(vocabulary=None)(tokens())),
+        (
+            ValueError,
+            r"inputs must be \(batch, length, d_model = 16\)",
+            lambda: model(vocabulary=None)(inputs()[..., :3]),
+        ),
+        (ValueError, r"Fix: begin with a start token", lambda: net.generate(tokens(0), 3)),
+        (ValueError, r"top_k must be an integer >= 1, got 1.5", lambda: net.generate(tokens(), 3, top_k=1.5)),
+        (ValueError, r"tokens must be whole numbers.*Fix: tokens\[None\]", lambda: net.generate(tokens()[0], 3)),
+        (ValueError, r"step takes one token of each sequence, \(batch,\)", lambda: net.step(tokens())),
+        (
+            ValueError,
+            r"TransformerState of 3 sequences, got of 2 sequences. Fix: init_state\(3\)",
+            lambda: net.step(tokens()[:, 0], net.init_state(2)),
+        ),
+        (ValueError, r"got tuple", lambda: net.step(tokens()[:, 0], (None, None))),
+        (
+            ValueError,
+            r"the state is of 1 layers, the model has 3",
+            lambda: net.step(tokens()[:, 0], model(num_layers=1).init_state(3)),
+        ),
+        (TypeError, r"Fix: x, depth_state = layer\(x, depth_state\)", lambda: nn.Sequential(*layers(2))(inputs())),
+        (ValueError, r"so it cannot take them one by one", lambda: model(causal=False).prefill(tokens())),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     for temperature in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"temperature must be a number >= 0"):
             net.generate(tokens(), 3, temperature=temperature)
-    with pytest.raises(ValueError, match=r"top_k must be an integer >= 1, got 1.5"):
-        net.generate(tokens(), 3, top_k=1.5)
-    with pytest.raises(ValueError, match=r"tokens must be whole numbers.*Fix: tokens\[None\]"):
-        net.generate(tokens()[0], 3)
-    with pytest.raises(ValueError, match=r"step takes one token of each sequence, \(batch,\)"):
-        net.step(tokens())
-    with pytest.raises(ValueError, match=r"TransformerState of 3 sequences, got of 2 sequences. Fix: init_state\(3\)"):
-        net.step(tokens()[:, 0], net.init_state(2))
-    with pytest.raises(ValueError, match=r"got tuple"):
-        net.step(tokens()[:, 0], (None, None))
-    with pytest.raises(ValueError, match=r"the state is of 1 layers, the model has 3"):
-        net.step(tokens()[:, 0], model(num_layers=1).init_state(3))
-    with pytest.raises(TypeError, match=r"Fix: x, depth_state = layer\(x, depth_state\)"):
-        nn.Sequential(*layers(2))(inputs())
-    with pytest.raises(ValueError, match=r"so it cannot take them one by one"):
-        model(causal=False).prefill(tokens())
+
+
+@pytest.mark.parametrize("connection", ["adaptive", "nesterov"])
+@pytest.mark.parametrize("attention", ["momentum", "heavy_ball", "softmax"])
+def test_a_device_is_not_waited_for(attention, connection):
+    with pretended_device() as device:
+        net = device.move(model(attention, connection=connection, dtype=torch.float32))
+        x, ignored = device.move(tokens(11)), torch.zeros(3, 11, dtype=torch.bool)
+        ignored[0, 8:] = ignored[2, 1] = True
+        ignored = device.move(ignored)
+        before = device.synchronisations
+        output = net(x, ignored)
+        output.square().sum().backward()
+        generated = net.generate(x, 3, temperature=0)
+        assert device.synchronisations == before
+        assert output.is_cuda
+        assert generated.is_cuda
+        assert all(p.grad.is_cuda for p in net.parameters() if p.grad is not None)

@@ -15,7 +15,7 @@ pytest.importorskip("sacrebleu")
 pytest.importorskip("sklearn")
 pytest.importorskip("tokenizers")
 
-from hbnode.nn.attention.softmax import KeyValueCache
+from hbnode.nn.attention import KeyValueCache
 from tasks import image_generation, language_model, lra, recall, transformer_copy, translation
 from tasks.common import sweep
 from tasks.common.batches import FreshData

@@ -1,0 +1,422 @@
+"""Fast form of the heavy-ball memory, 1.7 times its reference (benchmarks/attention.py, training step of *heavy ball*).
+
+The equations are those of ``hbnode.nn.heavy_ball_memory._chunkwise``. S and P are stacked as one state, its parts: two,
+or one without momentum. Each chunk of C steps has
+
+* the rows g_r and l_r of its *decay mask*: the weights in S and P after step r of [S, P, e_0, ..., e_{C-1}],
+* Q over p (R rows: 2 C, or C without a delta rule) and their products with K̃, which times G are the scores and, with
+  the G of the row before, T of the UT transform,
+* q̄ and p̄, Q and p times the weights of each part of the state (parts D columns), and K̄, K̃ times the last weights.
+
+Then E = (I + T)⁻¹ (V - p̄ state), O = scores E + q̄ state, and the state after the chunk is carry state + K̄ᵀ E. The
+forward pass stores the state before each chunk and, with a delta rule, E; the VJP recomputes the rest.
+"""
+
+from __future__ import annotations
+
+from operator import methodcaller
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 8  # rows of the decay mask that are computed one after another; it divides C
+CHUNKS_AT_ONCE = 32  # chunks of all heads that are computed together on a CPU, so that their matrices stay in its cache
+
+Outputs = tuple[Tensor, Tensor, Tensor | None]
+
+
+def forward(
+    options: tuple[Any, int], keep: bool, q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
+) -> tuple[Outputs, list[Tensor]]:
+    """Return the outputs, S and P after the last step, and the residuals; q, k and v may be in half precision."""
+    *gates, s, p = gates_and_state
+    assert s is not None
+    chunks = _Chunks(options, q, k, gates, s.dtype)
+    start, size = (s if p is None else torch.cat([s, p], 2)), chunks.size
+    out, end = torch.empty_like(v, dtype=torch.promote_types(q.dtype, v.dtype)), torch.empty_like(start)
+    residuals: list[Tensor] = []
+    for spans in chunks.spans():
+        state = start[spans[0].batch].flatten(0, 1)
+        for span in spans:
+            x = chunks.matrices(span)
+            e = chunks.load(v, span)
+            states = e.new_empty(len(e), *state.shape)
+            for i in range(len(e)):
+                states[i] = state
+                if chunks.delta:
+                    side = torch.baddbmm(e[i], x.qp_bar[i, :, size:], state, alpha=-1)
+                    e[i] = torch.linalg.solve_triangular(x.t[i], side, upper=False, unitriangular=True)
+                state = _carry(x.carry[i], state).baddbmm_(x.k_bar[i].mT, e[i])
+            o = torch.bmm(x.qp_bar[:, :, :size].flatten(0, 1), states.flatten(0, 1))
+            o.baddbmm_(x.scores.flatten(0, 1), e.flatten(0, 1))
+            chunks.store(o.view_as(e), out, span)
+            if keep:
+                residuals += [states, e] if chunks.delta else [states]
+        end[spans[0].batch] = state.view_as(end[spans[0].batch])
+    if p is None:
+        return (out, end, None), residuals
+    s, p = end.chunk(2, 2)
+    return (out, s.contiguous(), p.contiguous()), residuals
+
+
+def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, the gates, S and P."""
+    q, k, v, *gates, s, p = tensors
+    residuals = list(residuals)
+    chunks = _Chunks(options, q, k, gates, s.dtype)
+    size, parts, mask = chunks.size, chunks.parts, chunks.mask
+    dout = torch.zeros_like(v) if grads[0] is None else grads[0]
+    ds = torch.zeros_like(s) if grads[1] is None else grads[1]
+    dp = torch.zeros_like(s) if grads[2] is None else grads[2]
+    dend = ds if p is None else torch.cat([ds, dp], 2)
+    dstart, dq, dk, dv = torch.empty_like(dend), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dread, dwrite, dmask = torch.empty_like(chunks.read), torch.empty_like(chunks.write), None
+    if any(needed[3:6]):
+        dmask = torch.empty_like(mask.coefficients), torch.empty_like(mask.inner), torch.empty_like(mask.rows)
+    for spans in reversed(chunks.spans()):
+        dstate = dend[spans[0].batch].flatten(0, 1)
+        for span in reversed(spans):
+            e = residuals.pop() if chunks.delta else chunks.load(v, span)
+            states, x = residuals.pop(), chunks.matrices(span)
+            # the gradient of O, and below it that of the side of the triangular system, negated
+            dy = e.new_empty(*e.shape[:2], x.qp.shape[2], e.shape[-1])
+            do = chunks.load(dout, span, out=dy[:, :, :size]).flatten(0, 1)
+            de = torch.bmm(x.scores.flatten(0, 1).mT, do).view_as(e)
+            dstates = torch.bmm(x.qp_bar[:, :, :size].flatten(0, 1).mT, do).view_as(states)
+            dends = torch.empty_like(states)
+            for i in reversed(range(len(e))):
+                dends[i] = dstate
+                de[i].baddbmm_(x.k_bar[i], dstate)
+                dstate = _carry(x.carry[i].mT, dstate, dstates[i])
+                if chunks.delta:
+                    side = torch.linalg.solve_triangular(x.t[i], de[i].mT, upper=False, left=False, unitriangular=True)
+                    torch.neg(side.mT, out=dy[i, :, size:])
+                    dstate.baddbmm_(x.qp_bar[i, :, size:].mT, dy[i, :, size:])
+            chunks.store(dy[:, :, size:].neg() if chunks.delta else de, dv, span)
+
+            e, dy, states, dends = e.flatten(0, 1), dy.flatten(0, 1), states.flatten(0, 1), dends.flatten(0, 1)
+            x = _Matrices(*map(methodcaller("flatten", 0, 1), x))
+            da, dqp_bar, dk_bar = torch.bmm(dy, e.mT), torch.bmm(dy, states.mT), torch.bmm(e, dends.mT)
+            if dmask is not None:
+                dstarts = _inner(dqp_bar, x.qp, parts)
+                dw = torch.cat([dstarts[:, :size], da[:, :size] * x.products[:, :size]], -1)
+                if chunks.delta:
+                    dw[:, :-1, :parts] += dstarts[:, size + 1 :]
+                    dw[:, :-1, parts:].addcmul_(da[:, size + 1 :], x.products[:, size + 1 :])
+                dcarry = torch.bmm(dends.view(len(e), parts, -1), states.view(len(e), parts, -1).mT)
+                dlast = torch.cat([dcarry, _inner(dk_bar, x.k_tilde, parts).mT], -1)
+                mask.matrix_vjp(span, dw, dlast, dmask)
+            da[:, :size] *= x.w[..., parts:]
+            if chunks.delta:
+                da[:, size] = 0.0
+                da[:, size + 1 :] *= x.w[:, :-1, parts:]
+            dqp, dk_tilde = torch.bmm(da, x.k_tilde), torch.bmm(da.mT, x.qp)
+            for part, grad in enumerate(dqp_bar.chunk(parts, -1)):
+                dqp.addcmul_(grad, x.starts[..., part : part + 1])
+            for part, grad in enumerate(dk_bar.chunk(parts, -1)):
+                dk_tilde.addcmul_(grad, x.last[:, part, parts:].unsqueeze(-1))
+            chunks.store(dqp[:, :size].unflatten(0, (-1, len(dstate))), dq, span)
+            dwrite[span.at] = (dk_tilde * x.k).sum(-1, keepdim=True).view_as(dwrite[span.at])
+            dk_tilde *= chunks.write[span.at].flatten(0, 1)
+            if chunks.delta:
+                dread[span.at] = (dqp[:, size:] * x.k).sum(-1, keepdim=True).view_as(dread[span.at])
+                dk_tilde.addcmul_(dqp[:, size:], chunks.read[span.at].flatten(0, 1))
+            chunks.store(dk_tilde.unflatten(0, (-1, len(dstate))), dk, span)
+        dstart[spans[0].batch] = dstate.view_as(dstart[spans[0].batch])
+    dstart, dvelocity = (dstart, None) if p is None else dstart.chunk(2, 2)
+    return dq, dk, dv, *chunks.gates_vjp(gates, dread, dwrite, dmask), dstart, dvelocity
+
+
+class _Span(NamedTuple):
+    """Chunks that are computed together."""
+
+    batch: slice
+    chunks: slice
+    at: tuple[slice, slice]  # chunks, and rows: the heads of these sequences
+
+
+class _Matrices(NamedTuple):
+    """The matrices of the chunks of a span, (chunks, rows, ...); see the head of this file."""
+
+    k: Tensor  # (C, D)
+    k_tilde: Tensor  # (C, D)
+    qp: Tensor  # (R, D)
+    products: Tensor  # of qp with K̃ (R, C)
+    scores: Tensor  # (C, C)
+    t: Tensor  # (C, C); without a delta rule the scores again
+    starts: Tensor  # weights of the state at the rows of qp (R, parts)
+    w: Tensor  # g of each step (C, parts + C)
+    last: Tensor  # g and l after the last step (parts, parts + C)
+    qp_bar: Tensor  # (R, parts D)
+    k_bar: Tensor  # (C, parts D)
+    carry: Tensor  # (parts, parts)
+
+
+class _Chunks:
+    """The chunks of a call: where they are in the tensors (batch, heads, length, n), and their matrices."""
+
+    def __init__(
+        self, options: tuple[Any, int], q: Tensor, k: Tensor, gates: list[Tensor | None], dtype: torch.dtype
+    ) -> None:
+        self.delta, size = options
+        self.q, self.k, self.dtype = q, k, dtype
+        self.batch, self.heads, self.length, _ = q.shape
+        self.size = -(-min(size, self.length) // BLOCK) * BLOCK
+        self.count = -(-self.length // self.size)
+        log_momentum, log_decay, step, write = gates
+        ones = q.new_ones((), dtype=dtype).expand(q.shape[:3])
+        alpha = ones if log_decay is None else log_decay.exp()
+        write = ones if write is None else write
+        if log_momentum is None and step is not None:
+            write = step * write
+        self.parts = 1 if log_momentum is None else 2
+        self.write = self.by_chunk(write).unsqueeze(-1)  # of k in k̃
+        self.read = self.by_chunk(alpha if self.delta == "decayed" else ones).unsqueeze(-1)  # of k in p
+        momentum = None
+        if log_momentum is not None and step is not None:
+            momentum = self.by_chunk(log_momentum.exp(), 1.0), self.by_chunk(step)
+        self.mask = _DecayMask(self.by_chunk(alpha, 1.0), momentum)
+
+    def spans(self) -> list[list[_Span]]:
+        """Return the spans of some sequences after another, each in the order of time."""
+        sequences, chunks = self.batch, self.count
+        if self.q.device.type == "cpu":
+            sequences = min(self.batch, max(1, CHUNKS_AT_ONCE // self.heads))
+            chunks = max(1, CHUNKS_AT_ONCE // (sequences * self.heads))
+        found: list[list[_Span]] = []
+        for first in range(0, self.batch, sequences):
+            batch = slice(first, min(first + sequences, self.batch))
+            rows = slice(batch.start * self.heads, batch.stop * self.heads)
+            found.append([])
+            for i in range(0, self.count, chunks):
+                at = slice(i, min(i + chunks, self.count))
+                found[-1].append(_Span(batch, at, (at, rows)))
+        return found
+
+    def load(self, x: Tensor, span: _Span, out: Tensor | None = None) -> Tensor:
+        """(batch, heads, length, n) -> (chunks, rows, C, n) of a span, with zeros after the end."""
+        start, stop = span.chunks.start * self.size, span.chunks.stop * self.size
+        x = x[span.batch, :, start:stop]
+        x = pad(x, (0, 0, 0, stop - start - x.shape[2])) if x.shape[2] < stop - start else x
+        x = x.unflatten(2, (-1, self.size)).permute(2, 0, 1, 3, 4)
+        if out is None:
+            out = x.new_empty(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:], dtype=self.dtype)
+        out.unflatten(1, x.shape[1:3]).copy_(x)
+        return out
+
+    def store(self, x: Tensor, out: Tensor, span: _Span) -> None:
+        """Write x (chunks, rows, C, n) to its place in out (batch, heads, length, n), the inverse of :meth:`load`."""
+        out = out[span.batch, :, span.chunks.start * self.size : span.chunks.stop * self.size]
+        x = x.unflatten(1, out.shape[:2]).permute(1, 2, 0, 3, 4)
+        if out.shape[2] == x.shape[2] * self.size:
+            out.unflatten(2, (-1, self.size)).copy_(x)
+        else:
+            out.copy_(x.flatten(2, 3)[:, :, : out.shape[2]])
+
+    def by_chunk(self, gate: Tensor, after: float = 0.0) -> Tensor:
+        """(batch, heads, length) -> (chunks, rows, C), with a constant after the end."""
+        gate = pad(gate.flatten(0, 1), (0, self.count * self.size - self.length), value=after)
+        return gate.unflatten(1, (-1, self.size)).transpose(0, 1).contiguous()
+
+    def from_chunk(self, gate: Tensor) -> Tensor:
+        """Invert :meth:`by_chunk`."""
+        return gate.transpose(0, 1).flatten(1)[:, : self.length].unflatten(0, (self.batch, self.heads))
+
+    def matrices(self, span: _Span) -> _Matrices:
+        """Compute the matrices of a span."""
+        size, parts = self.size, self.parts
+        k = self.load(self.k, span)
+        k_tilde = k * self.write[span.at]
+        qp = k.new_empty(*k.shape[:2], size * (2 if self.delta else 1), k.shape[-1])
+        self.load(self.q, span, out=qp[:, :, :size])
+        if self.delta:
+            torch.mul(k, self.read[span.at], out=qp[:, :, size:])
+        products = torch.bmm(qp.flatten(0, 1), k_tilde.flatten(0, 1).mT).unflatten(0, k.shape[:2])
+        w, last = self.mask.matrix(span)
+        starts, g = w[..., :parts], w[..., parts:]
+        scores = t = products[:, :, :size] * g
+        if self.delta:  # the rows of p have the weights of the row before
+            first = torch.zeros_like(starts[:, :, :1])
+            first[..., 0] = 1.0
+            starts = torch.cat([starts, first, starts[:, :, :-1]], 2)
+            t = torch.empty_like(scores)
+            t[:, :, 0] = 0.0
+            torch.mul(products[:, :, size + 1 :], g[:, :, :-1], out=t[:, :, 1:])
+        qp_bar, k_bar, carry = _outer(starts, qp), _outer(last[..., parts:].mT, k_tilde), last[..., :parts]
+        return _Matrices(k, k_tilde, qp, products, scores, t, starts, w, last, qp_bar, k_bar, carry)
+
+    def gates_vjp(self, gates: list[Tensor | None], dread: Tensor, dwrite: Tensor, dmask: Any) -> list[Tensor | None]:
+        """Return the gradients of the gates from those of the factors of k and of the decay mask."""
+        log_momentum, log_decay, step, write = gates
+        dalpha = dmu = dstep = None
+        if dmask is not None:
+            dalpha, dmu, dstep = self.mask.vjp(*dmask)
+            dalpha = self.from_chunk(dalpha)
+        grad = self.from_chunk(dwrite.squeeze(-1))
+        if log_momentum is not None and dmu is not None and dstep is not None:
+            dmu, dstep = self.from_chunk(dmu) * log_momentum.exp(), self.from_chunk(dstep)
+        elif log_momentum is None and step is not None:
+            dstep = grad if write is None else grad * write
+            grad = grad * step
+        if log_decay is not None and dalpha is not None:
+            if self.delta == "decayed":
+                dalpha = dalpha + self.from_chunk(dread.squeeze(-1))
+            dalpha = dalpha * log_decay.exp()
+        return [dmu, None if log_decay is None else dalpha, dstep, None if write is None else grad]
+
+
+class _DecayMask:
+    """The rows g_r and l_r of all chunks, and their VJP.
+
+    The row before the first is the identity at the columns of the state. Then::
+
+        l_r = μ_r l_{r-1} + (1 at e_r),   g_r = α_r g_{r-1} + s_r l_r
+
+    Everything is a sum of products of gates: no logarithms are added up and no difference is taken. Without momentum
+    there is no l and no column P, and g_r = α_r g_{r-1} + (1 at e_r).
+
+    The recursion runs within blocks of a few rows, for all blocks at once, then from block to block: row i of a block b
+    is ``coefficients[i] @ rows[b]``, plus ``inner[i]`` at the columns of the block.
+
+    Arguments:
+        alpha: α (chunks, rows, C).
+        momentum: μ and s, likewise; None without momentum.
+    """
+
+    def __init__(self, alpha: Tensor, momentum: tuple[Tensor, Tensor] | None) -> None:
+        count, heads, size = alpha.shape
+        n = count * heads  # the last axis here, the first two outside
+
+        def blocks(gate: Tensor) -> tuple[Tensor, ...]:
+            """(chunks, rows, C) -> BLOCK times (blocks, chunks * rows)."""
+            return gate.flatten(0, 1).T.contiguous().unflatten(0, (-1, BLOCK)).unbind(1)
+
+        self.parts, self.blocks = (1 if momentum is None else 2), size // BLOCK
+        self.count, self.alpha = count, blocks(alpha)
+        # g and l within blocks; row 0 is the row before the block. l has no column for S, which P does not depend on
+        g = alpha.new_zeros(BLOCK + 1, self.parts + BLOCK, self.blocks, n)
+        rows = alpha.new_zeros(self.blocks + 1, self.parts, self.parts + size, n)
+        rows[0].diagonal().fill_(1.0)
+        g[0, 0] = 1.0
+        self.g, self.ell, self.by_block = g, None, rows
+        if momentum is None:
+            g.diagonal().fill_(1.0)
+            for i in range(BLOCK):
+                torch.mul(g[i, : i + 1], self.alpha[i], out=g[i + 1, : i + 1])
+        else:
+            self.mu, self.step = blocks(momentum[0]), blocks(momentum[1])
+            self.ell = alpha.new_zeros(BLOCK + 1, 1 + BLOCK, self.blocks, n)
+            self.ell.diagonal().fill_(1.0)
+            for i in range(BLOCK):
+                torch.mul(self.ell[i, : i + 1], self.mu[i], out=self.ell[i + 1, : i + 1])
+                torch.mul(self.ell[i + 1, : i + 2], self.step[i], out=g[i + 1, 1 : i + 3])
+                g[i + 1, : i + 2].addcmul_(g[i, : i + 2], self.alpha[i])
+        for b in range(self.blocks):
+            width = self.parts + b * BLOCK
+            old, new = rows[b, :, :width], rows[b + 1]
+            torch.mul(old[0], g[-1, 0, b], out=new[0, :width])
+            new[0, width : width + BLOCK] = g[-1, self.parts :, b]
+            if self.ell is not None:
+                new[0, :width].addcmul_(old[1], g[-1, 1, b])
+                torch.mul(old[1], self.ell[-1, 0, b], out=new[1, :width])
+                new[1, width : width + BLOCK] = self.ell[-1, 1:, b]
+
+        def by_chunk(x: Tensor) -> Tensor:
+            """(..., chunks * rows) -> (chunks, rows, ...)."""
+            return x.reshape(-1, n).T.contiguous().view(count, heads, *x.shape[:-1])
+
+        self.coefficients = by_chunk(g[1:, : self.parts].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, parts)
+        self.inner = by_chunk(g[1:, self.parts :].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, BLOCK)
+        self.rows = by_chunk(rows)  # g and l before each block and after the last (..., blocks + 1, parts, parts + C)
+
+    def matrix(self, span: _Span) -> tuple[Tensor, Tensor]:
+        """Return g of each step of a span (..., C, parts + C), and g and l of the last (..., parts, parts + C)."""
+        coefficients, rows = self.coefficients[span.at], self.rows[span.at]
+        g = torch.bmm(coefficients.flatten(0, 2), rows[:, :, :-1].flatten(0, 2))
+        g = g.view(*rows.shape[:2], -1, rows.shape[-1])
+        _diagonal(g, self.parts).add_(self.inner[span.at])
+        return g, rows[:, :, -1]
+
+    def matrix_vjp(self, span: _Span, dg: Tensor, dlast: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Write the gradients of coefficients, inner and rows of a span from those of what :meth:`matrix` gives."""
+        dcoefficients, dinner, drows = (x[span.at] for x in grads)
+        coefficients, rows = self.coefficients[span.at].flatten(0, 2), self.rows[span.at][:, :, :-1].flatten(0, 2)
+        dg = dg.unflatten(0, dinner.shape[:2])
+        dinner.copy_(_diagonal(dg, self.parts))
+        dg = dg.unflatten(2, (-1, BLOCK)).flatten(0, 2)
+        dcoefficients.copy_(torch.bmm(dg, rows.mT).view_as(dcoefficients))
+        drows[:, :, :-1] = torch.bmm(coefficients.mT, dg).view_as(drows[:, :, :-1])
+        drows[:, :, -1] = dlast.view_as(drows[:, :, -1])
+
+    def vjp(self, dcoefficients: Tensor, dinner: Tensor, drows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of α, μ and s (chunks, rows, C)."""
+        g, ell, rows, parts = self.g, self.ell, self.by_block, self.parts
+
+        def by_step(x: Tensor) -> Tensor:
+            """(chunks, rows, ...) -> (..., chunks * rows)."""
+            return x.flatten(2).flatten(0, 1).T.contiguous().view(*x.shape[2:], -1)
+
+        def from_blocks(x: Tensor) -> Tensor:
+            """(BLOCK, blocks, chunks * rows) -> (chunks, rows, C)."""
+            return x.transpose(0, 1).flatten(0, 1).T.unflatten(0, (self.count, -1))
+
+        def block_columns(rows: Tensor) -> Tensor:
+            """Return what the rows after each block have at the columns of its steps (BLOCK, blocks, n)."""
+            return rows[:, parts:].unflatten(1, (-1, BLOCK)).diagonal(dim1=0, dim2=1).permute(0, 2, 1)
+
+        drows = by_step(drows)
+        dg = torch.cat([by_step(dcoefficients), by_step(dinner)], 2).permute(1, 2, 0, 3).contiguous()
+        for b in reversed(range(self.blocks)):
+            width = parts + b * BLOCK
+            old, new = drows[b, :, :width], drows[b + 1, :, :width]
+            old[0].addcmul_(new[0], g[-1, 0, b])
+            if ell is not None:
+                old[1].addcmul_(new[0], g[-1, 1, b]).addcmul_(new[1], ell[-1, 0, b])
+        # a weight before its step is 0, and its gradient has no effect
+        old, new = rows[:-1], drows[1:]
+        dg[-1, 0] += (new[:, 0] * old[:, 0]).sum(1)
+        dg[-1, parts:] += block_columns(new[:, 0])
+        if ell is None:
+            for i in reversed(range(1, BLOCK)):
+                dg[i - 1, : i + 1].addcmul_(dg[i, : i + 1], self.alpha[i])
+            return from_blocks((dg * g[:-1]).sum(1)), None, None
+        dl = torch.zeros_like(ell[1:])
+        dg[-1, 1] += (new[:, 0] * old[:, 1]).sum(1)
+        dl[-1, 0] = (new[:, 1] * old[:, 1]).sum(1)
+        dl[-1, 1:] = block_columns(new[:, 1])
+        for i in reversed(range(BLOCK)):
+            dl[i, : i + 2].addcmul_(dg[i, 1 : i + 3], self.step[i])
+            if i > 0:
+                dg[i - 1, : i + 2].addcmul_(dg[i, : i + 2], self.alpha[i])
+                dl[i - 1, : i + 1].addcmul_(dl[i, : i + 1], self.mu[i])
+        dalpha, dmu, dstep = (dg * g[:-1]).sum(1), (dl * ell[:-1]).sum(1), (dg[:, 1:] * ell[1:]).sum(1)
+        return from_blocks(dalpha), from_blocks(dmu), from_blocks(dstep)
+
+
+def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
+    """Return ``carry @ state`` + new, part by part; the state is (rows, parts D, M)."""
+    shape = (*carry.shape[:2], -1)
+    if new is None:
+        return torch.bmm(carry, state.view(shape)).view_as(state)
+    return torch.baddbmm(new.view(shape), carry, state.view(shape)).view_as(state)
+
+
+def _diagonal(g: Tensor, parts: int) -> Tensor:
+    """Return a view of the weights of the steps of each block in its rows (..., blocks, BLOCK, BLOCK)."""
+    blocks = g[..., parts:].unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    return blocks.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
+
+
+def _outer(weights: Tensor, x: Tensor) -> Tensor:
+    """(..., R, parts), (..., R, D) -> (..., R, parts D)."""
+    out = x.new_empty(*weights.shape, x.shape[-1])
+    for part, weight in enumerate(weights.unbind(-1)):  # faster than one product of all parts
+        torch.mul(x, weight.unsqueeze(-1), out=out[..., part, :])
+    return out.flatten(-2)
+
+
+def _inner(x: Tensor, y: Tensor, parts: int) -> Tensor:
+    """(..., R, parts D), (..., R, D) -> (..., R, parts), the VJP of :func:`_outer`."""
+    return (x.unflatten(-1, (parts, -1)) * y.unsqueeze(-2)).sum(-1)

@@ -1,0 +1,810 @@
+"""Multihead attention: in linear time with momentum, the heavy-ball memory, and softmax attention, one interface."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hbnode._checks import as_count, check_bool, check_input
+from hbnode._torch import KeepsConstants, is_tracing, may_look
+from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
+from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
+
+State = TypeVar("State")
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values (batch, heads, length, head_dim)
+Numbers = float | Sequence[float] | Tensor
+
+LEAST_NORM = 1e-3  # of queries and keys of norm 1: the gradient of a division by a norm of 0 has no bound
+MASK_FIX = (
+    "Fix: is_causal=True or False for the order, key_padding_mask (batch, length), True = ignore, for padding, "
+    "torch.nn.MultiheadAttention for other masks"
+)
+
+
+class MultiheadBase(KeepsConstants, Generic[State]):
+    """Projections to heads and back around an attention function, which a subclass has in :meth:`_attend`.
+
+    The parameters are those of ``torch.nn.MultiheadAttention``: ``in_proj_weight``, or ``q_proj_weight``,
+    ``k_proj_weight`` and ``v_proj_weight`` where ``kdim`` or ``vdim`` differ from ``embed_dim``, ``in_proj_bias``, and
+    ``out_proj``. They are initialised as there.
+    """
+
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
+    _qkv_same_embed_dim = False  # keeps torch.nn.TransformerEncoderLayer from its fused softmax attention in evaluation
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float,
+        bias: bool,
+        kdim: int | None,
+        vdim: int | None,
+        batch_first: bool,
+        causal: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads = as_count(embed_dim, "embed_dim"), as_count(num_heads, "num_heads")
+        self.kdim = self.embed_dim if kdim is None else as_count(kdim, "kdim")
+        self.vdim = self.embed_dim if vdim is None else as_count(vdim, "vdim")
+        if embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}. "
+                f"Fix: embed_dim={num_heads * (embed_dim // num_heads + 1)}."
+            )
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be a probability, got {dropout!r}. Fix: a number from 0 to 1.")
+        for name, switch in (("bias", bias), ("batch_first", batch_first), ("causal", causal)):
+            check_bool(switch, name, "pass options by name")
+        self.head_dim = self.embed_dim // self.num_heads
+        self.dropout, self.batch_first, self.causal = float(dropout), batch_first, causal
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        is_packed = self.kdim == self.vdim == self.embed_dim
+        shapes = {"in_proj_weight": (3 * embed_dim, embed_dim) if is_packed else None}
+        for name, features in (("q", self.embed_dim), ("k", self.kdim), ("v", self.vdim)):
+            shapes[f"{name}_proj_weight"] = None if is_packed else (embed_dim, features)
+        for name, shape in shapes.items():
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **options)))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, **options)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **options)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+        for name, shape in shapes.items():  # last, so that a seed draws the weights of torch.nn.MultiheadAttention
+            if shape is not None:
+                nn.init.xavier_uniform_(getattr(self, name))
+
+    @override
+    def extra_repr(self) -> str:
+        settings = {"causal": self.causal} | self._settings()
+        return ", ".join([f"{self.embed_dim}, {self.num_heads}", *(f"{name}={x}" for name, x in settings.items())])
+
+    def _settings(self) -> dict[str, object]:
+        """Return what the representation shows of a subclass."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend to all keys, or with ``causal`` to those at and before each query.
+
+        Arguments:
+            query: (length, batch, embed_dim), with ``batch_first`` (batch, length, embed_dim), or (length, embed_dim).
+            key: like the query with kdim features, any length unless causal. Default: ``None``, the query.
+            value: like the key with vdim features. Default: ``None``, the key.
+            key_padding_mask: (batch, keys), or (keys,) of a query without a batch; True = ignore. Default: ``None``.
+            need_weights: must be False, since the weights are never formed. Default: ``False``.
+            attn_mask: must be None. Default: ``None``.
+            average_attn_weights: has no effect without weights. Default: ``True``.
+            is_causal: overrides the constructor's ``causal`` where it is not None. Default: ``None``.
+
+        Returns:
+            The output, shaped like the query, and None in the place of the weights.
+
+        Raises:
+            TypeError: an input is not a tensor.
+            ValueError: a shape does not fit, or ``need_weights`` or ``attn_mask`` is given.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        if need_weights:
+            raise ValueError("need_weights must be False: attention weights are never formed. Fix: leave it out.")
+        if attn_mask is not None:
+            raise ValueError(f"attn_mask must be None: {type(self).__name__} has no weights to mask. {MASK_FIX}.")
+        has_batch = self._check_inputs(query, key, value)
+        if not has_batch:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = key_padding_mask[None] if isinstance(key_padding_mask, Tensor) else key_padding_mask
+        elif not self.batch_first:
+            same = key is query, value is key
+            query = query.transpose(0, 1)
+            key = query if same[0] else key.transpose(0, 1)
+            value = key if same[1] else value.transpose(0, 1)
+        causal = self.causal if is_causal is None else is_causal
+        ignored = read_mask(key_padding_mask, key.shape[:2])
+        if causal and query.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"causal attention needs a key for each query, got {query.shape[1]} queries and {key.shape[1]} keys. "
+                "Fix: causal=False to attend to another sequence."
+            )
+        if ignored is not None:  # 0 * NaN is NaN
+            is_self, is_key = query is key, value is key
+            key, value = (x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0) for x in (key, value))
+            query, value = key if is_self else query, key if is_key else value
+        heads, _ = self._attend(self._project(query, key, value), key, ignored, causal)
+        output = self._join(heads)
+        return (output[0] if not has_batch else output if self.batch_first else output.transpose(0, 1)), None
+
+    def init_state(self, batch_size: int) -> State:
+        """Return the state before the first token, for ``batch_size`` sequences.
+
+        Arguments:
+            batch_size: how many sequences.
+        """
+        raise NotImplementedError
+
+    def prefill(
+        self, x: Tensor, state: State | None = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Compute causal self-attention over several tokens that continue a state.
+
+        Arguments:
+            x: (batch, length, embed_dim) with ``batch_first``, else (length, batch, embed_dim).
+            state: of the tokens before. Default: ``None``, none.
+            key_padding_mask: (batch, length), True = ignore: such a token leaves the state as it is. Default: ``None``.
+
+        Returns:
+            The output, shaped like x, and the state after its last token.
+        """
+        if not self.causal:
+            raise ValueError(
+                f"a {type(self).__name__} with causal=False attends to later tokens, so it cannot take them one by "
+                "one. Fix: causal=True."
+            )
+        if self.kdim != self.embed_dim or self.vdim != self.embed_dim:
+            raise ValueError("streaming is self-attention. Fix: leave kdim and vdim out.")
+        if not self._check_inputs(x, x, x):
+            raise ValueError(f"x must have a batch axis to be streamed, got shape {tuple(x.shape)}. Fix: x[None].")
+        x = x if self.batch_first else x.transpose(0, 1)
+        ignored = read_mask(key_padding_mask, x.shape[:2])
+        state = self.init_state(x.shape[0]) if state is None else state
+        if ignored is not None:  # 0 * NaN is NaN
+            x = x.masked_fill(ignored.unsqueeze(-1) & ~x.isfinite(), 0.0)
+        heads, after = self._attend(self._project(x, x, x), x, ignored, True, state)
+        output = self._join(heads)
+        assert after is not None
+        return (output if self.batch_first else output.transpose(0, 1)), after
+
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Compute causal self-attention for the next token.
+
+        Arguments:
+            x: (batch, embed_dim).
+            state: of the tokens before. Default: ``None``, none.
+
+        Returns:
+            The output (batch, embed_dim), and the state after the token.
+        """
+        check_input(x, "x")
+        if x.dim() != 2:
+            raise ValueError(
+                f"step takes one token, (batch, {self.embed_dim}), got shape {tuple(x.shape)}. "
+                "Fix: prefill for several."
+            )
+        axis = 1 if self.batch_first else 0
+        output, state = self.prefill(x.unsqueeze(axis), state)
+        return output.squeeze(axis), state
+
+    def _attend(
+        self,
+        heads: Heads,
+        key: Tensor,
+        ignored: Tensor | None,
+        causal: bool,
+        state: State | None = None,
+    ) -> tuple[Tensor, State | None]:
+        """Attend with heads (batch, heads, length, head_dim); ``key`` is the input that keys are projected from."""
+        raise NotImplementedError
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Heads:
+        bias = self.in_proj_bias
+        if self.in_proj_weight is not None and query is key is value:
+            q, k, v = nn.functional.linear(query, self.in_proj_weight, bias).chunk(3, -1)
+        else:
+            if self.in_proj_weight is not None:
+                weights = self.in_proj_weight.chunk(3)
+            else:
+                weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            q, k, v = map(nn.functional.linear, (query, key, value), weights, biases)
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        return q, k, v
+
+    def _join(self, heads: Tensor) -> Tensor:
+        joined: Tensor = self.out_proj(heads.transpose(1, 2).flatten(2))
+        return joined
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Check shapes; return whether there is a batch axis."""
+        inputs = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
+        for name, x, features in inputs:
+            check_input(x, name)
+            if x.dim() not in (2, 3) or x.shape[-1] != features or x.dim() != query.dim():
+                order = "(batch, length" if self.batch_first else "(length, batch"
+                raise ValueError(
+                    f"{name} must be {order}, {features}), or (length, {features}), got shape {tuple(x.shape)}. "
+                    f"Fix: embed_dim, kdim and vdim are the numbers of features."
+                )
+        batch = 0 if self.batch_first else 1
+        if key.shape[:-1] != value.shape[:-1] or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(
+                "query, key and value must have one batch size, key and value one length, got shapes "
+                f"{shapes} with batch_first={self.batch_first}. Fix: batch_first=True if the batch comes first."
+            )
+        return query.dim() == 3
+
+
+class MomentumAttention(MultiheadBase[MomentumAttentionState]):
+    r"""Multihead momentum attention, in time linear in the length: linear attention whose sum has momentum.
+
+    Each head runs :func:`hbnode.nn.functional.momentum_attention`; with phi(x) = elu(x) + 1::
+
+        p_i = β p_{i-1} + phi(k_i) v_i^T
+        s_i = s_{i-1} + γ p_i,   z_i = z_{i-1} + phi(k_i)
+        output_i = phi(q_i)^T s_i / (phi(q_i)^T z_i + eps)
+
+    ``momentum=0`` is linear attention, and ``momentum=0`` with ``step_size=1 / (1 - β)`` is linear attention with the
+    gain that momentum β has on keys long past.
+
+    References:
+        Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), equations 72 to 74;
+        Katharopoulos et al., Transformers are RNNs (arXiv:2006.16236).
+
+    Arguments:
+        embed_dim: features of the query and of the output.
+        num_heads: heads; embed_dim is a multiple of it.
+        dropout: must be 0, since there are no attention weights to drop. Default: ``0.0``.
+        bias: whether the projections have biases. Default: ``True``.
+        kdim: features of the key. Default: ``None``, embed_dim.
+        vdim: features of the value. Default: ``None``, embed_dim.
+        batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
+        momentum: β, in [0, 1), a number or one per head. Default: ``0.6``.
+        step_size: γ, positive, a number or one per head. Default: ``1.0``.
+        learn_momentum: whether to learn β, one per head, from the given start. Default: ``False``.
+        learn_step_size: whether to learn γ, one per head, from the given start. Default: ``False``.
+        causal: whether a query sees only keys at and before its place. Default: ``True``.
+        eps: added to the denominator. Default: ``1e-6``.
+        chunk_size: tokens that are handled at once; it has no influence on the result. Default: ``64``.
+        device: of the parameters. Default: ``None``, torch's.
+        dtype: of the parameters. Default: ``None``, torch's.
+
+    Raises:
+        TypeError: a switch is not a bool.
+        ValueError: a size or number is not valid.
+
+    Example:
+        >>> attention = MomentumAttention(32, 4, momentum=0.9, batch_first=True)
+        >>> x = torch.ones(2, 7, 32)
+        >>> output, _ = attention(x, x, x)
+        >>> y, state = attention.prefill(x[:, :6])
+        >>> y, state = attention.step(x[:, 6], state)
+        >>> torch.allclose(y, output[:, 6], atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        momentum: Numbers = 0.6,
+        step_size: Numbers = 1.0,
+        learn_momentum: bool = False,
+        learn_step_size: bool = False,
+        causal: bool = True,
+        eps: float = 1e-6,
+        chunk_size: int = 64,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _refuse_dropout(dropout)
+        super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
+        if not eps >= 0:
+            raise ValueError(f"eps must be >= 0, got {eps!r}. Fix: 1e-6.")
+        self.eps, self.chunk_size = float(eps), as_count(chunk_size, "chunk_size")
+        beta = _per_head(momentum, "momentum", self.num_heads)
+        gamma = _per_head(step_size, "step_size", self.num_heads)
+        if not bool(((beta >= 0) & (beta < 1)).all()):
+            raise ValueError(f"momentum must be in [0, 1), got {beta.tolist()}. Fix: 0.9, for instance.")
+        if learn_momentum and not bool((beta > 0).all()):
+            raise ValueError("a learned momentum must start above 0. Fix: momentum=0.01, or learn_momentum=False.")
+        if not bool(((gamma > 0) & gamma.isfinite()).all()):
+            raise ValueError(f"step_size must be positive, got {gamma.tolist()}. Fix: the paper's 1.0.")
+        self.momentum_logit = _learned(torch.logit(beta), self) if learn_momentum else None
+        self.log_step_size = _learned(gamma.log(), self) if learn_step_size else None
+        if not learn_momentum:
+            self.keep("_momentum", beta if beta.dim() else beta.item())
+        if not learn_step_size:
+            self.keep("_step_size", gamma if gamma.dim() else gamma.item())
+
+    @property
+    def momentum(self) -> Tensor | float:
+        """The current β: a tensor (heads,) if learned or one per head, else a float."""
+        logit = self.momentum_logit
+        return self.kept("_momentum") if logit is None else torch.sigmoid(_wide(logit))
+
+    @property
+    def step_size(self) -> Tensor | float:
+        """The current γ: a tensor (heads,) if learned or one per head, else a float."""
+        return self.kept("_step_size") if self.log_step_size is None else _wide(self.log_step_size).exp()
+
+    @override
+    def constants(self) -> dict[str, str]:
+        fixed = {} if self.momentum_logit is not None else {"momentum": "_momentum"}
+        return fixed | ({} if self.log_step_size is not None else {"step_size": "_step_size"})
+
+    @override
+    def _settings(self) -> dict[str, object]:
+        return {"momentum": _format(self.momentum), "step_size": _format(self.step_size)}
+
+    @override
+    def init_state(self, batch_size: int) -> MomentumAttentionState:
+        like, (heads, dim) = _empty_state(next(self.parameters())), (self.num_heads, self.head_dim)
+        s, p = (like.new_zeros(batch_size, heads, dim, dim) for _ in range(2))
+        return MomentumAttentionState(s, p, like.new_zeros(batch_size, heads, dim))
+
+    @override
+    def _attend(
+        self,
+        heads: Heads,
+        key: Tensor,
+        ignored: Tensor | None,
+        causal: bool,
+        state: MomentumAttentionState | None = None,
+    ) -> tuple[Tensor, MomentumAttentionState | None]:
+        return momentum_attention(
+            *heads,
+            momentum=self.momentum,
+            step_size=self.step_size,
+            causal=causal,
+            key_padding_mask=ignored,
+            eps=self.eps,
+            initial_state=state,
+            return_state=True,
+            chunk_size=self.chunk_size,
+        )
+
+
+class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
+    r"""Multihead memory that learns while it reads: a delta rule with momentum and decay, in linear time.
+
+    Each head keeps a matrix S that maps keys to values and moves it like a heavy ball, see
+    :func:`hbnode.nn.functional.heavy_ball_memory`; k_t and q_t are divided by their norm, or by 0.001 if it is smaller,
+    and the gates come from the input::
+
+        e_t = v_t - α_t S_{t-1}^T k_t
+        P_t = μ_t P_{t-1} + (1 - μ_t) r_t k_t e_t^T
+        S_t = α_t S_{t-1} + (1 - μ_t) P_t
+        output_t = S_t^T q_t
+
+    r_t, α_t and μ_t are in (0, 1). P is a moving average of the writes. In each direction of keys that are equal or
+    orthogonal, such a memory stays bounded, whatever the gates are and however keys are repeated. One that puts all of
+    (1 - μ_t) into the step does not, once the momentum depends on the key. ``momentum=False`` is Gated DeltaNet,
+    ``delta=False`` without momentum is gated linear attention.
+
+    References:
+        Behrouz et al., Titans (arXiv:2501.00663); Yang et al., Gated Delta Networks (arXiv:2412.06464);
+        Momentum DeltaNet (arXiv:2605.05838).
+
+    Arguments:
+        embed_dim: features of the input and of the output.
+        num_heads: heads; embed_dim is a multiple of it.
+        dropout: must be 0, since there are no attention weights to drop. Default: ``0.0``.
+        bias: whether the projections have biases. Default: ``True``.
+        batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
+        momentum: whether S has a velocity. Default: ``True``.
+        decay: whether S decays, α_t < 1. Default: ``True``.
+        delta: what is written: the error of the decayed memory, of the plain memory (v_t - S_{t-1}^T k_t), or, with
+            False, v_t itself. With a decay the plain error has no bound for all gates: a warning says so.
+            Default: ``"decayed"``.
+        chunk_size: tokens that are handled at once; it has no influence on the result. Default: ``64``.
+        device: of the parameters. Default: ``None``, torch's.
+        dtype: of the parameters. Default: ``None``, torch's.
+
+    Raises:
+        TypeError: a switch is not a bool.
+        ValueError: a size or number is not valid.
+
+    Example:
+        >>> memory = HeavyBallMemory(32, 4, batch_first=True)
+        >>> x = torch.ones(2, 7, 32)
+        >>> output, _ = memory(x, x, x)
+        >>> y, state = memory.prefill(x[:, :6])
+        >>> y, state = memory.step(x[:, 6], state)
+        >>> torch.allclose(y, output[:, 6], atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        batch_first: bool = False,
+        momentum: bool = True,
+        decay: bool = True,
+        delta: Literal["decayed", "plain", False] = "decayed",
+        chunk_size: int = 64,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _refuse_dropout(dropout)
+        super().__init__(embed_dim, num_heads, dropout, bias, None, None, batch_first, True, device, dtype)
+        check_bool(momentum, "momentum", "momentum=True; the gate comes from the input")
+        check_bool(decay, "decay", "decay=True; the gate comes from the input")
+        if delta is not False and delta not in ("decayed", "plain"):
+            raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
+        self.has_momentum, self.has_decay, self.delta = momentum, decay, delta
+        self.chunk_size = as_count(chunk_size, "chunk_size")
+        if delta == "plain" and momentum and decay:
+            warnings.warn(
+                "HeavyBallMemory with delta='plain', momentum and decay is not bounded for all gates: where α is "
+                "small, the error of the plain memory overshoots. Fix: delta='decayed', or decay=False.",
+                stacklevel=2,
+            )
+        self.gates = nn.Linear(embed_dim, self.num_heads * (1 + momentum + decay), device=device, dtype=dtype)
+        # r = 1/2, half-lives of S between 10 and 1,000 tokens over the heads, and μ from 0.05 to 0.5: a single write
+        # reaches S with the weight (1 - μ) r, so a large momentum stores little of what comes once
+        nn.init.normal_(self.gates.weight, std=0.02)
+        spread = torch.linspace(0, 1, self.num_heads, dtype=torch.float64)
+        rows = [torch.zeros(self.num_heads)]
+        if self.has_decay:
+            rows.append(torch.logit(0.5 ** (1 / (10 * 100**spread))))
+        if self.has_momentum:
+            rows.append(torch.logit(0.05 + 0.45 * spread))
+        with torch.no_grad():
+            self.gates.bias.copy_(torch.cat(rows))
+
+    @override
+    def _settings(self) -> dict[str, object]:
+        return {"momentum": self.has_momentum, "decay": self.has_decay, "delta": repr(self.delta)}
+
+    @override
+    def init_state(self, batch_size: int) -> HeavyBallMemoryState:
+        like = _empty_state(next(self.parameters()))
+        shape = batch_size, self.num_heads, self.head_dim, self.head_dim
+        return HeavyBallMemoryState(like.new_zeros(shape), like.new_zeros(shape) if self.has_momentum else None)
+
+    @override
+    def _attend(
+        self, heads: Heads, key: Tensor, ignored: Tensor | None, causal: bool, state: HeavyBallMemoryState | None = None
+    ) -> tuple[Tensor, HeavyBallMemoryState | None]:
+        if not causal:
+            raise ValueError(
+                "a HeavyBallMemory reads its input in order, so it is causal. Fix: MomentumAttention or "
+                "SoftmaxAttention with causal=False."
+            )
+        q, k = (nn.functional.normalize(x, dim=-1, eps=LEAST_NORM) for x in heads[:2])
+        return heavy_ball_memory(
+            q,
+            k,
+            heads[2],
+            **self._gates(key),
+            delta=self.delta,
+            key_padding_mask=ignored,
+            initial_state=state,
+            return_state=True,
+            chunk_size=self.chunk_size,
+        )
+
+    def _gates(self, x: Tensor) -> dict[str, Any]:
+        """Return the gates (batch, heads, length) of an input (batch, length, embed_dim)."""
+        rows = iter(self.gates(x).transpose(1, 2).unflatten(1, (-1, self.num_heads)).unbind(1))
+        write, log_decay, log_momentum, step = torch.sigmoid(next(rows)), None, None, None
+        if self.has_decay:
+            log_decay = nn.functional.logsigmoid(next(rows))
+        if self.has_momentum:
+            logit = next(rows)
+            log_momentum, step = nn.functional.logsigmoid(logit), torch.sigmoid(-logit)  # step: 1 - μ
+            write = step * write
+        return {"log_momentum": log_momentum, "log_decay": log_decay, "step": step, "write": write}
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far, in buffers that double when they are full.
+
+    A cache is not changed when tokens are added: :meth:`append` returns a longer one. The two share their buffers; if
+    two continuations are made from one cache, the second copies them.
+
+    Arguments:
+        keys: (batch, heads, length, dim).
+        values: (batch, heads, length, dim).
+        ignored: (batch, length) where a token is padding. Default: ``None``, none is.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> None:
+        self._keys, self._values, self._ignored = keys, values, ignored
+        self.length = keys.shape[2]
+        self._filled = [self.length]  # of the buffers, shared by all caches that use them
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self.length
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys (batch, heads, length, dim)."""
+        return self._keys[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """The values (batch, heads, length, dim)."""
+        return self._values[:, :, : self.length]
+
+    @property
+    def ignored(self) -> Tensor | None:
+        """Where a token is padding (batch, length), or None if none is."""
+        return None if self._ignored is None else self._ignored[:, : self.length]
+
+    def positions(self, length: int, ignored: Tensor | None) -> Tensor:
+        """Return the positions of the next tokens, (length,) or (batch, length); ignored tokens do not count."""
+        device = self._keys.device
+        if self._ignored is None and ignored is None:
+            return torch.arange(self.length, self.length + length, device=device)
+        before: Tensor | int = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
+        if ignored is None:
+            return before + torch.arange(length, device=device)
+        counted = (~ignored).long()
+        return before + counted.cumsum(1) - counted
+
+    def detach(self) -> KeyValueCache:
+        """Return the cache without its graph, for truncated backpropagation."""
+        return KeyValueCache(self.keys.detach(), self.values.detach(), self.ignored)
+
+    def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
+        """Return a cache with further tokens.
+
+        Arguments:
+            keys: (batch, heads, more, dim).
+            values: (batch, heads, more, dim).
+            ignored: (batch, more). Default: ``None``, none is padding.
+        """
+        if torch.is_grad_enabled() and (keys.requires_grad or self._keys.requires_grad or values.requires_grad):
+            joined = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
+            return KeyValueCache(*joined, self._joined_mask(keys.shape[2], ignored))
+        length = self.length + keys.shape[2]
+        # a buffer of inference mode cannot be written to outside of it
+        is_frozen = not (is_tracing() or torch.is_inference_mode_enabled()) and self._keys.is_inference()
+        is_full = length > self._keys.shape[2] or keys.dtype != self._keys.dtype
+        if is_full or is_frozen or self._filled[0] != self.length:
+            room = (*keys.shape[:2], max(2 * length, 64), keys.shape[3])
+            after = KeyValueCache(keys.new_empty(room), values.new_empty(room))
+            after._keys[:, :, : self.length], after._values[:, :, : self.length] = self.keys, self.values
+        else:
+            after = KeyValueCache(self._keys, self._values)
+            after._filled = self._filled
+        after._keys[:, :, self.length : length] = keys
+        after._values[:, :, self.length : length] = values
+        after._ignored = self._joined_mask(keys.shape[2], ignored)
+        after.length = after._filled[0] = length
+        return after
+
+    def _joined_mask(self, more: int, ignored: Tensor | None) -> Tensor | None:
+        if self._ignored is None and ignored is None:
+            return None
+        none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
+        before = none[:, : self.length] if self.ignored is None else self.ignored
+        return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
+    """Turn each pair of features by an angle proportional to the position, the rotary position embedding.
+
+    Feature i and feature i + d / 2 are a point of the plane; at position p it turns by p base^(-2i / d).
+
+    References:
+        Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (arXiv:2104.09864), section 3.2.
+
+    Arguments:
+        x: (batch, heads, length, d), d even.
+        positions: (length,) or (batch, length).
+        base: of the angles. Default: ``10000.0``.
+    """
+    half = x.shape[-1] // 2
+    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions.to(torch.float32).unsqueeze(-1) * rates
+    angles = angles if positions.dim() == 1 else angles.unsqueeze(1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class SoftmaxAttention(MultiheadBase[KeyValueCache]):
+    """Multihead softmax attention by ``torch.nn.functional.scaled_dot_product_attention``.
+
+    This is the baseline of the linear-time modules, with their interface: causal unless said otherwise, with rotary
+    positions, and with a key-value cache as the state. With ``rotary=False`` it computes what
+    ``torch.nn.MultiheadAttention`` does and loads its ``state_dict``.
+
+    Arguments:
+        embed_dim: features of the query and of the output.
+        num_heads: heads; embed_dim is a multiple of it.
+        dropout: probability of dropping an attention weight in training. Default: ``0.0``.
+        bias: whether the projections have biases. Default: ``True``.
+        kdim: features of the key. Default: ``None``, embed_dim.
+        vdim: features of the value. Default: ``None``, embed_dim.
+        batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
+        rotary: whether queries and keys are turned by their positions; head_dim must be even. Positions count the keys
+            that are not ignored; a query has that of the key at its place if there are as many. False is for attention
+            to another sequence. Default: ``True``.
+        causal: whether a query sees only keys at and before its place. Default: ``True``.
+        device: of the parameters. Default: ``None``, torch's.
+        dtype: of the parameters. Default: ``None``, torch's.
+
+    Raises:
+        TypeError: a switch is not a bool.
+        ValueError: a size or number is not valid.
+
+    Example:
+        >>> attention = SoftmaxAttention(32, 4, batch_first=True)
+        >>> x = torch.ones(2, 7, 32)
+        >>> output, _ = attention(x, x, x)
+        >>> y, state = attention.prefill(x[:, :6])
+        >>> y, state = attention.step(x[:, 6], state)
+        >>> torch.allclose(y, output[:, 6], atol=1e-5), len(state)
+        (True, 7)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        rotary: bool = True,
+        causal: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, causal, device, dtype)
+        self.rotary = rotary
+        if rotary and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of features, but embed_dim / num_heads is {self.head_dim}. "
+                "Fix: an even head size, or rotary=False."
+            )
+
+    @override
+    def _settings(self) -> dict[str, object]:
+        return {"rotary": self.rotary}
+
+    @override
+    def init_state(self, batch_size: int) -> KeyValueCache:
+        like = next(self.parameters())
+        shape = batch_size, self.num_heads, 0, self.head_dim
+        return KeyValueCache(like.new_empty(shape), like.new_empty(shape))
+
+    @override
+    def _attend(
+        self, heads: Heads, key: Tensor, ignored: Tensor | None, causal: bool, state: KeyValueCache | None = None
+    ) -> tuple[Tensor, KeyValueCache | None]:
+        q, k, v = heads
+        before = KeyValueCache(k[:, :, :0], v[:, :, :0]) if state is None else state
+        _check_cache(before, k)
+        if self.rotary:
+            positions = before.positions(k.shape[2], ignored)
+            at_query = positions if q.shape[2] == k.shape[2] else torch.arange(q.shape[2], device=q.device)
+            q, k = rotate(q, at_query), rotate(k, positions)
+        if state is not None:
+            state = state.append(k, v, ignored)
+            k, v, ignored = state.keys, state.values, state.ignored
+        dropout = self.dropout if self.training else 0.0
+        attend = nn.functional.scaled_dot_product_attention
+        if ignored is None and len(before) == 0:
+            return attend(q, k, v, dropout_p=dropout, is_causal=causal), state
+        if ignored is None and q.shape[2] == 1:
+            return attend(q, k, v, dropout_p=dropout), state
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        mask = mask.tril(len(before)) if causal else mask
+        mask = mask if ignored is None else mask & ~ignored[:, None, None]
+        has_any = mask.any(-1, keepdim=True)  # a softmax over nothing would be NaN: such an output is zero
+        return attend(q, k, v, mask | ~has_any, dropout_p=dropout) * has_any, state
+
+
+def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
+    if not isinstance(state, KeyValueCache):
+        raise TypeError(f"state must be a KeyValueCache, got {type(state).__name__}. Fix: init_state(batch_size).")
+    came, wanted = ((x.shape[0], x.shape[1], x.shape[3]) for x in (state.keys, keys))
+    if came != wanted:
+        raise ValueError(
+            f"the state must be of {wanted[0]} sequences and {wanted[1]} heads of {wanted[2]}, as the input, got "
+            f"{came[0]}, {came[1]} and {came[2]}. Fix: init_state({wanted[0]}) of this module."
+        )
+
+
+def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Return where keys are ignored (batch, keys), from a mask of bools or, as in torch.nn's layers, 0 and -inf."""
+    if mask is None:
+        return None
+    check_input(mask, "key_padding_mask")
+    if mask.is_floating_point() and mask.shape == shape:
+        ignored = mask == -torch.inf
+        if not may_look() or bool((ignored | (mask == 0)).all()):
+            return ignored
+        raise ValueError(f"a key_padding_mask of numbers must be of 0 and -inf, got others. {MASK_FIX}.")
+    if mask.dtype != torch.bool or mask.shape != shape:
+        raise ValueError(
+            f"key_padding_mask must be bool, (batch, keys) = {tuple(shape)}, True = ignore, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}. Fix: torch.arange(length) >= lengths[:, None], or mask == 0 of a mask whose ones "
+            "are attended to."
+        )
+    return mask
+
+
+def _refuse_dropout(dropout: float) -> None:
+    if dropout:
+        raise ValueError(
+            f"dropout must be 0, got {dropout!r}: it drops attention weights, which linear-time attention never forms. "
+            "Fix: leave it out, and drop the output."
+        )
+
+
+def _per_head(value: Numbers, name: str, heads: int) -> Tensor:
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number or {heads} numbers, got {value!r}. Fix: {name}=0.9.") from None
+    if numbers.shape not in ((), (heads,)):
+        raise ValueError(
+            f"{name} must be a number or {heads} numbers, one per head, got shape {tuple(numbers.shape)}. "
+            f"Fix: {name}=0.9, or a list of {heads}."
+        )
+    return numbers
+
+
+def _learned(value: Tensor, module: MultiheadBase) -> nn.Parameter:
+    return nn.Parameter(value.expand(module.num_heads).to(module.out_proj.weight, copy=True))
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """Return a parameter in float32 or wider: in bfloat16 a momentum of 0.999 would be 1."""
+    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _format(value: Tensor | float) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "unknown" if value.is_meta else str([round(x, 4) for x in value.tolist()])
+
+
+def _empty_state(weight: Tensor) -> Tensor:
+    return weight.new_empty(0, dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)

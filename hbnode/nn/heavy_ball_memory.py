@@ -1,0 +1,487 @@
+"""The heavy-ball memory: attention as an associative memory trained by gradient descent with momentum as it reads."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hbnode._checks import as_count, check_input
+from hbnode._torch import fast_form, may_look, no_autocast
+from hbnode.nn import _delta_rule
+
+Gate = Tensor | float
+Delta = Literal["decayed", "plain", False]
+
+
+class HeavyBallMemoryState(NamedTuple):
+    """What :func:`heavy_ball_memory` carries from one segment of a sequence to the next.
+
+    Attributes:
+        s: the memory S (batch, heads, D, M), float32, or float64 if the inputs are.
+        p: the velocity P, of the same shape; None without momentum.
+    """
+
+    s: Tensor
+    p: Tensor | None = None
+
+    def detach(self) -> HeavyBallMemoryState:
+        """Return the state without its graph, for truncated backpropagation."""
+        return HeavyBallMemoryState(self.s.detach(), None if self.p is None else self.p.detach())
+
+
+@overload
+def heavy_ball_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_momentum: Gate | None,
+    log_decay: Gate | None = None,
+    step: Gate | None = None,
+    write: Gate | None = None,
+    delta: Delta = "decayed",
+    key_padding_mask: Tensor | None = None,
+    initial_state: HeavyBallMemoryState | None = None,
+    return_state: Literal[False] = False,
+    chunk_size: int = 64,
+) -> Tensor: ...
+
+
+@overload
+def heavy_ball_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_momentum: Gate | None,
+    log_decay: Gate | None = None,
+    step: Gate | None = None,
+    write: Gate | None = None,
+    delta: Delta = "decayed",
+    key_padding_mask: Tensor | None = None,
+    initial_state: HeavyBallMemoryState | None = None,
+    return_state: Literal[True],
+    chunk_size: int = 64,
+) -> tuple[Tensor, HeavyBallMemoryState]: ...
+
+
+def heavy_ball_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_momentum: Gate | None,
+    log_decay: Gate | None = None,
+    step: Gate | None = None,
+    write: Gate | None = None,
+    delta: Delta = "decayed",
+    key_padding_mask: Tensor | None = None,
+    initial_state: HeavyBallMemoryState | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+) -> Tensor | tuple[Tensor, HeavyBallMemoryState]:
+    r"""Compute causal linear attention with a memory updated by the heavy-ball method, in time linear in the length.
+
+    Each head has a memory :math:`S` and a velocity :math:`P`, both :math:`D \times M`. At each step
+
+    .. math::
+        e_t &= v_t - S_{t-1}^\top p_t \\
+        P_t &= \mu_t P_{t-1} + \eta_t k_t e_t^\top \\
+        S_t &= \alpha_t S_{t-1} + s_t P_t, \qquad o_t = S_t^\top q_t .
+
+    With a delta rule, :math:`e_t` is the error of the memory at the key, and the memory takes steps of gradient descent
+    with momentum on :math:`\tfrac12 \|v_t - S^\top k_t\|^2`. Special cases have names:
+
+    ==================================  ====================================================================
+    arguments                           model
+    ==================================  ====================================================================
+    ``delta=False``, no momentum        linear attention; RetNet with a constant decay for each head; gated
+                                        linear attention with a decay for each step
+    ``delta=False``                     the momentum attention of :func:`momentum_attention`, without feature
+                                        map and normaliser
+    ``delta="plain"``                   Titans with a linear memory and a block of one
+    ``delta="decayed"``, no momentum    Gated DeltaNet; DeltaNet without decay
+    ``delta="decayed"``                 Momentum DeltaNet
+    ==================================  ====================================================================
+
+    There is no feature map, no normaliser and no scale: q and k are used as given. Masked positions may hold NaN or
+    infinity. Elsewhere these reach all outputs of their head from the beginning of their chunk.
+
+    With a delta rule, keys should have norm 1 at most, and the gates decide whether the memory is bounded. Without
+    decay, constant gates with :math:`s \eta \le 3 (1 - \mu)^2` and :math:`s \eta < 2 (1 - \mu)` are safe, however keys
+    are repeated. Numbers outside of that region give a warning. If :math:`\mu_t` depends on the input,
+    :math:`s_t = 1 - \mu_t` with :math:`\eta_t \le 1 - \mu_t` is safe for any gates if keys are equal or orthogonal.
+
+    The computation is chunkwise and exact. Its backward pass stores the state before each chunk and recomputes the
+    rest. It can be differentiated any number of times. Half precision is accumulated in float32, also under autocast.
+
+    References:
+        Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? A Few Case Studies,
+        arXiv:2110.07034, equation 72. Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time,
+        arXiv:2501.00663. Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule,
+        arXiv:2412.06464. Momentum DeltaNet, arXiv:2605.05838.
+
+    Arguments:
+        q: queries (batch, heads, length, D).
+        k: keys (batch, heads, length, D).
+        v: values (batch, heads, length, M).
+        log_momentum: :math:`\log \mu \le 0`, as a tensor (batch, heads, length) or (heads,), or a number. ``-inf`` is
+            :math:`\mu = 0`. None is a memory without velocity, which costs less. Values of tensors are not checked.
+        log_decay: :math:`\log \alpha \le 0`, likewise; None is :math:`\alpha = 1`. Default: ``None``
+        step: :math:`s`, likewise; None is :math:`1 - \mu`, and 1 without momentum. Default: ``None``
+        write: :math:`\eta`, likewise; None is 1. Default: ``None``
+        delta: the key :math:`p_t` at which the memory is read for the error. ``"decayed"`` is :math:`\alpha_t k_t`,
+            ``"plain"`` is :math:`k_t`, ``False`` is no delta rule, :math:`e_t = v_t`. Default: ``"decayed"``
+        key_padding_mask: (batch, length), True where a step is ignored: it leaves the state as it is, and its output
+            reads that state. Default: ``None``
+        initial_state: state to continue from; None is zeros. Default: ``None``
+        return_state: whether to return the state too. Default: ``False``
+        chunk_size: steps that are computed together, rounded up to a multiple of 8. It changes cost, not results.
+            Default: ``64``
+
+    Returns:
+        Outputs (batch, heads, length, M), in the dtype of the inputs. With ``return_state`` the outputs and a
+        :class:`HeavyBallMemoryState`, which continues the sequence exactly.
+
+    Raises:
+        ValueError: for shapes that do not fit, or a gate as a number that is out of its range.
+        TypeError: for an argument that is no tensor, or a tensor of the wrong kind.
+
+    Example:
+        >>> import torch, hbnode
+        >>> k = torch.eye(4).view(1, 1, 4, 4)
+        >>> v = torch.randn(1, 1, 4, 2)
+        >>> out, state = hbnode.nn.functional.heavy_ball_memory(k, k, v, log_momentum=None, return_state=True)
+        >>> torch.allclose(state.s[0, 0], v[0, 0])  # orthonormal keys: each value is stored at its key
+        True
+        >>> hbnode.nn.functional.heavy_ball_memory(k, k, v, log_momentum=-1.0, step=0.3).shape
+        torch.Size([1, 1, 4, 2])
+    """
+    dtype = check_heads(q, k, v)
+    if key_padding_mask is not None:
+        check_mask(key_padding_mask, k)
+    options = (delta, as_count(chunk_size, "chunk_size"))
+    if delta not in ("decayed", "plain", False) or (delta == 0 and delta is not False):
+        raise ValueError(f"delta must be 'decayed', 'plain' or False, got {delta!r}. Fix: 'decayed'.")
+    ignored = None if key_padding_mask is None else key_padding_mask.unsqueeze(1)
+    with no_autocast(q):
+        like = q.new_empty((), dtype=dtype).expand(q.shape[:3])
+        mu, alpha = (
+            _read_gate(log_momentum, "log_momentum", like, ignored),
+            _read_gate(log_decay, "log_decay", like, ignored),
+        )
+        gamma, eta = _read_gate(step, "step", like, ignored), _read_gate(write, "write", like, ignored)
+        if gamma is None and mu is not None:
+            gamma = -torch.expm1(mu)  # 1 − μ, which is 0 where a step is ignored
+        if delta and may_look():
+            _warn_if_unstable(log_momentum, log_decay, step, write, delta == "decayed")
+        s, p = _read_state(initial_state, q, v, mu is not None, dtype)
+        if ignored is not None:  # zeros, because 0 * NaN is NaN
+            k, v = k.masked_fill(ignored.unsqueeze(-1), 0.0), v.masked_fill(ignored.unsqueeze(-1), 0.0)
+            q = q.masked_fill(ignored.unsqueeze(-1) & ~q.isfinite(), 0.0)
+        if 0 in (*q.shape, v.shape[-1]):
+            out = (q.to(dtype) @ s).to(torch.promote_types(q.dtype, v.dtype))
+        else:
+            run = _recurrence if q.shape[2] == 1 else _fast_chunkwise
+            out, s, p = run(options, q, k, v, mu, alpha, gamma, eta, s, p)
+    return (out, HeavyBallMemoryState(s, p)) if return_state else out
+
+
+def _recurrence(
+    options: tuple[Delta, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Take one step of the recurrence, as the docstring of :func:`heavy_ball_memory` writes it; the length is 1."""
+    log_momentum, log_decay, step, write, s, p = gates_and_state
+    assert s is not None
+    dtype = torch.promote_types(q.dtype, v.dtype)
+    q, k, v = q.to(s.dtype), k.to(s.dtype), v.to(s.dtype)
+    alpha = 1.0 if log_decay is None else log_decay.exp().unsqueeze(-1)
+    if options[0]:
+        v = v - (alpha * k if options[0] == "decayed" else k) @ s
+    change = (k if write is None else write.unsqueeze(-1) * k).mT * v
+    if p is not None and log_momentum is not None:
+        p = change = log_momentum.exp().unsqueeze(-1) * p + change
+    s = alpha * s + (change if step is None else step.unsqueeze(-1) * change)
+    return (q @ s).to(dtype), s, p
+
+
+def _chunkwise(
+    options: tuple[Delta, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute the recurrence chunk by chunk in operations that autograd knows, the reference of the fast form.
+
+    Rows r and columns c count the steps of a chunk of C. Lα[r, c] is the product of α_i over c < i ≤ r, Lμ likewise; ā
+    and m̄ are the products from the chunk's start, and k̃ = η k. G₋, ā₋ and f₋ are those of the row before, where the
+    first is 0, 1 and 0::
+
+        G = Lα diag(s) Lμ,   f = Lα (s ∘ m̄)                    sums of products of gates: nothing cancels
+        T = G₋ ∘ p K̃ᵀ,   E = (I + T)⁻¹ (V − ā₋ p S − f₋ p P)    the UT transform
+        O = (G ∘ Q K̃ᵀ) E + ā Q S + f Q P
+        S' = ā_C S + f_C P + K̃ᵀ diag(G_C) E,   P' = m̄_C P + K̃ᵀ diag(Lμ_C) E
+
+    The gates are (batch, heads, length), or None; the state is S and P before the first step.
+    """
+    log_momentum, log_decay, step, write, s, p = gates_and_state
+    assert s is not None
+    delta, length, dtype = options[0], q.shape[2], torch.promote_types(q.dtype, v.dtype)
+    size = min(options[1], length)
+    if log_decay is None:
+        log_decay = torch.zeros_like(q[..., 0], dtype=s.dtype)
+
+    def chunks(x: Tensor) -> Tensor:
+        """(batch, heads, length, n) -> (batch, heads, chunks, C, n); contiguous for graphs with dynamic shapes."""
+        return pad(x.to(s.dtype).contiguous(), (0, 0, 0, -length % size)).unflatten(2, (-1, size))
+
+    k_tilde = k if write is None else write.unsqueeze(-1) * k
+    if log_momentum is None and step is not None:
+        k_tilde = step.unsqueeze(-1) * k_tilde
+    k = log_decay.exp().unsqueeze(-1) * k if delta == "decayed" else k
+    q, k, k_tilde, v = chunks(q), chunks(k), chunks(k_tilde), chunks(v)
+    g, starts = _products(chunks(log_decay.unsqueeze(-1)))
+    k_last, carry = g[..., -1:, :].mT * k_tilde, starts[..., -1:, :]
+    if log_momentum is not None and step is not None and p is not None:
+        (momenta, m), step = _products(chunks(log_momentum.unsqueeze(-1))), chunks(step.unsqueeze(-1))
+        g, starts = (g * step.mT) @ momenta, torch.cat([starts, g @ (step * m)], -1)  # (C, C), and ā and f (C, 2)
+        k_last = torch.cat([g[..., -1:, :].mT * k_tilde, momenta[..., -1:, :].mT * k_tilde], -1)
+        carry = torch.cat([starts[..., -1:, :], pad(m[..., -1:, :], (1, 0))], -2)
+    scores, q = g * (q @ k_tilde.mT), _outer(starts, q)
+    if delta:
+        first = torch.eye(1, starts.shape[-1], dtype=s.dtype, device=s.device).expand_as(starts[..., :1, :])
+        p_bar = _outer(torch.cat([first, starts[..., :-1, :]], -2), k)
+        t = pad(g[..., :-1, :], (0, 0, 1, 0)) * (k @ k_tilde.mT) + torch.eye(size, dtype=s.dtype, device=s.device)
+        solved = torch.linalg.solve_triangular(t, torch.cat([v, p_bar], -1), upper=False, unitriangular=True)
+        v, k = solved.split([v.shape[-1], p_bar.shape[-1]], -1)
+    state, outputs = (s if p is None else torch.cat([s, p], 2)), []
+    # unbind, because the backward pass of an index allocates the whole tensor for each chunk
+    for q_i, k_i, v_i, scores_i, last_i, carry_i in zip(
+        *(x.unbind(2) for x in (q, k, v, scores, k_last, carry)), strict=True
+    ):
+        e = v_i - k_i @ state if delta else v_i
+        outputs.append(scores_i @ e + q_i @ state)
+        parts = state.chunk(carry.shape[-1], 2)
+        carried = [sum(w * x for w, x in zip(row.split(1, -1), parts, strict=True)) for row in carry_i.split(1, -2)]
+        state = torch.cat(carried, 2) + last_i.mT @ e
+    out = torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].to(dtype)
+    if p is None:
+        return out, state, None
+    after_s, after_p = state.chunk(2, 2)
+    return out, after_s, after_p
+
+
+def _products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the products of gates (..., C, 1) over c < i ≤ r, (..., C, C), and from the start, (..., C, 1).
+
+    Each sum of logarithms is taken on its own: a difference of two cumulative sums loses digits, and is NaN after a 0.
+    """
+    lower = torch.ones(*[log_gate.shape[-2]] * 2, dtype=torch.bool, device=log_gate.device).tril()
+    sums = torch.where(lower.tril(-1), log_gate, 0.0).cumsum(-2)
+    return torch.where(lower, sums.exp(), 0.0), log_gate.cumsum(-2).exp()
+
+
+def _outer(weights: Tensor, x: Tensor) -> Tensor:
+    """(..., C, n), (..., C, D) -> (..., C, n D)."""
+    return torch.cat([weight * x for weight in weights.split(1, -1)], -1)
+
+
+_fast_chunkwise = fast_form(_chunkwise, _delta_rule.vjp)(_delta_rule.forward)
+
+
+# Checks
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> torch.dtype:
+    """Check queries, keys and values; return the dtype of the state."""
+    dtype = torch.float32
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        check_input(x, name)
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}. Fix: {name}.float().")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, heads, length, dim), got shape {tuple(x.shape)}. Fix: "
+                f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2) of a (batch, length, embed_dim) tensor."
+            )
+        dtype = torch.promote_types(dtype, x.dtype)
+    length = q.shape[2] if causal else k.shape[2]
+    if k.shape != (*q.shape[:2], length, q.shape[3]) or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "q and k must be (batch, heads, length, D) and v (batch, heads, length, M), got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}. Fix: a key and a value for each query, or "
+            "momentum_attention with causal=False; repeat_interleave where heads share keys."
+        )
+    return dtype
+
+
+def check_mask(mask: Tensor, k: Tensor) -> None:
+    """Check the mask of keys (batch, heads, length, D)."""
+    check_input(mask, "key_padding_mask")
+    wanted = (k.shape[0], k.shape[2])
+    if mask.shape != wanted:
+        raise ValueError(
+            f"key_padding_mask must be (batch, length) = {wanted}, got shape {tuple(mask.shape)}. Fix: "
+            "torch.arange(length) >= lengths[:, None]."
+        )
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"key_padding_mask must be bool, True where a key is ignored, got {mask.dtype}. Fix: mask.bool() if 1 "
+            "means ignored, mask == -inf for a mask of numbers to be added."
+        )
+
+
+def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | None) -> Tensor | None:
+    """Check a gate and return it as (batch, heads, length), 0 where a step is ignored."""
+    if gate is None:
+        return None
+    if not isinstance(gate, Tensor):
+        gate = like.new_full((), _check_number(gate, name))
+    shape, wanted = tuple(gate.shape), tuple(like.shape)
+    # a comparison of (batch, heads, length) with (heads,) would compare batch with heads, in exported programs too
+    fits = gate.dim() == 0 or (gate.dim() == 1 and shape == (wanted[1],))
+    if not fits and not (gate.dim() == 3 and all(n in (1, m) for n, m in zip(shape, wanted, strict=True))):
+        fixes = {(wanted[0], wanted[2], wanted[1]): f"{name}.transpose(1, 2)", (*wanted, 1): f"{name}.squeeze(-1)"}
+        raise ValueError(
+            f"{name} must be (batch, heads, length) = {wanted}, (heads,) = {(wanted[1],)} or a number, got shape "
+            f"{shape}. Fix: {fixes.get(shape, 'one gate for each step, for each head, or for all')}."
+        )
+    if not gate.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {gate.dtype}. Fix: {name}.to({like.dtype}).")
+    gate = gate.to(like.dtype)
+    gate = (gate.unsqueeze(-1) if gate.dim() == 1 else gate).expand(like.shape)
+    return gate if ignored is None else gate.masked_fill(ignored, 0.0)
+
+
+def _check_number(gate: object, name: str) -> float:
+    try:
+        number = float(gate)  # type: ignore[arg-type]  # a value that is no number is refused below
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be a tensor, a number or None, got {type(gate).__name__}. Fix: a tensor (batch, heads, "
+            "length)."
+        ) from None
+    is_log = name.startswith("log_")
+    if math.isnan(number) or number == math.inf or (number == -math.inf and not is_log):
+        raise ValueError(f"{name} must be finite{', or -inf' if is_log else ''}, got {number}. Fix: {name}=None.")
+    if is_log and number > 0:
+        raise ValueError(
+            f"{name} must be the logarithm of a gate in [0, 1], so at most 0, got {number}. Fix: math.log({number})."
+        )
+    return number
+
+
+def _read_state(
+    state: HeavyBallMemoryState | None, q: Tensor, v: Tensor, has_momentum: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Check the initial state; return S and P before the first step."""
+    shape = (*q.shape[:2], q.shape[-1], v.shape[-1])
+    s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape))
+    s = torch.zeros(shape, dtype=dtype, device=q.device) if s is None else s.to(dtype)
+    if not has_momentum:
+        return s, None
+    return s, torch.zeros_like(s) if p is None else p.to(dtype)
+
+
+def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...]) -> Any:
+    """Check that a state is a tuple of tensors of these shapes; P of the memory may be None."""
+    if isinstance(state, Tensor) or not isinstance(state, (tuple, list)) or len(state) != len(shapes):
+        raise TypeError(
+            f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "
+            "call with return_state=True returned."
+        )
+    for x, name, shape in zip(state, kind._fields, shapes, strict=True):  # type: ignore[attr-defined]
+        if x is None and name == "p" and kind is HeavyBallMemoryState:
+            continue
+        check_input(x, f"initial_state.{name}")
+        if x.shape != shape:
+            raise ValueError(
+                f"initial_state.{name} must be {shape}, got {tuple(x.shape)}. Fix: pass the state of the same batch, "
+                "heads and dims."
+            )
+    return state
+
+
+# Stability
+
+
+def _warn_if_unstable(log_momentum: Any, log_decay: Any, step: Any, write: Any, decayed: bool) -> None:
+    """Warn if constant gates let a memory with a delta rule grow without bound for keys of norm 1.
+
+    Gates that are tensors are passed over: they are not constant, or not known without waiting for a device.
+    """
+    if any(isinstance(gate, Tensor) for gate in (log_momentum, log_decay, step, write)):
+        return
+    mu = 0.0 if log_momentum is None else math.exp(log_momentum)
+    alpha = 1.0 if log_decay is None else math.exp(log_decay)
+    s = 1 - mu if step is None else step
+    eta = 1.0 if write is None else write
+    found = _instability(mu, alpha, s * eta, decayed)
+    if found is not None:
+        warnings.warn(
+            f"heavy_ball_memory with momentum {mu:.4g}, decay {alpha:.4g}, step {s:.4g} and write {eta:.4g} "
+            f"{found[0]}. Fix: step * write <= {found[1]:g}, or a tensor of gates if they are meant.",
+            stacklevel=3,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _instability(mu: float, alpha: float, step: float, decayed: bool) -> tuple[str, float] | None:
+    """Return what makes a memory with the step s η grow, and a step that is safe; None if nothing is known to."""
+    reason = _growth(mu, alpha, step, decayed)
+    if reason is None:
+        return None
+    safe = min(3 * (1 - mu) ** 2, 1.99 * (1 - mu))
+    while _growth(mu, alpha, float(f"{safe:.3g}"), decayed):
+        safe *= 0.98
+    return reason, float(f"{safe:.3g}")
+
+
+def _growth(mu: float, alpha: float, step: float, decayed: bool) -> str | None:
+    if step <= 0:
+        return None
+    if alpha == 1:
+        if step >= 2 * (1 - mu):
+            return "grows without bound: step * write / (1 - momentum) is not below 2"
+        if step > 3 * (1 - mu) ** 2 * (1 + 1e-9):  # rounded gates may sit on the edge
+            return "may grow without bound where keys are repeated: step * write is above 3 (1 - momentum)^2"
+        return None
+    found = resonance(mu, alpha, step, decayed)
+    if found is None:
+        return None
+    return f"grows without bound where a key comes {found[0]} times, then not for {found[1]} steps, and so on"
+
+
+def resonance(
+    mu: float, alpha: float, step: float, decayed: bool = True, longest_burst: int = 128, longest_rest: int = 1024
+) -> tuple[int, int] | None:
+    """Return a burst and a rest, in steps, whose repetition makes a memory grow; None if none is found.
+
+    Along one key of norm 1, between other keys that are orthogonal to it, the memory S and the velocity P follow::
+
+        this key      P ← μP − ηρS,  S ← αS + sP          ρ = α, or 1 where the memory is read without decay
+        other keys    P ← μP,        S ← αS + sP
+
+    A key that comes a few times in a row, then rests, then comes again, drives a resonance: P moves S on while the key
+    rests, and arrives with the wrong sign. The product of the matrices of a burst and of a rest has a determinant d in
+    [0, 1], and an eigenvalue outside of the unit circle if and only if its trace is above 1 + d in size. It depends on
+    s and η through the step s η alone.
+    """
+    rest = [(1.0, 0.0, 1.0)]  # [[a, c], [0, m]], the matrix of a rest with s = 1
+    for _ in range(longest_rest):
+        a, c, m = rest[-1]
+        rest.append((alpha * a, alpha * c + mu * m, mu * m))
+    a_n, c_n, m_n = torch.tensor(rest, dtype=torch.float64, device="cpu").unbind(1)
+    read = step * (alpha if decayed else 1.0)
+    s_s, s_p, p_s, p_p = 1.0, 0.0, 0.0, 1.0  # the matrix of a burst
+    for burst in range(1, longest_burst + 1):
+        p_s, p_p = mu * p_s - read * s_s, mu * p_p - read * s_p
+        s_s, s_p = alpha * s_s + p_s, alpha * s_p + p_p
+        trace = a_n * s_s + c_n * p_s + m_n * p_p
+        excess = trace.abs() - 1 - (s_s * p_p - s_p * p_s) * a_n * m_n
+        if excess.max() > 1e-9:
+            return burst, int(excess.argmax())
+    return None

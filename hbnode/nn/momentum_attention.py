@@ -1,0 +1,331 @@
+"""Linear attention with momentum, causal and not: equations 71 to 74 of the momentum-architectures paper."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hbnode._checks import as_count
+from hbnode._torch import is_exporting, no_autocast
+from hbnode.nn.heavy_ball_memory import check_heads, check_mask, check_state
+
+Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
+
+
+class MomentumAttentionState(NamedTuple):
+    """The state of :func:`momentum_attention` after some keys, in float32 or wider.
+
+    Attributes:
+        s: the sum of φ(k) vᵀ with their weights (batch, heads, dim, value_dim).
+        p: the momentum, the last φ(k) vᵀ and the earlier ones decayed (batch, heads, dim, value_dim).
+        z: the sum of φ(k) (batch, heads, dim).
+    """
+
+    s: Tensor
+    p: Tensor
+    z: Tensor
+
+    def detach(self) -> MomentumAttentionState:
+        """Return the state without its graph, for truncated backpropagation."""
+        return MomentumAttentionState(self.s.detach(), self.p.detach(), self.z.detach())
+
+
+@overload
+def momentum_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    momentum: float | Tensor,
+    step_size: float | Tensor = 1.0,
+    causal: bool = True,
+    key_padding_mask: Tensor | None = None,
+    eps: float = 1e-6,
+    initial_state: MomentumAttentionState | None = None,
+    return_state: Literal[False] = False,
+    chunk_size: int = 64,
+) -> Tensor: ...
+
+
+@overload
+def momentum_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    momentum: float | Tensor,
+    step_size: float | Tensor = 1.0,
+    causal: bool = True,
+    key_padding_mask: Tensor | None = None,
+    eps: float = 1e-6,
+    initial_state: MomentumAttentionState | None = None,
+    return_state: Literal[True],
+    chunk_size: int = 64,
+) -> tuple[Tensor, MomentumAttentionState]: ...
+
+
+def momentum_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    momentum: float | Tensor,
+    step_size: float | Tensor = 1.0,
+    causal: bool = True,
+    key_padding_mask: Tensor | None = None,
+    eps: float = 1e-6,
+    initial_state: MomentumAttentionState | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+) -> Tensor | tuple[Tensor, MomentumAttentionState]:
+    r"""Compute linear attention whose sum has momentum, in time and memory linear in the length.
+
+    With :math:`\phi(x) = \mathrm{elu}(x) + 1`, momentum :math:`\beta` and step size :math:`\gamma`, the i-th output is
+
+    .. math:: p_i &= \beta p_{i-1} + \phi(k_i) v_i^\top, \qquad s_i = s_{i-1} + \gamma p_i, \qquad
+        z_i = z_{i-1} + \phi(k_i), \\
+        o_i &= \frac{\phi(q_i)^\top s_i}{\phi(q_i)^\top z_i + \epsilon}
+        = \frac{\gamma \sum_{j \le i} \frac{1 - \beta^{i-j+1}}{1 - \beta}\, \phi(q_i)^\top \phi(k_j)\, v_j}
+        {\phi(q_i)^\top z_i + \epsilon},
+
+    so that a key approaches its full weight :math:`\gamma / (1 - \beta)` as other keys follow it. With
+    ``causal=False`` every query reads the state after the last key. ``momentum=0`` and ``step_size=1`` is linear
+    attention.
+
+    The state and all sums are in float32 if q, k and v are in half precision, also under autocast. Masked positions may
+    hold NaN or infinity. Elsewhere these reach all outputs of their head from the beginning of their chunk. Gradients
+    are exact for all arguments that are tensors, and can be differentiated again.
+
+    References:
+        Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), arXiv:2110.07034:
+        equations 71 to 73, and 74 with ``causal=False``. There p has the other sign. Linear attention: Katharopoulos et
+        al., Transformers are RNNs, arXiv:2006.16236.
+
+    Arguments:
+        q: queries (batch, heads, queries, dim), as in :func:`torch.nn.functional.scaled_dot_product_attention`. The
+            feature map φ is applied to them here, and no scale.
+        k: keys (batch, heads, length, dim). With ``causal`` there are as many as queries.
+        v: values (batch, heads, length, value_dim).
+        momentum: β, 0 <= β < 1: a number, or a tensor () or (heads,), which may be learned. Values of tensors are
+            not checked.
+        step_size: γ: likewise. Default: ``1.0``
+        causal: whether the i-th query attends to the first i keys, or to all. The weight of a key depends on how many
+            follow it; ignored keys do not count. Default: ``True``
+        key_padding_mask: (batch, length), True = ignore: the key leaves the state as it is, and a query at its position
+            reads that state. Default: ``None``
+        eps: ε, added to the denominator. Default: ``1e-6``
+        initial_state: the state that an earlier call returned, to continue its sequence. None is zeros.
+            Default: ``None``
+        return_state: whether to return the state after the last key too. Default: ``False``
+        chunk_size: keys that are processed together. It changes only speed and rounding. Default: ``64``
+
+    Returns:
+        The outputs (batch, heads, queries, value_dim), or these and the :class:`MomentumAttentionState`.
+
+    Raises:
+        ValueError: if an argument is out of its range, or shapes or dtypes do not agree.
+        TypeError: for an argument that is no tensor, or a tensor of the wrong kind.
+
+    Example:
+        >>> import torch, hbnode
+        >>> q, k, v = torch.randn(3, 2, 4, 100, 8).unbind()
+        >>> whole = hbnode.nn.functional.momentum_attention(q, k, v, momentum=0.9)
+        >>> first, state = hbnode.nn.functional.momentum_attention(
+        ...     q[:, :, :60], k[:, :, :60], v[:, :, :60], momentum=0.9, return_state=True
+        ... )
+        >>> rest = hbnode.nn.functional.momentum_attention(
+        ...     q[:, :, 60:], k[:, :, 60:], v[:, :, 60:], momentum=0.9, initial_state=state
+        ... )
+        >>> torch.allclose(torch.cat([first, rest], 2), whole, atol=1e-5)
+        True
+    """
+    dtype = check_heads(q, k, v, causal)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}. Fix: q.to(v.dtype).")
+    if key_padding_mask is not None:
+        check_mask(key_padding_mask, k)
+    beta, gamma = (
+        _check_rate(momentum, "momentum", k.shape[1], below=1.0),
+        _check_rate(step_size, "step_size", k.shape[1]),
+    )
+    eps, size = _check_number(eps, "eps"), as_count(chunk_size, "chunk_size")
+    (batch, heads, length, dim), value_dim = k.shape, v.shape[3]
+    shapes = (batch, heads, dim, value_dim), (batch, heads, dim, value_dim), (batch, heads, dim)
+    with no_autocast(q):
+        if initial_state is None:
+            state = MomentumAttentionState(*(q.new_zeros(shape, dtype=dtype) for shape in shapes))
+        else:
+            state = MomentumAttentionState(
+                *(x.to(dtype) for x in check_state(initial_state, MomentumAttentionState, shapes))
+            )
+        if key_padding_mask is not None:  # 0 * NaN is NaN
+            ignored = key_padding_mask[:, None, :, None]
+            k, v = k.masked_fill(ignored, 0.0), v.masked_fill(ignored, 0.0)
+            q = q.masked_fill(ignored & ~q.isfinite(), 0.0) if causal else q
+        phi_q, phi_k = feature_map(q.to(dtype)), feature_map(k.to(dtype))
+        phi_k = phi_k if key_padding_mask is None else phi_k.masked_fill(ignored, 0.0)
+        run = _recurrence if length <= 1 else _chunkwise
+        out, state = run(phi_q, phi_k, v.to(dtype), beta, gamma, state, key_padding_mask, causal, eps, size)
+        out = out.to(q.dtype)
+    return (out, state) if return_state else out
+
+
+def feature_map(x: Tensor) -> Tensor:
+    """Return φ(x) = elu(x) + 1, to full relative precision if x is negative."""
+    return torch.where(x > 0, 0.0, x).exp() + x.relu()  # torch's versions differ in the slope of clamp at 0
+
+
+def _recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Rate,
+    gamma: Rate,
+    state: MomentumAttentionState,
+    ignored: Tensor | None,
+    causal: bool,
+    eps: float,
+    chunk_size: int,
+) -> tuple[Tensor, MomentumAttentionState]:
+    """Take a step of the recurrence as the docstring of :func:`momentum_attention` writes it, or none without a key."""
+    s, p, z = state
+    if k.shape[2]:
+        beta, gamma = (x.to(k.dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else x for x in (beta, gamma))
+        new = torch.addcmul(beta * p, k.mT, v)
+        p = new if ignored is None else torch.where(ignored[:, None, None], p, new)
+        s = s + gamma * (p if ignored is None else p.masked_fill(ignored[:, None, None], 0.0))
+        z = z + k.squeeze(2)
+    return q @ s / (q @ z.unsqueeze(-1) + eps), MomentumAttentionState(s, p, z)
+
+
+def _chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Rate,
+    gamma: Rate,
+    state: MomentumAttentionState,
+    ignored: Tensor | None,
+    causal: bool,
+    eps: float,
+    chunk_size: int,
+) -> tuple[Tensor, MomentumAttentionState]:
+    """Compute the recurrence chunk by chunk.
+
+    With n_r the number of keys of a chunk up to row r that are not ignored, n that of all its rows, and the weight
+    g(n) = γ (1 + β + ... + β^{n-1}) of a key that n - 1 others follow::
+
+        W[r, c] = g(n_r - n_c + 1) for c <= r
+        numerator = (Q Kᵀ ∘ W) V + Q S + β g(n_r) Q P
+        S' = S + β g(n) P + Kᵀ diag(g(n - n_c + 1)) V
+        P' = β^n P + Kᵀ diag(β^{n - n_c}) V
+
+    All weights are positive, so nothing cancels if β is near 1. Without ``causal`` the sequence is one chunk. If β is
+    the number 0, no output depends on P.
+
+    Arguments:
+        q: φ of the queries (batch, heads, queries, dim).
+        k: φ of the keys (batch, heads, length, dim), 0 where they are ignored.
+        v: values (batch, heads, length, value_dim), likewise.
+        beta: β.
+        gamma: γ.
+        state: before the first key.
+        ignored: (batch, length), or None.
+        causal: whether the i-th query attends to the first i keys.
+        eps: ε.
+        chunk_size: C.
+    """
+    length, (s, p, z) = k.shape[2], state
+    is_open = is_exporting() and not isinstance(length, int)  # an open number of chunks cannot be exported
+    size = length if is_open or not causal else min(chunk_size, length)
+    missing, chunks = -length % size, 1 if size is length else -(-length // size)
+    below = (q * k.cumsum(2)).sum(-1, keepdim=True) + (q @ z.unsqueeze(-1) + eps) if causal else None
+    z = z + k.sum(2)
+    present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
+    has_p = isinstance(beta, Tensor) or beta != 0
+    if not has_p:  # P is the newest key's product, or what it was before
+        n = present.cumsum(1)[:, None, :, None]
+        newest = k.masked_fill(n != n[:, :, -1:], 0.0).mT @ v
+        p = torch.where(n[:, :, -1:] == 0, p, newest)
+    if missing:
+        k, v, present = pad(k, (0, 0, 0, missing)), pad(v, (0, 0, 0, missing)), pad(present, (0, missing))
+
+    k, v = k.unflatten(2, (chunks, size)), v.unflatten(2, (chunks, size))
+    n = present.unflatten(1, (chunks, size)).cumsum(2)  # (batch or 1, chunks or 1, C)
+    n = n[:, :1] if ignored is None and not missing else n
+    g, decay, beta_g = _weight_tables(beta, gamma, size, k)
+    last = n[..., -1:]
+    k_bar = _look_up(g, last - n + 1).unsqueeze(-1) * k
+    if has_p:
+        k_bar = torch.cat([k_bar, _look_up(decay, last - n).unsqueeze(-1) * k], -1)
+    sums = (k_bar.mT @ v).unbind(2)  # what each chunk adds to S and P
+    p_to_s, p_to_p = (_look_up(x, last).unsqueeze(-1).expand(-1, -1, chunks, -1, -1) for x in (beta_g, decay))
+    starts = []
+    for i in range(chunks):
+        if has_p:
+            starts.append(torch.cat([s, p], 2))
+            to_s, to_p = sums[i].chunk(2, 2)
+            s, p = s + p_to_s[:, :, i] * p + to_s, p_to_p[:, :, i] * p + to_p
+        else:
+            starts.append(s)
+            s = s + sums[i]
+    after = MomentumAttentionState(s, p, z)
+    if below is None:
+        return q @ s / (q @ z.unsqueeze(-1) + eps), after
+    q = (pad(q, (0, 0, 0, missing)) if missing else q).unflatten(2, (chunks, size))
+    weights = _look_up(g, (n.unsqueeze(-1) - n.unsqueeze(-2) + 1).clamp(min=0)).tril()
+    above = (q @ k.mT * weights) @ v
+    q_bar = torch.cat([q, _look_up(beta_g, n).unsqueeze(-1) * q], -1) if has_p else q
+    above = above + q_bar @ torch.stack(starts, 2)
+    return above.flatten(2, 3)[:, :, :length] / below, after
+
+
+def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return g(n), β^n and β g(n) for n = 0, ..., size, each (heads or 1, size + 1), in the dtype of ``like``.
+
+    They are computed in float64 if the device has it.
+    """
+    wide = torch.float32 if like.device.type == "mps" else torch.float64
+    n = torch.arange(size + 1, device=like.device, dtype=wide)
+    if isinstance(beta, Tensor):
+        # what is added to β is far below its precision; it keeps 0 * 0^{-2} out of derivatives at 0
+        beta = beta.to(wide).reshape(-1, 1)
+        decay = (beta + torch.finfo(wide).tiny ** 0.3) ** n
+    else:
+        decay = torch.pow(beta, n).unsqueeze(0)
+    gamma = gamma.to(wide).reshape(-1, 1) if isinstance(gamma, Tensor) else gamma
+    g = gamma * pad(decay.cumsum(1)[:, :-1], (1, 0))
+    return g.to(like.dtype), decay.expand_as(g).to(like.dtype), (beta * g).to(like.dtype)
+
+
+def _look_up(table: Tensor, n: Tensor) -> Tensor:
+    """Return the entries of a table (heads, ...) at n (batch, chunks, ...), (batch, heads, chunks, ...)."""
+    return table[:, n].transpose(0, 1)
+
+
+# Checks
+
+
+def _check_rate(value: Rate, name: str, heads: int, below: float = math.inf) -> Rate:
+    if not isinstance(value, Tensor):
+        return _check_number(value, name, below)
+    if value.shape not in ((), (heads,)) or not value.is_floating_point():
+        fix = f"{name}.expand({heads})" if value.numel() == 1 else f"one number for each of {heads} heads"
+        raise ValueError(
+            f"{name} must be a number, or a floating-point tensor () or ({heads},) with one for each head, got "
+            f"{value.dtype} {tuple(value.shape)}. Fix: {fix if value.is_floating_point() else f'{name}.float()'}."
+        )
+    return value
+
+
+def _check_number(value: float, name: str, below: float = math.inf) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < below:
+        wanted = f"0 <= {name} < {below:g}" if below < math.inf else f"{name} >= 0"
+        fix = f"torch.tensor({value!r})" if isinstance(value, (list, tuple)) else "a number in that range"
+        raise ValueError(f"{name} must be a number, {wanted}, got {value!r}. Fix: {fix}.")
+    return float(value)

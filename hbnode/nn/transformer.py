@@ -1,0 +1,930 @@
+r"""Transformers with momentum: over time in the attention, over depth in the connections.
+
+A connection joins the output of a sublayer to the stream x that runs through the layers: the residual x + g, or one
+with momentum, which carries a :class:`DepthState` from layer to layer. It carries nothing over time, so a model with
+any connection streams its tokens as one without.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hbnode._checks import as_count, check_input, nearest
+from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, MultiheadBase, SoftmaxAttention, read_mask
+
+
+class DepthState(NamedTuple):
+    """What connections carry from one layer to the next; entries that a connection does not need are None.
+
+    Attributes:
+        previous: the input of the layer before, x_{l-1}.
+        update: the attention output of the layer before, g_{l-1}.
+        velocity: v, for the connections that have one.
+    """
+
+    previous: Tensor | None = None
+    update: Tensor | None = None
+    velocity: Tensor | None = None
+
+
+class Connection(nn.Module):
+    """The residual connection, x + g, of attention and of the feedforward block; the base of the others.
+
+    References:
+        He et al., Deep Residual Learning (arXiv:1512.03385).
+    """
+
+    def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
+        """Return the input of a sublayer."""
+        return x
+
+    def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        """Return the stream after attention, whose output is ``update``."""
+        return x + update, depth
+
+    def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        """Return the stream after any other sublayer, whose output is ``update``."""
+        return x + update, depth
+
+
+class MomentumConnection(Connection):
+    r"""The paper's momentum connection: x_l + g_l + β (x_l - x_{l-1}), with g_l the output of attention.
+
+    x_l is the input of layer l. The printed equation has T_{l-1}(X) in the place of x_{l-1}; taken as the previous
+    layer's output, which is x_l itself, it would make the bracket zero. The first layer has no bracket.
+
+    References:
+        Wang et al. (2022), equation 75.
+
+    Arguments:
+        momentum: β, in [0, 1). Default: ``0.9``.
+    """
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.momentum = _check_momentum(momentum)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"momentum={self.momentum:g}"
+
+    @override
+    def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        after = x + update
+        if depth.previous is not None:
+            after = after + self.momentum * (x - depth.previous)
+        return after, depth._replace(previous=x)
+
+
+class AdaptiveConnection(Connection):
+    r"""The momentum connection with a β that each token computes for itself.
+
+    With g_l the output of attention in layer l::
+
+        β_l = clamp((1 - sqrt(|g_l - g_{l-1}| / |g_{l-1}|))^2, 0, 1 - threshold)
+
+    The norms are over features, so β_l depends on no other token. The square comes before the clamp: the other order
+    gives β = 0 almost everywhere. The first layer has no bracket.
+
+    References:
+        Wang et al. (2022), equations 75 to 77.
+
+    Arguments:
+        threshold: δ; β is at most 1 - δ. Default: ``1e-3``.
+    """
+
+    def __init__(self, threshold: float = 1e-3) -> None:
+        super().__init__()
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold must be in (0, 1], got {threshold!r}. Fix: the paper's 1e-3.")
+        self.threshold = float(threshold)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"threshold={self.threshold:g}"
+
+    @override
+    def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        after = x + update
+        if depth.previous is not None and depth.update is not None:
+            after = after + self.momentum(update, depth.update) * (x - depth.previous)
+        return after, depth._replace(previous=x, update=update)
+
+    def momentum(self, update: Tensor, previous: Tensor) -> Tensor:
+        """Compute β of each token, (..., 1).
+
+        Arguments:
+            update: g_l, (..., features).
+            previous: g_{l-1}, (..., features).
+        """
+        wide = torch.promote_types(update.dtype, torch.float32)
+        change, size = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide) for x in (update - previous, previous)
+        )
+        ratio = change / size.clamp(min=torch.finfo(wide).tiny)
+        # the gradient of the root at 0 would be infinite, and that at infinity NaN; beyond 4 β is at its most
+        root = ratio.clamp(1e-12, 4.0).sqrt()
+        return (1 - root).square().clamp(0, 1 - self.threshold).to(update.dtype)
+
+
+class MomentumStateConnection(Connection):
+    r"""Momentum over depth in its state form, as the published code of the paper runs it.
+
+    With v = 0 before the first layer and g_l the output of attention::
+
+        v <- β v + g_l,   x <- x + s v
+
+    It equals :class:`MomentumConnection` only if s = 1 and the layers have no feedforward block and no norm.
+
+    References:
+        Wang et al. (2022), section 4.3.2.
+
+    Arguments:
+        momentum: β, in [0, 1). Default: ``0.9``.
+        step_size: s, positive. Default: ``1.0``.
+    """
+
+    def __init__(self, momentum: float = 0.9, step_size: float = 1.0) -> None:
+        super().__init__()
+        self.momentum, self.step_size = _check_momentum(momentum), _check_positive(step_size, "step_size")
+
+    @override
+    def extra_repr(self) -> str:
+        return f"momentum={self.momentum:g}, step_size={self.step_size:g}"
+
+    @override
+    def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        velocity = update if depth.velocity is None else self.momentum * depth.velocity + update
+        return x + self.step_size * velocity, depth._replace(velocity=velocity)
+
+
+class HeavyBallConnection(Connection):
+    r"""A residual stream with a velocity that attention and feedforward blocks push.
+
+    For each sublayer, with learned scalars β in (0, 1) and γ of its own and v = 0 before the first::
+
+        g = block(x),   v <- β v + γ g,   x <- x + v
+
+    β = 0 and γ = 1 is the residual connection.
+
+    References:
+        Zimin et al., YuriiFormer (arXiv:2601.23236); Momentum Streams (arXiv:2605.24425).
+
+    Arguments:
+        momentum: β at the start, in [0, 1); 0 stays 0, anything else is learned. Default: ``0.5``.
+        step_size: γ at the start, positive and learned. Default: ``1.0``.
+    """
+
+    def __init__(self, momentum: float = 0.5, step_size: float = 1.0) -> None:
+        super().__init__()
+        momentum, step_size = _check_momentum(momentum), _check_positive(step_size, "step_size")
+        sublayers = 2  # attention, feedforward
+        logit = math.log(momentum / (1 - momentum)) if momentum > 0 else 0.0
+        self.momentum_logit = nn.Parameter(torch.full((sublayers,), logit)) if momentum > 0 else None
+        self.log_step_size = nn.Parameter(torch.full((sublayers,), math.log(step_size)))
+
+    @property
+    def momentum(self) -> Tensor:
+        """β of attention and of the feedforward block, (2,)."""
+        zero = torch.zeros_like(self.log_step_size)
+        return zero if self.momentum_logit is None else torch.sigmoid(self.momentum_logit)
+
+    @property
+    def step_size(self) -> Tensor:
+        """γ of attention and of the feedforward block, (2,)."""
+        return self.log_step_size.exp()
+
+    @override
+    def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        return self._move(x, update, depth, 0)
+
+    @override
+    def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
+        return self._move(x, update, depth, 1)
+
+    def _move(self, x: Tensor, update: Tensor, depth: DepthState, sublayer: int) -> tuple[Tensor, DepthState]:
+        velocity = self.step_size[sublayer] * update
+        if depth.velocity is not None:
+            velocity = velocity + self.momentum[sublayer] * depth.velocity
+        return x + velocity, depth._replace(velocity=velocity)
+
+
+class NesterovConnection(HeavyBallConnection):
+    r"""The heavy-ball stream whose sublayers read x + μ v, the point that the velocity leads to.
+
+    For each sublayer::
+
+        g = block(x + μ v),   v <- β v + γ g,   x <- x + v
+
+    μ is a learned scalar for each layer. β = μ = 0 and γ = 1 is the residual connection.
+
+    References:
+        Zimin et al., YuriiFormer (arXiv:2601.23236).
+
+    Arguments:
+        momentum: β and μ at the start, in [0, 1); a β of 0 stays 0. Default: ``0.5``.
+        step_size: γ at the start, positive and learned. Default: ``1.0``.
+    """
+
+    def __init__(self, momentum: float = 0.5, step_size: float = 1.0) -> None:
+        super().__init__(momentum, step_size)
+        self.look_ahead_size = nn.Parameter(torch.tensor(float(momentum)))
+
+    @override
+    def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
+        return x if depth.velocity is None else x + self.look_ahead_size * depth.velocity
+
+
+def _check_momentum(value: float) -> float:
+    if not 0 <= value < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {value!r}. Fix: 0.9, for instance.")
+    return float(value)
+
+
+def _check_positive(value: float, name: str) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive, got {value!r}. Fix: 1.0.")
+    return float(value)
+
+
+CONNECTIONS: dict[str, type[Connection]] = {
+    "residual": Connection,
+    "momentum": MomentumConnection,
+    "momentum_state": MomentumStateConnection,
+    "adaptive": AdaptiveConnection,
+    "heavy_ball": HeavyBallConnection,
+    "nesterov": NesterovConnection,
+}
+
+AttentionName = Literal["momentum", "linear", "softmax", "heavy_ball", "gated_delta", "gated_linear"]
+ConnectionName = Literal["residual", "momentum", "momentum_state", "adaptive", "heavy_ball", "nesterov"]
+MakeAttention = Callable[..., MultiheadBase[Any]]
+MakeConnection = Callable[[], Connection]
+
+ATTENTIONS: dict[str, tuple[MakeAttention, dict[str, Any]]] = {
+    "momentum": (MomentumAttention, {}),
+    "linear": (MomentumAttention, {"momentum": 0.0}),
+    "softmax": (SoftmaxAttention, {}),
+    "heavy_ball": (HeavyBallMemory, {}),
+    "gated_delta": (HeavyBallMemory, {"momentum": False}),
+    "gated_linear": (HeavyBallMemory, {"momentum": False, "delta": False}),
+}
+
+
+def make_attention(
+    kind: AttentionName | MakeAttention, embed_dim: int, num_heads: int, options: Mapping[str, Any], **layout: Any
+) -> MultiheadBase[Any]:
+    """Make an attention module by its name, or with a function that takes the arguments of the modules."""
+    if isinstance(kind, nn.Module):
+        raise TypeError(_one_for_each("attention", kind))
+    if not callable(kind) and kind not in ATTENTIONS:
+        raise ValueError(_unknown("attention", kind, tuple(ATTENTIONS)))
+    make, own = (kind, {}) if callable(kind) else ATTENTIONS[kind]
+    fixed = own.keys() & options.keys()
+    if fixed:
+        raise ValueError(
+            f"attention={kind!r} has {', '.join(f'{x}={own[x]!r}' for x in sorted(fixed))}, which attention_options "
+            f"cannot change. Fix: attention={'momentum' if make is MomentumAttention else 'heavy_ball'!r}."
+        )
+    makes = make.func if isinstance(make, functools.partial) else make
+    if makes is HeavyBallMemory and not layout.pop("causal"):
+        raise ValueError(
+            f"attention={kind!r} reads its input in order, so it cannot see later tokens or another sequence. "
+            "Fix: causal=True, or 'momentum', 'linear' or 'softmax'."
+        )
+    if makes in (MomentumAttention, HeavyBallMemory):
+        layout.pop("dropout")  # of attention weights, which linear-time attention never forms
+    return make(embed_dim, num_heads, **layout, **own, **options)
+
+
+def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
+    """Make a connection by its name, with a momentum or its class's default, or with a function."""
+    if isinstance(kind, nn.Module):
+        raise TypeError(_one_for_each("connection", kind))
+    if callable(kind):
+        if momentum is not None:
+            raise ValueError(
+                f"connection_momentum={momentum!r} is for connections by name, got a function. Fix: leave it out, and "
+                f"let the function set it, as lambda: hbnode.nn.transformer.MomentumConnection({momentum!r})."
+            )
+        return kind()
+    if kind not in CONNECTIONS:
+        raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))
+    if kind in ("residual", "adaptive") or momentum is None:
+        if momentum is not None:
+            raise ValueError(f"connection={kind!r} takes no connection_momentum, got {momentum!r}. Fix: leave it out.")
+        return CONNECTIONS[kind]()
+    make: Callable[..., Connection] = CONNECTIONS[kind]
+    return make(momentum=momentum)
+
+
+def _one_for_each(what: str, module: nn.Module) -> str:
+    name = type(module).__name__
+    return f"{what} must be a name or a function that makes one for each layer, got a {name}. Fix: {what}={name}."
+
+
+def _unknown(what: str, kind: object, names: tuple[str, ...]) -> str:
+    near = nearest(kind, names)
+    fix = f"{what}={near!r}" if near else f"one of {names}, or a function that makes one"
+    return f"{what} must be one of {names}, got {kind!r}. Fix: {fix}."
+
+
+Activation = Literal["relu", "gelu"] | Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}
+Block = Callable[[Tensor], Tensor]
+Stream = tuple[Tensor, DepthState]
+Join = Callable[[Tensor, Tensor, DepthState], Stream]
+
+
+class TransformerLayerBase(nn.Module):
+    """Self-attention, a feedforward block, their norms and a connection: what both layers have."""
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = "relu",
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        *,
+        attention: AttentionName | MakeAttention = "momentum",
+        attention_options: Mapping[str, Any] | None = None,
+        connection: ConnectionName | MakeConnection = "residual",
+        connection_momentum: float | None = None,
+        causal: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        as_count(d_model, "d_model"), as_count(nhead, "nhead"), as_count(dim_feedforward, "dim_feedforward")
+        self.batch_first, self.norm_first, self.causal = batch_first, norm_first, causal
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        layout = {"dropout": dropout, "batch_first": batch_first, "causal": causal, **options}
+        self.self_attn = make_attention(attention, d_model, nhead, attention_options or {}, **layout)
+        self.linear1 = nn.Linear(d_model, dim_feedforward, **options)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, **options)
+        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
+        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
+        self.dropout = nn.Dropout(dropout)
+        if isinstance(activation, str) and activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be 'relu', 'gelu' or a function, got {activation!r}. "
+                f"Fix: torch.nn.functional.{activation}."
+            )
+        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
+
+    def _start(self, x: Tensor, depth_state: DepthState | None) -> DepthState:
+        """Check the inputs of a layer: its two outputs may have been passed as one input."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"x must be a tensor, got {type(x).__name__}; a layer returns its output and a depth state. "
+                "Fix: x, depth_state = layer(x, depth_state) for each layer, or MomentumTransformer."
+            )
+        if depth_state is not None and not isinstance(depth_state, DepthState):
+            raise TypeError(
+                f"depth_state must be what the layer before returned, got {type(depth_state).__name__}. "
+                "Fix: key_padding_mask=mask by name."
+            )
+        return DepthState() if depth_state is None else depth_state
+
+    def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
+        """Apply a block and its norm to the stream, and let the connection join the two."""
+        start = self.connection.look_ahead(x, depth)
+        x, depth = join(x, self.dropout(block(norm(start) if self.norm_first else start)), depth)
+        return (x if self.norm_first else norm(x)), depth
+
+    def _feedforward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return hidden
+
+
+class MomentumTransformerLayer(TransformerLayerBase):
+    r"""Self-attention and a feedforward block, as ``torch.nn.TransformerEncoderLayer``, with momentum where wanted.
+
+    ``attention`` says how tokens are mixed, ``connection`` how the outputs of the two blocks join the stream that runs
+    through the layers. A connection with momentum carries something from layer to layer, so the layer returns it and
+    takes it::
+
+        depth_state = None
+        for layer in layers:
+            x, depth_state = layer(x, depth_state)
+
+    References:
+        Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.3.
+
+    Arguments:
+        d_model: features of the input and of the output.
+        nhead: heads; d_model is a multiple of it.
+        dim_feedforward: hidden features of the feedforward block. Default: ``2048``.
+        dropout: probability of dropping a block's output, its hidden features and, in softmax attention, its weights.
+            Default: ``0.1``.
+        activation: of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
+        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
+        batch_first: whether x is (batch, length, d_model). Default: ``False``.
+        norm_first: whether norms come before the blocks (pre-norm) or after the connection. Default: ``False``.
+        attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
+            "gated_linear", or a function like the constructors of these. Default: ``"momentum"``.
+        attention_options: further arguments of the attention module. Default: ``None``, none.
+        connection: "residual", the paper's "momentum" (75) and "adaptive" (77), "momentum_state" (75 as the published
+            code has it), the learned "heavy_ball" and "nesterov" streams, or a function that makes a
+            :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
+        connection_momentum: β of the connection, or its start if it is learned. Default: ``None``, the connection's.
+        causal: whether a token sees only itself and those before. Default: ``True``.
+        device: of the parameters. Default: ``None``, torch's.
+        dtype: of the parameters. Default: ``None``, torch's.
+
+    Raises:
+        ValueError: a size, number or name is not valid.
+
+    Example:
+        >>> layer = MomentumTransformerLayer(32, 4, 64, batch_first=True, connection="adaptive")
+        >>> x, depth_state = layer(torch.ones(2, 7, 32))
+        >>> x, depth_state = layer(x, depth_state)
+        >>> x.shape
+        torch.Size([2, 7, 32])
+    """
+
+    def forward(
+        self, x: Tensor, depth_state: DepthState | None = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, DepthState]:
+        """Return the stream after the layer, and the state of its connection.
+
+        Arguments:
+            x: (length, batch, d_model), with ``batch_first`` (batch, length, d_model).
+            depth_state: of the layer before. Default: ``None``, this is the first layer.
+            key_padding_mask: (batch, length), True = ignore. Default: ``None``.
+        """
+        return self._layer(x, depth_state, lambda h: self.self_attn(h, h, h, key_padding_mask)[0])
+
+    def prefill(
+        self,
+        x: Tensor,
+        state: Any = None,
+        key_padding_mask: Tensor | None = None,
+        depth_state: DepthState | None = None,
+    ) -> tuple[Tensor, Any, DepthState]:
+        """Apply the layer to the next tokens of a stream; return the output and the states of attention and connection.
+
+        Arguments:
+            x: as of a call.
+            state: of the attention after the tokens before. Default: ``None``, none.
+            key_padding_mask: (batch, length), True = ignore. Default: ``None``.
+            depth_state: of the layer before. Default: ``None``, this is the first layer.
+        """
+        after = []
+
+        def attend(h: Tensor) -> Tensor:
+            output, new = self.self_attn.prefill(h, state, key_padding_mask)
+            after.append(new)
+            return output
+
+        x, depth_state = self._layer(x, depth_state, attend)
+        return x, after[0], depth_state
+
+    def _layer(self, x: Tensor, depth_state: DepthState | None, attend: Block) -> Stream:
+        x, depth = self._sublayer(x, self._start(x, depth_state), self.norm1, attend, self.connection.attention)
+        return self._sublayer(x, depth, self.norm2, self._feedforward, self.connection.feedforward)
+
+
+class MomentumTransformerDecoderLayer(TransformerLayerBase):
+    r"""Self-attention, attention to an encoder's output, and a feedforward block.
+
+    This is ``torch.nn.TransformerDecoderLayer`` with the attentions and connections of
+    :class:`MomentumTransformerLayer`. The paper's connections act on self-attention; the heavy-ball and Nesterov
+    streams on all three blocks. Attention to the encoder's output is never causal, so kinds that are causal only need
+    another ``cross_attention``.
+
+    Arguments:
+        d_model: features of the input, of the encoder's output and of the output.
+        nhead: heads; d_model is a multiple of it.
+        dim_feedforward: hidden features of the feedforward block. Default: ``2048``.
+        dropout: probability of dropping a block's output, its hidden features and, in softmax attention, its weights.
+            Default: ``0.1``.
+        activation: of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
+        layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
+        batch_first: whether x is (batch, length, d_model). Default: ``False``.
+        norm_first: whether norms come before the blocks (pre-norm) or after the connection. Default: ``False``.
+        attention: of :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
+        attention_options: further arguments of the self-attention module. Default: ``None``, none.
+        cross_attention: the kind that attends to the encoder's output. Default: ``None``, that of ``attention``, with
+            its options.
+        connection: of :class:`MomentumTransformerLayer`. Default: ``"residual"``.
+        connection_momentum: β of the connection, or its start if it is learned. Default: ``None``, the connection's.
+        causal: whether self-attention sees only the token itself and those before. Default: ``True``.
+        device: of the parameters. Default: ``None``, torch's.
+        dtype: of the parameters. Default: ``None``, torch's.
+
+    Raises:
+        ValueError: a size, number or name is not valid.
+
+    Example:
+        >>> layer = MomentumTransformerDecoderLayer(32, 4, 64, batch_first=True)
+        >>> x, depth_state = layer(torch.ones(2, 7, 32), torch.ones(2, 5, 32))
+        >>> x.shape
+        torch.Size([2, 7, 32])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = "relu",
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        *,
+        attention: AttentionName | MakeAttention = "momentum",
+        attention_options: Mapping[str, Any] | None = None,
+        cross_attention: AttentionName | MakeAttention | None = None,
+        connection: ConnectionName | MakeConnection = "residual",
+        connection_momentum: float | None = None,
+        causal: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            attention=attention,
+            attention_options=attention_options,
+            connection=connection,
+            connection_momentum=connection_momentum,
+            causal=causal,
+            **options,
+        )
+        kind, own = (attention, attention_options or {}) if cross_attention is None else (cross_attention, {})
+        if kind in ("softmax", SoftmaxAttention):
+            own = {"rotary": False, **own}  # positions of two sequences do not compare
+        layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **options}
+        self.multihead_attn = make_attention(kind, d_model, nhead, own, **layout)
+        self.norm3 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        depth_state: DepthState | None = None,
+        key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, DepthState]:
+        """Return the stream after the layer, and the state of its connection.
+
+        Arguments:
+            x: (length, batch, d_model), with ``batch_first`` (batch, length, d_model).
+            memory: the encoder's output, of any length.
+            depth_state: of the layer before. Default: ``None``, this is the first layer.
+            key_padding_mask: of x (batch, length), True = ignore. Default: ``None``.
+            memory_key_padding_mask: of the encoder's output (batch, its length), True = ignore. Default: ``None``.
+        """
+        blocks = (
+            (self.norm1, lambda h: self.self_attn(h, h, h, key_padding_mask)[0], self.connection.attention),
+            (
+                self.norm2,
+                lambda h: self.multihead_attn(h, memory, memory, memory_key_padding_mask)[0],
+                self.connection.feedforward,
+            ),
+            (self.norm3, self._feedforward, self.connection.feedforward),
+        )
+        depth = self._start(x, depth_state)
+        for norm, block, join in blocks:
+            x, depth = self._sublayer(x, depth, norm, block, join)
+        return x, depth
+
+
+class TransformerState(NamedTuple):
+    """What a :class:`MomentumTransformer` carries from token to token.
+
+    Attributes:
+        position: tokens so far of each sequence, padding excluded, (batch,), int64.
+        layers: the state of each layer's attention.
+    """
+
+    position: Tensor
+    layers: tuple[Any, ...]
+
+    def detach(self) -> TransformerState:
+        """Return the state without its graph, for truncated backpropagation."""
+        return TransformerState(self.position, tuple(layer.detach() for layer in self.layers))
+
+
+class MomentumTransformer(nn.Module):
+    r"""A stack of :class:`MomentumTransformerLayer` between an embedding and a linear readout, batch first.
+
+    Called with whole sequences it is trained as any transformer. With ``causal=True`` the same module streams:
+    :meth:`prefill` takes several tokens, :meth:`step` one, and :meth:`generate` draws new ones. With attention in
+    linear time the state, and the time for a token, do not grow with the length.
+
+    References:
+        Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.
+
+    Arguments:
+        num_embeddings: tokens of the vocabulary, or None for inputs that are vectors (batch, length, d_model).
+        d_model: features of the stream. Default: ``512``.
+        nhead: heads; d_model is a multiple of it. Default: ``8``.
+        num_layers: layers. Default: ``6``.
+        dim_feedforward: hidden features of the feedforward blocks. Default: ``2048``.
+        dropout: of the layers and of the embedding. Default: ``0.1``.
+        activation: of the feedforward blocks. Default: ``"relu"``.
+        norm_first: whether norms come before the blocks; the last layer is then followed by one. Default: ``False``.
+        output_size: features of the output. Default: ``None``, num_embeddings, or d_model for vectors.
+        attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
+        attention_options: further arguments of the attention modules. Default: ``None``, none.
+        connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
+        connection_momentum: β of the connections. Default: ``None``, the connection's own.
+        positions: "sinusoidal" adds sines and cosines to the embedding, "rotary" turns queries and keys of softmax
+            attention, None does neither. Default: ``"sinusoidal"``.
+        causal: whether a token sees only itself and those before. Default: ``True``.
+        device: of the parameters. Default: ``None``, torch's.
+        dtype: of the parameters. Default: ``None``, torch's.
+
+    Shape:
+        tokens: (batch, length), int64, or with ``num_embeddings=None`` (batch, length, d_model).
+        output: (batch, length, output_size).
+
+    Raises:
+        ValueError: a size, number or name is not valid.
+
+    Example:
+        >>> model = MomentumTransformer(10, d_model=32, nhead=4, num_layers=2, dim_feedforward=64)
+        >>> tokens = torch.zeros(3, 7, dtype=torch.int64)
+        >>> model(tokens).shape, model.generate(tokens, 5).shape
+        (torch.Size([3, 7, 10]), torch.Size([3, 12]))
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = "relu",
+        norm_first: bool = False,
+        *,
+        output_size: int | None = None,
+        attention: AttentionName | MakeAttention = "momentum",
+        attention_options: Mapping[str, Any] | None = None,
+        connection: ConnectionName | MakeConnection = "residual",
+        connection_momentum: float | None = None,
+        positions: Literal["sinusoidal", "rotary"] | None = "sinusoidal",
+        causal: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if positions not in ("sinusoidal", "rotary", None):
+            raise ValueError(f"positions must be 'sinusoidal', 'rotary' or None, got {positions!r}. Fix: one of these.")
+        is_softmax = attention in ("softmax", SoftmaxAttention)
+        if positions == "rotary" and not is_softmax:
+            raise ValueError("rotary positions go with softmax attention. Fix: positions='sinusoidal'.")
+        of_attention = dict(attention_options or {})
+        if is_softmax:
+            of_attention = {"rotary": positions == "rotary", **of_attention}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.d_model, self.positions, self.causal = as_count(d_model, "d_model"), positions, causal
+        self.num_embeddings = None if num_embeddings is None else as_count(num_embeddings, "num_embeddings")
+        self.embedding = None if num_embeddings is None else nn.Embedding(num_embeddings, d_model, **options)
+        self.dropout = nn.Dropout(dropout)
+        self.layers: Any = nn.ModuleList(
+            MomentumTransformerLayer(
+                d_model,
+                nhead,
+                dim_feedforward,
+                dropout,
+                activation,
+                batch_first=True,
+                norm_first=norm_first,
+                attention=attention,
+                attention_options=of_attention,
+                connection=connection,
+                connection_momentum=connection_momentum,
+                causal=causal,
+                **options,
+            )
+            for _ in range(as_count(num_layers, "num_layers"))
+        )
+        self.norm = nn.LayerNorm(d_model, **options) if norm_first else nn.Identity()
+        features = (num_embeddings or d_model) if output_size is None else as_count(output_size, "output_size")
+        self.readout = nn.Linear(d_model, features, **options)
+        if self.embedding is not None:
+            nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(d_model))
+
+    def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Compute the outputs for whole sequences.
+
+        Arguments:
+            tokens: (batch, length), or vectors (batch, length, d_model).
+            key_padding_mask: (batch, length), True = ignore. Default: ``None``.
+        """
+        self._check(tokens)
+        key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
+        start = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+        x, _ = self._embed(tokens, start, key_padding_mask)
+        depth = None
+        for layer in self.layers:
+            x, depth = layer(x, depth, key_padding_mask)
+        return self._read(x)
+
+    def init_state(self, batch_size: int) -> TransformerState:
+        """Return the state before the first token.
+
+        Arguments:
+            batch_size: how many sequences.
+        """
+        layers = tuple(layer.self_attn.init_state(batch_size) for layer in self.layers)
+        device = next(self.parameters()).device
+        return TransformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), layers)
+
+    def prefill(
+        self, tokens: Tensor, state: TransformerState | None = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, TransformerState]:
+        """Compute the outputs for the next tokens of a stream, and the state after them.
+
+        Arguments:
+            tokens: (batch, length), or vectors (batch, length, d_model).
+            state: after the tokens before. Default: ``None``, there are none.
+            key_padding_mask: (batch, length), True = ignore: such a token leaves the state as it is. Default: ``None``.
+        """
+        self._check(tokens)
+        key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
+        state = self.init_state(tokens.shape[0]) if state is None else state
+        if not isinstance(state, TransformerState) or state.position.shape[0] != tokens.shape[0]:
+            came = (
+                f"of {len(state.position)} sequences" if isinstance(state, TransformerState) else type(state).__name__
+            )
+            raise ValueError(
+                f"state must be a TransformerState of {tokens.shape[0]} sequences, got {came}. "
+                f"Fix: init_state({tokens.shape[0]}), or the state that prefill or step returned."
+            )
+        if len(state.layers) != len(self.layers):
+            raise ValueError(
+                f"the state is of {len(state.layers)} layers, the model has {len(self.layers)}. Fix: the state of this "
+                f"model, init_state({tokens.shape[0]})."
+            )
+        x, position = self._embed(tokens, state.position, key_padding_mask)
+        depth, after = None, []
+        for layer, before in zip(self.layers, state.layers, strict=True):
+            x, new, depth = layer.prefill(x, before, key_padding_mask, depth)
+            after.append(new)
+        return self._read(x), TransformerState(position, tuple(after))
+
+    def step(self, token: Tensor, state: TransformerState | None = None) -> tuple[Tensor, TransformerState]:
+        """Compute the output for the next token (batch, output_size), and the state after it.
+
+        Arguments:
+            token: (batch,), or a vector (batch, d_model).
+            state: after the tokens before. Default: ``None``, there are none.
+        """
+        check_input(token, "token")
+        if token.dim() != (1 if self.embedding is not None else 2):
+            wanted = "(batch,)" if self.embedding is not None else f"(batch, {self.d_model})"
+            raise ValueError(
+                f"step takes one token of each sequence, {wanted}, got shape {tuple(token.shape)}. "
+                "Fix: tokens[:, i], or prefill for several."
+            )
+        output, state = self.prefill(token.unsqueeze(1), state)
+        return output[:, 0], state
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        steps: int,
+        *,
+        key_padding_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        sample: Callable[[Tensor], Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Go on from a prompt, one token after another, in evaluation mode.
+
+        Arguments:
+            prompt: (batch, length), or vectors (batch, length, d_model), of at least one token.
+            steps: how many tokens to add.
+            key_padding_mask: of the prompt (batch, length), True = ignore, for prompts of different lengths; a sequence
+                goes on after its last token that counts. Default: ``None``.
+            temperature: divides the outputs before the softmax; 0 takes the largest. Default: ``1.0``.
+            top_k: draw from the k largest outputs alone. Default: ``None``, from all.
+            sample: maps outputs (batch, output_size) to the next input, in the place of drawing from a softmax.
+                Default: ``None``.
+            generator: of random numbers. Default: ``None``, torch's.
+
+        Returns:
+            The prompt and the new tokens, (batch, length + steps).
+        """
+        self._check(prompt)
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be a number >= 0, got {temperature!r}. Fix: leave it out.")
+        top_k = None if top_k is None else as_count(top_k, "top_k")
+        if prompt.shape[1] == 0:
+            raise ValueError("prompt must have at least one token, got length 0. Fix: begin with a start token.")
+        if sample is None:
+            if self.embedding is None:
+                raise ValueError(
+                    "outputs of a model of vectors are no tokens. Fix: sample=, a function of the outputs."
+                )
+
+            def sample(output: Tensor) -> Tensor:
+                return draw(output, temperature, top_k, generator)
+
+        parts, modes = [prompt], {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            outputs, state = self.prefill(prompt, key_padding_mask=key_padding_mask)
+            ignored = read_mask(key_padding_mask, prompt.shape[:2])
+            last = torch.arange(prompt.shape[1], device=prompt.device).expand(prompt.shape[:2])
+            last = (last if ignored is None else last.masked_fill(ignored, 0)).amax(1)
+            output = outputs.take_along_dim(last[:, None, None], 1).squeeze(1)
+            for index in range(as_count(steps, "steps", least=0)):
+                token = sample(output)
+                parts.append(token.unsqueeze(1))
+                if index + 1 < steps:
+                    output, state = self.step(token, state)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return torch.cat(parts, 1)
+
+    def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return vectors with their positions, and the position of the next token."""
+        if self.embedding is not None:
+            x = self.embedding(tokens) * math.sqrt(self.d_model)
+        else:  # 0 * NaN is NaN
+            x = tokens if ignored is None else tokens.masked_fill(ignored.unsqueeze(-1) & ~tokens.isfinite(), 0.0)
+        places, after = next_positions(start, tokens.shape[1], ignored)
+        if self.positions == "sinusoidal":
+            x = x + sinusoids(places, self.d_model).to(x.dtype)
+        return self.dropout(x), after
+
+    def _read(self, x: Tensor) -> Tensor:
+        output: Tensor = self.readout(self.norm(x))
+        return output
+
+    def _check(self, tokens: Tensor) -> None:
+        if self.embedding is not None and isinstance(tokens, (list, tuple)):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}. Fix: torch.tensor(tokens).")
+        check_input(tokens, "tokens")
+        if self.embedding is None:
+            if tokens.dim() != 3 or tokens.shape[-1] != self.d_model:
+                raise ValueError(
+                    f"inputs must be (batch, length, d_model = {self.d_model}), got {tuple(tokens.shape)}. Fix: that "
+                    "shape, or num_embeddings= for tokens."
+                )
+        elif tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be whole numbers (batch, length), got {tokens.dtype} of shape {tuple(tokens.shape)}. "
+                "Fix: tokens[None] for one sequence, tokens.long() for whole floats, num_embeddings=None for vectors."
+            )
+
+
+def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """Draw a token (batch,) from the softmax of outputs (batch, tokens)."""
+    if temperature == 0:
+        return output.argmax(-1)
+    scores = output.float() / temperature
+    if top_k is not None and top_k < scores.shape[-1]:
+        scores, places = scores.topk(top_k)
+        return places.gather(1, torch.multinomial(scores.softmax(-1), 1, generator=generator)).squeeze(1)
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def sinusoids(positions: Tensor, features: int) -> Tensor:
+    """Embed positions p (...) as sin(p w_i) and cos(p w_i) side by side, w_i = 10000^(-2i / features), (..., features).
+
+    References:
+        Vaswani et al., Attention Is All You Need (arXiv:1706.03762), section 3.5.
+    """
+    even = torch.arange(0, features, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.to(torch.float32).unsqueeze(-1) * torch.exp(even * (-math.log(10_000.0) / features))
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :features]
+
+
+def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return positions of the next tokens (batch, length), and of the one after (batch,); padding does not count."""
+    if ignored is None:
+        return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
+    counted = (~ignored).long()
+    upto = counted.cumsum(1)
+    return start.unsqueeze(1) + upto - counted, start + counted.sum(1)
