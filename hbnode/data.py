@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset as TorchDataset
@@ -18,6 +17,9 @@ from typing_extensions import override
 from hbnode._checks import as_count, as_tensor, nearest
 from hbnode._times import as_duration, as_seconds, as_times
 from hbnode._tree import Record, record
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["BucketedBatches", "Dataset", "Series", "bucketed_batches", "collate", "from_long"]
 

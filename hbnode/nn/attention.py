@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_bool, check_input
-from hbnode._torch import KeepsConstants, is_tracing, may_look
+from hbnode._torch import KeepsConstants, may_look
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 
@@ -599,7 +599,7 @@ class KeyValueCache:
             return KeyValueCache(*joined, self._joined_mask(keys.shape[2], ignored))
         length = self.length + keys.shape[2]
         # a buffer of inference mode cannot be written to outside of it
-        is_frozen = not (is_tracing() or torch.is_inference_mode_enabled()) and self._keys.is_inference()
+        is_frozen = may_look() and self._keys.is_inference() and not torch.is_inference_mode_enabled()
         is_full = length > self._keys.shape[2] or keys.dtype != self._keys.dtype
         if is_full or is_frozen or self._filled[0] != self.length:
             room = (*keys.shape[:2], max(2 * length, 64), keys.shape[3])
