@@ -1,7 +1,7 @@
 """Fast form of the heavy-ball memory, 1.7 times its reference (benchmarks/attention.py, training step of *heavy ball*).
 
-The equations are those of ``hbnode.nn.heavy_ball_memory._chunkwise``. S and P are stacked as one state, its parts: two,
-or one without momentum. Each chunk of C steps has
+The reference comes first: the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory`, chunk by chunk. In the fast
+form S and P are stacked as one state, its parts: two, or one without momentum. Each chunk of C steps has
 
 * the rows g_r and l_r of its *decay mask*: the weights in S and P after step r of [S, P, e_0, ..., e_{C-1}],
 * Q over p (R rows: 2 C, or C without a delta rule) and their products with K̃, which times G are the scores and, with
@@ -21,10 +21,88 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hbnode._torch import fast_form
+
 BLOCK = 8  # rows of the decay mask that are computed one after another; it divides C
 CHUNKS_AT_ONCE = 32  # chunks of all heads that are computed together on a CPU, so that their matrices stay in its cache
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
+
+
+def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None) -> Outputs:
+    """Compute the recurrence chunk by chunk in operations that autograd knows, the reference of the fast form.
+
+    Rows r and columns c count the steps of a chunk of C. Lα[r, c] is the product of α_i over c < i ≤ r, Lμ likewise; ā
+    and m̄ are the products from the chunk's start, and k̃ = η k. G₋, ā₋ and f₋ are those of the row before, where the
+    first is 0, 1 and 0::
+
+        G = Lα diag(s) Lμ,   f = Lα (s ∘ m̄)                    sums of products of gates: nothing cancels
+        T = G₋ ∘ p K̃ᵀ,   E = (I + T)⁻¹ (V − ā₋ p S − f₋ p P)    the UT transform
+        O = (G ∘ Q K̃ᵀ) E + ā Q S + f Q P
+        S' = ā_C S + f_C P + K̃ᵀ diag(G_C) E,   P' = m̄_C P + K̃ᵀ diag(Lμ_C) E
+
+    The gates are (batch, heads, length), or None; the state is S and P before the first step.
+    """
+    log_momentum, log_decay, step, write, s, p = gates_and_state
+    assert s is not None
+    delta, length, dtype = options[0], q.shape[2], torch.promote_types(q.dtype, v.dtype)
+    size = min(options[1], length)
+    if log_decay is None:
+        log_decay = torch.zeros_like(q[..., 0], dtype=s.dtype)
+
+    def chunks(x: Tensor) -> Tensor:
+        """(batch, heads, length, n) -> (batch, heads, chunks, C, n); contiguous for graphs with dynamic shapes."""
+        return pad(x.to(s.dtype).contiguous(), (0, 0, 0, -length % size)).unflatten(2, (-1, size))
+
+    k_tilde = k if write is None else write.unsqueeze(-1) * k
+    if log_momentum is None and step is not None:
+        k_tilde = step.unsqueeze(-1) * k_tilde
+    k = log_decay.exp().unsqueeze(-1) * k if delta == "decayed" else k
+    q, k, k_tilde, v = chunks(q), chunks(k), chunks(k_tilde), chunks(v)
+    g, starts = _gate_products(chunks(log_decay.unsqueeze(-1)))
+    k_last, carry = g[..., -1:, :].mT * k_tilde, starts[..., -1:, :]
+    if log_momentum is not None and step is not None and p is not None:
+        (momenta, m), step = _gate_products(chunks(log_momentum.unsqueeze(-1))), chunks(step.unsqueeze(-1))
+        g, starts = (g * step.mT) @ momenta, torch.cat([starts, g @ (step * m)], -1)  # (C, C), and ā and f (C, 2)
+        k_last = torch.cat([g[..., -1:, :].mT * k_tilde, momenta[..., -1:, :].mT * k_tilde], -1)
+        carry = torch.cat([starts[..., -1:, :], pad(m[..., -1:, :], (1, 0))], -2)
+    scores, q = g * (q @ k_tilde.mT), _weigh_parts(starts, q)
+    if delta:
+        first = torch.eye(1, starts.shape[-1], dtype=s.dtype, device=s.device).expand_as(starts[..., :1, :])
+        p_bar = _weigh_parts(torch.cat([first, starts[..., :-1, :]], -2), k)
+        t = pad(g[..., :-1, :], (0, 0, 1, 0)) * (k @ k_tilde.mT) + torch.eye(size, dtype=s.dtype, device=s.device)
+        solved = torch.linalg.solve_triangular(t, torch.cat([v, p_bar], -1), upper=False, unitriangular=True)
+        v, k = solved.split([v.shape[-1], p_bar.shape[-1]], -1)
+    state, outputs = (s if p is None else torch.cat([s, p], 2)), []
+    # unbind, because the backward pass of an index allocates the whole tensor for each chunk
+    for q_i, k_i, v_i, scores_i, last_i, carry_i in zip(
+        *(x.unbind(2) for x in (q, k, v, scores, k_last, carry)), strict=True
+    ):
+        e = v_i - k_i @ state if delta else v_i
+        outputs.append(scores_i @ e + q_i @ state)
+        parts = state.chunk(carry.shape[-1], 2)
+        carried = [sum(w * x for w, x in zip(row.split(1, -1), parts, strict=True)) for row in carry_i.split(1, -2)]
+        state = torch.cat(carried, 2) + last_i.mT @ e
+    out = torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].to(dtype)
+    if p is None:
+        return out, state, None
+    after_s, after_p = state.chunk(2, 2)
+    return out, after_s, after_p
+
+
+def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the products of gates (..., C, 1) over c < i ≤ r, (..., C, C), and from the start, (..., C, 1).
+
+    Each sum of logarithms is taken on its own: a difference of two cumulative sums loses digits, and is NaN after a 0.
+    """
+    lower = torch.ones(*[log_gate.shape[-2]] * 2, dtype=torch.bool, device=log_gate.device).tril()
+    sums = torch.where(lower.tril(-1), log_gate, 0.0).cumsum(-2)
+    return torch.where(lower, sums.exp(), 0.0), log_gate.cumsum(-2).exp()
+
+
+def _weigh_parts(weights: Tensor, x: Tensor) -> Tensor:
+    """(..., C, n), (..., C, D) -> (..., C, n D)."""
+    return torch.cat([weight * x for weight in weights.split(1, -1)], -1)
 
 
 def forward(
@@ -420,3 +498,6 @@ def _outer(weights: Tensor, x: Tensor) -> Tensor:
 def _inner(x: Tensor, y: Tensor, parts: int) -> Tensor:
     """(..., R, parts D), (..., R, D) -> (..., R, parts), the VJP of :func:`_outer`."""
     return (x.unflatten(-1, (parts, -1)) * y.unsqueeze(-2)).sum(-1)
+
+
+chunkwise = fast_form(reference, vjp)(forward)

@@ -648,6 +648,8 @@ def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
     return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
 
 
+# A new method: its coefficients in tableaus.py, a class above, a line below, its name in settings.NativeMethod and its
+# order in registry.py.
 NYSTROM = {"nystrom4": Nystrom(tableaus.RKN4), "nystrom6": Nystrom(tableaus.RKN6), "nystrom8": Nystrom(tableaus.RKN8)}
 EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
 SPLITTING = {
@@ -657,10 +659,6 @@ SPLITTING = {
 RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
 SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # h and m are rows of their own
 METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA}
-EXPLICIT: dict[str, Method] = {
-    "euler": ExplicitGrid((), (1.0,)),
-    "midpoint": ExplicitGrid(((0.5,),), (0.0, 1.0)),
-    "heun2": ExplicitGrid(((1.0,),), (0.5, 0.5)),
-    "heun3": ExplicitGrid(((1 / 3,), (0.0, 2 / 3)), (0.25, 0.0, 0.75)),
-    "rk4": ExplicitGrid(((1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)), (0.125, 0.375, 0.375, 0.125)),
+TORCHDIFFEQ_GRIDS: dict[str, Method] = {
+    name: ExplicitGrid(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
 }

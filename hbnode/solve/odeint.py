@@ -25,7 +25,7 @@ from hbnode.solve import compiled, torchdiffeq
 from hbnode.solve.adjoints import Direct, adjoint_of
 from hbnode.solve.control import LONGEST_DECAY, Attempt
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
-from hbnode.solve.methods import EXPLICIT, EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING
+from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, Save, Settings, TorchdiffeqMethod
 from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrapped
 
@@ -340,7 +340,7 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
 
     Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
     """
-    if settings.steps is None or settings.method not in (None, *METHODS, *EXPLICIT):
+    if settings.steps is None or settings.method not in (None, *METHODS, *TORCHDIFFEQ_GRIDS):
         return False
     if not is_dynamo or is_exporting():
         return True
@@ -357,7 +357,7 @@ def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings
     times = traced_times(t, parts(y0)[0].device)
     lanes = count_samples(y0, times, settings) if times.dim() == 2 else None
     term = ODETerm(field, y0, tally, second_order=settings.method in SECOND_ORDER, lanes=lanes)
-    problem = Problem(term, {**METHODS, **EXPLICIT}[settings.method], times, settings)
+    problem = Problem(term, {**METHODS, **TORCHDIFFEQ_GRIDS}[settings.method], times, settings)
     with solving(snapshot, parts(y0)[0].device.type):
         rows = Direct().solve(problem, y0, snapshot)
     trajectory = term.unflatten(rows, (times.shape[-1],))

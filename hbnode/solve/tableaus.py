@@ -1,4 +1,8 @@
-"""Published coefficients of the native methods; the tests check them against the order conditions."""
+"""Published coefficients of the native methods; the tests check them against the order conditions.
+
+dopri5, dopri8, bosh3 and the other adaptive methods of torchdiffeq have theirs in torchdiffeq. Its explicit methods of
+fixed steps are here too, because graphs of torch.compile and torch.export take them from hbnode.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,7 @@ class ExponentialTableau:
 
     Attributes:
         order: order of the solution that is carried on, for steps below 1/γ.
-        strong_order: its order where γ tends to infinity.
+        stiff_order: its order where γ tends to infinity.
         error_order: order of the embedded solution.
         c: nodes of the stages, from 0 to 1.
         corrections: κ of the stages after the first, a weight for each stage between the first and itself.
@@ -78,7 +82,7 @@ class ExponentialTableau:
     """
 
     order: int
-    strong_order: int
+    stiff_order: int
     error_order: int
     c: Row
     corrections: tuple[Row, ...]
@@ -255,9 +259,18 @@ STRANG_KICKS = (1.0,)
 # w_2 d_2 + w_3 d_3 + w_4 d_4 = 0.
 EXPONENTIAL = ExponentialTableau(
     order=5,
-    strong_order=4,
+    stiff_order=4,
     error_order=3,
     c=(0, 1 / 5, 2 / 3, 1),
     corrections=((), (50 / 27,), (25 / 7, 162 / 35)),
     left_out=1,
 )
+
+# Of torchdiffeq's explicit methods of fixed steps: the rows of A after the first, and b. Its "rk4" is the 3/8 rule.
+TORCHDIFFEQ_GRIDS: dict[str, tuple[tuple[Row, ...], Row]] = {
+    "euler": ((), (1.0,)),
+    "midpoint": (((0.5,),), (0.0, 1.0)),
+    "heun2": (((1.0,),), (0.5, 0.5)),
+    "heun3": (((1 / 3,), (0.0, 2 / 3)), (0.25, 0.0, 0.75)),
+    "rk4": (((1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)), (0.125, 0.375, 0.375, 0.125)),
+}

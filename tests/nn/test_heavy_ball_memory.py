@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import hbnode
 from hbnode.nn import _delta_rule as layout
 from hbnode.nn import heavy_ball_memory as functional
-from hbnode.nn.heavy_ball_memory import _chunkwise as chunkwise
+from hbnode.nn._delta_rule import reference as chunkwise
 from hbnode.nn.heavy_ball_memory import resonance
 from tests import reference_memory as reference
 
@@ -81,7 +81,7 @@ def assert_matches(made, **options):
 @pytest.fixture
 def _plain(monkeypatch):
     """The form that is used inside transforms and graphs, and for second derivatives."""
-    monkeypatch.setattr(functional, "_fast_chunkwise", chunkwise)
+    monkeypatch.setattr(functional, "chunkwise", chunkwise)
 
 
 @pytest.fixture(params=[False, True], ids=["fast", "plain"])
