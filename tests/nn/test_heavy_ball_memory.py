@@ -1,6 +1,7 @@
 """heavy_ball_memory against plain recurrences: values and gradients, masks, states, special cases by their papers."""
 
 import math
+import sys
 import warnings
 
 import pytest
@@ -10,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode.nn import _delta_rule as layout
-from hbnode.nn import heavy_ball_memory as functional
 from hbnode.nn._delta_rule import reference as chunkwise
 from hbnode.nn.heavy_ball_memory import resonance
 from tests import reference_memory as reference
@@ -81,7 +81,7 @@ def assert_matches(made, **options):
 @pytest.fixture
 def _plain(monkeypatch):
     """The form that is used inside transforms and graphs, and for second derivatives."""
-    monkeypatch.setattr(functional, "chunkwise", chunkwise)
+    monkeypatch.setattr(sys.modules["hbnode.nn.heavy_ball_memory"], "chunkwise", chunkwise)
 
 
 @pytest.fixture(params=[False, True], ids=["fast", "plain"])
