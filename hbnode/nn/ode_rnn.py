@@ -7,16 +7,16 @@ import math
 import numbers
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self, override
 
 from hbnode import _torch
 from hbnode._checks import ArrayLike, as_count, check_input, nearest
-from hbnode._times import as_duration, as_times
+from hbnode._times import as_duration
 from hbnode._torch import KeepsConstants
 from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
@@ -25,14 +25,13 @@ from hbnode.nfe import NFE
 from hbnode.nn import sequences as seq
 from hbnode.nn._fused_ode_rnn import FallbackError, Solver, fuse, steps_needed
 from hbnode.nn.nets import MLP
-from hbnode.nn.sequences import Filtered, Inputs, Lengths, Missing, ODERNNState, Sequences
+from hbnode.nn.sequences import Filtered, Inputs, Lengths, Missing, ODERNNState, Sequences, Series
 from hbnode.solve.adjoints import Checkpoint, own_parameters
 from hbnode.solve.odeint import resolve, solve
 from hbnode.solve.settings import Gradient, Method, Settings
 
 __all__ = ["ODERNN", "ODERNNState", "Filtered"]
 
-Series = TypeVar("Series", Tensor, PackedSequence)
 FieldName = Literal["node", "anode", "sonode", "hbnode", "ghbnode"]
 CellName = Literal["gru", "rnn"]
 FieldArgument = FieldName | nn.Module | Callable[[int], nn.Module]
@@ -283,15 +282,9 @@ class ODERNN(KeepsConstants):
             lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``.
             static: features that do not change, (batch, static_size). Default: ``None``.
         """
-        if not isinstance(x, PackedSequence):
-            found = self._read(x, t, state, mask, lengths, static)
-            return found.after.h, found.state
-        if lengths is not None:
-            raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
-        padded, lengths = pad_packed_sequence(x, batch_first=True)
-        found = self._read(padded, _padded(t), state, _padded(mask), lengths, static)
-        is_sorted = x.sorted_indices is None
-        return pack_padded_sequence(found.after.h, lengths, batch_first=True, enforce_sorted=is_sorted), found.state
+        lengths, padded, t, mask = seq.unpack(x, lengths, t, mask)
+        _, after, end = self._read(padded, t, state, mask, lengths, static)
+        return seq.pack_as(x, after.h, lengths) if isinstance(x, PackedSequence) else after.h, end
 
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward
@@ -304,10 +297,7 @@ class ODERNN(KeepsConstants):
 
         The state before a sample is a forecast that has not seen it: train on it to predict one sample ahead.
         """
-        if self.bidirectional:
-            raise ValueError(
-                "a bidirectional ODERNN sees every sample before it comes. Fix: forward, or one direction."
-            )
+        seq.refuse_both_directions(self, "does not filter")
         return self._read(x, t, state, mask, lengths, static)
 
     @_torch.untraced
@@ -316,19 +306,21 @@ class ODERNN(KeepsConstants):
     ) -> Filtered:
         """Run all layers over a batch, from a state."""
         series = Sequences(self.input_size, x, t, mask, lengths)
-        self._check_dtype(series.x)
+        seq.check_dtype(series.x, map(attrgetter("dtype"), self.parameters()))
         if static is not None or self.static_size:
             static = _checked_static(static, self.static_size, series.x)
         states: list[ODERNNState] = []
         start, times, solver = None, self._in_units(series.t), Solver(self.settings, self.step_size)
         if state is not None:
-            if self.bidirectional:
-                raise ValueError(
-                    "a bidirectional ODERNN reads whole series. Fix: leave the state out, or bidirectional=False."
-                )
+            seq.refuse_both_directions(self, "takes no state")
             seq.check_state(state, series.x.shape[:1], self.hidden_size, second_order=self.second_order)
-            seq.check_start(state, series.t, self.num_layers)
+            seq.check_start(state.t, series.t)
             states, start = state.layers, self._in_units(state.t.to(series.t.dtype))
+            if len(states) != self.num_layers:
+                raise ValueError(
+                    f"the state has {len(states)} layers, the module {self.num_layers}. Fix: the state that forward "
+                    "returned, which has the layers below; those before and after each sample do not."
+                )
         x, last, last_t = self.inputs(series, static, states[0] if states else None, self._time_unit)
         window, ends, self.counts = series.x if self.encoder is None else series.window, [], []
         for i, layer in enumerate(cast(list[ODERNNLayer], self.layers)):
@@ -366,11 +358,10 @@ class ODERNN(KeepsConstants):
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
         """
-        if self.bidirectional:
-            raise ValueError("a bidirectional ODERNN does not forecast. Fix: bidirectional=False.")
+        seq.refuse_both_directions(self, "makes no forecast")
         seq.check_state(state, None, self.hidden_size, second_order=self.second_order)
         shape = state.t.shape
-        dt = _checked_dt(dt, shape).to(state.h.device).expand(*shape, -1)
+        dt = seq.checked_dt(dt, shape).to(state.h.device)
         t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
         times = torch.cat([t, t + dt], -1).flatten(0, -2)
         states, end, self.counts = state.layers, None, []
@@ -389,29 +380,19 @@ class ODERNN(KeepsConstants):
         self, i: int, output: LayerOutput, x: Tensor, series: Sequences, static: Tensor | None, solver: Solver
     ) -> LayerOutput:
         """Return a layer's output beside that of its second network, which reads the reversed series."""
-        order, t = series.backwards()
-        index = order.unsqueeze(-1)
-        mask = None if series.seen is None else series.seen.gather(1, order)
+        order, reversed_series = series.backwards()
         layer = cast(ODERNNLayer, self.reverse[i])
         s = layer.begin(series.at_samples(x) if i else series.window, static)
-        back = layer(x.gather(1, index.expand_as(x)), self._in_units(t), mask, s, None, solver)
+        t, mask = self._in_units(reversed_series.t), reversed_series.seen
+        back = layer(seq.reorder(x, order), t, mask, s, None, solver)
         self._count(back.nfe)
-        before, after = (states.gather(1, index.expand_as(states)) for states in (back.before, back.after))
+        before, after = seq.reorder(back.before, order), seq.reorder(back.after, order)
 
         def concat(ahead: Tensor, back: Tensor) -> Tensor:  # h beside h, and m beside m
             return torch.cat([s.unflatten(-1, (-1, self.hidden_size)) for s in (ahead, back)], -1).flatten(-2)
 
         ends = concat(output.end, back.end)
         return LayerOutput(concat(output.before, before), concat(output.after, after), ends, output.nfe)
-
-    def _check_dtype(self, x: Tensor) -> None:
-        dtypes = set(map(attrgetter("dtype"), self.parameters()))
-        if dtypes and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
-            kinds = ", ".join(map(str, dtypes))
-            raise TypeError(
-                f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. "
-                f"Fix: x.to({kinds.split(', ')[0]}), or .to({x.dtype}) of the module."
-            )
 
     def _in_units(self, t: Tensor) -> Tensor:
         return t if self._time_unit == 1 else t.to(torch.float64) / self._time_unit
@@ -752,18 +733,3 @@ def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:
     if not bool(torch.isfinite(static).all()):
         raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(): missing ones are the mean.")
     return static.to(x)
-
-
-def _checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    times = torch.tensor(dt, dtype=torch.float64) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
-    if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
-        raise ValueError(
-            f"dt must be (K,) or (*batch, K) with batch {tuple(shape)}, got {tuple(times.shape)}. Fix: [0.5, 1.0]."
-        )
-    if not bool((times[..., :1] >= 0).all() & (times.diff() >= 0).all()):
-        raise ValueError("dt must increase and not be negative: it is time after that of the state. Fix: sort it.")
-    return times
-
-
-def _padded(z: Any) -> Any:
-    return pad_packed_sequence(z, batch_first=True)[0] if isinstance(z, PackedSequence) else z

@@ -341,14 +341,7 @@ def _elman(nonlinearity: str) -> Cell:
 
 
 class Weights(NamedTuple):
-    """Parameters of one layer in one direction.
-
-    Attributes:
-        w: W_ih (gates * hidden_size, input_size).
-        u: W_hh (gates * hidden_size, hidden_size).
-        b: b_ih (gates * hidden_size,), or None.
-        bias: b_hh (gates * hidden_size,), or that of the activation (hidden_size,), or None.
-    """
+    """The parameters W_ih, W_hh, b_ih, and b_hh or the bias of the activation, of one layer in one direction."""
 
     w: Tensor
     u: Tensor
@@ -385,11 +378,10 @@ class RecurrentBase(nn.Module):
             """Parameters: weight_ih and the like."""
 
     def _places(self) -> list[tuple[str, int]]:
-        """What ends the names of the parameters, and the width of the inputs, of each layer and direction."""
+        """Return what ends the names of the parameters, and the width of the inputs, of each layer and direction."""
         return [("", self.input_size)]
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of one layer in one direction."""
         n = self.cell.gates * self.hidden_size
         weights = {"weight_ih": (n, input_size), "weight_hh": (n, self.hidden_size)}
         return weights | ({"bias_ih": (n,), "bias_hh": (n,)} if self.has_bias else {})
@@ -437,12 +429,7 @@ class RecurrentBase(nn.Module):
     ) -> RecurrentState:
         """Check a state and complete it: h and c are there, and the rule's memory is None at the start of a sequence.
 
-        Arguments:
-            state: the state that the caller passed.
-            hx: the same under torch.nn's name.
-            places: (layers * directions,) of a layer, () of a cell.
-            batch: (batch,), or () for a single sequence.
-            like: x, which has the dtype and device of the zeros.
+        The places are (layers * directions,), the batch is (batch,) or (), and zeros have the dtype and device of x.
         """
         if state is not None and hx is not None:
             raise TypeError("state and hx are two names of one argument, and both were given. Fix: state alone.")
@@ -507,7 +494,7 @@ def _check_dtype(x: Tensor, dtype: torch.dtype, fix: str = "") -> None:
 
 
 class RecurrentCell(RecurrentBase):
-    """Base of the cells: takes one step."""
+    """Base of the cells."""
 
     def __init__(
         self,
@@ -668,15 +655,9 @@ class RecurrentLayer(RecurrentBase):
         t: int | Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Entries]:
-        """Run one layer in one direction.
+        """Run one layer in one direction, over x (T, batch, input_size) from a state after t samples.
 
-        Arguments:
-            batch: which samples are padding.
-            x: inputs (T, batch, input_size).
-            weights: the parameters.
-            state: the state before the first sample.
-            t: samples before the first, of rules that count them.
-            autocast: whether torch's layer runs under autocast; all else keeps the dtype of the parameters.
+        Under autocast torch's layer runs in half precision; all else keeps the dtype of the parameters.
 
         Returns:
             h (T, batch, hidden_size), and the state after the last sample of each sequence.
@@ -755,8 +736,7 @@ class RecurrentLayer(RecurrentBase):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the cell over d = w x, or without w over d = x: in torch's layer, or in a loop.
 
-        Returns:
-            h (T, batch, hidden_size), and the last h and c.
+        It returns h (T, batch, hidden_size), and the last h and c.
         """
         name, u, bias = self.cell.torch_layer, weights.u, weights.bias
         if w is None and name is not None:
@@ -924,8 +904,7 @@ class MomentumLSTM(RecurrentLayer):
         h_t = sigmoid(o) tanh(c_t)
 
     If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over these. With other rules,
-    and while the momentum of an earlier chunk decays, the cell runs over d_t; large cells on the CPU run in a scan
-    written for that purpose.
+    and while the momentum of an earlier chunk decays, the cell runs over d_t.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     equations 9, 14, 15.
@@ -1493,13 +1472,7 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
 
 
 class InputFilter(nn.Module):
-    """A rule over time from v_0 = 0, applied to the inputs of torch's layer, or to a linear map of them.
-
-    Arguments:
-        rule: filters the input.
-        weight: W of the linear map; None filters the inputs themselves, and with b an input that is 1.
-        bias: b of the linear map, or None.
-    """
+    """A rule over time from v_0 = 0, applied to W x + b, or without W to x, and with b alone to x and an input of 1."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -1521,13 +1494,6 @@ class InputFilter(nn.Module):
 
 class TorchLayers(nn.Module):
     """Layers of torch.nn, each with a filter before it, for sequences from their start.
-
-    Arguments:
-        name: of torch's layer in ``torch._VF``.
-        rule: filters the inputs.
-        weights: the parameters of each layer and direction.
-        directions: 2 of bidirectional layers, else 1.
-        batch_first: whether x and the output are (batch, T, features).
 
     Attributes:
         filters: an :class:`InputFilter` for each layer and direction.
