@@ -421,14 +421,7 @@ class ODERNN(KeepsConstants):
 
 
 class LayerOutput(NamedTuple):
-    """The output of one direction of one layer.
-
-    Attributes:
-        before: the states just before each sample, (batch, T, S).
-        after: those just after.
-        end: the last of those.
-        nfe: the evaluations of each gap.
-    """
+    """States before and after each sample, (batch, T, S), the last of these, and the evaluations of each gap."""
 
     before: Tensor
     after: Tensor
@@ -440,12 +433,6 @@ class ODERNNLayer(nn.Module):
     """One direction of one layer: a state that follows an ODE from sample to sample, where a cell changes it.
 
     A state s is (batch, S), h or h and m side by side, as the cell has them. Times are in units of time.
-
-    Arguments:
-        input_size: of the cell.
-        hidden_size: size of h.
-        static_size: number of static features that move a learned initial state.
-        field, cell, initial_state, residual: as for :class:`ODERNN`.
     """
 
     def __init__(
@@ -506,15 +493,9 @@ class ODERNNLayer(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, mask: Tensor | None, s: Tensor, start: Tensor | None, solver: Solver
     ) -> LayerOutput:
-        """Return the states before and after each sample.
+        """Return the states before and after each sample, from a state s at ``start`` or at the first of the times.
 
-        Arguments:
-            x: inputs of the cell, (batch, T, input_size).
-            t: times (batch, T).
-            mask: which samples update the state, (batch, T); None for all.
-            s: the state at the start.
-            start: its time, (batch,); None if that is the first of ``t``.
-            solver: how to solve.
+        The inputs of the cell are x (batch, T, input_size), and the mask (batch, T) says which update the state.
         """
         times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
         first = times.shape[1] - t.shape[1] - 1  # the gap before the first sample; -1 if there is none
@@ -555,16 +536,9 @@ class ODERNNLayer(nn.Module):
 
 
 class IntervalSolver:
-    """Solver of a field from each of a row of times to the next, for each sample at times of its own.
+    """Solver of a field from each of the times (batch, T) to the next; a sample rests while its times repeat.
 
-    Arguments:
-        field: what is solved.
-        t: times (batch, T); a sample stays where it is while its times repeat.
-        solver: how to solve.
-        second_order: whether a state (batch, n) is h and m side by side.
-
-    Attributes:
-        nfe: the evaluations of each gap.
+    A state of a field of second order is h and m side by side.
     """
 
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:

@@ -743,10 +743,7 @@ class OscillatorStack(nn.Module):
     ) -> None:
         super().__init__()
         self.input_size, self.num_layers = as_count(input_size, "input_size"), as_count(num_layers, "num_layers")
-        if head not in ("regression", "classification", "next"):
-            raise ValueError(
-                f"head must be 'regression', 'classification' or 'next', got {head!r}. Fix: head='regression'."
-            )
+        _check_choice(head, "head", ("regression", "classification", "next"))
         if head == "next" and bidirectional:
             raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
         self.head = head
@@ -795,15 +792,14 @@ class OscillatorStack(nn.Module):
         mask, states = sequences.seen, []
         mask = None if mask is None else functional.pad(mask, (0, h.shape[1] - mask.shape[1]))
         for i, block in enumerate(self.blocks):
-            before = None
-            if state is not None:
-                held = None if state.held is None else state.held[i]
-                before = OscillatorState(state.v[i], state.x[i], state.t, held)
+            held = None if state is None or state.held is None else state.held[i]
+            before = None if state is None else OscillatorState(state.v[i], state.x[i], state.t, held)
             h, after = block(h, t, before, mask, lengths)
             states.append(after)
-        v, displacement = torch.stack([each.v for each in states]), torch.stack([each.x for each in states])
-        held = None if states[-1].held is None else torch.stack([each.held for each in states])
-        after = OscillatorStackState(v, displacement, states[-1].t, held)
+        after = OscillatorStackState(
+            torch.stack([each.v for each in states]), torch.stack([each.x for each in states]), states[-1].t,
+            None if states[-1].held is None else torch.stack([each.held for each in states]),
+        )  # fmt: skip
         if self.head == "classification":
             weights = h.new_ones(h.shape[:2]) if mask is None else mask.to(h.dtype)
             mean = (h * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True).clamp(min=1.0)

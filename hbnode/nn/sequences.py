@@ -485,12 +485,7 @@ def warn_if_too_short(
 ) -> bool:
     """Warn if most gaps take many evaluations, because the unit of time is too short; return whether it did.
 
-    Arguments:
-        time_unit: the unit.
-        times: (batch, T), in that unit.
-        counts: the evaluations of each gap, of the batch together.
-        networks: how many networks these are of.
-        rtol: of the solves; a tight one asks for many.
+    The times are in that unit, the counts are of each gap and of several networks. A tight tolerance asks for many.
     """
     spent = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
     if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
