@@ -190,7 +190,8 @@ class ODERNN(KeepsConstants):
         self.inputs = Inputs(input_size, missing, mask_features, elapsed_features, static_size)
         self.input_size, self.static_size = self.inputs.input_size, self.inputs.static_size
         self.hidden_size, self.num_layers, self.bidirectional = hidden_size, num_layers, bool(bidirectional)
-        self.dropout = _check_layers(num_layers, self.bidirectional, dropout, field, cell, initial_state)
+        self.dropout = seq.checked_dropout(dropout, num_layers)
+        _check_layers(num_layers, self.bidirectional, field, cell, initial_state)
         output_size = hidden_size * (1 + self.bidirectional)
 
         def make(layer: int) -> ODERNNLayer:
@@ -313,7 +314,7 @@ class ODERNN(KeepsConstants):
         start, times, solver = None, self._in_units(series.t), Solver(self.settings, self.step_size)
         if state is not None:
             seq.refuse_both_directions(self, "takes no state")
-            seq.check_state(state, series.x.shape[:1], self.hidden_size, second_order=self.second_order)
+            self._check_state(state, series.x.shape[:1])
             seq.check_start(state.t, series.t)
             states, start = state.layers, self._in_units(state.t.to(series.t.dtype))
             if len(states) != self.num_layers:
@@ -339,9 +340,8 @@ class ODERNN(KeepsConstants):
             networks = self.num_layers * (1 + self.bidirectional)
             times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
             self.has_warned = seq.warn_if_too_short(self._time_unit, times, self.counts, networks, self.settings.rtol)
-        t = series.t if series.valid is None else series.padded_t
-        before = seq.state_of(series.padded(output.before), t, self.sizes)
-        after = seq.state_of(series.padded(output.after), t, self.sizes)
+        before = seq.state_of(series.padded(output.before), series.padded_t, self.sizes)
+        after = seq.state_of(series.padded(output.after), series.padded_t, self.sizes)
         end = seq.state_of(ends[0].clone(), series.t[:, -1], self.sizes, last, last_t)
         for s in ends[1:]:
             end = seq.state_of(s.clone(), series.t[:, -1], self.sizes, below=end)
@@ -359,8 +359,8 @@ class ODERNN(KeepsConstants):
             h (..., K, hidden_size), and the state at the last of the times.
         """
         seq.refuse_both_directions(self, "makes no forecast")
-        seq.check_state(state, None, self.hidden_size, second_order=self.second_order)
-        shape = state.t.shape
+        shape = state.h.shape[:-1] if isinstance(state, ODERNNState) else torch.Size()
+        self._check_state(state, shape)
         dt = seq.checked_dt(dt, shape).to(state.h.device)
         t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
         times = torch.cat([t, t + dt], -1).flatten(0, -2)
@@ -393,6 +393,12 @@ class ODERNN(KeepsConstants):
 
         ends = concat(output.end, back.end)
         return LayerOutput(concat(output.before, before), concat(output.after, after), ends, output.nfe)
+
+    def _check_state(self, state: object, batch: torch.Size) -> None:
+        h = (*batch, self.hidden_size)
+        shapes = {"h": h, "m": h if self.second_order else None, "t": tuple(batch)}
+        fix = "hbnode.nn.ODERNNState(h, m, t), or the state that an earlier call returned"
+        seq.check_state(state, ODERNNState, shapes, fix)
 
     def _in_units(self, t: Tensor) -> Tensor:
         return t if self._time_unit == 1 else t.to(torch.float64) / self._time_unit
@@ -670,14 +676,8 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
     return made
 
 
-def _check_layers(
-    num_layers: int, bidirectional: bool, dropout: float, field: object, cell: object, initial_state: object
-) -> float:
-    """Refuse modules that several networks would share; return the dropout."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
-    if dropout and num_layers == 1:
-        raise ValueError("dropout is applied between layers, and there is one. Fix: num_layers=2, or nn.Dropout.")
+def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: object, initial_state: object) -> None:
+    """Refuse modules that several networks would share."""
     fixes = (
         ("field", field, "field=lambda n: hbnode.HBNODE(net(n))"),
         ("cell", cell, "cell=lambda inputs, size: Cell(inputs, size)"),
@@ -692,7 +692,6 @@ def _check_layers(
         raise ValueError(
             "initial_state is one module, and there are two directions; expected 'learned' or 'zeros'. Fix: 'learned'."
         )
-    return float(dropout)
 
 
 def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:

@@ -212,22 +212,13 @@ class _OscillatorModule(nn.Module):
     def _check_state(self, state: object, batch: int, kind: type[Record]) -> None:
         """Refuse what the module cannot continue for such a batch."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
-        if not isinstance(state, kind):
-            fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or one that it returned"
-            raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
-        shapes: dict[str, tuple[int, ...]] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
+        shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
             shapes["covariance"] = (batch, 2 * size, 2 * size)
         elif self._is_held:
             shapes["held"] = (batch, self.input_size)
-        for name, shape in shapes.items():
-            part = getattr(state, name)
-            if part is None or part.shape != shape:
-                got = None if part is None else tuple(part.shape)
-                raise ValueError(
-                    f"the state's {name} must have shape {shape}, got {got}. "
-                    "Fix: a state that this module returned for such a batch."
-                )
+        fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or one that it returned"
+        seq.check_state(state, kind, shapes, fix)
 
     @override
     def extra_repr(self) -> str:

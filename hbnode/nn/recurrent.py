@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn.orthogonal import OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
+from hbnode.nn.sequences import Series, checked_dropout
 
 __all__ = [
     "MomentumRNN",
@@ -56,8 +57,6 @@ __all__ = [
 
 SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
 CHUNK = 2**19  # numbers of d that are computed, and stored, at once
-
-Series = TypeVar("Series", Tensor, PackedSequence)
 
 
 # What reads h, as a method of the state and as a function of torch
@@ -582,11 +581,7 @@ class RecurrentLayer(RecurrentBase):
         self.num_layers = as_count(num_layers, "num_layers")
         self.bias, self.batch_first = bias, check_bool(batch_first, "batch_first")
         self.bidirectional, self.is_compiled = check_bool(bidirectional, "bidirectional"), compile
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
-        if dropout and num_layers == 1:
-            raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
-        self.dropout = dropout
+        self.dropout = checked_dropout(dropout, num_layers)
         self.directions = ("", "_reverse") if bidirectional else ("",)
         made, factory = make_rule(rule, momentum, step_size), {"device": device, "dtype": dtype}
         super().__init__(input_size, hidden_size, bias, made, factory)

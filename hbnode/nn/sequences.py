@@ -109,24 +109,18 @@ def state_of(
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
-def check_state(state: object, shape: torch.Size | None, hidden_size: int, *, second_order: bool) -> None:
-    """Refuse what is no state of an ODERNN of these sizes; its own batch dimensions are right if ``shape`` is None."""
-    if not isinstance(state, ODERNNState):
-        raise TypeError(
-            f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.nn.ODERNNState(h, m, t), or the "
-            "state that an earlier call returned."
-        )
-    h, m, t = state.h, state.m, state.t
-    shape = h.shape[:-1] if shape is None else shape
-    wanted = (*shape, hidden_size)
-    if h.shape != wanted or (m is not None) != second_order or (m is not None and m.shape != wanted):
-        raise ValueError(
-            f"the state must have {'h and m' if second_order else 'h, and None for m,'} of shape {wanted}, got h "
-            f"{tuple(h.shape)} and m {None if m is None else tuple(m.shape)}. Fix: a state that this module returned "
-            "for such a batch."
-        )
-    if t.shape != shape:
-        raise ValueError(f"the state's t must have shape {tuple(shape)}, got {tuple(t.shape)}. Fix: one time each.")
+def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, ...] | None], fix: str) -> None:
+    """Refuse what is no state of a kind with entries of these shapes, None for those that it must not have."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
+    for name, shape in shapes.items():
+        part = getattr(state, name)
+        got = None if part is None else tuple(part.shape)
+        if got != shape:
+            raise ValueError(
+                f"the state's {name} must have shape {shape}, got {got}. "
+                "Fix: a state that this module returned for such a batch."
+            )
 
 
 def check_start(start: Tensor, t: Tensor) -> None:
@@ -276,6 +270,14 @@ def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
             f"x is {x.dtype}, the parameters are {', '.join(map(str, kinds))}; expected one dtype. "
             f"Fix: x.to({kinds[0]}), or .to({x.dtype}) of the module."
         )
+
+
+def checked_dropout(dropout: float, num_layers: int) -> float:
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
+    if dropout and num_layers == 1:
+        raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
+    return float(dropout)
 
 
 def refuse_both_directions(module: nn.Module, what: str) -> None:

@@ -652,7 +652,7 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
         ({"gradient": "adjoint"}, ValueError, "does not know times of each sample's own"),
         ({"missing": "holds"}, ValueError, "missing must be one of.*Fix: 'hold'"),
-        ({"dropout": 0.5}, ValueError, "dropout is applied between layers"),
+        ({"dropout": 0.5}, ValueError, "dropout needs num_layers >= 2"),
         ({"dropout": 1.0, "num_layers": 2}, ValueError, r"dropout must be in \[0, 1\)"),
         ({"num_layers": 0}, ValueError, "num_layers must be an integer >= 1"),
         ({"static_size": -1}, ValueError, "static_size must be an integer >= 0"),
@@ -676,8 +676,12 @@ def test_wrong_options(options, kind, message):
     ("use", "kind", "message"),
     [
         (lambda rnn, x, t, state: rnn(x, t, state), ValueError, "lies after the first of t"),
-        (lambda rnn, x, t, state: rnn(x, t + 10, dataclasses.replace(state, m=None)), ValueError, "must have h and m"),
-        (lambda rnn, x, t, state: rnn(x[:2], t[:2] + 10, state), ValueError, "must have h and m"),
+        (
+            lambda rnn, x, t, state: rnn(x, t + 10, dataclasses.replace(state, m=None)),
+            ValueError,
+            "state's m must have",
+        ),
+        (lambda rnn, x, t, state: rnn(x[:2], t[:2] + 10, state), ValueError, "state's h must have"),
         (lambda rnn, x, t, state: rnn(x, t + 10, dataclasses.replace(state, t=t)), ValueError, "state's t must have"),
         (lambda rnn, x, t, state: rnn(x, t + 10, (state.h, state.m)), TypeError, "must be an ODERNNState"),
         (lambda rnn, x, t, state: rnn.forecast(state.h, [1.0]), TypeError, "must be an ODERNNState"),
