@@ -797,8 +797,7 @@ class MomentumRNN(RecurrentLayer):
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
         bidirectional: whether a second cell runs backwards in time. Default: ``False``.
         nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
-        rule: the filter by its name, see :class:`MomentumLSTM`, or as an object of :mod:`hbnode.nn.rules`.
-            Default: ``"momentum"``.
+        rule: the filter, as for :class:`MomentumLSTM`. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
@@ -856,8 +855,7 @@ class MomentumRNNCell(RecurrentCell):
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -984,8 +982,7 @@ class MomentumLSTMCell(RecurrentCell):
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -1046,8 +1043,7 @@ class MomentumGRU(RecurrentLayer):
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
         bidirectional: whether a second cell runs backwards in time. Default: ``False``.
-        rule: the filter by its name, see :class:`MomentumLSTM`, or as an object of :mod:`hbnode.nn.rules`.
-            Default: ``"momentum"``.
+        rule: the filter, as for :class:`MomentumLSTM`. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
@@ -1087,8 +1083,7 @@ class MomentumGRUCell(RecurrentCell):
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -1128,8 +1123,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         bidirectional: whether a second cell runs backwards in time. Default: ``False``.
         init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
             arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
@@ -1183,8 +1177,7 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
