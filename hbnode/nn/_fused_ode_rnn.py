@@ -396,11 +396,8 @@ class FusedODERNN:
     def run(self, s: Tensor, gaps: range, x: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the states at the ends of gaps, and after an update there, (batch, T, S).
 
-        Arguments:
-            s: the state at the beginning.
-            gaps: their numbers; -1 where there is none before the first sample.
-            x: the inputs of the cell, (batch, T, inputs); None without updates.
-            mask: which samples update the state, (batch, T); None for all.
+        A gap is -1 where there is none before the first sample. Without inputs x of the cell, (batch, T, inputs), there
+        are no updates; the mask (batch, T) says which samples make one.
 
         Raises:
             FallbackError: if the reference should solve them.

@@ -407,12 +407,8 @@ class _Oscillators:
     def add_rates(self, entries: Entries, states: Pair, u: Tensor, grads: Pair, wants_gaps: bool) -> Tensor | None:
         """Add the gradient of the rates over a segment, and return that of its gaps, if wanted.
 
-        Arguments:
-            entries: those of :meth:`transitions`.
-            states: v and x before the first transition and after each, (steps + 1, batch, chunks * P).
-            u: W x, (steps, batch, chunks * P).
-            grads: gradients of v and x after each transition, of the same shape.
-            wants_gaps: whether the gradient of the gaps is wanted.
+        The states are v and x before the first transition and after each, the gradients those after each, (steps,
+        batch, chunks * P), and u is W x.
         """
         v, x = states
         gv, gx = grads
@@ -484,12 +480,8 @@ def _starts(
 ) -> Sequence[Tensor]:
     """Return the states (batch, chunks * P) that chunks start with, from that of the first, (batch, P).
 
-    Arguments:
-        rows: M of the steps of a chunk, but of the first.
-        inputs: b of all steps.
-        start: v and x.
-        carries: M over each chunk, (1 or batch, chunks, P).
-        order: 1, or -1 if the last chunk comes first.
+    M is given for the steps of a chunk but the first, and over each chunk, (1 or batch, chunks, P); b for all steps. In
+    order -1 the last chunk comes first.
     """
     if carries[0].shape[1] == 1:
         return start

@@ -19,18 +19,9 @@ COMPILED = 16  # steps of a cell in one compiled function
 
 
 def linear_filter(x: Tensor, mu: float | Tensor, s: float, v: Tensor | None = None) -> Tensor:
-    """Filter a sequence: v_t = mu_t v_{t-1} + s x_t.
+    """Return v_t = mu_t v_{t-1} + s x_t of x (T, batch, n), from v_0 (batch, n) or zero.
 
-    A sample that is NaN or inf changes no sample before it.
-
-    Arguments:
-        x: (T, batch, n).
-        mu: a number, or (T,) in float64, or (T, batch).
-        s: a factor.
-        v: v_0 (batch, n); None is zero.
-
-    Returns:
-        v_1 to v_T, (T, batch, n).
+    mu is a number, (T,) in float64, or (T, batch). A sample that is NaN or inf changes no sample before it.
     """
     rates = mu if isinstance(mu, Tensor) else torch.full(x.shape[:1], mu, dtype=torch.float64)
     takes_any_length = x.shape[0] != 1 and (torch.jit.is_tracing() or is_exporting())
@@ -50,13 +41,7 @@ def _filter_blocks(x: Tensor, mu: Tensor, v: Tensor | None, takes_any_length: bo
 
     A matrix filters each block of samples. The values carried from block to block are filtered in the same way, with
     blocks in place of samples. So a program is for any length, which a loop would fix. A cumulative sum of
-    x_t / (mu_1 ... mu_t) would overflow.
-
-    Arguments:
-        x: s x (T, batch, n).
-        mu: (T, 1) or (T, batch).
-        v: v_0 (batch, n), or None.
-        takes_any_length: whether a program is recorded, for any T.
+    x_t / (mu_1 ... mu_t) would overflow. mu is (T, 1) or (T, batch).
     """
     steps = x.shape[0]
     given = x.flatten(1).unsqueeze(1) if mu.shape[1] == 1 else x
@@ -112,19 +97,9 @@ class Cell(NamedTuple):
 def run_cell(
     cell: Cell, d: Tensor, h: Tensor, c: Tensor | None, u: Tensor, bias: Tensor | None, compile: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run a cell over a sequence.
+    """Run a cell over its filtered input d (T, batch, gates * n); return h (T, batch, n), and the last h and c.
 
-    Arguments:
-        cell: its equations.
-        d: filtered input (T, batch, gates * n).
-        h: h_0 (batch, n).
-        c: c_0 of an LSTM.
-        u: U.
-        bias: b_hh, or the bias of the activation.
-        compile: whether to compile blocks of steps, once for each shape.
-
-    Returns:
-        h (T, batch, n), and the last h and c.
+    u is U, the bias is b_hh or that of the activation, and ``compile`` compiles blocks of steps, once for each shape.
     """
     if bias is not None and not cell.adds_bias:
         d, bias = d + bias, None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hbnode._checks import as_count
 from hbnode._torch import checking_shapes, is_exporting
@@ -19,11 +20,8 @@ from hbnode.solve.integral import Integrand, WithIntegral, settings_of_integral
 from hbnode.solve.odeint import checked_span, resolve, solve
 from hbnode.solve.settings import Gradient, Method, Save, Settings, checked_jumps
 
-if TYPE_CHECKING:
-    from typing_extensions import override
-
-_SETTINGS = tuple(field.name for field in dataclasses.fields(Settings) if field.name not in ("compile", "common_steps"))
-_COMPILE = "compile_steps"  # nn.Module has a method of the shorter name
+_SETTINGS = {field.name: field.name for field in dataclasses.fields(Settings) if field.name != "common_steps"}
+_SETTINGS["compile"] = "compile_steps"  # nn.Module has a method of the shorter name
 
 
 class ODEBlock(nn.Module):
@@ -124,7 +122,7 @@ class ODEBlock(nn.Module):
         if name == "jump_times":
             value = checked_jumps(value)
         super().__setattr__(name, value)
-        if name in _SETTINGS or name == _COMPILE:
+        if name in _SETTINGS.values():
             self._settings = None  # they are checked together, in the next call
 
     @property
@@ -142,11 +140,6 @@ class ODEBlock(nn.Module):
         self._nfe.successor = NFE()
         self._nfe = self._nfe.successor
 
-    if TYPE_CHECKING:  # nn.Module leaves the type of a call open
-
-        @override
-        def __call__(self, x: Tensor, t: Times | None = None) -> Tensor: ...
-
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
         """Return h(T), or the trajectory of h at the times ``t``."""
         readout = self.field.readout
@@ -154,6 +147,9 @@ class ODEBlock(nn.Module):
             return readout(self._solve(self.field, self.start(x), None, end=True))
         h = readout(self.trajectory(x, t))
         return h[-1] if t is None else h
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
 
     def trajectory(self, x: Tensor, t: Times | None = None) -> State:
         r"""Return the whole state at the times ``t``, time first; ``block(x, t)`` gives only h.
@@ -250,7 +246,7 @@ class ODEBlock(nn.Module):
 
     def settings(self) -> Settings:
         """Return how the block solves, checked, from its attributes, which may be changed at any time."""
-        return Settings(**{name: getattr(self, name) for name in _SETTINGS}, compile=self.compile_steps).checked()
+        return Settings(**{name: getattr(self, attribute) for name, attribute in _SETTINGS.items()}).checked()
 
     def extra_repr(self) -> str:
         settings = resolve(self.settings(), self.field, torch.tensor(self.t_span))
@@ -351,32 +347,14 @@ class HeavyBallODEBlock(ODEBlock):
                 "Fix: generalized=True, or leave it out."
             )
         field = (GHBNODE if generalized else HBNODE)(
-            func,
-            damping=damping,
-            learn_damping=learn_damping,
-            max_damping=max_damping,
-            initial_momentum=initial_momentum,
-            time_dependent=time_dependent,
-            **constants,
-        )
+            func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,
+            initial_momentum=initial_momentum, time_dependent=time_dependent, **constants,
+        )  # fmt: skip
         super().__init__(
-            field,
-            t_span,
-            method=method,
-            rtol=rtol,
-            atol=atol,
-            gradient=gradient,
-            steps=steps,
-            per_sample=per_sample,
-            save=save,
-            jump_times=jump_times,
-            max_steps=max_steps,
-            options=options,
-            adjoint_options=adjoint_options,
-            compile=compile,
-            augment=augment,
-            initial_state=initial_state,
-        )
+            field, t_span, method=method, rtol=rtol, atol=atol, gradient=gradient, steps=steps, per_sample=per_sample,
+            save=save, jump_times=jump_times, max_steps=max_steps, options=options, adjoint_options=adjoint_options,
+            compile=compile, augment=augment, initial_state=initial_state,
+        )  # fmt: skip
 
     if TYPE_CHECKING:
 

@@ -69,11 +69,7 @@ class OscillatorFiltered(Record):
 class KalmanFilter:
     """The filter of states (v, √κ x), whose stationary covariance is σ² for both of an oscillator.
 
-    Arguments:
-        rates: γ and κ, (2, P), in the dtype of the filter.
-        c: C, (n, 2 P).
-        log_spread: log σ, (P,).
-        log_observation_noise: log r, (n,).
+    γ and κ are (2, P), in the dtype of the filter, C is (n, 2 P), log σ is (P,) and log r is (n,).
     """
 
     def __init__(self, rates: Tensor, c: Tensor, log_spread: Tensor, log_observation_noise: Tensor) -> None:

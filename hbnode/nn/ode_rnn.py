@@ -7,16 +7,16 @@ import math
 import numbers
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self, override
 
 from hbnode import _torch
 from hbnode._checks import ArrayLike, as_count, check_input, nearest
-from hbnode._times import as_duration, as_times
+from hbnode._times import as_duration
 from hbnode._torch import KeepsConstants
 from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
@@ -25,14 +25,13 @@ from hbnode.nfe import NFE
 from hbnode.nn import sequences as seq
 from hbnode.nn._fused_ode_rnn import FallbackError, Solver, fuse, steps_needed
 from hbnode.nn.nets import MLP
-from hbnode.nn.sequences import Filtered, Inputs, Lengths, Missing, ODERNNState, Sequences
+from hbnode.nn.sequences import Filtered, Inputs, Lengths, Missing, ODERNNState, Sequences, Series
 from hbnode.solve.adjoints import Checkpoint, own_parameters
 from hbnode.solve.odeint import resolve, solve
 from hbnode.solve.settings import Gradient, Method, Settings
 
 __all__ = ["ODERNN", "ODERNNState", "Filtered"]
 
-Series = TypeVar("Series", Tensor, PackedSequence)
 FieldName = Literal["node", "anode", "sonode", "hbnode", "ghbnode"]
 CellName = Literal["gru", "rnn"]
 FieldArgument = FieldName | nn.Module | Callable[[int], nn.Module]
@@ -191,7 +190,8 @@ class ODERNN(KeepsConstants):
         self.inputs = Inputs(input_size, missing, mask_features, elapsed_features, static_size)
         self.input_size, self.static_size = self.inputs.input_size, self.inputs.static_size
         self.hidden_size, self.num_layers, self.bidirectional = hidden_size, num_layers, bool(bidirectional)
-        self.dropout = _check_layers(num_layers, self.bidirectional, dropout, field, cell, initial_state)
+        self.dropout = seq.checked_dropout(dropout, num_layers)
+        _check_layers(num_layers, self.bidirectional, field, cell, initial_state)
         output_size = hidden_size * (1 + self.bidirectional)
 
         def make(layer: int) -> ODERNNLayer:
@@ -283,15 +283,9 @@ class ODERNN(KeepsConstants):
             lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``.
             static: features that do not change, (batch, static_size). Default: ``None``.
         """
-        if not isinstance(x, PackedSequence):
-            found = self._read(x, t, state, mask, lengths, static)
-            return found.after.h, found.state
-        if lengths is not None:
-            raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
-        padded, lengths = pad_packed_sequence(x, batch_first=True)
-        found = self._read(padded, _padded(t), state, _padded(mask), lengths, static)
-        is_sorted = x.sorted_indices is None
-        return pack_padded_sequence(found.after.h, lengths, batch_first=True, enforce_sorted=is_sorted), found.state
+        lengths, padded, t, mask = seq.unpack(x, lengths, t, mask)
+        _, after, end = self._read(padded, t, state, mask, lengths, static)
+        return seq.pack_as(x, after.h, lengths) if isinstance(x, PackedSequence) else after.h, end
 
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward
@@ -304,10 +298,7 @@ class ODERNN(KeepsConstants):
 
         The state before a sample is a forecast that has not seen it: train on it to predict one sample ahead.
         """
-        if self.bidirectional:
-            raise ValueError(
-                "a bidirectional ODERNN sees every sample before it comes. Fix: forward, or one direction."
-            )
+        seq.refuse_both_directions(self, "does not filter")
         return self._read(x, t, state, mask, lengths, static)
 
     @_torch.untraced
@@ -316,19 +307,21 @@ class ODERNN(KeepsConstants):
     ) -> Filtered:
         """Run all layers over a batch, from a state."""
         series = Sequences(self.input_size, x, t, mask, lengths)
-        self._check_dtype(series.x)
+        seq.check_dtype(series.x, map(attrgetter("dtype"), self.parameters()))
         if static is not None or self.static_size:
             static = _checked_static(static, self.static_size, series.x)
         states: list[ODERNNState] = []
         start, times, solver = None, self._in_units(series.t), Solver(self.settings, self.step_size)
         if state is not None:
-            if self.bidirectional:
-                raise ValueError(
-                    "a bidirectional ODERNN reads whole series. Fix: leave the state out, or bidirectional=False."
-                )
-            seq.check_state(state, series.x.shape[:1], self.hidden_size, second_order=self.second_order)
-            seq.check_start(state, series.t, self.num_layers)
+            seq.refuse_both_directions(self, "takes no state")
+            self._check_state(state, series.x.shape[:1])
+            seq.check_start(state.t, series.t)
             states, start = state.layers, self._in_units(state.t.to(series.t.dtype))
+            if len(states) != self.num_layers:
+                raise ValueError(
+                    f"the state has {len(states)} layers, the module {self.num_layers}. Fix: the state that forward "
+                    "returned, which has the layers below; those before and after each sample do not."
+                )
         x, last, last_t = self.inputs(series, static, states[0] if states else None, self._time_unit)
         window, ends, self.counts = series.x if self.encoder is None else series.window, [], []
         for i, layer in enumerate(cast(list[ODERNNLayer], self.layers)):
@@ -347,9 +340,8 @@ class ODERNN(KeepsConstants):
             networks = self.num_layers * (1 + self.bidirectional)
             times = times if start is None else torch.cat([start.unsqueeze(1), times], 1)
             self.has_warned = seq.warn_if_too_short(self._time_unit, times, self.counts, networks, self.settings.rtol)
-        t = series.t if series.valid is None else series.padded_t
-        before = seq.state_of(series.padded(output.before), t, self.sizes)
-        after = seq.state_of(series.padded(output.after), t, self.sizes)
+        before = seq.state_of(series.padded(output.before), series.padded_t, self.sizes)
+        after = seq.state_of(series.padded(output.after), series.padded_t, self.sizes)
         end = seq.state_of(ends[0].clone(), series.t[:, -1], self.sizes, last, last_t)
         for s in ends[1:]:
             end = seq.state_of(s.clone(), series.t[:, -1], self.sizes, below=end)
@@ -366,11 +358,10 @@ class ODERNN(KeepsConstants):
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
         """
-        if self.bidirectional:
-            raise ValueError("a bidirectional ODERNN does not forecast. Fix: bidirectional=False.")
-        seq.check_state(state, None, self.hidden_size, second_order=self.second_order)
-        shape = state.t.shape
-        dt = _checked_dt(dt, shape).to(state.h.device).expand(*shape, -1)
+        seq.refuse_both_directions(self, "makes no forecast")
+        shape = state.h.shape[:-1] if isinstance(state, ODERNNState) else torch.Size()
+        self._check_state(state, shape)
+        dt = seq.checked_dt(dt, shape).to(state.h.device)
         t = state.t.unsqueeze(-1).double()  # float32 would lose a short dt at a late t
         times = torch.cat([t, t + dt], -1).flatten(0, -2)
         states, end, self.counts = state.layers, None, []
@@ -389,14 +380,13 @@ class ODERNN(KeepsConstants):
         self, i: int, output: LayerOutput, x: Tensor, series: Sequences, static: Tensor | None, solver: Solver
     ) -> LayerOutput:
         """Return a layer's output beside that of its second network, which reads the reversed series."""
-        order, t = series.backwards()
-        index = order.unsqueeze(-1)
-        mask = None if series.seen is None else series.seen.gather(1, order)
+        order, reversed_series = series.backwards()
         layer = cast(ODERNNLayer, self.reverse[i])
         s = layer.begin(series.at_samples(x) if i else series.window, static)
-        back = layer(x.gather(1, index.expand_as(x)), self._in_units(t), mask, s, None, solver)
+        t, mask = self._in_units(reversed_series.t), reversed_series.seen
+        back = layer(seq.reorder(x, order), t, mask, s, None, solver)
         self._count(back.nfe)
-        before, after = (states.gather(1, index.expand_as(states)) for states in (back.before, back.after))
+        before, after = seq.reorder(back.before, order), seq.reorder(back.after, order)
 
         def concat(ahead: Tensor, back: Tensor) -> Tensor:  # h beside h, and m beside m
             return torch.cat([s.unflatten(-1, (-1, self.hidden_size)) for s in (ahead, back)], -1).flatten(-2)
@@ -404,14 +394,11 @@ class ODERNN(KeepsConstants):
         ends = concat(output.end, back.end)
         return LayerOutput(concat(output.before, before), concat(output.after, after), ends, output.nfe)
 
-    def _check_dtype(self, x: Tensor) -> None:
-        dtypes = set(map(attrgetter("dtype"), self.parameters()))
-        if dtypes and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
-            kinds = ", ".join(map(str, dtypes))
-            raise TypeError(
-                f"x is {x.dtype}, the parameters are {kinds}; expected one dtype. "
-                f"Fix: x.to({kinds.split(', ')[0]}), or .to({x.dtype}) of the module."
-            )
+    def _check_state(self, state: object, batch: torch.Size) -> None:
+        h = (*batch, self.hidden_size)
+        shapes = {"h": h, "m": h if self.second_order else None, "t": tuple(batch)}
+        fix = "hbnode.nn.ODERNNState(h, m, t), or the state that an earlier call returned"
+        seq.check_state(state, ODERNNState, shapes, fix)
 
     def _in_units(self, t: Tensor) -> Tensor:
         return t if self._time_unit == 1 else t.to(torch.float64) / self._time_unit
@@ -440,14 +427,7 @@ class ODERNN(KeepsConstants):
 
 
 class LayerOutput(NamedTuple):
-    """The output of one direction of one layer.
-
-    Attributes:
-        before: the states just before each sample, (batch, T, S).
-        after: those just after.
-        end: the last of those.
-        nfe: the evaluations of each gap.
-    """
+    """States before and after each sample, (batch, T, S), the last of these, and the evaluations of each gap."""
 
     before: Tensor
     after: Tensor
@@ -459,12 +439,6 @@ class ODERNNLayer(nn.Module):
     """One direction of one layer: a state that follows an ODE from sample to sample, where a cell changes it.
 
     A state s is (batch, S), h or h and m side by side, as the cell has them. Times are in units of time.
-
-    Arguments:
-        input_size: of the cell.
-        hidden_size: size of h.
-        static_size: number of static features that move a learned initial state.
-        field, cell, initial_state, residual: as for :class:`ODERNN`.
     """
 
     def __init__(
@@ -525,15 +499,9 @@ class ODERNNLayer(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, mask: Tensor | None, s: Tensor, start: Tensor | None, solver: Solver
     ) -> LayerOutput:
-        """Return the states before and after each sample.
+        """Return the states before and after each sample, from a state s at ``start`` or at the first of the times.
 
-        Arguments:
-            x: inputs of the cell, (batch, T, input_size).
-            t: times (batch, T).
-            mask: which samples update the state, (batch, T); None for all.
-            s: the state at the start.
-            start: its time, (batch,); None if that is the first of ``t``.
-            solver: how to solve.
+        The inputs of the cell are x (batch, T, input_size), and the mask (batch, T) says which update the state.
         """
         times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
         first = times.shape[1] - t.shape[1] - 1  # the gap before the first sample; -1 if there is none
@@ -574,16 +542,9 @@ class ODERNNLayer(nn.Module):
 
 
 class IntervalSolver:
-    """Solver of a field from each of a row of times to the next, for each sample at times of its own.
+    """Solver of a field from each of the times (batch, T) to the next; a sample rests while its times repeat.
 
-    Arguments:
-        field: what is solved.
-        t: times (batch, T); a sample stays where it is while its times repeat.
-        solver: how to solve.
-        second_order: whether a state (batch, n) is h and m side by side.
-
-    Attributes:
-        nfe: the evaluations of each gap.
+    A state of a field of second order is h and m side by side.
     """
 
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
@@ -715,14 +676,8 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
     return made
 
 
-def _check_layers(
-    num_layers: int, bidirectional: bool, dropout: float, field: object, cell: object, initial_state: object
-) -> float:
-    """Refuse modules that several networks would share; return the dropout."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
-    if dropout and num_layers == 1:
-        raise ValueError("dropout is applied between layers, and there is one. Fix: num_layers=2, or nn.Dropout.")
+def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: object, initial_state: object) -> None:
+    """Refuse modules that several networks would share."""
     fixes = (
         ("field", field, "field=lambda n: hbnode.HBNODE(net(n))"),
         ("cell", cell, "cell=lambda inputs, size: Cell(inputs, size)"),
@@ -737,7 +692,6 @@ def _check_layers(
         raise ValueError(
             "initial_state is one module, and there are two directions; expected 'learned' or 'zeros'. Fix: 'learned'."
         )
-    return float(dropout)
 
 
 def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:
@@ -752,18 +706,3 @@ def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:
     if not bool(torch.isfinite(static).all()):
         raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(): missing ones are the mean.")
     return static.to(x)
-
-
-def _checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    times = torch.tensor(dt, dtype=torch.float64) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
-    if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
-        raise ValueError(
-            f"dt must be (K,) or (*batch, K) with batch {tuple(shape)}, got {tuple(times.shape)}. Fix: [0.5, 1.0]."
-        )
-    if not bool((times[..., :1] >= 0).all() & (times.diff() >= 0).all()):
-        raise ValueError("dt must increase and not be negative: it is time after that of the state. Fix: sort it.")
-    return times
-
-
-def _padded(z: Any) -> Any:
-    return pad_packed_sequence(z, batch_first=True)[0] if isinstance(z, PackedSequence) else z

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,7 @@ def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
 class OrthogonalWeights(nn.Module):
     """What the layer and the cell share: orthogonal weights ``weight_hh*``, each with its base, and pickling."""
 
+    names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias")
     init: str
     hidden_size: int
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
-from hbnode._checks import ArrayLike, as_count, as_tensor, check_input
+from hbnode._checks import ArrayLike, as_count, check_input
 from hbnode._times import as_times
 from hbnode._torch import may_look, no_autocast
 from hbnode._tree import Record, record
+from hbnode.nn import sequences as seq
 from hbnode.nn._oscillator_scan import (
     OscillatorStep,
     ScanInput,
@@ -27,7 +27,7 @@ from hbnode.nn._oscillator_scan import (
     transition,
 )
 from hbnode.nn.kalman import Gaussian, KalmanFilter, OscillatorBelief, OscillatorFiltered
-from hbnode.nn.sequences import Sequences
+from hbnode.nn.sequences import Lengths, Sequences, Series
 
 __all__ = [
     "Gaussian",
@@ -45,8 +45,6 @@ __all__ = [
 ]
 
 Range = tuple[float, float]
-Lengths = Tensor | Sequence[int]
-Series = TypeVar("Series", Tensor, PackedSequence)
 
 FREQUENCY = (0.001, 0.25)
 DECAY = (0.001, 0.1)
@@ -214,22 +212,13 @@ class _OscillatorModule(nn.Module):
     def _check_state(self, state: object, batch: int, kind: type[Record]) -> None:
         """Refuse what the module cannot continue for such a batch."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
-        if not isinstance(state, kind):
-            fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or one that it returned"
-            raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
-        shapes: dict[str, tuple[int, ...]] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
+        shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
             shapes["covariance"] = (batch, 2 * size, 2 * size)
         elif self._is_held:
             shapes["held"] = (batch, self.input_size)
-        for name, shape in shapes.items():
-            part = getattr(state, name)
-            if part is None or part.shape != shape:
-                got = None if part is None else tuple(part.shape)
-                raise ValueError(
-                    f"the state's {name} must have shape {shape}, got {got}. "
-                    "Fix: a state that this module returned for such a batch."
-                )
+        fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or one that it returned"
+        seq.check_state(state, kind, shapes, fix)
 
     @override
     def extra_repr(self) -> str:
@@ -374,36 +363,24 @@ class Oscillators(_OscillatorModule):
                 add nothing to an impulse; a held input keeps the last that was observed. Default: ``None``
             lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
         """
-        given: list[Any] = [x, t, mask]
-        if isinstance(x, PackedSequence):
-            if lengths is not None:
-                raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
-            lengths = pad_packed_sequence(x)[1]
-            given = [pad_packed_sequence(z, True)[0] if isinstance(z, PackedSequence) else z for z in given]
-        series, times, observed = given
+        lengths, series, times, observed = seq.unpack(x, lengths, t, mask)
         if isinstance(times, OscillatorState):
             raise TypeError("t is an OscillatorState; times come before it. Fix: layer(x, None, state).")
         if state is not None:
-            self._refuse_both_directions("takes no state")
+            seq.refuse_both_directions(self, "takes no state")
             self._check_state(state, series.shape[0] if isinstance(series, Tensor) else 0, OscillatorState)
         sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
-        self._check_dtype(series)
+        if series.dtype.itemsize != 2:  # samples in half precision are not too coarse for float32
+            seq.check_dtype(series, [self.weight_in.dtype])
         is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
         with no_autocast(series):
             y, after = self._scan(sequences, state, 1.0 if t is None else _gaps(sequences, state, is_shared))
             if self.reverse is not None:
-                order, since = sequences.backwards()
-                reverse = copy.copy(sequences)
-                reverse.t = reverse.raw_t = since
-                reverse.x = _reorder(sequences.x, order)
-                reverse.observed = None if sequences.observed is None else _reorder(sequences.observed, order)
+                order, reverse = sequences.backwards()
                 gaps = 1.0 if t is None else _gaps(reverse, None, is_shared and lengths is None)
-                y = torch.cat([y, _reorder(self.reverse._scan(reverse, None, gaps)[0], order)], -1)
+                y = torch.cat([y, seq.reorder(self.reverse._scan(reverse, None, gaps)[0], order)], -1)
         y = sequences.padded(y)
-        if isinstance(x, PackedSequence):
-            is_sorted = x.sorted_indices is None
-            return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=is_sorted), after
-        return y, after
+        return seq.pack_as(x, y, lengths) if isinstance(x, PackedSequence) else y, after
 
     if TYPE_CHECKING:  # nn.Module's returns Any
         __call__ = forward
@@ -459,19 +436,10 @@ class Oscillators(_OscillatorModule):
             y (batch, K, hidden_size), in the dtype of the states, and the state at the last of the times. A held input
             stays; there is no sample for D of an impulse to see.
         """
-        self._refuse_both_directions("makes no forecast")
+        seq.refuse_both_directions(self, "makes no forecast")
         batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
         self._check_state(state, batch, OscillatorBelief if isinstance(state, OscillatorBelief) else OscillatorState)
-        dt = as_times(dt, "dt")
-        if dt.dim() not in (1, 2) or dt.shape[-1] == 0 or (dt.dim() == 2 and len(dt) != batch):
-            raise ValueError(
-                f"dt must be (K,) or (batch, K) with batch {batch}, got {tuple(dt.shape)}. Fix: [0.5, 1.0]."
-            )
-        if may_look() and not bool((dt[..., :1] >= 0).all() & (dt.diff() >= 0).all() & dt.isfinite().all()):
-            raise ValueError(
-                "dt must be finite, increase and not be negative: it is time after that of the state. Fix: sort it."
-            )
-        dt = dt.to(state.t.device).expand(batch, -1)
+        dt = seq.checked_dt(dt, state.t.shape).to(state.t.device)
         with no_autocast(state.v):
             if isinstance(state, OscillatorBelief):
                 return self._kalman_filter().forecast(state, dt)
@@ -525,7 +493,7 @@ class Oscillators(_OscillatorModule):
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
         if state is not None:
             self._check_state(state, len(x), OscillatorBelief)
-            _check_start(state.t, sequences.t)
+            seq.check_start(state.t, sequences.t)
         return kalman.filter(sequences, state)
 
     def _kalman_filter(self) -> KalmanFilter:
@@ -534,19 +502,6 @@ class Oscillators(_OscillatorModule):
         if may_look():
             self._check_parameters()
         return KalmanFilter(self._rates(), self.weight_out, self.log_spread, self.log_observation_noise)
-
-    def _check_dtype(self, x: Tensor) -> None:
-        dtype = self.weight_in.dtype
-        is_half = x.dtype.itemsize == 2
-        if x.dtype != dtype and not is_half and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"x is {x.dtype}, the parameters are {dtype}; expected one dtype, or samples in half precision. "
-                f"Fix: x.to({dtype}), or .to({x.dtype}) of the module."
-            )
-
-    def _refuse_both_directions(self, what: str) -> None:
-        if self.bidirectional:
-            raise ValueError(f"a bidirectional layer {what}: it reads whole series. Fix: bidirectional=False.")
 
     @override
     def extra_repr(self) -> str:
@@ -566,14 +521,6 @@ def _times(x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBe
     return t if state is None else state.t.detach().double().unsqueeze(1) + 1 + t
 
 
-def _check_start(start: Tensor, t: Tensor) -> None:
-    if may_look() and bool((t[:, 0].detach() < start.detach().to(t)).any()):
-        raise ValueError(
-            "the state's time lies after the first of t; expected the series to go on from it. "
-            "Fix: times of the whole series, not of its part."
-        )
-
-
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
     """Return the time before each sample, (batch or 1, T), from that of the state on; or the one gap of all.
 
@@ -585,7 +532,7 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) 
     if state is None:
         first = gaps[:, :1].detach() if gaps.shape[1] else torch.ones_like(t)  # from rest, any gap will do
     else:
-        _check_start(state.t, t)
+        seq.check_start(state.t, t)
         first = t[:, :1] - state.t.to(t.dtype).unsqueeze(1)
     gaps = torch.cat([first, gaps], 1)
     if gaps.requires_grad or not may_look():
@@ -604,11 +551,6 @@ def _fill_forward(x: Tensor, observed: Tensor) -> Tensor:
     steps = torch.arange(1, x.shape[1], device=x.device).view(1, -1, 1)
     last = torch.where(observed, steps, 0).cummax(1).values
     return x.gather(1, functional.pad(last, (0, 0, 1, 0)).expand(-1, -1, x.shape[2]))
-
-
-def _reorder(z: Tensor, order: Tensor) -> Tensor:
-    """Return the samples (batch, T, n) in another order, (batch, T)."""
-    return z.gather(1, order.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
 
 
 class OscillatorCell(_OscillatorModule):
@@ -792,10 +734,7 @@ class OscillatorStack(nn.Module):
     ) -> None:
         super().__init__()
         self.input_size, self.num_layers = as_count(input_size, "input_size"), as_count(num_layers, "num_layers")
-        if head not in ("regression", "classification", "next"):
-            raise ValueError(
-                f"head must be 'regression', 'classification' or 'next', got {head!r}. Fix: head='regression'."
-            )
+        _check_choice(head, "head", ("regression", "classification", "next"))
         if head == "next" and bidirectional:
             raise ValueError("head='next' needs a causal model, got bidirectional=True. Fix: bidirectional=False.")
         self.head = head
@@ -844,15 +783,14 @@ class OscillatorStack(nn.Module):
         mask, states = sequences.seen, []
         mask = None if mask is None else functional.pad(mask, (0, h.shape[1] - mask.shape[1]))
         for i, block in enumerate(self.blocks):
-            before = None
-            if state is not None:
-                held = None if state.held is None else state.held[i]
-                before = OscillatorState(state.v[i], state.x[i], state.t, held)
+            held = None if state is None or state.held is None else state.held[i]
+            before = None if state is None else OscillatorState(state.v[i], state.x[i], state.t, held)
             h, after = block(h, t, before, mask, lengths)
             states.append(after)
-        v, displacement = torch.stack([each.v for each in states]), torch.stack([each.x for each in states])
-        held = None if states[-1].held is None else torch.stack([each.held for each in states])
-        after = OscillatorStackState(v, displacement, states[-1].t, held)
+        after = OscillatorStackState(
+            torch.stack([each.v for each in states]), torch.stack([each.x for each in states]), states[-1].t,
+            None if states[-1].held is None else torch.stack([each.held for each in states]),
+        )  # fmt: skip
         if self.head == "classification":
             weights = h.new_ones(h.shape[:2]) if mask is None else mask.to(h.dtype)
             mean = (h * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True).clamp(min=1.0)
@@ -914,24 +852,12 @@ def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths
         >>> hbnode.nn.oscillator_ranges([0.0, 0.5, 1.0, 10.0])
         {'frequency': (0.1, 0.5), 'decay': (0.1, 0.2)}
     """
-    times = as_tensor(t, "t").double()
-    times = times.unsqueeze(0) if times.dim() == 1 else times
-    seen = torch.ones_like(times, dtype=torch.bool)
-    if mask is not None:
-        mask = as_tensor(mask, "mask").to(times.device)
-        times, seen = torch.broadcast_tensors(times, mask.any(-1) if mask.dim() == 3 else mask)
-    if lengths is not None:
-        ends = torch.as_tensor(lengths, device=times.device).unsqueeze(1)
-        times, valid = torch.broadcast_tensors(times, torch.arange(times.shape[1], device=times.device) < ends)
-        seen = seen & valid
-    rows = [row[here] for row, here in zip(times, seen, strict=True)]
-    gaps = torch.cat([row.diff() for row in rows])
-    gaps = gaps[~(gaps <= 0)]
+    times, seen, gaps = seq.observed_gaps(t, mask, lengths)
+    gaps = gaps[gaps > 0]
     if not len(gaps):
         raise ValueError("t has no two observed samples of a series at different times. Fix: frequency= and decay=.")
-    if not bool(torch.isfinite(gaps).all()):
-        raise ValueError("t is not finite where samples are observed. Fix: lengths=, or a mask that leaves them out.")
-    gap, span = float(gaps.median()), max(float(row[-1] - row[0]) for row in rows if len(row))
+    ends, starts = (torch.where(seen, times, end).T for end in (-math.inf, math.inf))
+    gap, span = float(gaps.median()), float((ends.amax(0) - starts.amin(0)).max())
     low, high = 1 / span, 0.25 / gap
     return {"frequency": (min(low, high), high), "decay": (min(low, 0.4 * high), 0.4 * high)}
 

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from hbnode._tree import Record, record
 from hbnode.nn._scan import BLOCK, Cell, run_cell
 from hbnode.nn.orthogonal import OrthogonalWeights, parameter_groups, rebase_every
 from hbnode.nn.rules import LinearRule, Memory, Momentum, Rule, RuleName, make_rule, memory_dtype
+from hbnode.nn.sequences import Series, checked_dropout
 
 __all__ = [
     "MomentumRNN",
@@ -56,8 +57,6 @@ __all__ = [
 
 SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer with W = I is faster than a loop
 CHUNK = 2**19  # numbers of d that are computed, and stored, at once
-
-Sequences = TypeVar("Sequences", Tensor, PackedSequence)
 
 
 # What reads h, as a method of the state and as a function of torch
@@ -266,7 +265,7 @@ class SequenceBatch:
                 yield slice(start, stop), sizes[start]
                 start = stop
 
-    def output(self, y: Tensor) -> Tensor | PackedSequence:
+    def output(self, y: Tensor) -> Any:
         """The output (T, batch, n) in the form of the input."""
         if self.packed:
             return self.packed._replace(data=y[self.valid])
@@ -289,6 +288,9 @@ class SequenceBatch:
 
 InitialState = RecurrentState | tuple[Tensor, Tensor] | Tensor | None
 """States that a layer or cell takes: that of an earlier call; h, or (h, c) of an LSTM; None, which is zeros."""
+
+Entries = tuple[Any, ...]
+"""The entries h, c, v, m and g of a state, in which those that a layer does not need are None."""
 
 
 # The equations
@@ -338,14 +340,7 @@ def _elman(nonlinearity: str) -> Cell:
 
 
 class Weights(NamedTuple):
-    """Parameters of one layer in one direction.
-
-    Attributes:
-        w: W_ih (gates * hidden_size, input_size).
-        u: W_hh (gates * hidden_size, hidden_size).
-        b: b_ih (gates * hidden_size,), or None.
-        bias: b_hh (gates * hidden_size,), or that of the activation (hidden_size,), or None.
-    """
+    """The parameters W_ih, W_hh, b_ih, and b_hh or the bias of the activation, of one layer in one direction."""
 
     w: Tensor
     u: Tensor
@@ -354,48 +349,25 @@ class Weights(NamedTuple):
 
 
 class RecurrentBase(nn.Module):
-    """Base of layers and cells: their parameters, and the checks of their states.
+    """Base of layers and cells: their parameters, and the checks of their states."""
 
-    Arguments:
-        cell: its equations.
-        input_size: see :class:`MomentumLSTM`, likewise all that follow.
-        hidden_size: number of features of h.
-        bias: whether there are biases.
-        rule: filters the input.
-        momentum: μ of a rule given by name.
-        step_size: s of a rule given by name.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
-    """
-
+    cell: Cell
+    names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as in Weights
     forget_bias: float
     DEFAULTS: ClassVar[dict[str, Any]] = {
         **{"num_layers": 1, "has_bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False},
         **{"nonlinearity": "tanh", "forget_bias": 1.0, "init": "cayley", "is_compiled": False},
     }
 
-    def __init__(
-        self,
-        cell: Cell,
-        input_size: int,
-        hidden_size: int,
-        bias: bool,
-        rule: RuleName | Rule,
-        momentum: float | None,
-        step_size: float | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, input_size: int, hidden_size: int, bias: bool, rule: Rule, factory: dict[str, Any]) -> None:
         super().__init__()
-        self.cell = cell
         self.input_size = as_count(input_size, "input_size")
         self.hidden_size = as_count(hidden_size, "hidden_size")
-        self.rule = make_rule(rule, momentum, step_size)
+        self.rule = rule
         self.has_bias = check_bool(bias, "bias")
         for suffix, width in self._places():
             for name, shape in self._shapes(width).items():
-                empty = torch.empty(shape, device=device, dtype=dtype)
-                self.register_parameter(name + suffix, nn.Parameter(empty))
+                self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **factory)))
         self.reset_parameters()
 
     if TYPE_CHECKING:
@@ -405,11 +377,10 @@ class RecurrentBase(nn.Module):
             """Parameters: weight_ih and the like."""
 
     def _places(self) -> list[tuple[str, int]]:
-        """What ends the names of the parameters, and the width of the inputs, of each layer and direction."""
+        """Return what ends the names of the parameters, and the width of the inputs, of each layer and direction."""
         return [("", self.input_size)]
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of one layer in one direction."""
         n = self.cell.gates * self.hidden_size
         weights = {"weight_ih": (n, input_size), "weight_hh": (n, self.hidden_size)}
         return weights | ({"bias_ih": (n,), "bias_hh": (n,)} if self.has_bias else {})
@@ -436,10 +407,9 @@ class RecurrentBase(nn.Module):
                 setattr(self, name, new.to(old.dtype))
 
     def _weights(self, suffix: str = "") -> Weights:
-        b, bias = getattr(self, "bias_ih" + suffix, None), getattr(self, "bias_hh" + suffix, None)
-        if self.cell == DTRIV_CELL:
-            bias = getattr(self, "bias" + suffix)
-        return Weights(getattr(self, "weight_ih" + suffix), getattr(self, "weight_hh" + suffix), b, bias)
+        w, u, b, bias = self.names
+        biases = getattr(self, b + suffix, None), getattr(self, bias + suffix, None)
+        return Weights(getattr(self, w + suffix), getattr(self, u + suffix), *biases)
 
     def _check_weight_norm(self) -> None:
         """Refuse the NaN that weight_norm makes of rows of zeros; initially W_hh has such rows."""
@@ -458,12 +428,7 @@ class RecurrentBase(nn.Module):
     ) -> RecurrentState:
         """Check a state and complete it: h and c are there, and the rule's memory is None at the start of a sequence.
 
-        Arguments:
-            state: the state that the caller passed.
-            hx: the same under torch.nn's name.
-            places: (layers * directions,) of a layer, () of a cell.
-            batch: (batch,), or () for a single sequence.
-            like: x, which has the dtype and device of the zeros.
+        The places are (layers * directions,), the batch is (batch,) or (), and zeros have the dtype and device of x.
         """
         if state is not None and hx is not None:
             raise TypeError("state and hx are two names of one argument, and both were given. Fix: state alone.")
@@ -528,15 +493,22 @@ def _check_dtype(x: Tensor, dtype: torch.dtype, fix: str = "") -> None:
 
 
 class RecurrentCell(RecurrentBase):
-    """Base of the cells: takes one step."""
+    """Base of the cells."""
 
-    if TYPE_CHECKING:  # nn.Module's returns Any
-
-        @override
-        def __call__(
-            self, x: Tensor, state: InitialState = None, *, hx: InitialState = None
-        ) -> tuple[Tensor, RecurrentState]:
-            return self.forward(x, state, hx=hx)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        momentum: float | None = None,
+        step_size: float | None = None,
+        bias: bool = True,
+        *,
+        rule: RuleName | Rule = "momentum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        made, factory = make_rule(rule, momentum, step_size), {"device": device, "dtype": dtype}
+        super().__init__(input_size, hidden_size, bias, made, factory)
 
     def forward(
         self, x: Tensor, state: InitialState = None, *, hx: InitialState = None
@@ -569,6 +541,9 @@ class RecurrentCell(RecurrentBase):
             return h.squeeze(0), state.map(lambda z: z.squeeze(0))
         return self._step(x, state)
 
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
+
     def _step(self, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         self._check_weight_norm()
         weights = self._weights()
@@ -583,68 +558,33 @@ class RecurrentCell(RecurrentBase):
         return h, RecurrentState(h, c, *memory)  # type: ignore[arg-type]  # whose t is a tensor
 
 
-class _State(NamedTuple):
-    """The state of one layer in one direction, each (batch, n), or of all."""
-
-    h: Tensor
-    c: Tensor | None
-    v: Tensor | None = None
-    m: Tensor | None = None
-    g: Tensor | None = None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "_State":
-        entries: list[Any] = []
-        for z in self:
-            entries.append(None if z is None else function(z))
-        return _State(*entries)
-
-    @staticmethod
-    def join(states: Sequence["_State"], function: Callable[[tuple[Any, ...]], Tensor]) -> "_State":
-        """Apply a function to the entries of several states, for each entry that there is."""
-        entries: list[Any] = []
-        for values in zip(*states, strict=True):
-            entries.append(None if values[0] is None else function(values))
-        return _State(*entries)
-
-
 class RecurrentLayer(RecurrentBase):
     """Base of the layers: runs a cell over sequences, in one or several layers; see :class:`MomentumLSTM`."""
 
     def __init__(
         self,
-        cell: Cell,
         input_size: int,
         hidden_size: int,
-        num_layers: int,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
-        rule: RuleName | Rule,
-        momentum: float | None,
-        step_size: float | None,
-        compile: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        num_layers: int = 1,
+        *,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        rule: RuleName | Rule = "momentum",
+        momentum: float | None = None,
+        step_size: float | None = None,
+        compile: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.num_layers = as_count(num_layers, "num_layers")
         self.bias, self.batch_first = bias, check_bool(batch_first, "batch_first")
         self.bidirectional, self.is_compiled = check_bool(bidirectional, "bidirectional"), compile
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
-        if dropout and num_layers == 1:
-            raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
-        self.dropout = dropout
+        self.dropout = checked_dropout(dropout, num_layers)
         self.directions = ("", "_reverse") if bidirectional else ("",)
-        super().__init__(cell, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
-
-    if TYPE_CHECKING:
-
-        @override
-        def __call__(
-            self, x: Sequences, state: InitialState = None, *, hx: InitialState = None
-        ) -> tuple[Sequences, RecurrentState]:
-            raise NotImplementedError
+        made, factory = make_rule(rule, momentum, step_size), {"device": device, "dtype": dtype}
+        super().__init__(input_size, hidden_size, bias, made, factory)
 
     @override
     def _places(self) -> list[tuple[str, int]]:
@@ -653,8 +593,8 @@ class RecurrentLayer(RecurrentBase):
 
     @untraced  # a loop over time is not a graph; torch.compile skips torch.nn's layers too
     def forward(
-        self, x: Tensor | PackedSequence, state: InitialState = None, *, hx: InitialState = None
-    ) -> tuple[Tensor | PackedSequence, RecurrentState]:
+        self, x: Series, state: InitialState = None, *, hx: InitialState = None
+    ) -> tuple[Series, RecurrentState]:
         """Run over sequences, from their start or from where an earlier chunk ended.
 
         Arguments:
@@ -679,8 +619,8 @@ class RecurrentLayer(RecurrentBase):
         if given.t is not None:
             t = batch.sort(given.t, axis=0)
             t = int(t[0]) if len(t) and not t.is_meta and bool((t == t[0]).all()) else t
-        starts = _State(given.h, given.c, given.v, given.m, given.g).map(functools.partial(batch.sort, axis=1))
-        ends: list[_State] = []
+        starts = _map(functools.partial(batch.sort, axis=1), (given.h, given.c, given.v, given.m, given.g))
+        ends: list[Entries] = []
         out, autocast = batch.x, is_autocast(batch.x)
         with no_autocast(batch.x):
             for layer in range(self.num_layers):
@@ -688,65 +628,63 @@ class RecurrentLayer(RecurrentBase):
                     out = dropout(out, self.dropout)
                 outputs = []
                 for suffix in self.directions:
-                    start = starts.map(operator.itemgetter(len(ends)))
+                    start = _map(operator.itemgetter(len(ends)), starts)
                     inputs = batch.reverse(out) if suffix else out
                     h, end = self._run(batch, inputs, self._weights(f"_l{layer}{suffix}"), start, t, autocast)
                     outputs.append(batch.reverse(h) if suffix else h)
                     ends.append(end)
                 out = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
-        last = _State.join(ends, torch.stack).map(functools.partial(batch.unsort, axis=1))
+        h, c, v, m, g = _map(lambda *z: batch.unsort(torch.stack(z), axis=1), *ends)
         t = None if t is None else batch.unsort(t + batch.lengths, axis=0)
-        return batch.output(out), RecurrentState(*last, t)
+        return batch.output(out), RecurrentState(h, c, v, m, g, t)
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
 
     def _run(
         self,
-        batch: "SequenceBatch",
+        batch: SequenceBatch,
         x: Tensor,
         weights: Weights,
-        state: _State,
+        state: Entries,
         t: int | Tensor | None,
         autocast: bool,
-    ) -> tuple[Tensor, _State]:
-        """Run one layer in one direction.
+    ) -> tuple[Tensor, Entries]:
+        """Run one layer in one direction, over x (T, batch, input_size) from a state after t samples.
 
-        Arguments:
-            batch: which samples are padding.
-            x: inputs (T, batch, input_size).
-            weights: the parameters.
-            state: the state before the first sample.
-            t: samples before the first, of rules that count them.
-            autocast: whether torch's layer runs under autocast; all else keeps the dtype of the parameters.
+        Under autocast torch's layer runs in half precision; all else keeps the dtype of the parameters.
 
         Returns:
             h (T, batch, hidden_size), and the state after the last sample of each sequence.
         """
         if autocast:
             x = x.to(weights.w.dtype)
-            h, c, *kept = state
-            memory = [None if z is None else z.to(memory_dtype(x.dtype)) for z in kept]
-            state = _State(h.to(x.dtype), None if c is None else c.to(x.dtype), *memory)
+            wide = memory_dtype(x.dtype)
+            state = *_map(lambda z: z.to(x.dtype), state[:2]), *_map(lambda z: z.to(wide), state[2:])
         _check_dtype(x, weights.w.dtype, f", or layer.to({x.dtype})")
-        if state.v is None and isinstance(self.rule, LinearRule):
-            filtered, w, b = self._filter_inputs(x, weights, t)
-            out, h, c = self._run_cell(batch, filtered, w, b, weights, state, autocast)
-            return out, _State(h, c, linear(batch.last(filtered), w, b).to(memory_dtype(x.dtype)))
-        if all(z is None for z in state[2:]):
-            state = _State(state.h, state.c, *self.rule.start(x.new_empty(x.shape[1], len(weights.w)))[:3])
+        h, c, v, m, g = state
+        if v is None and isinstance(self.rule, LinearRule):
+            filtered, w = self._filter_inputs(x, weights, t)
+            out, h, c = self._run_cell(batch, filtered, w, weights, h, c, autocast)
+            return out, (h, c, linear(batch.last(filtered), w).to(memory_dtype(x.dtype)), None, None)
+        if v is None and m is None and g is None:
+            state = h, c, *self.rule.start(x.new_empty(x.shape[1], len(weights.w)))[:3]
         outputs: list[Tensor] = []
-        ends: list[_State] = []
+        ends: list[Entries] = []
         for time, count in batch.segments():
-            ends.insert(0, state.map(operator.itemgetter(slice(count, None))))
-            state = state.map(operator.itemgetter(slice(count)))
+            ends.insert(0, _map(operator.itemgetter(slice(count, None)), state))
+            state = _map(operator.itemgetter(slice(count)), state)
             since = None if t is None else (t[:count] if isinstance(t, Tensor) else t) + time.start
             h, state = self._run_from(state, since, x[time, :count], weights, autocast)
             outputs.append(pad(h, (0, 0, 0, x.shape[1] - count)))
-        return torch.cat(outputs), _State.join([state, *ends], torch.cat)
+        return torch.cat(outputs), _map(lambda *z: torch.cat(z), state, *ends)
 
     def _run_from(
-        self, state: _State, t: int | Tensor | None, x: Tensor, weights: Weights, autocast: bool
-    ) -> tuple[Tensor, _State]:
+        self, state: Entries, t: int | Tensor | None, x: Tensor, weights: Weights, autocast: bool
+    ) -> tuple[Tensor, Entries]:
         """Run over sequences of one length from any state: over d, and over filtered x once v_0 has decayed."""
-        memory, outputs, steps = Memory(*state[2:], t), [], len(x)
+        h, c, v, m, g = state
+        memory, outputs, steps = Memory(v, m, g, t), [], len(x)
         if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
             decay = self.rule.coefficients(t, len(x)).cumprod(0)  # below eps**2 even a large v_0 is negligible
             steps = int((decay.abs() >= torch.finfo(x.dtype).eps ** 2).sum())
@@ -754,25 +692,21 @@ class RecurrentLayer(RecurrentBase):
         rows = len(x) if is_whole else max(BLOCK, CHUNK // max(1, x.shape[1] * len(weights.w)))
         for part in x[:steps].split(rows) if steps else ():
             d, memory = self._filter(part, weights, memory)
-            out, h, c = self._run_cell(SequenceBatch(d), d, None, None, weights, state, autocast)
-            state = _State(h, c, *memory[:3])
+            out, h, c = self._run_cell(SequenceBatch(d), d, None, weights, h, c, autocast)
             outputs.append(out)
         if steps < len(x):
-            filtered, w, b = self._filter_inputs(x, weights, t)
-            v = linear(filtered[-1], w, b).to(memory_dtype(x.dtype))
-            out, h, c = self._run_cell(SequenceBatch(x), filtered[steps:], w, b, weights, state, autocast)
-            state = _State(h, c, v)
+            filtered, w = self._filter_inputs(x, weights, t)
+            out, h, c = self._run_cell(SequenceBatch(x), filtered[steps:], w, weights, h, c, autocast)
+            memory = Memory(linear(filtered[-1], w).to(memory_dtype(x.dtype)))
             outputs.append(out)
-        return torch.cat(outputs), state
+        return torch.cat(outputs), (h, c, *memory[:3])
 
-    def _filter_inputs(
-        self, x: Tensor, weights: Weights, t: int | Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Filter x from v_0 = 0 by a linear rule; return it with the W and b that turn it into v."""
+    def _filter_inputs(self, x: Tensor, weights: Weights, t: int | Tensor | None) -> tuple[Tensor, Tensor]:
+        """Filter x from v_0 = 0 by a linear rule; return it with the W that turns it into v."""
         w, b = weights.w, weights.b
         if b is not None:  # b is the weight of an input that is 1 before it is filtered
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
-        return self.rule(x, Memory(t=t))[0], w, None
+        return self.rule(x, Memory(t=t))[0], w
 
     def _filter(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
         """Compute d of the next samples, and store only x for the backward pass."""
@@ -787,18 +721,17 @@ class RecurrentLayer(RecurrentBase):
 
     def _run_cell(
         self,
-        batch: "SequenceBatch",
+        batch: SequenceBatch,
         x: Tensor,
         w: Tensor | None,
-        b: Tensor | None,
         weights: Weights,
-        start: _State,
+        h: Tensor,
+        c: Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the cell over d = w x + b, or without w over d = x: in torch's layer, or in a loop.
+        """Run the cell over d = w x, or without w over d = x: in torch's layer, or in a loop.
 
-        Returns:
-            h (T, batch, hidden_size), and the last h and c.
+        It returns h (T, batch, hidden_size), and the last h and c.
         """
         name, u, bias = self.cell.torch_layer, weights.u, weights.bias
         if w is None and name is not None:
@@ -806,18 +739,16 @@ class RecurrentLayer(RecurrentBase):
             if x.is_cuda or (is_small and (name == "lstm" or not torch.is_grad_enabled())):
                 w, autocast = torch.eye(len(u), dtype=u.dtype, device=u.device), autocast and x.is_cuda
         if w is None or name is None:
-            d = x if w is None else linear(x, w, b)
-            h, _, c = run_cell(self.cell, d, start.h, start.c, u, bias, self.is_compiled)
-            return h, batch.last(h), c
-        flat, zero = [w, u], u.new_zeros(len(u))
-        if b is not None or bias is not None:
-            flat += [zero if b is None else b, zero if bias is None else bias]
+            d = x if w is None else linear(x, w)
+            out, _, c = run_cell(self.cell, d, h, c, u, bias, self.is_compiled)
+            return out, batch.last(out), c
+        flat = [w, u] if bias is None else [w, u, torch.zeros_like(bias), bias]
         kind = x.device.type
         in_half = autocast and (kind != "cpu" or cpu_has_layer(name, torch.get_autocast_dtype(kind)))
         with torch.autocast(kind) if in_half else nullcontext():
-            state = start.h.unsqueeze(0) if start.c is None else (start.h.unsqueeze(0), start.c.unsqueeze(0))
-            h, *last = batch.run(name, x, state, flat)
-        return h, last[0].squeeze(0), last[1].squeeze(0) if start.c is not None else None
+            state = h.unsqueeze(0) if c is None else (h.unsqueeze(0), c.unsqueeze(0))
+            out, *last = batch.run(name, x, state, flat)
+        return out, last[0].squeeze(0), None if c is None else last[1].squeeze(0)
 
     def flatten_parameters(self) -> None:
         """Do nothing: torch.nn's layers lay out their weights for cuDNN here; these layers do so at each call."""
@@ -836,6 +767,14 @@ class RecurrentLayer(RecurrentBase):
             raise ValueError(f"torch.nn has no layer of the cell of {type(self).__name__}. Fix: export its cell.")
         weights = [self._weights(suffix) for suffix, _ in self._places()]
         return TorchLayers(self.cell.torch_layer, self.rule, weights, len(self.directions), self.batch_first)
+
+
+def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
+    """Apply a function to each entry that there is, of one state or of several."""
+    found: list[Tensor | None] = []
+    for entries in zip(*states, strict=True):
+        found.append(None if entries[0] is None else function(*entries))
+    return tuple(found)
 
 
 class MomentumRNN(RecurrentLayer):
@@ -858,8 +797,7 @@ class MomentumRNN(RecurrentLayer):
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
         bidirectional: whether a second cell runs backwards in time. Default: ``False``.
         nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
-        rule: the filter by its name, see :class:`MomentumLSTM`, or as an object of :mod:`hbnode.nn.rules`.
-            Default: ``"momentum"``.
+        rule: the filter, as for :class:`MomentumLSTM`. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
@@ -899,9 +837,10 @@ class MomentumRNN(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.nonlinearity = nonlinearity
-        options = bias, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
-        super().__init__(_elman(nonlinearity), input_size, hidden_size, num_layers, *options)
+        self.nonlinearity, self.cell = nonlinearity, _elman(nonlinearity)
+        options: Any = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
+        options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
+        super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
 
 
 class MomentumRNNCell(RecurrentCell):
@@ -916,8 +855,7 @@ class MomentumRNNCell(RecurrentCell):
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -943,9 +881,9 @@ class MomentumRNNCell(RecurrentCell):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.nonlinearity = nonlinearity
-        cell = _elman(nonlinearity)
-        super().__init__(cell, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
+        self.nonlinearity, self.cell = nonlinearity, _elman(nonlinearity)
+        options: Any = {"rule": rule, "device": device, "dtype": dtype}
+        super().__init__(input_size, hidden_size, momentum, step_size, bias, **options)
 
 
 class MomentumLSTM(RecurrentLayer):
@@ -959,8 +897,7 @@ class MomentumLSTM(RecurrentLayer):
         h_t = sigmoid(o) tanh(c_t)
 
     If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over these. With other rules,
-    and while the momentum of an earlier chunk decays, the cell runs over d_t; large cells on the CPU run in a scan
-    written for that purpose.
+    and while the momentum of an earlier chunk decays, the cell runs over d_t.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     equations 9, 14, 15.
@@ -1003,6 +940,8 @@ class MomentumLSTM(RecurrentLayer):
         MomentumLSTM(3, 5, rule=Adam(momentum=0.6, step_size=0.1, beta=0.9, eps=1e-08))
     """
 
+    cell = LSTM
+
     def __init__(
         self,
         input_size: int,
@@ -1022,8 +961,9 @@ class MomentumLSTM(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.forget_bias = forget_bias
-        options = bias, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
-        super().__init__(LSTM, input_size, hidden_size, num_layers, *options)
+        options: Any = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
+        options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
+        super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
 
 
 class MomentumLSTMCell(RecurrentCell):
@@ -1042,8 +982,7 @@ class MomentumLSTMCell(RecurrentCell):
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -1063,6 +1002,8 @@ class MomentumLSTMCell(RecurrentCell):
         (torch.Size([2, 5]), torch.Size([2, 20]))
     """
 
+    cell = LSTM
+
     def __init__(
         self,
         input_size: int,
@@ -1077,7 +1018,8 @@ class MomentumLSTMCell(RecurrentCell):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.forget_bias = forget_bias
-        super().__init__(LSTM, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
+        options: Any = {"rule": rule, "device": device, "dtype": dtype}
+        super().__init__(input_size, hidden_size, momentum, step_size, bias, **options)
 
 
 class MomentumGRU(RecurrentLayer):
@@ -1101,8 +1043,7 @@ class MomentumGRU(RecurrentLayer):
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
         bidirectional: whether a second cell runs backwards in time. Default: ``False``.
-        rule: the filter by its name, see :class:`MomentumLSTM`, or as an object of :mod:`hbnode.nn.rules`.
-            Default: ``"momentum"``.
+        rule: the filter, as for :class:`MomentumLSTM`. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
@@ -1124,25 +1065,7 @@ class MomentumGRU(RecurrentLayer):
         (torch.Size([7, 2, 5]), torch.Size([1, 2, 15]))
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        *,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        rule: RuleName | Rule = "momentum",
-        momentum: float | None = None,
-        step_size: float | None = None,
-        compile: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        options = bias, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
-        super().__init__(GRU, input_size, hidden_size, num_layers, *options)
+    cell = GRU
 
 
 class MomentumGRUCell(RecurrentCell):
@@ -1160,8 +1083,7 @@ class MomentumGRUCell(RecurrentCell):
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -1174,19 +1096,7 @@ class MomentumGRUCell(RecurrentCell):
         ValueError: a size, number or name is not valid, or the rule does not take the number.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        momentum: float | None = None,
-        step_size: float | None = None,
-        bias: bool = True,
-        *,
-        rule: RuleName | Rule = "momentum",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(GRU, input_size, hidden_size, bias, rule, momentum, step_size, device, dtype)
+    cell = GRU
 
 
 class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
@@ -1213,8 +1123,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         bidirectional: whether a second cell runs backwards in time. Default: ``False``.
         init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
             arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         compile: whether to compile the scan over time with torch.compile. Default: ``False``.
@@ -1230,6 +1139,8 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         TypeError: the rule is not a rule, or batch_first or bidirectional is not a bool.
         ValueError: a size, number or name is not valid, or the rule does not take the number.
     """
+
+    cell = DTRIV_CELL
 
     def __init__(
         self,
@@ -1249,8 +1160,9 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.init = init
-        options = True, batch_first, dropout, bidirectional, rule, momentum, step_size, compile, device, dtype
-        super().__init__(DTRIV_CELL, input_size, hidden_size, num_layers, *options)
+        options: Any = {"batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
+        options |= {"rule": rule, "momentum": momentum, "step_size": step_size, "compile": compile}
+        super().__init__(input_size, hidden_size, num_layers, **options, device=device, dtype=dtype)
         self._make_orthogonal()
 
 
@@ -1265,8 +1177,7 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
         momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
         step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
         init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
-        rule: the filter by its name, see :class:`hbnode.nn.MomentumLSTM`, or as an object of
-            :mod:`hbnode.nn.rules`. Default: ``"momentum"``.
+        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
         device: device of the parameters. Default: ``None``, torch's.
         dtype: dtype of the parameters. Default: ``None``, torch's.
 
@@ -1281,6 +1192,8 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
 
     bias: Tensor
 
+    cell = DTRIV_CELL
+
     def __init__(
         self,
         input_size: int,
@@ -1294,7 +1207,8 @@ class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.init = init
-        super().__init__(DTRIV_CELL, input_size, hidden_size, True, rule, momentum, step_size, device, dtype)
+        options: Any = {"rule": rule, "device": device, "dtype": dtype}
+        super().__init__(input_size, hidden_size, momentum, step_size, **options)
         self._make_orthogonal()
 
 
@@ -1349,19 +1263,9 @@ class DTRIV(MomentumDTRIV):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            batch_first=batch_first,
-            dropout=dropout,
-            bidirectional=bidirectional,
-            init=init,
-            rule=NO_MOMENTUM,
-            compile=compile,
-            device=device,
-            dtype=dtype,
-        )
+        options: Any = {"batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional, "init": init}
+        options |= {"rule": NO_MOMENTUM, "compile": compile, "device": device, "dtype": dtype}
+        super().__init__(input_size, hidden_size, num_layers, **options)
 
 
 class DTRIVCell(MomentumDTRIVCell):
@@ -1464,10 +1368,6 @@ class TanhRNN(nn.Module):
         bias: Tensor
         bias_init: Tensor
 
-        @override
-        def __call__(self, x: Sequences, h0: Tensor | None = None) -> tuple[Sequences, Tensor]:
-            raise NotImplementedError
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw sparse weights by :func:`sparse_`, and the biases from the distribution of the weights of W_hh.
@@ -1480,7 +1380,7 @@ class TanhRNN(nn.Module):
         for bias in (self.bias, self.bias_init):
             bias.normal_(std=self.connections**-0.5)
 
-    def forward(self, x: Tensor | PackedSequence, h0: Tensor | None = None) -> tuple[Tensor | PackedSequence, Tensor]:
+    def forward(self, x: Series, h0: Tensor | None = None) -> tuple[Series, Tensor]:
         """Run over sequences, from their start or from where an earlier chunk ended.
 
         Arguments:
@@ -1518,6 +1418,9 @@ class TanhRNN(nn.Module):
             weights = [weight, self.weight_hh, self.bias, torch.zeros_like(self.bias)]
             out, last = batch.run("rnn_tanh", inputs, before, weights)
         return batch.output(out), batch.unsort(last, axis=1)
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+        __call__ = forward
 
     def extra_repr(self) -> str:
         """Sizes, and whether the batch comes first."""
@@ -1557,13 +1460,7 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
 
 
 class InputFilter(nn.Module):
-    """A rule over time from v_0 = 0, applied to the inputs of torch's layer, or to a linear map of them.
-
-    Arguments:
-        rule: filters the input.
-        weight: W of the linear map; None filters the inputs themselves, and with b an input that is 1.
-        bias: b of the linear map, or None.
-    """
+    """A rule over time from v_0 = 0, applied to W x + b, or without W to x, and with b alone to x and an input of 1."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -1585,13 +1482,6 @@ class InputFilter(nn.Module):
 
 class TorchLayers(nn.Module):
     """Layers of torch.nn, each with a filter before it, for sequences from their start.
-
-    Arguments:
-        name: of torch's layer in ``torch._VF``.
-        rule: filters the inputs.
-        weights: the parameters of each layer and direction.
-        directions: 2 of bidirectional layers, else 1.
-        batch_first: whether x and the output are (batch, T, features).
 
     Attributes:
         filters: an :class:`InputFilter` for each layer and direction.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import numbers
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
 from hbnode._checks import ArrayLike, as_count, as_tensor, nearest, tensor_fix
@@ -23,6 +25,7 @@ from hbnode.nfe import NFE
 
 Missing = Literal["zero", "hold", "decay"]
 Lengths = Tensor | Sequence[int]
+Series = TypeVar("Series", Tensor, PackedSequence)
 KINDS: tuple[str, ...] = get_args(Missing)
 GAPS_PER_UNIT = 10  # a fresh network acts over about one unit: a gap of a tenth of it takes one step of any method
 MANY = 50  # evaluations in a gap
@@ -106,38 +109,25 @@ def state_of(
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
-def check_state(state: object, shape: torch.Size | None, hidden_size: int, *, second_order: bool) -> None:
-    """Refuse what is no state of an ODERNN of these sizes; its own batch dimensions are right if ``shape`` is None."""
-    if not isinstance(state, ODERNNState):
-        raise TypeError(
-            f"state must be an ODERNNState, got {type(state).__name__}. Fix: hbnode.nn.ODERNNState(h, m, t), or the "
-            "state that an earlier call returned."
-        )
-    h, m, t = state.h, state.m, state.t
-    shape = h.shape[:-1] if shape is None else shape
-    wanted = (*shape, hidden_size)
-    if h.shape != wanted or (m is not None) != second_order or (m is not None and m.shape != wanted):
-        raise ValueError(
-            f"the state must have {'h and m' if second_order else 'h, and None for m,'} of shape {wanted}, got h "
-            f"{tuple(h.shape)} and m {None if m is None else tuple(m.shape)}. Fix: a state that this module returned "
-            "for such a batch."
-        )
-    if t.shape != shape:
-        raise ValueError(f"the state's t must have shape {tuple(shape)}, got {tuple(t.shape)}. Fix: one time each.")
+def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, ...] | None], fix: str) -> None:
+    """Refuse what is no state of a kind with entries of these shapes, None for those that it must not have."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
+    for name, shape in shapes.items():
+        part = getattr(state, name)
+        got = None if part is None else tuple(part.shape)
+        if got != shape:
+            raise ValueError(
+                f"the state's {name} must have shape {shape}, got {got}. "
+                "Fix: a state that this module returned for such a batch."
+            )
 
 
-def check_start(state: ODERNNState, t: Tensor, num_layers: int) -> None:
-    """Refuse a state from which a module of so many layers cannot continue through times (batch, T)."""
-    layers = len(state.layers)
-    if layers != num_layers:
+def check_start(start: Tensor, t: Tensor) -> None:
+    """Refuse to continue at times (batch, T) from one that lies after the first of them, (batch,)."""
+    if may_look() and bool((t[:, 0].detach() < start.detach().to(t)).any()):
         raise ValueError(
-            f"the state has {layers} layers, the module {num_layers}. Fix: the state that forward returned, which has "
-            "the layers below; those before and after each sample do not."
-        )
-    first = t[:, 0].detach()
-    if bool((state.t.detach().to(first.dtype) > first).any()):
-        raise ValueError(
-            "the state's time lies after the first of t; expected t to start at or after it. "
+            "the state's time lies after the first of t; expected the series to go on from it. "
             "Fix: times of the whole series, not of its part."
         )
 
@@ -200,20 +190,23 @@ class Sequences:
         x = x if self.seen is None else torch.where(self.seen.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
-    def backwards(self) -> tuple[Tensor, Tensor]:
-        """Return the order (batch, T) that reverses every series within its own length, and the times since the end.
+    def backwards(self) -> tuple[Tensor, Sequences]:
+        """Return the order (batch, T) that reverses every series within its own length, and the reversed series.
 
-        Padding stays where it is, at the time of the sample before it.
+        Its times run from the end. Padding stays where it is, at the time of the sample before it.
         """
         places = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
-        if self.valid is None:
-            order = places.flip(1)
-        else:
+        order = places.flip(1)
+        if self.valid is not None:
             order = torch.where(self.valid, self.valid.sum(1, keepdim=True) - 1 - places, places)
         since = self.t[:, -1:] - self.t.gather(1, order)  # on padding the last of t is that of the last sample
         if self.valid is not None:
-            since = torch.where(self.valid, since, (self.t[:, -1:] - self.t[:, :1]).expand_as(since))
-        return order, since
+            since = torch.where(self.valid, since, self.t[:, -1:] - self.t[:, :1])
+        back = copy.copy(self)
+        back.x, back.t, back.raw_t = reorder(self.x, order), since, since
+        if self.observed is not None and self.seen is not None:
+            back.observed, back.seen = reorder(self.observed, order), self.seen.gather(1, order)
+        return order, back
 
     @property
     def padded_t(self) -> Tensor:
@@ -247,6 +240,65 @@ class Sequences:
             )
         if not observed:
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
+
+
+def reorder(z: Tensor, order: Tensor) -> Tensor:
+    """Return the samples (batch, T, n) in another order, (batch, T)."""
+    return z.gather(1, order.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
+
+
+def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
+    """Return the lengths, and x and what goes with it, padded if x is packed."""
+    if not isinstance(x, PackedSequence):
+        return [lengths, x, *others]
+    if lengths is not None:
+        raise ValueError("lengths were given with a PackedSequence, which has its own. Fix: leave them out.")
+    padded = [pad_packed_sequence(z, True)[0] if isinstance(z, PackedSequence) else z for z in (x, *others)]
+    return [pad_packed_sequence(x)[1], *padded]
+
+
+def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
+    """Return y (batch, T, n) packed as x is."""
+    return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=x.sorted_indices is None)
+
+
+def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
+    """Refuse samples of a dtype that no parameter has, except under autocast."""
+    kinds = list(dict.fromkeys(dtypes))
+    if kinds and x.dtype not in kinds and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"x is {x.dtype}, the parameters are {', '.join(map(str, kinds))}; expected one dtype. "
+            f"Fix: x.to({kinds[0]}), or .to({x.dtype}) of the module."
+        )
+
+
+def checked_dropout(dropout: float, num_layers: int) -> float:
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
+    if dropout and num_layers == 1:
+        raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
+    return float(dropout)
+
+
+def refuse_both_directions(module: nn.Module, what: str) -> None:
+    if module.bidirectional:
+        raise ValueError(
+            f"a bidirectional {type(module).__name__} layer {what}: it reads whole series. Fix: bidirectional=False."
+        )
+
+
+def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
+    """Return times after that of a state, (*batch, K)."""
+    times = torch.tensor(dt) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
+    if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
+        raise ValueError(
+            f"dt must be (K,) or (*batch, K) with batch {tuple(shape)}, got {tuple(times.shape)}. Fix: [0.5, 1.0]."
+        )
+    if may_look() and not bool((times[..., :1] >= 0).all() & (times.diff() >= 0).all() & times.isfinite().all()):
+        raise ValueError(
+            "dt must be finite, increase and not be negative: it is time after that of the state. Fix: sort it."
+        )
+    return times.expand(*shape, -1)
 
 
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
@@ -390,10 +442,11 @@ def _look_back(
     return values.gather(1, before), since, values.gather(1, end)[:, 0], times.gather(1, end)[:, 0]
 
 
-def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
-    """Return ten times the median gap between samples of which something was observed, padding ignored."""
+def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return times (batch, T), of which samples something was observed, and the gaps from each of these to the next."""
     t = as_times(t, "t").detach().to("cpu", torch.float64)
-    t = t.unsqueeze(0) if t.dim() == 1 else t
+    if t.dim() == 1:
+        t = t.expand(next((len(z) for z in (mask, lengths) if z is not None), 1), -1)
     if t.dim() != 2:
         raise ValueError(f"t must be (batch, T) or (T,), got {tuple(t.shape)}. Fix: t.squeeze(-1), or t.flatten(0, 1).")
     counts = torch.ones(t.shape, dtype=torch.bool)
@@ -411,9 +464,14 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
             raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one for each row.")
         counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
     if not bool(torch.isfinite(t[counts]).all()):
-        raise ValueError("t is not finite where something was observed. Fix: lengths=, if that is padding.")
-    rows, times = counts.nonzero()[:, 0], t[counts]
-    gaps = times.diff()[rows.diff() == 0]
+        raise ValueError("t is not finite where samples are observed. Fix: lengths=, or a mask that leaves them out.")
+    rows = counts.nonzero()[:, 0]
+    return t, counts, t[counts].diff()[rows.diff() == 0]
+
+
+def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
+    """Return ten times the median gap between samples of which something was observed, padding ignored."""
+    _, _, gaps = observed_gaps(t, mask, lengths)
     if len(gaps) == 0:
         raise ValueError("t has no two samples in any series, so no gap. Fix: ODERNN(..., time_unit=), a typical gap.")
     if not bool((gaps > 0).all()):
@@ -429,17 +487,9 @@ def warn_if_too_short(
 ) -> bool:
     """Warn if most gaps take many evaluations, because the unit of time is too short; return whether it did.
 
-    Arguments:
-        time_unit: the unit.
-        times: (batch, T), in that unit.
-        counts: the evaluations of each gap, of the batch together.
-        networks: how many networks these are of.
-        rtol: of the solves; a tight one asks for many.
+    The times are in that unit, the counts are of each gap and of several networks. A tight tolerance asks for many.
     """
-    spent = []
-    for gap in counts:
-        spent.append(sum(map(attrgetter("forward"), gap)) / networks)
-    spent.sort()
+    spent = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
     if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
         return False
     gaps = times.detach().diff()

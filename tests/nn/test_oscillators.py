@@ -286,7 +286,7 @@ def test_both_directions():
             torch.testing.assert_close(y[i, :length, 4:], behind[0].flip(0), rtol=0, atol=1e-12)
             assert not y[i, length:].any()
     _, state = layer(x)
-    with pytest.raises(ValueError, match=r"bidirectional layer takes no state.*Fix"):
+    with pytest.raises(ValueError, match=r"bidirectional Oscillators layer takes no state.*Fix"):
         layer(x, None, state)
     with pytest.raises(ValueError, match=r"makes no forecast.*Fix"):
         layer.forecast(state, [1.0])

@@ -312,11 +312,10 @@ def test_initial_weights_are_drawn_anew_under_a_parametrization():
 def test_a_signature_is_written_out(name):
     make = getattr(hbnode.nn, name)
     assert make is getattr(recurrent, name)
-    assert "__init__" in vars(make)
     assert inspect.signature(make).parameters["hidden_size"].annotation is int  # help() shows it without quotes
     for part in ("t = ", "Shape:", "Raises:"):
         assert part in inspect.getdoc(make)
-    with pytest.raises(TypeError, match=rf"^{name}\.__init__\(\) got an unexpected keyword argument 'hiden_size'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hiden_size'"):
         make(3, hiden_size=4)
 
 

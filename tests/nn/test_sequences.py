@@ -87,7 +87,7 @@ def test_the_fitted_unit_is_ten_median_gaps_without_padding():
         (([0.0, float("nan")],), "not finite"),
         (([0.0, 1.0], torch.ones(3, dtype=torch.bool)), "mask must be"),
         (([0.0, 1.0], torch.ones(1, 2, 1, 1, dtype=torch.bool)), "mask must be"),
-        (([0.0, 1.0], None, [1, 2]), "lengths must be"),
+        (([[0.0, 1.0]], None, [1, 2]), "lengths must be"),
     ],
 )
 def test_times_that_cannot_be_fitted(arguments, message):
@@ -265,6 +265,6 @@ def test_samples_that_are_no_tensor_say_how_to_make_one():
 
 def test_a_reversed_series_keeps_its_padding_in_place():
     sequences = hbnode.nn.sequences.Sequences(1, torch.ones(2, 4, 1), [[0.0, 1, 3, 6], [2.0, 4, 0, 0]], None, [4, 2])
-    order, since = sequences.backwards()
+    order, reverse = sequences.backwards()
     assert order.tolist() == [[3, 2, 1, 0], [1, 0, 2, 3]]
-    assert since.tolist() == [[0.0, 3, 5, 6], [0.0, 2, 2, 2]]
+    assert reverse.t.tolist() == [[0.0, 3, 5, 6], [0.0, 2, 2, 2]]
