@@ -244,7 +244,7 @@ class Equation(NamedTuple):
         return torch.cat((back, at_m), 1)
 
 
-class Cell(NamedTuple):
+class FusedCell(NamedTuple):
     """torch.nn.GRUCell or a tanh RNNCell; what its input adds to the gates is computed for all samples at once."""
 
     module: Any
@@ -351,7 +351,7 @@ class FusedODERNN:
     """
 
     def __init__(
-        self, layer: Any, equation: Equation, cell: Cell | None, name: str, damping: Any, s: Tensor, times: Tensor,
+        self, layer: Any, equation: Equation, cell: FusedCell | None, name: str, damping: Any, s: Tensor, times: Tensor,
         solver: Solver,
     ) -> None:  # fmt: skip
         self.layer, self.equation, self.cell, self.solver = layer, equation, cell, solver
@@ -696,7 +696,7 @@ class Run:
     """
 
     fused: FusedODERNN
-    cell: Cell | None
+    cell: FusedCell | None
     gaps: range
     masks: Sequence[Tensor] | None
     keeps: bool
@@ -830,7 +830,7 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
         if weight is not None and (weight.dtype != s.dtype or weight.device != s.device):
             return None
     is_known = isinstance(cell, nn.RNNCellBase) and getattr(cell, "nonlinearity", "tanh") == "tanh"
-    known = Cell(cell, isinstance(cell, nn.GRUCell)) if is_known and is_unmodified(cell) else None
+    known = FusedCell(cell, isinstance(cell, nn.GRUCell)) if is_known and is_unmodified(cell) else None
     is_pair = not is_force and kind in (SONODE, HBNODE, GHBNODE)
     equation = Equation(network, is_pair, takes_both=kind is SONODE, is_bounded=kind is GHBNODE)
     return FusedODERNN(layer, equation, known, name, damping, s, times, solver)

@@ -293,7 +293,9 @@ Entries = tuple[Any, ...]
 """The entries h, c, v, m and g of a state, in which those that a layer does not need are None."""
 
 
-# The equations
+# The equations: h_t, c_t = cell(d_t, h_{t-1}, c_{t-1}), where d_t is what the rule makes of g_t = W x_t + b. With
+# momentum d_t = v_t = mu v_{t-1} + s g_t. A new cell is a function here, a line below them, and a layer and a cell at
+# the end of the file; a new rule is a class in rules.py.
 
 
 def _tanh_step(d: Tensor, h: Tensor, c: None, u: Tensor, bias: None) -> tuple[Tensor, None]:

@@ -3,7 +3,8 @@ momentum.
 
 A rule turns the sequence g_t = W x_t + b into the filtered input d_t, which replaces g_t in the cell: h_t =
 cell(h_{t-1}, d_t). It does not depend on h, so d of a whole sequence is computed before the cell takes its first step.
-A layer takes a rule as an object, ``rule=Adam(beta=0.99)``, or by its name, ``rule="adam"``.
+A layer takes a rule as an object, ``rule=Adam(beta=0.99)``, or by its name, ``rule="adam"``. The equations of the cells
+are in :mod:`hbnode.nn.recurrent`.
 
 References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
 equations 9, 14 and 15; Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022),

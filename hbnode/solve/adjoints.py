@@ -207,12 +207,12 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
         # f may cast its weights within an autocast of its own, in each evaluation anew
         no_autocast = torch.autocast(trajectory[0].device.type, enabled=False, cache_enabled=False)
         with solve.snapshot, no_autocast, torch.enable_grad():
-            of_gamma, of_t, carry, of_leaves = solve.gradient.backward(solve, start, trajectory, gradients, gamma, t)
+            of_gamma, of_t, adjoint, of_leaves = solve.gradient.backward(solve, start, trajectory, gradients, gamma, t)
     finally:
         problem.replace(*before)
     if not problem.end_only:
-        carry = tuple([c + g[0] for c, g in zip(carry, gradients, strict=True)])
-    return of_gamma, of_t, *carry, *of_leaves
+        adjoint = tuple([c + g[0] for c, g in zip(adjoint, gradients, strict=True)])
+    return of_gamma, of_t, *adjoint, *of_leaves
 
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
@@ -277,7 +277,7 @@ class Reversible:
         reversal = _Reversal(problem, sums, solve.known)
         attempts = [*fixed_steps(problem, 1)]
         times = [*problem.stages([problem.grid()[0]]), *(attempt.times[0][-1] for attempt in attempts)]
-        carry: Rows = tuple([torch.zeros_like(row) for row in (*start, *start[:is_fsal])])
+        adjoint: Rows = tuple([torch.zeros_like(row) for row in (*start, *start[:is_fsal])])
         state = end = tuple(start)
         for i, attempt in reversed([*enumerate(attempts)]):
             if attempt.outputs is not None:
@@ -288,17 +288,17 @@ class Reversible:
                 elif is_fsal:
                     state = (*state, reversal.evaluate(times[-1], output[0]))
                 state, end = (*output, *state[n:]), output
-                carry = (*(c + g[place] for c, g in zip(carry, gradients, strict=False)), *carry[n:])
+                adjoint = (*(c + g[place] for c, g in zip(adjoint, gradients, strict=False)), *adjoint[n:])
             known = None  # the position where the step begins
             if i == 0:
                 known = start[0]
             elif attempts[i - 1].outputs is not None:
                 known = trajectory[0][place - 1]
-            state, carry = reversal.undo(attempt, times[i], state, carry, known)
+            state, adjoint = reversal.undo(attempt, times[i], state, adjoint, known)
         if attempts:
             _check_missed(problem, state[:n], start, end, REVERSAL_TOLERANCE, _UNDONE)
-            carry = reversal.first(carry)
-        return sums.get(gamma), sums.get(t), carry, [sums.get(leaf) for leaf in leaves]
+            adjoint = reversal.first(adjoint)
+        return sums.get(gamma), sums.get(t), adjoint, [sums.get(leaf) for leaf in leaves]
 
 
 class _Reversal:
@@ -317,7 +317,7 @@ class _Reversal:
         self.records.append((time, x, value))
         return value.detach()
 
-    def undo(self, attempt: Attempt, begin: Tensor, state: Rows, carry: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
+    def undo(self, attempt: Attempt, begin: Tensor, state: Rows, adjoint: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
         """The state before a step, and the gradient with respect to it.
 
         An FSAL method evaluates the field where the step begins; the position h there may be known.
@@ -339,13 +339,13 @@ class _Reversal:
         start = tuple([x.detach().requires_grad_() for x in before])
         after = problem.method.step(start, coefficients, attempt.times[0], recompute).state
         problem.tally.add("accepted")
-        return before, self.sums.vjp(after, carry, start)
+        return before, self.sums.vjp(after, adjoint, start)
 
-    def first(self, carry: Rows) -> Rows:
+    def first(self, adjoint: Rows) -> Rows:
         """The gradient with respect to the first rows, from that of the first state."""
         if not self.problem.method.is_fsal:
-            return carry
-        *rows, of_value = carry
+            return adjoint
+        *rows, of_value = adjoint
         ((_, x, value),) = self.records
         (of_h,) = self.sums.vjp((value,), (of_value,), (x,))
         return (rows[0] + of_h, *rows[1:])

@@ -132,7 +132,7 @@ class AdaptiveSteps:
             h, f = self._in_common(h), self._in_common(f)
         size = first_size(h, f, s.rtol, s.atol, p.method.rows, p.method.error_order)
         size = np.where(np.isfinite(size), size, p.end)
-        self.longest, self.strictness = np.full_like(h, p.longest_step), np.ones_like(h)
+        self.longest, self.error_factor = np.full_like(h, p.longest_step), np.ones_like(h)
         if p.term.time_dependent:
             size = self._cautious(state[0].detach(), h, f, size)
         if s.options and s.options.get("first_step"):
@@ -159,22 +159,22 @@ class AdaptiveSteps:
         return np.where(moving, end * (size[moving] / end[moving]).min(initial=np.inf), size)
 
     def _cautious(self, x: Tensor, h: Array, f: Array, size: Array) -> Array:
-        """The size of the first step where a force depends on time; sets the longest step and the strictness."""
+        """The size of the first step where a force depends on time; sets the longest step and the error_factor."""
         p, s = self.problem, self.problem.settings
         tolerance, span = s.atol + s.rtol * h, p.end
         time = span**p.method.rows  # a force times this is what it moves the state by, but for a constant
-        is_silent = f * time <= NEGLIGIBLE * tolerance
-        is_forced = (h <= NEGLIGIBLE * s.atol) & ~is_silent
-        if (is_silent & (span > 0)).any():
+        is_negligible = f * time <= NEGLIGIBLE * tolerance
+        is_forced = (h <= NEGLIGIBLE * s.atol) & ~is_negligible
+        if (is_negligible & (span > 0)).any():
             with torch.no_grad():
                 values = tuple([p.term(p.stages([p.time(c * span)])[0], x) for c in PROBES])
             found = p.norms(values).max(0)
-            is_heard = is_silent & (found * time > VISIBLE * tolerance)
-            size = np.where(is_heard, np.minimum(size, 2.0 * np.sqrt(tolerance / found)), size)
-            is_forced |= is_heard
+            is_found = is_negligible & (found * time > VISIBLE * tolerance)
+            size = np.where(is_found, np.minimum(size, 2.0 * np.sqrt(tolerance / found)), size)
+            is_forced |= is_found
         longest = span * (LONGEST_GAP / p.method.widest_gap)
         self.longest = np.where(is_forced, np.minimum(self.longest, longest), self.longest)
-        self.strictness = np.where(is_forced, p.method.inside, 1.0)
+        self.error_factor = np.where(is_forced, p.method.dense_error_factor, 1.0)
         return size
 
     @np.errstate(all="ignore")
@@ -267,8 +267,8 @@ class AdaptiveSteps:
     def accept(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Tensor) -> Array:
         """Which lanes accept the step; chooses the next one, and stops a solve that cannot go on."""
         p, now = self.problem, self.now
-        margin = self.strictness
-        if attempt.theta is not None and p.method.inside != 1.0:
+        margin = self.error_factor
+        if attempt.theta is not None and p.method.dense_error_factor != 1.0:
             margin = self._margin(attempt)
         ratio = p.ratio(before, after, error) * margin
         if p.common:
@@ -298,7 +298,7 @@ class AdaptiveSteps:
             inside[attempt.lanes[attempt.theta != 1.0]] = True
         else:
             inside = np.asarray(True)
-        return np.where(inside, self.problem.method.inside, self.strictness)
+        return np.where(inside, self.problem.method.dense_error_factor, self.error_factor)
 
     def _check_progress(self, attempt: Attempt, before: tuple[Tensor, ...], fine: Array) -> None:
         """After a rejection: raise where the error is not finite, or no step is small enough."""

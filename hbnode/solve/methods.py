@@ -54,14 +54,14 @@ class Method:
         nodes: times of the evaluations in a step, as fractions of it.
         error_order: order of the embedded solution; None for a method of fixed steps.
         is_fsal: whether the state ends with the field's value.
-        inside: by which factor the error of dense output may exceed the estimate of the step's error.
+        dense_error_factor: by which factor the error of dense output may exceed the estimate of the step's error.
     """
 
     rows: int
     nodes: tuple[float, ...]
     error_order: int | None = None
     is_fsal = False
-    inside = 1.0
+    dense_error_factor = 1.0
 
     @functools.cached_property
     def evaluations(self) -> int:
@@ -177,7 +177,7 @@ class RungeKutta(Explicit):
     """An explicit Runge-Kutta pair for y' = f(t, y)."""
 
     rows = 1
-    inside = 3.0  # measured over fields of many kinds
+    dense_error_factor = 3.0  # measured over fields of many kinds
 
     def __init__(self, tableau: RungeKuttaTableau) -> None:
         super().__init__(tableau.c[1:])
