@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode.nn import ODERNNState
@@ -203,30 +202,16 @@ def test_a_series_in_parts(options):
     close(waited, direct, rtol=1e-6, atol=1e-7)
 
 
-def test_parts_under_checkpoint():
-    rnn = make_rnn(rtol=1e-6, atol=1e-6)
-    x, t = make_series()
-    expected = gradients(rnn(x, t)[0], rnn)
-    first, state = checkpoint(rnn, x[:, :3], t[:, :3], use_reentrant=False)
-    second, _ = checkpoint(rnn, x[:, 3:], t[:, 3:], state, use_reentrant=False)
-    close(gradients(torch.cat([first, second], 1), rnn), expected, rtol=1e-12, atol=1e-13)
-
-
-@every_model
-def test_missing_values(model):
-    rnn = make_rnn(model, rtol=1e-8, atol=1e-8)
-    x, t = make_series()
-    keep = [0, 1, 3, 4]
-    mask = torch.ones(4, 5, dtype=torch.bool)
-    mask[:, 2] = False
-    dropped, _ = rnn(x[:, keep], t[:, keep])
-    output, _ = rnn(torch.where(mask[..., None], x, torch.nan), t, mask=mask)
+def test_missing_values():
+    """Samples without a value are none; a missing value of a sample is 0, whatever stands in its place."""
+    rnn = make_rnn(rtol=1e-8, atol=1e-8)
+    (x, t), keep = make_series(), [0, 1, 3, 4]
+    mask = torch.ones(4, 5, 3, dtype=torch.bool)
+    mask[:, 2] = mask[0, 1, 2] = mask[1, 3, :2] = False
+    holes = torch.where(mask, x, torch.nan).requires_grad_()
+    output, _ = rnn(holes, t, mask=mask)
+    dropped, _ = rnn(torch.where(mask, x, 0.0)[:, keep], t[:, keep])
     close(output[:, keep], dropped, rtol=1e-6, atol=1e-7)
-    by_value = mask[..., None].repeat(1, 1, 3)
-    by_value[0, 1, 2] = by_value[1, 3, :2] = False
-    holes = torch.where(by_value, x, torch.nan).requires_grad_()
-    output, _ = rnn(holes, t, mask=by_value)
-    assert output.equal(rnn(torch.where(by_value, x, 0.0), t, mask=mask)[0])
     output.sum().backward()
     assert torch.isfinite(holes.grad).all()
 
@@ -279,22 +264,22 @@ def test_a_series_continues_from_a_forecast_in_float32():
 
 
 def test_initial_states():
-    (x, t), flat = make_series(), nn.Flatten()
-    zeros = hbnode.ODERNN(3, 4, initial_state="zeros", static_size=2).double()
+    x, t = make_series()
+    before = lambda **options: make_rnn(**options).filter(x, t).before
+    zeros = make_rnn(initial_state="zeros", static_size=2)
     assert zeros.start is zeros.static_start is None
     assert not zeros.filter(x, t, static=STATIC).before.h[:, 0].any()
     momentum = hbnode.HBNODE(hbnode.nn.MLP(4, [4], 4), initial_momentum=nn.Linear(4, 4))
-    rnn = hbnode.ODERNN(3, 4, field=momentum, initial_state=nn.Sequential(flat, nn.Linear(15, 4))).double()
-    before = rnn.filter(x, t).before
-    close(before.m[:, 0], momentum.initial_momentum(before.h[:, 0]))
-    both = hbnode.ODERNN(3, 4, initial_state=nn.Sequential(flat, nn.Linear(15, 8))).double()
-    close(joined(both.filter(x, t).before)[:, 0], both.encoder(x))
-    anode = hbnode.ODERNN(3, 5, field=lambda n: hbnode.ANODE(nn.Linear(n, n), augment=2)).double()
-    assert anode.start.shape == (3,)
-    assert not anode.filter(x, t).before.h[:, 0, 3:].any()
+    found = before(field=momentum, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 4)))
+    close(found.m[:, 0], momentum.initial_momentum(found.h[:, 0]))
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 8))
+    close(joined(before(initial_state=encoder))[:, 0], encoder(x))
+    anode = make_rnn(lambda n: hbnode.ANODE(nn.Linear(n, n), augment=2))
+    assert anode.start.shape == (2,)
+    assert not anode.filter(x, t).before.h[:, 0, 2:].any()
     static = make_rnn(static_size=2)
-    before = static.filter(x, t, static=STATIC).before
-    close(joined(before)[:, 0], static.start + STATIC @ static.static_start.weight.T)
+    found = joined(static.filter(x, t, static=STATIC).before)
+    close(found[:, 0], static.start + STATIC @ static.static_start.weight.T)
 
 
 def test_a_field_that_makes_its_own_momentum_learns_to():
@@ -390,12 +375,12 @@ def test_counts(model):
     rnn = make_rnn(model, rtol=1e-5, atol=1e-5, gradient="checkpoint", options={"max_step": 0.5})
     with hbnode.count_nfe(rnn) as nfe:
         output, _ = rnn(*make_series())
-        assert len(rnn.nfe_per_gap) == 4
         assert rnn.nfe.forward == nfe.forward > 0
-        assert rnn.nfe_per_gap[3].steps > rnn.nfe_per_gap[0].steps  # a gap of 5 and one of 1
         output.sum().backward()
     assert rnn.nfe == nfe
     assert nfe.backward > 0
+    assert len(rnn.nfe_per_gap) == 4
+    assert rnn.nfe_per_gap[3].steps > rnn.nfe_per_gap[0].steps  # a gap of 5 and one of 1
 
 
 def test_reversible_gradient():
@@ -581,10 +566,12 @@ def test_wrong_options(options, kind, message):
         hbnode.ODERNN(3, 4, **options)
 
 
-def test_wrong_states_and_forecasts():
+def test_wrong_states_and_modules():
     rnn, (x, t) = hbnode.ODERNN(3, 4), make_series(torch.float32)
     _, state = rnn(x, t)
     later = lambda **change: rnn(x, t + 10, dataclasses.replace(state, **change))
+    static = hbnode.ODERNN(3, 4, static_size=2)
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 5))
     for use, kind, message in (
         (lambda: rnn(x, t, state), ValueError, "lies after the first of t"),
         (lambda: later(m=None), ValueError, "must have h and m"),
@@ -598,20 +585,11 @@ def test_wrong_states_and_forecasts():
         (lambda: state[-1], TypeError, r"read by name.*Fix: state\.h"),
         (lambda: tuple(state), TypeError, r"read by name.*Fix: state\.h"),
         (lambda: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=\)"),
+        (lambda: static(x, t), ValueError, r"static must be \(batch, static_size\) = \(4, 2\)"),
+        (lambda: static(x, t, static=STATIC[:, :1]), ValueError, "static must be"),
+        (lambda: static(x, t, static=STATIC / 0), ValueError, "static is not finite"),
+        (lambda: hbnode.ODERNN(3, 4, initial_state=encoder)(x, t), ValueError, "initial_state returned shape"),
+        (lambda: hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t), ValueError, "cell returned"),
     ):
         with pytest.raises(kind, match=message):
             use()
-
-
-def test_wrong_modules_and_static_features():
-    x, t = make_series(torch.float32)
-    with pytest.raises(ValueError, match="initial_state returned shape"):
-        hbnode.ODERNN(3, 4, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 5)))(x, t)
-    with pytest.raises(ValueError, match="cell returned"):
-        hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t)
-    rnn = hbnode.ODERNN(3, 4, static_size=2)
-    for wrong in (None, STATIC[:2], STATIC[:, :1]):
-        with pytest.raises(ValueError, match=r"static must be \(batch, static_size\) = \(4, 2\)"):
-            rnn(x, t, static=wrong)
-    with pytest.raises(ValueError, match="static is not finite"):
-        rnn(x, t, static=torch.full_like(STATIC, torch.nan))
