@@ -87,12 +87,14 @@ def test_copies_compute_the_same(model):
 @every_model
 @every_solver
 def test_a_trajectory_passes_through_the_end_point(model, solver):
-    block, x = make_block(model, **solver, t_span=(0.0, 2.0), rtol=1e-8, atol=1e-8), make_input()
-    path = block(x, [0.0, 0.5, 1.1, 2.0])
+    block, x = make_block(model, **solver, t_span=(0.0, 2.0), rtol=1e-8, atol=1e-8), make_input().requires_grad_()
+    path, end = block(x, [0.0, 0.5, 1.1, 2.0]), block(x)
     assert path.shape == (4, *output_shape(model, "vector"))
     tolerance = 1e-3 if "steps" in solver else 1e-6
-    close(path[-1], block(x), rtol=tolerance, atol=tolerance)
+    close(path[-1], end, rtol=tolerance, atol=tolerance)
     close(path[0][:, :4], x)
+    inputs, tolerance = [x, *block.parameters()], 10 * tolerance
+    close(*(torch.autograd.grad(h.sin().sum(), inputs) for h in (path[-1], end)), rtol=tolerance, atol=tolerance)
 
 
 @every_model

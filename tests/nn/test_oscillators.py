@@ -1,6 +1,7 @@
 """Oscillators: the closed form against mpmath, the scan against a loop, times, masks, states, and torch's tools."""
 
 import copy
+import datetime
 import itertools
 import math
 import pickle
@@ -248,6 +249,8 @@ def test_forecast(discretization, input):
     y, after = layer(torch.zeros(2, 2, 3, dtype=torch.float64), times, state, nothing)
     torch.testing.assert_close(ahead[:, 1:], y, rtol=0, atol=1e-12)
     torch.testing.assert_close((last.v, last.x, last.t), (after.v, after.x, after.t), rtol=0, atol=1e-12)
+    in_seconds = [layer.forecast(state, dt)[0] for dt in ([datetime.timedelta(seconds=1)], [1.0])]
+    torch.testing.assert_close(*in_seconds)
     own, _ = layer.forecast(state, torch.tensor([[0.1, 0.4], [0.4, 1.0]], dtype=torch.float64))
     torch.testing.assert_close(own[1], ahead[1, 1:], rtol=0, atol=1e-12)
 

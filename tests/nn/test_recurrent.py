@@ -34,7 +34,6 @@ from tests.momentum_layers import (
     some_layers,
 )
 
-two_rules = pytest.mark.parametrize("rule", ["nag", "adam"])  # linear, with a schedule, and not linear
 FORMS = ["", "Cell"]
 two_layers = pytest.mark.parametrize(("cell", "rule"), [("lstm", "adam"), ("dtriv", "nag")])
 
@@ -62,13 +61,6 @@ def test_layers_directions_and_lengths(cell, rule):
     x = make_input(9, 4)
     assert_equal_to_twin(layer, twin, x, make_state(layer, x))
     assert_equal_to_twin(layer, twin, x, make_state(layer, x), lengths=[5, 9, 1, 6])
-
-
-@pytest.mark.parametrize(("cell", "options"), [("rnn", {"nonlinearity": "relu"}), ("gru", {"bias": False})])
-@two_rules
-def test_options(cell, rule, options):
-    layer, twin = make_pair(cell, rule, **options)
-    assert_equal_to_twin(layer, twin, make_input(12))
 
 
 @pytest.mark.parametrize(
