@@ -6,12 +6,13 @@ import pickle
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 import hbnode
-from tests.models import AGAIN, MODELS, SHAPES, Watched, every_model, make_field, make_input
+from tests.models import AGAIN, SHAPES, Watched, every_model, make_field, make_input
 from tests.problems import damped_oscillator
 
 ONE = torch.tensor(1.0)
@@ -32,8 +33,7 @@ every_backward = pytest.mark.parametrize(
     [
         *({"gradient": gradient} for gradient in ("direct", "checkpoint", AGAIN, "adjoint")),
         *({"gradient": AGAIN, "steps": 20}, {"gradient": "reversible", "steps": 3}),
-        *({"method": "dopri5", "gradient": gradient} for gradient in ("direct", "adjoint")),
-        {"method": "rk4", "gradient": "adjoint", "steps": 3},
+        *({"method": "dopri5"}, {"method": "dopri5", "gradient": "adjoint"}),
     ],
 )
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -55,10 +55,10 @@ def output_shape(model, shape):
 
 @every_model
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @every_solver
 @pytest.mark.parametrize("device", DEVICES)
-def test_shapes_and_gradients(model, shape, dtype, solver, device):
+def test_shapes_and_gradients(model, shape, solver, device):
+    dtype = torch.float32 if shape == "image" else torch.float64
     block = make_block(model, shape, dtype, **solver, rtol=1e-3, atol=1e-3).to(device)
     x = make_input(shape, dtype).to(device).requires_grad_()
     h = block(x)
@@ -66,65 +66,35 @@ def test_shapes_and_gradients(model, shape, dtype, solver, device):
     h.pow(2).sum().backward()
     for name, p in [("x", x), *block.named_parameters()]:
         assert p.grad is not None, name
-        assert p.grad.shape == p.shape
         assert torch.isfinite(p.grad).all()
         assert p.grad.any(), name
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "solver"),
-    [
-        *((model, "vector", SOLVERS["checkpoint"]) for model in MODELS),
-        *(("ghbnode", "image", solver) for solver in SOLVERS.values()),
-    ],
-)
-def test_copies_compute_the_same(model, shape, solver):
-    block, x = make_block(model, shape, **solver), make_input(shape)
+@every_model
+def test_copies_compute_the_same(model):
+    block, x = make_block(model, rtol=1e-8), make_input()
     expected = block(x)
     expected.sum().backward()  # a used block must copy as well as a fresh one
-    torch.manual_seed(1)
-    fresh = make_block(model, shape, **solver)
+    fresh = make_block(model, rtol=1e-8)
     assert not torch.allclose(fresh(x), expected)
     fresh.load_state_dict(block.state_dict())
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), fresh):
         close(other(x), expected, rtol=0, atol=0)
-    text = repr(make_block(model, shape, rtol=1e-8))
     for part in (type(block.field).__name__, "nystrom8" if model == "hbnode" else "tsit5", "checkpoint"):
-        assert part in text
-
-
-@every_model
-def test_gradcheck(model):
-    x = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(make_block(model, method="rk4", steps=2), (x,))
-
-
-@every_model
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_agree_with_a_tight_solve_by_torchdiffeq(model, shape):
-    x, found = make_input(shape), []
-    for solver in (
-        {"method": "dopri8", "save": "exact", "rtol": 1e-12, "atol": 1e-12},
-        {"gradient": "direct", "rtol": 1e-9, "atol": 1e-9},
-        {"gradient": "adjoint", "rtol": 1e-9, "atol": 1e-9},
-    ):
-        torch.manual_seed(3)
-        block = make_block(model, shape, **solver)
-        block(x).sin().sum().backward()
-        found.append(torch.cat([p.grad.reshape(-1) for p in block.parameters()]))
-    for got in found[1:]:
-        assert (got - found[0]).norm() < 1e-6 * found[0].norm()
+        assert part in repr(block)
 
 
 @every_model
 @every_solver
 def test_a_trajectory_passes_through_the_end_point(model, solver):
-    block, x = make_block(model, **solver, t_span=(0.0, 2.0), rtol=1e-8, atol=1e-8), make_input()
-    path = block(x, [0.0, 0.5, 1.1, 2.0])
+    block, x = make_block(model, **solver, t_span=(0.0, 2.0), rtol=1e-8, atol=1e-8), make_input().requires_grad_()
+    path, end = block(x, [0.0, 0.5, 1.1, 2.0]), block(x)
     assert path.shape == (4, *output_shape(model, "vector"))
     tolerance = 1e-3 if "steps" in solver else 1e-6
-    close(path[-1], block(x), rtol=tolerance, atol=tolerance)
+    close(path[-1], end, rtol=tolerance, atol=tolerance)
     close(path[0][:, :4], x)
+    inputs, tolerance = [x, *block.parameters()], 10 * tolerance
+    close(*(torch.autograd.grad(h.sin().sum(), inputs) for h in (path[-1], end)), rtol=tolerance, atol=tolerance)
 
 
 @every_model
@@ -141,44 +111,36 @@ def test_autocast(model, shape):
     assert block.nfe.backward > 0
     assert set(dtypes) == {torch.bfloat16}
     close(h, exact(x), rtol=0.05, atol=0.05)
+    if shape == "vector":
+        low = copy.deepcopy(exact)
+        low.gradient, low.steps = "direct", 4
+        close(low.bfloat16()(x.bfloat16()).float(), h, rtol=0.05, atol=0.05)
 
 
 def test_autocast_with_weights_that_were_used_before():
     """Autocast's cache must not make them look like tensors computed outside."""
-    x, slopes = make_input(dtype=torch.float32), []
+    x, func, slopes = make_input(dtype=torch.float32), nn.Linear(4, 4), []
     for gradient in ("direct", "adjoint"):
-        torch.manual_seed(0)
-        block = HeavyBall(nn.Linear(4, 4), gradient=gradient, rtol=1e-2, atol=1e-2)
+        block = HeavyBall(func, gradient=gradient, rtol=1e-2, atol=1e-2)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            block(block(x)).sum().backward()
-        slopes.append(block.field.func.weight.grad)
+            y = block(block(x))
+        slopes.append(torch.autograd.grad(y.sum(), list(func.parameters())))
     close(*slopes, rtol=0.05, atol=0.05)
-
-
-def test_bfloat16_state_on_a_fixed_grid():
-    block, x = HeavyBall(nn.Linear(4, 4), method="rk4", steps=4), make_input(dtype=torch.float32)
-    got = copy.deepcopy(block).bfloat16()(x.bfloat16())
-    assert got.dtype == torch.bfloat16
-    close(got.float(), block(x), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # dynamo's own, about inputs that are not leaves
 @pytest.mark.parametrize(
-    ("model", "solver"),
-    [
-        *((model, SOLVERS["checkpoint"]) for model in MODELS if model != "hbnode"),
-        *(("hbnode", solver) for solver in SOLVERS.values()),
-    ],
+    ("model", "name"), [("node", "checkpoint"), ("ghbnode", "checkpoint")] + [("hbnode", name) for name in SOLVERS]
 )
-def test_torch_compile_with_the_eager_backend(model, solver):
-    block, x = make_block(model, **solver, rtol=1e-4, atol=1e-4), make_input()
+def test_torch_compile_with_the_eager_backend(model, name):
+    block, x = make_block(model, **SOLVERS[name], rtol=1e-4, atol=1e-4), make_input()
     expected, compiled = block(x), torch.compile(block, backend="eager")
     with hbnode.count_nfe(compiled) as nfe:
         got = compiled(x)
         got.sum().backward()
     close(got, expected)
     assert nfe.forward == block.nfe.forward > 0
-    assert (nfe.backward > 0) >= (solver.get("gradient") == "adjoint")
+    assert (nfe.backward > 0) >= name.endswith("adjoint")
     field = make_field(model).double()
     close(hbnode.ODEBlock(torch.compile(field, backend="eager"))(x), hbnode.ODEBlock(field)(x))
 
@@ -227,19 +189,15 @@ def test_frozen_parameters_get_no_gradient(gradient):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "inputs"),
     [
-        lambda: HeavyBall(nn.Linear(2, 2)),
-        lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], generalized=True),
-        lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], learn_damping=False),
-        lambda: HeavyBall(nn.Linear(2, 2), damping=0.3, learn_damping=False),
-        lambda: hbnode.ODERNN(2, 3, field="ghbnode"),
+        (lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], generalized=True), (torch.ones(1, 2),)),
+        (lambda: HeavyBall(nn.Linear(2, 2), damping=[0.1, 0.2], learn_damping=False), (torch.ones(1, 2),)),
+        (lambda: hbnode.ODERNN(2, 3, field="ghbnode"), (torch.ones(1, 3, 2), torch.arange(3.0))),
     ],
 )
-def test_constructed_on_the_meta_device(make):
+def test_constructed_on_the_meta_device(make, inputs):
     source = make()
-    is_block = isinstance(source, hbnode.ODEBlock)
-    inputs = (torch.randn(1, 2),) if is_block else (torch.randn(1, 3, 2), torch.arange(3.0))
     with torch.device("meta"):
         assigned, filled = make(), make()
     assert all(p.is_meta for p in assigned.parameters())
@@ -247,24 +205,22 @@ def test_constructed_on_the_meta_device(make):
     assigned.load_state_dict(source.state_dict(), assign=True)
     filled.to_empty(device="cpu").load_state_dict(source.state_dict())
     for module in (assigned, filled):
-        found, expected = module(*inputs), source(*inputs)
-        close(found, expected, rtol=0, atol=0) if is_block else close(found[0], expected[0], rtol=0, atol=0)
+        assert torch.equal(module(*inputs)[0], source(*inputs)[0])
 
 
 # Blocks
 
 
 def test_a_heavy_ball_block_is_an_hbnode_or_ghbnode():
-    assert isinstance(HeavyBall(nn.Linear(2, 2)).field, hbnode.HBNODE)
-    block = HeavyBall(nn.Linear(2, 2), generalized=True, damping=0.3, t_span=(0, 2), rtol=1e-3)
-    assert isinstance(block.field, hbnode.GHBNODE)
-    assert block.field.damping.item() == pytest.approx(0.3)
+    assert type(HeavyBall(nn.Linear(2, 2)).field) is hbnode.HBNODE
+    options = {"damping": 1.5, "max_damping": 3.0, "xi": 0.3, "learn_xi": False, "activation": torch.sin}
+    block = HeavyBall(nn.Identity(), generalized=True, **options, t_span=(0, 2), rtol=1e-3)
+    assert type(block.field) is hbnode.GHBNODE
+    assert block.field.damping.item() == pytest.approx(1.5)
+    assert (block.field.xi, block.field.activation) == (0.3, torch.sin)
     assert (block.t_span, block.rtol, block.atol) == ((0.0, 2.0), 1e-3, 1e-5)
     assert HeavyBall(nn.Identity(), damping=0.0, learn_damping=False).field.damping == 0.0
-    assert HeavyBall(nn.Identity(), damping=1.5, max_damping=3.0).field.damping.item() == pytest.approx(1.5)
     assert HeavyBall(lambda *args: args[1], time_dependent=True)(torch.ones(1, 1)).shape == (1, 1)
-    block = HeavyBall(nn.Identity(), generalized=True, xi=0.3, learn_xi=False, activation=torch.sin)
-    assert (block.field.xi, block.field.activation) == (0.3, torch.sin)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 4, 3, 3), (2, 4, 5)])
@@ -274,40 +230,19 @@ def test_augmentation(shape):
     assert out.shape == (shape[0], 6, *shape[2:])
     assert not out[:, 4:].any()  # h'' = h leaves the zeros where they are
     assert "augment=2" in repr(block)
-
-
-def test_an_initial_momentum_is_a_function_of_the_augmented_state():
-    block = HeavyBall(nn.Linear(5, 5), augment=1, initial_momentum=nn.Linear(5, 5))
-    block(torch.randn(3, 4)).sum().backward()
-    assert block.field.initial_momentum.weight.grad.any()
+    block = HeavyBall(nn.Identity(), augment=2, initial_momentum=lambda x: torch.ones_like(x))  # of all channels
+    assert block(torch.randn(*shape))[:, 4:].all()
 
 
 def test_an_initial_state_module_replaces_that_of_the_field():
-    class Start(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 6)
-
+    class Start(nn.Linear):
         def forward(self, x):
-            return self.layer(x).chunk(2, dim=-1)
+            return super().forward(x).chunk(2, dim=-1)
 
-    block, x = hbnode.ODEBlock(hbnode.HBNODE(nn.Linear(3, 3)), initial_state=Start()), torch.randn(5, 2)
+    block, x = hbnode.ODEBlock(hbnode.HBNODE(nn.Linear(3, 3)), initial_state=Start(2, 6)), torch.randn(5, 2)
     close(tuple(part[0] for part in block.trajectory(x)), block.initial_state(x), rtol=0, atol=0)
     block(x).sum().backward()
-    assert block.initial_state.layer.weight.grad.any()
-
-
-def test_span_and_buffers():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.tensor(2.0))
-
-        def forward(self, h):
-            return self.scale * h
-
-    block = hbnode.ODEBlock(hbnode.NODE(Scaled()), t_span=(1.0, 0.0), rtol=1e-9, atol=1e-9).double()
-    assert block(torch.ones(1, 1).double()).item() == pytest.approx(torch.tensor(-2.0).exp().item(), abs=1e-6)
+    assert block.initial_state.weight.grad.any()
 
 
 # Trajectories
@@ -359,23 +294,18 @@ def test_gradients_flow_through_the_momentum(gradient):
 @pytest.mark.parametrize("steps", [2, None], ids=["grid", "adaptive"])
 def test_a_block_gives_the_end_of_its_trajectory(model, steps, gradient):
     """Which it solves without a trajectory: the gradient of h does not pass through the last value of f."""
-    block, x = (
-        hbnode.ODEBlock(make_field(model), gradient=gradient, steps=steps).double(),
-        make_input().requires_grad_(),
-    )
-    inputs = [x, *block.parameters()]
-
-    def values(h):
-        loss = h.sin().sum()
-        first = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
-        return [h, *first, *torch.autograd.grad(loss, inputs, allow_unused=True)]
-
-    end, evaluations = values(block(x)), (block.nfe.forward, block.nfe.steps)
-    trajectory = values(block.field.readout(block.trajectory(x))[-1])
-    assert (block.nfe.forward, block.nfe.steps) == evaluations
-    for a, b in zip(end, trajectory, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+    block = hbnode.ODEBlock(make_field(model), gradient=gradient, steps=steps).double()
+    x, found = make_input().requires_grad_(), []
+    for end in (lambda: block(x), lambda: block.field.readout(block.trajectory(x))[-1]):
+        h, counts = end(), (block.nfe.forward, block.nfe.steps)
+        grads = [
+            torch.autograd.grad(h.sin().sum(), [x, *block.parameters()], allow_unused=True, retain_graph=True)
+            for _ in range(2)  # the graph is there for more than one pass
+        ]
+        found.append((counts, h, grads))
+    (counts, *values), (of_trajectory, *expected) = found
+    assert counts == of_trajectory
+    close(values, expected, rtol=1e-12, atol=1e-14)
 
 
 # In a user's hands
@@ -388,33 +318,17 @@ def test_an_output_may_be_changed_in_place(solver, generalized):
     block = HeavyBall(nn.Linear(2, 2), generalized=generalized, **solver).double()
     x = torch.randn(3, 2, dtype=torch.float64)
     for times in (None, [0.0, 0.5, 1.0]):
-        for changes in ((lambda y: y.relu_(), lambda y: y.relu()), (lambda y: y.mul_(2.0), lambda y: y.mul(2.0))):
-            losses = [change(block(x, times)).square().sum() for change in changes]
-            close(*(torch.autograd.grad(loss, list(block.parameters())) for loss in losses), rtol=0, atol=0)
-
-
-class Forced(nn.Module):
-    """A func as torch.jit.script takes it, with a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, t: torch.Tensor, h: torch.Tensor):
-        return self.layer(h).tanh() * self.scale * (1 + t)
+        losses = [change(block(x, times)).square().sum() for change in (torch.relu_, torch.relu)]
+        close(*(torch.autograd.grad(loss, list(block.parameters())) for loss in losses), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @every_backward
-@pytest.mark.parametrize("compile", [torch.jit.script, lambda func: torch.jit.trace(func, (ONE, torch.ones(3, 2)))])
-def test_a_func_of_torchscript(solver, compile):
-    func, x = Forced(), torch.randn(3, 2)
-    scripted = compile(func)  # shares its parameters
-    plain, block = (HeavyBall(f, damping=0.1, **solver) for f in (func, scripted))
-    block.field.omega = plain.field.omega
-    found, expected = (torch.autograd.grad(b(x).square().sum(), list(func.parameters())) for b in (block, plain))
-    close(found, expected)
+def test_a_func_of_torchscript(solver):
+    func, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)
+    eager, block = (HeavyBall(f, damping=0.1, **solver) for f in (func, torch.jit.script(func)))
+    block.field.omega = eager.field.omega
+    close(*(torch.autograd.grad(b(x).square().sum(), list(func.parameters())) for b in (block, eager)))
 
 
 def test_vmap_and_other_transforms():
@@ -430,38 +344,24 @@ def test_vmap_and_other_transforms():
                 transform(block)(x)
 
 
-class Frame:
-    """As much of a DataFrame as matters here."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def to_numpy(self):
-        return self.values
-
-
 @pytest.mark.parametrize(
     ("x", "fix"),
     [
         (np.ones((2, 3)), "torch.tensor(x, dtype=torch.float32)"),
         ([[1.0, 1.0, 1.0]], "torch.tensor(x, dtype=torch.float32)"),
-        (Frame(np.ones((2, 3))), "torch.tensor(x.to_numpy(), dtype=torch.float32)"),
+        (pd.DataFrame(np.ones((2, 3))), "torch.tensor(x.to_numpy(), dtype=torch.float32)"),
         ([torch.ones(3), torch.ones(3)], "torch.stack(x)"),
     ],
 )
-@pytest.mark.parametrize("make", [hbnode.NODE, hbnode.HBNODE, hbnode.SONODE, lambda f: hbnode.ANODE(f, 0)])
+@pytest.mark.parametrize("make", [hbnode.HBNODE, lambda f: hbnode.ANODE(f, 0)])
 def test_what_is_no_tensor_is_refused_with_what_makes_it_one(x, fix, make):
-    func = (lambda h, v: -h) if make is hbnode.SONODE else nn.Linear(3, 3)
-    block = hbnode.ODEBlock(make(func))
+    block = hbnode.ODEBlock(make(nn.Linear(3, 3)))
     for refuses in (block, block.field.initial_state):
         with pytest.raises(TypeError, match=r"must be a tensor, got .*Fix: " + re.escape(fix)):
             refuses(x)
     assert block(eval(fix)).shape[-1] == 3  # the fix helps
-    with pytest.raises(TypeError, match=r"the state must be a tensor or a tuple of tensors, got .*Fix: ") as error:
+    with pytest.raises(TypeError, match=r"the state must be a tensor or a tuple of tensors, got .*Fix: "):
         hbnode.odeint(block.field, x, [0.0, 1.0])
-    if "field.initial_state" in str(error.value):
-        made = str(error.value).split("Fix: ")[1].rstrip(".").split(", or torch.cat")[0]
-        hbnode.odeint(block.field, eval(made, {"torch": torch, "field": block.field, "y0": x}), [0.0, 1.0])
 
 
 def late(h, t):
@@ -473,11 +373,8 @@ def late(h, t):
     [
         (lambda: hbnode.ODEBlock(nn.Linear(2, 2)), TypeError, "expected a field, got Linear. Fix: wrap the network"),
         (lambda: HeavyBall(nn.Identity(), t_span=(0.0, 0.0)), ValueError, "two different times"),
-        (lambda: HeavyBall(nn.Identity(), t_span=(0.0, 1.0, 2.0)), ValueError, "two different times"),
         (lambda: HeavyBall(nn.Identity(), t_span=1.0), TypeError, "t_span must be two numbers"),
         (lambda: HeavyBall(nn.Identity(), t_span=(0.0, ONE)), TypeError, "learned times go to block"),
-        (lambda: HeavyBall(nn.Identity(), rtol=0.0), ValueError, "rtol must be a positive number"),
-        (lambda: HeavyBall(nn.Identity(), gradient="magic"), ValueError, "unknown gradient 'magic'"),
         (lambda: HeavyBall(nn.Identity(), augment=0.5), ValueError, "augment must be an integer"),
         (lambda: HeavyBall(nn.Identity(), augment=1, initial_state=nn.Identity()), ValueError, "were both given"),
         (lambda: HeavyBall(nn.Identity(), initial_state=nn.Identity())(ONE.view(1, 1)), TypeError, "a pair of tensors"),
@@ -489,7 +386,6 @@ def late(h, t):
         (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 3).long()), TypeError, "x.float"),
         (lambda: HeavyBall(nn.Linear(3, 3))(torch.zeros(2, 3).double()), TypeError, "expected one dtype"),
         (lambda: HeavyBall(late), TypeError, r"is called with the time first. Fix: let it take \(t, "),
-        (lambda: hbnode.HBNODE(late, time_dependent=True), TypeError, "is called with the time first"),
         (lambda: hbnode.SONODE(lambda h, v, t: h), TypeError, "is called with the time first"),
         (lambda: hbnode.odeint(late, torch.ones(2), [0.0, 1.0]), TypeError, "is called with the time first"),
     ],
@@ -497,20 +393,6 @@ def late(h, t):
 def test_bad_input(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [
-        ("RK4", "method='rk4'"),
-        ("LSODA", "method='scipy_solver' with options={'solver': 'LSODA'} and gradient='adjoint'"),
-        ("zzz", "method=None"),
-        (4, "method=None"),
-    ],
-)
-def test_an_unknown_method_suggests_the_nearest(name, fix):
-    with pytest.raises(ValueError, match=f"unknown method {name!r}.*Fix: {re.escape(fix)}"):
-        HeavyBall(nn.Identity(), method=name)
 
 
 RK4, DOPRI5, LEAPFROG = {"method": "rk4"}, {"method": "dopri5"}, {"method": "leapfrog", "steps": 9}
@@ -522,17 +404,12 @@ ADJOINT, REVERSIBLE = DOPRI5 | {"gradient": "adjoint"}, LEAPFROG | {"gradient": 
     [
         ({"options": {"max_num_steps": 9}}, "max_steps=n", {"max_steps": 9}),
         ({"options": {"step_size": 0.1}}, "steps=n", {"steps": 9}),
-        ({"options": {"steps": 9}}, "steps=n", {"steps": 9}),
         ({"options": {"land": True}}, "save='exact'", {"save": "exact"}),
         ({"options": {"dense": False}}, "save='interpolate' or save='exact'", {"save": "exact"}),
         ({"options": {"jump_t": [0.5]}}, "jump_times=[...]", {"jump_times": [0.5]}),
-        ({"steps": 0}, "steps=8", {"steps": 8}),
-        ({"steps": True}, "steps=8", {"steps": 8}),
         ({"steps": 2.0}, "steps=8", {"steps": 8}),
         ({"method": "leapfrog"}, "steps=n", LEAPFROG),
-        ({"per_sample": "sample"}, "per_sample=True", {"per_sample": True}),
         ({"per_sample": True, "method": "dopri5"}, "per_sample=False", {"per_sample": False, "method": "dopri5"}),
-        ({"save": "land"}, "save='exact'", {"save": "exact"}),
         ({"save": "interpolation"}, "save='interpolate'", {"save": "interpolate"}),
         ({"save": 3}, "leave it out", {}),
         ({"save": "exact", "method": "rk4", "options": {"step_size": 0.3}}, "leave save out", RK4),
@@ -540,48 +417,25 @@ ADJOINT, REVERSIBLE = DOPRI5 | {"gradient": "adjoint"}, LEAPFROG | {"gradient": 
         ({"jump_times": [float("nan")]}, "jump_times=[0.5]", {"jump_times": [0.5]}),
         ({"jump_times": [0.5], "steps": 9}, "leave steps out", {"jump_times": [0.5]}),
         ({"jump_times": [0.5], "method": "rk4"}, "method='dopri5'", DOPRI5 | {"jump_times": [0.5]}),
-        (
-            DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": torch.tensor([0.5])}},
-            "jump_times alone",
-            DOPRI5 | {"jump_times": [0.5]},
-        ),
+        (DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": ONE / 2}}, "jump_times alone", DOPRI5),
         ({"options": {"norm": max}}, "method='dopri5'", DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}}),
         ({"options": {"min_steps": 0.1}}, "options={'min_step': ...}", {"options": {"min_step": 1e-3}}),
         ({"options": 8}, "steps=8 for a grid, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),
         (LEAPFROG | {"options": {"max_step": 1.0}}, "leave it out", LEAPFROG),
         (DOPRI5 | {"steps": 9}, "method='rk4'", RK4 | {"steps": 9}),
         (RK4 | {"options": {"first_step": 0.1}}, "method='dopri5'", DOPRI5),
-        (DOPRI5 | {"options": {"max_num_steps": 9}}, "max_steps=n", DOPRI5 | {"max_steps": 9}),
-        (DOPRI5 | {"options": {"land": True}}, "save='exact'", DOPRI5 | {"save": "exact"}),
         (DOPRI5 | {"options": {"max_nfe": 99}}, "method=None", {"options": {"max_nfe": 99}}),
-        (RK4 | {"options": {"steps": 9}}, "steps=n", RK4 | {"steps": 9}),
         (RK4 | {"options": 8}, "options={'step_size': 0.1}", RK4 | {"options": {"step_size": 0.1}}),
-        (
-            {"method": "tsit5", "gradient": "reversible"},
-            "gradient='checkpoint', or method='leapfrog' with steps=n",
-            REVERSIBLE,
-        ),
-        (
-            {"adjoint_options": {}},
-            "leave them out, or method='dopri5' with gradient='adjoint'",
-            ADJOINT | {"adjoint_options": {}},
-        ),
+        ({"method": "tsit5", "gradient": "reversible"}, "gradient='checkpoint', or method='leapfrog'", REVERSIBLE),
+        ({"adjoint_options": {}}, "leave them out, or method='dopri5'", ADJOINT | {"adjoint_options": {}}),
+        ({"method": "LSODA"}, "method='scipy_solver' with options={'solver': 'LSODA'} and gradient='adjoint'", {}),
     ],
 )
 def test_the_fix_helps(wrong, fix, right):
     x = torch.ones(2, 2)
-    with pytest.raises((ValueError, TypeError), match=re.escape(f"Fix: {fix}")) as error:
+    with pytest.raises((ValueError, TypeError), match=re.escape(f"Fix: {fix}")):
         HeavyBall(nn.Linear(2, 2), **wrong)(x)
-    assert str(error.value).endswith(".")
     assert HeavyBall(nn.Linear(2, 2), **right)(x).shape == (2, 2)
-
-
-def test_a_splitting_of_another_field_suggests_what_works():
-    block = hbnode.ODEBlock(hbnode.NODE(nn.Linear(2, 2)), gradient="reversible", steps=2)
-    with pytest.raises(ValueError, match=r"Fix: method='tsit5' with gradient='checkpoint'"):
-        block(torch.ones(1, 2))
-    block.method, block.gradient = "tsit5", "checkpoint"
-    assert block(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_settings_that_are_changed_count_in_the_next_call():
@@ -597,6 +451,3 @@ def test_settings_that_are_changed_count_in_the_next_call():
     block.rtol = -1.0
     with pytest.raises(ValueError, match="rtol must be a positive number"):
         block(x)
-    block.rtol, block.method, block.steps = 1e-3, "dopri5", None
-    block.jump_times = [0.5]  # a list, as an argument may be
-    assert torch.equal(block(x), copy.deepcopy(block)(x))

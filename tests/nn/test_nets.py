@@ -26,11 +26,10 @@ def test_mlp_concatenates_position_and_velocity():
 def test_networks_of_wrong_options():
     with pytest.raises(TypeError, match=r"hidden must be the sizes of the hidden layers, got 16\. Fix: \[16\]"):
         hbnode.nn.MLP(2, 16, 2)
-    for activation in (nn.ReLU(), torch.relu, nn.functional.silu):
-        with pytest.raises(TypeError, match=r"activation must be a class of modules, got .*Fix: activation=nn.ReLU"):
-            hbnode.nn.MLP(2, [16], 2, activation=activation)
-        with pytest.raises(TypeError, match="activation must be a class of modules"):
-            hbnode.nn.ConvNet(2, 16, 2, activation=activation)
+    for network, hidden in ((hbnode.nn.MLP, [16]), (hbnode.nn.ConvNet, 16)):
+        for activation in (nn.ReLU(), torch.relu):
+            with pytest.raises(TypeError, match=r"activation must be a class.*Fix: activation=nn.ReLU"):
+                network(2, hidden, 2, activation=activation)
 
 
 def test_conv_net_appends_the_time_as_a_channel_before_every_convolution():
@@ -73,6 +72,7 @@ def test_standardize_only_shifts_a_constant(value):
     scale = Standardize(1).fit(x)
     assert scale.std.item() == 1
     close(scale(x + 1), torch.ones_like(x), atol=0.1, rtol=0)
+    close(Standardize(1).fit(1e6 + torch.arange(5.0)[:, None]).std, torch.tensor([2.0]).sqrt())
 
 
 def test_standardize_refuses_what_its_dtype_does_not_hold():
@@ -92,11 +92,6 @@ def test_standardize_takes_masks_of_numbers():
     assert Standardize(3).fit(x[:0]).std.equal(torch.ones(3))
 
 
-def test_standardize_of_values_far_from_zero():
-    x = 1e6 + torch.randn(1000, 1)
-    close(Standardize(1).fit(x).std, x.double().std(0, correction=0).float())
-
-
 @pytest.mark.parametrize(
     ("use", "kind", "message"),
     [
@@ -112,19 +107,14 @@ def test_what_standardize_refuses(use, kind, message):
         use(Standardize(2))
 
 
-@pytest.mark.parametrize("field", ["node", "hbnode", "ghbnode"])
+@pytest.mark.parametrize("field", ["node", "ghbnode"])
 def test_models_of_equal_parameters(field):
-    before = torch.get_rng_state()
-    rnn = hbnode.nn.match_parameters(lambda n: hbnode.ODERNN(8, n, field=field), 5000)
-    sizes = [
-        sum(p.numel() for p in hbnode.ODERNN(8, rnn.hidden_size + k, field=field).parameters()) for k in (-1, 0, 1)
-    ]
-    assert min(sizes, key=lambda size: abs(size - 5000)) == sizes[1]
+    before, make = torch.get_rng_state(), lambda n: hbnode.ODERNN(8, n, field=field)
+    rnn = hbnode.nn.match_parameters(make, 5000)
+    misses = [abs(sum(p.numel() for p in make(rnn.hidden_size + k).parameters()) - 5000) for k in (-1, 0, 1)]
+    assert min(misses) == misses[1]
     torch.set_rng_state(before)
-    assert hbnode.ODERNN(8, rnn.hidden_size, field=field).cell.weight_hh.equal(rnn.cell.weight_hh)
-
-
-def test_models_that_cannot_be_matched():
+    assert make(rnn.hidden_size).cell.weight_hh.equal(rnn.cell.weight_hh)
     with pytest.raises(ValueError, match="size 1 has 101 parameters"):
         hbnode.nn.match_parameters(lambda n: nn.Linear(100, n), 50)
     with pytest.raises(ValueError, match="does not increase with the size"):

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode.nn import ODERNNState
 from tests import reference, reference_irregular
 from tests.models import MODELS, every_model
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SOLVERS = {
     "sample": {},
     "batch": {"per_sample": False},
@@ -23,7 +21,6 @@ SOLVERS = {
     "dopri5": {"method": "dopri5", "per_sample": False},
     "dopri5-adjoint": {"method": "dopri5", "gradient": "adjoint", "per_sample": False},
 }
-every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 # every model, and every solver with one that suits it least: with an extra dimension, two parts, an activation
 MODELS_AND_SOLVERS = [
     *((model, "sample") for model in MODELS),
@@ -87,13 +84,10 @@ def joined(state):
 
 @pytest.mark.parametrize(
     ("field", "solver"),
-    [
-        *(pytest.param(model, SOLVERS[name], id=f"{model}-{name}") for model, name in MODELS_AND_SOLVERS),
-        *(pytest.param(timed_field, solver, id=f"timed-{name}") for name, solver in SOLVERS.items()),
-    ],
+    [*MODELS_AND_SOLVERS, *((timed_field, name) for name in SOLVERS)],
 )
 def test_it_is_the_loop_of_solves_and_cells(field, solver):
-    rnn = make_rnn(field, rtol=1e-9, atol=1e-9, **solver)
+    rnn = make_rnn(field, rtol=1e-9, atol=1e-9, **SOLVERS[solver])
     x, t = make_series()
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[1, 1] = mask[3, 4] = False
@@ -113,10 +107,11 @@ def test_gradients_of_inputs_and_times(model):
     assert torch.autograd.gradcheck(last, inputs, eps=1e-5, atol=1e-4, rtol=1e-3, fast_mode=True)
 
 
-@pytest.mark.parametrize("solver", [SOLVERS[name] for name in ("sample", "batch", "checkpoint")])
+@pytest.mark.parametrize("solver", ["sample", "batch", "checkpoint"])
 def test_gradients_of_gaps_of_length_zero(solver):
     """h' = 1 moves by the gaps."""
-    rnn = hbnode.ODERNN(3, 4, field=hbnode.NODE(lambda h: torch.ones_like(h)), initial_state="zeros", **solver).double()
+    field = hbnode.NODE(lambda h: torch.ones_like(h))
+    rnn = hbnode.ODERNN(3, 4, field=field, initial_state="zeros", **SOLVERS[solver]).double()
     x, t = make_series(batch=2)
     before = rnn.filter(x, t.requires_grad_(), mask=torch.zeros(2, 5, dtype=torch.bool)).before
     (at_t,) = torch.autograd.grad(before.h[:, -1, 0].sum(), t)
@@ -140,64 +135,6 @@ def test_between_samples_the_state_solves_the_ode():
     close(filtered.before.m, m * angle.cos() - h * angle.sin(), rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("model", "residual", "cell", "dtype"),
-    [
-        *((model, bool(i % 2), "gru", (torch.float64, torch.float32)[i % 2]) for i, model in enumerate(MODELS)),
-        *((model, not i % 2, "rnn", (torch.float32, torch.float64)[i % 2]) for i, model in enumerate(MODELS)),
-    ],
-)
-@pytest.mark.parametrize("device", DEVICES)
-def test_shapes_and_gradients(model, residual, cell, dtype, device):
-    rnn = make_rnn(model, dtype=dtype, residual=residual, cell=cell, rtol=1e-3, atol=1e-3).to(device)
-    x, t = (part.to(device) for part in make_series(dtype))
-    output, state = rnn(x, t)
-    assert (output.shape, output.dtype, output.device) == ((4, 5, 4), x.dtype, x.device)
-    assert state.t.equal(t[:, -1])
-    assert state.h.equal(output[:, -1])
-    assert (state.m is None) == (model in ("node", "anode"))
-    ahead, end = rnn.forecast(state, [0.0, 0.5, 2.0])
-    assert ahead.shape == (4, 3, 4)
-    assert ahead[:, 0].equal(state.h)
-    assert end.h.equal(ahead[:, -1])
-    (output.square().sum() + ahead.square().sum()).backward()
-    for name, p in rnn.named_parameters():
-        assert p.grad is not None, name
-        assert torch.isfinite(p.grad).all()
-        assert p.grad.any(), name
-
-
-@every_model
-def test_an_output_depends_on_its_own_sample_and_no_later_one(model):
-    rnn = make_rnn(model, rtol=1e-3, atol=1e-3)
-    x, t = make_series()
-    before, after, _ = rnn.filter(x.requires_grad_(), t)
-    for i in range(5):
-        (slope,) = torch.autograd.grad(after.h[:, i].sum(), x, retain_graph=True)
-        assert slope[:, i].any(-1).all()
-        assert not slope[:, i + 1 :].any()
-        if i:
-            (slope,) = torch.autograd.grad(before.h[:, i].sum(), x, retain_graph=True)
-            assert slope[:, i - 1].any(-1).all()
-            assert not slope[:, i:].any()
-
-
-def test_a_hook_of_the_cell_gets_the_adjoint_of_each_state():
-    rnn = make_rnn(rtol=1e-10, atol=1e-10, residual=True)
-    x, t = make_series()
-    states = []
-    handle = rnn.cell.register_forward_hook(lambda module, inputs, output: states.append(output))
-    output, _ = rnn(x, t)
-    handle.remove()
-    adjoints = torch.autograd.grad(output[:, -1].square().sum(), states)
-    after = rnn.filter(x, t).after
-    for i in range(4):  # the definition: restart from the state after sample i
-        h, m = after.h[:, i].detach().requires_grad_(), after.m[:, i].detach().requires_grad_()
-        rest, _ = rnn(x[:, i + 1 :], t[:, i + 1 :], ODERNNState(h, m, t[:, i]))
-        expected = torch.cat(torch.autograd.grad(rest[:, -1].square().sum(), (h, m)), 1)
-        close(adjoints[i], expected, rtol=1e-8, atol=1e-10)
-
-
 # Padding, parts, missing values
 
 
@@ -209,21 +146,18 @@ def test_padding_and_other_samples_of_the_batch_change_nothing(options):
     (x, t), mask = make_series(), make_mask()
     static = STATIC if rnn.static_size else None
     output, state = rnn(x, t, mask=mask, lengths=LENGTHS, static=static)
-    valid, order = torch.arange(5) < LENGTHS[:, None], torch.tensor([2, 0, 3, 1])
-    wild = nn.functional.pad(torch.where(valid[..., None] & mask, x, torch.nan)[order], (0, 0, 0, 2), value=1e9)
-    times = nn.functional.pad(torch.where(valid, t, -1.0)[order], (0, 2))
-    longer, mine = nn.functional.pad(mask[order], (0, 0, 0, 2), value=True), None if static is None else static[order]
-    permuted, end = rnn(wild, times, mask=longer, lengths=LENGTHS[order], static=mine)
-    close(permuted[:, :5], output[order], rtol=1e-11, atol=1e-12)
-    assert permuted.shape[1] == 7
-    assert not permuted[:, 5:].any()
-    assert not output[~valid].any()
-    close(joined(end), joined(state)[order], rtol=1e-11, atol=1e-12)
+    is_sample = torch.arange(5) < LENGTHS[:, None]
+    assert not output[~is_sample].any()
+    wild = nn.functional.pad(torch.where(is_sample[..., None] & mask, x, torch.nan), (0, 0, 0, 2), value=1e9)
+    times = nn.functional.pad(torch.where(is_sample, t, -1.0), (0, 2))
+    is_value = nn.functional.pad(mask, (0, 0, 0, 2), value=True)
+    longer, end = rnn(wild, times, mask=is_value, lengths=LENGTHS, static=static)
+    close(longer, nn.functional.pad(output, (0, 0, 0, 2)), rtol=1e-11, atol=1e-12)
+    close(joined(end), joined(state), rtol=1e-11, atol=1e-12)
     packed = [pack_padded_sequence(z, LENGTHS, batch_first=True, enforce_sorted=False) for z in (x, t, mask)]
-    for given in (packed[1:], (t, mask)):
-        again, end = rnn(packed[0], given[0], mask=given[1], static=static)
-        assert pad_packed_sequence(again, batch_first=True)[0].equal(output)
-        assert end.h.equal(state.h)
+    again, end = rnn(packed[0], packed[1], mask=packed[2], static=static)
+    assert pad_packed_sequence(again, batch_first=True)[0].equal(output)
+    assert end.h.equal(state.h)
     for b, length in enumerate(LENGTHS):
         one, mine = slice(b, b + 1), None if static is None else static[b : b + 1]
         alone, last = rnn(x[one, :length], t[one, :length], mask=mask[one, :length], static=mine)
@@ -232,9 +166,9 @@ def test_padding_and_other_samples_of_the_batch_change_nothing(options):
         assert state.t[b] == t[b, length - 1]
 
 
-@every_solver
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_padding_does_not_count_in_a_common_step(solver):
-    rnn = make_rnn("ghbnode", rtol=1e-4, atol=1e-4, **solver)
+    rnn = make_rnn("ghbnode", rtol=1e-4, atol=1e-4, **SOLVERS[solver])
     x, t = make_series()
     once, _ = rnn(x[:2], t[:2])
     padded = [torch.cat([part[:2], part[:2].repeat(9, *[1] * (part.dim() - 1))]) for part in (x, t)]
@@ -252,10 +186,10 @@ def test_a_series_in_parts(options):
     (x, t), mask = make_series(), make_mask()
     static = STATIC if rnn.static_size else None
     whole, end = rnn(x, t, mask=mask, static=static)
-    for parts in ([slice(0, 2), slice(2, 5)], [slice(i, i + 1) for i in range(5)]):
+    for cuts in ([2], [1, 2, 3, 4]):
         state, outputs = None, []
-        for part in parts:
-            output, state = rnn(x[:, part], t[:, part], state, mask=mask[:, part], static=static)
+        for part in zip(*(z.tensor_split(cuts, 1) for z in (x, t, mask)), strict=True):
+            output, state = rnn(*part[:2], state, mask=part[2], static=static)
             state = pickle.loads(pickle.dumps(state.detach()))
             outputs.append(output)
         close(torch.cat(outputs, 1), whole, rtol=1e-12, atol=1e-13)
@@ -263,59 +197,33 @@ def test_a_series_in_parts(options):
         assert (state.layers[0].last is None) == (not rnn.inputs.looks_back)
     rnn = make_rnn(**{**options, "rtol": 1e-9, "atol": 1e-9, "time_unit": 5.0})
     _, state = rnn(x, t, mask=mask, static=static)
-    later = rnn.forecast(state, [0.5])[1]
     x, t, mask = x[:, :1], t[:, -1:] + 1, mask[:, :1]
-    waited, direct = (rnn(x, t, one, mask=mask, static=static)[0] for one in (later, state))
+    waited, direct = (rnn(x, t, s, mask=mask, static=static)[0] for s in (rnn.forecast(state, [0.5])[1], state))
     close(waited, direct, rtol=1e-6, atol=1e-7)
 
 
-def test_parts_under_checkpoint():
-    rnn = make_rnn(rtol=1e-6, atol=1e-6)
-    x, t = make_series()
-    expected = gradients(rnn(x, t)[0], rnn)
-    first, state = checkpoint(rnn, x[:, :3], t[:, :3], use_reentrant=False)
-    second, _ = checkpoint(rnn, x[:, 3:], t[:, 3:], state, use_reentrant=False)
-    close(gradients(torch.cat([first, second], 1), rnn), expected, rtol=1e-12, atol=1e-13)
-
-
-@every_model
-def test_missing_values(model):
-    rnn = make_rnn(model, rtol=1e-8, atol=1e-8)
-    x, t = make_series()
-    keep = [0, 1, 3, 4]
-    mask = torch.ones(4, 5, dtype=torch.bool)
-    mask[:, 2] = False
-    dropped, _ = rnn(x[:, keep], t[:, keep])
-    output, _ = rnn(torch.where(mask[..., None], x, torch.nan), t, mask=mask)
+def test_missing_values():
+    """Samples without a value are none; a missing value of a sample is 0, whatever stands in its place."""
+    rnn = make_rnn(rtol=1e-8, atol=1e-8)
+    (x, t), keep = make_series(), [0, 1, 3, 4]
+    mask = torch.ones(4, 5, 3, dtype=torch.bool)
+    mask[:, 2] = mask[0, 1, 2] = mask[1, 3, :2] = False
+    holes = torch.where(mask, x, torch.nan).requires_grad_()
+    output, _ = rnn(holes, t, mask=mask)
+    dropped, _ = rnn(torch.where(mask, x, 0.0)[:, keep], t[:, keep])
     close(output[:, keep], dropped, rtol=1e-6, atol=1e-7)
-    by_value = mask[..., None].repeat(1, 1, 3)
-    by_value[0, 1, 2] = by_value[1, 3, :2] = False
-    holes = torch.where(by_value, x, torch.nan).requires_grad_()
-    output, _ = rnn(holes, t, mask=by_value)
-    assert output.equal(rnn(torch.where(by_value, x, 0.0), t, mask=mask)[0])
     output.sum().backward()
     assert torch.isfinite(holes.grad).all()
 
 
-class RecordingCell(nn.Module):
-    """A cell that records its inputs."""
-
-    def __init__(self, inputs, size):
-        super().__init__()
-        self.cell, self.inputs = nn.GRUCell(inputs, size), []
-
-    def forward(self, x, s):
-        self.inputs.append(x)
-        return self.cell(x, s)
-
-
 @pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS)
 def test_inputs_of_the_cell(options):
-    rnn = make_rnn(cell=RecordingCell, **options, time_unit=5.0)
+    rnn, got = make_rnn(**options, time_unit=5.0), []
+    rnn.cell.register_forward_hook(lambda module, arguments, output: got.append(arguments[0]))
     (x, t), mask = make_series(), make_mask()
     static, rate = STATIC if rnn.static_size else None, rnn.inputs.rate
     output, _ = rnn(torch.where(mask, x, torch.nan), t, mask=mask, static=static)
-    got = torch.stack(rnn.cell.inputs, 1)
+    got = torch.stack(got, 1)
     options = {name: value for name, value in options.items() if name != "static_size"}
     expected = reference_irregular.fed(x, t, mask, rate=rate, time_unit=5.0, static=static, **options)
     close(got, expected, rtol=1e-12, atol=1e-12)
@@ -356,22 +264,22 @@ def test_a_series_continues_from_a_forecast_in_float32():
 
 
 def test_initial_states():
-    (x, t), flat = make_series(), nn.Flatten()
-    zeros = hbnode.ODERNN(3, 4, initial_state="zeros", static_size=2).double()
+    x, t = make_series()
+    before = lambda **options: make_rnn(**options).filter(x, t).before
+    zeros = make_rnn(initial_state="zeros", static_size=2)
     assert zeros.start is zeros.static_start is None
     assert not zeros.filter(x, t, static=STATIC).before.h[:, 0].any()
     momentum = hbnode.HBNODE(hbnode.nn.MLP(4, [4], 4), initial_momentum=nn.Linear(4, 4))
-    rnn = hbnode.ODERNN(3, 4, field=momentum, initial_state=nn.Sequential(flat, nn.Linear(15, 4))).double()
-    before = rnn.filter(x, t).before
-    close(before.m[:, 0], momentum.initial_momentum(before.h[:, 0]))
-    both = hbnode.ODERNN(3, 4, initial_state=nn.Sequential(flat, nn.Linear(15, 8))).double()
-    close(joined(both.filter(x, t).before)[:, 0], both.encoder(x))
-    anode = hbnode.ODERNN(3, 5, field=lambda n: hbnode.ANODE(nn.Linear(n, n), augment=2)).double()
-    assert anode.start.shape == (3,)
-    assert not anode.filter(x, t).before.h[:, 0, 3:].any()
+    found = before(field=momentum, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 4)))
+    close(found.m[:, 0], momentum.initial_momentum(found.h[:, 0]))
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 8))
+    close(joined(before(initial_state=encoder))[:, 0], encoder(x))
+    anode = make_rnn(lambda n: hbnode.ANODE(nn.Linear(n, n), augment=2))
+    assert anode.start.shape == (2,)
+    assert not anode.filter(x, t).before.h[:, 0, 2:].any()
     static = make_rnn(static_size=2)
-    before = static.filter(x, t, static=STATIC).before
-    close(joined(before)[:, 0], static.start + STATIC @ static.static_start.weight.T)
+    found = joined(static.filter(x, t, static=STATIC).before)
+    close(found[:, 0], static.start + STATIC @ static.static_start.weight.T)
 
 
 def test_a_field_that_makes_its_own_momentum_learns_to():
@@ -388,8 +296,7 @@ def test_a_field_that_makes_its_own_momentum_learns_to():
 
 def test_an_encoder_gets_the_samples_at_their_given_length():
     rnn = make_rnn(initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 4)), time_unit=10.0)
-    x, t = make_series()
-    lengths = torch.tensor([3, 2, 1, 3])
+    (x, t), lengths = make_series(), torch.tensor([3, 2, 1, 3])
     together, _ = rnn(x, t, lengths=lengths)
     for b in range(4):
         close(rnn(x[b : b + 1], t[b : b + 1], lengths=lengths[b : b + 1])[0][0], together[b])
@@ -447,8 +354,7 @@ def test_every_parameter_learns_and_copies_agree(model):
     (x, t), mask, static = make_series(), make_mask(), STATIC.clone().requires_grad_()
     output, _ = rnn(x, t, mask=mask, static=static)
     output.square().sum().backward()
-    assert static.grad.any()
-    for name, p in rnn.named_parameters():
+    for name, p in [("static", static), *rnn.named_parameters()]:
         assert p.grad is not None, name
         assert p.grad.any(), name
     assert not rnn(x, t, mask=mask, static=static)[0].equal(output)  # another dropout
@@ -457,9 +363,8 @@ def test_every_parameter_learns_and_copies_agree(model):
     fresh.load_state_dict(rnn.state_dict())
     for other in (copy.deepcopy(rnn), fresh, pickle.loads(pickle.dumps(rnn)), torch.compile(rnn, backend="eager")):
         assert other(x, t, mask=mask, static=static)[0].equal(output)
-    assert "num_layers=2, bidirectional=True, dropout=0.5" in repr(rnn)
-    assert "initial_state=learned" in repr(rnn)
-    assert "per_sample=True" in repr(rnn)
+    for part in ("num_layers=2, bidirectional=True, dropout=0.5", "initial_state=learned", "per_sample=True"):
+        assert part in repr(rnn)
 
 
 # Counts, grids, precision, programs
@@ -470,12 +375,12 @@ def test_counts(model):
     rnn = make_rnn(model, rtol=1e-5, atol=1e-5, gradient="checkpoint", options={"max_step": 0.5})
     with hbnode.count_nfe(rnn) as nfe:
         output, _ = rnn(*make_series())
-        assert len(rnn.nfe_per_gap) == 4
         assert rnn.nfe.forward == nfe.forward > 0
-        assert rnn.nfe_per_gap[3].steps > rnn.nfe_per_gap[0].steps  # a gap of 5 and one of 1
         output.sum().backward()
     assert rnn.nfe == nfe
     assert nfe.backward > 0
+    assert len(rnn.nfe_per_gap) == 4
+    assert rnn.nfe_per_gap[3].steps > rnn.nfe_per_gap[0].steps  # a gap of 5 and one of 1
 
 
 def test_reversible_gradient():
@@ -538,17 +443,23 @@ def test_a_grid_counts_in_units_of_time_and_has_a_limit():
     assert torch.autograd.gradcheck(lambda t: rnn(x.double(), t)[0][:, -1], t, eps=1e-6, atol=1e-5, fast_mode=True)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, unless warnings are errors
-def test_torch_compile_and_autocast():
+def test_autocast_and_states_that_are_saved(tmp_path):
     rnn = make_rnn(dtype=torch.float32, rtol=1e-3, atol=1e-3)
     x, t = make_series(torch.float32)
-    expected, _ = rnn(x, t)
-    close(torch.compile(rnn, backend="eager")(x, t)[0], expected)
+    filtered = rnn.filter(x, t)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, state = rnn(x, t)
     assert state.h.dtype == torch.float32
-    close(output, expected, rtol=0.1, atol=0.1)
+    close(output, filtered.after.h, rtol=0.1, atol=0.1)
     output.sum().backward()
+    torch.save(filtered, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(loaded.after.m, filtered.after.m)
+    half = loaded.to(torch.float16)
+    assert half.before.h.dtype == half.state.m.dtype == torch.float16
+    assert half.state.t.dtype == loaded.state.t.dtype
+    assert not any(z.requires_grad for z in filtered.detach().after.as_dict().values())
+    assert repr(state) == "ODERNNState(h=(4, 4), m=(4, 4), t=(4,))"
 
 
 @pytest.mark.slow
@@ -565,16 +476,6 @@ def test_compiled_steps(model, per_sample):
 
 
 # Failures
-
-
-@every_solver
-def test_failures_are_named(solver):
-    field = hbnode.NODE(lambda h: h.square())
-    rnn = hbnode.ODERNN(3, 4, field=field, **solver, rtol=1e-3, atol=1e-3, max_steps=50)
-    nn.init.ones_(rnn.start)
-    x, t = make_series(torch.float32)
-    with pytest.raises(hbnode.SolverError):
-        rnn(x, t, mask=torch.zeros(4, 5, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("solver", [{}, {"per_sample": False}, {"method": "tsit5", "steps": 2}, SOLVERS["dopri5"]])
@@ -625,9 +526,8 @@ def test_steps_that_grow_are_waited_for():
 
 
 def test_an_adjoint_without_gradients_of_times_says_so():
-    options = {**SOLVERS["dopri5"], "rtol": 1e-3, "atol": 1e-3}
-    rnn = make_rnn(gradient="adjoint", **options)
-    x, t = make_series()
+    options = {**SOLVERS["dopri5-adjoint"], "rtol": 1e-3, "atol": 1e-3}
+    rnn, (x, t) = make_rnn(**options), make_series()
     _, state = rnn(x, t)
     with pytest.raises(ValueError, match=r"no gradient with respect to times.*Fix: gradient='direct', or t.detach\(\)"):
         rnn(x, t.requires_grad_())
@@ -635,7 +535,7 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         rnn.forecast(state, torch.ones(1, requires_grad=True))
     with torch.no_grad():
         rnn(x, t)
-    (slope,) = torch.autograd.grad(make_rnn(gradient="direct", **options)(x, t)[0].sum(), t)
+    (slope,) = torch.autograd.grad(make_rnn(**options | {"gradient": "direct"})(x, t)[0].sum(), t)
     assert slope.any()
 
 
@@ -648,7 +548,6 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         ({"cell": "lstm"}, ValueError, "cell must be one of"),
         ({"initial_state": "ones"}, ValueError, "initial_state must be"),
         ({"method": "dopri5"}, ValueError, "per_sample"),
-        ({"rtol": -1.0}, ValueError, "rtol"),
         ({"field": hbnode.ANODE(nn.Linear(9, 9), augment=9)}, ValueError, "more than hidden_size=4"),
         ({"gradient": "adjoint"}, ValueError, "does not know times of each sample's own"),
         ({"missing": "holds"}, ValueError, "missing must be one of.*Fix: 'hold'"),
@@ -656,13 +555,8 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         ({"dropout": 1.0, "num_layers": 2}, ValueError, r"dropout must be in \[0, 1\)"),
         ({"num_layers": 0}, ValueError, "num_layers must be an integer >= 1"),
         ({"static_size": -1}, ValueError, "static_size must be an integer >= 0"),
-        (
-            {"num_layers": 2, "field": hbnode.HBNODE(nn.Linear(4, 4))},
-            ValueError,
-            "field is one module.*Fix: field=",
-        ),
+        ({"num_layers": 2, "field": hbnode.HBNODE(nn.Linear(4, 4))}, ValueError, "field is one module"),
         ({"bidirectional": True, "cell": nn.GRUCell(2, 8)}, ValueError, "cell is one module, and there are 2 networks"),
-        ({"bidirectional": True, "initial_state": nn.Flatten()}, ValueError, "initial_state is one module"),
         ({"options": {"step_size": 0}}, ValueError, "step_size must be a positive number"),
         ({"steps": 2, "options": {"step_size": 0.5}}, ValueError, "were both given. Fix: leave steps out"),
     ],
@@ -672,61 +566,30 @@ def test_wrong_options(options, kind, message):
         hbnode.ODERNN(3, 4, **options)
 
 
-@pytest.mark.parametrize(
-    ("use", "kind", "message"),
-    [
-        (lambda rnn, x, t, state: rnn(x, t, state), ValueError, "lies after the first of t"),
-        (
-            lambda rnn, x, t, state: rnn(x, t + 10, dataclasses.replace(state, m=None)),
-            ValueError,
-            "state's m must have",
-        ),
-        (lambda rnn, x, t, state: rnn(x[:2], t[:2] + 10, state), ValueError, "state's h must have"),
-        (lambda rnn, x, t, state: rnn(x, t + 10, dataclasses.replace(state, t=t)), ValueError, "state's t must have"),
-        (lambda rnn, x, t, state: rnn(x, t + 10, (state.h, state.m)), TypeError, "must be an ODERNNState"),
-        (lambda rnn, x, t, state: rnn.forecast(state.h, [1.0]), TypeError, "must be an ODERNNState"),
-        (lambda rnn, x, t, state: rnn.forecast(state, [1.0, 0.5]), ValueError, "dt must be finite, increase"),
-        (lambda rnn, x, t, state: rnn.forecast(state, [-1.0]), ValueError, "dt must be finite, increase"),
-        (lambda rnn, x, t, state: rnn.forecast(state, torch.zeros(3, 2)), ValueError, "dt must be"),
-        (lambda rnn, x, t, state: state[-1], TypeError, r"read by name.*Fix: state\.h"),
-        (lambda rnn, x, t, state: tuple(state), TypeError, r"read by name.*Fix: state\.h"),
-        (lambda rnn, x, t, state: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=\)"),
-    ],
-)
-def test_wrong_states_and_forecasts(use, kind, message):
+def test_wrong_states_and_modules():
     rnn, (x, t) = hbnode.ODERNN(3, 4), make_series(torch.float32)
     _, state = rnn(x, t)
-    with pytest.raises(kind, match=message):
-        use(rnn, x, t, state)
-
-
-def test_wrong_modules_and_static_features():
-    x, t = make_series(torch.float32)
-    with pytest.raises(ValueError, match="initial_state returned shape"):
-        hbnode.ODERNN(3, 4, initial_state=nn.Sequential(nn.Flatten(), nn.Linear(15, 5)))(x, t)
-    with pytest.raises(ValueError, match="cell returned"):
-        hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t)
-    rnn = hbnode.ODERNN(3, 4, static_size=2)
-    for wrong in (None, STATIC[:2], STATIC[:, :1]):
-        with pytest.raises(ValueError, match=r"static must be \(batch, static_size\) = \(4, 2\)"):
-            rnn(x, t, static=wrong)
-    with pytest.raises(ValueError, match="static is not finite"):
-        rnn(x, t, static=torch.full_like(STATIC, torch.nan))
-
-
-def test_a_state_moves_and_is_saved(tmp_path):
-    rnn = make_rnn(rtol=1e-3, atol=1e-3)
-    x, t = make_series()
-    _, state = rnn(x[:, :3], t[:, :3])
-    expected, _ = rnn(x[:, 3:], t[:, 3:], state)
-    filtered = rnn.filter(x, t)
-    torch.save([state, filtered], tmp_path / "state.pt")
-    loaded, both = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert torch.equal(both.after.m, filtered.after.m)
-    for copied in (loaded, pickle.loads(pickle.dumps(state.detach())), copy.deepcopy(state.detach()), state.cpu()):
-        assert torch.equal(rnn(x[:, 3:], t[:, 3:], copied)[0], expected)
-    single = filtered.to(torch.float32)
-    assert single.before.h.dtype == single.state.m.dtype == torch.float32
-    assert single.state.t.dtype == torch.float64
-    assert not any(z.requires_grad for z in filtered.detach().after.as_dict().values())
-    assert repr(state) == "ODERNNState(h=(4, 4), m=(4, 4), t=(4,))"
+    later = lambda **change: rnn(x, t + 10, dataclasses.replace(state, **change))
+    static = hbnode.ODERNN(3, 4, static_size=2)
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(15, 5))
+    for use, kind, message in (
+        (lambda: rnn(x, t, state), ValueError, "lies after the first of t"),
+        (lambda: later(m=None), ValueError, "state's m must have"),
+        (lambda: later(h=state.h[:2]), ValueError, "state's h must have"),
+        (lambda: later(t=t), ValueError, "state's t must have"),
+        (lambda: rnn(x, t + 10, (state.h, state.m)), TypeError, "must be an ODERNNState"),
+        (lambda: rnn.forecast(state.h, [1.0]), TypeError, "must be an ODERNNState"),
+        (lambda: rnn.forecast(state, [1.0, 0.5]), ValueError, "dt must be finite, increase"),
+        (lambda: rnn.forecast(state, [-1.0]), ValueError, "dt must be finite, increase"),
+        (lambda: rnn.forecast(state, torch.zeros(3, 2)), ValueError, "dt must be"),
+        (lambda: state[-1], TypeError, r"read by name.*Fix: state\.h"),
+        (lambda: tuple(state), TypeError, r"read by name.*Fix: state\.h"),
+        (lambda: rnn(x, t, static=STATIC), ValueError, r"Fix: ODERNN\(..., static_size=\)"),
+        (lambda: static(x, t), ValueError, r"static must be \(batch, static_size\) = \(4, 2\)"),
+        (lambda: static(x, t, static=STATIC[:, :1]), ValueError, "static must be"),
+        (lambda: static(x, t, static=STATIC / 0), ValueError, "static is not finite"),
+        (lambda: hbnode.ODERNN(3, 4, initial_state=encoder)(x, t), ValueError, "initial_state returned shape"),
+        (lambda: hbnode.ODERNN(3, 4, cell=nn.Bilinear(3, 8, 5))(x, t), ValueError, "cell returned"),
+    ):
+        with pytest.raises(kind, match=message):
+            use()

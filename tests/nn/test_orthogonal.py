@@ -6,8 +6,6 @@ import pickle
 
 import pytest
 import torch
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import remove_parametrizations
 
@@ -26,14 +24,14 @@ def off_orthogonal(weight):
 def train(layer, steps, rate=0.1, between=None):
     """Some steps of gradient descent on random targets."""
     optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
-    handle = between(optimizer) if between else None
+    if between:
+        between(optimizer)
     generator = torch.Generator().manual_seed(2)
     x, y = (torch.randn(5, 4, n, generator=generator, dtype=layer.bias_l0.dtype) for n in (2, layer.hidden_size))
     for _ in range(steps):
         optimizer.zero_grad()
         (layer(x)[0] - y).square().mean().backward()
         optimizer.step()
-    return handle
 
 
 # The start
@@ -90,10 +88,10 @@ def test_rebasing_keeps_the_function_and_the_parameters():
     layer, _ = make_pair("dtriv", "", 2, 6, 2, bidirectional=True)
     x = make_input(6)
     expected, before = layer(x)[0].detach(), copy.deepcopy(layer.state_dict())
-    held = {key: id(parameter) for key, parameter in layer.named_parameters()}
+    held = [id(z) for z in (*layer.parameters(), *layer.buffers())]  # which optimizers and DDP hold
     layer.rebase()
     close(layer(x)[0], expected, 1e-12)
-    assert {key: id(parameter) for key, parameter in layer.named_parameters()} == held
+    assert [id(z) for z in (*layer.parameters(), *layer.buffers())] == held
     moved = [key for key, value in layer.state_dict().items() if not torch.equal(value, before[key])]
     assert len(moved) == 8  # base and coordinates of four weights
     other, _ = make_pair("dtriv", "", 2, 6, 2, bidirectional=True)
@@ -148,12 +146,9 @@ def test_rebase_every_counts_steps_and_can_be_removed():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     handle = recurrent.rebase_every(optimizer, model, 3)
     assert [step(optimizer) for _ in range(7)] == [False, False, True] * 2 + [False]
-    model[0].rebase()
-    close(base, model[0].weight_hh_l0.detach(), 1e-6)  # exp(0) = I
     handle.remove()
-    bases.append(base.clone())
     assert not any(step(optimizer) for _ in range(4))
-    with pytest.raises((TypeError, ValueError), match=r"steps must be .*got.*Fix: "):
+    with pytest.raises(ValueError, match="steps must be "):
         recurrent.rebase_every(optimizer, model, 0)
     with pytest.raises(ValueError, match="Linear holds no orthogonal layer"):
         recurrent.rebase_every(optimizer, model[1], 1)
@@ -161,22 +156,26 @@ def test_rebase_every_counts_steps_and_can_be_removed():
 
 def test_groups_of_parameters():
     layer = recurrent.MomentumDTRIV(2, 4, 2, bidirectional=True)
-    parametrizations.weight_norm(layer, "weight_ih_l0")
     model = torch.nn.ModuleList([layer, torch.nn.Linear(8, 1)])
+    inner = {id(p) for name, p in model.named_parameters() if "parametrizations.weight_hh" in name}
     groups = recurrent.parameter_groups(model, 1e-3, 1e-4)
     assert [group["lr"] for group in groups] == [1e-3, 1e-4]
     found = [{id(p) for p in group["params"]} for group in groups]
-    inner = {id(p) for name, p in model.named_parameters() if "parametrizations.weight_hh" in name}
     assert len(inner) == 4
     assert found == [{id(p) for p in model.parameters()} - inner, inner]
-    torch.optim.RMSprop(groups)
+    single = hbnode.nn.DTRIV(2, 4)
+    remove_parametrizations(single, "weight_hh_l0")  # is a weight like any other
+    assert recurrent.parameter_groups(single, 1e-3, 1e-4)[1]["params"] == []
+    single.rebase()
+    single.reset_parameters()
+    assert off_orthogonal(single.weight_hh_l0) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rule", "suffix"), [("", ""), ("momentum", "Cell")])
+@pytest.mark.parametrize(("rule", "suffix", "dtype"), [("", "", torch.bfloat16), ("momentum", "Cell", torch.float16)])
 def test_half_precision(rule, suffix, dtype):
     """The weight is made in float32: at the start a finite gradient, and no rounding that grows with rebases."""
-    layer = kind("dtriv", rule, suffix)(2, 6, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer = kind("dtriv", rule, suffix)(2, 6, dtype=dtype)
     for _ in range(3):
         layer(torch.ones(4, 2, dtype=dtype))[0].float().square().sum().backward()
         for parameter in layer.parameters():
@@ -187,42 +186,16 @@ def test_half_precision(rule, suffix, dtype):
     made = layer.parametrizations[name][0]
     assert off_orthogonal(made.base) < 1e-5
     assert getattr(layer, name).dtype == dtype
-    again = pickle.loads(pickle.dumps(layer))
-    assert torch.equal(getattr(again, name), getattr(layer, name))
     assert off_orthogonal(layer.float().parametrizations[name][0].base) < 1e-5
     assert layer.double().parametrizations[name][0].base.dtype == torch.float64
 
 
-def test_construction_under_autocast_and_on_the_meta_device():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer = recurrent.MomentumDTRIV(2, 5)
-    assert off_orthogonal(layer.weight_hh_l0.detach()) < 1e-5
-    with torch.device("meta"):
-        layer = recurrent.DTRIV(2, 5, 2)
-    copied = copy.deepcopy(layer)
-    assert copied.weight_hh_l1.is_meta
-    assert recurrent.DTRIVCell(2, 5, device="meta").weight_hh.is_meta
-    copied.to_empty(device="cpu").reset_parameters()
-    assert off_orthogonal(copied.weight_hh_l1.detach()) < 1e-5
-
-
-def test_rebasing_under_distributed_data_parallel(tmp_path):
-    """DDP holds the tensors that it reduces, and a base is one of the buffers that it sends."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        layer = recurrent.DTRIV(2, 4)
-        held = {id(z) for z in (*layer.parameters(), *layer.buffers())}
-        model = DistributedDataParallel(layer)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        recurrent.rebase_every(optimizer, layer, 1)
-        for _ in range(3):
-            model(torch.randn(5, 2, 2))[0].square().sum().backward()
-            optimizer.step()
-        del model  # freed after its process group, it waits for gloo's thread, which waits for the interpreter's lock
-    finally:
-        distributed.destroy_process_group()
-    assert {id(z) for z in (*layer.parameters(), *layer.buffers())} == held
-    assert off_orthogonal(layer.weight_hh_l0.detach()) < 1e-5
+def test_on_the_meta_device():
+    layer = copy.deepcopy(recurrent.DTRIV(2, 5, 2, device="meta"))
+    assert layer.weight_hh_l1.is_meta
+    layer.to_empty(device="cpu").reset_parameters()
+    assert off_orthogonal(layer.weight_hh_l1.detach()) < 1e-5
+    assert pickle.loads(pickle.dumps(layer))(torch.randn(3, 2))[0].device.type == "cpu"
 
 
 # Weights
@@ -265,44 +238,26 @@ class WithHead(hbnode.nn.MomentumDTRIV):
 
 
 @pytest.mark.parametrize("what", ["subclass", "spectral norm", "removed", "changed"])
-@pytest.mark.parametrize("copied", ["pickled", "deep", "shallow"])
-def test_a_copy_is_whole(what, copied):
-    make = {"subclass": WithHead, "removed": lambda: hbnode.nn.DTRIVCell(2, 4)}.get(what, lambda: hbnode.nn.DTRIV(2, 4))
-    layer, x = make().eval(), torch.randn(3, 2)
+def test_a_copy_is_whole(what):
+    layer, x = WithHead() if what == "subclass" else hbnode.nn.DTRIV(2, 4), torch.randn(3, 2)
     if what == "spectral norm":
         parametrizations.spectral_norm(layer, "weight_ih_l0").eval()
     if what == "removed":
-        remove_parametrizations(layer, "weight_hh")
+        remove_parametrizations(layer, "weight_hh_l0")
     if what == "changed":
+        layer.eval()
         layer.rule, layer.note = rules.Momentum(), "mine"
         layer.bias_l0.requires_grad_(False)
-    expected, _ = layer(x)
-    state = torch.get_rng_state()
-    copiers = {"pickled": lambda z: pickle.loads(pickle.dumps(z)), "deep": copy.deepcopy, "shallow": copy.copy}
-    again = copiers[copied](layer)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(again(x)[0], expected)
-    assert (again.training, again.rule) == (False, layer.rule)
-    assert vars(again).get("note") == vars(layer).get("note")
-    for (name, mine), (other_name, other) in zip(again.named_parameters(), layer.named_parameters(), strict=True):
-        assert (name, mine.requires_grad) == (other_name, other.requires_grad)
-        assert (mine is other) == (copied == "shallow")
-
-
-def test_pickling_keeps_who_holds_a_parameter():
-    """As of every module: an optimizer beside it, a tied weight, the device that it was moved to."""
-    layer = hbnode.nn.DTRIV(2, 4, device="meta").to_empty(device="cpu")
-    layer.reset_parameters()
-    layer, optimizer = pickle.loads(pickle.dumps((layer, torch.optim.SGD(layer.parameters(), lr=0.1))))
-    held = optimizer.param_groups[0]["params"]
-    assert all(mine is other for mine, other in zip(layer.parameters(), held, strict=True))
-    assert layer(torch.randn(3, 2))[0].device.type == "cpu"
-
-
-def test_a_parametrization_that_was_removed():
-    layer = hbnode.nn.DTRIV(2, 4)
-    remove_parametrizations(layer, "weight_hh_l0")
-    layer.rebase()
-    assert recurrent.parameter_groups(layer, 1e-3, 1e-4)[1]["params"] == []
-    layer.reset_parameters()
-    assert off_orthogonal(layer.weight_hh_l0) < 1e-5
+    optimizer, before = torch.optim.SGD(layer.parameters(), lr=0.1), torch.get_rng_state()
+    pickled, holder = pickle.loads(pickle.dumps((layer, optimizer)))
+    copies = {"pickled": pickled, "deep": copy.deepcopy(layer), "shallow": copy.copy(layer)}
+    assert torch.equal(torch.get_rng_state(), before)
+    for copied, again in copies.items():
+        assert torch.equal(again(x)[0], layer(x)[0])
+        assert (again.training, again.rule) == (layer.training, layer.rule)
+        assert vars(again).get("note") == vars(layer).get("note")
+        for (name, mine), (other_name, other) in zip(again.named_parameters(), layer.named_parameters(), strict=True):
+            assert (name, mine.requires_grad) == (other_name, other.requires_grad)
+            assert (mine is other) == (copied == "shallow")
+    held = holder.param_groups[0]["params"]
+    assert all(mine is other for mine, other in zip(pickled.parameters(), held, strict=True))

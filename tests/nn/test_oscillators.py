@@ -1,11 +1,11 @@
 """Oscillators: the closed form against mpmath, the scan against a loop, times, masks, states, and torch's tools."""
 
 import copy
+import datetime
 import itertools
 import math
 import pickle
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -60,9 +60,8 @@ def gradients(outputs, weights, leaves):
 def compare(found, right, leaves, tolerance):
     """Compare values and gradients of two triples."""
     weights = [torch.randn_like(y) for y in right]
-    for one, other in zip(found, right, strict=True):
-        assert (one - other).abs().max() <= tolerance * max(1.0, other.abs().max())
-    pairs = zip(gradients(found, weights, leaves), gradients(right, weights, leaves), strict=True)
+    pairs = [*zip(found, right, strict=True)]
+    pairs += zip(gradients(found, weights, leaves), gradients(right, weights, leaves), strict=True)
     for one, other in pairs:
         assert (one - other).abs().max() <= tolerance * max(1.0, other.abs().max())
 
@@ -80,16 +79,15 @@ def test_entries_against_mpmath(dtype, tolerance):
             assert abs(value - float(right)) <= tolerance * size, (point, value, right)
 
 
-@pytest.mark.parametrize("dt", [0.01, 0.5, 1.5, 3.0])
+@pytest.mark.parametrize("dt", [0.01, 1.5, 3.0])
 def test_gradients_of_the_closed_form(dt):
     pairs = list(itertools.product([0.0, 0.1, 2.0, 3.0, 10.0], [0.0, 1e-4, 0.25, 1.0, 2.25, 30.0]))
-    gamma, kappa = torch.tensor(pairs, dtype=torch.float64).T.requires_grad_().unbind()
-    leaves = gamma.detach().requires_grad_(), kappa.detach().requires_grad_()
-    gap = torch.full_like(gamma, dt).requires_grad_()
-    torch.autograd.gradcheck(lambda *z: tuple(oscillator_step(*z)), (*leaves, gap), atol=1e-6, rtol=1e-5)
-    torch.autograd.gradcheck(held_response, (*leaves, gap), atol=1e-6, rtol=1e-5)
-    z = torch.tensor([[0.1, 1.0, 0.7], [2.0, 1.0, 0.5], [5.0, 1.0, 2.0]], dtype=torch.float64).T.contiguous()
-    leaves = tuple(part.clone().requires_grad_() for part in z)
+    points = torch.tensor([(*pair, dt) for pair in pairs], dtype=torch.float64).T
+    leaves = [part.clone().requires_grad_() for part in points]
+    for function in (lambda *z: tuple(oscillator_step(*z)), held_response):
+        torch.autograd.gradcheck(function, leaves, atol=1e-6, rtol=1e-5, fast_mode=True)
+    z = torch.tensor([[0.1, 1.0, 0.7], [2.0, 1.0, 0.5], [5.0, 1.0, 2.0]], dtype=torch.float64).T
+    leaves = [part.clone().requires_grad_() for part in z]
     torch.autograd.gradgradcheck(lambda *z: tuple(oscillator_step(*z)), leaves, atol=1e-6)
 
 
@@ -104,9 +102,10 @@ def test_a_step_takes_numbers_and_tensors():
 
 
 @variants
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("times", ["none", "even", "shared", "own"])
-@pytest.mark.parametrize("length", [1, 53])
+@pytest.mark.parametrize(
+    ("times", "length", "mixed"),
+    [*itertools.product(["none", "own"], [1, 53], [False, True]), ("even", 53, True), ("shared", 53, True)],
+)
 def test_scan_against_the_loop(narrow, discretization, input, mixed, times, length):
     layer = make(discretization=discretization, input=input, mixed=mixed)
     x = torch.randn(2, length, 3, dtype=torch.float64).requires_grad_()
@@ -118,46 +117,36 @@ def test_scan_against_the_loop(narrow, discretization, input, mixed, times, leng
     }[times]
     rest = [torch.randn(2, 5, dtype=torch.float64).requires_grad_() for _ in range(2)]
     held = torch.randn(2, 3, dtype=torch.float64) if input == "hold" else None
-    counted = torch.arange(length, dtype=torch.float64)
-    start = (counted if t is None else t).expand(2, -1)[:, 0] - (0.3 if times == "even" else 1.0)
-    gaps = gaps_before(counted if t is None else t, 2, start)
-    leaves = [x, *rest, *layer.parameters()]
+    counted = torch.arange(length, dtype=torch.float64) if t is None else t
+    start = counted.expand(2, -1)[:, 0] - (0.3 if times == "even" else 1.0)
     y, after = layer(x, t, hbnode.nn.OscillatorState(*rest, start, held))
-    compare((y, after.v, after.x), layer_loop(layer, x, gaps, *rest, held=held), leaves, 1e-10)
+    expected = layer_loop(layer, x, gaps_before(counted, 2, start), *rest, held=held)
+    compare((y, after.v, after.x), expected, [x, *rest, *layer.parameters()], 1e-10)
 
 
-@pytest.mark.parametrize("input", ["impulse", "hold"])
+@both
 @pytest.mark.parametrize("is_even", [True, False])
-def test_single_precision(input, is_even):
-    """Values and gradients of the same numbers, over 20,000 samples."""
-    single = make(2, 2, 4, input=input, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("damping", "stiffness"), [(None, None), (3.0, 1.0), (10.0, 1.0), (100.0, 1.0), (0.05, 1.0), (0.01, 1e-3)]
+)
+def test_single_precision(input, is_even, damping, stiffness):
+    """Values and gradients of the same numbers."""
+    if damping is None:
+        single, count, size = make(2, 2, 4, input=input, dtype=torch.float32), 20_000, 2
+    else:
+        single, count, size = hbnode.nn.Oscillators(1, 1, input=input), 500, 1
+        nn.init.constant_(single.log_damping, math.log(damping))
+        nn.init.constant_(single.log_stiffness, math.log(stiffness))
     double = copy.deepcopy(single).double()
-    x, weights = torch.randn(2, 1, 20_000, 2)
-    t = (torch.full((20_000,), 0.5) if is_even else torch.rand(20_000) + 0.1).double().cumsum(0)
+    x, weights = torch.randn(2, 1, count, size, generator=torch.Generator().manual_seed(1))
+    t = (torch.full((count,), 0.5) if is_even else torch.rand(count) + 0.1).double().cumsum(0)
     low, right = single(x, t)[0], double(x.double(), t)[0]
     assert (low - right).norm() <= 1e-5 * right.norm()
     ours = gradients([low], [weights], list(single.parameters()))
     theirs = gradients([right], [weights.double()], list(double.parameters()))
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
-
-
-@both
-@pytest.mark.parametrize(("damping", "stiffness"), [(3.0, 1.0), (10.0, 1.0), (100.0, 1.0), (0.05, 1.0), (0.01, 1e-3)])
-def test_gradients_in_float32(input, damping, stiffness):
-    layer = hbnode.nn.Oscillators(1, 1, input=input)
-    with torch.no_grad():
-        layer.log_damping.fill_(math.log(damping))
-        layer.log_stiffness.fill_(math.log(stiffness))
-    x, weight = torch.randn(2, 1, 500, 1, generator=torch.Generator().manual_seed(1))
-    t = (0.1 + 0.3 * torch.rand(1, 500, dtype=torch.float64)).cumsum(1)
-    found, right = (
-        torch.autograd.grad(each(x.to(dtype), t)[0], [each.log_damping, each.log_stiffness], weight.to(dtype))
-        for each, dtype in ((layer, torch.float32), (copy.deepcopy(layer).double(), torch.float64))
-    )
-    size = max(grad.abs().item() for grad in right)
-    for one, other in zip(found, right, strict=True):
-        assert abs(one.item() - other.item()) <= 1e-5 * size
+    dynamics = max(other.norm() for other in theirs[:2])  # the gradient of one of the two may vanish beside the other
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert (one - other).norm() <= 1e-5 * (dynamics if i < 2 else other.norm())
 
 
 @both
@@ -249,16 +238,6 @@ def test_times_that_drift_slowly_are_not_taken_as_equally_spaced(start):
     torch.testing.assert_close(layer(x, even)[0], layer(x, even.clone().requires_grad_())[0], rtol=1e-3, atol=1e-3)
 
 
-def test_dates_and_durations():
-    layer, x, _ = case()
-    days = numpy.arange(30).astype("datetime64[D]")
-    y, state = layer(x, days)
-    wanted, last = layer(x, torch.arange(30, dtype=torch.float64) * 86_400)
-    torch.testing.assert_close((y, state.t), (wanted, last.t))
-    ahead, _ = layer.forecast(state, numpy.array([1, 2], dtype="timedelta64[m]"))
-    torch.testing.assert_close(ahead, layer.forecast(state, [60.0, 120.0])[0])
-
-
 @variants
 def test_forecast(discretization, input):
     layer = make(discretization=discretization, input=input)
@@ -270,6 +249,8 @@ def test_forecast(discretization, input):
     y, after = layer(torch.zeros(2, 2, 3, dtype=torch.float64), times, state, nothing)
     torch.testing.assert_close(ahead[:, 1:], y, rtol=0, atol=1e-12)
     torch.testing.assert_close((last.v, last.x, last.t), (after.v, after.x, after.t), rtol=0, atol=1e-12)
+    in_seconds = [layer.forecast(state, dt)[0] for dt in ([datetime.timedelta(seconds=1)], [1.0])]
+    torch.testing.assert_close(*in_seconds)
     own, _ = layer.forecast(state, torch.tensor([[0.1, 0.4], [0.4, 1.0]], dtype=torch.float64))
     torch.testing.assert_close(own[1], ahead[1, 1:], rtol=0, atol=1e-12)
 
@@ -277,18 +258,18 @@ def test_forecast(discretization, input):
 def test_both_directions():
     layer = make(bidirectional=True)
     x, lengths = torch.randn(3, 30, 3, dtype=torch.float64), [30, 12, 1]
-    for t in (None, torch.rand(3, 30).double().cumsum(1), torch.rand(30).double().cumsum(0)):
-        y, _ = layer(x, t, lengths=lengths)
+    for t in (None, torch.rand(3, 30).double().cumsum(1)):
+        y, state = layer(x, t, lengths=lengths)
         for i, length in enumerate(lengths):
-            row = torch.arange(30.0).double() if t is None else t if t.dim() == 1 else t[i]
+            row = torch.arange(30.0).double() if t is None else t[i]
             turned = (row[length - 1] - row[:length]).flip(0)
             behind, _ = layer.reverse(x[i : i + 1, :length].flip(1), turned)
             torch.testing.assert_close(y[i, :length, 4:], behind[0].flip(0), rtol=0, atol=1e-12)
             assert not y[i, length:].any()
     _, state = layer(x)
-    with pytest.raises(ValueError, match=r"bidirectional Oscillators layer takes no state.*Fix"):
+    with pytest.raises(ValueError, match="bidirectional Oscillators layer takes no state"):
         layer(x, None, state)
-    with pytest.raises(ValueError, match=r"makes no forecast.*Fix"):
+    with pytest.raises(ValueError, match="makes no forecast"):
         layer.forecast(state, [1.0])
 
 
@@ -302,11 +283,9 @@ def test_packed_sequences():
     for i, (each, t) in enumerate(zip(series, times, strict=True)):
         torch.testing.assert_close(padded[i, : len(t)], layer(each.unsqueeze(0), t)[0][0])
     assert state.t.tolist() == [float(t[-1]) for t in times]
-    with pytest.raises(ValueError, match=r"lengths were given.*Fix"):
-        layer(packed, None, None, None, [4, 9, 1])
 
 
-@pytest.mark.parametrize("input", ["impulse", "hold"])
+@both
 def test_the_cell_continues_a_layer(input):
     layer, cell = make(input=input), hbnode.nn.OscillatorCell(3, 4, 5, input=input).double()
     cell.load_state_dict(layer.state_dict())
@@ -323,19 +302,22 @@ def test_the_cell_continues_a_layer(input):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    layer, x = make(dtype=torch.float32), torch.randn(2, 300, 3)
-    exact, state = layer(x.to(dtype).float())
-    y, low = layer(x.to(dtype))
+    layer, x = make(dtype=torch.float32), torch.randn(2, 300, 3).to(dtype).requires_grad_()
+    exact, state = layer(x.float())
+    y, low = layer(x)
     assert y.dtype == dtype
     assert low.v.dtype == torch.float32
     torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(low.v, state.v)
-    x = x.to(dtype).requires_grad_()
     y, _ = copy.deepcopy(layer).to(dtype)(x, torch.rand(300).cumsum(0))
     y.float().square().mean().backward()
     assert y.dtype == x.grad.dtype == dtype
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(layer(x.detach().float())[0], exact)
+    with torch.no_grad():
+        layer.weight_out.mul_(1e6)
+        layer.weight_skip.mul_(1e6)
+    if dtype == torch.float16:
+        with pytest.raises(FloatingPointError, match=r"too large for torch.float16\."):
+            layer(x)
 
 
 @both
@@ -367,25 +349,6 @@ def test_one_gradient_is_that_of_all(wanted):
         assert not layer(x, t)[0].requires_grad
 
 
-def test_copies_and_states(tmp_path):
-    layer, x = make(), torch.randn(2, 40, 3, dtype=torch.float64)
-    y, state = layer(x)
-    fresh = hbnode.nn.Oscillators(3, 4, 5).double()
-    fresh.load_state_dict(layer.state_dict())
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
-        assert torch.equal(other(x)[0], y)
-    torch.save(state, tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert torch.equal(layer(x, None, loaded)[0], layer(x, None, state.detach())[0])
-    assert "num_oscillators=5, discretization='exact'" in repr(layer)
-
-
-def test_inputs_that_are_not_contiguous():
-    layer, x = make(), torch.randn(3, 40, 2, dtype=torch.float64).permute(2, 1, 0)
-    t = torch.rand(40, 2).double().cumsum(0).T
-    torch.testing.assert_close(layer(x, t)[0], layer(x.contiguous(), t.contiguous())[0])
-
-
 def test_second_derivatives_and_transforms():
     layer = make(2, 2, 3, mixed=True)
     x, t = torch.randn(1, 6, 2, dtype=torch.float64), torch.rand(6).double().cumsum(0)
@@ -398,52 +361,36 @@ def test_second_derivatives_and_transforms():
         right = second()
     torch.testing.assert_close(second(), right)
     assert right.abs().min() > 0
-    _, tangent = torch.func.jvp(lambda x: layer(x, t)[0], (x,), (torch.ones_like(x),))
-    torch.testing.assert_close(tangent, layer(torch.ones_like(x), t)[0])
+    function = lambda x: layer(x, t)[0]
+    tangent = lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+    for each in (tangent, torch.compile(tangent, backend="eager")):
+        torch.testing.assert_close(each(x), layer(torch.ones_like(x), t)[0])
     each = torch.func.vmap(lambda x, t: layer(x[None], t[None])[0][0])(x, t[None])
     torch.testing.assert_close(each, layer(x, t)[0])
+    slope = torch.compile(torch.func.grad(lambda x: function(x).square().sum()), backend="eager")(x)
+    x.requires_grad_()
+    torch.testing.assert_close(slope, torch.autograd.grad(function(x).square().sum(), x)[0])
 
 
-@pytest.mark.parametrize(("input", "times"), [("impulse", "none"), ("impulse", "padded"), ("hold", "own")])
+@pytest.mark.parametrize(("input", "times"), [("impulse", "none"), ("hold", "padded")])
 def test_torch_compile_has_one_graph(input, times):
     torch.compiler.reset()
-    layer = make(input=input, mixed=True)
-    t, lengths = torch.rand(2, 50).double().cumsum(1), None
+    layer, cell = make(input=input, mixed=True), hbnode.nn.OscillatorCell(3, 4, 5, input=input).double()
+    t, lengths = None, None
     if times == "padded":  # by any times
-        t, lengths = torch.cat([t[0, :30], torch.zeros(20)]), torch.tensor([30, 9])
+        t, lengths = torch.cat([torch.rand(30).double().cumsum(0), torch.zeros(20)]), torch.tensor([30, 9])
 
     def run(x):
-        y, state = layer(x, None if times == "none" else t, lengths=lengths)
+        y, state = layer(x, t, lengths=lengths)
         ahead = layer.forecast(state, torch.tensor([0.5, 1.0]))[0] if input == "impulse" else y
-        return y, ahead, state.v, state.t
+        return y, ahead, state.v, state.t, cell(x[:, 0], state, 0.5)[0]
 
-    x = torch.randn(50, 2, 3, dtype=torch.float64).transpose(0, 1).requires_grad_()
+    x = torch.randn(50, 2, 3, dtype=torch.float64).transpose(0, 1).requires_grad_()  # not contiguous
     found, right = torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x)
     torch.testing.assert_close(found, right)
     leaves = [x, *layer.parameters()]
     ours, theirs = (torch.autograd.grad(z[0].square().sum() + z[2].sum(), leaves) for z in (found, right))
     torch.testing.assert_close(ours, theirs)
-
-
-def test_a_compiled_cell_is_one_graph():
-    cell, x = hbnode.nn.OscillatorCell(3, 4), torch.randn(2, 2, 3)
-    state = cell(x[0])[1].detach()
-    compiled = torch.compile(cell, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x[1], state, 0.5)[0], cell(x[1], state, 0.5)[0])
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda layer, x: torch.func.jvp(lambda x: layer(x)[0], (x,), (x,))[1],
-        lambda layer, x: torch.func.grad(lambda x: layer(x)[0].square().sum())(x),
-        lambda layer, x: torch.func.vmap(lambda x: layer(x[None])[0][0])(x),
-    ],
-    ids=["jvp", "grad", "vmap"],
-)
-def test_transforms_inside_of_compiled_functions(function):
-    layer, x, _ = case()
-    torch.testing.assert_close(torch.compile(function, backend="eager")(layer, x), function(layer, x))
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -462,6 +409,16 @@ def test_jit_trace(input):
     layer, x, _ = case(input=input)
     layer.forward = lambda x, forward=layer.forward: forward(x)[0]
     torch.testing.assert_close(torch.jit.trace(layer, (x,), check_trace=False)(2 * x), layer(2 * x))
+
+
+def test_states_are_saved(tmp_path):
+    layer, x = make(), torch.randn(2, 40, 3, dtype=torch.float64)
+    _, state = layer(x)
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    copied = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(copied(x, None, loaded)[0], layer(x, None, state.detach())[0])
+    assert "num_oscillators=5, discretization='exact'" in repr(layer)
 
 
 def test_initial_oscillators_are_in_their_ranges():
@@ -488,47 +445,41 @@ def test_ranges_of_gaps():
     ranges = hbnode.nn.oscillator_ranges(torch.arange(100) / 50)
     layer = hbnode.nn.Oscillators(1, 2, **ranges)
     assert layer.frequency_range == ranges["frequency"] == pytest.approx((50 / 99, 12.5))
-    with pytest.raises(ValueError, match=r"no two observed samples.*Fix"):
-        hbnode.nn.oscillator_ranges([1.0])
-    for last in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="t is not finite where samples are observed"):
-            hbnode.nn.oscillator_ranges([0.0, 1.0, last])
+    for times, message in (([1.0], "no two observed samples"), ([0.0, 1.0, math.nan], "t is not finite where")):
+        with pytest.raises(ValueError, match=message):
+            hbnode.nn.oscillator_ranges(times)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("options", "message"),
     [
-        ((0, 2), {}, "input_size must be an integer >= 1"),
-        ((1, 2, 0), {}, "num_oscillators must be an integer >= 1"),
-        ((1, 2), {"discretization": "euler"}, "discretization must be 'exact' or 'imex'"),
-        ((1, 2), {"input": "zoh"}, "input must be 'impulse' or 'hold'"),
-        ((1, 2), {"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
-        ((1, 2), {"decay": 3}, r"decay must be \(low, high\)"),
-        ((3, 3), {"noise": True, "bidirectional": True}, "forwards in time alone"),
+        ({"input_size": 0}, "input_size must be an integer >= 1"),
+        ({"num_oscillators": 0}, "num_oscillators must be an integer >= 1"),
+        ({"discretization": "euler"}, "discretization must be 'exact' or 'imex'"),
+        ({"input": "zoh"}, "input must be 'impulse' or 'hold'"),
+        ({"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
+        ({"decay": 3}, r"decay must be \(low, high\)"),
+        ({"noise": True, "bidirectional": True}, "forwards in time alone"),
     ],
 )
-def test_wrong_options(arguments, options, message):
-    with pytest.raises(ValueError, match=message + r".*Fix"):
-        hbnode.nn.Oscillators(*arguments, **options)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message + ".*Fix"):
+        hbnode.nn.Oscillators(**{"input_size": 3, "hidden_size": 3} | options)
 
 
 def test_wrong_input():
     layer, x = make(dtype=torch.float32), torch.randn(2, 5, 3)
     _, state = layer(x, torch.arange(5.0))
     cell = hbnode.nn.OscillatorCell(3, 4, 5)
-    wrong = [
-        (layer, (x[0],), ValueError, r"x must be \(batch, T, input_size\)"),
-        (layer, (x[:, :0],), ValueError, "at least one sample"),
+    for call, arguments, kind, message in (
         (layer, (x.double(),), TypeError, "the parameters are torch.float32"),
         (layer, (x, torch.zeros(5)), ValueError, "t must increase strictly"),
-        (layer, (x, torch.arange(4)), ValueError, "t must be"),
         (layer, (x / 0,), ValueError, "x is not finite"),
         (layer, (x, state), TypeError, r"Fix: layer\(x, None, state\)"),
         (layer, (x, torch.arange(5.0), state), ValueError, "state's time lies after"),
         (layer, (x, None, (state.v, state.x)), TypeError, "must be an OscillatorState"),
         (layer, (x[:1], None, state), ValueError, "the state's v must have shape"),
-        (layer, (x, None, None, torch.ones(2, 5)), ValueError, "mask must be bool"),
-        (layer, (x, None, None, None, [6, 1]), ValueError, "lengths must lie"),
+        (layer, (nn.utils.rnn.pack_sequence([*x]), None, None, None, [5, 5]), ValueError, "lengths were given"),
         (cell, (x[0, 0],), ValueError, r"x must be \(batch, input_size\)"),
         (cell, (x[:, 0] / 0,), ValueError, "x must be finite"),
         (cell, (x[:, 0], state, [1.0]), ValueError, "dt must be a number"),
@@ -536,38 +487,28 @@ def test_wrong_input():
         (cell, (x[:, 0], state, math.inf), ValueError, "must be finite"),
         (layer.forecast, (state, torch.zeros(3, 2)), ValueError, "dt must be"),
         (layer.forecast, (state, []), ValueError, "dt must be"),
-    ]
-    wrong += [(layer.forecast, (state, dt), ValueError, "be finite, inc") for dt in ([-1.0], [math.nan], [1.0, 0.5])]
-    for call, arguments, kind, message in wrong:
+        *((layer.forecast, (state, dt), ValueError, "be finite, inc") for dt in ([-1.0], [math.nan], [1.0, 0.5])),
+    ):
         with pytest.raises(kind, match=message):
             call(*arguments)
 
 
 @pytest.mark.parametrize("name", ["log_damping", "log_stiffness", "weight_in", "weight_out"])
-@both
-def test_a_parameter_that_is_not_finite_is_named(name, input):
-    layer, x, t = case(input=input)
+def test_a_parameter_that_is_not_finite_is_named(name):
+    layer, x, t = case()
     with torch.no_grad():
         getattr(layer, name).view(-1)[1] = math.nan
     with pytest.raises(FloatingPointError, match=f"^{name} is NaN"):
         layer(x, t)
 
 
-def test_steps_that_are_unstable_are_named():
+def test_steps_that_are_unstable_and_samples_that_overflow_are_named():
     layer, x, _ = case(discretization="imex", frequency=(1.0, 2.0))
     with pytest.raises(FloatingPointError, match=r"longer than about 2/√κ.*discretization='exact'"):
         layer(x.repeat(1, 20, 1), 3.0 * torch.arange(600))
-
-
-def test_samples_that_overflow_are_named():
     layer, x, _ = case(frequency=(1e-6, 1e-5), decay=(1e-7, 1e-6))
     with pytest.raises(FloatingPointError, match=r"too large for torch.float32\. Fix: standardise x"):
         layer(1e38 * x.abs().repeat(1, 50, 1), 100.0 * torch.arange(1500))
-    with torch.no_grad():
-        layer.weight_out.mul_(1e6)
-        layer.weight_skip.mul_(1e6)
-    with pytest.raises(FloatingPointError, match=r"too large for torch.float16\."):
-        layer(x.half())
 
 
 @pytest.mark.parametrize("head", ["regression", "classification", "next"])
@@ -595,28 +536,27 @@ def test_a_stack_ignores_padding_and_goes_on(head, input):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_stack_has_options_and_names_what_does_not_fit():
+def test_options_of_a_stack():
     model = hbnode.nn.OscillatorStack(3, 8, bidirectional=True, dropout=0.5, norm=False)
     assert model(torch.randn(2, 9, 3))[0].shape == (2, 9, 8)
     assert "Dropout(p=0.5" in repr(model)
-    assert [any(isinstance(m, nn.LayerNorm) for m in each.modules()) for each in (model, model.blocks[0])] == [
-        False
-    ] * 2
-    for options, message in [
-        ({"head": "mean"}, "head must"),
-        ({"head": "next", "bidirectional": True}, "bidirectional"),
-    ]:
-        with pytest.raises(ValueError, match=message + r".*Fix"):
-            hbnode.nn.OscillatorStack(3, 8, **options)
+    assert "LayerNorm" not in repr(model)
     stack, x, t = hbnode.nn.OscillatorStack(2, 4, head="next"), torch.randn(3, 5, 2), torch.arange(5.0)
-    assert any(isinstance(module, nn.LayerNorm) for module in stack.modules())
-    _, deeper = hbnode.nn.OscillatorStack(2, 4, num_layers=3)(x)
-    for state in (deeper, hbnode.nn.Oscillators(2, 4)(x)[1]):
-        with pytest.raises(ValueError, match="state must be an OscillatorStackState of 2 layers"):
-            stack(x, state=state)
+    assert "LayerNorm" in repr(stack)
     torch.testing.assert_close(stack(x, t, t_next=7.0)[0], stack(x, t, t_next=torch.full((3,), 7.0))[0])
-    for t_next in (3.0, torch.tensor([7.0, 7.0, math.nan])):
-        with pytest.raises(ValueError, match="t_next must not lie before the last time"):
-            stack(x, t, t_next=t_next)
-    with pytest.raises(ValueError, match="t_next is for head='next'"):
-        hbnode.nn.OscillatorStack(2, 4)(x, t, t_next=7.0)
+
+
+def test_what_a_stack_refuses():
+    Stack = hbnode.nn.OscillatorStack
+    stack, x, t = Stack(2, 4, head="next"), torch.randn(3, 5, 2), torch.arange(5.0)
+    for use, message in (
+        (lambda: Stack(3, 8, head="mean"), "head must"),
+        (lambda: Stack(3, 8, head="next", bidirectional=True), "bidirectional"),
+        (lambda: stack(x, state=Stack(2, 4, num_layers=3)(x)[1]), "state must be an OscillatorStackState of 2 layers"),
+        (lambda: stack(x, state=hbnode.nn.Oscillators(2, 4)(x)[1]), "state must be an OscillatorStackState"),
+        (lambda: stack(x, t, t_next=3.0), "t_next must not lie before the last time"),
+        (lambda: stack(x, t, t_next=torch.tensor([7.0, 7.0, math.nan])), "t_next must not lie before the last time"),
+        (lambda: Stack(2, 4)(x, t, t_next=7.0), "t_next is for head='next'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()

