@@ -1,7 +1,6 @@
 """The baselines: what they read and in which order, what gaps do, and their sizes; options of tasks that have them."""
 
 import dataclasses
-import json
 import math
 import sys
 
@@ -11,7 +10,6 @@ from torch import nn
 
 pytest.importorskip("tqdm")
 
-from tasks.common import sweep
 from tasks.common.config import MODELS, ODEConfig, parse
 from tasks.common.run import count_parameters
 from tasks.models.baselines import BASELINES, KINDS, Decaying, IrregularSeriesConfig, make_baseline
@@ -50,14 +48,6 @@ def test_a_series_read_in_two_parts_gives_what_it_gives_as_a_whole(name):
     first, state = model(x[:, :3], gap[:, :3])
     second, _ = model(x[:, 3:], gap[:, 3:], state)
     torch.testing.assert_close(torch.cat([first, second], dim=1), features)
-
-
-def test_features_know_the_samples_so_far_and_no_later_ones(name):
-    model, (x, gap, _) = double(name), series()
-    x.requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x, gap)[0][:, 3].sum(), x)
-    assert (gradient[:, :4].abs().sum((0, 2)) > 0).all()
-    assert (gradient[:, 4:] == 0).all()
 
 
 def test_samples_of_a_batch_do_not_meet(name):
@@ -149,39 +139,8 @@ def test_models_of_a_task():
     assert options_of("--model", "gru", "--gradient", "adjoint").model == "gru"  # not tried for a baseline
 
 
-@pytest.mark.parametrize(
-    ("kind", "argv", "message"),
-    [
-        (ODEConfig, "--model gru", "argument --model: invalid choice: 'gru' (choose from node, "),
-        (IrregularSeriesConfig, "--model gru,,node", "invalid choice: ''"),
-        (IrregularSeriesConfig, "--model gru,all", "invalid choice: 'all'"),
-        (IrregularSeriesConfig, "--model gru,ghbnode --method nystrom4", "nystrom4"),
-        (IrregularSeriesConfig, "--gradient adjoint", "gradient='adjoint' of native methods does not know"),
-    ],
-)
-def test_bad_models(kind, argv, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        options_of(*argv.split(), kind=kind)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_options_of_an_ode_rnn():
     config = IrregularSeriesConfig()
     assert config.rnn_options() == config.ode_options() | {"per_sample": True, "time_unit": 1.0}
     changed = dataclasses.replace(config, solver="torchdiffeq", time_unit=2.0).rnn_options()
     assert (changed["per_sample"], changed["time_unit"]) == (False, 2.0)
-
-
-def test_the_help_names_the_models(capsys):
-    with pytest.raises(SystemExit):
-        options_of("--help")
-    assert "gru-d" in capsys.readouterr().out
-
-
-def test_one_model_named_twice_is_one_run(tmp_path):
-    def train(config):
-        (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-
-    sweep.sweep(options_of("--model", "gru,gru"), train)
-    assert json.loads((tmp_path / "config.json").read_text())["model"] == "gru"

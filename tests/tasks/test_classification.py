@@ -291,17 +291,3 @@ def test_scores_and_differences():
     mean, low, high = classification_table.difference({0: (labels, pair)}, {0: (labels, noise)}, 200)
     assert 0 < low < mean < high
     assert classification_table.difference({0: (labels, pair)}, {0: (labels, pair)}, 10) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--drop", "1"], "--drop must be below 1"),
-        (["--labels", ""], "--table and --labels go together"),
-        (["--model", "lstm"], "invalid choice: 'lstm'"),
-    ],
-)
-def test_wrong_options(folder, options, message, capsys):
-    with pytest.raises(SystemExit):
-        classification.main(arguments(folder, *options))
-    assert message in capsys.readouterr().err

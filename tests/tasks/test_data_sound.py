@@ -2,10 +2,8 @@
 
 import io
 import math
-import os
 import wave
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,15 +44,6 @@ def sphere(samples, rate=16000, order="01", coding="pcm"):
 
 
 SAMPLES = [0, 1, -1, 255, 256, -256, 32767, -32768]
-
-
-@pytest.mark.parametrize(
-    ("content", "rate"), [(riff(SAMPLES), 8000), (sphere(SAMPLES), 16000), (sphere(SAMPLES, order="10"), 16000)]
-)
-def test_both_kinds_of_files_and_orders_of_bytes(content, rate):
-    samples, found = speech.read_wave(content, "a.wav")
-    assert (found, samples.dtype) == (rate, torch.float32)
-    assert torch.equal(samples, torch.tensor(SAMPLES) / 32768)
 
 
 @pytest.mark.parametrize(
@@ -332,29 +321,3 @@ def test_missing_and_damaged_pieces(folder):
     path.write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"Piano_midi\.mat cannot be read"):
         polyphonic.read_polyphonic("piano")
-
-
-def has_real(*names):
-    root = os.environ.get("HBNODE_DATA")
-    return bool(root) and all((Path(root) / name).is_file() for name in names)
-
-
-@pytest.mark.skipif(
-    not has_real("fsdd/recordings.zip", *(f"polyphonic/{file}" for file in polyphonic.FILES.values())),
-    reason="no recordings and pieces in HBNODE_DATA",
-)
-def test_the_published_sizes():
-    waves, _ = speech.read_speech("digits")
-    assert {part: len(recordings) for part, recordings in waves.items()} == {
-        "train": 2400,
-        "validation": 300,
-        "test": 300,
-    }
-    assert len({x.numpy().tobytes() for recordings in waves.values() for x in recordings}) == 3000  # none in two parts
-    for name, steps in {
-        "jsb": (13_807, 4_602, 4_725),
-        "nottingham": (176_561, 45_513, 44_463),
-        "piano": (75_911, 8_540, 19_036),
-    }.items():
-        pieces, _ = polyphonic.read_polyphonic(name)
-        assert tuple(sum(map(len, part)) for part in pieces.values()) == steps

@@ -1,10 +1,8 @@
 """Texts by words and characters, sentence pairs, subwords: small files read exactly, and the synthetic ones."""
 
 import math
-import os
 import zipfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -190,16 +188,3 @@ def test_subwords_decode_to_their_text(size):
     assert tokenizer.encode("lox").ids[-1] == UNKNOWN
     if size == 1000:
         assert tokenizer.encode("low lower!").tokens == ["▁low", "▁lower", "!"]
-
-
-def has_real(*names):
-    root = os.environ.get("HBNODE_DATA")
-    return bool(root) and all((Path(root) / name).is_file() for name in names)
-
-
-@pytest.mark.skipif(not has_real(*FILES["wikitext-2"], *FILES["tinyshakespeare"]), reason="no texts in HBNODE_DATA")
-def test_the_published_sizes(monkeypatch):
-    monkeypatch.undo()
-    text = read_text("wikitext-2", train_size=30_000, vocabulary=1000)
-    assert (*map(len, text.parts.values()), len(text.words)) == (30_000, 217_646, 245_569, 1000)
-    assert [len(part) for part in read_text("tinyshakespeare").parts.values()] == [1_003_854, 55_770, 55_770]

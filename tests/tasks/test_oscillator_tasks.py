@@ -9,8 +9,7 @@ import torch
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from tasks import adding, copying, plane_vibration, silverbox
-from tasks.common.config import parse
+from tasks import copying, plane_vibration, silverbox
 from tasks.common.files import write_checkpoint
 from tasks.common.run import count_parameters
 from tasks.data import f16
@@ -32,14 +31,6 @@ def test_as_many_parameters_as_the_plain_lstm(inputs, hidden):
 def test_the_slowest_oscillators_outlast_what_is_to_be_remembered(memory):
     layer = make_oscillators(2, 64, memory).blocks[0].oscillators
     assert layer.frequency_range[0] == layer.decay_range[0] == pytest.approx(0.1 / memory)
-
-
-def test_oscillators_have_no_cell(capsys):
-    with pytest.raises(SystemExit):
-        parse(adding.AddingConfig, {}, "", ["--device", "cpu", "--model", "oscillators", "--cell", "gru"])
-    assert "--model oscillators is for --cell lstm" in capsys.readouterr().err
-    chosen = parse(adding.AddingConfig, {}, "", ["--device", "cpu", "--model", "all", "--cell", "gru"]).chosen()
-    assert "oscillators" not in chosen
 
 
 def test_oscillators_learn_to_copy_where_it_is_short(tmp_path):
@@ -137,12 +128,6 @@ def test_noisy_oscillators_forecast_as_their_layer_does():
         "weight_in",
         "weight_skip",
     }
-
-
-def test_plane_vibration_makes_models_of_its_size():
-    for name in ("oscillators", "oscillator_stack"):
-        model = plane_vibration.make_model(plane_vibration.PlaneVibrationConfig(model=name))
-        assert 15_500 < count_parameters(model) < 16_500
 
 
 def test_resonances_of_the_made_up_structure():

@@ -13,7 +13,7 @@ from tasks import pathological, pathological_table
 from tasks.common.config import parse
 from tasks.common.optimizers import OPTIMIZERS
 from tasks.data.pathological import PROBLEMS, Problem
-from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
+from tasks.models.sequence_models import LAYERS, SequenceModel
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
 from tests.tasks.small_runs import names_in, read_metrics
 
@@ -49,16 +49,6 @@ def test_what_is_not_given_comes_from_the_tables():
         for options in (["--structural-damping", "0"], ["--problem", "permutation"], ["--damping", "7"])
     }
     assert sorted(starts) == pytest.approx([0.03, 0.3, 0.6, 6, 7])
-
-
-def test_rates_are_for_models_that_there_are():
-    for optimizer, rates in pathological.RATES.items():
-        assert optimizer in OPTIMIZERS
-        assert set(rates) <= {"", *LAYERS}
-    assert (
-        set(pathological.SETTINGS) == set(pathological.RATES) == set(pathological.OPTIMIZER_TITLES) == set(OPTIMIZERS)
-    )
-    assert set(TITLES) == set(LAYERS)
 
 
 def test_what_an_optimizer_needs_is_said(monkeypatch, capsys):
@@ -153,24 +143,7 @@ def test_the_loss_is_summed_over_steps_and_averaged_over_sequences():
     assert half.item() == pytest.approx((1 + 9) / 4)
 
 
-def test_an_orthogonal_weight_has_a_smaller_rate():
-    config = options_of("--model", "dtriv", "--hidden", "4", "--lr", "0.1").filled()
-    problem = Problem("addition", 10)
-    groups = make_optimizer(config, make_model(config, problem), problem).param_groups
-    assert [group["lr"] for group in groups] == pytest.approx([0.1, 0.01])
-
-
 # Runs
-
-
-@pytest.mark.parametrize("model", LAYERS)
-def test_every_model_is_trained_with_and_without_hessian(model, tmp_path):
-    options = [*TINY, "--model", model, "--epochs", "1"]
-    pathological.main([*options, "--iterations", "2", "--out", str(tmp_path / "adam")])
-    summary = json.loads((tmp_path / "adam" / "summary.json").read_text())
-    assert (summary["iterations"], summary["sequences"], summary["solved"]) == (2, 24, False)
-    pathological.main([*options, "--optimizer", "hf", "--out", str(tmp_path / "hf")])
-    assert float(read_metrics(tmp_path / "hf")[0]["reduction"]) > 0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -186,12 +159,6 @@ def test_every_optimizer_resumes_to_the_same_numbers(optimizer, tmp_path, monkey
     assert len(rows) == 3
     progress = {"damping", "ratio", "cg_iterations", "step_length", "reduction"}
     assert (progress <= rows[0].keys()) == (optimizer == "hf")
-
-
-def test_memorization_is_drawn(tmp_path):
-    options = [*TINY, "--problem", "memorization_10", "--iterations", "1", "--epochs", "1", "--out", str(tmp_path)]
-    pathological.main(options)
-    assert (tmp_path / "memorization.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_ends_with_its_seconds_and_goes_on_with_more(tmp_path, capsys):

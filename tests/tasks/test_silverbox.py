@@ -17,7 +17,6 @@ pytest.importorskip("matplotlib")
 import hbnode
 from tasks import silverbox
 from tasks.data import silverbox as silverbox_data
-from tests.models import MODELS
 from tests.tasks.small_runs import read_metrics
 
 GAMMA, A, B, GAIN = 0.07, 0.5, 0.05, 0.2  # of a Duffing oscillator much like the Silverbox, in samples
@@ -210,27 +209,6 @@ def test_a_simulation_that_diverges_is_infinite_from_there(samples):
     assert 0 < finite.sum() < 250
     assert finite[: int(finite.sum())].all()
     assert silverbox.rmse(simulated, samples[50:300, 1]) == math.inf
-
-
-def test_models_are_of_about_equal_size():
-    fields = [silverbox.Simulator(model, 20).block.field for model in MODELS]
-    counts = [sum(p.numel() for p in field.parameters()) for field in fields]
-    assert max(counts) < 1.06 * min(counts)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--past", "51"], "--past must be at most 50"),
-        (["--window", "0"], "--window must be positive, got 0"),
-        (["--validation", "10"], "--validation must be at least 100"),
-    ],
-)
-def test_bad_options(argv, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        silverbox.main(argv)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_run_learns_and_says_its_errors_in_millivolts(record, tmp_path):

@@ -4,8 +4,6 @@ import csv
 import dataclasses
 import itertools
 import json
-import math
-import shutil
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from tasks import copying, language_model, pathological, pixel_mnist, plot, recall
+from tasks import recall
 from tasks.data.recall import unit_keys
 from tasks.models.contenders import TITLES
 from tasks.models.recurrent import VARIANTS
@@ -76,26 +74,6 @@ def test_gradients_are_total_derivatives(cell, model):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999])
-@pytest.mark.parametrize("cell", ["dtriv", "rnn"])
-def test_the_gradient_is_the_product_without_a_term_of_momentum(cell, momentum):
-    """dL/dh_t = U^T D_{t+1} dL/dh_{t+1}: D is 1 where a modReLU is not cut off, 1 - h^2 of a tanh."""
-    config = tiny(cell=cell, model="momentum", hidden=7, momentum=momentum, step_size=0.6)
-    net, (x, y) = config.make_model().double(), pictures()
-    if cell == "rnn":
-        nn.init.orthogonal_(net.layer.weight_hh_l0)
-    _, states = unrolled(net, x, y, cell, config.rule_options(config.rules()))
-    slopes = (states != 0).double() if cell == "dtriv" else 1 - states.square()
-    logits = net.head(states[:, -1]).detach()
-    error = logits.softmax(1) - nn.functional.one_hot(y, 10)
-    product = [error @ net.head.weight.detach()]
-    for slope in slopes.flip(1).unbind(1)[:-1]:
-        product.insert(0, (slope * product[0]) @ net.layer.weight_hh_l0.detach())
-    found = pixel_mnist_gradients.gradients(net, (x, y))
-    difference = (found - torch.stack(product, dim=1)).norm(dim=-1) / found.norm(dim=-1)
-    assert difference.max() < 1e-12
-
-
 @pytest.mark.parametrize(
     ("cell", "model"), [*itertools.product(["lstm"], VARIANTS), ("gru", "momentum"), ("dtriv", "adam")]
 )
@@ -148,35 +126,6 @@ def test_gradients_write_their_files(cell, models, tmp_path, capsys):
     summary = json.loads((tmp_path / "run" / "gradients.json").read_text())
     assert summary["configs"][0]["hidden"] == 6
     assert summary["rules"]["momentum"]["momentum"] == 0.6
-
-
-def test_an_orthogonal_weight_keeps_the_norm_where_nothing_is_cut_off():
-    config = tiny(cell="dtriv", model="momentum", hidden=6)
-    net = config.make_model().double()
-    nn.init.constant_(net.layer.bias_l0, 0.01)  # then no modReLU is
-    norms = pixel_mnist_gradients.gradients(net, pictures()).norm(dim=-1)
-    torch.testing.assert_close(norms, norms[:, -1:].expand_as(norms), rtol=1e-5, atol=0)  # a basis of float32
-
-
-def test_an_untrained_lstm_has_no_gradient_where_the_next_pixel_is_black():
-    """Its recurrent weight reaches the input gate alone, and the cell's input is 0 there; with momentum it is not."""
-    x, y = pictures()
-    x[x < 0.5] = 0
-    x[:, 0] = 1
-    next_is_black = x[:, 1:, 0] == 0
-    for model, expected in (("plain", next_is_black), ("momentum", torch.zeros_like(next_is_black))):
-        net = tiny(model=model).make_model().double()
-        norms = pixel_mnist_gradients.gradients(net, (x, y)).norm(dim=-1)
-        assert torch.equal(norms[:, :-1] == 0, expected)
-
-
-def test_a_loss_that_is_not_finite_is_named():
-    config = tiny(model="momentum")
-    net = config.make_model()
-    optimizer = pixel_mnist.make_optimizer(net, config)
-    batch = (torch.full((2, 16, 1), math.nan), torch.tensor([0, 1]))
-    with pytest.raises(SystemExit, match=r"MomentumLSTM: the training loss is nan at iteration 3\. Fix:"):
-        pixel_mnist_gradients.step(net, optimizer, batch, config, 3)
 
 
 # The grid of momentum and step size
@@ -278,12 +227,6 @@ def test_throughput_writes_a_table_with_ratios_to_softmax(tmp_path, capsys, monk
     assert drawn == [6] * 8 + [12] * 8
     assert report["threads"] == torch.get_num_threads()
     assert "× softmax" in capsys.readouterr().out
-
-
-def test_the_bytes_of_a_state():
-    nested = (torch.zeros(2, 3), [torch.zeros(4, dtype=torch.float64)], {"x": (torch.zeros(5),)})
-    assert image_throughput.state_bytes(nested) == 24 + 32 + 20
-    assert image_throughput.state_bytes((object(), None)) == 0
 
 
 # Recall
@@ -392,50 +335,4 @@ def test_the_regression_leaves_table_and_figure(tmp_path, capsys, monkeypatch):
         recall_regression.parse(["--sequences", "0"])
 
 
-@pytest.mark.slow
-def test_momentum_averages_noise_and_does_not_accelerate():
-    """The design's table to 10 %; without noise nothing is left to tell the two apart."""
-    published = {"white": (0.0149, 0.0107), "ill-conditioned": (0.0355, 0.0347)}
-    with torch.no_grad():
-        for keys, condition in recall_regression.KEYS.items():
-            spread = recall_regression.deviations(condition)
-            exact, noisy = (recall_regression.errors(spread, noise, 64, seed=0) for noise in (0.0, 0.3))
-            *_, found, _ = recall_regression.rows(exact, {})
-            assert max(found["delta"], found["momentum_delta"]) < 1e-12
-            *_, found, _ = recall_regression.rows(noisy, {})
-            assert (found["length"], found["settings"]) == (1000, "safe")
-            assert (found["delta"], found["momentum_delta"]) == pytest.approx(published[keys], rel=0.1)
-
-
 # Tables and figures of runs without ODEs
-
-
-def test_tables_and_figures_name_what_was_compared(tmp_path, capsys):
-    tiny = "--device cpu --length 12 --hidden 5 --iterations 2 --batch-size 8 --test-size 10 --epochs 2".split()
-    for model in ("plain", "momentum"):
-        copying.main([*tiny, "--model", model, "--out", str(tmp_path / "runs" / model)])
-    for optimizer in ("adam", "hf"):
-        options = [*tiny, "--model", "gru", "--optimizer", optimizer, "--max-cg", "4"]
-        pathological.main([*options, "--out", str(tmp_path / "runs" / optimizer)])
-    text = "--model transformer --data generated --train-size 600 --test-size 100 --context 10 --epochs 1".split()
-    for name in ("heavy_ball", "deeper"):
-        options = [*TRANSFORMER, *text, "--connection", name]
-        language_model.main([*options, "--out", str(tmp_path / "runs" / name)])
-    capsys.readouterr()
-    plot.main([str(tmp_path / "runs")])
-    out = capsys.readouterr().out
-    assert "NFE" not in out
-    for name in ("copying-default-lstm-12", "pathological-default-addition-12", "language_model-default-generated"):
-        assert name in out
-        assert (tmp_path / "runs" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    for said in ("trivial loss", "test accuracy %", "optimizer=adam", "optimizer=hf", "\nheavy ball ", "\ndeeper "):
-        assert said in out
-    assert {line.split("  ")[0] for line in out.splitlines()} >= {"LSTM", "MomentumLSTM"}
-    for name in ("adam", "hf", "heavy_ball", "deeper"):
-        shutil.rmtree(tmp_path / "runs" / name)
-    figure = plot.draw(plot.collect(tmp_path / "runs"), "")
-    assert [ax.get_ylabel() for ax in figure.axes] == ["train loss", "test loss", "seconds per epoch"]
-    assert [ax.get_yscale() for ax in figure.axes] == ["log", "log", "linear"]
-    (trivial,) = [line for line in figure.axes[1].lines if line.get_label() == "no memory"]
-    assert trivial.get_ydata()[0] == pytest.approx(10 * math.log(8) / 32)
-    assert figure.axes[0].lines[0].get_linestyle() == "--"

@@ -12,7 +12,6 @@ pytest.importorskip("matplotlib")
 
 import hbnode
 from tasks import image_classification, point_cloud
-from tasks.__main__ import main
 from tasks.common.config import SCHEDULES, ODEConfig, parse
 from tasks.common.run import count_parameters
 from tasks.common.train import _schedule
@@ -53,12 +52,6 @@ def test_models_have_the_papers_parameter_counts(make, counts):
     assert [count_parameters(make(model)) for model in MODELS] == counts
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_digits_models_are_of_about_equal_size(small):
-    counts = [count_parameters(image_classification.Classifier(m, "digits", small=small)) for m in MODELS]
-    assert max(counts) < 1.06 * min(counts)
-
-
 def test_paper_presets():
     config = cloud_options("--preset", "paper")
     assert (config.tol, config.epochs, config.lr) == (1e-7, 300, 1e-2)
@@ -79,41 +72,6 @@ def test_options_override_the_preset_and_describe_a_solver():
     options = ODEConfig().ode_options()
     assert (options["method"], options["gradient"], options["steps"]) == (None, None, None)
     assert ODEConfig(solver="torchdiffeq").ode_options()["adjoint_options"] == {"norm": "seminorm"}
-
-
-@pytest.mark.parametrize(
-    ("options", "argv", "message"),
-    [
-        (image_options, "--model resnet", "invalid choice: 'resnet'"),
-        (image_options, "--preset none", "invalid choice: 'none'"),
-        (image_options, "--epochs 0", "--epochs must be positive, got 0"),
-        (image_options, "--dataset mnist --small", "--small is for --dataset digits"),
-        (image_options, "--regularize both", "--regularize is for --model node and anode, got hbnode"),
-        (image_options, "--curve --steps 3", "--curve varies the tolerance"),
-        (image_options, "--model all --method nystrom4", "nystrom4"),
-        (cloud_options, "--steps 5 --solver torchdiffeq", "steps=5 is a fixed grid"),
-        (cloud_options, "--method foo", "unknown method 'foo'"),
-        (cloud_options, "--method rk4", "--method rk4 is not one of --solver native"),
-        (cloud_options, "--method tsit5 --solver torchdiffeq", "Fix: --solver native"),
-        (cloud_options, "--method rk4 --solver torchdiffeq", "say how fine with --steps"),
-        (cloud_options, "--gradient reversible", "reversible"),
-        (cloud_options, "--tol 1e-12", "far below what torch.float32 carries"),
-        (cloud_options, "--device abacus", "abacus"),
-        (cloud_options, "--clip -1", "--clip must not be negative"),
-        (cloud_options, "--loss-scale nan", "--loss-scale is nan"),
-        (cloud_options, "--seed 4294967296", "--seed must be below"),
-    ],
-)
-def test_bad_options_end_the_command(options, argv, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        options(*argv.split())
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_task_list(capsys):
-    main()
-    assert {"tasks.image_classification", "tasks.point_cloud"} <= set(capsys.readouterr().out.split())
 
 
 def test_the_point_cloud_lies_where_the_paper_says():
@@ -202,13 +160,6 @@ def test_networks_run_in_bfloat16_and_states_in_float32():
     assert set(seen) == {torch.bfloat16}
 
 
-def test_the_curve_can_be_asked_for_afterwards(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_classification, "CURVE_IMAGES", 2)
-    for options, expected in (([], False), (["--curve"], True)):
-        image_classification.main([*QUICK, "--out", str(tmp_path), *options])
-        assert (tmp_path / "tolerance.csv").exists() == expected
-
-
 @pytest.fixture
 def undrawn(monkeypatch):
     """Point clouds without figures, which take longer than a short training."""
@@ -227,12 +178,6 @@ def test_the_loss_scale_leaves_exact_gradients_alone_and_costs_the_adjoint_evalu
             rows[solver, scale] = read_metrics(folder)[0]
     assert {**rows["native", "1024"], "loss_scale": "1.0"} == rows["native", "1"]
     assert float(rows["torchdiffeq", "1024"]["nfe_backward"]) > float(rows["torchdiffeq", "1"]["nfe_backward"])
-
-
-def test_an_animation_is_drawn_when_it_is_asked_for_later(undrawn, tmp_path):
-    for options in ([], [], ["--animate"]):
-        point_cloud.main([*CLOUD, "--out", str(tmp_path), *options])
-    assert undrawn == [False, True]
 
 
 @pytest.mark.parametrize("model", ["anode", "node"])  # in space and in the plane

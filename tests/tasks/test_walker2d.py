@@ -17,7 +17,6 @@ pytest.importorskip("matplotlib")
 
 from tasks import walker2d
 from tasks.common.config import parse
-from tasks.common.files import read_checkpoint
 from tasks.common.run import Run, count_parameters
 from tasks.data import walker2d as walker2d_data
 from tasks.data.walker2d import read_walker2d
@@ -244,14 +243,6 @@ def test_a_report_has_the_errors_of_predictions_and_of_standing_still(data, tmp_
     assert found["walk_mse"] == pytest.approx((walk - future).square().mean().item(), rel=1e-4)
     assert found["walk_standing_mse"] == pytest.approx((x[:, -1:] - future).square().mean().item(), rel=1e-5)
     assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_unit_of_time_is_fitted_on_request(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(walker2d, "report", lambda *args: {})
-    options = "--windows 8 --epochs 1 --ahead 3 --device cpu --tol 1e-2 --time-unit 0 --out".split()
-    walker2d.main([*options, str(tmp_path)])
-    checkpoint = read_checkpoint(tmp_path / "checkpoint.pt", "walker2d", "hbnode")
-    assert float(checkpoint["model"]["rnn.time_unit"]) == pytest.approx(10 * walker2d.FRAME, rel=1e-4)
 
 
 # Generating rollouts
