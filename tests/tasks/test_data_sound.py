@@ -49,7 +49,6 @@ SAMPLES = [0, 1, -1, 255, 256, -256, 32767, -32768]
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"no sound",
         riff(SAMPLES)[:-3],
         riff(SAMPLES, channels=2),
@@ -57,21 +56,11 @@ SAMPLES = [0, 1, -1, 255, 256, -256, 32767, -32768]
         sphere(SAMPLES)[:-2],
         sphere(SAMPLES)[:900],
         sphere(SAMPLES, coding="pcm,embedded-shorten-v2.00"),
-        sphere(SAMPLES).replace(b"sample_rate", b"sample_rat_"),
     ],
 )
 def test_files_that_cannot_be_read(content):
     with pytest.raises(ValueError, match=r"a\.wav cannot be read .*expected a RIFF or NIST SPHERE file of one channel"):
         speech.read_wave(content, "a.wav")
-
-
-def test_16_khz_become_8_khz():
-    """A tone well below 4 kHz is sampled at half the rate; what is above 4 kHz is filtered out."""
-    t = torch.arange(1600, dtype=torch.float64) / 16000
-    low, high = (torch.sin(2 * torch.pi * f * t) for f in (500, 6000))
-    found = speech.to_8_khz(low + high, 16000, "a.wav")
-    torch.testing.assert_close(found[50:-50], low[::2][50:-50], rtol=0, atol=2e-3)
-    assert speech.to_8_khz(low, 8000, "a.wav") is low
 
 
 def digit_files(recordings=12):
@@ -185,22 +174,17 @@ def test_spectra_are_the_formula():
     assert torch.equal(speech.log_spectra(torch.zeros(300)), torch.full((6, 129), -50.0))
 
 
-def test_the_transform_is_orthonormal_and_scipys():
-    from scipy.fft import dct
-
-    basis = mfcc.cosine_basis()
-    torch.testing.assert_close(basis @ basis.T, torch.eye(13, dtype=torch.float64), rtol=0, atol=1e-14)
-    x = torch.randn(5, 26, dtype=torch.float64)
-    torch.testing.assert_close(x @ basis.T, torch.from_numpy(dct(x.numpy(), norm="ortho"))[:, :13])
-
-
-@pytest.mark.parametrize("frequency", [250, 1000, 3000])
-def test_a_tone_is_in_the_band_whose_centre_is_nearest(frequency):
-    t = torch.arange(1600, dtype=torch.float64) / speech.RATE
-    energies = speech.power_spectra(torch.sin(2 * math.pi * frequency * t)) @ mfcc.mel_filters().T
-    centres = np.linspace(0, 2595 * math.log10(1 + 4000 / 700), 28)[1:-1]
-    expected = np.abs(centres - 2595 * math.log10(1 + frequency / 700)).argmin()
-    assert energies[4:-4].argmax(1).unique().tolist() == [expected]
+def test_16_khz_become_8_khz_of_both_kinds_of_files_and_orders_of_bytes():
+    """A tone well below 4 kHz is sampled at half the rate; what is above 4 kHz is filtered out."""
+    for content, rate in ((riff(SAMPLES), 8000), (sphere(SAMPLES), 16000), (sphere(SAMPLES, order="10"), 16000)):
+        samples, found = speech.read_wave(content, "a.wav")
+        assert (found, samples.dtype) == (rate, torch.float32)
+        assert torch.equal(samples, torch.tensor(SAMPLES) / 32768)
+    t = torch.arange(1600, dtype=torch.float64) / 16000
+    low, high = (torch.sin(2 * torch.pi * f * t) for f in (500, 6000))
+    found = speech.to_8_khz(low + high, 16000, "a.wav")
+    torch.testing.assert_close(found[50:-50], low[::2][50:-50], rtol=0, atol=2e-3)
+    assert speech.to_8_khz(low, 8000, "a.wav") is low
 
 
 def test_slopes_are_those_of_lines():
@@ -250,24 +234,6 @@ def test_cepstra_are_those_of_loops():
     torch.testing.assert_close(mfcc.mfcc(torch.zeros(300)), expected.expand(6, -1), rtol=1e-5, atol=1e-4)
 
 
-def test_cepstra_of_training_are_standardised(monkeypatch):
-    waves = speech.tones((6, 2, 2))
-    monkeypatch.setattr(speech, "tones", lambda: dict(waves))
-    batches, _ = task.read_batches(task.SpeechConfig(data="generated", features="mfcc"))
-    known = torch.cat([mfcc.mfcc(w) for w in waves["train"]])
-    raw = mfcc.mfcc(waves["test"][0])
-    expected = (raw - known.mean(0)) / known.std(0, correction=0)
-    torch.testing.assert_close(batches["test"][0][0, : len(raw)], expected)
-
-
-@pytest.mark.parametrize(("size", "chosen"), [(0, range(12)), (4, [0, 3, 6, 9]), (5, [0, 2, 4, 7, 9]), (99, range(12))])
-def test_fewer_recordings_are_from_everywhere(size, chosen, monkeypatch):
-    waves = speech.tones((12, 1, 1))
-    monkeypatch.setattr(speech, "tones", lambda: dict(waves))
-    batches, _ = task.read_batches(task.SpeechConfig(data="generated", train_size=size))
-    assert batches["train"][1].tolist() == [-(-len(waves["train"][k]) // 128) + 2 for k in chosen]
-
-
 # Piano rolls
 
 
@@ -290,15 +256,27 @@ def write(path, parts):
     savemat(path, cells)
 
 
-@pytest.mark.parametrize("within", ["polyphonic", ""])
-def test_pieces_of_a_file(within, folder):
-    write(folder / within / "JSB_Chorales.mat", PARTS)
-    for name in ("auto", "jsb"):
-        pieces, found = polyphonic.read_polyphonic(name)
+def test_cepstra_of_training_are_standardised_and_fewer_recordings_are_from_everywhere(monkeypatch):
+    waves = speech.tones((12, 2, 2))
+    monkeypatch.setattr(speech, "tones", lambda: dict(waves))
+    batches, _ = task.read_batches(task.SpeechConfig(data="generated", features="mfcc"))
+    known = torch.cat([mfcc.mfcc(w) for w in waves["train"]])
+    raw = mfcc.mfcc(waves["test"][0])
+    torch.testing.assert_close(batches["test"][0][0, : len(raw)], (raw - known.mean(0)) / known.std(0, correction=0))
+    for size, chosen in ((0, range(12)), (4, [0, 3, 6, 9]), (5, [0, 2, 4, 7, 9]), (99, range(12))):
+        batches, _ = task.read_batches(task.SpeechConfig(data="generated", train_size=size))
+        assert batches["train"][1].tolist() == [-(-len(waves["train"][k]) // 128) + 2 for k in chosen]
+
+
+def test_pieces_of_a_file(folder):
+    for within in ("polyphonic", ""):
+        write(folder / within / "JSB_Chorales.mat", PARTS)
+        pieces, found = polyphonic.read_polyphonic("auto" if within else "jsb")
         assert found == "jsb"
         for part, variable in zip(("train", "validation", "test"), PARTS, strict=True):
             assert [x.tolist() for x in pieces[part]] == [x.tolist() for x in PARTS[variable]]
             assert all(x.dtype == torch.uint8 for x in pieces[part])
+        (folder / within / "JSB_Chorales.mat").unlink()
 
 
 def test_missing_and_damaged_pieces(folder):

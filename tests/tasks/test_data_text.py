@@ -11,7 +11,7 @@ pytest.importorskip("tokenizers")
 
 from tasks.data import tatoeba
 from tasks.data.subwords import PADDING, UNKNOWN, decode, learn_subwords
-from tasks.data.text import FILES, Text, chain_transitions, in_windows, read_text
+from tasks.data.text import FILES, Text, chain_transitions, read_text
 
 
 @pytest.fixture(autouse=True)
@@ -100,15 +100,6 @@ def test_the_chain():
     following = train[1:][train[:-1] == text.words.index("word7")].unique(return_counts=True)[1]
     assert sorted((following / following.sum()).tolist()) == pytest.approx([0.1, 0.15, 0.25, 0.5], abs=0.07)
     assert not torch.equal(text.parts["validation"], text.parts["test"])
-
-
-def test_windows():
-    text = torch.arange(11)
-    assert in_windows(text, 3).tolist() == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
-    assert in_windows(text, 3, start=2).tolist() == [[2, 3, 4, 5], [5, 6, 7, 8]]
-    assert in_windows(text, 10).tolist() == [list(range(11))]
-    with pytest.raises(ValueError, match="a text of 11 words has no window of 11 words"):
-        in_windows(text, 11)
 
 
 def assert_disjoint(parts):
