@@ -165,15 +165,6 @@ def test_the_papers_numbers_of_parameters():
     assert (options.protocol, options.solver, options.adjoint_norm) == ("paper", "torchdiffeq", "full")
 
 
-def test_the_cell_is_the_formula():
-    cell = plane_vibration.LinearCell(5, 4, parts=2).double()
-    x, h, m = (torch.randn(3, size, dtype=torch.float64) for size in (5, 4, 4))
-    expected = x @ cell.input.weight.T + cell.input.bias
-    for part, weight in ((h, cell.parts[0]), (m, cell.parts[1])):
-        expected = expected + part @ weight.weight.T + weight.bias
-    torch.testing.assert_close(cell(x, torch.cat([h, m], dim=1)), expected)
-
-
 @pytest.mark.parametrize("model", ["node", "ghbnode"])
 def test_a_prediction_has_seen_the_samples_before_it_only(model, short):
     """With an encoder that sees nothing: in the paper's model it sees the window. It starts near rest."""

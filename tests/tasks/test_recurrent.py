@@ -225,26 +225,6 @@ def test_the_weights_of_the_best_epoch_and_of_the_last_are_tested(tmp_path):
 # Adding and copying
 
 
-@pytest.mark.parametrize("task", [copying, adding])
-def test_every_epoch_and_seed_has_data_of_its_own_and_all_the_same_test(task, tmp_path, monkeypatch):
-    data = []
-
-    def note(run, model, train, test, loss, **options):
-        data.append((train, test))
-        raise SystemExit
-
-    monkeypatch.setattr(task, "fit", note)
-    options = "--device cpu --length 12 --hidden 5 --iterations 3 --batch-size 8 --test-size 10 --out".split()
-    for seed in ("0", "1"):
-        with pytest.raises(SystemExit):
-            task.main([*options, str(tmp_path), "--seed", seed])
-    made = [train.make(epoch) for train, _ in data for epoch in (0, 1)]
-    assert len({tuple(batch[0].flatten().tolist()) for batch in made}) == 4
-    assert len(made[0][0]) == data[0][0].samples == 24
-    assert all(torch.equal(x, y) for x, y in zip(data[0][0].make(0), made[0], strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(data[0][1], data[1][1], strict=True))
-
-
 # Speech and music: what is predicted is the next step
 
 

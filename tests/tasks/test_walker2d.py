@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
@@ -105,11 +104,9 @@ def test_windows_are_kept_frames_with_their_times_and_the_next_raw_frames():
     assert (gaps > 1).float().mean() == pytest.approx(0.1, abs=0.03)  # a gap is longer if the next frame is missing
     starts = [row.tolist().index(following[0]) for row, following in itertools.pairwise(numbers) if following[0] in row]
     assert set(starts) == {16}
-    assert (numbers[:, 0] < 1000).any()
-    assert (numbers[:, 0] >= 5000).any()
+    assert set((numbers[:, 0] >= 5000).tolist()) == {True, False}
     x, _, future = walker2d.windows([numbered(200)], seed=0, after=20)
     assert torch.equal(future[..., 0], x[:, -1:, 0] + torch.arange(1.0, 21.0))
-    assert future.max() <= 199
     with pytest.raises(ValueError, match=r"too few for one window of 64 kept ones and 1 after them\. Fix"):
         walker2d.windows([numbered(50), numbered(40)], seed=0)
 
@@ -127,9 +124,7 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     torch.testing.assert_close(splits.mean, frames.mean(0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(splits.deviation, frames.std(0), atol=1e-5, rtol=1e-5)
     assert len(splits.train[0]) == 7
-    batch = (torch.arange(100), torch.arange(100) * 2)
-    assert [x.tolist() for x in walker2d.thin(batch, 4)] == [[0, 25, 50, 75], [0, 50, 100, 150]]
-    assert all(len(walker2d.thin(batch, count)[0]) == 100 for count in (0, 100, 300))
+    assert walker2d.thin((torch.arange(100),), 4)[0].tolist() == [0, 25, 50, 75]
 
 
 # Models
@@ -186,10 +181,9 @@ def test_channels_leave_in_their_own_units():
     assert torch.equal(raw.enter(x), x)
 
 
-@pytest.mark.parametrize("model", ["hbnode", "gru"])
-def test_walking_on_feeds_predictions_a_frame_apart(model):
+def test_walking_on_feeds_predictions_a_frame_apart():
     torch.manual_seed(2)
-    net = make(model, shrink=1.0)
+    net = make("hbnode", shrink=1.0)
     x, t = samples(2, 5, 17), torch.tensor([[0.0, 1, 2, 4, 5], [0, 2, 3, 4, 7]], dtype=torch.float64) / 64
     walk = walker2d.walk_on(net, x, t, 3)
     for _ in range(3):  # reading all again each time
@@ -199,22 +193,6 @@ def test_walking_on_feeds_predictions_a_frame_apart(model):
 
 
 # The figure
-
-
-def test_the_skeleton_stands_and_bends_as_a_walker():
-    frame = torch.zeros(17)
-    frame[0] = 1.25  # MuJoCo's model at rest: its feet's axes are 0.1 above the floor
-    limbs = walker2d.skeleton(frame)
-    torch.testing.assert_close(limbs["torso"], torch.tensor([[0.0, 1.05], [0.0, 1.45]]))
-    for side in ("right", "left"):
-        torch.testing.assert_close(limbs[side], torch.tensor([[0.0, 1.05], [0.0, 0.6], [0.0, 0.1], [0.2, 0.1]]))
-    frame[3] = -math.pi / 2  # a knee bends backwards
-    frame[1] = 0.1  # the torso leans forwards
-    limbs = walker2d.skeleton(frame)
-    assert limbs["torso"][1, 0] > 0 > limbs["torso"][0, 0]
-    assert limbs["right"][2, 0] < limbs["right"][1, 0] - 0.4
-    for name, lengths in (("torso", [0.4]), ("right", [0.45, 0.5, 0.2]), ("left", [0.45, 0.5, 0.2])):
-        torch.testing.assert_close(limbs[name].diff(dim=0).norm(dim=1), torch.tensor(lengths))
 
 
 def test_a_report_has_the_errors_of_predictions_and_of_standing_still(data, tmp_path):
@@ -310,23 +288,6 @@ def test_adjoint_norms_are_those_of_the_states_in_between(model):
     squares = torch.stack([gradient.square().sum(-1) for gradient in gradients], 1)
     expected = squares.unflatten(1, (5, -1)).sum(-1).sqrt()
     torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
-
-
-def test_without_an_ode_and_with_a_known_cell_the_gradient_is_known():
-    class Half(nn.Module):
-        def forward(self, x, s):
-            return 0.5 * s + 0 * x.sum(-1, keepdim=True)
-
-    x, y = torch.randn(2, 3, 6, 17, dtype=torch.float64)
-    t = torch.arange(6.0, dtype=torch.float64).expand(3, 6)
-    for residual, factor in ((False, 0.5), (True, 1.5)):
-        net = walker2d_gradients.make("still", residual, tol=1e-5).double()
-        net.rnn.cell = Half()
-        net.rnn.start = nn.Parameter(torch.ones(24, dtype=torch.float64))
-        norms = walker2d_gradients.adjoint_norms(net, (x, t, y))
-        expected = norms[:, -1:] * factor ** torch.arange(5.0, -1.0, -1.0, dtype=torch.float64)
-        torch.testing.assert_close(norms, expected)
-        assert walker2d_gradients.ratios(norms)[2].item() == pytest.approx(factor**2)
 
 
 def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
