@@ -1,5 +1,7 @@
 """Densities in the plane."""
 
+import math
+
 import pytest
 import torch
 
@@ -16,6 +18,16 @@ def options_of(*argv):
     return parse(density.DensityConfig, {}, "", ["--device", "cpu", *argv])
 
 
+@pytest.mark.parametrize("name", DATASETS)
+def test_data_are_in_the_square_and_repeat_with_the_generator(name):
+    x, again = (DATASETS[name](5000, torch.Generator().manual_seed(0)) for _ in range(2))
+    assert x.shape == (5000, 2)
+    assert torch.equal(x, again)
+    assert (x.abs() < EXTENT).all(1).float().mean() > 0.999
+    assert x.mean(0).abs().max() < 0.15
+    assert 0.5 < x.std(0).min() < x.std(0).max() < 3
+
+
 def test_the_checkerboard_is_uniform_on_its_eight_squares():
     x = DATASETS["checkerboard"](8000, torch.Generator().manual_seed(0))
     square = ((x + 4) / 2).floor().long()
@@ -23,6 +35,14 @@ def test_the_checkerboard_is_uniform_on_its_eight_squares():
     assert (counts > 0).sum() == 8
     assert (counts[counts > 0] - 1000).abs().max() < 150
     assert not (counts[:-1] * counts[1:]).any()
+
+
+def test_the_grid_and_the_integral_of_an_energy():
+    points = grid(5)
+    assert points[0].tolist() == [-EXTENT, -EXTENT]
+    assert points[1].tolist() == [-EXTENT / 2, -EXTENT]
+    assert log_normalizer(lambda x: x.square().sum(-1) / 0.5) == pytest.approx(math.log(math.pi * 0.5), abs=1e-6)
+    assert log_normalizer(ring) == pytest.approx(log_normalizer(ring, 401), abs=1e-6)
 
 
 def test_the_density_of_a_cnf_integrates_to_one_and_is_that_of_its_samples():

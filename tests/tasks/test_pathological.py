@@ -39,6 +39,12 @@ def test_what_is_not_given_comes_from_the_tables():
     supplement = options_of("--preset", "supplement").filled()
     assert (supplement.batch_size, supplement.curvature_size, supplement.max_cg) == (10_000, 1_000, 300)
     assert (supplement.damping, supplement.structural_damping) == (0.1, 1 / 30)
+    starts = {
+        options_of("--preset", preset, "--optimizer", "hf", "--length", "60", *options).filled().damping
+        for preset in ("default", "supplement")
+        for options in (["--structural-damping", "0"], ["--problem", "permutation"], ["--damping", "7"])
+    }
+    assert sorted(starts) == pytest.approx([0.03, 0.3, 0.6, 6, 7])
     for rates in pathological.RATES.values():
         assert set(rates) <= {"", *LAYERS}
     assert set(pathological.SETTINGS) == set(pathological.RATES) == set(OPTIMIZERS)
@@ -150,6 +156,13 @@ def test_every_optimizer_trains(optimizer, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["iterations"], summary["sequences"], summary["solved"]) == (2, 24, False)
     assert (tmp_path / "memorization.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_orthogonal_weight_has_a_smaller_rate():
+    config = options_of("--model", "dtriv", "--hidden", "4", "--lr", "0.1").filled()
+    problem = Problem("addition", 10)
+    groups = make_optimizer(config, make_model(config, problem), problem).param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([0.1, 0.01])
 
 
 @pytest.mark.parametrize("clock", ["wall", "cpu"])

@@ -184,6 +184,8 @@ def test_the_optimizer_has_a_rate_for_orthogonal_weights(task):
         model = config.make_model()
         groups = pixel_mnist.make_optimizer(model, config).param_groups
         assert {group["alpha"] for group in groups} == {0.99}
+        plain = small_pixels()
+        assert pixel_mnist.make_optimizer(plain.make_model(), plain).param_groups[0]["alpha"] == 0.9
     else:
         config = speech.SpeechConfig(**options)
         model = speech.make_model(config)
@@ -462,3 +464,15 @@ def test_the_chain_is_learned_and_iterates_are_averaged(tmp_path):
     options += " --bptt 12 --model sr --patience 1 --lr 90 --epochs 4"
     language_model.main([*options.split(), "--out", str(tmp_path / "averaged")])
     assert read_metrics(tmp_path / "averaged")[-1]["is_averaged"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("task", "name"), [(language_model, "ptb"), (speech, "timit"), (polyphonic_music, "piano")], ids=str
+)
+def test_missing_data_is_named_and_a_run_is_of_one_source(task, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path))
+    options = ["--device", "cpu", "--model", "plain", "--hidden", "5", "--epochs", "1", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match=r"(ptb|TIMIT|Piano_midi.mat) is not in .*Fix: "):
+        task.main([*options, "--data", name])
+    task.main(options)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == "generated"  # and not auto

@@ -127,6 +127,14 @@ def test_a_damaged_csv_is_named(damage, message, record, tmp_path):
         silverbox_data.read_silverbox()
 
 
+def test_the_split_is_the_benchmarks():
+    """That of Silverbox() in nonlinear_benchmarks 1.0.1: three quarters of rows 40,650 to 127,400 are for training."""
+    rows = {name: range(silverbox_data.ROWS)[part] for name, part in silverbox_data.SETS.items()}
+    assert [len(part) for part in rows.values()] == [65_062, 21_688, 32_000, 40_475]
+    assert [part[0] for part in rows.values()] == [40_650, 40_650 + 65_062, 100, 100]
+    assert silverbox_data.START == 50
+
+
 def test_training_statistics_only(record):
     records, scale = silverbox.split(record, validation=120)
     train = record[250:530]

@@ -156,6 +156,13 @@ def test_networks_run_in_bfloat16_and_states_in_float32():
     assert set(seen) == {torch.bfloat16}
 
 
+def test_the_curve_can_be_asked_for_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_classification, "CURVE_IMAGES", 2)
+    for options, expected in (([], False), (["--curve"], True)):
+        image_classification.main([*QUICK, "--out", str(tmp_path), *options])
+        assert (tmp_path / "tolerance.csv").exists() == expected
+
+
 def test_the_loss_scale_leaves_exact_gradients_alone_and_costs_the_adjoint_evaluations(tmp_path, monkeypatch):
     monkeypatch.setattr(point_cloud, "draw_evolution", lambda *args: None)  # which takes longer than the training
     rows = {}
@@ -175,6 +182,14 @@ def test_a_point_cloud_moves_in_a_picture_and_in_an_animation(tmp_path, monkeypa
         assert (tmp_path / "evolution.png").read_bytes()[:4] == b"\x89PNG"
         assert (tmp_path / "evolution.gif").read_bytes()[:3] == b"GIF"
         assert not list(tmp_path.rglob("*partial*"))
+
+
+def test_an_animation_is_drawn_when_it_is_asked_for_later(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(point_cloud, "draw_evolution", lambda *args: drawn.append(args[-1]))
+    for options in ([], [], ["--animate"]):
+        point_cloud.main([*"--device cpu --tol 0.1 --epochs 2 --out".split(), str(tmp_path), *options])
+    assert drawn == [False, True]
 
 
 def test_two_processes_train_as_one(tmp_path, monkeypatch):

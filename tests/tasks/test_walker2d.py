@@ -288,6 +288,8 @@ def test_adjoint_norms_are_those_of_the_states_in_between(model):
     squares = torch.stack([gradient.square().sum(-1) for gradient in gradients], 1)
     expected = squares.unflatten(1, (5, -1)).sum(-1).sqrt()
     torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+    halved = 0.5 ** torch.arange(5.0, -1.0, -1.0).expand(3, 6)
+    assert walker2d_gradients.ratios(halved)[2].item() == pytest.approx(0.5**2)
 
 
 def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
