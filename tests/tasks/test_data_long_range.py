@@ -218,10 +218,6 @@ def test_pathfinder(folder, caplog):
         ((write_paths, {"damaged": b"no image"}), {"dataset": "pathfinder"}, r"sample_4\.png cannot be read"),
         (None, {"min_length": 500}, "got min_length 500, max_length 40"),
         (None, {"min_length": 38, "max_length": 39}, "got min_length 38, max_length 39"),
-        (
-            None,
-            {"min_length": 3, "max_length": 5, "train_size": 500, "test_size": 9},
-        ),
     ],
 )
 def test_what_cannot_be_made_or_read(write, options, message, folder):
