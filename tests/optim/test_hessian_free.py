@@ -1,6 +1,7 @@
 """The Hessian-free optimizer: conjugate gradients, steps, what it refuses, and the models that it takes."""
 
 import copy
+import itertools
 import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -47,12 +48,11 @@ def test_conjugate_gradients_solve():
     root, b = torch.randn(20, 20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
     a = root @ root.T + 0.1 * torch.eye(20, dtype=torch.float64)
     expected = torch.linalg.solve(a, b)
-    for start in (None, 0.9 * expected, -expected):
-        for scale in (None, a.diagonal()):
-            solution = conjugate_gradients(lambda v: a @ v, b, start, limit=60, tolerance=0.0, preconditioner=scale)
-            torch.testing.assert_close(solution.iterates[-1][0], expected, rtol=1e-7, atol=1e-8)
-            for d, value in solution.iterates:
-                assert value == pytest.approx(float(d @ a @ d / 2 - b @ d), abs=1e-9)
+    for start, scale in itertools.product((None, 0.9 * expected, -expected), (None, a.diagonal())):
+        solution = conjugate_gradients(lambda v: a @ v, b, start, limit=60, tolerance=0.0, preconditioner=scale)
+        torch.testing.assert_close(solution.iterates[-1][0], expected, rtol=1e-7, atol=1e-8)
+        for d, value in solution.iterates:
+            assert value == pytest.approx(float(d @ a @ d / 2 - b @ d), abs=1e-9)
 
 
 def test_conjugate_gradients_stop_by_the_rule_of_martens():
@@ -98,11 +98,10 @@ def test_a_step_solves_linear_least_squares():
 
 
 @pytest.mark.parametrize("samples", [0, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_resumed_run_goes_on_exactly(dtype, samples):
+def test_a_resumed_run_goes_on_exactly(samples):
     layer, readout = hbnode.nn.TanhRNN(2, 4, batch_first=True), nn.Linear(4, 3)
-    model = nn.ModuleList([layer, readout]).to(dtype)
-    batches = [(torch.randn(8, 5, 2, dtype=dtype), torch.randint(3, (8, 5))) for _ in range(6)]
+    model = nn.ModuleList([layer, readout])
+    batches = [(torch.randn(8, 5, 2), torch.randint(3, (8, 5))) for _ in range(6)]
     options = {"structural_damping": 0.1, "preconditioner_samples": samples}
     optimizer = optimizer_of(model, "cross_entropy", **options)
 
@@ -146,12 +145,8 @@ def test_a_stationary_point_leaves_lambda():
     assert optimizer.param_groups[0]["damping"] == 0.1
 
 
-@pytest.mark.parametrize("hidden", [0, 30])
-def test_rounding_after_an_exact_fit_leaves_lambda(hidden):
+def test_rounding_after_an_exact_fit_leaves_lambda():
     """New targets are then fitted as soon as by a fresh optimizer."""
-
-    def make():
-        return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1)) if hidden else nn.Linear(3, 1)
 
     def steps_to_fit(model, optimizer, y):
         for step in range(50):
@@ -162,9 +157,9 @@ def test_rounding_after_an_exact_fit_leaves_lambda(hidden):
 
     x = torch.randn(10, 3)
     y = x.sum(1, keepdim=True)
-    model, fresh = make(), make()
+    model, fresh = (nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 1)) for _ in range(2))
     optimizer = optimizer_of(model)
-    for _ in range(60):
+    for _ in range(40):
         optimizer.step(lambda: (model(x), y))
     assert (optimizer.progress.outcome, math.isnan(optimizer.progress.ratio)) == ("stationary", True)
     assert optimizer.progress.loss < 1e-12
@@ -318,20 +313,21 @@ def test_copies_files_and_other_dtypes(tmp_path):
 def test_states_of_others_are_refused():
     model, x = nn.Linear(3, 5, bias=False), torch.randn(9, 3)
     optimizer = optimizer_of(model)
-    for state in ({}, None, {"state": {}}):
-        with pytest.raises(ValueError, match=r"is no state of an optimizer.*Fix: the one that HessianFree.state_dict"):
-            optimizer.load_state_dict(state)
     optimizer.step(lambda: (model(x), x @ torch.ones(3, 5)))
-    state = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"of another optimizer"):
-        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
-    with pytest.raises(ValueError, match=r"Fix: HessianFree\(..., loss='mse'\)"):
-        optimizer_of(model, "bce").load_state_dict(state)
-    with pytest.raises(ValueError, match=r"direction of shape \(5, 3\) for a parameter of shape \(3, 5\)"):
-        optimizer_of(nn.Linear(5, 3, bias=False)).load_state_dict(state)
-    state["param_groups"][0]["damping"] = float("nan")
-    with pytest.raises(ValueError, match=r"damping of the state_dict is nan"):
-        optimizer.load_state_dict(state)
+    state, adam = optimizer.state_dict(), torch.optim.Adam(model.parameters()).state_dict()
+    spoiled = copy.deepcopy(state)
+    spoiled["param_groups"][0]["damping"] = math.nan
+    for other, wrong, message in (
+        (optimizer, {}, r"is no state of an optimizer.*Fix: the one that HessianFree.state_dict"),
+        (optimizer, None, "is no state of an optimizer"),
+        (optimizer, {"state": {}}, "is no state of an optimizer"),
+        (optimizer, adam, "of another optimizer"),
+        (optimizer_of(model, "bce"), state, r"Fix: HessianFree\(..., loss='mse'\)"),
+        (optimizer_of(nn.Linear(5, 3, bias=False)), state, r"direction of shape \(5, 3\) for .* \(3, 5\)"),
+        (optimizer, spoiled, "damping of the state_dict is nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(wrong)
 
 
 # What is refused
@@ -341,7 +337,6 @@ def test_states_of_others_are_refused():
     ("options", "error", "message"),
     [
         ({"loss": nn.MSELoss()}, ValueError, "must be one of.*Fix: loss='mse'"),
-        ({"loss": nn.BCEWithLogitsLoss}, ValueError, "Fix: loss='bce'"),
         ({"loss": nn.functional.cross_entropy}, ValueError, "Fix: loss='cross_entropy'"),
         ({"loss": "crossentropie"}, ValueError, "Fix: loss='cross_entropy'"),
         ({"loss": "l1"}, ValueError, "Fix: one of these"),
@@ -360,20 +355,6 @@ def test_states_of_others_are_refused():
 def test_wrong_options(options, error, message):
     with pytest.raises(error, match=message):
         hbnode.optim.HessianFree(**({"params": [torch.zeros(2)], "loss": "mse"} | options))
-
-
-def test_parameters_that_are_given_twice():
-    x = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"list\(dict.fromkeys"), pytest.warns(UserWarning, match="duplicate"):
-        hbnode.optim.HessianFree([x, x], loss="mse")
-
-
-def test_a_step_without_a_closure():
-    optimizer = optimizer_of(nn.Linear(3, 3))
-    with pytest.raises(TypeError, match=r"earlier backward\(\) are not used. Fix: optimizer.step\(lambda: \(model"):
-        optimizer.step()
-    with pytest.raises(TypeError, match=r"curvature must be a function without arguments"):
-        optimizer.step(lambda: (X, Y), 3)
 
 
 NOISE = np.random.default_rng(0)
@@ -421,20 +402,6 @@ def test_what_a_closure_must_not_return(name):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("where", ["inputs", "targets"])
-def test_a_curvature_batch_that_is_not_finite(where):
-    model, bad = nn.Linear(3, 3), {"inputs": X.clone(), "targets": Y.clone()}
-    bad[where][3] = math.nan
-    with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
-        optimizer_of(model).step(lambda: (model(X), Y), lambda: (model(bad["inputs"]), bad["targets"]))
-
-
-def test_cases_are_not_classes():
-    model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"case_dim=2 must be a dimension of the outputs that counts cases"):
-        optimizer_of(model, "cross_entropy", case_dim=2).step(lambda: (model(X), CLASSES))
-
-
 class Once(torch.autograd.Function):
     """The sine, whose backward pass cannot be differentiated."""
 
@@ -447,6 +414,22 @@ class Once(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return grad * ctx.saved_tensors[0].cos()
+
+
+def test_parameters_given_twice_and_steps_without_a_closure():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"list\(dict.fromkeys"), pytest.warns(UserWarning, match="duplicate"):
+        hbnode.optim.HessianFree([x, x], loss="mse")
+    model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match=r"earlier backward\(\) are not used. Fix: optimizer.step\(lambda: \(model"):
+        optimizer_of(model).step()
+    with pytest.raises(TypeError, match=r"curvature must be a function without arguments"):
+        optimizer_of(model).step(lambda: (X, Y), 3)
+    with pytest.raises(ValueError, match=r"case_dim=2 must be a dimension of the outputs that counts cases"):
+        optimizer_of(model, "cross_entropy", case_dim=2).step(lambda: (model(X), CLASSES))
+    for x, y in ((X * math.nan, Y), (X, Y * math.nan)):
+        with pytest.raises(FloatingPointError, match=r"of curvature\(\) are not finite"):
+            optimizer_of(model).step(lambda: (model(X), Y), lambda x=x, y=y: (model(x), y))
 
 
 class Detached(Once):
@@ -466,25 +449,18 @@ class Wrong(Once):
         return grad + grad.sign() * (grad.abs() - grad.abs().detach())
 
 
-class ThreeLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-
-
-def hooked(m, x):
-    m.a.weight.register_hook(lambda grad: grad.detach().clamp(-1, 1))
-    return m.a(x)
+def clamped(model, x):
+    model[0].weight.register_hook(lambda grad: grad.detach().clamp(-1, 1))
+    return model[0](x)
 
 
 NOT_TWICE = {
-    "once": (lambda m, x: m.b(Once.apply(m.a(x))), "no graph, that of OnceBackward. Fix: another operation"),
-    "small part": (lambda m, x: 20 * m.a(x) + Detached.apply(m.c(x)), "no graph, that of DetachedBackward"),
-    "two paths": (lambda m, x: 1000 * m.b(m.a(x)) + Detached.apply(m.a(x)), "no graph, that of DetachedBackward"),
-    "wrong": (lambda m, x: Wrong.apply(m.a(x)), "the derivative of its backward pass is wrong"),
-    "hook": (hooked, "a hook of a parameter takes the graph"),
+    "once": (lambda m, x: m[1](Once.apply(m[0](x))), "no graph, that of OnceBackward. Fix: another operation"),
+    "two paths": (lambda m, x: 1000 * m(x) + Detached.apply(m[0](x)), "no graph, that of DetachedBackward"),
+    "wrong": (lambda m, x: Wrong.apply(m[0](x)), "the derivative of its backward pass is wrong"),
+    "hook": (clamped, "a hook of a parameter takes the graph"),
     "reentrant": (
-        lambda m, x: m.b(checkpoint(m.a, x.clone().requires_grad_(), use_reentrant=True)),
+        lambda m, x: m[1](checkpoint(m[0], x.clone().requires_grad_(), use_reentrant=True)),
         "reentrant checkpoints.*use_reentrant=False",
     ),
 }
@@ -493,7 +469,7 @@ NOT_TWICE = {
 @pytest.mark.parametrize("name", NOT_TWICE)
 def test_a_model_that_cannot_be_differentiated_twice_is_refused(name):
     evaluate, message = NOT_TWICE[name]
-    model = ThreeLayers()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=f"cannot be differentiated twice.*{message}"):
         optimizer_of(model).step(lambda: (evaluate(model, X), Y))
@@ -526,52 +502,46 @@ class LanguageModel(nn.Module):
         return self.readout(self.layer(self.embed(tokens))[0])
 
 
-def encoder():
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    return Net(nn.Sequential(nn.Linear(3, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
-
-
-def pictures():
-    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)
-    return nn.Sequential(*layers)
-
-
 def momentum(cell, rule, width=4):
     return lambda: (Net(getattr(hbnode.nn, f"Momentum{cell}")(3, width, rule=rule, batch_first=True), width), X, Y)
 
 
+def sequential(*layers, x=X, y=Y):
+    return lambda: (nn.Sequential(*copy.deepcopy(layers)), x, y)
+
+
+def transformer(attention):
+    return lambda: (hbnode.nn.MomentumTransformer(5, 8, 2, 1, 16, attention=attention), TOKENS, TOKENS)
+
+
 TOKENS = torch.arange(18).view(3, 6) % 5
+ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False)
+
+
+PICTURES = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
+
+
 MODELS = {
     "DTRIV": lambda: (Net(hbnode.nn.DTRIV(3, 4, batch_first=True)), X, Y),
-    "momentum DTRIV": momentum("DTRIV", "momentum"),
     "momentum GRU": momentum("GRU", "momentum"),
-    "Adam LSTM": momentum("LSTM", "adam"),
     "Adam LSTM, wide": momentum("LSTM", "adam", 600),
     "RMSProp RNN": momentum("RNN", "rmsprop"),
-    "adaptive LSTM": momentum("LSTM", "adaptive"),
     "adaptive GRU, wide": momentum("GRU", "adaptive", 600),
     "ODERNN": lambda: (Timed(hbnode.ODERNN(3, 4, field="hbnode")), X, Y),
     "ODEBlock": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), steps=4, method="nystrom4"), X, Y),
     "adjoint": lambda: (hbnode.HeavyBallODEBlock(nn.Linear(3, 3), method="dopri5", gradient="adjoint"), X, Y),
-    "encoder": lambda: (encoder(), X, Y),
+    "encoder": sequential(nn.Linear(3, 4), ENCODER, nn.Linear(4, 3)),
     "checkpoint": lambda: (Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), X, Y),
     "compiled": lambda: (
-        torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), backend="aot_eager"),
+        torch.compile(sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))()[0], backend="aot_eager"),
         X,
         Y,
     ),
     "language model": lambda: (LanguageModel(), TOKENS, TOKENS),
-    **{
-        f"{attention} transformer": lambda attention=attention: (
-            hbnode.nn.MomentumTransformer(5, 8, 2, 1, 16, attention=attention),
-            TOKENS,
-            TOKENS,
-        )
-        for attention in ("momentum", "heavy_ball", "softmax")
-    },
-    "pictures": lambda: (pictures(), torch.randn(16, 1, 8, 8), torch.randint(10, (16,))),
-    "one sample": lambda: (nn.Linear(3, 2), X[0, :1], CLASSES[0, :1]),
-    "DataParallel": lambda: (nn.DataParallel(Net(nn.Linear(3, 4))), X, Y),
+    "momentum transformer": transformer("momentum"),
+    "softmax transformer": transformer("softmax"),
+    "pictures": sequential(*PICTURES, x=torch.randn(16, 1, 8, 8), y=torch.arange(16) % 10),
+    "one sample": sequential(nn.Linear(3, 2), x=X[0, :1], y=CLASSES[0, :1]),
     "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), X, Y),
 }
 

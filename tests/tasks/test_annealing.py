@@ -55,11 +55,3 @@ def test_an_unknown_log_z_is_the_best_estimate_and_other_options_are_refused(tmp
     assert "logistic regression, d = 31: log Z = " in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"has other options.*Fix: --out another-folder"):
         annealing.main([*arguments, str(tmp_path), "--seed", "1"])
-
-
-@pytest.mark.parametrize("wrong", [["--targets", "funel"], ["--evaluations", "x"], ["--paths", "3"], ["--lr", "0"]])
-def test_wrong_options_are_refused(wrong, tmp_path):
-    with pytest.raises(SystemExit) as exit_:
-        annealing.main([*wrong, "--out", str(tmp_path / "run")])
-    assert exit_.value.code == 2
-    assert not (tmp_path / "run").exists()

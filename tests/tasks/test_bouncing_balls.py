@@ -165,24 +165,19 @@ def test_free_running_sees_the_first_frames_only():
 
 # Runs
 
-QUICK = "--device cpu --model plain --hidden 5 --batch-size 4 --iterations 2 --test-size 5 --length 12".split()
 
-
-@pytest.mark.parametrize("clock", ["wall", "cpu"])
-def test_a_run_ends_when_its_seconds_are_spent(clock, tmp_path, monkeypatch):
+def test_a_run_ends_when_its_seconds_are_spent(tmp_path, monkeypatch):
     """Every epoch has new videos, and all runs the same for the test."""
     whole, made = bouncing_balls.videos, []
     monkeypatch.setattr(bouncing_balls, "videos", lambda *args: made.append(whole(*args)) or made[-1])
     monkeypatch.setattr(bouncing_balls, "write_picture", lambda *args: None)
-    options = [*QUICK, "--clock", clock, "--epochs", "50", "--out", str(tmp_path)]
-    bouncing_balls.main([*options, "--seconds", "1e-6"])
+    options = "--device cpu --model plain --hidden 5 --batch-size 4 --iterations 2 --test-size 5 --length 12".split()
+    options = [*options, "--seconds", "1e-6", "--out", str(tmp_path)]
+    bouncing_balls.main([*options, "--epochs", "50"])
     assert len(read_metrics(tmp_path)) == 1
-    before = (tmp_path / "summary.json").read_bytes()
-    bouncing_balls.main([*options, "--seconds", "1e-6"])
-    assert (tmp_path / "summary.json").read_bytes() == before  # finished already
-    bouncing_balls.main([*options, "--epochs", "3"])
+    bouncing_balls.main([*options, "--epochs", "3", "--seconds", "100"])
     assert len(read_metrics(tmp_path)) == 3
-    assert [len(x) for x in made] == [5, 8, 5, 5, 8, 8]
+    assert [len(x) for x in made] == [5, 8, 5, 8, 8]
     assert torch.equal(made[0], made[2])
     assert len({x[0].sum().item() for x in made}) == 4
 
@@ -198,5 +193,3 @@ def test_settings_are_those_of_the_optimizer():
     paper = filled("--preset", "supplement")
     assert (paper.batch_size, paper.curvature_size, paper.damping, paper.structural_damping) == (40_000, 4_000, 1, 1)
     assert paper.batch_size * paper.epochs * paper.iterations == 100_000_000
-    with pytest.raises(SystemExit):
-        filled("--length", "10")

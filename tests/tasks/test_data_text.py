@@ -1,10 +1,8 @@
 """Texts by words and characters, sentence pairs, subwords: small files read exactly, and the synthetic ones."""
 
 import math
-import os
 import zipfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ pytest.importorskip("tokenizers")
 
 from tasks.data import tatoeba
 from tasks.data.subwords import PADDING, UNKNOWN, decode, learn_subwords
-from tasks.data.text import FILES, Text, chain_transitions, in_windows, read_text
+from tasks.data.text import FILES, Text, chain_transitions, read_text
 
 
 @pytest.fixture(autouse=True)
@@ -104,15 +102,6 @@ def test_the_chain():
     assert not torch.equal(text.parts["validation"], text.parts["test"])
 
 
-def test_windows():
-    text = torch.arange(11)
-    assert in_windows(text, 3).tolist() == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
-    assert in_windows(text, 3, start=2).tolist() == [[2, 3, 4, 5], [5, 6, 7, 8]]
-    assert in_windows(text, 10).tolist() == [list(range(11))]
-    with pytest.raises(ValueError, match="a text of 11 words has no window of 11 words"):
-        in_windows(text, 11)
-
-
 def assert_disjoint(parts):
     seen = [{(i, tatoeba.words_of(pair[i])) for pair in pairs for i in range(2)} for pairs in parts.values()]
     for index, one in enumerate(seen):
@@ -190,16 +179,3 @@ def test_subwords_decode_to_their_text(size):
     assert tokenizer.encode("lox").ids[-1] == UNKNOWN
     if size == 1000:
         assert tokenizer.encode("low lower!").tokens == ["▁low", "▁lower", "!"]
-
-
-def has_real(*names):
-    root = os.environ.get("HBNODE_DATA")
-    return bool(root) and all((Path(root) / name).is_file() for name in names)
-
-
-@pytest.mark.skipif(not has_real(*FILES["wikitext-2"], *FILES["tinyshakespeare"]), reason="no texts in HBNODE_DATA")
-def test_the_published_sizes(monkeypatch):
-    monkeypatch.undo()
-    text = read_text("wikitext-2", train_size=30_000, vocabulary=1000)
-    assert (*map(len, text.parts.values()), len(text.words)) == (30_000, 217_646, 245_569, 1000)
-    assert [len(part) for part in read_text("tinyshakespeare").parts.values()] == [1_003_854, 55_770, 55_770]

@@ -47,8 +47,8 @@ def test_it_is_the_equation_and_sums_to_one(mixture, levels):
     assert found.sum().item() == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("log_scale", [-1e4, -100.0, -7.0, 0.0, 7.0, 100.0, 1e4])
-@pytest.mark.parametrize("mean", [-50.0, 0.0, 3.0])
+@pytest.mark.parametrize("log_scale", [-1e4, -7.0, 0.0, 100.0])
+@pytest.mark.parametrize("mean", [-50.0, 0.0])
 def test_extreme_parameters_sum_to_one_with_finite_gradients_in_float32(mean, log_scale):
     p = torch.tensor([0.0, mean, log_scale], requires_grad=True)
     found = logistic_mixture.log_probability(p.expand(256, -1), torch.arange(256), 256)
@@ -65,15 +65,14 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda p: logistic_mixture.log_probability(p, x.flip(0) // 2, 5), p)
 
 
-@pytest.mark.parametrize("levels", [2, 17])
 @pytest.mark.parametrize("mixture", MIXTURES, ids=["inside", "beyond"])
-def test_the_sampler_follows_the_probabilities(mixture, levels):
-    count = 200_000
-    p = parameters(mixture).expand(count, -1).float()
+def test_the_sampler_follows_the_probabilities(mixture):
+    count, levels = 200_000, 17
+    p = parameters(mixture).expand(2, count // 2, -1).float()
     drawn = logistic_mixture.sample(p, levels, torch.Generator().manual_seed(0))
-    assert drawn.dtype == torch.long
-    assert drawn.shape == (count,)
-    found = drawn.bincount(minlength=levels) / count
+    assert torch.equal(drawn, logistic_mixture.sample(p, levels, torch.Generator().manual_seed(0)))
+    assert (drawn.dtype, drawn.shape) == (torch.long, (2, count // 2))
+    found = drawn.flatten().bincount(minlength=levels) / count
     expected = log_probabilities(mixture, levels).exp()
     error = (expected * (1 - expected) / count).sqrt() + 1e-9
     assert ((found - expected).abs() / error).max() < 4
@@ -86,10 +85,3 @@ def test_the_scales_of_loss_and_sampler_are_the_same():
     y = 2 * logistic_mixture.sample(p, levels, torch.Generator().manual_seed(0)).double() / (levels - 1) - 1
     assert y.mean().item() == pytest.approx(0.1, abs=5e-4)
     assert y.std().item() == pytest.approx(scale * math.pi / math.sqrt(3), rel=0.02)
-
-
-def test_samples_repeat_with_the_generator_and_shapes_are_kept():
-    p = torch.randn(2, 3, 6)
-    first, second = (logistic_mixture.sample(p, 4, torch.Generator().manual_seed(1)) for _ in range(2))
-    assert torch.equal(first, second)
-    assert first.shape == logistic_mixture.log_probability(p, first, 4).shape == (2, 3)

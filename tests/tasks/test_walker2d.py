@@ -5,19 +5,16 @@ import itertools
 import json
 import math
 import sys
-import types
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from tasks import walker2d
 from tasks.common.config import parse
-from tasks.common.files import read_checkpoint
 from tasks.common.run import Run, count_parameters
 from tasks.data import walker2d as walker2d_data
 from tasks.data.walker2d import read_walker2d
@@ -68,17 +65,13 @@ def samples(*shape):
 # Data
 
 
-def test_rollouts_are_read_from_the_data_folder(data):
+def test_rollouts_are_read_from_the_data_folder(data, monkeypatch):
     rollouts, source = read_walker2d()
     assert [len(r) for r in rollouts] == [140, 130, 150, 120, 135, 145, 125, 130]
-    assert rollouts[2].dtype == torch.float32
     assert np.array_equal(rollouts[2].numpy(), rollout(2, 150))
     assert source == "8 rollouts of a trained policy"
     (data / "generated.json").write_text("{}")
     assert read_walker2d()[1] == "8 rollouts of the scripted gait"
-
-
-def test_without_rollouts_it_says_what_to_do(monkeypatch):
     monkeypatch.delenv("HBNODE_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match=r"HBNODE_DATA=None. Fix: put the rollouts[\s\S]*--generate 100"):
         read_walker2d()
@@ -88,8 +81,6 @@ def test_without_rollouts_it_says_what_to_do(monkeypatch):
     ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:300]), "cannot be read"),
-        (lambda path: path.write_bytes(b""), "cannot be read"),
-        (lambda path: path.write_text("<html>404</html>"), "cannot be read"),
         (lambda path: np.save(path, np.zeros((5, 16))), r"expected \(frames, 17\) finite numbers, got shape \(5, 16\)"),
         (lambda path: np.save(path, np.full((5, 17), np.nan)), "with others among them"),
         (lambda path: np.save(path, np.array([{}])), "cannot be read"),
@@ -113,11 +104,9 @@ def test_windows_are_kept_frames_with_their_times_and_the_next_raw_frames():
     assert (gaps > 1).float().mean() == pytest.approx(0.1, abs=0.03)  # a gap is longer if the next frame is missing
     starts = [row.tolist().index(following[0]) for row, following in itertools.pairwise(numbers) if following[0] in row]
     assert set(starts) == {16}
-    assert (numbers[:, 0] < 1000).any()
-    assert (numbers[:, 0] >= 5000).any()
+    assert set((numbers[:, 0] >= 5000).tolist()) == {True, False}
     x, _, future = walker2d.windows([numbered(200)], seed=0, after=20)
     assert torch.equal(future[..., 0], x[:, -1:, 0] + torch.arange(1.0, 21.0))
-    assert future.max() <= 199
     with pytest.raises(ValueError, match=r"too few for one window of 64 kept ones and 1 after them\. Fix"):
         walker2d.windows([numbered(50), numbered(40)], seed=0)
 
@@ -135,9 +124,7 @@ def test_splits_share_no_rollout_and_statistics_are_of_training(data):
     torch.testing.assert_close(splits.mean, frames.mean(0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(splits.deviation, frames.std(0), atol=1e-5, rtol=1e-5)
     assert len(splits.train[0]) == 7
-    batch = (torch.arange(100), torch.arange(100) * 2)
-    assert [x.tolist() for x in walker2d.thin(batch, 4)] == [[0, 25, 50, 75], [0, 50, 100, 150]]
-    assert all(len(walker2d.thin(batch, count)[0]) == 100 for count in (0, 100, 300))
+    assert walker2d.thin((torch.arange(100),), 4)[0].tolist() == [0, 25, 50, 75]
 
 
 # Models
@@ -149,18 +136,16 @@ def test_the_papers_parameter_counts():
     assert (config.tol, config.epochs, config.batch_size, config.lr, config.clip) == (1e-7, 500, 256, 3e-3, 1.0)
     options = config.rnn_options()
     assert (options["method"], options["gradient"], options["per_sample"]) == ("dopri5", "adjoint", False)
-    assert options["adjoint_options"] == {}
     counts = [count_parameters(make(model)) for model in (*MODELS, "gru")]
     assert counts[:5] == [8_729, 8_819, 8_757, 8_898, 8_899]
     assert counts[5] == pytest.approx(8_800, rel=0.03)
 
 
-@pytest.mark.parametrize("model", [*MODELS, "gru", "gru-d"])
+@pytest.mark.parametrize("model", ["node", "ghbnode", "gru-d"])
 def test_a_prediction_sees_its_own_frame_and_none_after_it(model):
     x = samples(2, 5, 17).requires_grad_()
     t = torch.tensor([[0.0, 1, 3, 4, 5], [0, 2, 3, 4, 7]], dtype=torch.float64) / 64
     predicted, _ = make(model, shrink=1.0)(x, t)
-    assert predicted.shape == (2, 5, 17)
     for i in range(5):
         (gradient,) = torch.autograd.grad(predicted[:, i].sum(), x, retain_graph=True)
         seen = gradient.abs().amax(-1) > 0
@@ -178,12 +163,9 @@ def test_a_prediction_is_the_head_of_the_state_a_frame_later():
     predicted, _ = net(x, t.expand(2, 4))
     h, _ = net.rnn(x, t)
     torch.testing.assert_close(predicted, net.head(h * math.exp(3 / 64)), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("shrink", "low", "high"), [(0.01, 0.0, 0.1), (1.0, 0.1, 1.0)])
-def test_a_shrunk_cell_hardly_moves(shrink, low, high):
-    cell = walker2d.Cell(24, (48,), shrink).double()
-    assert low < cell(samples(3, 17), torch.zeros(3, 24, dtype=torch.float64)).abs().max() <= high
+    for shrink, low, high in ((0.01, 0.0, 0.1), (1.0, 0.1, 1.0)):  # a shrunk cell hardly moves
+        cell = walker2d.Cell(24, (48,), shrink).double()
+        assert low < cell(samples(3, 17), torch.zeros(3, 24, dtype=torch.float64)).abs().max() <= high
 
 
 def test_channels_leave_in_their_own_units():
@@ -199,10 +181,9 @@ def test_channels_leave_in_their_own_units():
     assert torch.equal(raw.enter(x), x)
 
 
-@pytest.mark.parametrize("model", ["hbnode", "gru"])
-def test_walking_on_feeds_predictions_a_frame_apart(model):
+def test_walking_on_feeds_predictions_a_frame_apart():
     torch.manual_seed(2)
-    net = make(model, shrink=1.0)
+    net = make("hbnode", shrink=1.0)
     x, t = samples(2, 5, 17), torch.tensor([[0.0, 1, 2, 4, 5], [0, 2, 3, 4, 7]], dtype=torch.float64) / 64
     walk = walker2d.walk_on(net, x, t, 3)
     for _ in range(3):  # reading all again each time
@@ -212,23 +193,6 @@ def test_walking_on_feeds_predictions_a_frame_apart(model):
 
 
 # The figure
-
-
-def test_the_skeleton_stands_and_bends_as_a_walker():
-    frame = torch.zeros(17)
-    frame[0] = 1.25  # MuJoCo's model at rest: its feet's axes are 0.1 above the floor
-    limbs = walker2d.skeleton(frame)
-    torch.testing.assert_close(limbs["torso"], torch.tensor([[0.0, 1.05], [0.0, 1.45]]))
-    leg = torch.tensor([[0.0, 1.05], [0.0, 0.6], [0.0, 0.1], [0.2, 0.1]])
-    torch.testing.assert_close(limbs["right"], leg)
-    torch.testing.assert_close(limbs["left"], leg)
-    frame[3] = -math.pi / 2  # a knee bends backwards
-    frame[1] = 0.1  # the torso leans forwards
-    limbs = walker2d.skeleton(frame)
-    assert limbs["torso"][1, 0] > 0 > limbs["torso"][0, 0]
-    assert limbs["right"][2, 0] < limbs["right"][1, 0] - 0.4
-    for name, lengths in (("torso", [0.4]), ("right", [0.45, 0.5, 0.2]), ("left", [0.45, 0.5, 0.2])):
-        torch.testing.assert_close(limbs[name].diff(dim=0).norm(dim=1), torch.tensor(lengths))
 
 
 def test_a_report_has_the_errors_of_predictions_and_of_standing_still(data, tmp_path):
@@ -246,22 +210,20 @@ def test_a_report_has_the_errors_of_predictions_and_of_standing_still(data, tmp_
     assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_unit_of_time_is_fitted_on_request(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(walker2d, "report", lambda *args: {})
-    options = "--windows 8 --epochs 1 --ahead 3 --device cpu --tol 1e-2 --time-unit 0 --out".split()
-    walker2d.main([*options, str(tmp_path)])
-    checkpoint = read_checkpoint(tmp_path / "checkpoint.pt", "walker2d", "hbnode")
-    assert float(checkpoint["model"]["rnn.time_unit"]) == pytest.approx(10 * walker2d.FRAME, rel=1e-4)
-
-
 # Generating rollouts
 
 
 class StandIn:
-    """In place of MuJoCo: every other episode falls too early."""
+    """In place of gymnasium and MuJoCo: every other episode falls too early."""
+
+    __version__ = "0"
 
     def __init__(self):
         self.episodes, self.actions = 0, []
+
+    def make(self, name):
+        assert name == "Walker2d-v5"
+        return self
 
     def reset(self, seed):
         self.episodes += 1
@@ -274,34 +236,26 @@ class StandIn:
         return np.full(17, 0.1 * self.left), 0.0, self.left == 0, False, {}
 
 
-@pytest.fixture
-def gymnasium(tmp_path, monkeypatch):
-    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "made"))
-    fake = types.SimpleNamespace(environment=StandIn(), __version__="0")
-    fake.make = lambda name: {"Walker2d-v5": fake.environment}[name]
-    monkeypatch.setitem(sys.modules, "gymnasium", fake)
-    return fake
-
-
-def test_generated_rollouts_are_read_back(gymnasium, tmp_path, capsys):
-    step, gymnasium.environment.step = gymnasium.environment.step, None
+def test_generated_rollouts_are_read_back(tmp_path, monkeypatch):
+    folder, environment = tmp_path / "made", StandIn()
+    monkeypatch.setenv("HBNODE_DATA", str(folder))
+    monkeypatch.setitem(sys.modules, "gymnasium", environment)
+    environment.step = None
     with pytest.raises(TypeError):
         walker2d.main(["--generate", "3"])
-    assert not (tmp_path / "made" / "walker").exists()  # nothing half done
-    gymnasium.environment.step = step
+    del environment.step
+    assert not (folder / "walker").exists()  # nothing half done
     walker2d.main(["--generate", "3"])
     rollouts, source = read_walker2d()
     assert [tuple(r.shape) for r in rollouts] == [(181, 17)] * 3
     assert source == "3 rollouts of the scripted gait"
-    assert {path.name for path in (tmp_path / "made").iterdir()} == {"walker"}
-    actions = np.array(gymnasium.environment.actions)
+    assert {path.name for path in folder.iterdir()} == {"walker"}
+    actions = np.array(environment.actions)
     assert actions.shape[1:] == (6,)
     assert np.abs(actions).max() <= 1
     with pytest.raises(SystemExit, match=r"walker is there already\. Fix: move it away"):
         walker2d.main(["--generate", "3"])
-
-
-def test_generating_says_what_is_missing(gymnasium, monkeypatch):
+    monkeypatch.setenv("HBNODE_DATA", str(tmp_path / "other"))
     monkeypatch.setattr(walker2d_data, "SHORTEST", 10_000)
     with pytest.raises(SystemExit, match="only 0 of 50 episodes lasted 10000 frames"):
         walker2d_data.generate(1, 0)
@@ -316,11 +270,10 @@ def test_generating_says_what_is_missing(gymnasium, monkeypatch):
 # Gradients through time
 
 
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("model", [*MODELS, "still pair"])
-def test_adjoint_norms_are_those_of_the_states_in_between(model, residual):
+@pytest.mark.parametrize("model", ["hbnode", "still pair"])
+def test_adjoint_norms_are_those_of_the_states_in_between(model):
     """Reading a frame at a time gives every state in hand."""
-    net = walker2d_gradients.make(model, residual, tol=1e-9).double()
+    net = walker2d_gradients.make(model, True, tol=1e-9).double()
     x, y = torch.randn(2, 3, 5, 17, dtype=torch.float64)
     t = torch.rand(3, 5, dtype=torch.float64).cumsum(1)
     norms = walker2d_gradients.adjoint_norms(net, (x, t, y))
@@ -335,38 +288,20 @@ def test_adjoint_norms_are_those_of_the_states_in_between(model, residual):
     squares = torch.stack([gradient.square().sum(-1) for gradient in gradients], 1)
     expected = squares.unflatten(1, (5, -1)).sum(-1).sqrt()
     torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
-
-
-def test_without_an_ode_and_with_a_known_cell_the_gradient_is_known():
-    class Half(nn.Module):
-        def forward(self, x, s):
-            return 0.5 * s + 0 * x.sum(-1, keepdim=True)
-
-    x, y = torch.randn(2, 3, 6, 17, dtype=torch.float64)
-    t = torch.arange(6.0, dtype=torch.float64).expand(3, 6)
-    for residual, factor in ((False, 0.5), (True, 1.5)):
-        net = walker2d_gradients.make("still", residual, tol=1e-5).double()
-        net.rnn.cell = Half()
-        net.rnn.start = nn.Parameter(torch.ones(24, dtype=torch.float64))
-        norms = walker2d_gradients.adjoint_norms(net, (x, t, y))
-        expected = norms[:, -1:] * factor ** torch.arange(5.0, -1.0, -1.0, dtype=torch.float64)
-        torch.testing.assert_close(norms, expected)
-        assert walker2d_gradients.ratios(norms)[2].item() == pytest.approx(factor**2)
+    halved = 0.5 ** torch.arange(5.0, -1.0, -1.0).expand(3, 6)
+    assert walker2d_gradients.ratios(halved)[2].item() == pytest.approx(0.5**2)
 
 
 def test_gradients_write_their_files(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(walker2d, "LENGTH", 6)
+    monkeypatch.setattr(walker2d, "LENGTH", 4)
     monkeypatch.setattr(walker2d_gradients, "BACK", (2, 60))
-    argv = "--windows 8 --epochs 1 --batch-size 8 --measured 3 --seeds 1 --tol 1e-3".split()
+    argv = "--windows 8 --epochs 1 --batch-size 8 --measured 3 --seeds 1 --tol 1e-2".split()
     walker2d_gradients.main([*argv, "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "adjoint_norms.png").read_bytes()[:4] == b"\x89PNG"
     with open(tmp_path / "run" / "adjoint_norms.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * 7 * 6
+    assert len(rows) == 2 * 2 * 7 * 4
     assert all(float(row["ratio"]) == 1 for row in rows if row["frames_back"] == "0")
-    left = {(r["cell"], r["stage"], r["model"]): float(r["ratio"]) for r in rows if r["frames_back"] == "5"}
-    for model in (*MODELS, "still"):  # the residual path is what keeps gradients
-        assert left["plain", "untrained", model] < 1e-3 < 0.3 < left["residual", "untrained", model]
-    assert "trained, residual cell: 5 frames back the ODE changes it by a factor of" in capsys.readouterr().out
+    assert "trained, residual cell: 3 frames back the ODE changes it by a factor of" in capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "adjoint_norms.json").read_text())
     assert len(summary["last_training_losses"]) == 2 * 7
