@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
+from benchmarks.gradients import Living
 from hbnode.nn import SolveDropout
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
@@ -371,21 +371,19 @@ def test_what_would_be_dropped_is_refused(gradient):
 def test_hooks_of_parameters(gradient):
     """Each runs once on the whole gradient, or is refused."""
     block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient=gradient, method="leapfrog", steps=20).double()
-    without = copy.deepcopy(block)
-    x, weight, seen = torch.ones(1, 2, dtype=torch.float64), block.field.func.weight, []
-    block.field.func.bias.register_post_accumulate_grad_hook(seen.append)
+    x, weight, calls = torch.ones(1, 2, dtype=torch.float64), block.field.func.weight, []
+    block.field.func.bias.register_post_accumulate_grad_hook(calls.append)
     block(x).sum().backward()
-    assert len(seen) == 1
-    block.zero_grad()
-    weight.register_hook(lambda g: seen.append(g) or 2 * g)
+    assert len(calls) == 1
+    expected, weight.grad = weight.grad, None
+    weight.register_hook(lambda g: calls.append(g) or 2 * g)
     if gradient in ("adjoint", "reversible"):
         with pytest.raises(ValueError, match=r"has a hook of register_hook.*Fix: register_post_accumulate_grad_hook"):
             block(x)
         return
     block(x).sum().backward()
-    without(x).sum().backward()
-    assert len(seen) == 3
-    torch.testing.assert_close(weight.grad, 2 * without.field.func.weight.grad)
+    assert len(calls) == 3
+    torch.testing.assert_close(weight.grad, 2 * expected)
 
 
 BETWEEN = {  # the passes: changes of a field after which a step ends in another state
@@ -499,34 +497,16 @@ def test_a_field_is_freed_at_once(gradient):
 # Memory
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the storages made under it that are still alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = weakref.WeakValueDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for part in torch.utils._pytree.tree_leaves(out):
-            if isinstance(part, torch.Tensor):
-                self.made[id(part.untyped_storage())] = part.untyped_storage()
-        return out
-
-    def bytes(self):
-        return sum(storage.nbytes() for storage in list(self.made.values()))
-
-
 def kept(gradient, steps, method="blanes_moan4"):
-    """Bytes between the forward and the backward pass."""
+    """Bytes of the tensors that the forward pass made and that are alive after it."""
     torch.manual_seed(0)
     solver = {"method": method, "gradient": gradient, "steps": steps, "t_span": (0.0, 10.0)}
     block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(8, [64, 64], 8), **solver)
     x = torch.randn(64, 8, requires_grad=True)
-    with Live() as live:
+    with Living([x, *block.parameters()]) as living:
         h = block(x)
         gc.collect()
-        return live.bytes() + 0 * h.numel()
+        return living.size() + 0 * h.numel()
 
 
 def test_memory():
@@ -560,27 +540,24 @@ def test_what_is_computed_again_keeps_nothing_alive(gradient):
 # Reversible
 
 
-@pytest.mark.parametrize("gamma", [0.5, 2.0, 6.0, 20.0])
+@pytest.mark.parametrize("gamma", [0.5, 6.0, 20.0])
 def test_long_times_in_float32_are_accurate_or_refused(gamma):
     """Undoing the damping multiplies rounding errors by exp(gamma T)."""
-    torch.manual_seed(0)
-    func = hbnode.nn.MLP(4, [16], 4, activation=nn.Tanh)
     x = torch.randn(8, 4)
 
     def solve(gradient, dtype):
-        settings = {"method": "blanes_moan4", "steps": 100, "gradient": gradient}
-        field = hbnode.HBNODE(copy.deepcopy(func), damping=gamma, learn_damping=False)
-        block = hbnode.ODEBlock(field, **settings).to(dtype)
-        block(x.to(dtype)).pow(2).sum().backward()
-        return torch.cat([p.grad.reshape(-1) for p in block.parameters()])
+        field = hbnode.HBNODE(net(4), damping=gamma, learn_damping=False)
+        block = hbnode.ODEBlock(field, method="blanes_moan4", steps=100, gradient=gradient).to(dtype)
+        slopes = torch.autograd.grad(block(x.to(dtype)).pow(2).sum(), [*block.parameters()])
+        return torch.cat([g.reshape(-1) for g in slopes])
 
     exact = solve("checkpoint", torch.float64)
+    assert (solve("checkpoint", torch.float32) - exact).norm() / exact.norm() < 1e-4
     if gamma > 6:
         with pytest.raises(hbnode.errors.ReversalError, match="gradient='checkpoint'"):
             solve("reversible", torch.float32)
     else:
         assert (solve("reversible", torch.float32) - exact).norm() / exact.norm() < 1e-2
-    assert (solve("checkpoint", torch.float32) - exact).norm() / exact.norm() < 1e-4
 
 
 # Compiled
@@ -598,20 +575,3 @@ def test_an_adjoint_that_misses_its_start_is_refused(method):
     exact, _ = gradients(field, x, t, gradient="checkpoint", **solver)
     found, _ = gradients(field, x, t, gradient="adjoint", **solver)
     assert (found - exact).norm() / exact.norm() < 1e-2
-
-
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
-def test_an_output_without_a_gradient(gradient):
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return None
-
-    block = hbnode.HeavyBallODEBlock(net(3), gradient=gradient).double()
-    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    (Stop.apply(block(x)).sum() + 2 * x.sum()).backward()
-    assert (x.grad == 2).all()
