@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torchdiffeq
 from torch import nn
 from torch.distributions import Independent, Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
+from hbnode._tree import parts
 from hbnode.solve.methods import EXPONENTIAL, NYSTROM, RUNGE_KUTTA, SPLITTING
 from tests.models import AGAIN, SHAPES, every_model, make_field, make_input
 from tests.momentum_layers import GRID, kind
@@ -80,6 +82,25 @@ def test_an_adaptive_solve_waits_once_for_each_step(device, method, per_sample):
     nfe, waited = train(device, block, t)
     assert t.grad.is_cuda
     assert waited <= attempts(nfe) + A_SOLVE + A_LOOK + 1
+
+
+@pytest.mark.parametrize("gradient", ["direct", "adjoint"])
+@pytest.mark.parametrize(("method", "options"), [("dopri5", None), ("rk4", {"step_size": 0.25})])
+def test_torchdiffeqs_methods_wait_once_more_for_each_step(device, method, options, gradient):
+    field = make_field("hbnode").float()
+    block = hbnode.ODEBlock(field, method=method, gradient=gradient, options=options, rtol=1e-3, atol=1e-3)
+    nfe, waited = train(device, device.move(block))
+    settings = {"rtol": 1e-3, "atol": 1e-3, "method": method, "options": options}
+    solver = torchdiffeq.odeint
+    if gradient == "adjoint":
+        settings["adjoint_options"], solver = {"norm": "seminorm"}, torchdiffeq.odeint_adjoint
+    state = field.initial_state(device.move(make_input("vector", torch.float32)))
+    before = device.synchronisations
+    t = torch.tensor([0.0, 1.0], dtype=torch.float64, device=state[0].device)
+    solver(field, state, t, **settings)[0][-1].square().sum().backward()
+    theirs = device.synchronisations - before
+    passes = 2 if gradient == "adjoint" else 1
+    assert waited <= theirs + attempts(nfe) + nfe.backward_steps + nfe.backward_rejected + 5 * passes
 
 
 @every_model
@@ -157,6 +178,21 @@ def test_diagnostics_and_images(device, model, shape):
         assert hbnode.diagnostics.spectrum(block, x).eigenvalues.is_cpu
         block.method = block.steps = None
         assert hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-2], reference_tolerance=1e-6).error[0] < 1e-2
+
+
+@pytest.mark.parametrize("model", ["anode", "hbnode"])
+def test_plots(device, model):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    block = device.move(hbnode.ODEBlock(make_field(model, "vector").float(), method="tsit5", steps=2))
+    x, plot = device.move(make_input("vector", torch.float32)).requires_grad_(), hbnode.diagnostics.plot
+    drawn = [
+        plot.trajectories(block(x, [0.0, 0.5, 1.0]), [0.0, 0.5, 1.0]),
+        plot.phase_portrait(block, x),
+        plot.vector_field(block, at=parts(block.start(x))[0][0]),
+        plot.steps(block, x),
+    ]
+    plt.close("all")
+    assert all(ax.lines or ax.collections for ax in drawn)
 
 
 # Signals

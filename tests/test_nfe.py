@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import pickle
 
@@ -48,6 +49,22 @@ def test_dopri5_counts_equal_an_independent_counter_and_the_formula(model, toler
     # with a gradient for t, torchdiffeq evaluates the field once more at each output
     starts = (3 if learn_t else 2) * (outputs - 1)
     assert nfe.backward == starts + 6 * (nfe.backward_steps + nfe.backward_rejected)
+
+
+@pytest.mark.parametrize(
+    ("method", "gradient"),
+    [
+        *itertools.product(["dopri8", "adaptive_heun", "implicit_adams"], ["direct", "adjoint"]),
+        ("scipy_solver", "adjoint"),
+    ],
+)
+def test_every_kind_of_method_is_counted(method, gradient):
+    steps = 5 if method == "implicit_adams" else None
+    block = counted_block("ghbnode", method=method, gradient=gradient, steps=steps)
+    block(make_input()).sum().backward()
+    assert block.nfe.total == block.field.func.calls
+    assert (block.nfe.backward > 0) == (gradient == "adjoint")
+    assert steps is None or (block.nfe.steps, block.nfe.rejected) == (5, 0)
 
 
 def test_counts_are_of_the_last_call_and_not_cumulative():
@@ -109,6 +126,22 @@ def test_failed_and_repeated_solves_are_counted():
         assert nfe.backward == 0
         h.sum().backward()
     assert nfe.forward == nfe.backward > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "gradient", "kept"),
+    [(None, None, True), ("dopri5", "direct", True), (None, "adjoint", False), (None, AGAIN, False)],
+)
+def test_where_the_graph_was_kept_printing_says_so(method, gradient, kept):
+    block, x = counted_block("hbnode", method=method, gradient=gradient), make_input()
+    with hbnode.count_nfe(block) as nfe:
+        block(x).sum().backward()
+    assert (block.nfe.backward == 0) == kept
+    for count in (nfe, block.nfe + hbnode.nfe.NFE()):
+        assert ("backward 0 (graph kept)" in str(count)) == kept
+    with torch.no_grad():
+        block(x)
+    assert "kept" not in str(block.nfe)
 
 
 def test_count_nfe_of_a_plain_function_and_bad_input():

@@ -138,6 +138,15 @@ def test_what_is_not_finite_is_named_with_its_time(method, solver):
         assert func is not late or state is bad or 0 < error.value.step_size < 0.1
 
 
+def test_states_of_every_structure():
+    state = (float64([1.0, 2.0]), float64(0.0, 0.0), torch.tensor(3.0, dtype=torch.float64))
+    field = lambda t, y: (-y[0], y[1] * 0 + y[0].sum(), -y[2])
+    uneven = hbnode.odeint(field, state, [0.0, 1.0], rtol=1e-9, atol=1e-9)
+    assert [tuple(part.shape) for part in uneven] == [(2, 1, 2), (2, 2), (2,)]
+    assert uneven[1][-1, 0].item() == pytest.approx(3 * (1 - math.exp(-1)), abs=1e-8)
+    assert uneven[2][-1].item() == pytest.approx(3 * math.exp(-1), abs=1e-8)
+
+
 # Failures by name
 
 

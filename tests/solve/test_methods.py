@@ -17,7 +17,8 @@ from hbnode.nn.nets import MLP
 from hbnode.solve import tableaus
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING, _interpolant, phi_functions
 from hbnode.solve.tableaus import RKN4, RKN6, RKN8, TSIT5
-from tests.problems import Kepler, kepler_exact, kepler_start
+from tests.models import make_field, make_input
+from tests.problems import Driven, Kepler, driven_exact, kepler_exact, kepler_start
 from tests.reference import exponential_grid
 
 every_nystrom = pytest.mark.parametrize("tableau", [RKN4, RKN6, RKN8], ids=["RKN4", "RKN6", "RKN8"])
@@ -214,6 +215,31 @@ def test_the_coefficients_of_a_step_are_those_of_its_matrix(method, error):
     assert (np.abs(found - matrix[..., :count, :]) < 1e-14 * scale).all()
 
 
+@pytest.mark.parametrize(
+    ("method", "gamma", "order"),
+    [
+        ("leapfrog", None, 2),
+        ("blanes_moan4", None, 4),
+        ("exponential", 0.0, 5),
+        ("exponential", 2.0, 5),
+        ("exponential", 1000.0, 4),
+    ],
+)
+def test_orders(method, gamma, order):
+    """That of the splittings for a GHBNODE, and of the exponential method: 4 where the damping is strong."""
+    if gamma is None:
+        field, state = make_field("ghbnode").double(), (make_input(), make_input())
+        tight = {"method": "dopri8", "save": "exact", "rtol": 1e-12, "atol": 1e-13}
+        exact = hbnode.odeint(field, state, [0.0, 2.0], **tight)[0][-1]
+    else:
+        field = hbnode.HBNODE(Driven(gamma), damping=gamma, learn_damping=False)
+        state = tuple(float64(x) for x in driven_exact(gamma, 0.0))
+        exact = float64(driven_exact(gamma, 2.0)[0])
+    ends = [hbnode.odeint(field, state, [0.0, 2.0], method=method, steps=steps)[0][-1] for steps in (8, 16)]
+    coarse, fine = ((end - exact).norm().item() for end in ends)
+    assert order - 0.4 < math.log2(coarse / fine) < order + 1
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("gamma", [0.01, 0.8, 12.0])
 def test_all_derivatives_in_the_damping(method, gamma):
@@ -229,9 +255,6 @@ def test_all_derivatives_in_the_damping(method, gamma):
             derivatives.append(value.reshape(()))
         found.append(torch.stack(derivatives).detach())
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)  # the omegas are of float32
-
-
-ORDERS = {"leapfrog": 2, "blanes_moan4": 4, "exponential": 5}
 
 
 def float64(*values):

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -52,6 +53,16 @@ def test_gradients_of_times_that_repeat(row, method):
     (weights.view(-1, 1, 1) * h).sum().backward()
     _, velocity = damped_oscillator(1.0, 0.5, 1.0, 0.3, np.array(row) - row[0])
     assert t.grad[0, 1:].tolist() == pytest.approx((weights.numpy() * velocity)[1:].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "t",
+    [pd.Series([0.0, 1.0, 2.0], index=[5, 6, 7]), pd.DataFrame([[0.0, 1.0, 2.0]] * 2), np.array([0, 1, 2])],
+    ids=["series", "table", "array"],
+)
+def test_times_of_pandas_and_numpy(t):
+    y = hbnode.odeint(lambda t, y: -y, torch.ones(2, 1, dtype=torch.float64), t, **TIGHT)
+    assert y[:, 0, 0].tolist() == pytest.approx(np.exp([-0.0, -1.0, -2.0]).tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"steps": 8}])
