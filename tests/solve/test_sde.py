@@ -117,7 +117,7 @@ def test_steps_end_on_the_output_times(method):
     for x, y in zip(few, many, strict=True):
         torch.testing.assert_close(x[-1], y[-1])
     with hbnode.diagnostics.record_steps(sde) as steps:
-        hbnode.sdeint(sde, state, [0.0, 0.1, 1.0], dt=0.3, method=method)
+        hbnode.sdeint(sde, state, [0.0, 0.1, 1.0], dt=torch.tensor(0.3), method=method)
     assert steps.size == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
