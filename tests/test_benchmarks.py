@@ -11,36 +11,28 @@ from benchmarks import attention, dense, hessian_free, irregular, oscillators, r
 LAYERS = ["nn.LSTM", "appendix F", "appendix F, Adam", "MomentumLSTM", "MomentumLSTM, carried"]
 
 
-def test_tiny_sizes(tmp_path, capsys):
-    out = tmp_path / "recurrent.json"
+def test_tiny_sizes(run, capsys):
     sections = ["training", "cells", "orthogonal", "paper"]
-    recurrent.main(["--quick", "--no-compile", "--repeats", "2", "--out", str(out), "--sections", *sections])
-    report = json.loads(out.read_text())
+    report = run(recurrent, "--quick", "--no-compile", "--repeats", "2", "--sections", *sections)
     assert list(report) == ["machine", *sections]
     assert report["machine"]["threads"] == 1
     for section in sections:
         rows = report[section]
         assert all(value > 0 for row in rows for value in row.values() if isinstance(value, float))
-        ratio = "training_ratio" if section == "paper" else "ratio"
-        assert rows[0][ratio] == 1.0
+        assert rows[0]["training_ratio" if section == "paper" else "ratio"] == 1.0
     layers = {row["layer"] for row in report["training"]}
     assert {"nn.LSTM", "MomentumLSTM", "AdamLSTM, carried", "SRLSTM, carried"} <= layers
     assert "appendix F" in capsys.readouterr().out
-
-
-def test_memory_of_this_process():
     found = recurrent.peak("AdamLSTM", recurrent.TINY, "cpu", 1, "carried")
     assert list(found) == ["evaluation_MiB", "training_MiB"]
 
 
 @pytest.mark.slow
-def test_memory_of_a_process_of_its_own(monkeypatch, tmp_path):
+def test_memory_of_a_process_of_its_own(monkeypatch, run):
     """A step that keeps 64 MiB is seen, and evaluation that does not keep them is not."""
     monkeypatch.setattr(recurrent, "RULES", {"Momentum": "momentum"})
     monkeypatch.setattr(recurrent, "PAPER", recurrent.Setting(1024, 64, 32, 1))
-    out = tmp_path / "recurrent.json"
-    recurrent.main(["--sections", "memory", "--out", str(out)])
-    rows = json.loads(out.read_text())["memory"]
+    rows = run(recurrent, "--sections", "memory")["memory"]
     assert [row["layer"] for row in rows] == LAYERS
     outputs = 1024 * 64 * 32 * 4 / 2**20
     for row in rows:
@@ -82,21 +74,17 @@ def test_wrong_options_end_it(wrong, capsys):
     assert "error" in capsys.readouterr().err
 
 
-def test_many_outputs(tmp_path):
-    out = tmp_path / "dense.json"
-    dense.main(["--quick", "--repeats", "1", "--out", str(out)])
-    machine, *problems = json.loads(out.read_text()).values()
+def test_many_outputs(run):
+    machine, *problems = run(dense, "--quick", "--repeats", "1").values()
     assert machine["threads"] == 1
     for rows in problems:
         assert rows[0]["ratio"] == 1.0
         assert all(row["gradient_difference"] < 0.1 for row in rows)
 
 
-def test_attention(tmp_path, capsys):
-    out = tmp_path / "attention.json"
+def test_attention(run, tmp_path, capsys):
     sizes = ["--lengths", "64", "128", "--repeats", "1", "--tokens", "6", "--batch", "2"]
-    attention.main([*sizes, "--sections", "time", "generation", "--out", str(out)])
-    report = json.loads(out.read_text())
+    report = run(attention, *sizes, "--sections", "time", "generation")
     assert list(report) == ["machine", "time", "generation"]
     assert [row["attention"] for row in report["time"]] == 2 * list(attention.CONTENDERS)
     linear = [row for row in report["time"] if row["attention"] == "linear"]
@@ -110,32 +98,23 @@ def test_attention(tmp_path, capsys):
     assert {row["train_MiB_ratio"] for row in growth} == {2.0}
     attention.draw(tmp_path / "attention.png", report)
     assert (tmp_path / "attention.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_memory_of_attention_in_a_process_of_its_own(tmp_path):
-    """A step at length 4,096 makes at least the outputs and three gradients, of 4 MiB each."""
-    out = tmp_path / "attention.json"
-    attention.main(["--lengths", "1024", "4096", "--sections", "memory", "--out", str(out)])
-    rows = json.loads(out.read_text())["memory"]
-    assert len(rows) == 10
-    assert all(row["train_MiB"] > 16 for row in rows if row["length"] == 4096)
-
-
-def test_the_attentions_are_causal_and_of_one_shape():
-    for name in attention.CONTENDERS:
+    for name in attention.CONTENDERS:  # all causal, and of one shape
         contender = attention.Contender.of(name, 20)
         whole = contender.attend(*contender.inputs)
         assert whole.shape == contender.gradient.shape
         torch.testing.assert_close(contender.attend(*(x[:, :, :9] for x in contender.inputs)), whole[:, :, :9])
-        contender.train()
-        assert all(x.grad is not None for x in contender.inputs[:3])
 
 
-def test_products(tmp_path, capsys):
-    out = tmp_path / "hessian_free.json"
-    hessian_free.main(["--quick", "--repeats", "1", "--out", str(out)])
-    rows = json.loads(out.read_text())["products"]
+@pytest.mark.slow
+def test_memory_of_attention_in_a_process_of_its_own(run):
+    """A step at length 4,096 makes at least the outputs and three gradients, of 4 MiB each."""
+    rows = run(attention, "--lengths", "1024", "4096", "--sections", "memory")["memory"]
+    assert len(rows) == 10
+    assert all(row["train_MiB"] > 16 for row in rows if row["length"] == 4096)
+
+
+def test_products(run, capsys):
+    rows = run(hessian_free, "--quick", "--repeats", "1")["products"]
     assert {row["cell"] for row in rows} == set(hessian_free.CELLS)
     assert all(row["ratio"] == 1.0 for row in rows if row["product"] == "gradient")
     assert "curvlinops" in capsys.readouterr().out
@@ -164,35 +143,27 @@ def test_the_heavy_ball_sde(tmp_path, monkeypatch, capsys):
     assert "evaluations to 1e-3" in capsys.readouterr().out
 
 
-def test_strong_damping(tmp_path, monkeypatch, capsys):
+def test_strong_damping(run, monkeypatch, capsys):
     monkeypatch.setattr(strong_damping, "TOLERANCES", (1e-2, 1e-4))
     monkeypatch.setattr(strong_damping, "STARTS", strong_damping.STARTS[:1])
     monkeypatch.setattr(strong_damping, "MAX_STEPS", 50)
-    out = tmp_path / "strong_damping.json"
-    strong_damping.main(["--quick", "--out", str(out)])
-    row = json.loads(out.read_text())["rows"][1]
+    row = run(strong_damping, "--quick")["rows"][1]
     assert 20 < row["evaluations"]["exponential"] < 200
     assert row["evaluations"]["nystrom8"] is None
     assert "n/a" in capsys.readouterr().out
 
 
-def test_oscillators(tmp_path):
-    out, figure = tmp_path / "oscillators.json", tmp_path / "oscillators.png"
-    arguments = ["--lengths", "16", "32", "--ode-rnn", "8", "--rounds", "1", "--out", str(out), "--figure", str(figure)]
-    oscillators.main(arguments)
-    report = json.loads(out.read_text())
+def test_oscillators(run, tmp_path):
+    figure = tmp_path / "oscillators.png"
+    lengths = ["--lengths", "16", "32", "--ode-rnn", "8", "--rounds", "1", "--figure", str(figure)]
+    report = run(oscillators, *lengths)
     rows = report["layers"]
     assert {row["length"] for row in rows} == {16, 32}
     assert all(row["ms"] > 0 and row["kept_MiB"] > 0 for row in rows)
     sizes = [row["parameters"] for row in report["ode_rnns"]]
     assert abs(sizes[0] - sizes[1]) < 0.01 * sizes[0]
     assert figure.exists()
-
-
-def test_the_loop_is_the_layer():
-    torch.manual_seed(0)
-    layer = oscillators.hbnode.nn.Oscillators(3, 4, 5)
-    x, t = torch.randn(2, 9, 3), torch.rand(2, 9).cumsum(1)
+    layer, x, t = oscillators.hbnode.nn.Oscillators(3, 4, 5), torch.randn(2, 9, 3), torch.rand(2, 9).cumsum(1)
     torch.testing.assert_close(oscillators.Loop(layer)(x, t)[0], layer(x, t)[0])
 
 
@@ -217,3 +188,15 @@ def test_the_loop_of_one_evaluation_is_leapfrog():
     for name, module in theirs.items():
         module.load_state_dict(getattr(loop, name).state_dict())
     torch.testing.assert_close(loop(*batch[:3]), model(*batch[:3]))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that runs a benchmark's ``main`` and returns what it wrote."""
+
+    def run(benchmark, *arguments):
+        out = tmp_path / "report.json"
+        benchmark.main([*arguments, "--out", str(out)])
+        return json.loads(out.read_text())
+
+    return run

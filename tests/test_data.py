@@ -2,8 +2,10 @@
 
 import math
 import pickle
+import types
 
 import numpy
+import pandas
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -87,54 +89,30 @@ def test_a_row_for_each_measurement():
 
 
 class Frame(dict):
-    """A table as polars has it: ``columns`` are names, and columns give an array."""
+    """A table as polars has it: ``columns`` are names, and columns have ``to_numpy``."""
 
-    def __init__(self, columns):
-        super().__init__(columns)
-        self.columns = list(columns)
+    columns = property(list)
 
     def __getitem__(self, name):
-        return Column(super().__getitem__(name))
-
-
-class Column:
-    def __init__(self, values):
-        self.values = values
-
-    def to_numpy(self):
-        return self.values
+        return types.SimpleNamespace(to_numpy=lambda: super(Frame, self).__getitem__(name))
 
 
 def test_tables_of_pandas_and_polars_and_dictionaries_agree():
-    pandas = pytest.importorskip("pandas")
-    table = make_table()
-    options = {"id": "id", "time": "time", "values": ["a", "b"], "static": ["age", "sex"]}
-    expected = data.from_long(table, **options)
-    frame = pandas.DataFrame(table)
-    nullable = frame.convert_dtypes()
-    tables = [frame, frame.set_index(frame.index[::-1]), nullable, Frame(table)]
-    try:
-        import polars
-
-        tables.append(polars.DataFrame(frame.to_dict("list")))
-    except ImportError:
-        pass
-    for one in tables:
+    table, options = make_table(), {"id": "id", "time": "time", "values": ["a", "b"], "static": ["age", "sex"]}
+    expected, frame = data.from_long(table, **options), pandas.DataFrame(table)
+    assert expected.static.tolist() == [[20.0 + int(one[1:]), int(one[1:]) % 2] for one in expected.ids]
+    codes = frame.assign(id=frame["id"].astype("category"))
+    for one in (frame, frame.set_index(frame.index[::-1]), frame.convert_dtypes(), codes, Frame(table)):
         series = data.from_long(one, **options)
         assert series.ids == expected.ids
         for name in ("t", "mask", "lengths", "static"):
             assert getattr(series, name).equal(getattr(expected, name)), name
         torch.testing.assert_close(series.x, expected.x, equal_nan=True)
-    assert expected.static.tolist() == [[20.0 + int(one[1:]), int(one[1:]) % 2] for one in expected.ids]
-    codes = frame.assign(id=frame["id"].astype("category"))
-    assert data.from_long(codes, **options).ids == expected.ids
 
 
 def test_dates_in_a_unit():
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(
-        {"id": [1, 1], "time": pandas.to_datetime(["2020-01-02 00:00", "2020-01-01 18:00"]), "a": [1.0, 2]}
-    )
+    times = pandas.to_datetime(["2020-01-02 00:00", "2020-01-01 18:00"])
+    frame = pandas.DataFrame({"id": [1, 1], "time": times, "a": [1.0, 2]})
     options = {"id": "id", "time": "time", "values": "a"}
     seconds = data.from_long(frame, **options).t
     assert seconds.diff().item() == 6 * 3600
@@ -155,6 +133,7 @@ def good():
     [
         ({}, {"values": "b"}, KeyError, "no column 'b'"),
         ({"id": [1, None, 2]}, {}, ValueError, "'id' has missing entries"),
+        ({"id": pandas.array(["x", None, "y"], dtype="string")}, {}, ValueError, "'id' has missing entries"),
         ({"t": [0.0, math.nan, 1.0]}, {}, ValueError, "'t' is missing or infinite in row 1"),
         ({"a": ["x", "y", "z"]}, {}, TypeError, "'a' must hold numbers.*get_dummies"),
         ({"a": [1.0, math.inf, 2.0]}, {}, ValueError, "'a' holds infinite values"),
@@ -169,21 +148,11 @@ def good():
     ],
 )
 def test_tables_that_are_refused(change, options, kind, message):
+    plain = {"id": "id", "time": "t", "values": "a"}
     with pytest.raises(kind, match=message):
-        data.from_long({**good(), **change}, **{"id": "id", "time": "t", "values": "a", **options})
-
-
-def test_tables_of_pandas_that_are_refused():
-    pandas = pytest.importorskip("pandas")
-    frame, options = pandas.DataFrame(good()), {"id": "id", "time": "t", "values": "a"}
-    missing = frame.assign(id=pandas.array(["x", None, "y"], dtype="string"))
-    for table, kind, message in (
-        (missing, ValueError, "'id' has missing entries"),
-        (frame.set_index(["id", "t"]), KeyError, r"Fix: table.reset_index\(\)"),
-        (pandas.concat([frame, frame[["a"]]], axis=1), ValueError, r"'a' must be one entry a row, got shape \(3, 2\)"),
-    ):
-        with pytest.raises(kind, match=message):
-            data.from_long(table, **options)
+        data.from_long({**good(), **change}, **plain | options)
+    with pytest.raises(KeyError, match=r"Fix: table.reset_index\(\)"):
+        data.from_long(pandas.DataFrame(good()).set_index(["id", "t"]), **plain)
 
 
 def test_series_select_move_and_run():
@@ -192,10 +161,12 @@ def test_series_select_move_and_run():
     one = series.select([short])
     assert one.x.shape[1] == one.lengths.item() == series.lengths.min()
     assert one.ids == [series.ids[short]]
-    assert type(one.ids[0]) is str
     assert repr(series) == f"Series(9 series, up to {max(series.lengths)} samples, 2 features ['a', 'b'], 1 static)"
     assert series.select(series.lengths > 100).x.shape == (0, 0, 2)
     assert series.select(slice(2, None, 3)).ids == series.ids[2::3]
+    for index in ([True], [0.5], [[0]], 3):
+        with pytest.raises(ValueError, match=r"index must be places \(n,\), or a mask \(9,\) of bool"):
+            series.select(index)
     moved = pickle.loads(pickle.dumps(series.to(torch.float64)))
     kinds = [part.dtype for part in (moved.x, moved.t, moved.mask, moved.lengths, moved.static)]
     assert kinds == [torch.float64, torch.float64, torch.bool, torch.int64, torch.float64]
@@ -212,16 +183,20 @@ def test_batches_for_a_data_loader():
     sampler = data.bucketed_batches(series.lengths, 4)
     loader = DataLoader(data.Dataset(series, labels), batch_sampler=sampler, collate_fn=data.collate)
     assert len(loader) == 3
-    seen = []
+    indices = []
     for batch, y in loader:
         expected = series.select(y)
         assert batch.ids == expected.ids
         for name in ("x", "t", "mask", "lengths", "static"):
             torch.testing.assert_close(getattr(batch, name), getattr(expected, name), equal_nan=True)
-        seen += y.tolist()
-    assert sorted(seen) == list(range(9))
+        indices += y.tolist()
+    assert sorted(indices) == list(range(9))
     (batch,) = DataLoader(data.Dataset(series), batch_size=9, collate_fn=data.collate)
     assert batch.ids == series.ids
+    targets = pandas.Series(range(9), index=range(9, 0, -1))  # taken by place
+    for one in (targets, targets.to_frame()):
+        ((_, y),) = DataLoader(data.Dataset(series, one), batch_size=9, collate_fn=data.collate)
+        assert y.flatten().tolist() == list(range(9))
     with pytest.raises(ValueError, match="targets must be one for each of 9 series, got 8"):
         data.Dataset(series, labels[:8])
     with pytest.raises(IndexError):
@@ -266,20 +241,3 @@ def test_features_that_are_not_wanted_leave_no_samples():
     assert batch.t.tolist() == [[0.0, 0.0], [5.0, 5.0], [0.0, 2.0]]
     with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\], but \['hr', 'x'\]"):
         data.from_long(table, **options, features=["bp"])
-
-
-def test_targets_of_pandas_are_taken_by_place():
-    pandas = pytest.importorskip("pandas")
-    table = {"id": [2, 0, 1], "t": [0.0] * 3, "a": [1.0] * 3}
-    series = data.from_long(table, id="id", time="t", values="a")
-    labels = pandas.Series([10, 11, 12], index=[0, 1, 2])
-    for targets in (labels.loc[series.ids], labels.to_frame().loc[series.ids]):
-        ((_, y),) = DataLoader(data.Dataset(series, targets), batch_size=3, collate_fn=data.collate)
-        assert y.flatten().tolist() == [12, 10, 11]
-
-
-@pytest.mark.parametrize("index", [[True], [0.5], [[0]], 3])
-def test_what_selects_no_series(index):
-    series = data.from_long(good(), id="id", time="t", values="a")
-    with pytest.raises(ValueError, match=r"index must be places \(n,\), or a mask \(2,\) of bool"):
-        series.select(index)

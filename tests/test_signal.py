@@ -17,29 +17,6 @@ def samples():
     return np.sort(rng.uniform(0, 5, 12)), rng.normal(size=(12, 3))
 
 
-def test_linear_equals_numpy(samples):
-    t, u = samples
-    query = np.linspace(t[0], t[-1], 101)
-    signal = hbnode.Signal(torch.tensor(t), torch.tensor(u))
-    expected = np.stack([np.interp(query, t, channel) for channel in u.T], axis=-1)
-    np.testing.assert_allclose(signal(torch.tensor(query)), expected, atol=1e-13)
-
-
-def test_cubic_equals_scipys_hermite_spline_with_finite_difference_slopes(samples):
-    t, u = samples
-    query = np.linspace(t[0], t[-1], 101)
-    signal = hbnode.Signal(torch.tensor(t), torch.tensor(u), "cubic")
-    expected = CubicHermiteSpline(t, u, np.gradient(u, t, axis=0, edge_order=2))(query)
-    np.testing.assert_allclose(signal(torch.tensor(query)), expected, atol=1e-12)
-
-
-def test_cubic_is_exact_for_quadratics(samples):
-    t = torch.tensor(samples[0])
-    query = torch.linspace(float(t[0]), float(t[-1]), 33, dtype=torch.float64)
-    signal = hbnode.Signal(t, 3 * t**2 - t + 2, "cubic")
-    torch.testing.assert_close(signal(query), 3 * query**2 - query + 2)
-
-
 @pytest.mark.parametrize("kind", ["linear", "cubic"])
 def test_shapes_and_gradients(samples, kind):
     t = torch.tensor(samples[0])
@@ -52,47 +29,31 @@ def test_shapes_and_gradients(samples, kind):
     assert torch.autograd.gradcheck(lambda u, q: hbnode.Signal(t, u, kind)(q), (flat, query))
 
 
-@pytest.mark.parametrize(
-    "gradient", ["checkpoint", AGAIN, "direct", "adjoint"], ids=["kept", "again", "direct", "adjoint"]
-)
+@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=["kept", "again"])
 def test_a_driven_oscillator(gradient):
     """h'' = -4 h + sin(t) from rest: h = (2 sin t - sin 2t) / 6."""
-    t = torch.linspace(0, 4, 401, dtype=torch.float64)
+    t = torch.linspace(0, 4, 81, dtype=torch.float64)
     u = t.sin().requires_grad_()
     drive = hbnode.Signal(t, u, "cubic")
     field = hbnode.HBNODE(lambda t, h: -4 * h + drive(t), damping=0.0, learn_damping=False)
     rest = field.initial_state(torch.zeros(1, dtype=torch.float64))
-    tight = {"rtol": 1e-9, "atol": 1e-9, "gradient": gradient}
-    h, _ = hbnode.odeint(field, rest, [0.0, 1.0, 3.0], **tight)
+    h, _ = hbnode.odeint(field, rest, [0.0, 1.0, 3.0], rtol=1e-9, atol=1e-9, gradient=gradient)
     exact = [(2 * math.sin(s) - math.sin(2 * s)) / 6 for s in (1.0, 3.0)]
-    np.testing.assert_allclose(h[1:, 0].detach(), exact, atol=1e-8)
+    np.testing.assert_allclose(h[1:, 0].detach(), exact, atol=1e-5)  # the error of the interpolation
     (slope,) = torch.autograd.grad(h[-1].sum(), u)
     # h is linear in the drive, so the gradient contracted with the drive is h itself
-    assert (slope @ u).item() == pytest.approx(exact[1], abs=1e-6)
+    assert (slope @ u).item() == pytest.approx(h[-1].item(), abs=1e-8)
 
 
 def test_queries_outside_are_refused_or_held():
-    t, u = torch.tensor([0.0, 1.0]), torch.tensor([3.0, 5.0])
-    with pytest.raises(ValueError, match=r"asked for t=1.5, outside of its samples \[0, 1\].*Fix: give it samples"):
-        hbnode.Signal(t, u)(torch.tensor([0.5, 1.5]))
-    held = hbnode.Signal(t, u, outside="hold")
-    torch.testing.assert_close(held(torch.tensor([-1.0, 2.0])), torch.tensor([3.0, 5.0]))
-
-
-def test_held_ends_have_the_slope_of_what_is_inside():
-    signal = hbnode.Signal(torch.arange(4.0), torch.tensor([0.0, 2.0, 2.0, 5.0]), outside="hold")
-    t = torch.tensor([-1.0, 0.0, 0.5, 3.0, 4.0], requires_grad=True)
-    value = signal(t)
+    """Held ends have the slope of what is inside."""
+    t, u = torch.arange(4.0), torch.tensor([0.0, 2.0, 2.0, 5.0])
+    with pytest.raises(ValueError, match=r"asked for t=3.5, outside of its samples \[0, 3\].*Fix: give it samples"):
+        hbnode.Signal(t, u)(torch.tensor([0.5, 3.5]))
+    query = torch.tensor([-1.0, 0.0, 0.5, 3.0, 4.0], requires_grad=True)
+    value = hbnode.Signal(t, u, outside="hold")(query)
     assert value.tolist() == [0.0, 0.0, 1.0, 5.0, 5.0]
-    (slope,) = torch.autograd.grad(value.sum(), t)
-    assert slope.tolist() == [0.0, 2.0, 2.0, 3.0, 0.0]
-
-
-def test_moves_with_a_module_and_stays_out_of_its_state_dict():
-    signal = hbnode.Signal(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 5.0]))
-    assert signal.state_dict() == {}
-    assert copy.deepcopy(signal).double()(torch.tensor(0.5, dtype=torch.float64)).dtype == torch.float64
-    assert repr(signal) == "Signal(samples=2, kind='linear', outside='raise')"
+    assert torch.autograd.grad(value.sum(), query)[0].tolist() == [0.0, 2.0, 2.0, 3.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", ["linear", "cubic"])
@@ -104,30 +65,34 @@ def test_sample_times_are_not_rounded_with_the_module(kind, dtype):
         signal = hbnode.Signal(start + t, t.sin(), kind)
         query = start + torch.linspace(50.0, 51.0, 7, dtype=torch.float64)
         moved = nn.Sequential(copy.deepcopy(signal)).to(dtype)[0]
+        assert moved.state_dict() == {}
         assert moved(query).dtype == dtype
         bound = 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(moved(query).double(), signal(query), atol=bound, rtol=0)
-        torch.testing.assert_close(moved.double()(query), signal(query), atol=bound, rtol=0)
+        for values in (moved(query).double(), moved.double()(query)):
+            torch.testing.assert_close(values, signal(query), atol=bound, rtol=0)
+
+
+TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
+
+
+TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "options", "kind", "message"),
     [
-        ((torch.tensor([0.0, 1.0]), torch.zeros(2), "spline"), "unknown kind 'spline'"),
-        ((torch.tensor([0.0, 1.0]), torch.zeros(3)), r"needs t of shape \(T,\) and u of shape"),
-        ((torch.tensor([0.0, 1.0]), torch.zeros(2), "cubic"), "with T >= 3"),
-        ((torch.tensor([0.0, 0.0]), torch.zeros(2)), "strictly increasing"),
+        ((TIMES, ZEROS, "spline"), {}, ValueError, "unknown kind 'spline'"),
+        ((TIMES, torch.zeros(3)), {}, ValueError, r"needs t of shape \(T,\) and u of shape"),
+        ((TIMES, ZEROS, "cubic"), {}, ValueError, "with T >= 3"),
+        ((ZEROS, ZEROS), {}, ValueError, "strictly increasing"),
+        ((TIMES, ZEROS), {"outside": "wrap"}, ValueError, "unknown outside='wrap'"),
+        ((TIMES, torch.tensor([0, 10])), {}, TypeError, r"u torch.int64. Fix: t.float\(\), u.float\(\)"),
+        (([0.0, 1.0], ZEROS), {}, TypeError, r"t must be a tensor, got list. Fix: torch.tensor\(x"),
     ],
 )
-def test_bad_input(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        hbnode.Signal(*arguments)
-    with pytest.raises(TypeError, match=r"u torch.int64. Fix: t.float\(\), u.float\(\)"):
-        hbnode.Signal(torch.tensor([0.0, 1.0]), torch.tensor([0, 10]))
-    with pytest.raises(ValueError, match="unknown outside='wrap'"):
-        hbnode.Signal(torch.tensor([0.0, 1.0]), torch.zeros(2), outside="wrap")
-    with pytest.raises(TypeError, match=r"t must be a tensor, got list. Fix: torch.tensor\(x, dtype=torch.float32\)"):
-        hbnode.Signal([0.0, 1.0], torch.zeros(2))
+def test_bad_input(arguments, options, kind, message):
+    with pytest.raises(kind, match=message):
+        hbnode.Signal(*arguments, **options)
 
 
 @pytest.mark.parametrize("end", [0.1, 0.3, 0.7, 1.1, 1e9 + 0.3])
@@ -146,3 +111,13 @@ def test_the_exact_end_in_another_dtype_is_inside(end, kind, dtype):
     for t in (end * (1 + 1e-5), -1e-5 * end):
         with pytest.raises(ValueError, match="outside of its samples"):
             signal(torch.tensor(t, dtype=dtype))
+
+
+def test_it_equals_numpy_and_scipys_hermite_spline_with_finite_difference_slopes(samples):
+    t, u = samples
+    query = np.linspace(t[0], t[-1], 101)
+    linear, cubic = (hbnode.Signal(torch.tensor(t), torch.tensor(u), kind) for kind in ("linear", "cubic"))
+    expected = np.stack([np.interp(query, t, channel) for channel in u.T], axis=-1)
+    np.testing.assert_allclose(linear(torch.tensor(query)), expected, atol=1e-13)
+    expected = CubicHermiteSpline(t, u, np.gradient(u, t, axis=0, edge_order=2))(query)
+    np.testing.assert_allclose(cubic(torch.tensor(query)), expected, atol=1e-12)

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hbnode
+from benchmarks.gradients import Living
 from hbnode.nn import SolveDropout
 from hbnode.solve.adjoints import Checkpoint
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SPLITTING
@@ -38,16 +39,13 @@ def methods_of(model):
 def test_all_gradients_agree_with_a_tight_reference(model, shape):
     """In x, in the output times, in gamma, xi and all parameters of f and of the initial momentum."""
     field = make_field(model, shape).double()
-    x, t = make_input(shape), float64(0.2, 0.7, 1.5)
+    x, t = make_input(shape), float64(0.2, 0.7, 0.71, 0.73, 1.5)  # steps pass the third
     reference, _ = gradients(field, x, t, method="dopri8", save="exact", rtol=1e-12, atol=1e-12, gradient="adjoint")
-    methods = methods_of(model) if shape == "vector" else {methods_of(model)[0], methods_of(model)[-1]}
-    for i, method in enumerate(methods):
-        gradients_of = ["direct", "reversible"] if method in SPLITTING else ["direct"]
-        for gradient in (*gradients_of, *(("checkpoint", "adjoint") if i == 0 else ())):
-            settings = {"method": method, "gradient": gradient, **TIGHT}
-            if method in SPLITTING:
-                settings["steps"] = 100
-            found, _ = gradients(field, x, t, **settings)
+    for i, method in enumerate(methods_of(model) if shape == "vector" else ["nystrom8", "leapfrog"]):
+        modes = ["direct", *(["reversible"] if method in SPLITTING else []), *(["adjoint"] if i == 0 else [])]
+        steps = 60 if method in SPLITTING else None
+        for gradient in modes:
+            found, _ = gradients(field, x, t, method=method, gradient=gradient, steps=steps, **TIGHT)
             error = (found - reference).norm() / reference.norm()
             assert error < (1e-4 if method == "leapfrog" else 1e-8), (method, gradient)
 
@@ -78,8 +76,9 @@ def test_checkpoint_and_direct_are_the_same_number(model, solver, per_sample):
 
 
 @every_model
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", AGAIN, "reversible"], ids=name)
+@pytest.mark.parametrize("gradient", ["direct", AGAIN, "reversible"], ids=name)
 def test_gradcheck(model, gradient):
+    """Of first derivatives, for x and the times."""
     torch.manual_seed(1)
     field = make_field(model).double()
     for method in methods_of(model):
@@ -91,12 +90,11 @@ def test_gradcheck(model, gradient):
         assert torch.autograd.gradcheck(block, (x, t), nondet_tol=1e-12)
 
 
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", AGAIN], ids=name)
+@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
 @pytest.mark.parametrize("method", [*NYSTROM, *EXPONENTIAL, *SPLITTING, "tsit5"])
 def test_second_derivatives(method, gradient):
-    rate = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
-    omega = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    rate, omega = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1.3, 0.4))
+    x = torch.randn(1, 2, dtype=torch.float64, requires_grad=True)
     t = float64(0.0, 0.7).requires_grad_()
 
     def end(x, rate, omega, t):
@@ -106,7 +104,6 @@ def test_second_derivatives(method, gradient):
         settings = {"method": method, "steps": 2, "gradient": gradient}
         return hbnode.odeint(field, (x, torch.zeros_like(x)), t, **settings)[0][-1]
 
-    assert torch.autograd.gradcheck(end, (x, rate, omega, t))
     assert torch.autograd.gradgradcheck(end, (x, rate, omega, t))
 
 
@@ -115,28 +112,25 @@ def test_second_derivatives(method, gradient):
 @every_model
 def test_the_transforms_of_torch_func(model, steps):
     """Which take the direct gradient by themselves."""
-    field = make_field(model).double()
-    block = hbnode.ODEBlock(field, steps=steps, rtol=1e-4, atol=1e-4)
-    x, v = make_input(), torch.randn(3, 4, dtype=torch.float64)
+    block = hbnode.ODEBlock(make_field(model).double(), steps=steps, rtol=1e-4, atol=1e-4)
+    x, v = make_input(), make_input()
+    leaf, parameters = x.clone().requires_grad_(), dict(block.named_parameters())
+    expected = block(leaf)
+    w = torch.randn_like(expected)
+    gradient, *of_parameters = torch.autograd.grad(expected, [leaf, *parameters.values()], w)
     value, tangent = torch.func.jvp(block, (x,), (v,))
-    out, pull = torch.func.vjp(block, x)
-    w = torch.randn_like(out)
-    (pulled,) = pull(w)
-    x_leaf = x.clone().requires_grad_()
-    expected = block(x_leaf)
-    (gradient,) = torch.autograd.grad(expected, x_leaf, w)
     torch.testing.assert_close(value, expected.detach())
-    torch.testing.assert_close(pulled, gradient)
     torch.testing.assert_close((tangent * w).sum(), (gradient * v).sum())
+    torch.testing.assert_close(torch.func.vjp(block, x)[1](w)[0], gradient)
+    lent = torch.func.grad(lambda p: (torch.func.functional_call(block, p, (x,)) * w).sum())(parameters)
+    torch.testing.assert_close(list(lent.values()), of_parameters)
     mapped = torch.func.vmap(lambda row: block(row[None])[0])(x)
     torch.testing.assert_close(mapped, expected.detach(), rtol=1e-3, atol=1e-3)
-    parameters = dict(block.named_parameters())
-    of_parameters = torch.func.grad(lambda p: (torch.func.functional_call(block, p, (x,)) * w).sum())(parameters)
-    wanted = torch.autograd.grad((block(x) * w).sum(), list(parameters.values()))
-    for got, want in zip(of_parameters.values(), wanted, strict=True):
-        torch.testing.assert_close(got, want)
-    per_sample = torch.func.vmap(torch.func.grad(lambda row: block(row[None]).sum()))(x)
-    assert per_sample.shape == x.shape
+    assert torch.func.vmap(torch.func.grad(lambda row: block(row[None]).sum()))(x).shape == x.shape
+    both = {name: torch.stack([p, 2 * p]) for name, p in parameters.items()}
+    with torch.no_grad():  # an ensemble, where operations in place would loop over the members, and say so
+        ends = torch.func.vmap(lambda p: torch.func.functional_call(block, p, x))(both)
+    torch.testing.assert_close(ends[0], expected.detach(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN, "reversible", "adjoint"], ids=name)
@@ -145,6 +139,8 @@ def test_transforms_and_second_derivatives_are_refused_by_name(gradient):
     x = make_input().requires_grad_()
     with pytest.raises(ValueError, match=r"under the transforms of torch.func.*Fix: gradient='direct'"):
         torch.func.vmap(lambda row: block(row[None]).sum())(x)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="nor in forward mode"):
+        block(forward_ad.make_dual(x, x))
     if gradient in ("reversible", "adjoint"):
         with pytest.raises(RuntimeError, match=f"gradient='{gradient}' gives first derivatives only"):
             torch.autograd.grad(block(x).sum(), x, create_graph=True)
@@ -152,7 +148,8 @@ def test_transforms_and_second_derivatives_are_refused_by_name(gradient):
 
 # What f may be, and what may happen between the passes: the gradient is that of "direct"
 
-MODES = pytest.mark.parametrize("gradient", ["checkpoint", AGAIN, "reversible", "adjoint"], ids=name)
+ALL_AT_ONCE = Checkpoint(keep_bytes=0, every=100)
+MODES = pytest.mark.parametrize("gradient", ["checkpoint", AGAIN, ALL_AT_ONCE, "reversible", "adjoint"], ids=name)
 
 
 def net(dim=2):
@@ -210,20 +207,37 @@ def with_another_mode(gradient):
 
 
 def with_buffers_of_two_solves(gradient):
-    class Conditioned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net()
-
+    class Conditioned(nn.Sequential):
         def forward(self, h):
-            return self.net(h) * self.condition
+            return super().forward(h) * self.condition
 
-    x, func = torch.ones(1, 2).double().requires_grad_(), Conditioned()
+    x, func = torch.ones(1, 2).double().requires_grad_(), Conditioned(net())
     block, ends = leapfrog(func, gradient), []
     for value in (1.5, -0.5):
         func.register_buffer("condition", torch.full((2,), value, dtype=torch.float64))
         ends.append(block(x))
     return [torch.autograd.grad(h.sum(), x)[0] for h in reversed(ends)]
+
+
+def with_a_state_of_zeros(gradient):
+    """Where an error relative to the start says nothing."""
+    block = leapfrog(net(), gradient)
+    return torch.autograd.grad(block(torch.zeros(3, 2).double(), [0.0, 0.5, 1.0]).sum(), [*block.parameters()])
+
+
+def with_dropout_that_keeps_its_mask(gradient):
+    torch.manual_seed(5)
+    block = leapfrog(nn.Sequential(net(), SolveDropout(0.5)), gradient, steps=8)
+    x = torch.ones(4, 2).double().requires_grad_()
+    first, second = block(x), block(x)  # two solves, two masks
+    assert not torch.allclose(first, second)
+    return torch.autograd.grad(first.sum(), x)
+
+
+def with_two_backward_passes(gradient):
+    block = leapfrog(net(), gradient)
+    y = block(torch.ones(1, 2).double(), [0.0, 0.3, 1.0])
+    return [torch.autograd.grad(y.sum(), block.field.omega, retain_graph=True)[0] for _ in range(2)]
 
 
 def with_a_leaf(gradient):
@@ -233,8 +247,9 @@ def with_a_leaf(gradient):
 
 
 SITUATIONS = [
-    *(with_frozen_layers, with_lent_parameters, with_parameters_frozen_between_the_passes),
-    *(with_saved_tensors_elsewhere, with_another_mode, with_buffers_of_two_solves, with_a_leaf),
+    *(with_frozen_layers, with_lent_parameters, with_parameters_frozen_between_the_passes, with_two_backward_passes),
+    *(with_saved_tensors_elsewhere, with_another_mode, with_buffers_of_two_solves, with_a_leaf, with_a_state_of_zeros),
+    with_dropout_that_keeps_its_mask,
 ]
 
 
@@ -244,6 +259,24 @@ def test_the_gradient_is_that_of_direct(situation, gradient):
     tolerance = 1e-3 if gradient == "adjoint" else 1e-10
     for one, two in zip(situation(gradient), situation("direct"), strict=True):
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+
+
+@MODES
+def test_what_changed_between_the_passes_is_noticed(gradient):
+    block = leapfrog(nn.Linear(2, 2), gradient, steps=4)
+    h = block(torch.ones(1, 2).double())
+    with torch.no_grad():
+        block.field.func.weight.add_(1.0)
+    kind, message = RuntimeError, "modified by an inplace operation"
+    if gradient in (AGAIN, ALL_AT_ONCE):
+        kind, message = hbnode.errors.RecomputationError, "ends in another state.*method 'leapfrog'"
+    with pytest.raises(kind, match=message):
+        h.sum().backward()
+    if gradient == "reversible":
+        h = block(torch.ones(1, 2).double())
+        block.field.func = net()
+        with pytest.raises(ValueError, match="that it did not use at first"):
+            h.sum().backward()
 
 
 class Late(nn.Module):
@@ -338,48 +371,19 @@ def test_what_would_be_dropped_is_refused(gradient):
 def test_hooks_of_parameters(gradient):
     """Each runs once on the whole gradient, or is refused."""
     block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), gradient=gradient, method="leapfrog", steps=20).double()
-    without = copy.deepcopy(block)
-    x, weight, seen = torch.ones(1, 2, dtype=torch.float64), block.field.func.weight, []
-    block.field.func.bias.register_post_accumulate_grad_hook(seen.append)
+    x, weight, calls = torch.ones(1, 2, dtype=torch.float64), block.field.func.weight, []
+    block.field.func.bias.register_post_accumulate_grad_hook(calls.append)
     block(x).sum().backward()
-    assert len(seen) == 1
-    block.zero_grad()
-    weight.register_hook(lambda g: seen.append(g) or 2 * g)
+    assert len(calls) == 1
+    expected, weight.grad = weight.grad, None
+    weight.register_hook(lambda g: calls.append(g) or 2 * g)
     if gradient in ("adjoint", "reversible"):
         with pytest.raises(ValueError, match=r"has a hook of register_hook.*Fix: register_post_accumulate_grad_hook"):
             block(x)
         return
     block(x).sum().backward()
-    without(x).sum().backward()
-    assert len(seen) == 3
-    torch.testing.assert_close(weight.grad, 2 * without.field.func.weight.grad)
-
-
-def test_forward_mode():
-    import torch.autograd.forward_ad as forward
-
-    block = hbnode.HeavyBallODEBlock(nn.Linear(4, 4)).double()
-    x, v = make_input(), make_input()
-    with forward.dual_level():
-        tangent = forward.unpack_dual(block(forward.make_dual(x, v))).tangent
-        block.gradient = "checkpoint"
-        with pytest.raises(ValueError, match="nor in forward mode"):
-            block(forward.make_dual(x, v))
-    block.gradient = None
-    torch.testing.assert_close(tangent, torch.func.jvp(block, (x,), (v,))[1])
-
-
-@MODES
-def test_weights_changed_between_the_passes_are_noticed(gradient):
-    block = hbnode.HeavyBallODEBlock(nn.Linear(2, 2), method="leapfrog", steps=4, gradient=gradient)
-    h = block(torch.ones(1, 2))
-    with torch.no_grad():
-        block.field.func.weight.add_(1.0)
-    kind, message = RuntimeError, "modified by an inplace operation"
-    if gradient is AGAIN:
-        kind, message = hbnode.errors.RecomputationError, "ends in another state.*method 'leapfrog'"
-    with pytest.raises(kind, match=message):
-        h.sum().backward()
+    assert len(calls) == 3
+    torch.testing.assert_close(weight.grad, 2 * expected)
 
 
 BETWEEN = {  # the passes: changes of a field after which a step ends in another state
@@ -410,77 +414,43 @@ def test_a_step_that_ends_elsewhere_when_it_is_computed_again(change, method, st
             torch.testing.assert_close(torch.autograd.grad(h, x), torch.autograd.grad(expected, x))
 
 
-def test_another_network_in_the_pass_back_of_reversible_is_noticed():
-    block = leapfrog(net(), "reversible")
-    h = block(torch.ones(1, 2).double())
-    block.field.func = net()
-    with pytest.raises(ValueError, match="that it did not use at first"):
-        h.sum().backward()
-
-
 def with_layer(layer, **settings):
     torch.manual_seed(0)
     func = nn.Sequential(nn.Linear(4, 8), layer, nn.Tanh(), nn.Linear(8, 4))
     return hbnode.HeavyBallODEBlock(func, rtol=1e-8, atol=1e-8, **settings).double()
 
 
-@pytest.mark.parametrize("method", [None, "dopri5", "tsit5"])
-def test_ordinary_dropout_is_refused_in_training(method):
-    block = with_layer(nn.Dropout(0.3), method=method)
-    block.eval()(make_input())
-    with pytest.raises(ValueError, match=r"Dropout is in training mode inside a solve.*SolveDropout\(p\)"):
-        block.train()(make_input())
+@pytest.mark.parametrize(
+    ("layer", "settings", "message"),
+    [
+        *((nn.Dropout(0.3), {"method": m}, r"Dropout is in training.*SolveDropout\(p\)") for m in (None, "dopri5")),
+        *((nn.BatchNorm1d(8), {"gradient": g}, "changes its buffers") for g in ("checkpoint", AGAIN, "adjoint")),
+    ],
+)
+def test_layers_that_change_in_training_are_refused(layer, settings, message):
+    block, x = with_layer(layer, **settings), make_input().requires_grad_()
+    block.eval()(x).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    with pytest.raises(ValueError, match=message):
+        block.train()(x)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        *({"gradient": gradient} for gradient in ("direct", "checkpoint", AGAIN, "adjoint")),
-        {"gradient": "reversible", "steps": 30},
-        {"method": "dopri5", "gradient": "adjoint"},
-        {"per_sample": True, "gradient": AGAIN},
-        {"method": "leapfrog", "steps": 30, "gradient": AGAIN},
-    ],
+    [{}, {"gradient": "adjoint"}, {"method": "dopri5", "gradient": "adjoint"}, {"per_sample": True, "gradient": AGAIN}],
     ids=str,
 )
 def test_solve_dropout_keeps_its_mask_for_the_solve_and_its_backward_pass(settings):
     block, masks = with_layer(SolveDropout(0.5), **settings), []
     x = make_input().requires_grad_()
     block.field.func[1].register_forward_hook(lambda module, args, out: masks.append(out == 0))
-    first, second = block(x), block(x)
-    assert not torch.allclose(first, second)  # two solves, two masks
+    first, _ = block(x), block(x)
     count = len(masks)
-    (gradient,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
-    if settings["gradient"] not in ("direct", "checkpoint"):
-        assert len(masks) > count
-        assert all(mask.equal(masks[0]) for mask in masks[count:])  # of the first solve, though the second came after
-    frozen = copy.deepcopy(block)
-    frozen.field.func[1] = Times(2 * masks[0].logical_not().double())
-    torch.testing.assert_close(gradient, torch.autograd.grad(frozen(x).sum(), x)[0], rtol=1e-6, atol=1e-9)
+    first.sum().backward()
+    assert all(mask.equal(masks[0]) for mask in masks[count:])  # of the first solve, though the second came after
+    assert (len(masks) > count) == (block.nfe.backward > 0 or settings.get("gradient") is not None)
     block.eval()
     torch.testing.assert_close(block(x), block(x), rtol=0, atol=0)
-
-
-class Times(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN, "direct", "adjoint"], ids=name)
-def test_batch_norm_in_eval_mode_and_in_training(gradient):
-    block = with_layer(nn.BatchNorm1d(8), gradient=gradient).eval()
-    x = make_input().requires_grad_()
-    block(x).sum().backward()
-    assert torch.isfinite(x.grad).all()
-    if gradient == "direct":
-        block.train()(x)
-        return
-    with pytest.raises(ValueError, match=r"func changes its buffers .* Fix: put that layer in eval mode"):
-        block.train()(x)
 
 
 def test_autocast_is_repeated_where_steps_are_computed_again():
@@ -499,83 +469,57 @@ def test_autocast_is_repeated_where_steps_are_computed_again():
         torch.testing.assert_close(other, found[0], rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("every", [1, 4, 100])
-@pytest.mark.parametrize("steps", [1, 5, 17])
-def test_steps_computed_again_in_every_backward_pass_anew(steps, every):
-    gradient = Checkpoint(keep_bytes=0, every=every)
-    block = hbnode.HeavyBallODEBlock(net(), method="nystrom4", steps=steps, gradient=gradient).double()
-    y = block(torch.ones(1, 2).double(), [0.0, 0.3, 1.0])
-    forward = block.nfe.forward
-    found = [torch.autograd.grad(y.sum(), block.field.omega, retain_graph=True)[0] for _ in range(2)]
-    assert block.nfe.backward == 2 * (forward - 1)
-    block.gradient = "direct"
-    found.append(torch.autograd.grad(block(torch.ones(1, 2).double(), [0.0, 0.3, 1.0]).sum(), block.field.omega)[0])
-    for one in found[:2]:
-        torch.testing.assert_close(one, found[2], rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
 def test_two_threads_use_one_block(gradient):
     block = hbnode.HeavyBallODEBlock(net(), steps=20, gradient=gradient).double()
-
-    def values(x):
-        return torch.cat([g.flatten() for g in torch.autograd.grad(block(x).sum(), [*block.parameters()])])
-
+    values = lambda x: torch.autograd.grad(block(x).sum(), [*block.parameters()])
     inputs = torch.randn(2, 3, 2, dtype=torch.float64)
     expected = [values(x) for x in inputs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda i: values(inputs[i % 2]), range(40)))
+        found = list(pool.map(lambda i: values(inputs[i % 2]), range(20)))
     for i, one in enumerate(found):
         torch.testing.assert_close(one, expected[i % 2], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
+def test_a_field_is_freed_at_once(gradient):
+    gc.disable()
+    try:
+        block = hbnode.HeavyBallODEBlock(net(3), steps=20, gradient=gradient).double()
+        block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
+        weight = weakref.ref(block.field.func[0].weight)
+        del block
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 # Memory
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the storages made under it that are still alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = weakref.WeakValueDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for part in torch.utils._pytree.tree_leaves(out):
-            if isinstance(part, torch.Tensor):
-                self.made[id(part.untyped_storage())] = part.untyped_storage()
-        return out
-
-    def bytes(self):
-        return sum(storage.nbytes() for storage in list(self.made.values()))
-
-
 def kept(gradient, steps, method="blanes_moan4"):
-    """Bytes between the forward and the backward pass."""
+    """Bytes of the tensors that the forward pass made and that are alive after it."""
     torch.manual_seed(0)
     solver = {"method": method, "gradient": gradient, "steps": steps, "t_span": (0.0, 10.0)}
     block = hbnode.HeavyBallODEBlock(hbnode.nn.MLP(8, [64, 64], 8), **solver)
     x = torch.randn(64, 8, requires_grad=True)
-    with Live() as live:
+    with Living([x, *block.parameters()]) as living:
         h = block(x)
         gc.collect()
-        return live.bytes() + 0 * h.numel()
+        return living.size() + 0 * h.numel()
 
 
 def test_memory():
+    """Of all that a solve needs the graph is kept up to a number of bytes; where steps are adaptive, of the first."""
     for method in ("nystrom4", "blanes_moan4"):
         assert kept(AGAIN, 64, method) < 5 * kept(AGAIN, 16, method)
         assert kept(AGAIN, 64, method) < kept("direct", 64, method) / 10
     assert kept("reversible", 64) == kept("reversible", 16) < kept(AGAIN, 16)
-
-
-@pytest.mark.parametrize("steps", [64, None], ids=["grid", "adaptive"])
-def test_the_graph_is_kept_up_to_a_number_of_bytes(steps):
-    """Of all that a solve needs, or of adaptive steps, whose number is not known, the first."""
-    method, direct = "nystrom4", kept("direct", steps, "nystrom4")
-    assert kept("checkpoint", steps, method) == pytest.approx(direct, rel=0.1)
-    some = kept(Checkpoint(keep_bytes=direct // 2), steps, method)
-    assert kept(AGAIN, steps, method) < some < 0.75 * direct
+    for steps in (64, None):
+        direct = kept("direct", steps, "nystrom4")
+        assert kept("checkpoint", steps, "nystrom4") == pytest.approx(direct, rel=0.1)
+        some = kept(Checkpoint(keep_bytes=direct // 2), steps, "nystrom4")
+        assert kept(AGAIN, steps, "nystrom4") < some < 0.75 * direct
 
 
 @pytest.mark.parametrize("gradient", [AGAIN, Checkpoint(keep_bytes=0, every=1), "reversible"], ids=str)
@@ -596,39 +540,24 @@ def test_what_is_computed_again_keeps_nothing_alive(gradient):
 # Reversible
 
 
-@pytest.mark.parametrize("model", ["hbnode", "ghbnode"])
-@pytest.mark.parametrize("method", SPLITTING)
-def test_the_way_there_and_back_is_exact(model, method):
-    field = make_field(model).double()
-    state = field.initial_state(make_input())
-    steps = 64
-    there = hbnode.odeint(field, state, [0.0, 1.0], method=method, steps=steps)
-    back = hbnode.odeint(field, tuple(part[-1] for part in there), [1.0, 0.0], method=method, steps=steps)
-    for part, start in zip(back, state, strict=True):
-        assert (part[-1] - start).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("gamma", [0.5, 2.0, 6.0, 20.0])
+@pytest.mark.parametrize("gamma", [0.5, 6.0, 20.0])
 def test_long_times_in_float32_are_accurate_or_refused(gamma):
     """Undoing the damping multiplies rounding errors by exp(gamma T)."""
-    torch.manual_seed(0)
-    func = hbnode.nn.MLP(4, [16], 4, activation=nn.Tanh)
     x = torch.randn(8, 4)
 
     def solve(gradient, dtype):
-        settings = {"method": "blanes_moan4", "steps": 100, "gradient": gradient}
-        field = hbnode.HBNODE(copy.deepcopy(func), damping=gamma, learn_damping=False)
-        block = hbnode.ODEBlock(field, **settings).to(dtype)
-        block(x.to(dtype)).pow(2).sum().backward()
-        return torch.cat([p.grad.reshape(-1) for p in block.parameters()])
+        field = hbnode.HBNODE(net(4), damping=gamma, learn_damping=False)
+        block = hbnode.ODEBlock(field, method="blanes_moan4", steps=100, gradient=gradient).to(dtype)
+        slopes = torch.autograd.grad(block(x.to(dtype)).pow(2).sum(), [*block.parameters()])
+        return torch.cat([g.reshape(-1) for g in slopes])
 
     exact = solve("checkpoint", torch.float64)
+    assert (solve("checkpoint", torch.float32) - exact).norm() / exact.norm() < 1e-4
     if gamma > 6:
         with pytest.raises(hbnode.errors.ReversalError, match="gradient='checkpoint'"):
             solve("reversible", torch.float32)
     else:
         assert (solve("reversible", torch.float32) - exact).norm() / exact.norm() < 1e-2
-    assert (solve("checkpoint", torch.float32) - exact).norm() / exact.norm() < 1e-4
 
 
 # Compiled
@@ -646,69 +575,3 @@ def test_an_adjoint_that_misses_its_start_is_refused(method):
     exact, _ = gradients(field, x, t, gradient="checkpoint", **solver)
     found, _ = gradients(field, x, t, gradient="adjoint", **solver)
     assert (found - exact).norm() / exact.norm() < 1e-2
-
-
-@pytest.mark.parametrize("method", [*SPLITTING])
-def test_a_way_back_to_zero(method):
-    """From rest at 0, where an error relative to the start says nothing."""
-    field, zero = hbnode.HBNODE(nn.Linear(2, 2)), torch.zeros(3, 2)
-    found = []
-    for gradient in ("direct", "reversible"):
-        h, m = hbnode.odeint(field, (zero, zero), [0.0, 0.5, 1.0], method=method, gradient=gradient, steps=8)
-        grads = torch.autograd.grad(h.sum() + m.square().sum(), [*field.parameters()])
-        found.append(torch.cat([g.reshape(-1) for g in grads]))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
-def test_a_field_is_freed_at_once_and_options_are_not_kept(gradient):
-    gc.disable()
-    try:
-        block = hbnode.HeavyBallODEBlock(net(3), steps=20, gradient=gradient).double()
-        block(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
-        weight = weakref.ref(block.field.func[0].weight)
-        del block
-        assert weight() is None
-
-        class Norm:
-            def __call__(self, state):
-                return state.abs().max()
-
-        norm = Norm()
-        kept = weakref.ref(norm)
-        field = hbnode.NODE(net(3))
-        hbnode.odeint(field, torch.randn(2, 3).double(), [0.0, 1.0], method="dopri5", options={"norm": norm})
-        del norm
-        gc.collect()  # of torchdiffeq's own circles
-        assert kept() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("gradient", ["checkpoint", AGAIN], ids=name)
-def test_an_output_without_a_gradient(gradient):
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return None
-
-    block = hbnode.HeavyBallODEBlock(net(3), gradient=gradient).double()
-    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    (Stop.apply(block(x)).sum() + 2 * x.sum()).backward()
-    assert (x.grad == 2).all()
-
-
-def test_an_ensemble_without_gradients():
-    """By vmap over parameters, where operations in place would loop over the samples, and say so."""
-    block = hbnode.HeavyBallODEBlock(net(3)).double()
-    x = torch.randn(2, 3, dtype=torch.float64)
-    lent = {name: torch.stack([p, 2 * p]) for name, p in block.named_parameters()}
-    with torch.no_grad():
-        both = torch.func.vmap(lambda p: torch.func.functional_call(block, p, x))(lent)
-        for i in range(2):
-            one = torch.func.functional_call(block, {name: p[i] for name, p in lent.items()}, x)
-            torch.testing.assert_close(both[i], one)

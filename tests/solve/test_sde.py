@@ -1,7 +1,6 @@
 """HeavyBallSDE and sdeint: values, orders and laws against closed forms, gradients against the references, use."""
 
 import copy
-import io
 import math
 import pickle
 import re
@@ -10,7 +9,6 @@ import mpmath
 import pytest
 import torch
 import torchsde
-from scipy.linalg import solve_discrete_lyapunov
 from torch import nn
 
 import hbnode
@@ -23,6 +21,13 @@ from tests.pretend_device import pretended_device
 
 METHODS = ("ubu", "baoab", "nystrom4")
 THEIRS = ("euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
+AGAIN = Checkpoint(keep_bytes=0)  # after the first steps, all are computed again
+GRADIENTS = [
+    (method, gradient)
+    for method in METHODS
+    for gradient in ("direct", "checkpoint", AGAIN, "reversible")
+    if (method, gradient) != ("nystrom4", "reversible")
+]
 
 
 def make_sde(**options):
@@ -49,36 +54,11 @@ def test_its_drift_is_the_hbnode():
     assert torch.equal(ours, theirs)
 
 
-def test_temperature_fixed_and_learned():
-    fixed, learned = make_sde(temperature=0.25), make_sde(temperature=0.25, learn_temperature=True)
-    assert fixed.temperature == 0.25
-    assert learned.temperature.item() == pytest.approx(0.25)
-    assert "log_temperature" in dict(learned.named_parameters())
-    assert fixed.state_dict()["temperature"].item() == 0.25
-    other = make_sde(temperature=0.5)
-    other.load_state_dict(fixed.state_dict())
-    assert other.temperature == 0.25
-    channels = make_sde(temperature=torch.tensor([0.1, 0.2, 0.3])).half()
-    assert channels.temperature.dtype == torch.float64
-    assert "temperature=0.1..0.3 of shape (3,)" in repr(channels)
-    assert "temperature=0.25 (learned)" in repr(learned)
-    with pytest.raises(ValueError, match=r"temperature must be a number >= 0.*Fix: pass temperature=0.0"):
-        make_sde(temperature=-1.0)
-    with pytest.raises(ValueError, match=r"a learned temperature must start above 0.*Fix:"):
-        make_sde(temperature=0.0, learn_temperature=True)
-    with pytest.raises(ValueError, match="sde_type must be"):
-        make_sde(sde_type="Ito")
-
-
-@pytest.mark.parametrize("learn", [True, False])
-def test_copies(learn):
-    sde, state = make_sde(learn_damping=learn, learn_temperature=learn), make_state()
+def test_copies():
+    sde, state = make_sde(learn_temperature=True), make_state()
     expected = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, seed=0)
-    file = io.BytesIO()
-    torch.save(sde.state_dict(), file)
-    file.seek(0)
-    loaded = make_sde(damping=0.1, temperature=0.9, learn_damping=learn, learn_temperature=learn)
-    loaded.load_state_dict(torch.load(file))
+    loaded = make_sde(damping=0.1, temperature=0.9, learn_temperature=True)
+    loaded.load_state_dict(sde.state_dict())
     for other in (copy.deepcopy(sde), pickle.loads(pickle.dumps(sde)), loaded):
         found = hbnode.sdeint(other, state, [0.0, 1.0], dt=0.1, seed=0)
         assert torch.equal(torch.stack(found), torch.stack(expected))
@@ -102,11 +82,10 @@ def test_the_diffusion():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 4, 4), (0, 3)], ids=str)
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint"])
-def test_shapes(method, shape, gradient):
+def test_shapes(method, shape):
     sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=0.5)
     state = make_state(*shape) if shape else (torch.tensor(1.0), torch.tensor(0.5))
-    h, m = hbnode.sdeint(sde, state, [0.0, 0.3, 1.0], dt=0.25, method=method, gradient=gradient, seed=0)
+    h, m = hbnode.sdeint(sde, state, [0.0, 0.3, 1.0], dt=0.25, method=method, seed=0)
     assert h.shape == m.shape == (3, *shape)
     assert torch.equal(h[0], state[0])
     (h.sum() + m.square().sum()).backward()
@@ -114,13 +93,19 @@ def test_shapes(method, shape, gradient):
 
 
 @pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
-def test_one_time_is_the_start(gradient):
+def test_one_time_is_the_start_and_autocast_is_left_outside(gradient):
     sde = make_sde()
     h, m = (x.requires_grad_() for x in make_state())
     found = hbnode.sdeint(sde, (h, m), [0.4], dt=0.1, gradient=gradient)
     assert torch.equal(torch.stack(found), torch.stack([h, m]).unsqueeze(1))
     found[0].sum().backward()
     assert torch.equal(h.grad, torch.ones_like(h))
+    solve = lambda: hbnode.sdeint(sde, (h, m), [0.0, 1.0], dt=0.1, gradient=gradient, seed=0)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        end = solve()
+    end.sum().backward()
+    assert end.dtype == torch.float32
+    torch.testing.assert_close(end, solve(), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -132,7 +117,7 @@ def test_steps_end_on_the_output_times(method):
     for x, y in zip(few, many, strict=True):
         torch.testing.assert_close(x[-1], y[-1])
     with hbnode.diagnostics.record_steps(sde) as steps:
-        hbnode.sdeint(sde, state, [0.0, 0.1, 1.0], dt=0.3, method=method)
+        hbnode.sdeint(sde, state, [0.0, 0.1, 1.0], dt=torch.tensor(0.3), method=method)
     assert steps.size == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
@@ -142,91 +127,92 @@ def test_seeds():
     def end(**options):
         return hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, **options)[0][-1]
 
-    assert torch.equal(end(seed=3), end(seed=3))
-    assert not torch.allclose(end(seed=3), end(seed=4))
+    for options in ({}, {"method": "srk"}):
+        one, same, other = (end(seed=seed, **options) for seed in (3, 3, 2**63))
+        assert torch.equal(one, same)
+        assert torch.isfinite(other).all()
+        assert not torch.allclose(one, other)
     torch.manual_seed(0)
     first, second = end(), end()
-    torch.manual_seed(0)
-    assert torch.equal(end(), first)
     assert not torch.allclose(first, second)
-    state_before = torch.get_rng_state()
-    end(seed=3)
-    assert torch.equal(torch.get_rng_state(), state_before)
-    assert torch.isfinite(end(seed=2**63)).all()
+    torch.manual_seed(0)
+    end(seed=3)  # leaves the generator of torch alone
+    assert torch.equal(end(), first)
+
+
+def draw(*arguments, **options):
+    return hbnode.solve.BrownianIncrements.draw(*arguments, **options)
 
 
 def test_the_noise_of_a_seed_stays_the_same():
     """From one version to the next."""
     assert step_seeds(5, 3).tolist() == [9032386870367886174, 9032386870255349748, 9032386868761174387]
-    noise = hbnode.solve.BrownianIncrements.draw(make_sde(), torch.zeros(1), [0.0, 1.0], dt=0.5, method="baoab", seed=5)
+    noise = draw(make_sde(), torch.zeros(1), [0.0, 1.0], dt=0.5, method="baoab", seed=5)
     torch.testing.assert_close(noise.normals.flatten(), torch.tensor([-0.20076655, -0.47008884]))
 
 
 def test_normals_of_steps_are_independent():
     """Of neighbouring steps and seeds: correlations within four standard errors."""
     sde, h = make_sde(), torch.zeros(20_000, 1)
-    draws = [
-        hbnode.solve.BrownianIncrements.draw(sde, h, [0.0, 1.0], dt=0.125, method="baoab", seed=seed).normals.flatten(1)
-        for seed in (0, 1)
-    ]
+    draws = [draw(sde, h, [0.0, 1.0], dt=0.125, method="baoab", seed=seed).normals.flatten(1) for seed in (0, 1)]
     rows = torch.cat(draws)
     correlations = torch.corrcoef(rows) - torch.eye(len(rows))
     assert correlations.abs().max() < 4.5 / 20_000**0.5
     assert (rows.mean(1).abs() < 4.5 / 20_000**0.5).all()
 
 
-def test_given_noise():
+@pytest.mark.parametrize("method", METHODS)
+def test_given_noise(method):
     sde, state, t = make_sde(), make_state(), [0.0, 0.5, 1.0]
-    for method in METHODS:
-        options = {"method": method, "dt": 0.125}
-        noise = hbnode.solve.BrownianIncrements.draw(sde, state[0], t, seed=5, **options)
-        drawn, given = (hbnode.sdeint(sde, state, t, **options, **x) for x in ({"seed": 5}, {"noise": noise}))
-        assert torch.equal(torch.stack(drawn), torch.stack(given))
-        half = noise.coarser()
-        assert half.sizes.tolist() == [0.25] * 4
-        assert half.normals.dtype == torch.float32
-        assert torch.isfinite(torch.stack(hbnode.sdeint(sde, state, t, method=method, dt=0.25, noise=half))).all()
-        with pytest.raises(ValueError, match=r"the noise has 4 steps, and t and dt make 8.*Fix: dt="):
-            hbnode.sdeint(sde, state, t, noise=half, **options)
-        with pytest.raises(ValueError, match=r"steps of unlike size cannot be composed"):
-            hbnode.solve.BrownianIncrements.draw(sde, state[0], [0.0, 0.3, 1.0], dt=1.0, method=method).coarser()
-        with pytest.raises(ValueError, match=r"the noise has 1 steps.*expected an even number"):
-            half.coarser().coarser().coarser()
-        with pytest.raises(ValueError, match=r"noise.normals has shape .*Fix: BrownianIncrements.draw"):
-            hbnode.sdeint(sde, make_state(2, 3), t, noise=noise, **options)
-    with pytest.raises(ValueError, match=r"the noise is for method='nystrom4'"):
-        hbnode.sdeint(sde, state, t, dt=0.125, noise=noise)
-    with pytest.raises(ValueError, match=r"noise is for one of .*Fix: method='baoab'"):
-        hbnode.solve.BrownianIncrements.draw(sde, state[0], t, dt=0.1, method="boaab")
+    options = {"method": method, "dt": 0.125}
+    noise = draw(sde, state[0], t, seed=5, **options)
+    drawn, given = (hbnode.sdeint(sde, state, t, **options, **x) for x in ({"seed": 5}, {"noise": noise}))
+    assert torch.equal(torch.stack(drawn), torch.stack(given))
+    half = noise.coarser()
+    assert half.sizes.tolist() == [0.25] * 4
+    assert half.normals.dtype == torch.float32
+    for wrong, message in (
+        ({"noise": half}, r"the noise has 4 steps, and t and dt make 8.*Fix: dt="),
+        ({"noise": draw(sde, state[0][:2], t, **options)}, r"noise.normals has shape .*Fix: BrownianIncrements.draw"),
+        ({"noise": noise, "seed": 1}, "Fix: leave seed out"),
+        ({"noise": noise, "method": "srk"}, "noise is for .*Fix: torchsde.sdeint"),
+        ({"noise": noise, "method": "baoab" if method == "ubu" else "ubu"}, f"the noise is for method='{method}'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hbnode.sdeint(sde, state, t, **options | wrong)
+    with pytest.raises(ValueError, match="steps of unlike size cannot be composed"):
+        draw(sde, state[0], [0.0, 0.3, 1.0], dt=1.0, method=method).coarser()
+    with pytest.raises(ValueError, match=r"the noise has 1 steps.*expected an even number"):
+        half.coarser().coarser().coarser()
 
 
-def test_composed_variables_are_independent_and_normal():
-    sde, h = make_sde(damping=0.9), torch.zeros(40_000, 1, dtype=torch.float64)
-    for method in METHODS:
-        noise = (
-            hbnode.solve.BrownianIncrements.draw(sde, h, [0.0, 4.0], dt=0.5, method=method, seed=1).coarser().coarser()
-        )
-        rows = noise.normals.flatten(0, 1).squeeze(-1)
-        expected = torch.eye(len(rows), dtype=torch.float64)
-        torch.testing.assert_close(rows @ rows.T / len(h), expected, rtol=0.0, atol=4.5 * (2 / len(h)) ** 0.5)
+@pytest.mark.parametrize("method", METHODS)
+def test_composed_variables_are_independent_and_normal(method):
+    h = torch.zeros(40_000, 1, dtype=torch.float64)
+    noise = draw(make_sde(damping=0.9), h, [0.0, 4.0], dt=0.5, method=method, seed=1).coarser().coarser()
+    rows = noise.normals.flatten(0, 1).squeeze(-1)
+    expected = torch.eye(len(rows), dtype=torch.float64)
+    torch.testing.assert_close(rows @ rows.T / len(h), expected, rtol=0.0, atol=4.5 * (2 / len(h)) ** 0.5)
+
+
+def hooked():
+    sde = make_sde()
+    sde.register_forward_hook(lambda module, args, value: value)
+    return sde
 
 
 @pytest.mark.parametrize(
     ("options", "error", "fix"),
     [
         ({"method": "UBUU"}, ValueError, "Fix: method='ubu'"),
-        ({"method": "eulr"}, ValueError, "Fix: method='euler'"),
         ({"gradient": "adjoint"}, ValueError, "Fix: gradient='checkpoint'"),
         ({"method": "nystrom4", "gradient": "reversible"}, ValueError, "Fix: method='ubu' with gradient='reversible'"),
         ({"method": "srk", "gradient": "checkpoint"}, ValueError, "expected one of ('direct', 'adjoint')"),
         ({"dt": 0.0}, ValueError, "dt must be a positive number"),
-        ({"dt": None}, ValueError, "dt must be a positive number"),
         ({"dt": 1e-12}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"dt": 1e-12, "method": "euler"}, ValueError, "Fix: dt=2e-07 or longer"),
         ({"t": [1.0, 0.0]}, ValueError, "t[0]=1 is followed by t[1]=0. Fix: sort the times"),
-        ({"t": [0.0, 0.0]}, ValueError, "Fix: sort the times"),
         ({"t": torch.tensor([0.0, 1.0], requires_grad=True)}, ValueError, "Fix: t.detach()"),
-        ({"t": 1.0}, TypeError, "Fix: [0.0, 1.0]"),
         ({"t": torch.tensor([[0.0, 1.0], [0.0, 2.0]])}, ValueError, "Fix: solve at all times of all samples"),
         ({"seed": -1}, ValueError, "seed must be an integer >= 0"),
         ({"seed": 2**64 + 1}, ValueError, "seed must be below 2**64, got 18446744073709551617. Fix: seed=1"),
@@ -236,11 +222,12 @@ def test_composed_variables_are_independent_and_normal():
         ({"y0": (torch.zeros(4, 3), torch.zeros(4, 2))}, ValueError, "h and m must have one shape"),
         ({"y0": (torch.zeros(4, 3).double(),) * 2}, TypeError, "expected one dtype"),
         ({"sde": hbnode.HBNODE(nn.Tanh())}, TypeError, "Fix: hbnode.HeavyBallSDE(func)"),
+        ({"sde": hooked()}, ValueError, "Fix: put them into func"),
         ({"sde": make_sde(temperature=torch.ones(2))}, ValueError, "does not broadcast to that of h"),
-        ({"sde": make_sde(temperature=torch.ones(2)), "method": "srk"}, ValueError, "does not broadcast to that of h"),
         ({"sde": hbnode.HeavyBallSDE(lambda h: h.neg_())}, ValueError, "let func work on h.clone()"),
         ({"sde": hbnode.HeavyBallSDE(lambda h: h.neg_()), "method": "srk"}, ValueError, "let func work on h.clone()"),
         ({"sde": hbnode.HeavyBallSDE(nn.Linear(3, 2))}, ValueError, "expected a tensor of the shape of h"),
+        ({"sde": hbnode.HeavyBallSDE(nn.Dropout(0.5))}, ValueError, "Dropout is in training mode"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else None,
 )
@@ -249,6 +236,21 @@ def test_wrong_calls_say_what_to_do(options, error, fix):
     sde, y0, t = (call.pop(name) for name in ("sde", "y0", "t"))
     with pytest.raises(error, match=re.escape(fix)):
         hbnode.sdeint(sde, y0, t, **call)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": "hot"}, TypeError, "temperature must be a number or a tensor, got 'hot'.*Fix: temperature="),
+        ({"damping": "hot"}, TypeError, "damping must be a number or a tensor"),
+        ({"temperature": -1.0}, ValueError, "temperature must be a number >= 0.*Fix: pass temperature=0.0"),
+        ({"temperature": 0.0, "learn_temperature": True}, ValueError, "a learned temperature must start above 0"),
+        ({"sde_type": "Ito"}, ValueError, "sde_type must be"),
+    ],
+)
+def test_wrong_constants_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        make_sde(**options)
 
 
 def test_strong_damping():
@@ -282,21 +284,10 @@ def test_values_that_are_not_finite():
 def test_signals_and_their_ends():
     signal = hbnode.Signal(torch.linspace(0, 1, 5), torch.ones(5))
     sde = hbnode.HeavyBallSDE(lambda t, h: signal(t) - h)
-    assert torch.isfinite(hbnode.sdeint(sde, make_state(), [0.0, 1.0], dt=0.1)[0]).all()
     for method in ("ubu", "srk"):
+        hbnode.sdeint(sde, make_state(), [0.0, 1.0], dt=0.1, method=method)
         with pytest.raises(ValueError, match=r"the signal was asked for t=1\."):
             hbnode.sdeint(sde, make_state(), [0.0, 2.0], dt=0.1, method=method)
-
-
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
-def test_autocast(gradient):
-    sde, state = make_sde(), make_state()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        h, m = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, gradient=gradient, seed=0)
-    assert h.dtype == torch.float32
-    (h.sum() + m.sum()).backward()
-    plain, _ = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, seed=0)
-    torch.testing.assert_close(h, plain, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -306,22 +297,24 @@ def test_half_precision(dtype):
         h, _ = hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.25, method=method, seed=0)
         assert h.dtype == dtype
         assert torch.isfinite(h).all()
+    with pytest.raises(hbnode.errors.ReversalError, match=r"rounding errors.*Fix: gradient='checkpoint', float64"):
+        hbnode.sdeint(sde, state, [0.0, 0.1], dt=0.1, gradient="reversible")
+
+
+class Model(nn.Module):
+    def __init__(self, sde, **options):
+        super().__init__()
+        self.sde, self.options = sde, options
+
+    def forward(self, h, m):
+        h, m = hbnode.sdeint(self.sde, (2 * h, m), [0.0, 1.0], dt=0.1, seed=0, **self.options)
+        return h[-1] + 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_inside_of_torch_compile():
     sde, state = make_sde(), make_state()
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sde = sde
-
-        def forward(self, h, m):
-            h, m = hbnode.sdeint(self.sde, (2 * h, m), [0.0, 1.0], dt=0.1, seed=0, gradient="checkpoint")
-            return h[-1] + 1
-
-    model = Model()
+    model = Model(sde, gradient="checkpoint")
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(*state), model(*state))
     compiled(*state).sum().backward()
@@ -332,22 +325,20 @@ def test_inside_of_torch_compile():
 
 def test_vmap_over_the_state():
     sde, (h, m) = make_sde(), make_state(5, 4, 3)
-    noise = hbnode.solve.BrownianIncrements.draw(sde, h[0], [0.0, 1.0], dt=0.25, seed=0)
-    solve = lambda h, m: hbnode.sdeint(sde, (h, m), [0.0, 1.0], dt=0.25, noise=noise)[0]
+    options = {"t": [0.0, 1.0], "dt": 0.25}
+    noise = draw(sde, h[0], seed=0, **options)
+    solve = lambda h, m: hbnode.sdeint(sde, (h, m), noise=noise, **options)[0]
     torch.testing.assert_close(torch.vmap(solve)(h, m), torch.stack([solve(*pair) for pair in zip(h, m, strict=True)]))
-    slope = torch.func.grad(lambda h: solve(h, m[0]).sum())(h[0])
-    assert torch.isfinite(slope).all()
+    assert torch.isfinite(torch.func.grad(lambda h: solve(h, m[0]).sum())(h[0])).all()
+    again = lambda h: hbnode.sdeint(sde, (h, m[0]), gradient="checkpoint", **options)[0].sum()
     with pytest.raises(ValueError, match=r"transforms of torch.func.*Fix: gradient='direct'"):
-        torch.func.grad(lambda h: hbnode.sdeint(sde, (h, m[0]), [0.0, 1.0], dt=0.25, gradient="checkpoint")[0].sum())(
-            h[0]
-        )
+        torch.func.grad(again)(h[0])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("gradient", ["direct", "checkpoint", "reversible"])
+@pytest.mark.parametrize(
+    ("method", "gradient"), [("ubu", "reversible"), ("baoab", "checkpoint"), ("nystrom4", "direct")]
+)
 def test_on_a_device(method, gradient):
-    if (method, gradient) == ("nystrom4", "reversible"):
-        return
     with pretended_device() as device:
         sde = device.move(make_sde(learn_temperature=True))
         h, m = (device.move(x).requires_grad_() for x in make_state())
@@ -355,8 +346,7 @@ def test_on_a_device(method, gradient):
         found = hbnode.sdeint(sde, (h, m), [0.0, 0.5, 1.0], dt=0.1, method=method, gradient=gradient, seed=0)
         torch.stack(found).square().sum().backward()
         waited = device.synchronisations - before
-        for x in (*found, h.grad, sde.omega.grad, sde.log_temperature.grad):
-            assert x.is_cuda
+        assert all(x.is_cuda for x in (*found, h.grad, sde.omega.grad, sde.log_temperature.grad))
     assert waited <= 6
 
 
@@ -411,54 +401,32 @@ def test_torchsdes_adjoint_under_strong_damping():
     assert (found[1] - found[0]).norm() / found[0].norm() < 0.2
 
 
-def test_a_seed_with_torchsde():
-    sde, state = make_sde(), make_state()
-    one, two, other = (hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, method="srk", seed=s)[0] for s in (1, 1, 2))
-    assert torch.equal(one, two)
-    assert not torch.allclose(one, other)
-    noise = hbnode.solve.BrownianIncrements.draw(sde, state[0], [0.0, 1.0], dt=0.1)
-    with pytest.raises(ValueError, match=r"noise is for .*Fix: torchsde.sdeint"):
-        hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, method="srk", noise=noise)
-    with pytest.raises(ValueError, match="Fix: leave seed out"):
-        hbnode.sdeint(sde, state, [0.0, 1.0], dt=0.1, seed=1, noise=noise)
-
-
-def test_hooks_are_not_missed():
-    sde = make_sde()
-    sde.register_forward_hook(lambda module, args, value: value)
-    with pytest.raises(ValueError, match=r"has hooks or a forward of its own.*Fix: put them into func"):
-        hbnode.sdeint(sde, make_state(), [0.0, 1.0], dt=0.1)
-
-
-def test_wrong_constants_say_what_to_do():
-    for name in ("temperature", "damping"):
-        with pytest.raises(TypeError, match=rf"{name} must be a number or a tensor, got 'hot'.*Fix: {name}="):
-            hbnode.HeavyBallSDE(nn.Tanh(), **{name: "hot"})
-    with pytest.raises(TypeError, match="temperature must be a number or a tensor, got None"):
-        hbnode.HeavyBallSDE(nn.Tanh(), temperature=None)
-    with pytest.raises(TypeError, match=r"got Tanh. Fix: hbnode.HeavyBallSDE\(func\)"):
-        hbnode.solve.BrownianIncrements.draw(nn.Tanh(), torch.zeros(1), [0.0, 1.0], dt=0.1)
-
-
-@pytest.mark.parametrize("start", [0.0, 1e6, 1e7, 1.7e9])
 @pytest.mark.parametrize("method", ["ubu", "euler"])
-def test_large_times(start, method):
+def test_large_times(method):
     """Whole numbers of float32, of which only the fraction of a second is rounded."""
     sde, state = make_sde(), make_state()
     with hbnode.count_nfe(sde) as nfe:
-        h, _ = hbnode.sdeint(sde, state, [start, start + 128], dt=1.0, method=method, seed=0)
+        h, _ = hbnode.sdeint(sde, state, [1.7e9, 1.7e9 + 128], dt=1.0, method=method, seed=0)
         near, _ = hbnode.sdeint(sde, state, [0.0, 128.0], dt=1.0, method=method, seed=0)
     assert nfe.forward == 2 * (128 + (method == "euler"))
     torch.testing.assert_close(h, near)
 
 
-AGAIN = Checkpoint(keep_bytes=0)  # after the first steps, all are computed again
-GRADIENTS = [
-    (method, gradient)
-    for method in METHODS
-    for gradient in ("direct", "checkpoint", AGAIN, "reversible")
-    if (method, gradient) != ("nystrom4", "reversible")
-]
+@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
+def test_values_and_gradients_are_those_of_the_reference(method, gradient):
+    """Those of γ and η included."""
+    sde, state = make_network_sde(), make_network_state()
+    noise = draw(sde, state[0], [0.3, 2.3], dt=0.25, method=method, seed=4)
+    options = {"method": method, "dt": 0.25, "gradient": gradient}
+    ends = [x[-1] for x in hbnode.sdeint(sde, state, [0.3, 2.3], noise=noise, **options)]
+    expected = reference_sde.solve(method, sde.func, *state, sde.damping, sde.temperature, noise, start=0.3)
+    for x, y in zip(ends, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+    inputs = [*state, *sde.parameters()]
+    ours, theirs = (torch.autograd.grad((h * m + h.sin()).sum(), inputs) for h, m in (ends, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
 T = [0.0, 0.5, 1.1, 1.5]
 
 
@@ -490,72 +458,40 @@ def flat(gradients):
 
 
 @pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_the_plain_twin(method, gradient):
-    """Values and gradients, those of γ and η included."""
-    sde, state = make_network_sde(), make_network_state()
-    noise = hbnode.solve.BrownianIncrements.draw(sde, state[0], [0.3, 2.3], dt=0.25, method=method, seed=4)
-    options = {"method": method, "dt": 0.25, "gradient": gradient}
-    ends = [x[-1] for x in hbnode.sdeint(sde, state, [0.3, 2.3], noise=noise, **options)]
-    expected = reference_sde.solve(method, sde.func, *state, sde.damping, sde.temperature, noise, start=0.3)
-    for x, y in zip(ends, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
-    inputs = [*state, *sde.parameters()]
-    ours, theirs = (torch.autograd.grad((h * m + h.sin()).sum(), inputs) for h, m in (ends, expected))
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("time_dependent", [True, False])
-@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
-def test_gradients_agree(method, gradient, time_dependent):
-    sde, state = make_network_sde(time_dependent=time_dependent), make_network_state()
-    options = {"t": T, "method": method, "dt": 0.1, "seed": 3}
-    value, expected = gradients(sde, state, **options)
-    found, ours = gradients(sde, state, gradient=gradient, **options)
-    assert torch.equal(found, value)
-    for x, y in zip(ours, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
 def test_channels_of_their_own(method, gradient):
-    """Images with γ and η for each channel."""
-    torch.manual_seed(0)
-    damping, temperature = torch.tensor([0.2, 0.7]).view(2, 1, 1), torch.tensor([0.1, 0.9]).view(2, 1, 1)
-    net = hbnode.nn.ConvNet(2, 3, 2)
-    sde = hbnode.HeavyBallSDE(net, damping=damping, temperature=temperature, learn_temperature=True).double()
-    state = make_network_state(shape=(2, 2, 3, 3))
-    options = {"t": [0.0, 0.4, 1.0], "method": method, "dt": 0.1, "seed": 3}
-    _, expected = gradients(sde, state, **options)
-    _, ours = gradients(sde, state, gradient=gradient, **options)
-    assert sde.omega.shape == sde.log_temperature.shape == (2, 1, 1)
-    torch.testing.assert_close(flat(ours), flat(expected), rtol=1e-9, atol=1e-12)
-    alone = hbnode.HeavyBallSDE(net, damping=0.7, temperature=0.9, learn_temperature=True).double()
-    if gradient == "direct":  # the second channel where all channels have its γ and η and f does not mix them
-        for equation in (sde, alone):
-            equation.func = nn.Tanh()
-            equation.time_dependent = False
-        h, _ = hbnode.sdeint(sde, state, **options)
-        one, _ = hbnode.sdeint(alone, state, **options)
-        torch.testing.assert_close(h[:, :, 1], one[:, :, 1], rtol=1e-6, atol=1e-6)
+    """Images with γ and η for each channel, where f does not mix them, are each channel by itself."""
+    found = []
+    for damping, temperature in ((torch.tensor([0.2, 0.7]), torch.tensor([0.1, 0.9])), (0.7, 0.9)):
+        damping, temperature = (torch.as_tensor(x).view(-1, 1, 1) for x in (damping, temperature))
+        sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=damping, temperature=temperature, learn_temperature=True).double()
+        options = {"t": [0.0, 0.4, 1.0], "method": method, "dt": 0.1, "seed": 3, "gradient": gradient}
+        state = make_network_state(shape=(2, 2, 3, 3))
+        h = hbnode.sdeint(sde, state, **options)[0][:, :, 1]
+        slopes = torch.autograd.grad(h.square().sum(), [state[1], sde.omega, sde.log_temperature])
+        found.append([h, slopes[0], slopes[1][-1], slopes[2][-1]])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["ubu", "baoab"])
-@pytest.mark.parametrize("steps", [50, 400])
-@pytest.mark.parametrize("span", [2.0, 4.0])
+def test_memory(method):
+    """Reversible keeps the output alone, checkpoints h and m before each segment and the graph of the first steps."""
+    few, many = (kept("reversible", steps, method) for steps in (20, 200))
+    assert many == few
+    assert many < kept(AGAIN, 200, method) / 10 < kept("direct", 200, method) / 30
+    for every in (1, 4) if method == "ubu" else ():
+        few, many = (kept(Checkpoint(keep_bytes=0, every=every), steps) for steps in (100, 200))
+        assert many - few <= 100 / every * (2 * 64 * 3 * 4 + 64)
+
+
+@pytest.mark.parametrize("method", ["ubu", "baoab"])
+@pytest.mark.parametrize(("steps", "span"), [(50, 4.0), (400, 2.0)])
 def test_reversible_in_float32(method, steps, span):
     """Against the direct gradient: undoing the steps multiplies rounding errors by exp(γT), here with γ = 1."""
-    sde, state = (
-        make_network_sde(torch.float32, max_damping=2.0, damping=1.0),
-        make_network_state(torch.float32),
-    )
-    errors = []
-    for seed in range(6 if steps == 50 else 3):
+    sde, state = make_network_sde(torch.float32, max_damping=2.0, damping=1.0), make_network_state(torch.float32)
+    for seed in range(2):
         options = {"t": [0.0, span], "method": method, "dt": span / steps, "seed": seed}
-        _, expected = gradients(sde, state, **options)
-        _, ours = gradients(sde, state, gradient="reversible", **options)
-        errors.append(((flat(ours) - flat(expected)).norm() / flat(expected).norm()).item())
-    assert max(errors) <= torch.finfo(torch.float32).eps * math.exp(span)
+        expected, ours = (flat(gradients(sde, state, gradient=g, **options)[1]) for g in ("direct", "reversible"))
+        assert (ours - expected).norm() / expected.norm() <= torch.finfo(torch.float32).eps * math.exp(span)
 
 
 def kept(gradient, steps, method="ubu"):
@@ -568,40 +504,22 @@ def kept(gradient, steps, method="ubu"):
     return size
 
 
-@pytest.mark.parametrize("method", ["ubu", "baoab"])
-def test_reversible_keeps_the_output_alone(method):
-    few, many = (kept("reversible", steps, method) for steps in (20, 200))
-    assert many == few
-    assert many < kept(AGAIN, 200, method) / 10 < kept("direct", 200, method) / 30
-
-
-@pytest.mark.parametrize("every", [1, 4])
-def test_checkpoint_keeps_h_and_m_before_each_segment(every):
-    """The first steps keep their graph, at any length of the solve."""
-    few, many = (kept(Checkpoint(keep_bytes=0, every=every), steps) for steps in (100, 200))
-    assert many - few <= 100 / every * (2 * 64 * 3 * 4 + 64)
-
-
 def test_evaluations_are_counted():
     sde, state = make_network_sde(), make_network_state()
-    expected = {
-        ("ubu", "direct"): (31, 0),
-        ("ubu", "checkpoint"): (31, 31),
-        ("ubu", "reversible"): (32, 31),  # one more, to find what f depends on
-        ("baoab", "direct"): (32, 0),
-        ("baoab", "checkpoint"): (32, 31),
-        ("baoab", "reversible"): (32, 32),
-        ("nystrom4", "direct"): (94, 0),
-        ("nystrom4", "checkpoint"): (94, 93),
-    }
-    for (method, gradient), counts in expected.items():
-        again = Checkpoint(keep_bytes=0, every=1) if gradient == "checkpoint" else gradient
+    once = Checkpoint(keep_bytes=0, every=1)
+    for method, gradient, *counts in (  # forward, backward, backward_steps
+        ("ubu", "direct", 31, 0, 0),
+        ("ubu", once, 31, 31, 31),
+        ("ubu", "reversible", 32, 31, 31),  # one more, to find what f depends on
+        ("baoab", "direct", 32, 0, 0),
+        ("baoab", once, 32, 31, 31),
+        ("baoab", "reversible", 32, 32, 31),
+        ("nystrom4", "direct", 94, 0, 0),
+        ("nystrom4", once, 94, 93, 31),
+    ):
         with hbnode.count_nfe(sde) as nfe:
-            gradients(sde, state, t=[0.0, 0.5, 1.1, 3.1], method=method, dt=0.1, gradient=again)
-        assert (nfe.forward, nfe.backward) == counts
-        assert nfe.steps == 31
-        steps_again = counts[1] // (3 if method == "nystrom4" else 1)
-        assert nfe.backward_steps == (31 if gradient == "reversible" else steps_again)
+            gradients(sde, state, t=[0.0, 0.5, 1.1, 3.1], method=method, dt=0.1, gradient=gradient)
+        assert [nfe.forward, nfe.backward, nfe.backward_steps, nfe.steps] == [*counts, 31], (method, gradient)
 
 
 # Undoing the damping
@@ -609,32 +527,25 @@ def test_evaluations_are_counted():
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 6.7), (torch.float64, 26.8)], ids=["float32", "float64"])
 def test_growth_is_refused(dtype, most):
-    sde = make_network_sde(dtype, damping=2.0, learn_damping=False)
-    options = {"method": "ubu", "dt": 0.05, "gradient": "reversible"}
-    hbnode.sdeint(sde, make_network_state(dtype), [0.0, most / 2 - 0.05], **options)
-    with pytest.raises(
-        hbnode.errors.ReversalError, match=r"undoing the damping of 2 over .* Fix: gradient='checkpoint'"
-    ):
-        hbnode.sdeint(sde, make_network_state(dtype), [0.0, most / 2 + 0.05], **options)
-    t = torch.linspace(0, 2 * most, 9)  # starts anew from every output
-    gradients(sde, make_network_state(dtype), t=t, **options)
+    sde, state = make_network_sde(dtype, damping=2.0, learn_damping=False), make_network_state(dtype)
+    options = {"dt": 0.05, "gradient": "reversible"}
+    hbnode.sdeint(sde, state, [0.0, most / 2 - 0.05], **options)
+    with pytest.raises(hbnode.errors.ReversalError, match=r"undoing the damping .*Fix: gradient='checkpoint'"):
+        hbnode.sdeint(sde, state, [0.0, most / 2 + 0.05], **options)
+    gradients(sde, state, t=torch.linspace(0, 2 * most, 9), **options)  # starts anew from every output
 
 
 @pytest.mark.parametrize("method", ["ubu", "baoab"])
 def test_a_way_back_to_zero(method):
-    """From rest at 0, where a relative error says nothing; and with f that pushes away from there."""
-    sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=1.0, max_damping=2.0, temperature=0.5, learn_temperature=True)
-    zero = torch.zeros(500, 1)
-    found = []
-    for gradient in ("direct", "reversible"):
-        h, m = hbnode.sdeint(sde, (zero, zero), [0.0, 1.0, 3.0], method=method, dt=0.1, gradient=gradient, seed=0)
-        found.append(flat(torch.autograd.grad(loss(h, m), [*sde.parameters()])))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
-    frozen = hbnode.HeavyBallSDE(nn.Tanh(), damping=0.5, temperature=0.0)  # stays at 0
-    h, m = hbnode.sdeint(frozen, (zero, zero), [0.0, 1.0], method=method, dt=0.1, gradient="reversible")
-    assert frozen.omega.grad is None
-    (h.sum() + m.sum()).backward()
-    assert frozen.omega.grad == 0
+    """From rest at 0, where a relative error says nothing; also where the state stays there."""
+    zero, options = torch.zeros(500, 1), {"method": method, "dt": 0.1, "seed": 0}
+    for temperature in (0.5, 0.0):
+        sde = hbnode.HeavyBallSDE(nn.Tanh(), damping=1.0, max_damping=2.0, temperature=temperature)
+        slopes = []
+        for gradient in ("direct", "reversible"):
+            h, m = hbnode.sdeint(sde, (zero, zero), [0.0, 1.0, 3.0], gradient=gradient, **options)
+            slopes.append(torch.autograd.grad(loss(h, m), sde.omega)[0])
+        torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-5)
 
 
 def test_a_way_back_that_misses_is_refused():
@@ -649,45 +560,39 @@ def test_a_way_back_that_misses_is_refused():
 
 @pytest.mark.parametrize("gradient", [AGAIN, "reversible"])
 def test_leaves_that_f_closes_over(gradient):
-    weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
-    sde = hbnode.HeavyBallSDE(lambda h: torch.tanh(h @ weight), damping=0.5).double()
-    state = make_network_state()
-    found = []
-    for mode in ("direct", gradient):
-        value = loss(*hbnode.sdeint(sde, state, T, dt=0.1, gradient=mode, seed=0))
-        found.append(torch.autograd.grad(value, weight)[0])
-    torch.testing.assert_close(*found)
+    weight, state = torch.randn(3, 3, dtype=torch.float64, requires_grad=True), make_network_state()
+
+    def slope(weight_of_f, gradient):
+        sde = hbnode.HeavyBallSDE(lambda h: torch.tanh(h @ weight_of_f), damping=0.5).double()
+        value = loss(*hbnode.sdeint(sde, state, T, dt=0.02, gradient=gradient, seed=0))
+        return torch.autograd.grad(value, weight, retain_graph=True)[0]
+
+    torch.testing.assert_close(slope(weight, gradient), slope(weight, "direct"))
     inner = weight * 2
-    other = hbnode.HeavyBallSDE(lambda h: torch.tanh(h @ inner), damping=0.5).double()
     if gradient is AGAIN:
-        value = loss(*hbnode.sdeint(other, state, T, dt=0.02, gradient=gradient, seed=0))
-        exact = loss(*hbnode.sdeint(other, state, T, dt=0.02, seed=0))
-        torch.testing.assert_close(*(torch.autograd.grad(x, weight, retain_graph=True)[0] for x in (value, exact)))
-        return
-    with pytest.raises(ValueError, match=r"computed outside it.*Fix: use gradient='direct'"):
-        hbnode.sdeint(other, state, T, dt=0.1, gradient=gradient)
+        torch.testing.assert_close(slope(inner, gradient), slope(inner, "direct"))
+    else:
+        with pytest.raises(ValueError, match=r"computed outside it.*Fix: use gradient='direct'"):
+            slope(inner, gradient)
 
 
 @pytest.mark.parametrize("gradient", [AGAIN, "reversible"])
 def test_random_layers_and_buffers(gradient):
     state = make_network_state()
-    masked = nn.Sequential(nn.Linear(3, 3), hbnode.nn.SolveDropout(0.5))
-    sde = hbnode.HeavyBallSDE(masked).double()
+    masked = hbnode.HeavyBallSDE(nn.Sequential(nn.Linear(3, 3), hbnode.nn.SolveDropout(0.5))).double()
     noisy = hbnode.HeavyBallSDE(lambda h: h + torch.randn_like(h)).double()
-    for equation in (sde, noisy) if gradient is AGAIN else (sde,):
-        torch.manual_seed(0)
-        _, expected = gradients(equation, state, t=T, dt=0.04, seed=0)
-        torch.manual_seed(0)
-        _, ours = gradients(equation, state, t=T, dt=0.04, seed=0, gradient=gradient)
-        torch.testing.assert_close(flat(ours), flat(expected))
+    for sde in (masked, noisy) if gradient is AGAIN else (masked,):
+        found = []
+        for mode in ("direct", gradient):
+            torch.manual_seed(0)
+            found.append(flat(gradients(sde, state, t=T, dt=0.04, seed=0, gradient=mode)[1]))
+        torch.testing.assert_close(*found)
+    refused = {"func changes its buffers.*Fix: put that layer in eval mode": nn.BatchNorm1d(3)}
     if gradient == "reversible":
-        with pytest.raises(ValueError, match=r"func draws random numbers.*Fix: gradient='checkpoint'"):
-            hbnode.sdeint(noisy, state, T, dt=0.1, gradient=gradient)
-    with pytest.raises(ValueError, match="Dropout is in training mode"):
-        hbnode.sdeint(hbnode.HeavyBallSDE(nn.Dropout(0.5)).double(), state, T, dt=0.1)
-    norm = hbnode.HeavyBallSDE(nn.BatchNorm1d(3)).double()
-    with pytest.raises(ValueError, match=r"func changes its buffers.*Fix: put that layer in eval mode"):
-        hbnode.sdeint(norm, state, T, dt=0.1, gradient=gradient)
+        refused["func draws random numbers.*Fix: gradient='checkpoint'"] = noisy.func
+    for message, func in refused.items():
+        with pytest.raises(ValueError, match=message):
+            hbnode.sdeint(hbnode.HeavyBallSDE(func).double(), state, T, dt=0.1, gradient=gradient)
 
 
 @pytest.mark.parametrize(("method", "gradient"), GRADIENTS)
@@ -719,21 +624,25 @@ def test_a_gradient_of_a_gradient(method):
 def test_parameters_by_functional_call(gradient):
     """What a step of gradient descent on lent parameters needs."""
     sde, state = make_network_sde(), make_network_state()
+    lent = {name: (1.5 * p).detach().requires_grad_() for name, p in Model(sde).named_parameters()}
+    found = []
+    for mode in ("direct", gradient):
+        value = torch.func.functional_call(Model(sde, gradient=mode), lent, state).square().sum()
+        found.append(flat(torch.autograd.grad(value, list(lent.values()))))
+    torch.testing.assert_close(*found)
+    assert found[0].abs().sum() > 0
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sde = sde
 
-        def forward(self, h, m):
-            return loss(*hbnode.sdeint(self.sde, (h, m), T, dt=0.04, seed=0, gradient=gradient))
-
-    model = Model()
-    lent = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    value = torch.func.functional_call(model, lent, state)
-    _, expected = gradients(sde, state, t=T, dt=0.04, seed=0)
-    found = torch.autograd.grad(value, list(lent.values()))
-    torch.testing.assert_close(flat(found), flat(expected[2:]))
+def exact_free_flight(gamma, t):
+    """a, b, p, q and r in many digits, from the integrals I and J of the noise over e^(-γ(t - s)) and over 1."""
+    if not gamma:
+        return t, 1, mpmath.sqrt(t), t**2 / 2 / mpmath.sqrt(t), mpmath.sqrt(t**3 / 12)
+    a, b = (1 - mpmath.exp(-gamma * t)) / gamma, mpmath.exp(-gamma * t)
+    of_i = (1 - b**2) / (2 * gamma)
+    of_j = (t - 2 * a + of_i) / gamma**2
+    p = mpmath.sqrt(of_i)
+    q = a**2 / 2 / p
+    return a, b, p, q, mpmath.sqrt(of_j - q**2)
 
 
 # The coefficients
@@ -741,52 +650,18 @@ def test_parameters_by_functional_call(gradient):
 
 @pytest.mark.parametrize("z", [0.0, 1e-12, 1e-6, 0.9e-3, 1.1e-3, 0.1, 1.9, 2.1, 30.0, 1e4])
 def test_the_free_flight_at_any_damping(z):
-    tau = 0.7
-    found = free_flight(torch.tensor(z / tau, dtype=torch.float64), torch.tensor(tau, dtype=torch.float64))
-    with mpmath.workdps(80):
-        t, gamma = mpmath.mpf(tau), mpmath.mpf(float(torch.tensor(z / tau, dtype=torch.float64)))
-        if gamma:
-            a, b = (1 - mpmath.exp(-gamma * t)) / gamma, mpmath.exp(-gamma * t)
-            of_i, both = (1 - b**2) / (2 * gamma), a**2 / 2
-            of_j = (t - 2 * a + of_i) / gamma**2
-        else:
-            a, b, of_i, both, of_j = t, mpmath.mpf(1), t, t**2 / 2, t**3 / 3
-        p = mpmath.sqrt(of_i)
-        q = both / p
-        r = mpmath.sqrt(of_j - q**2)
-        expected = [float(x) for x in (a, b, p, q, r)]
-    torch.testing.assert_close(
-        torch.stack(list(found)), torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-300
-    )
-
-
-@pytest.mark.parametrize("z", [0.0, 1e-4, 1e-3, 0.1, 2.0, 30.0])
-def test_the_slope_of_the_free_flight(z):
+    """And its slope."""
     gamma, tau = torch.tensor(z / 0.7, dtype=torch.float64, requires_grad=True), torch.tensor(0.7, dtype=torch.float64)
-    for i in range(5):
-        (found,) = torch.autograd.grad(free_flight(gamma, tau)[i], gamma)
-        with mpmath.workdps(50):
-
-            def coefficient(gamma, i=i):
-                t = mpmath.mpf(0.7)
-                a, b = (1 - mpmath.exp(-gamma * t)) / gamma, mpmath.exp(-gamma * t)
-                of_i = (1 - b**2) / (2 * gamma)
-                q = a**2 / 2 / mpmath.sqrt(of_i)
-                of_j = (t - 2 * a + of_i) / gamma**2
-                return (a, b, mpmath.sqrt(of_i), q, mpmath.sqrt(of_j - q**2))[i]
-
-            at = mpmath.mpf(gamma.item()) if z else mpmath.mpf("1e-12")
-            expected = float(mpmath.diff(coefficient, at, h=mpmath.mpf("1e-14")))
-        assert found.item() == pytest.approx(expected, rel=1e-8, abs=1e-11)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_cannot_be_undone(dtype):
-    sde = make_network_sde(dtype, damping=0.0, learn_damping=False)
-    with pytest.raises(
-        hbnode.errors.ReversalError, match=r"rounding errors, 0\.00.*Fix: gradient='checkpoint', float64"
-    ):
-        hbnode.sdeint(sde, make_network_state(dtype), [0.0, 0.1], dt=0.1, gradient="reversible")
+    found = list(free_flight(gamma, tau))
+    with mpmath.workdps(80):
+        at, t = mpmath.mpf(gamma.item()), mpmath.mpf(0.7)
+        expected = torch.tensor([float(x) for x in exact_free_flight(at, t)], dtype=torch.float64)
+        torch.testing.assert_close(torch.stack(found).detach(), expected, rtol=1e-13, atol=1e-300)
+        for i, x in enumerate(found if z < 1e3 else ()):
+            (slope,) = torch.autograd.grad(x, gamma, retain_graph=True)
+            near = at or mpmath.mpf("1e-12")
+            derivative = mpmath.diff(lambda g, i=i: exact_free_flight(g, t)[i], near, h=near * mpmath.mpf("1e-20"))
+            assert slope.item() == pytest.approx(float(derivative), rel=1e-8, abs=1e-11)
 
 
 NORMALS = {"ubu": 4, "baoab": 1, "nystrom4": 3}
@@ -878,104 +753,14 @@ def test_weak_order_of_first_and_second_moments(method, order):
         assert slope([1 / n for n in steps], [e[part] for e in errors]) > order - 0.2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ubu", "baoab"])
-def test_weak_order_in_a_double_well(method):
-    """The bias of E[m²], from differences between solves with the same noise."""
-    sde, paths, span = double_well(), 200_000, 2.0
-    state = (torch.full((paths, 1), 1.5, dtype=torch.float64), torch.zeros(paths, 1, dtype=torch.float64))
-    noise = hbnode.solve.BrownianIncrements.draw(sde, state[0], [0.0, span], dt=span / 64, method=method, seed=2)
-    exact = hbnode.sdeint(sde, state, [0.0, span], dt=span / 64, method=method, noise=noise)[1][-1].square()
-    biases = {}
-    for n in (32, 16, 8):
-        noise = noise.coarser()
-        m = hbnode.sdeint(sde, state, [0.0, span], dt=span / n, method=method, noise=noise)[1][-1]
-        biases[n] = (m.square() - exact).mean().item()
-    # relative to H = span/64, a bias c H² at n steps is c (H_n² - H_64²)
-    assert biases[8] / biases[16] == pytest.approx(63 / 15, rel=0.25)
-
-
-@pytest.mark.parametrize("damping", [1e-9, 0.3, 40.0])
+@pytest.mark.parametrize("damping", [1e-9, 0.3, 4.0])
 @pytest.mark.parametrize("steps", [1, 7])
 def test_the_free_flight_has_its_exact_moments(damping, steps):
-    free = hbnode.HeavyBallSDE(lambda h: 0 * h, damping=damping, temperature=0.7, learn_damping=False)
+    free = hbnode.HeavyBallSDE(lambda h: 0 * h, damping=damping, temperature=0.7, learn_damping=False, max_damping=5.0)
     state, time = (0.4, -1.2), 1.5
-    mean, covariance = moments(free, "ubu", state, [0.0, 0.2, time], 1.3 / steps)
-    with mpmath.workdps(60):
-        g, t = mpmath.mpf(damping), mpmath.mpf(time)
-        a, b, of_i = (1 - mpmath.exp(-g * t)) / g, mpmath.exp(-g * t), (1 - mpmath.exp(-2 * g * t)) / (2 * g)
-        of_j, both = (t - 2 * a + of_i) / g**2, a**2 / 2
-        square = 2 * g * mpmath.mpf(0.7)
-        expected = [[float(square * x) for x in row] for row in ((of_j, both), (both, of_i))]
-        expected_mean = [float(state[0] + a * state[1]), float(b * state[1])]
-    exact = {"rtol": 1e-9, "atol": 1e-16}
-    torch.testing.assert_close(mean, torch.tensor(expected_mean, dtype=torch.float64), **exact)
-    torch.testing.assert_close(covariance, torch.tensor(expected, dtype=torch.float64), **exact)
-
-
-def one_step(method, stiffness, gamma, eta, size):
-    """The matrices of z ← M z + N ξ for f = -stiffness h, from the plain twin."""
-    gamma, eta, size = (torch.tensor(x, dtype=torch.float64) for x in (gamma, eta, size))
-    count = NORMALS[method]
-    basis = torch.eye(2 + count, dtype=torch.float64)
-    h, m, normals = basis[0], basis[1], basis[2:]
-    t = torch.zeros((), dtype=torch.float64)
-    step = reference_sde.STEPS[method]
-    end = torch.stack(step(lambda t, h: -stiffness * h, h, m, gamma, eta, t, size, normals))
-    return end[:, :2], end[:, 2:]
-
-
-def stationary(method, stiffness, gamma, eta, size):
-    """The covariance that a step leaves as it is: the solution of the scheme's discrete Lyapunov equation."""
-    matrix, noise = one_step(method, stiffness, gamma, eta, size)
-    return torch.tensor(solve_discrete_lyapunov(matrix.numpy(), (noise @ noise.T).numpy()))
-
-
-def check_stationary(method, paths):
-    stiffness, gamma, eta, size, time = 1.5, 1.0, 0.5, 0.25, 25.0
-    zero, parts = torch.zeros(paths // 20, 1, dtype=torch.float64), []
-    for seed in range(20):  # small enough for the caches
-        end = hbnode.sdeint(spring(stiffness, gamma, eta), (zero, zero), [0.0, time], dt=size, method=method, seed=seed)
-        parts.append(torch.cat([x[-1] for x in end], 1))
-    end = torch.cat(parts)
-    found, expected = end.T @ end / paths, stationary(method, stiffness, gamma, eta, size)
-    # the variance of a product of Gaussians
-    error = ((expected.diagonal().outer(expected.diagonal()) + expected.square()) / paths).sqrt()
-    assert bool(((found - expected).abs() < 3 * error).all())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_stationary_covariance(method):
-    check_stationary(method, 40_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_stationary_covariance_with_a_million_samples(method):
-    check_stationary(method, 1_000_000)
-
-
-@pytest.mark.parametrize(("method", "order"), [("ubu", 2), ("baoab", 2), ("nystrom4", 3)])
-def test_the_stationary_law_approaches_that_of_the_equation(method, order):
-    stiffness, gamma, eta, sizes = 1.5, 1.0, 0.5, (0.4, 0.2, 0.1)
-    expected = torch.diag(torch.tensor([eta / stiffness, eta], dtype=torch.float64))
-    found = [stationary(method, stiffness, gamma, eta, size) for size in sizes]
-    assert slope(sizes, [(x - expected).norm().item() for x in found]) > order - 0.2
-    if method == "baoab":  # the law of h is exact for a linear force
-        for x in found:
-            assert x[0, 0].item() == pytest.approx(eta / stiffness, rel=1e-12)
-
-
-def test_a_double_well_at_its_temperature():
-    """E[h²] under exp(-F/η), by quadrature, within the scheme's bias and three standard errors."""
-    paths, eta = 20_000, 0.5
-    x = torch.linspace(-4, 4, 4001, dtype=torch.float64)
-    weight = torch.exp(-(x**4 / 4 - x**2 / 2) / eta)
-    expected = ((x**2 * weight).sum() / weight.sum()).item()
-    zero = torch.zeros(paths, 1, dtype=torch.float64)
-    h, _ = hbnode.sdeint(double_well(1.0, eta), (zero, zero), [0.0, 30.0], dt=0.15, method="baoab", seed=3)
-    squares = h[-1].square()
-    assert abs(squares.mean().item() - expected) < 3 * squares.std().item() / math.sqrt(paths) + 0.004
+    found = moments(free, "ubu", state, [0.0, 0.2, time], 1.3 / steps)
+    expected = continuous_moments(0.0, damping, 0.7, state, time)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-16)
 
 
 # At temperature 0
@@ -1000,3 +785,15 @@ def test_without_damping_there_is_no_noise(method):
     state = sde.initial_state(torch.ones(3, 1, dtype=torch.float64))
     h, _ = hbnode.sdeint(sde, state, [0.0, math.pi], dt=0.01, method=method)
     torch.testing.assert_close(h[-1], -state[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.25, torch.tensor([0.1, 0.2, 0.3])], ids=["one", "channels"])
+def test_a_fixed_and_a_learned_temperature(temperature):
+    fixed, learned = make_sde(temperature=temperature), make_sde(temperature=temperature, learn_temperature=True)
+    expected = torch.as_tensor(temperature).double()
+    for sde in (fixed, fixed.half(), learned):
+        torch.testing.assert_close(torch.as_tensor(sde.temperature).detach().double(), expected)
+    assert "log_temperature" in dict(learned.named_parameters())
+    other = make_sde(temperature=0.5 * temperature)
+    other.load_state_dict(fixed.state_dict())
+    assert torch.equal(torch.as_tensor(other.temperature), torch.as_tensor(fixed.temperature))
