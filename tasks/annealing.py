@@ -29,7 +29,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ TARGETS: dict[str, Callable[[], Target]] = {"funnel": funnel, "many_well": many_
 class AnnealingOptions(Options):
     """Options of annealing."""
 
-    positive: ClassVar[tuple[str, ...]] = ("batch_size", "lr")
+    positive = "batch_size lr"
 
     targets: str = option("all", f"{', '.join(TARGETS)}, with commas between, or all")
     evaluations: str = option("16,64,256", "several with commas between")
@@ -120,7 +120,7 @@ class AnnealingOptions(Options):
     train_up_to: int = option(64, "evaluations beyond which nothing is trained")
     batch_size: int = option(64, "paths in an iteration")
     lr: float = option(0.02, "Adam's learning rate")
-    paths: int = option(2000, "paths of a result; an eighth of it to choose by")
+    paths: int = option(2000, "paths of a result; an eighth of it to choose by", least=16)
     seed: int = option(0, "to which the seeds of tuning, choosing and testing are added")
     out: str = option("runs/annealing", "folder for the tables and the figure")
 
@@ -140,8 +140,6 @@ class AnnealingOptions(Options):
             raise ValueError(f"argument --targets: {unknown[0]!r} is not one of {', '.join(TARGETS)}")
         if not all(count.isdecimal() and int(count) for count in self.evaluations.split(",")):
             raise ValueError(f"--evaluations must be positive, with commas between, got {self.evaluations}")
-        if self.paths < 16:
-            raise ValueError(f"--paths must be 16 or more, got {self.paths}")
 
 
 # Tuning and training

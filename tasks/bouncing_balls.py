@@ -21,19 +21,15 @@ free, from the first 10 frames and then its own predictions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import FreshData, Samples, epoch_generator
-from tasks.common.config import option, parse
+from tasks.common.config import option
 from tasks.common.files import write_figure
-from tasks.common.optimizers import Objective
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import evaluate
+from tasks.common.run import Run, command
+from tasks.common.train import FreshData, Objective, Samples, epoch_generator, evaluate
 from tasks.data.bouncing_balls import SIDE, videos
 from tasks.models.next_step import NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
@@ -54,28 +50,24 @@ GAP = 2  # pixels between two of them
 class BouncingBallsConfig(NextStepConfig):
     """Options of bouncing balls; an epoch is some fresh batches."""
 
-    settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
+    settings: ClassVar = {
         "hf": {"batch_size": 500, "curvature_size": 100, "iterations": 1},
         "": {"batch_size": 50, "iterations": 100},
     }
-    positive: ClassVar[tuple[str, ...]] = (*NextStepConfig.positive, "test_size")
+    positive = "test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(0, "batches in an epoch; 0: 1 of hf, 100 of others")
     lr: float = option(1e-2, "learning rate, but of hf")
     hidden: int = option(100, "size of h")
-    length: int = option(30, "frames of a video")
+    length: int = option(30, "frames of a video", least=GIVEN + 1)
     test_size: int = option(1000, "test videos")
     damping: float = option(1.0, "hf: lambda at first")
     structural_damping: float = option(1.0, "hf: mu, the factor of lambda on hidden states; 0: none")
 
-    def __post_init__(self) -> None:
-        if self.length <= GIVEN:
-            raise ValueError(f"--length must be {GIVEN + 1} or more, got {self.length}")
 
-
-PRESETS: dict[str, dict[str, object]] = {
-    "supplement": {"optimizer": "hf", "batch_size": 40_000, "curvature_size": 4_000, "max_cg": 300, "epochs": 2_500}
+PRESETS = {
+    "supplement": "--optimizer hf --batch-size 40000 --curvature-size 4000 --max-cg 300 --epochs 2500",
 }
 
 
@@ -201,9 +193,7 @@ def train(config: BouncingBallsConfig) -> None:
     run.finish(model, **simple, videos=videos_seen, rule=dataclasses.asdict(config.rule_options(TABLE)))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(BouncingBallsConfig, PRESETS, __doc__, argv), train)
+main = command(BouncingBallsConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

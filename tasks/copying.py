@@ -17,17 +17,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import FreshData, Samples, epoch_generator
-from tasks.common.config import option, parse
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.config import option
+from tasks.common.run import Run, command
+from tasks.common.train import FreshData, Samples, epoch_generator, fit
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 CHARACTERS = 8
@@ -50,8 +47,8 @@ TABLES = {
 class CopyingConfig(RecurrentConfig):
     """Options of copying; an epoch is some fresh batches."""
 
-    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
-    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "iterations", "test_size")
+    models = (*VARIANTS, OSCILLATORS)
+    positive = "iterations test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
@@ -77,7 +74,10 @@ class CopyingConfig(RecurrentConfig):
 
 
 _PAPER = {"hidden": 190, "lr": 2e-4, "batch_size": 128, "epochs": 70}
-PRESETS = {"1k": {"length": 1000, **_PAPER}, "2k": {"length": 2000, **_PAPER}}
+PRESETS = {
+    "1k": "--length 1000 --hidden 190 --lr 0.0002 --batch-size 128 --epochs 70",
+    "2k": "--length 2000 --hidden 190 --lr 0.0002 --batch-size 128 --epochs 70",
+}
 
 
 def characters(count: int, generator: torch.Generator) -> Samples:
@@ -141,9 +141,7 @@ def train(config: CopyingConfig) -> None:
     run.finish(model, trivial_loss=config.trivial_loss, rule=dataclasses.asdict(config.rule_options(config.table())))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(CopyingConfig, PRESETS, __doc__, argv), train)
+main = command(CopyingConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tasks.common.batches import FreshData, Samples, epoch_generator
-from tasks.common.config import TaskConfig, option, parse
+from tasks.common.config import TaskConfig, option
 from tasks.common.files import write_figure, write_tensors
-from tasks.common.run import Run, count_parameters
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.run import Run, command, count_parameters
+from tasks.common.train import FreshData, Samples, epoch_generator, fit
 from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
 from tasks.models.densities import CNF, TITLES, Flow
 
@@ -49,11 +47,8 @@ SPAN = 2.0  # length of time of a heavy-ball flow; that of a CNF is 1
 class DensityConfig(TaskConfig):
     """Options of density estimation; an epoch is some fresh batches."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(TITLES)
-    positive: ClassVar[tuple[str, ...]] = (
-        *TaskConfig.positive,
-        *("iterations", "test_size", "hidden", "steps", "eval_samples", "final_samples"),
-    )
+    models = tuple(TITLES)
+    positive = "iterations test_size hidden steps eval_samples final_samples"
 
     epochs: int = option(10, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(200, "batches in an epoch")
@@ -191,9 +186,7 @@ def train(config: DensityConfig) -> None:
     run.finish(objective, **extra)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(DensityConfig, {}, __doc__, argv), train)
+main = command(DensityConfig, {}, __doc__, train)
 
 
 if __name__ == "__main__":

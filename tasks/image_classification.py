@@ -21,7 +21,6 @@ Regularisation is the obvious alternative to momentum: --regularize adds kinetic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,10 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option, parse
+from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.files import exit_on, read_checkpoint, read_json, write_tensors, written_whole
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import EVAL_BATCH_SIZE, fit
+from tasks.common.run import Run, command
+from tasks.common.train import EVAL_BATCH_SIZE, Samples, fit
 from tasks.data.cifar10 import read_cifar10
 from tasks.data.digits import read_digits
 from tasks.data.mnist import read_mnist
@@ -98,12 +95,12 @@ class ImageConfig(ODEConfig):
         )
 
 
-PAPER = {"epochs": 40, "lr": 1e-3, "solver": "torchdiffeq", "adjoint_norm": "full"}
+_PAPER = "--epochs 40 --lr 1e-3 --solver torchdiffeq --adjoint-norm full"
 PRESETS = {
-    "demo": {"dataset": "digits", "small": True, "epochs": 8, "batch_size": 32, "lr": 8e-3, "schedule": "cosine"},
-    "full": {"dataset": "digits", "epochs": 12, "batch_size": 32, "lr": 8e-3, "schedule": "cosine"},
-    "paper-mnist": PAPER | {"dataset": "mnist", "tol": 1e-4, "clip": 10.0},
-    "paper-cifar10": PAPER | {"dataset": "cifar10", "tol": 1e-5, "clip": 1.0, "schedule": "step"},
+    "demo": "--dataset digits --small --epochs 8 --batch-size 32 --lr 8e-3 --schedule cosine",
+    "full": "--dataset digits --epochs 12 --batch-size 32 --lr 8e-3 --schedule cosine",
+    "paper-mnist": f"{_PAPER} --dataset mnist --tol 1e-4 --clip 10",
+    "paper-cifar10": f"{_PAPER} --dataset cifar10 --tol 1e-5 --clip 1 --schedule step",
 }
 
 
@@ -251,9 +248,7 @@ def train(config: ImageConfig) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(ImageConfig, PRESETS, __doc__, argv), train)
+main = command(ImageConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -21,20 +21,18 @@ import dataclasses
 import functools
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples, ShuffledBatches
-from tasks.common.config import option, parse
+from tasks.common.config import option
 from tasks.common.files import damaged, exit_on, write_figure, write_whole
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, ShuffledBatches, Trainer, evaluate
 from tasks.data.cifar10 import read_cifar10
 from tasks.data.digits import read_digits
 from tasks.data.mnist import read_mnist
@@ -54,7 +52,7 @@ SHOWN_EPOCHS = 6  # rows of the picture
 class ImageGenerationConfig(ContenderConfig):
     """Options of image generation."""
 
-    positive: ClassVar[tuple[str, ...]] = (*ContenderConfig.positive, "logistics")
+    positive = "logistics draw_every"
 
     dataset: str = option("digits", "which images", tuple(READ))
     side: int | None = option(None, "pixels on an edge, to which images are averaged down; none: all")
@@ -72,8 +70,6 @@ class ImageGenerationConfig(ContenderConfig):
         edge = SHAPE[self.dataset][1]
         if self.side is not None and (self.side < 1 or edge % self.side):
             raise ValueError(f"--side must divide {edge}, the edge of {self.dataset}, got {self.side}")
-        if self.draw_every < 1:
-            raise ValueError(f"--draw-every must be positive, got {self.draw_every}")
 
     @property
     def levels(self) -> int:
@@ -91,12 +87,12 @@ class ImageGenerationConfig(ContenderConfig):
         return self.make_transformer(self.levels + 1, output_size=3 * self.logistics)
 
 
-_PAPER = {"d_model": 256, "heads": 8, "feedforward": 1024, "logistics": 10, "step_size": 0.9, "dropout": 0.1}
-_SMALL = {"dataset": "mnist", "side": 14, "logistics": 10, "batch_size": 16, "schedule": "cosine"}
-PRESETS: dict[str, dict[str, Any]] = {
-    "mnist": {"dataset": "mnist", "layers": 8, "lr": 1e-4, "batch_size": 10, "epochs": 250, "momentum": 0.6, **_PAPER},
-    "cifar10": {"dataset": "cifar10", "layers": 16, "lr": 2e-4, "batch_size": 4, "momentum": 0.1, **_PAPER},
-    "mnist-small": _SMALL | {"train_size": 10_000, "test_size": 1000, "epochs": 2, "draw_every": 1},
+_PAPER = "--d-model 256 --heads 8 --feedforward 1024 --logistics 10 --step-size 0.9 --dropout 0.1"
+PRESETS = {
+    "mnist": f"--dataset mnist --layers 8 --lr 1e-4 --batch-size 10 --epochs 250 --momentum 0.6 {_PAPER}",
+    "cifar10": f"--dataset cifar10 --layers 16 --lr 2e-4 --batch-size 4 --momentum 0.1 {_PAPER}",
+    "mnist-small": "--dataset mnist --side 14 --logistics 10 --batch-size 16 --schedule cosine --train-size 10000 "
+    "--test-size 1000 --epochs 2 --draw-every 1",
 }
 
 
@@ -244,9 +240,7 @@ def train(config: ImageGenerationConfig) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(ImageGenerationConfig, PRESETS, __doc__, argv), train)
+main = command(ImageGenerationConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -28,18 +28,15 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tasks.common.batches import Samples, ShuffledBatches
-from tasks.common.config import SCHEDULES, TaskConfig, option, parse
+from tasks.common.config import SCHEDULES, TaskConfig, option
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run, count_parameters
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.run import Run, command, count_parameters
+from tasks.common.train import Samples, ShuffledBatches, Trainer, evaluate
 from tasks.data import f16
 from tasks.data.lorenz import stochastic_lorenz
 from tasks.models.latent_sdes import TITLES, FirstOrder, HeavyBall, LatentSDE
@@ -64,11 +61,8 @@ OSCILLATORS = 12
 class LatentSDEConfig(TaskConfig):
     """Options of latent SDEs."""
 
-    models: ClassVar[tuple[str, ...]] = (*TITLES, KALMAN)
-    positive: ClassVar[tuple[str, ...]] = (
-        *TaskConfig.positive,
-        *("size", "hidden", "context", "train_size", "test_size", "eval_samples", "paths", "draw_every"),
-    )
+    models = (*TITLES, KALMAN)
+    positive = "size hidden context train_size test_size eval_samples paths draw_every"
 
     epochs: int = option(40, "passes over the training series", may_change=True)
     batch_size: int = option(128, "series in a step")
@@ -280,9 +274,7 @@ def train(config: LatentSDEConfig) -> None:
     run.finish(model, source=source, **final)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(LatentSDEConfig, {}, __doc__, argv), train)
+main = command(LatentSDEConfig, {}, __doc__, train)
 
 
 if __name__ == "__main__":

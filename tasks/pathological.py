@@ -28,20 +28,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import FreshData, Samples, ShuffledBatches, StepBatches, epoch_generator
-from tasks.common.config import option, parse
+from tasks.common.config import option
 from tasks.common.figures import draw_maps
-from tasks.common.optimizers import CLOCKS, Objective, OptimizerConfig
-from tasks.common.optimizers import TITLES as OPTIMIZER_TITLES
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Diverged, Trainer, evaluate
+from tasks.common.run import Run, command
+from tasks.common.train import (
+    CLOCKS,
+    OPTIMIZER_TITLES,
+    Diverged,
+    FreshData,
+    Objective,
+    OptimizerConfig,
+    Samples,
+    ShuffledBatches,
+    StepBatches,
+    Trainer,
+    epoch_generator,
+    evaluate,
+)
 from tasks.data.pathological import MEMORIZED, PROBLEMS, Problem
 from tasks.data.pathological import TITLES as PROBLEM_TITLES
 from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
@@ -75,11 +84,8 @@ ORTHOGONAL = 0.1  # the rate of DTRIV's orthogonal weight, in that of its other 
 class PathologicalConfig(OptimizerConfig):
     """Options of the pathological problems; an epoch is the steps between two tests."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(LAYERS)
-    positive: ClassVar[tuple[str, ...]] = (
-        *("seeds", "epochs", "lr", "damping", "max_cg"),
-        *("batch_size", "iterations", "seconds", "hidden", "test_size"),
-    )
+    models = tuple(LAYERS)
+    positive = "iterations seconds hidden test_size"
 
     problem: str = option("addition", "the problem", PROBLEMS)
     length: int = option(50, "T, about the steps of a sequence")
@@ -130,8 +136,8 @@ class PathologicalConfig(OptimizerConfig):
 
 
 # The supplement's own settings of Hessian-free optimization; those of SUPPLEMENT too.
-PRESETS: dict[str, dict[str, object]] = {
-    "supplement": {"optimizer": "hf", "batch_size": 10_000, "curvature_size": 1_000}
+PRESETS = {
+    "supplement": "--optimizer hf --batch-size 10000 --curvature-size 1000",
 }
 
 
@@ -271,9 +277,7 @@ def draw_memorization(model: nn.Module, problem: Problem, test: Samples, run: Ru
     draw_maps(panels, None, title, run.folder / "memorization.png", **labels, cmap="Greys", vmin=0, vmax=1)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PathologicalConfig, PRESETS, __doc__, argv), train)
+main = command(PathologicalConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

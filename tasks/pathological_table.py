@@ -30,7 +30,7 @@ import pandas as pd
 
 from tasks.common.figures import legend_beside
 from tasks.common.files import read_json, write_figure, write_whole
-from tasks.common.sweep import run_side_by_side
+from tasks.common.run import run_side_by_side
 from tasks.data.pathological import TITLES as PROBLEM_TITLES
 from tasks.pathological import PathologicalConfig, folder_name, pair_title, train
 

@@ -34,21 +34,19 @@ window is a forecast. Of the baselines, which have no encoder, every prediction 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import MODELS, SCHEDULES, SECOND_ORDER, make_field, option, parse
+from tasks.common.config import MODELS, SCHEDULES, SECOND_ORDER, make_field, option
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import evaluate, fit
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, evaluate, fit
 from tasks.data import f16
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
 from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, RowForecaster
@@ -87,7 +85,7 @@ SIZES = {
 class PlaneVibrationConfig(IrregularSeriesConfig):
     """Options of plane vibration."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys((*MODELS, *BASELINES, *OSCILLATORS)))
+    models = tuple(dict.fromkeys((*MODELS, *BASELINES, *OSCILLATORS)))
     epochs: int = option(50, "passes over the training segments", may_change=True)
     schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
@@ -97,13 +95,7 @@ class PlaneVibrationConfig(IrregularSeriesConfig):
 
 
 PRESETS = {
-    "paper": {
-        "protocol": "paper",
-        "tol": 1e-7,
-        "solver": "torchdiffeq",
-        "adjoint_norm": "full",
-        "epochs": 500,
-    }
+    "paper": "--protocol paper --tol 1e-07 --solver torchdiffeq --adjoint-norm full --epochs 500",
 }
 
 
@@ -369,9 +361,7 @@ def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -
     write_figure(figure, folder / "forecast.png")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PlaneVibrationConfig, PRESETS, __doc__, argv), train)
+main = command(PlaneVibrationConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option, parse
+from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.files import write_figure, written_whole
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, fit
 
 FRAMES = 41  # of the animation; the figure shows six of them
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
@@ -45,7 +42,9 @@ class PointCloudConfig(ODEConfig):
     animate: bool = option(False, "draw the evolution as a GIF too", may_change=True)
 
 
-PRESETS = {"paper": {"tol": 1e-7, "solver": "torchdiffeq", "adjoint_norm": "full"}}
+PRESETS = {
+    "paper": "--tol 1e-07 --solver torchdiffeq --adjoint-norm full",
+}
 
 
 def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
@@ -142,9 +141,7 @@ def train(config: PointCloudConfig) -> None:
     run.finish(model, separates=run.rows[-1]["train_accuracy"] == 1)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PointCloudConfig, PRESETS, __doc__, argv), train)
+main = command(PointCloudConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

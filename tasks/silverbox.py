@@ -20,21 +20,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option, parse
+from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run, count_parameters
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.run import Run, command, count_parameters
+from tasks.common.train import Samples, fit
 from tasks.data.silverbox import SETS, START, read_silverbox
 
 FINE = 8  # points a sample of the interpolated input
@@ -46,8 +44,8 @@ HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 class SilverboxConfig(ODEConfig):
     """Options of the Silverbox."""
 
-    models: ClassVar[tuple[str, ...]] = (*MODELS, OSCILLATORS)
-    positive: ClassVar[tuple[str, ...]] = (*ODEConfig.positive, "window", "past", "stride", "validation")
+    models = (*MODELS, OSCILLATORS)
+    positive = "window past stride validation"
 
     epochs: int = option(60, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
@@ -303,9 +301,7 @@ def draw_simulation(
     write_figure(figure, folder / "simulation.png")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(SilverboxConfig, {}, __doc__, argv), identify)
+main = command(SilverboxConfig, {}, __doc__, identify)
 
 
 if __name__ == "__main__":

@@ -17,18 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tasks.common.batches import FreshData, Piece, Samples, ShuffledBatches, epoch_generator
-from tasks.common.config import option, parse
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.config import option
+from tasks.common.run import Run, command
+from tasks.common.train import FreshData, Piece, Samples, ShuffledBatches, Trainer, epoch_generator, evaluate
 from tasks.data.transformer_copy import doubled, is_copied
 from tasks.models.contenders import TITLES, ContenderConfig
 
@@ -39,7 +35,7 @@ TEST_SEED = 2**62  # which no training data has
 class CopyConfig(ContenderConfig):
     """Options of the copy task; an epoch is some fresh batches."""
 
-    positive: ClassVar[tuple[str, ...]] = (*ContenderConfig.positive, "iterations", "test_size", "symbols")
+    positive = "iterations test_size symbols"
 
     epochs: int = option(20, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(150, "batches in an epoch")
@@ -47,30 +43,14 @@ class CopyConfig(ContenderConfig):
     lr: float = option(1e-3, "RAdam's learning rate")
     drop_after: int = option(2500, "steps after which the learning rate is a tenth; 0: never")
     layers: int = option(2, "layers")
-    length: int = option(48, "symbols of a sequence")
+    length: int = option(48, "symbols of a sequence", least=8)
     symbols: int = option(10, "different symbols, the separator not counted")
     test_size: int = option(500, "test sequences")
 
-    def check(self) -> None:
-        """Refuse what no run can have."""
-        super().check()
-        if self.length < 8:
-            raise ValueError(f"--length must be 8 or more, got {self.length}")
-
 
 PRESETS = {
-    "paper": {
-        "length": 128,
-        "d_model": 256,
-        "heads": 8,
-        "layers": 4,
-        "feedforward": 1024,
-        "dropout": 0.1,
-        "batch_size": 64,
-        "drop_after": 3000,
-        "iterations": 200,
-        "epochs": 30,
-    }
+    "paper": "--length 128 --d-model 256 --heads 8 --layers 4 --feedforward 1024 --dropout 0.1 --batch-size 64 "
+    "--drop-after 3000 --iterations 200 --epochs 30",
 }
 
 
@@ -114,9 +94,7 @@ def train(config: CopyConfig) -> None:
     run.finish(model, state=state)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(CopyConfig, PRESETS, __doc__, argv), train)
+main = command(CopyConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -29,19 +29,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
 from tasks.common.config import make_field, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import evaluate, fit
+from tasks.common.run import Run, sweep
+from tasks.common.train import Samples, evaluate, fit
 from tasks.data.walker2d import CHANNELS, FRAME_SECONDS, generate, read_walker2d
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
 
@@ -64,7 +62,7 @@ DRAWN = {0: "height in m", 3: "right knee in rad", 8: "speed in m/s"}  # channel
 class WalkerConfig(IrregularSeriesConfig):
     """Options of the Walker2D task."""
 
-    positive: ClassVar[tuple[str, ...]] = (*IrregularSeriesConfig.positive, "ahead")
+    positive = "ahead"
 
     epochs: int = option(50, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
@@ -79,14 +77,7 @@ class WalkerConfig(IrregularSeriesConfig):
 
 
 PRESETS = {
-    "paper": {
-        "tol": 1e-7,
-        "epochs": 500,
-        "solver": "torchdiffeq",
-        "adjoint_norm": "full",
-        "standardize": False,
-        "shrink": 1.0,
-    }
+    "paper": "--tol 1e-07 --epochs 500 --solver torchdiffeq --adjoint-norm full --no-standardize --shrink 1",
 }
 
 

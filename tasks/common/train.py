@@ -1,35 +1,318 @@
 """The training loop of every task: it counts, reports, saves, and goes on where a killed run stopped.
 
 One process trains on the CPU or on one GPU; ``torchrun --nproc-per-node=N -m tasks.X`` trains on several with torch's
-DistributedDataParallel, each process on its share of every batch.
+DistributedDataParallel, each process on its share of every batch. Tasks that compare optimizers have these by name:
+
+- "adam": torch's.
+- "sgd": torch's, with momentum 0.9.
+- "soap": SOAP, Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., arXiv:2409.11321), of the package
+  pytorch_optimizer, without weight decay. Of the second-order methods of kept libraries it is the one whose rate and
+  moments are Adam's, so that a comparison tells what curvature gains; it takes any weight, where Muon, in torch itself,
+  takes matrices only and leaves the rest to Adam.
+- "hf": :class:`hbnode.optim.HessianFree`, with structural damping where the loss names hidden states.
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+import functools
 import math
 import multiprocessing
+import os
 import signal
 import time
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
-from tasks.common.batches import FreshData, Piece, Samples, ShuffledBatches, TrainingData, share_of_batch
-from tasks.common.config import ODEConfig
+from tasks.common.config import ODEConfig, TaskConfig, option
 from tasks.common.files import damaged
-from tasks.common.optimizers import PROGRESS, Objective, hessian_free_step
-from tasks.common.run import Run
+from tasks.common.run import Run, Workers
 
+Samples = tuple[Tensor, ...]  # tensors of equal length: a batch, or all of a data set
 Loss = Callable[[nn.Module, Samples], tuple[Tensor, dict[str, float]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
 EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
+OPTIMIZER_TITLES = {"adam": "Adam", "sgd": "SGD with momentum", "soap": "SOAP", "hf": "HF"}
+OPTIMIZERS = tuple(OPTIMIZER_TITLES)
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+SGD_MOMENTUM = 0.9
+LossName = Literal["mse", "bce", "cross_entropy"]
+PROGRESS = ("damping", "ratio", "cg_iterations", "step_length", "reduction")
+
+
+# Data
+
+
+@dataclasses.dataclass(frozen=True)
+class FreshData:
+    """Training data made anew for every epoch.
+
+    Attributes:
+        samples: how many an epoch has.
+        make: makes those of an epoch, counted from 0, of its number and the seed alone: a resumed run makes them again.
+    """
+
+    samples: int
+    make: Callable[[int], Samples]
+
+
+class Piece(typing.NamedTuple):
+    """What one step trains on.
+
+    Attributes:
+        batch: what the loss gets.
+        samples: how many this process has in it, the weight of its means in those of the epoch.
+        weight: factor of the loss in the backward pass.
+        rate: factor of the learning rate, multiplied with that of the schedule.
+        length: by how much the position in the training data grows.
+        place: what the piece is called in messages.
+    """
+
+    batch: Samples
+    samples: int
+    weight: float
+    rate: float
+    length: int
+    place: str
+
+
+class TrainingData(typing.Protocol):
+    """Training data in pieces: those of an epoch follow from its number, the seed and the position alone.
+
+    Attributes:
+        unit: what the position counts.
+        per_epoch: how many of these units an epoch has.
+    """
+
+    unit: str
+    per_epoch: int
+
+    def piece(self, epoch: int, start: int) -> Piece:
+        """Return the piece of an epoch, counted from 0, that begins at this position."""
+
+
+class ShuffledBatches:
+    """Training data in batches, in another order in every epoch; each process has its share of a batch."""
+
+    unit = "batch"
+
+    def __init__(self, run: Run, train: Samples | FreshData) -> None:
+        self.config, self.workers = run.config, run.workers
+        self.train = train if isinstance(train, FreshData) else FreshData(len(train[0]), lambda epoch: train)
+        self.per_epoch = -(-self.train.samples // self.config.batch_size)
+        self.epoch, self.data = -1, train if isinstance(train, tuple) else ()  # the data of one epoch
+
+    def piece(self, epoch: int, start: int) -> Piece:
+        """Return a batch, of which this process has its share."""
+        if epoch != self.epoch:
+            self.epoch, self.data = epoch, tuple(x.to(self.workers.device) for x in self.train.make(epoch))
+        order = _order(self.config.seed, epoch, self.train.samples)
+        share = share_of_batch(self.data, order, start, self.config.batch_size, self.workers)
+        return Piece(*share, rate=1.0, length=1, place=f"batch {start + 1}")
+
+
+class StepBatches:
+    """Training data in batches, a given number of them an epoch, which may end in the middle of a pass over the data.
+
+    Arguments:
+        run: its options say the batch size and the seed.
+        train: the training data.
+        per_epoch: batches in an epoch.
+        rate: the factor of the learning rate in a step, counted from 0 over all epochs.
+    """
+
+    unit = "batch"
+
+    def __init__(self, run: Run, train: Samples, per_epoch: int, rate: Callable[[int], float]) -> None:
+        self.config, self.workers, self.per_epoch, self.rate = run.config, run.workers, per_epoch, rate
+        self.data = tuple(x.to(run.workers.device) for x in train)
+
+    def piece(self, epoch: int, start: int) -> Piece:
+        """Return a batch, of which this process has its share."""
+        step, samples, batch_size = epoch * self.per_epoch + start, len(self.data[0]), self.config.batch_size
+        number, index = divmod(step, -(-samples // batch_size))
+        order = _order(self.config.seed, number, samples)
+        share = share_of_batch(self.data, order, index, batch_size, self.workers)
+        return Piece(*share, rate=self.rate(step), length=1, place=f"batch {start + 1}")
+
+
+@functools.lru_cache(maxsize=1)
+def _order(seed: int, epoch: int, length: int) -> Tensor:
+    """Return the order of the samples in an epoch."""
+    return torch.randperm(length, generator=epoch_generator(seed, epoch))
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """Random numbers of an epoch: of its number and the seed alone, so that a resumed run repeats them."""
+    return torch.Generator().manual_seed(1_000_003 * seed + epoch)
+
+
+def share_of_batch(
+    data: Samples, order: Tensor, index: int, batch_size: int, workers: Workers
+) -> tuple[Samples, int, float]:
+    """This process's part of a batch, how many samples of it count, and the weight of their mean loss.
+
+    The mean over the processes of the weighted losses is the mean over the batch, however unequal the parts. A process
+    left without a sample gets one that counts nothing, because all must take part in the averaging.
+    """
+    chosen = order[index * batch_size : (index + 1) * batch_size]
+    part = chosen[workers.rank :: workers.size]
+    samples = len(part)
+    part = part if samples else chosen[:1]
+    return tuple(x[part.to(x.device)] for x in data), samples, samples * workers.size / len(chosen)
+
+
+# Optimizers
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(TaskConfig):
+    """Options of the tasks that compare optimizers."""
+
+    positive = "damping max_cg"
+
+    optimizer: str = option("adam", "adam, sgd with momentum 0.9, soap of pytorch_optimizer, or hf", OPTIMIZERS)
+    curvature_size: int = option(0, "hf: samples of a batch that show the curvature; 0: all")
+    damping: float = option(0.1, "hf: lambda at first")
+    min_damping: float = option(2e-4, "hf: the least lambda, which keeps structural damping on a plateau")
+    structural_damping: float = option(1 / 30, "hf: mu, the factor of lambda on hidden states; 0: none")
+    clock: str = option("wall", "what seconds are: of the wall's clock, or of the processor's", tuple(CLOCKS))
+    max_cg: int = option(300, "hf: steps of conjugate gradients in an iteration")
+
+    def make_optimizer(
+        self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], loss: LossName
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer that the options describe.
+
+        Arguments:
+            parameters: those to train, or groups of them.
+            loss: what a Hessian-free optimizer minimises.
+
+        Raises:
+            ImportError: if "soap" is asked for and pytorch_optimizer is not installed.
+        """
+        if self.optimizer == "hf":
+            return hbnode.optim.HessianFree(
+                parameters,
+                loss=loss,
+                damping=self.damping,
+                min_damping=self.min_damping,
+                structural_damping=self.structural_damping,
+                max_cg=self.max_cg,
+            )
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=self.lr, momentum=SGD_MOMENTUM)
+        if self.optimizer == "soap":
+            return _soap(parameters, self.lr)
+        return torch.optim.Adam(parameters, lr=self.lr)
+
+    def check(self) -> None:
+        """Refuse what no run can have, and what needs a package that is not there."""
+        super().check()
+        if self.optimizer == "hf" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("--optimizer hf trains in one process. Fix: no torchrun.")
+        if self.optimizer == "hf" and self.schedule != "constant":
+            raise ValueError(
+                f"--schedule {self.schedule} changes a learning rate, and hf has none. Fix: leave it out, or another "
+                "--optimizer."
+            )
+        if self.optimizer == "hf" and self.damping < self.min_damping:
+            raise ValueError(
+                f"--damping must be at least --min-damping={self.min_damping:g}, got {self.damping:g}. Fix: a smaller "
+                "--min-damping."
+            )
+        if self.optimizer == "soap":
+            _soap([nn.Parameter(torch.zeros(1))], 1.0)
+
+
+def _soap(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    """SOAP, which is imported here alone."""
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError as error:
+        raise ImportError(
+            f"soap needs the package pytorch_optimizer ({error}). Fix: pip install -e '.[peers]', or choose another "
+            "--optimizer."
+        ) from error
+    return SOAP(parameters, lr=lr, weight_decay=0.0)
+
+
+class Objective(abc.ABC):
+    """A loss of outputs and targets, summed over features and steps and averaged over the samples.
+
+    Attributes:
+        loss: half the squared error, "mse"; "bce" of logits; or "cross_entropy" of scores, classes last.
+        curvature_size: of a Hessian-free optimizer, how many samples of a batch, from its start, show the curvature;
+            0: all.
+    """
+
+    loss: LossName
+
+    def __init__(self, curvature_size: int = 0) -> None:
+        self.curvature_size = curvature_size
+
+    @abc.abstractmethod
+    def outputs(
+        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+        """Outputs of a batch and their targets.
+
+        Arguments:
+            model: the model.
+            batch: samples, the first dimension of each tensor.
+            with_hidden: whether hidden states come third, as :meth:`hbnode.optim.HessianFree.step` takes them.
+        """
+
+    def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """Further means to report over a batch."""
+        return {}
+
+    def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a batch, and further means."""
+        outputs, targets, *_ = self.outputs(model, batch)
+        return self.value(outputs, targets), self.means(outputs.detach(), targets)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of outputs."""
+        if self.loss == "mse":
+            total = (outputs - targets).square().sum() / 2
+        elif self.loss == "bce":
+            total = nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
+        else:
+            total = nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+        return total / len(outputs)
+
+
+def hessian_free_step(
+    optimizer: hbnode.optim.HessianFree, model: nn.Module, batch: Samples, objective: Objective
+) -> tuple[Tensor, dict[str, float]]:
+    """One iteration; the loss before it, and its progress.
+
+    Arguments:
+        optimizer: takes the step.
+        model: is changed.
+        batch: shows the loss and its gradient.
+        objective: the loss.
+    """
+    with_hidden = any(group["structural_damping"] > 0 for group in optimizer.param_groups)
+    part = tuple(x[: objective.curvature_size] for x in batch)
+    loss = optimizer.step(
+        lambda: objective.outputs(model, batch, with_hidden=with_hidden),
+        (lambda: objective.outputs(model, part, with_hidden=with_hidden)) if 0 < len(part[0]) < len(batch[0]) else None,
+    )
+    return loss, {name: float(getattr(optimizer.progress, name)) for name in PROGRESS}
+
+
+# The loop
 
 
 class Diverged(SystemExit):

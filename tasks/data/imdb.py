@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.batches import Samples
+from tasks.common.train import Samples
 from tasks.data.arrays import pad_bytes
 
 FOLDER = "aclImdb"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.common.batches import Samples
+from tasks.common.train import Samples
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = ("", *map(str, range(10)), *OPERATORS, "]")  # by token; 0 is padding

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.optim import tanh_hidden
-from tasks.common.batches import FreshData, Samples, ShuffledBatches
 from tasks.common.config import option
-from tasks.common.optimizers import CLOCKS, TITLES, Objective, OptimizerConfig
 from tasks.common.run import Run
-from tasks.common.train import MakeOptimizer, Trainer
+from tasks.common.train import (
+    CLOCKS,
+    OPTIMIZER_TITLES,
+    FreshData,
+    MakeOptimizer,
+    Objective,
+    OptimizerConfig,
+    Samples,
+    ShuffledBatches,
+    Trainer,
+)
 from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 C = TypeVar("C", bound="NextStepConfig")
@@ -26,13 +34,14 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
 
     # Of each optimizer, the values of options that are 0; those of "" are every other's.
     settings: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    positive: ClassVar[tuple[str, ...]] = tuple(
-        name for name in (*RecurrentConfig.positive, *OptimizerConfig.positive) if name != "batch_size"
-    )
 
     batch_size: int = option(0, "sequences in a step; 0: by the optimizer, see above")
     max_cg: int = option(60, "hf: steps of conjugate gradients in an iteration")
     seconds: float = option(0.0, "seconds of training after which a run ends with its epoch; 0: none", may_change=True)
+
+    def check(self) -> None:
+        """Refuse what no run can have, with the optimizer's settings."""
+        super(NextStepConfig, self.filled()).check()
 
     def filled(self: C) -> C:
         """The options with the optimizer's settings in place of 0."""
@@ -72,7 +81,7 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
     @property
     def title(self) -> str:
         """Layer and optimizer, for people."""
-        return f"{title(self.model, self.cell)}, {TITLES[self.optimizer]}"
+        return f"{title(self.model, self.cell)}, {OPTIMIZER_TITLES[self.optimizer]}"
 
 
 def as_batch(series: Sequence[Tensor]) -> Samples:

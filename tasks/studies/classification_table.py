@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -31,7 +30,7 @@ Predicted = dict[int, tuple[np.ndarray, np.ndarray]]  # for each seed, labels an
 class TableOptions(Options):
     """Options of the table."""
 
-    positive: ClassVar[tuple[str, ...]] = ("resamples",)
+    positive = "resamples"
 
     folder: str = option(REQUIRED, "where finished runs are")
     resamples: int = option(1000, "of the bootstrap")

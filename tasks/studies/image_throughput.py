@@ -25,8 +25,7 @@ from torch import Tensor
 from hbnode.nn import MomentumTransformer
 from hbnode.nn.attention.softmax import KeyValueCache
 from tasks.common.files import write_json
-from tasks.common.run import environment
-from tasks.common.workers import Workers
+from tasks.common.run import Workers, environment
 from tasks.image_generation import ImageGenerationConfig, draw_pixels
 from tasks.models.contenders import TITLES
 

@@ -28,8 +28,7 @@ from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks import pixel_mnist, speech
 from tasks.common.config import parse
 from tasks.common.files import read_json, write_figure, write_json, write_table
-from tasks.common.run import environment
-from tasks.common.sweep import run_side_by_side
+from tasks.common.run import environment, run_side_by_side
 from tasks.models.recurrent import RecurrentConfig
 
 MOMENTA = (0.9, 0.6, 0.3, 0.1, 0.0)

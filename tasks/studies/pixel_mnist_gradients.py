@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tasks.common.batches import Samples
 from tasks.common.config import parse as parse_task
 from tasks.common.files import write_figure, write_json, write_table
 from tasks.common.run import environment
+from tasks.common.train import Samples
 from tasks.models.recurrent import CELLS, title
 from tasks.pixel_mnist import (
     PRESETS,
@@ -216,8 +216,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[PixelMni
         parser.error("--iterations, --every and --measured must be positive")
     preset = PRESETS["pmnist-dtriv-170" if options.cell == "dtriv" else "pmnist-128"]
     models = "plain,forget,momentum" if options.cell == "lstm" else "plain,gain,momentum"
-    changed = {"cell": options.cell, "side": None, "train_size": 10_000, "test_size": options.measured}
-    presets = {"pmnist": preset | changed | {"model": models}}
+    changed = f"--cell {options.cell} --model {models} --train-size 10000 --test-size {options.measured}"
+    presets = {"pmnist": f"{preset} {changed}".replace("--side 28", "")}
     config = parse_task(PixelMnistConfig, presets, __doc__ or "", ["--preset", "pmnist", *rest])
     return options, [dataclasses.replace(config, model=model) for model in config.chosen()]
 

@@ -25,7 +25,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -35,13 +35,11 @@ from tqdm import tqdm
 
 import hbnode
 from hbnode.solve.odeint import resolve
-from tasks.common.batches import Samples
 from tasks.common.config import REQUIRED, Options, option, parse
 from tasks.common.figures import legend_beside, line_style
 from tasks.common.files import write_figure, write_json, write_table
-from tasks.common.run import environment
-from tasks.common.train import EVAL_BATCH_SIZE
-from tasks.common.workers import Workers
+from tasks.common.run import Workers, environment
+from tasks.common.train import EVAL_BATCH_SIZE, Samples
 from tasks.image_classification import load_data, load_run
 from tasks.run_groups import Group, collect, tell_apart
 
@@ -70,7 +68,7 @@ Row = dict[str, Any]
 class RobustnessOptions(Options):
     """Options of the study."""
 
-    positive: ClassVar[tuple[str, ...]] = ("pgd_steps",)
+    positive = "pgd_steps"
 
     root: str = option(REQUIRED, "folder of run folders of tasks.image_classification")
     out: str = option("", "where to write robustness.csv, .json and .png; empty is the folder of the runs")

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ TOL = 1e-7  # the paper's
 class GrowthOptions(Options):
     """Options of the study."""
 
-    positive: ClassVar[tuple[str, ...]] = ("draws",)
+    positive = "draws"
 
     draws: int = option(100, "initialisations of each model")
     seed: int = option(0, "of the first of them")

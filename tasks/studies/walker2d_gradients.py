@@ -21,17 +21,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hbnode.diagnostics._shared import ticks_of_short_axis
-from tasks.common.batches import Samples
 from tasks.common.config import MODELS, SECOND_ORDER, Options, option, parse
 from tasks.common.figures import legend_beside
 from tasks.common.files import exit_on, write_figure, write_json, write_table
 from tasks.common.run import environment
+from tasks.common.train import Samples
 from tasks.walker2d import Splits, Walker, WalkerConfig, dense_field, squared_error, thin
 
 N, HIDDEN = 24, (48, 48)  # size of h, of the cell's hidden layers
@@ -48,7 +47,7 @@ StillState = Tensor | tuple[Tensor, Tensor]
 class GradientOptions(Options):
     """Options of the study."""
 
-    positive: ClassVar[tuple[str, ...]] = ("windows", "epochs", "batch_size", "measured", "seeds", "lr", "tol")
+    positive = "windows epochs batch_size measured seeds lr tol"
 
     windows: int = option(1000, "training windows, every k-th of all")
     epochs: int = option(5, "passes over them")

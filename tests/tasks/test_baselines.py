@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("tqdm")
 
-from tasks.common import sweep
+from tasks.common import run
 from tasks.common.config import MODELS, ODEConfig, parse
 from tasks.common.run import count_parameters
 from tasks.models.baselines import BASELINES, KINDS, Decaying, IrregularSeriesConfig, make_baseline
@@ -183,5 +183,5 @@ def test_one_model_named_twice_is_one_run(tmp_path):
     def train(config):
         (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
 
-    sweep.sweep(options_of("--model", "gru,gru"), train)
+    run.sweep(options_of("--model", "gru,gru"), train)
     assert json.loads((tmp_path / "config.json").read_text())["model"] == "gru"

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 
 from tasks import pathological, pathological_table
 from tasks.common.config import parse
-from tasks.common.optimizers import OPTIMIZERS
+from tasks.common.train import OPTIMIZERS
 from tasks.data.pathological import PROBLEMS, Problem
 from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer

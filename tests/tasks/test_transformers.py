@@ -17,10 +17,10 @@ pytest.importorskip("tokenizers")
 
 from hbnode.nn.attention.softmax import KeyValueCache
 from tasks import image_generation, language_model, lra, recall, transformer_copy, translation
-from tasks.common import sweep
-from tasks.common.batches import FreshData
+from tasks.common import run
 from tasks.common.config import parse
 from tasks.common.run import Run, count_parameters
+from tasks.common.train import FreshData
 from tasks.data.subwords import PADDING, SPECIAL, learn_subwords
 from tasks.data.text import in_windows, read_text
 from tasks.image_generation import ImageGenerationConfig
@@ -414,7 +414,7 @@ def test_the_chain_is_learned(tmp_path, capsys):
 
 def test_several_connections_in_one_command(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(sweep, "side_by_side", lambda configs, *rest, **options: ran.extend(configs) or [])
+    monkeypatch.setattr(run, "side_by_side", lambda configs, *rest, **options: ran.extend(configs) or [])
     command = ["--model", "transformer", "--connection", "residual,deeper", "--seeds", "2", "--out", str(tmp_path)]
     language_model.main(command)
     assert [(config.connection, config.seed, config.out) for config in ran] == [
