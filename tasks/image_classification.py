@@ -32,13 +32,9 @@ from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.files import exit_on, read_checkpoint, read_json, write_tensors, written_whole
 from tasks.common.run import Run, command
 from tasks.common.train import EVAL_BATCH_SIZE, Samples, fit
-from tasks.data.cifar10 import read_cifar10
-from tasks.data.digits import read_digits
-from tasks.data.mnist import read_mnist
+from tasks.data.images import READ, SHAPE
 from tasks.models.regularization import Regularized
 
-READ = {"digits": read_digits, "mnist": read_mnist, "cifar10": read_cifar10}
-SHAPE = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 # Channels of h and of f's hidden layers. MNIST and CIFAR-10: section 3.4.2, footnote 6 and Table 5, with the hidden
 # sizes of the authors' code. Digits: MNIST's channels, sizes that give the five models about equal parameter counts.
 FEW = {"node": 1, "anode": 6, "sonode": 5, "hbnode": 5, "ghbnode": 6}

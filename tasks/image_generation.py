@@ -33,17 +33,13 @@ from tasks.common.config import option
 from tasks.common.files import damaged, exit_on, write_figure, write_whole
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, ShuffledBatches, Trainer, evaluate
-from tasks.data.cifar10 import read_cifar10
-from tasks.data.digits import read_digits
-from tasks.data.mnist import read_mnist
+from tasks.data.images import READ, SHAPE
 from tasks.models import logistic_mixture
 from tasks.models.contenders import TITLES, ContenderConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-READ = {"digits": read_digits, "mnist": read_mnist, "cifar10": read_cifar10}
-SHAPE = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 LEVELS = {"digits": 17, "mnist": 256, "cifar10": 256}
 SHOWN_EPOCHS = 6  # rows of the picture
 

@@ -33,11 +33,9 @@ from tasks.common.config import option
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, StepBatches, Trainer, fit_and_test
-from tasks.data.aan import read_aan
-from tasks.data.cifar10 import read_cifar10
-from tasks.data.imdb import read_imdb
+from tasks.data.images import read_cifar10
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
-from tasks.data.pathfinder import read_pathfinder
+from tasks.data.long_range import read_aan, read_imdb, read_pathfinder
 from tasks.models.contenders import CONTENDERS, TITLES, ContenderConfig
 
 LISTOPS_SAMPLES = {"validation": 2_000, "test": 2_000, "train": 96_000}  # in this order, whatever the sizes

@@ -32,8 +32,7 @@ from tasks.common.config import option
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command, count_parameters
 from tasks.common.train import Samples, evaluate, fit
-from tasks.data.digits import read_digits
-from tasks.data.mnist import read_mnist
+from tasks.data.images import read_digits, read_mnist
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 READ = {"mnist": read_mnist, "digits": read_digits}

@@ -12,7 +12,7 @@ it. Yardsticks: the last frame, repeated, and the mean frame of training.
 
 --features mfcc: 13 mel-frequency cepstral coefficients with their slopes and the slopes of these, 39 features, as in
 section 3.3 of the supplement to Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free
-Optimization (2011), which says no more of them than their number; see tasks/data/mfcc.py. Each is standardised by its
+Optimization (2011), which says no more of them than their number; see tasks/data/speech.py. Each is standardised by its
 mean and deviation over the training frames, so that the mean frame has an error of about 1. The slopes of a frame are
 computed from up to four frames after it, so a part of the next frame is known: no error here compares with one of
 spectra.
@@ -49,8 +49,7 @@ from tasks.common.figures import draw_maps
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command
 from tasks.common.train import Objective, Samples, fit_and_test
-from tasks.data.mfcc import FEATURES, mfcc
-from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
+from tasks.data.speech import BINS, FEATURES, HOP, RATE, SOURCES, log_spectra, mfcc, read_speech
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RuleOptions
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 from tasks.common.config import option
 from tasks.common.run import Run, command
 from tasks.common.train import FreshData, Piece, Samples, ShuffledBatches, Trainer, epoch_generator, evaluate
-from tasks.data.transformer_copy import doubled, is_copied
+from tasks.data.recall import doubled, is_copied
 from tasks.models.contenders import TITLES, ContenderConfig
 
 TEST_SEED = 2**62  # which no training data has
