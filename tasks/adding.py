@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import FreshData, Samples, epoch_generator, fit
+from tasks.common.train import Samples, fit, fresh_data
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 TRIVIAL_LOSS = 1 / 6
-TEST_SEED = 2**62  # which no training data has
 
 TABLE = {
     "momentum": RuleOptions(momentum=0.9, step_size=2.0),
@@ -60,9 +59,7 @@ class AddingConfig(RecurrentConfig):
         return TABLE
 
 
-PRESETS = {
-    "750": "--length 750 --hidden 128 --lr 0.0002 --epochs 1200",
-}
+PRESETS = {"750": "--length 750 --hidden 128 --lr 0.0002 --epochs 1200"}
 
 
 def problems(count: int, length: int, generator: torch.Generator) -> Samples:
@@ -101,9 +98,7 @@ def train(config: AddingConfig) -> None:
     run = Run("adding", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
     model = Adder(config)
     run.announce(model, title(config.model, config.cell), f"trivial loss {TRIVIAL_LOSS:.4g}")
-    samples = config.iterations * config.batch_size
-    fresh = FreshData(samples, lambda epoch: problems(samples, config.length, epoch_generator(config.seed, epoch)))
-    test = problems(config.test_size, config.length, torch.Generator().manual_seed(TEST_SEED))
+    fresh, test = fresh_data(config, lambda count, generator: problems(count, config.length, generator))
     fit(run, model, fresh, test, squared_error, eval_batch_size=config.batch_size)
     run.finish(model, trivial_loss=TRIVIAL_LOSS, rule=dataclasses.asdict(config.rule_options(config.table())))
 

@@ -39,8 +39,8 @@ import hbnode
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from hbnode.distributions import HeavyBallAnnealing
 from tasks.common.config import Options, option, parse
-from tasks.common.figures import legend_beside, line_style
-from tasks.common.files import read_json, write_figure, write_json, write_table, write_whole
+from tasks.common.figures import line_style, panels
+from tasks.common.files import read_json, write_json, write_table, write_whole
 from tasks.common.run import environment
 
 logger = logging.getLogger("tasks.annealing")
@@ -300,36 +300,23 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The gap of the bound, log Z minus it, against evaluations, a panel for each target."""
-    import matplotlib.pyplot as plt
-
     names = list(dict.fromkeys(row["target"] for row in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(2 + 3.6 * len(names), 3.6), squeeze=False, layout="constrained")
     kinds = list(itertools.product(DAMPINGS, (False, True)))
-    for ax, name in zip(axes[0], names, strict=True):
-        for index, (sampler, is_trained) in enumerate(kinds):
-            of_it = [
-                row for row in rows if (row["target"], row["sampler"], row["trained"]) == (name, sampler, is_trained)
-            ]
-            x, y = [row["evaluations"] for row in of_it], [-row["gap"] for row in of_it]
-            label = f"{sampler}, {'trained' if is_trained else 'untrained'}"
-            color, line = f"C{list(DAMPINGS).index(sampler)}", "-" if is_trained else "--"
-            ax.errorbar(
-                x,
-                y,
-                [row["bound_error"] for row in of_it],
-                color=color,
-                ls=line,
-                label=label,
-                **line_style(index, len(kinds), len(x)),
-            )
-        ticks = sorted({row["evaluations"] for row in rows})
-        ax.set(xscale="log", yscale="log", title=TITLES[name], xlabel="evaluations of the gradient")
-        ax.set_xticks(ticks, [str(tick) for tick in ticks])
-        ax.minorticks_off()
-        ticks_of_short_axis(ax.yaxis)
-    axes[0][0].set_ylabel("log Z − bound")
-    legend_beside(figure)
-    write_figure(figure, path)
+    with panels(path, 1, len(names), size=(2 + 3.6 * len(names), 3.6)) as (_, axes):
+        for ax, name in zip(axes[0], names, strict=True):
+            for index, (sampler, is_trained) in enumerate(kinds):
+                kind = name, sampler, is_trained
+                found = [row for row in rows if (row["target"], row["sampler"], row["trained"]) == kind]
+                x, y = [row["evaluations"] for row in found], [-row["gap"] for row in found]
+                style = line_style(index, len(kinds), len(x)) | {"color": f"C{list(DAMPINGS).index(sampler)}"}
+                label, line = f"{sampler}, {'trained' if is_trained else 'untrained'}", "-" if is_trained else "--"
+                ax.errorbar(x, y, [row["bound_error"] for row in found], ls=line, label=label, **style)
+            ticks = sorted({row["evaluations"] for row in rows})
+            ax.set(xscale="log", yscale="log", title=TITLES[name], xlabel="evaluations of the gradient")
+            ax.set_xticks(ticks, [str(tick) for tick in ticks])
+            ax.minorticks_off()
+            ticks_of_short_axis(ax.yaxis)
+        axes[0, 0].set_ylabel("log Z − bound")
 
 
 # The command

@@ -32,7 +32,7 @@ from hbnode.nn.sequences import fitted_unit
 from tasks.common.config import MODELS, SCHEDULES, option
 from tasks.common.files import exit_on, write_table
 from tasks.common.run import Run, command
-from tasks.common.train import Samples, fit
+from tasks.common.train import Samples, accuracy, fit
 from tasks.data.labelled_series import DATASETS, read_labelled_series, thinned
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig
 from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, make_classifier, summaries
@@ -114,7 +114,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     longest = int(inputs[3].max())
     x, t, mask = (part[:, :longest] for part in inputs[:3])
     logits = model(x, t, mask, *inputs[3:])
-    return nn.functional.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean().item()}
+    return nn.functional.cross_entropy(logits, labels), accuracy(logits, labels)
 
 
 def probabilities(model: nn.Module, data: Samples) -> np.ndarray:

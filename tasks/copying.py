@@ -24,13 +24,12 @@ from torch import Tensor, nn
 
 from tasks.common.config import option
 from tasks.common.run import Run, command
-from tasks.common.train import FreshData, Samples, epoch_generator, fit
+from tasks.common.train import Samples, accuracy, fit, fresh_data
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 CHARACTERS = 8
 RECALLED = 10
 BLANK, START = CHARACTERS, CHARACTERS + 1
-TEST_SEED = 2**62  # which no training data has
 
 _OTHERS = {
     "adam": RuleOptions(momentum=0.6, step_size=2.0, beta=0.999),
@@ -117,9 +116,8 @@ def cross_entropy(model: nn.Module, batch: Samples, length: int) -> tuple[Tensor
     (remembered,) = batch
     x, target = sequences(remembered, length)
     scores = model(x)
-    recalled = scores[:, -RECALLED:].argmax(2) == remembered
     loss = nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
-    return loss, {"accuracy": recalled.float().mean().item()}
+    return loss, accuracy(scores[:, -RECALLED:], remembered)
 
 
 def rmsprop(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -132,9 +130,7 @@ def train(config: CopyingConfig) -> None:
     run = Run("copying", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
     model = Copier(config)
     run.announce(model, title(config.model, config.cell), f"trivial loss {config.trivial_loss:.4g}")
-    samples = config.iterations * config.batch_size
-    fresh = FreshData(samples, lambda epoch: characters(samples, epoch_generator(config.seed, epoch)))
-    test = characters(config.test_size, torch.Generator().manual_seed(TEST_SEED))
+    fresh, test = fresh_data(config, characters)
     loss = functools.partial(cross_entropy, length=config.length)
     optimizer = functools.partial(rmsprop, lr=config.lr)
     fit(run, model, fresh, test, loss, optimizer=optimizer, eval_batch_size=config.batch_size)

@@ -31,18 +31,14 @@ import hbnode
 from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.files import exit_on, read_checkpoint, read_json, write_tensors, written_whole
 from tasks.common.run import Run, command
-from tasks.common.train import EVAL_BATCH_SIZE, Samples, fit
+from tasks.common.train import EVAL_BATCH_SIZE, Samples, accuracy, fit
 from tasks.data.images import READ, SHAPE
 from tasks.models.regularization import Regularized
 
 # Channels of h and of f's hidden layers. MNIST and CIFAR-10: section 3.4.2, footnote 6 and Table 5, with the hidden
 # sizes of the authors' code. Digits: MNIST's channels, sizes that give the five models about equal parameter counts.
 FEW = {"node": 1, "anode": 6, "sonode": 5, "hbnode": 5, "ghbnode": 6}
-CHANNELS = {
-    "digits": FEW,
-    "mnist": FEW,
-    "cifar10": {"node": 3, "anode": 13, "sonode": 12, "hbnode": 12, "ghbnode": 12},
-}
+CHANNELS = {"digits": FEW, "mnist": FEW, "cifar10": {"node": 3, "anode": 13, "sonode": 12, "hbnode": 12, "ghbnode": 12}}
 HIDDEN = {
     "digits": {"node": 38, "anode": 33, "sonode": 24, "hbnode": 24, "ghbnode": 23},
     "digits-small": {"node": 28, "anode": 21, "sonode": 16, "hbnode": 16, "ghbnode": 15},
@@ -171,7 +167,7 @@ class CrossEntropy:
         out = model(x)
         logits, penalties = out if isinstance(out, tuple) else (out, None)
         loss = nn.functional.cross_entropy(logits, y)
-        means = {"accuracy": (logits.argmax(1) == y).float().mean().item()}
+        means = accuracy(logits, y)
         if penalties is not None:
             kinetic, jacobian = penalties.mean(0)
             chosen = {"kinetic": kinetic, "jacobian": jacobian, "both": kinetic + jacobian}[self.regularize]

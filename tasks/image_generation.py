@@ -19,26 +19,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from matplotlib.figure import Figure, SubFigure
 from torch import Tensor, nn
 
 import hbnode
 from tasks.common.config import option
-from tasks.common.files import damaged, exit_on, write_figure, write_whole
+from tasks.common.figures import figure_at
+from tasks.common.files import damaged, exit_on, write_tensors
 from tasks.common.run import Run, command
-from tasks.common.train import Samples, ShuffledBatches, Trainer, evaluate
+from tasks.common.train import Batches, Samples, Trainer, evaluate
 from tasks.data.images import READ, SHAPE
 from tasks.models import logistic_mixture
 from tasks.models.contenders import TITLES, ContenderConfig
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
 
 LEVELS = {"digits": 17, "mnist": 256, "cifar10": 256}
 SHOWN_EPOCHS = 6  # rows of the picture
@@ -163,9 +160,7 @@ class Drawings:
         generator = torch.Generator(self.run.workers.device).manual_seed(config.seed)
         drawn = draw_pixels(model, config.drawn, math.prod(config.shape), config.levels, generator)
         self.by_epoch[epoch] = drawn.to("cpu", torch.uint8)
-        buffer = io.BytesIO()
-        torch.save(self.by_epoch, buffer)
-        write_whole(self.path, buffer.getvalue())
+        write_tensors(self.path, self.by_epoch)
         title = f"{TITLES[config.model]} on {config.dataset}: drawn after these epochs"
         write_picture(self.by_epoch, self.test[: config.drawn], config, title, self.path.with_suffix(".png"))
 
@@ -174,15 +169,11 @@ def write_picture(
     by_epoch: Mapping[int, Tensor], test: Tensor, config: ImageGenerationConfig, title: str, path: Path
 ) -> None:
     """A row of images for each of some epochs, first and last included, and one of test images; written whole."""
-    import matplotlib.pyplot as plt
-
     epochs = sorted(by_epoch)
     places = torch.linspace(0, len(epochs) - 1, min(len(epochs), SHOWN_EPOCHS)).round().long().tolist()
     rows = {f"epoch {epochs[place]}": by_epoch[epochs[place]] for place in places} | {"test images": test}
-    figure = plt.figure(figsize=(9, 0.8 * len(rows) + 0.5), layout="constrained")
-    draw_rows(figure, rows, config)
-    figure.suptitle(title, fontsize="medium")
-    write_figure(figure, path)
+    with figure_at(path, (9, 0.8 * len(rows) + 0.5), title) as figure:
+        draw_rows(figure, rows, config)
 
 
 def draw_rows(figure: Figure | SubFigure, rows: Mapping[str, Tensor], config: ImageGenerationConfig) -> None:
@@ -215,7 +206,7 @@ def train(config: ImageGenerationConfig) -> None:
     run.announce(model, TITLES[config.model], about)
     loss = functools.partial(bits_per_dimension, levels=config.levels)
     optimizer = functools.partial(radam, lr=config.lr, weight_decay=config.weight_decay)
-    trainer = Trainer(run, model, ShuffledBatches(run, data), loss, optimizer)
+    trainer = Trainer(run, model, Batches(run, data), loss, optimizer)
     drawings = Drawings(run, config, test[0])
     held_out = tuple(x.to(run.workers.device) for x in test)
     if trainer.position == 0:

@@ -43,7 +43,7 @@ import hbnode
 from tasks.common.config import option, parse
 from tasks.common.files import exit_on
 from tasks.common.run import Run, sweep
-from tasks.common.train import FreshData, Piece, Samples, ShuffledBatches, Trainer, epoch_generator, require_finite
+from tasks.common.train import Batches, FreshData, Piece, Samples, Trainer, epoch_generator, require_finite
 from tasks.common.train import evaluate as evaluate_samples
 from tasks.data.text import SOURCES, Text, in_windows, read_text
 from tasks.models import depth
@@ -98,7 +98,7 @@ class LanguageModelConfig(RecurrentConfig):
 PRESETS = {
     "ptb": "--data ptb --vocabulary 0 --train-size 0 --test-size 0 --embedding 400 --hidden 1150 --layers 3 --lr 30 "
     "--bptt 70 --epochs 500 --dropout 0.4 --dropout-between 0.25 --dropout-input 0.4 --dropout-words 0.1 "
-    "--weight-drop 0.5 --ar 2 --tar 1",
+    "--weight-drop 0.5 --ar 2 --tar 1"
 }
 
 
@@ -344,7 +344,7 @@ def train_transformer(config: DepthConfig) -> None:
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
 
-    batches = ShuffledBatches(run, FreshData(samples, of_epoch))
+    batches = Batches(run, FreshData(samples, of_epoch))
     results = Trainer(run, model, batches, next_word_loss, make_optimizer).fit(validate, best="validation_perplexity")
     if not run.is_finished:
         test = (windows["test"].to(run.workers.device),)

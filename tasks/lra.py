@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from tasks.common.config import option
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command
-from tasks.common.train import Samples, StepBatches, Trainer, fit_and_test
+from tasks.common.train import Batches, Samples, Trainer, accuracy, fit_and_test
 from tasks.data.images import read_cifar10
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
 from tasks.data.long_range import read_aan, read_imdb, read_pathfinder
@@ -251,7 +251,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     """The mean cross-entropy of a batch, and the accuracy."""
     tokens, lengths, labels = batch
     scores = model(tokens[..., : int(lengths.max())].long(), lengths)
-    return nn.functional.cross_entropy(scores, labels), {"accuracy": (scores.argmax(1) == labels).float().mean().item()}
+    return nn.functional.cross_entropy(scores, labels), accuracy(scores, labels)
 
 
 def one_cycle(step: int, steps: int, warmup: int) -> float:
@@ -273,7 +273,7 @@ def train(config: LRAConfig) -> None:
     named = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in guesses.items())
     run.announce(model, f"{TITLES[config.model]} on {config.dataset}", about, f"without reading: {named}")
     rate = functools.partial(one_cycle, steps=config.steps, warmup=config.warmup)
-    batches = StepBatches(run, data["train"], config.iterations, rate)
+    batches = Batches(run, data["train"], config.iterations, rate)
     trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=config.lr))
     found = fit_and_test(trainer, data, TITLES[config.model], "accuracy", config.batch_size)
     found |= {f"validation_{name}": value for name, value in trivial(config, data, "validation").items()}

@@ -40,13 +40,13 @@ from tasks.common.run import Run, command
 from tasks.common.train import (
     CLOCKS,
     OPTIMIZER_TITLES,
+    Batches,
     Diverged,
     FreshData,
     Objective,
     OptimizerConfig,
+    Outputs,
     Samples,
-    ShuffledBatches,
-    StepBatches,
     Trainer,
     epoch_generator,
     evaluate,
@@ -136,9 +136,7 @@ class PathologicalConfig(OptimizerConfig):
 
 
 # The supplement's own settings of Hessian-free optimization; those of SUPPLEMENT too.
-PRESETS = {
-    "supplement": "--optimizer hf --batch-size 10000 --curvature-size 1000",
-}
+PRESETS = {"supplement": "--optimizer hf --batch-size 10000 --curvature-size 1000"}
 
 
 class SequenceLoss(Objective):
@@ -148,9 +146,7 @@ class SequenceLoss(Objective):
         super().__init__(curvature_size)
         self.problem, self.loss = problem, problem.loss
 
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Outputs and targets, and what structural damping acts on, which padding does not."""
         x, targets, last = batch
         x = self.problem.encode(x)
@@ -170,15 +166,13 @@ def make_model(config: PathologicalConfig, problem: Problem) -> SequenceModel:
     return SequenceModel(config.model, *sizes, length=problem.length, reads_end=problem.reads_end)
 
 
-def make_data(run: Run, config: PathologicalConfig, problem: Problem) -> ShuffledBatches | StepBatches:
+def make_data(run: Run, config: PathologicalConfig, problem: Problem) -> Batches | Batches:
     """Fresh sequences for every step, or all there are."""
     every = problem.every()
     if every is not None:
-        return StepBatches(run, every, config.iterations, lambda step: 1.0)
+        return Batches(run, every, config.iterations, lambda step: 1.0)
     count = config.iterations * config.batch_size
-    return ShuffledBatches(
-        run, FreshData(count, lambda epoch: problem.draw(count, epoch_generator(config.seed, epoch)))
-    )
+    return Batches(run, FreshData(count, lambda epoch: problem.draw(count, epoch_generator(config.seed, epoch))))
 
 
 def make_optimizer(config: PathologicalConfig, model: nn.Module, problem: Problem) -> torch.optim.Optimizer:

@@ -31,7 +31,7 @@ from hbnode.nn.recurrent import parameter_groups
 from tasks.common.config import option
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command, count_parameters
-from tasks.common.train import Samples, evaluate, fit
+from tasks.common.train import Samples, accuracy, evaluate, fit
 from tasks.data.images import read_digits, read_mnist
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
@@ -190,7 +190,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     """The mean cross-entropy of a batch, and the accuracy."""
     x, y = batch
     logits = model(x)
-    return nn.functional.cross_entropy(logits, y), {"accuracy": (logits.argmax(1) == y).float().mean().item()}
+    return nn.functional.cross_entropy(logits, y), accuracy(logits, y)
 
 
 def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Optimizer:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
-from tasks.common.files import write_figure, written_whole
+from tasks.common.figures import panels
+from tasks.common.files import written_whole
 from tasks.common.run import Run, command
 from tasks.common.train import Samples, fit
 
@@ -42,9 +43,7 @@ class PointCloudConfig(ODEConfig):
     animate: bool = option(False, "draw the evolution as a GIF too", may_change=True)
 
 
-PRESETS = {
-    "paper": "--tol 1e-07 --solver torchdiffeq --adjoint-norm full",
-}
+PRESETS = {"paper": "--tol 1e-07 --solver torchdiffeq --adjoint-norm full"}
 
 
 def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
@@ -114,11 +113,10 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
         ax.set_title(f"t = {times[index]:.2f}", fontsize="medium")
         ax.tick_params(labelsize="x-small")
 
-    figure, axes = plt.subplots(1, 6, figsize=(15, 3), subplot_kw=space, layout="constrained")
-    for ax, index in zip(axes, range(0, FRAMES, FRAMES // 5), strict=True):
-        scatter(ax, index)
-    figure.suptitle(title)
-    write_figure(figure, folder / "evolution.png")
+    size = (15, 3)
+    with panels(folder / "evolution.png", 1, 6, size=size, title=title, legend=False, subplot_kw=space) as (_, axes):
+        for ax, index in zip(axes[0], range(0, FRAMES, FRAMES // 5), strict=True):
+            scatter(ax, index)
     if animate:
         figure, ax = plt.subplots(figsize=(4, 4), subplot_kw=space)
         movie = FuncAnimation(figure, lambda index: scatter(ax, index), frames=FRAMES)

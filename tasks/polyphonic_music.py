@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from tasks.common.config import option
 from tasks.common.figures import draw_maps
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command
-from tasks.common.train import Objective, Samples, fit_and_test
+from tasks.common.train import Objective, Outputs, Samples, fit_and_test
 from tasks.data.polyphonic import NAMES, NOTES, read_polyphonic
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import RuleOptions
@@ -54,10 +54,7 @@ PUBLISHED = {
 class PolyphonicConfig(NextStepConfig):
     """Options of polyphonic music."""
 
-    settings: ClassVar = {
-        "hf": {"batch_size": 500, "curvature_size": 50},
-        "": {"batch_size": 16},
-    }
+    settings: ClassVar = {"hf": {"batch_size": 500, "curvature_size": 50}, "": {"batch_size": 16}}
 
     epochs: int = option(100, "passes over the training pieces", may_change=True)
     lr: float = option(3e-3, "learning rate, but of hf")
@@ -94,9 +91,7 @@ class NextNotes(Objective):
 
     loss = "bce"
 
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Logits, the notes, and what structural damping acts on; padding is sure of its silence."""
         x, targets = trimmed(batch)
         valid = is_predicted(batch[1], x.shape[1])[..., None]

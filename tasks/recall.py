@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from tasks.common.config import option, parse
 from tasks.common.run import Run, run_side_by_side
-from tasks.common.train import Piece, Samples, Trainer, evaluate, require_finite
+from tasks.common.train import Piece, Samples, Trainer, accuracy, evaluate, require_finite
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES, ContenderConfig
 from tasks.recall_table import best_rate, report
@@ -164,10 +164,9 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     tokens, targets, *stale = batch
     asked = targets != IGNORED
     scores, wanted = model(tokens)[asked], targets[asked]
-    answers = scores.argmax(1)
-    shares = {"accuracy": (answers == wanted).float().mean().item()}
+    shares = accuracy(scores, wanted)
     if stale:
-        shares["stale"] = (answers == stale[0][asked]).float().mean().item()
+        shares["stale"] = accuracy(scores, stale[0][asked])["accuracy"]
     return nn.functional.cross_entropy(scores, wanted), shares
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 import hbnode
 from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option
-from tasks.common.figures import legend_beside
-from tasks.common.files import exit_on, write_figure
+from tasks.common.figures import panels
+from tasks.common.files import exit_on
 from tasks.common.run import Run, command, count_parameters
 from tasks.common.train import Samples, fit
 from tasks.data.silverbox import SETS, START, read_silverbox
@@ -278,27 +278,18 @@ def draw_simulation(
     simulated: Tensor, measured: Tensor, part: int, name: str, errors: Mapping[str, float], folder: Path
 ) -> None:
     """Draw V2 of the arrow and the error of its simulation over it, in ``simulation.png``."""
-    import matplotlib.pyplot as plt
-
     seconds = torch.arange(START, START + len(measured)) / 610.35
-    figure, ax = plt.subplots(figsize=(11.5, 3.6), layout="constrained")
-    ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
-    error = (1000 * (simulated - measured)).clamp(-400, 400)
-    ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
-    ax.axvline(seconds[part - 1].item(), color="0.3", lw=0.8, ls=":")
-    figures = ", ".join(
-        f"{text} {rmse_mV:.2f}" if math.isfinite(rmse_mV) else f"{text} diverged"
-        for text, rmse_mV in (
-            ("up to the dotted line", errors["arrow_no_extrapolation_rmse_mV"]),
-            ("all of it", errors["arrow_full_rmse_mV"]),
-            ("multisine", errors["multisine_rmse_mV"]),
-        )
-    )
-    ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))
-    ax.set_title(f"{name.upper() if name in MODELS else name} on the arrow. RMSE in mV: {figures}", fontsize="medium")
-    for line in legend_beside(figure).get_lines():
-        line.set_linewidth(2)
-    write_figure(figure, folder / "simulation.png")
+    texts = {"arrow_no_extrapolation": "up to the dotted line", "arrow_full": "all of it", "multisine": "multisine"}
+    values = {text: errors[f"{record}_rmse_mV"] for record, text in texts.items()}
+    said = ", ".join(f"{text} {f'{x:.2f}' if math.isfinite(x) else 'diverged'}" for text, x in values.items())
+    title = f"{name.upper() if name in MODELS else name} on the arrow. RMSE in mV: {said}"
+    with panels(folder / "simulation.png", size=(11.5, 3.6), title=title) as (_, axes):
+        ax = axes[0, 0]
+        ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
+        error = (1000 * (simulated - measured)).clamp(-400, 400)
+        ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
+        ax.axvline(seconds[part - 1].item(), color="0.3", lw=0.8, ls=":")
+        ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))
 
 
 main = command(SilverboxConfig, {}, __doc__, identify)

@@ -48,7 +48,7 @@ from tasks.common.config import option
 from tasks.common.figures import draw_maps
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command
-from tasks.common.train import Objective, Samples, fit_and_test
+from tasks.common.train import Objective, Outputs, Samples, fit_and_test
 from tasks.data.speech import BINS, FEATURES, HOP, RATE, SOURCES, log_spectra, mfcc, read_speech
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RuleOptions
@@ -72,10 +72,7 @@ class SpeechConfig(NextStepConfig):
     """Options of speech."""
 
     models = (*VARIANTS, OSCILLATORS)
-    settings: ClassVar = {
-        "hf": {"batch_size": 600, "curvature_size": 150},
-        "": {"batch_size": 32},
-    }
+    settings: ClassVar = {"hf": {"batch_size": 600, "curvature_size": 150}, "": {"batch_size": 32}}
 
     epochs: int = option(50, "passes over the training recordings", may_change=True)
     lr: float = option(3e-3, "learning rate, but of hf; the paper's 1e-4 is for 700 epochs of a larger set")
@@ -154,9 +151,7 @@ class FrameError(Objective):
         """See :func:`frame_loss`."""
         return frame_loss(model, batch)
 
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Predictions, the frames, and what structural damping acts on; padding is predicted without an error."""
         x, lengths, _ = batch
         x = x[:, : int(lengths.max()) + 1]

@@ -41,7 +41,7 @@ import hbnode
 from tasks.common.config import TaskConfig, option
 from tasks.common.files import exit_on
 from tasks.common.run import Run, command
-from tasks.common.train import Samples, ShuffledBatches, Trainer, evaluate
+from tasks.common.train import Batches, Samples, Trainer, evaluate
 from tasks.data.subwords import PADDING, SPECIAL, decode, learn_subwords
 from tasks.data.tatoeba import SOURCES, Pair, Translations, read_pairs
 from tasks.models.contenders import CONTENDERS, attention_of
@@ -90,7 +90,7 @@ class TranslationConfig(TaskConfig):
 
 PRESETS = {
     "paper": "--d-model 278 --feedforward 507 --layers 5 --heads 2 --vocabulary 40000 --refinements 4 --lr 0.0003 "
-    "--batch-size 100 --epochs 30 --max-words 0 --max-length 0 --train-size 0 --test-size 0",
+    "--batch-size 100 --epochs 30 --max-words 0 --max-length 0 --train-size 0 --test-size 0"
 }
 
 
@@ -324,7 +324,7 @@ def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: 
         losses = evaluate(run, model, judge.samples, cross_entropy, "validation", config.batch_size)
         return losses | {"validation_bleu": judge.bleu(judge.translations(model)[-1])}
 
-    train = ShuffledBatches(run, at_most(as_samples(pairs["train"], subwords), config.max_length))
+    train = Batches(run, at_most(as_samples(pairs["train"], subwords), config.max_length))
     adam = functools.partial(torch.optim.Adam, lr=config.lr, betas=(0.9, 0.98))
     trainer = Trainer(run, model, train, cross_entropy, lambda model: adam(model.parameters()))
     return trainer.fit(validate, best="validation_bleu")

@@ -106,9 +106,7 @@ class TaskConfig(Options):
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "learning rate")
     schedule: str = option(
-        "constant",
-        "learning rate: constant, falling to 0 as a cosine, or 5 %% less after every 1,000 steps",
-        SCHEDULES,
+        "constant", "learning rate: constant, falling to 0 as a cosine, or 5 %% less after every 1,000 steps", SCHEDULES
     )
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
     device: str = option("auto", "cpu, cuda, or auto", may_change=True)

@@ -224,6 +224,12 @@ def environment(device: torch.device) -> dict[str, object]:
     }
 
 
+def write_study(folder: Path, name: str, rows: Sequence[Mapping[str, object]], **about: object) -> None:
+    """Write the results of a study, its rows as ``name.csv`` and what there is to say of them as ``name.json``."""
+    write_table(folder / f"{name}.csv", rows)
+    write_json(folder / f"{name}.json", {**about, **environment(torch.device("cpu"))})
+
+
 def _processor() -> str:
     """Return the processor's name where the system tells it."""
     info = Path("/proc/cpuinfo")

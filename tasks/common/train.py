@@ -24,6 +24,7 @@ import signal
 import time
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -40,11 +41,13 @@ from tasks.common.run import Run, Workers
 Samples = tuple[Tensor, ...]  # tensors of equal length: a batch, or all of a data set
 Loss = Callable[[nn.Module, Samples], tuple[Tensor, dict[str, float]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+TEST_SEED = 2**62  # which no training data has
 EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
 OPTIMIZER_TITLES = {"adam": "Adam", "sgd": "SGD with momentum", "soap": "SOAP", "hf": "HF"}
 OPTIMIZERS = tuple(OPTIMIZER_TITLES)
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SGD_MOMENTUM = 0.9
+Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]  # outputs, targets, and perhaps hidden states
 LossName = Literal["mse", "bce", "cross_entropy"]
 PROGRESS = ("damping", "ratio", "cg_iterations", "step_length", "reduction")
 
@@ -100,49 +103,54 @@ class TrainingData(typing.Protocol):
         """Return the piece of an epoch, counted from 0, that begins at this position."""
 
 
-class ShuffledBatches:
-    """Training data in batches, in another order in every epoch; each process has its share of a batch."""
-
-    unit = "batch"
-
-    def __init__(self, run: Run, train: Samples | FreshData) -> None:
-        self.config, self.workers = run.config, run.workers
-        self.train = train if isinstance(train, FreshData) else FreshData(len(train[0]), lambda epoch: train)
-        self.per_epoch = -(-self.train.samples // self.config.batch_size)
-        self.epoch, self.data = -1, train if isinstance(train, tuple) else ()  # the data of one epoch
-
-    def piece(self, epoch: int, start: int) -> Piece:
-        """Return a batch, of which this process has its share."""
-        if epoch != self.epoch:
-            self.epoch, self.data = epoch, tuple(x.to(self.workers.device) for x in self.train.make(epoch))
-        order = _order(self.config.seed, epoch, self.train.samples)
-        share = share_of_batch(self.data, order, start, self.config.batch_size, self.workers)
-        return Piece(*share, rate=1.0, length=1, place=f"batch {start + 1}")
-
-
-class StepBatches:
-    """Training data in batches, a given number of them an epoch, which may end in the middle of a pass over the data.
+class Batches:
+    """Training data in batches, in another order in every pass over it; each process has its share of a batch.
 
     Arguments:
         run: its options say the batch size and the seed.
-        train: the training data.
-        per_epoch: batches in an epoch.
+        train: the training data, or how to make those of a pass.
+        per_epoch: batches of an epoch, which may end in the middle of a pass; 0: a pass.
         rate: the factor of the learning rate in a step, counted from 0 over all epochs.
     """
 
     unit = "batch"
 
-    def __init__(self, run: Run, train: Samples, per_epoch: int, rate: Callable[[int], float]) -> None:
-        self.config, self.workers, self.per_epoch, self.rate = run.config, run.workers, per_epoch, rate
-        self.data = tuple(x.to(run.workers.device) for x in train)
+    def __init__(
+        self, run: Run, train: Samples | FreshData, per_epoch: int = 0, rate: Callable[[int], float] = lambda step: 1.0
+    ) -> None:
+        self.config, self.workers, self.rate = run.config, run.workers, rate
+        self.train = train if isinstance(train, FreshData) else FreshData(len(train[0]), lambda number: train)
+        self.per_pass = -(-self.train.samples // self.config.batch_size)
+        self.per_epoch = per_epoch or self.per_pass
+        self.made = -1  # the number of a pass
+        self.data: Samples = ()  # of that pass
 
     def piece(self, epoch: int, start: int) -> Piece:
         """Return a batch, of which this process has its share."""
-        step, samples, batch_size = epoch * self.per_epoch + start, len(self.data[0]), self.config.batch_size
-        number, index = divmod(step, -(-samples // batch_size))
-        order = _order(self.config.seed, number, samples)
-        share = share_of_batch(self.data, order, index, batch_size, self.workers)
+        step = epoch * self.per_epoch + start
+        number, index = divmod(step, self.per_pass)
+        if number != self.made:
+            self.made, self.data = number, tuple(x.to(self.workers.device) for x in self.train.make(number))
+        order = _order(self.config.seed, number, self.train.samples)
+        share = share_of_batch(self.data, order, index, self.config.batch_size, self.workers)
         return Piece(*share, rate=self.rate(step), length=1, place=f"batch {start + 1}")
+
+
+def fresh_data(config: Any, draw: Callable[[int, torch.Generator], Samples]) -> tuple[FreshData, Samples]:
+    """Return training data that is drawn anew for every epoch of ``iterations`` batches, and the test data.
+
+    Arguments:
+        config: options, ``iterations``, ``batch_size``, ``seed`` and ``test_size`` among them.
+        draw: (samples, generator) -> so many samples.
+    """
+    samples = config.iterations * config.batch_size
+    train = FreshData(samples, lambda epoch: draw(samples, epoch_generator(config.seed, epoch)))
+    return train, draw(config.test_size, torch.Generator().manual_seed(TEST_SEED))
+
+
+def accuracy(scores: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return the share of the labels that have the highest score, classes last."""
+    return {"accuracy": (scores.argmax(-1) == labels).float().mean().item()}
 
 
 @functools.lru_cache(maxsize=1)
@@ -261,9 +269,7 @@ class Objective(abc.ABC):
         self.curvature_size = curvature_size
 
     @abc.abstractmethod
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Outputs of a batch and their targets.
 
         Arguments:
@@ -354,7 +360,7 @@ def fit(
         For the summary: ``best_epoch``, and the best value as ``best_`` and its name; nothing without ``best``.
     """
     test = tuple(x.to(run.workers.device) for x in test)
-    trainer = Trainer(run, model, ShuffledBatches(run, train), loss, optimizer)
+    trainer = Trainer(run, model, Batches(run, train), loss, optimizer)
     return trainer.fit(
         lambda: evaluate(run, model, test, loss, held_out, eval_batch_size),
         every=every,
@@ -393,16 +399,6 @@ def fit_and_test(
     return found
 
 
-class Stateful(typing.Protocol):
-    """Something whose state belongs to the checkpoint."""
-
-    def state_dict(self) -> dict[str, typing.Any]:
-        """Return the state, as ``torch.load`` reads it with ``weights_only=True``."""
-
-    def load_state_dict(self, state: dict[str, typing.Any]) -> object:
-        """Go on from such a state."""
-
-
 class Trainer:
     """A model, its optimizer and its place in the training data: all that a checkpoint holds.
 
@@ -413,7 +409,7 @@ class Trainer:
         loss: (model, batch) -> the batch's mean loss, and further means to report; "loss" among them is reported in
             the place of the one that is differentiated.
         optimizer: makes the optimizer of the model; Adam if not given.
-        parts: what else a checkpoint holds, by name.
+        parts: what else a checkpoint holds, by name: each has a ``state_dict`` and loads it.
         clock: what the seconds of steps are measured with.
     """
 
@@ -424,7 +420,7 @@ class Trainer:
         data: TrainingData,
         loss: Loss,
         optimizer: MakeOptimizer | None = None,
-        parts: Mapping[str, Stateful] | None = None,
+        parts: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
@@ -432,12 +428,12 @@ class Trainer:
         self.loss_scale = self.config.loss_scale if isinstance(self.config, ODEConfig) else 1.0
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
-        self.parts: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
+        self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
         self.rates = [group.get("lr") for group in self.optimizer.param_groups]  # a Hessian-free one has none
         self.total = self.config.epochs * data.per_epoch
         self.position = 0  # units of the training data behind it
-        self.totals: dict[str, float] = {}  # sums over the epoch so far
-        self.best: dict[str, typing.Any] = {}  # epoch, value and weights of the best so far
+        self.totals: Any = Counter()  # sums over the epoch so far
+        self.best: dict[str, Any] = {}  # epoch, value and weights of the best so far
         self._resume()
         self.wrapped = self.workers.wrap(model)
         alone = self.workers.rank == 0 and multiprocessing.parent_process() is None
@@ -519,7 +515,7 @@ class Trainer:
         means = {"loss": value.item(), **means}
         require_finite({name: value for name, value in means.items() if name not in PROGRESS}, where, self.run)
         counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}
-        _add(self.totals, _weighted(means, piece.samples) | counts)
+        self.totals.update(_weighted(means, piece.samples) | counts)
         self.position += piece.length
         shown = {"loss": f"{means['loss']:.4f}", **{name: f"{means[name]:.3g}" for name in PROGRESS if name in means}}
         if isinstance(self.config, ODEConfig):
@@ -547,7 +543,7 @@ class Trainer:
     def row(self, test: dict[str, float]) -> dict[str, float]:
         """Return the row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
         totals = self.workers.sum(self.totals)
-        self.totals = {}
+        self.totals = Counter()
         samples, batches = totals.pop("samples"), totals.pop("batches")
         forward, backward = (totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward"))
         ratio = backward / forward if forward else 0.0  # a baseline has no ODE
@@ -584,7 +580,7 @@ class Trainer:
         self.run.save_checkpoint(
             **{name: part.state_dict() for name, part in self.parts.items()},
             position=self.position,
-            totals=self.workers.sum(self.totals) if self.totals else {},
+            totals=dict(self.workers.sum(self.totals)) if self.totals else {},
             rows=self.run.rows,
             best=self.best,
             rng=torch.get_rng_state(),
@@ -605,7 +601,9 @@ class Trainer:
                 torch.cuda.set_rng_state(device_rng, device)
             self.best = checkpoint.get("best", {})
             self.run.rows, self.position = checkpoint["rows"], checkpoint["position"]
-            self.totals = checkpoint["totals"] if self.workers.rank == 0 else {}  # summed over all when it was saved
+            self.totals = Counter(
+                checkpoint["totals"] if self.workers.rank == 0 else {}
+            )  # summed over all when it was saved
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise SystemExit(damaged(self.run.folder / "checkpoint.pt", f"does not fit the model: {error}")) from error
         self.run.write_metrics()
@@ -615,7 +613,7 @@ def evaluate(
     run: Run, model: nn.Module, data: Samples, loss: Loss, name: str, batch_size: int = EVAL_BATCH_SIZE
 ) -> dict[str, float]:
     """Means over the test data, and of a task of ODEs the evaluations that a batch of it takes."""
-    totals: dict[str, float] = {}
+    counter: Any = Counter()
     model.eval()
     with torch.no_grad():
         for index in range(-(-len(data[0]) // batch_size)):
@@ -628,9 +626,9 @@ def evaluate(
                         f"{name} data: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another "
                         f"--tol, with another --out; what was done is in {run.folder}"
                     ) from error
-            _add(totals, _weighted({"loss": value.item(), **means}, samples) | {"batches": 1, "nfe": nfe.forward})
+            counter.update(_weighted({"loss": value.item(), **means}, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
-    totals = run.workers.sum(totals)
+    totals = dict(run.workers.sum(counter))
     seen, batches, evaluations = (totals.pop(key) for key in ("samples", "batches", "nfe"))
     means = {f"{name}_{key}": value / seen for key, value in totals.items()}
     require_finite(means, f"{name} data", run)
@@ -661,11 +659,6 @@ def _weighted(means: dict[str, float], samples: int) -> dict[str, float]:
     return {"samples": samples} | {name: mean * samples for name, mean in means.items()}
 
 
-def _add(totals: dict[str, float], new: dict[str, float]) -> None:
-    for name, value in new.items():
-        totals[name] = totals.get(name, 0.0) + value
-
-
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
     """Within it numbers below 1e-38 are zero: saturated gates make so many that an LSTM takes four times as long."""
@@ -685,7 +678,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         received.append(number)
         signal.signal(number, before[number])
 
-    before: dict[int, typing.Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(received)
     finally:

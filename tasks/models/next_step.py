@@ -15,12 +15,12 @@ from tasks.common.run import Run
 from tasks.common.train import (
     CLOCKS,
     OPTIMIZER_TITLES,
+    Batches,
     FreshData,
     MakeOptimizer,
     Objective,
     OptimizerConfig,
     Samples,
-    ShuffledBatches,
     Trainer,
 )
 from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
@@ -67,7 +67,7 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
             optimizer: makes the optimizer of the model; :meth:`make_optimizer` if not given.
         """
         make = optimizer or (lambda model: self.make_optimizer(model.parameters(), objective.loss))
-        return Trainer(run, model, ShuffledBatches(run, train), objective, make, clock=CLOCKS[self.clock])
+        return Trainer(run, model, Batches(run, train), objective, make, clock=CLOCKS[self.clock])
 
     def is_over(self, rows: Sequence[Mapping[str, float]]) -> bool:
         """Whether the seconds of training in these rows of the metrics are spent."""

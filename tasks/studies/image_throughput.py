@@ -128,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {name: getattr(config, name) for name in SIZES}
     about = {"batch_size": options.batch_size, "repeats": options.repeats, **sizes}
     write_json(
-        options.out / "throughput.json",
-        {"task": "image_throughput", **about, "rows": rows, **environment(device)},
+        options.out / "throughput.json", {"task": "image_throughput", **about, "rows": rows, **environment(device)}
     )
 
 

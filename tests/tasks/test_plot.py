@@ -210,7 +210,7 @@ def test_a_legend_names_each_line_once():
 
 def test_the_colors_of_a_grid_are_a_scale(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(momentum_ablation, "write_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("tasks.common.figures.write_figure", lambda figure, path: figures.append(figure))
     for task, exact in (("pixel_mnist", 100 - 37.39), ("speech", 121.07)):
         judged = momentum_ablation.TASKS[task]
         grids = {"one": momentum_ablation.of_authors(judged), "single": {(0.0, 1.0): 7.0}}
