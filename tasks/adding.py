@@ -44,7 +44,6 @@ class AddingConfig(RecurrentConfig):
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
     batch_size: int = option(50, "sequences in a step")
-    lr: float = option(1e-3, "Adam's learning rate")
     hidden: int = option(64, "size of h")
     length: int = option(200, "numbers in a sequence, T", least=2)
     test_size: int = option(1000, "test sequences")

@@ -40,7 +40,7 @@ from hbnode.diagnostics._shared import ticks_of_short_axis
 from hbnode.distributions import HeavyBallAnnealing
 from tasks.common.config import Options, option, parse
 from tasks.common.figures import line_style, panels
-from tasks.common.files import read_json, write_json, write_table, write_whole
+from tasks.common.files import markdown, read_json, write_json, write_table, write_whole
 from tasks.common.run import environment
 
 logger = logging.getLogger("tasks.annealing")
@@ -281,21 +281,19 @@ def stage(row: Mapping[str, Any]) -> str:
     return "trained" if row["trained"] else "untrained"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table: bound minus log Z, and the error of the estimate of log Z."""
-    lines = [
-        "| target | sampler | | evaluations | step size | damping | bound − log Z | estimate − log Z | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        damping = "∞" if row["damping"] is None else f"{row['damping']:.3g}"
-        numbers = (
-            f"{row['step_size']:.3g} | {damping} | {row['gap']:.2f} ± {row['bound_error']:.2f} | "
-            f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f} | {row['seconds']:.0f}"
-        )
-        of_row = f"| {TITLES[row['target']]} | {row['sampler']} | {stage(row)} | {row['evaluations']} | "
-        lines.append(of_row + numbers + " |")
-    return "\n".join(lines)
+def table_row(row: Mapping[str, Any]) -> dict[str, object]:
+    """Return a row of the printed table: bound minus log Z, and the error of the estimate of log Z."""
+    return {
+        "target": TITLES[row["target"]],
+        "sampler": row["sampler"],
+        "": stage(row),
+        "evaluations": row["evaluations"],
+        "step size": f"{row['step_size']:.3g}",
+        "damping": "∞" if row["damping"] is None else f"{row['damping']:.3g}",
+        "bound − log Z": f"{row['gap']:.2f} ± {row['bound_error']:.2f}",
+        "estimate − log Z": f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f}",
+        "CPU s": f"{row['seconds']:.0f}",
+    }
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -335,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in measured:
             gaps = {"gap": row["bound"] - log_z, "estimate_gap": row["log_z_estimate"] - log_z}
             rows.append({**row, "log_z": log_z, "log_z_reference_error": error, **gaps})
-    text = markdown(rows)
+    text = markdown([table_row(row) for row in rows])
     print(text)
     write_whole(out / "annealing.md", (text + "\n").encode())
     write_table(out / "annealing.csv", rows)

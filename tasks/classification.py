@@ -46,7 +46,6 @@ class ClassificationConfig(IrregularSeriesConfig):
     positive = "parameters"
 
     epochs: int = option(30, "passes over the training series", may_change=True)
-    batch_size: int = option(64, "series in a step")
     lr: float = option(5e-3, "Adam's learning rate")
     schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")

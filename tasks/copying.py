@@ -52,7 +52,6 @@ class CopyingConfig(RecurrentConfig):
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
     batch_size: int = option(32, "sequences in a step")
-    lr: float = option(1e-3, "RMSprop's learning rate")
     hidden: int = option(64, "size of h")
     length: int = option(200, "blanks between the characters and the start symbol, L")
     test_size: int = option(1000, "test sequences")

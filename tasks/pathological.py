@@ -34,23 +34,11 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
+from tasks.common import train as training
 from tasks.common.config import option
 from tasks.common.figures import draw_maps
 from tasks.common.run import Run, command
-from tasks.common.train import (
-    CLOCKS,
-    OPTIMIZER_TITLES,
-    Batches,
-    Diverged,
-    FreshData,
-    Objective,
-    OptimizerConfig,
-    Outputs,
-    Samples,
-    Trainer,
-    epoch_generator,
-    evaluate,
-)
+from tasks.common.train import Batches, Objective, OptimizerConfig, Outputs, Samples, Trainer, evaluate
 from tasks.data.pathological import MEMORIZED, PROBLEMS, Problem
 from tasks.data.pathological import TITLES as PROBLEM_TITLES
 from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
@@ -172,7 +160,9 @@ def make_data(run: Run, config: PathologicalConfig, problem: Problem) -> Batches
     if every is not None:
         return Batches(run, every, config.iterations, lambda step: 1.0)
     count = config.iterations * config.batch_size
-    return Batches(run, FreshData(count, lambda epoch: problem.draw(count, epoch_generator(config.seed, epoch))))
+    return Batches(
+        run, training.FreshData(count, lambda epoch: problem.draw(count, training.epoch_generator(config.seed, epoch)))
+    )
 
 
 def make_optimizer(config: PathologicalConfig, model: nn.Module, problem: Problem) -> torch.optim.Optimizer:
@@ -210,7 +200,7 @@ def train(config: PathologicalConfig) -> None:
     generator = torch.Generator().manual_seed(TEST_SEED)
     drawn = problem.every() or problem.draw(config.test_size, generator)
     held_out = tuple(x.to(run.workers.device) for x in drawn)
-    data, clock = make_data(run, config, problem), CLOCKS[config.clock]
+    data, clock = make_data(run, config, problem), training.CLOCKS[config.clock]
     trainer = Trainer(run, model, data, objective, lambda model: make_optimizer(config, model, problem), clock=clock)
 
     def is_over(rows: Sequence[Mapping[str, float]]) -> bool:
@@ -219,7 +209,7 @@ def train(config: PathologicalConfig) -> None:
     every, diverged = 1 if config.optimizer == "hf" else 10, False
     try:
         trainer.fit(lambda: tested(run, model, held_out, objective), every=every, stop=is_over)
-    except Diverged as error:
+    except training.Diverged as error:
         if not run.rows:
             raise
         print(error)
@@ -247,7 +237,7 @@ def pair_title(pair: str) -> str:
     """What a model with its optimizer is called in tables and figures, from :func:`pair_name`."""
     model, optimizer, *_ = pair.split("-")
     undamped = ", undamped" if pair.endswith("-undamped") else ""
-    return f"{TITLES[model]}, {OPTIMIZER_TITLES[optimizer]}{undamped}"
+    return f"{TITLES[model]}, {training.OPTIMIZER_TITLES[optimizer]}{undamped}"
 
 
 def folder_name(config: PathologicalConfig) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import pandas as pd
 
 from tasks.common.figures import panels
-from tasks.common.files import read_json, write_whole
+from tasks.common.files import markdown, read_json, write_whole
 from tasks.common.run import run_side_by_side
 from tasks.data.pathological import TITLES as PROBLEM_TITLES
 from tasks.pathological import PathologicalConfig, folder_name, pair_title, train
@@ -99,17 +99,13 @@ def tabulate(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(by, key=lambda column: column.replace(order), kind="stable")
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """The table as Markdown: a line for each pair, a column for each problem and T."""
+def in_columns(table: pd.DataFrame) -> list[dict[str, str]]:
+    """The table for people: a row for each pair, a column for each problem and T."""
     cells = {(row["pair"], row["problem"], row["length"]): cell(row) for row in table.to_dict("records")}
     columns = list(dict.fromkeys((problem, length) for _, problem, length in cells))
     names = [f"{PROBLEM_TITLES[problem]}, T = {length}" for problem, length in columns]
-    lines = ["| " + " | ".join(["", *names]) + " |", "|---" * (len(columns) + 1) + "|"]
-    for pair in PAIRS:
-        entries = [cells.get((pair, *column), "") for column in columns]
-        if any(entries):
-            lines.append("| " + " | ".join([pair_title(pair), *entries]) + " |")
-    return "\n".join(lines)
+    rows = {pair: [cells.get((pair, *column), "") for column in columns] for pair in PAIRS}
+    return [{"": pair_title(pair), **dict(zip(names, row, strict=True))} for pair, row in rows.items() if any(row)]
 
 
 def cell(row: Mapping[Any, Any]) -> str:
@@ -187,8 +183,8 @@ def report(options: argparse.Namespace) -> None:
         logger.warning("no finished run of the pathological problems under %s", root)
         return
     table = tabulate(runs)
-    print(markdown(table))
-    write_whole(root / "pathological.md", (markdown(table) + "\n").encode())
+    print(markdown(in_columns(table)))
+    write_whole(root / "pathological.md", (markdown(in_columns(table)) + "\n").encode())
     write_whole(root / "pathological.csv", table.to_csv(index=False).encode())
     draw(runs, options.seconds, root / "pathological.png")
     draw_damping(runs, root / "damping.png")

@@ -36,7 +36,6 @@ class CopyConfig(ContenderConfig):
     epochs: int = option(20, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(150, "batches in an epoch")
     batch_size: int = option(32, "sequences in a step")
-    lr: float = option(1e-3, "RAdam's learning rate")
     drop_after: int = option(2500, "steps after which the learning rate is a tenth; 0: never")
     layers: int = option(2, "layers")
     length: int = option(48, "symbols of a sequence", least=8)

@@ -152,7 +152,6 @@ class ODEConfig(TaskConfig):
     positive = "tol loss_scale"
 
     model: str = option("hbnode", "one of {models}, several with commas between, or all")
-    lr: float = option(1e-3, "Adam's learning rate")
     loss_scale: float = option(1.0, "factor of the loss in the backward pass, which an adjoint's evaluations depend on")
     solver: str = option("native", "hbnode's solvers, or torchdiffeq's as in the papers", ("native", "torchdiffeq"))
     method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")

@@ -22,16 +22,8 @@ import torch
 from torch import distributed, nn
 
 import hbnode
+from tasks.common import files
 from tasks.common.config import TaskConfig, parse
-from tasks.common.files import (
-    FolderLock,
-    outputs,
-    read_checkpoint,
-    read_json,
-    write_checkpoint,
-    write_json,
-    write_table,
-)
 
 C = TypeVar("C", bound=TaskConfig)
 PRELOADED = ["tasks.common.train"]  # imported once for all runs; it must start no thread of OpenMP
@@ -96,15 +88,15 @@ class Run:
         self.described = {"task": task, **dataclasses.asdict(config), "processes": self.workers.size}
         if self.folder.exists() and not self.folder.is_dir():
             raise SystemExit(f"{self.folder} is a file; expected a folder for the run. Fix: --out another-folder.")
-        self.lock = FolderLock(self.folder) if self.workers.rank == 0 else None
+        self.lock = files.FolderLock(self.folder) if self.workers.rank == 0 else None
         self._refuse_others()
         torch.manual_seed(config.seed)
 
     def _refuse_others(self) -> None:
         """End if the folder holds what this run would overwrite and cannot go on from."""
-        found = outputs(self.folder) if self.folder.exists() else set()
+        found = files.outputs(self.folder) if self.folder.exists() else set()
         if "config.json" in found:
-            self._refuse_another(read_json(self.folder / "config.json"))
+            self._refuse_another(files.read_json(self.folder / "config.json"))
         missing = [name for name in ("config.json", "checkpoint.pt") if name not in found]
         if missing and found - {"config.json"}:  # which is alone if the process ended before its first checkpoint
             listed = ", ".join(sorted(found)[:4])
@@ -148,7 +140,7 @@ class Run:
                 print(f"{self.folder} is finished already; delete it to run it anew")
             else:
                 summary.unlink(missing_ok=True)
-                write_json(self.folder / "config.json", self.described)
+                files.write_json(self.folder / "config.json", self.described)
 
     def announce(self, model: nn.Module, name: str, *about: str) -> None:
         """Print what is trained and where it goes, and lines about it; only the first process does."""
@@ -159,18 +151,18 @@ class Run:
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Return the last checkpoint, checked to be this task's and this model's, or None."""
         path = self.folder / "checkpoint.pt"
-        return read_checkpoint(path, self.task, self.config.model) if path.exists() else None
+        return files.read_checkpoint(path, self.task, self.config.model) if path.exists() else None
 
     def save_checkpoint(self, **state: object) -> None:
         """Write the checkpoint; only the first process does."""
         if self.workers.rank == 0:
             checkpoint = {"task": self.task, "model_name": self.config.model, **state}
-            write_checkpoint(self.folder / "checkpoint.pt", checkpoint)
+            files.write_checkpoint(self.folder / "checkpoint.pt", checkpoint)
 
     def write_metrics(self) -> None:
         """Write all rows so far to ``metrics.csv``."""
         if self.workers.rank == 0 and self.rows:
-            write_table(self.folder / "metrics.csv", self.rows)
+            files.write_table(self.folder / "metrics.csv", self.rows)
 
     def finish(self, model: nn.Module, **extra: object) -> None:
         """Write ``summary.json``: the last row, the model's size, and where it was run."""
@@ -192,7 +184,7 @@ class Run:
                 "processes": self.workers.size,
                 "runs_at_a_time": self.config.jobs or 1,
             }
-            write_json(self.folder / "summary.json", summary)
+            files.write_json(self.folder / "summary.json", summary)
         if self.lock is not None:
             self.lock.release()
         if self.workers.size > 1:
@@ -226,8 +218,8 @@ def environment(device: torch.device) -> dict[str, object]:
 
 def write_study(folder: Path, name: str, rows: Sequence[Mapping[str, object]], **about: object) -> None:
     """Write the results of a study, its rows as ``name.csv`` and what there is to say of them as ``name.json``."""
-    write_table(folder / f"{name}.csv", rows)
-    write_json(folder / f"{name}.json", {**about, **environment(torch.device("cpu"))})
+    files.write_table(folder / f"{name}.csv", rows)
+    files.write_json(folder / f"{name}.json", {**about, **environment(torch.device("cpu"))})
 
 
 def _processor() -> str:

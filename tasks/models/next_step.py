@@ -10,19 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.optim import tanh_hidden
+from tasks.common import train as training
 from tasks.common.config import option
 from tasks.common.run import Run
-from tasks.common.train import (
-    CLOCKS,
-    OPTIMIZER_TITLES,
-    Batches,
-    FreshData,
-    MakeOptimizer,
-    Objective,
-    OptimizerConfig,
-    Samples,
-    Trainer,
-)
+from tasks.common.train import Batches, FreshData, MakeOptimizer, Objective, OptimizerConfig, Samples, Trainer
 from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 C = TypeVar("C", bound="NextStepConfig")
@@ -67,7 +58,7 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
             optimizer: makes the optimizer of the model; :meth:`make_optimizer` if not given.
         """
         make = optimizer or (lambda model: self.make_optimizer(model.parameters(), objective.loss))
-        return Trainer(run, model, Batches(run, train), objective, make, clock=CLOCKS[self.clock])
+        return Trainer(run, model, Batches(run, train), objective, make, clock=training.CLOCKS[self.clock])
 
     def is_over(self, rows: Sequence[Mapping[str, float]]) -> bool:
         """Whether the seconds of training in these rows of the metrics are spent."""
@@ -81,7 +72,7 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
     @property
     def title(self) -> str:
         """Layer and optimizer, for people."""
-        return f"{title(self.model, self.cell)}, {OPTIMIZER_TITLES[self.optimizer]}"
+        return f"{title(self.model, self.cell)}, {training.OPTIMIZER_TITLES[self.optimizer]}"
 
 
 def as_batch(series: Sequence[Tensor]) -> Samples:

@@ -34,20 +34,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tasks import pixel_mnist
 from tasks.common.config import parse as parse_task
 from tasks.common.figures import panels
 from tasks.common.run import write_study
 from tasks.common.train import Samples
 from tasks.models.recurrent import CELLS, title
-from tasks.pixel_mnist import (
-    PRESETS,
-    PixelClassifier,
-    PixelMnistConfig,
-    cross_entropy,
-    load_data,
-    make_optimizer,
-    rebase,
-)
+from tasks.pixel_mnist import PRESETS, PixelClassifier, PixelMnistConfig, load_data, make_optimizer, rebase
 
 OUT = Path("runs/pixel_mnist_gradients")
 LEVELS = {"median": 0.5, "q10": 0.1, "q90": 0.9}
@@ -130,7 +123,7 @@ def step(
     model: PixelClassifier, optimizer: torch.optim.Optimizer, batch: Samples, config: PixelMnistConfig, iteration: int
 ) -> float:
     """One step of the task's training; its loss."""
-    loss, _ = cross_entropy(model, batch)
+    loss, _ = pixel_mnist.cross_entropy(model, batch)
     if not bool(torch.isfinite(loss)):
         raise SystemExit(
             f"{title(config.model, config.cell)}: the training loss is {loss.item()} at iteration {iteration}. "

@@ -11,7 +11,7 @@ each taken at the best of their settings: the momentum mu and the step g = s eta
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import hbnode
+from tasks.common.config import Options, option, parse
 from tasks.common.figures import panels
 from tasks.common.run import write_study
 from tasks.data.recall import unit_keys
@@ -31,6 +32,17 @@ MOMENTA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 STEPS = tuple(0.01 * 2 ** (index / 3) for index in range(23))  # 0.01 to 1.6
 KEYS = {"white": 1.0, "ill-conditioned": 12.0}  # the largest variance of a coordinate over the smallest
 NOISES = (0.0, 0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class RegressionOptions(Options):
+    """Options of the study."""
+
+    positive = "sequences"
+
+    sequences: int = option(64, "sequences of each kind, with 16 targets each")
+    seed: int = option(0, "of all random numbers")
+    out: str = option("runs/recall_regression", "folder for the table and the figure")
 
 
 def deviations(condition: float) -> Tensor:
@@ -108,22 +120,11 @@ def draw(found: dict[tuple[str, float], Tensor], path: Path) -> None:
         axes[0, 0].set(ylim=(0.7 * least, 20 * least), ylabel=f"error of the memory after {LENGTHS[-1]} keys")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=64, help="sequences of each kind, with 16 targets each [64]")
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
-    parser.add_argument("--out", type=Path, default=Path("runs/recall_regression"), help="[runs/recall_regression]")
-    options = parser.parse_args(argv)
-    if options.sequences < 1 or options.seed < 0:
-        parser.error(f"--sequences must be positive and --seed not negative, got {options.sequences}, {options.seed}")
-    return options
-
-
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> None:
     """Try all settings; write ``regression.csv``, ``regression.json`` and ``regression.png``."""
-    options = parse(argv)
+    options = parse(RegressionOptions, {}, __doc__, argv)
+    out = Path(options.out)
     found: dict[tuple[str, float], Tensor] = {}
     table = []
     for keys, condition in KEYS.items():
@@ -137,9 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row['momentum']:4}, g = {row['momentum_step']:.3f})"
         )
     about = {"task": "recall_regression", "sequences": options.sequences, "seed": options.seed, "table": table}
-    write_study(options.out, "regression", table, **about)
-    draw(found, options.out / "regression.png")
-    print(f"figure: {options.out / 'regression.png'}")
+    write_study(out, "regression", table, **about)
+    draw(found, out / "regression.png")
+    print(f"figure: {out / 'regression.png'}")
 
 
 if __name__ == "__main__":

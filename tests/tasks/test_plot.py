@@ -238,7 +238,8 @@ def test_every_model_of_a_task_has_a_title(task):
     ]
     assert kinds
     for kind in kinds:
-        titles = EXPERIMENTS[task][1](dataclasses.asdict(kind()))
+        titles = EXPERIMENTS[task][1]
+        titles = titles(dataclasses.asdict(kind())) if callable(titles) else titles
         assert set(kind.models) - {"transformer"} <= titles.keys()
 
 

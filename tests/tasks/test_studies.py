@@ -389,7 +389,7 @@ def test_the_regression_leaves_table_and_figure(tmp_path, capsys, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"regression.csv", "regression.json", "regression.png"}
     assert len(json.loads((tmp_path / "regression.json").read_text())["table"]) == 2 * 2 * 2 * 2
     with pytest.raises(SystemExit):
-        recall_regression.parse(["--sequences", "0"])
+        recall_regression.main(["--sequences", "0"])
 
 
 @pytest.mark.slow
