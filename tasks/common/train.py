@@ -332,12 +332,10 @@ def fit(
     test: Samples,
     loss: Loss,
     *,
-    every: int = 1,
     held_out: str = "test",
     optimizer: MakeOptimizer | None = None,
-    after_step: Callable[[int], object] | None = None,
-    best: str = "",
     eval_batch_size: int = EVAL_BATCH_SIZE,
+    **options: Any,
 ) -> dict[str, float]:
     """Train for the configured epochs on shuffled batches, from the last checkpoint if there is one; one row an epoch.
 
@@ -347,26 +345,17 @@ def fit(
         train: tensors of equal length, the training data, or how to make those of an epoch.
         test: the test data likewise, evaluated after every epoch.
         loss: (model, batch) -> the batch's mean loss, and further means to report.
-        every: how many epochs between two printed lines.
         held_out: what the test data is called; "validation" where another set is the test.
         optimizer: makes the optimizer of the model; Adam if not given. The schedule multiplies each group's rate.
-        after_step: called with the number of steps done after each of them; that it goes by this number, and not by
-            its own count, is what makes a resumed run the same.
-        best: a column, such as "validation_accuracy", whose best epoch's weights the model has in the end. The highest
-            value is best of an accuracy and of BLEU, the lowest of all else. Empty: the last epoch's weights.
         eval_batch_size: samples of a batch of the test data.
+        options: of :meth:`Trainer.fit`.
 
     Returns:
         For the summary: ``best_epoch``, and the best value as ``best_`` and its name; nothing without ``best``.
     """
     test = tuple(x.to(run.workers.device) for x in test)
     trainer = Trainer(run, model, Batches(run, train), loss, optimizer)
-    return trainer.fit(
-        lambda: evaluate(run, model, test, loss, held_out, eval_batch_size),
-        every=every,
-        after_step=after_step,
-        best=best,
-    )
+    return trainer.fit(lambda: evaluate(run, model, test, loss, held_out, eval_batch_size), **options)
 
 
 def fit_and_test(
@@ -455,9 +444,11 @@ class Trainer:
 
         Arguments:
             validate: the columns of the row that are not means over the training data; called after every epoch.
-            every: as of :func:`fit`, like ``after_step`` and ``best``.
-            after_step: called with the position after each step.
-            best: the column that picks the weights.
+            every: how many epochs between two printed lines.
+            after_step: called with the position after each step; that it goes by this number, and not by its own
+                count, is what makes a resumed run the same.
+            best: a column, such as "validation_accuracy", whose best epoch's weights the model has in the end. The
+                highest value is best of an accuracy and of BLEU, the lowest of all else. Empty: the last epoch's.
             weights: within it the model has the weights to validate and keep, which need not be those it trains.
             stop: whether the rows so far are all there is to do.
         """
@@ -499,16 +490,8 @@ class Trainer:
             if rate is not None:
                 group["lr"] = rate * factor
         begun = self.clock()
-        with hbnode.count_nfe(self.wrapped) as nfe:
-            try:
-                value, means = self.update(piece)
-            except hbnode.SolverError as error:
-                raise SystemExit(
-                    f"{where}: {type(error).__name__}: {error}. "
-                    f"Fix: a smaller --lr, --clip 1, or another --tol; what was done is in {self.run.folder}"
-                ) from error
-            except FloatingPointError as error:  # of a Hessian-free optimizer
-                raise Diverged(f"{where}: {error} What was done is in {self.run.folder}") from error
+        with hbnode.count_nfe(self.wrapped) as nfe, failures_named(where, self.run):
+            value, means = self.update(piece)
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         seconds = self.clock() - begun
@@ -618,14 +601,8 @@ def evaluate(
     with torch.no_grad():
         for index in range(-(-len(data[0]) // batch_size)):
             batch, samples, _ = share_of_batch(data, torch.arange(len(data[0])), index, batch_size, run.workers)
-            with hbnode.count_nfe(model) as nfe:
-                try:
-                    value, means = loss(model, batch)
-                except hbnode.SolverError as error:
-                    raise SystemExit(
-                        f"{name} data: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another "
-                        f"--tol, with another --out; what was done is in {run.folder}"
-                    ) from error
+            with hbnode.count_nfe(model) as nfe, failures_named(f"{name} data", run):
+                value, means = loss(model, batch)
             counter.update(_weighted({"loss": value.item(), **means}, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
     totals = dict(run.workers.sum(counter))
@@ -633,6 +610,20 @@ def evaluate(
     means = {f"{name}_{key}": value / seen for key, value in totals.items()}
     require_finite(means, f"{name} data", run)
     return means | ({f"{name}_nfe": evaluations / batches} if isinstance(run.config, ODEConfig) else {})
+
+
+@contextmanager
+def failures_named(where: str, run: Run) -> Iterator[None]:
+    """Within it a solver or an optimizer that fails ends the process with a sentence that says where."""
+    try:
+        yield
+    except hbnode.SolverError as error:
+        raise SystemExit(
+            f"{where}: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another --tol, with another "
+            f"--out; what was done is in {run.folder}"
+        ) from error
+    except FloatingPointError as error:  # of a Hessian-free optimizer
+        raise Diverged(f"{where}: {error} What was done is in {run.folder}") from error
 
 
 def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
