@@ -58,14 +58,10 @@ class ImageConfig(ODEConfig):
     small: bool = option(False, "a smaller f, for digits only")
     subset: int = option(0, "train on the first N images only; 0 is all of them")
     test_subset: int = option(0, "test on the first N images only; 0 is all of them")
-    regularize: str = option(
-        "none", "penalties in the loss, of node and anode", ("none", "kinetic", "jacobian", "both")
-    )
+    regularize: str = option("none", "penalties of node and anode", ("none", "kinetic", "jacobian", "both"))
     penalty: float = option(0.01, "weight of the penalties of --regularize")
     bfloat16: bool = option(False, "let the networks run in bfloat16 (autocast); states stay float32")
-    curve: bool = option(
-        False, "measure the trained model's evaluations and errors against tolerance (figure 11)", may_change=True
-    )
+    curve: bool = option(False, "measure evaluations and errors against tolerance (figure 11)", may_change=True)
 
     def __post_init__(self) -> None:
         if self.small and self.dataset != "digits":

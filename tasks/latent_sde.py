@@ -72,9 +72,7 @@ class LatentSDEConfig(TaskConfig):
     dataset: str = option("lorenz", "what the series are of", tuple(SPACING))
     data: str = option("auto", "of vibration, as for tasks.plane_vibration", f16.SOURCES)
     size: int = option(4, "size of h, and of the state of a first-order SDE")
-    hidden: int = option(
-        64, "units of the drift's and the control's hidden layers; a first-order SDE has more, to be equal"
-    )
+    hidden: int = option(64, "units of the hidden layers of drift and control; a first-order SDE has more")
     context: int = option(32, "units of the encoder")
     train_size: int = option(4096, "series of training, or all segments if these are fewer")
     test_size: int = option(256, "series of the test")

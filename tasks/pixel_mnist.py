@@ -84,9 +84,7 @@ class PixelMnistConfig(RecurrentConfig):
 
     dataset: str = option("mnist", "which images", tuple(READ))
     permuted: bool = option(False, "read the pixels in a fixed random order")
-    side: int | None = option(
-        None, "pixels on an edge, to which images are averaged down; none: 14 of mnist, 8 of digits"
-    )
+    side: int | None = option(None, "pixels on an edge, averaged down; none: 14 of mnist, 8 of digits")
     train_size: int = option(10_000, "train on the first N images only; 0 is all of them")
     test_size: int = option(2_000, "validate and test on the first N images only; 0 is all of them")
     batch_size: int = option(128, "images in a step")

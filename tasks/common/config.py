@@ -105,15 +105,11 @@ class TaskConfig(Options):
     epochs: int = option(20, "passes over the training data", may_change=True)
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "learning rate")
-    schedule: str = option(
-        "constant", "learning rate: constant, falling to 0 as a cosine, or 5 %% less after every 1,000 steps", SCHEDULES
-    )
+    schedule: str = option("constant", "learning rate: constant, cosine to 0, or 5 %% less a 1,000 steps", SCHEDULES)
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
     device: str = option("auto", "cpu, cuda, or auto", may_change=True)
     checkpoint_seconds: float = option(30.0, "time between checkpoints within an epoch", may_change=True)
-    out: str = option(
-        "", "run folder, of several runs the folder of theirs; empty makes it under runs/", may_change=True
-    )
+    out: str = option("", "run folder, or the folder of several; empty makes it under runs/", may_change=True)
 
     @property
     def label(self) -> str:
@@ -157,14 +153,8 @@ class ODEConfig(TaskConfig):
     method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")
     tol: float = option(1e-3, "rtol = atol of an adaptive method")
     steps: int = option(0, "steps of a fixed grid; 0 chooses the steps by the tolerance")
-    gradient: str = option(
-        "",
-        "how to differentiate; empty is checkpoint (native), direct (native, of series) or adjoint (torchdiffeq)",
-        GRADIENTS,
-    )
-    adjoint_norm: str = option(
-        "seminorm", "error norm of torchdiffeq's adjoint; the papers used full", ("seminorm", "full")
-    )
+    gradient: str = option("", "empty: checkpoint, direct of series, or adjoint of torchdiffeq", GRADIENTS)
+    adjoint_norm: str = option("seminorm", "error norm of torchdiffeq's adjoint", ("seminorm", "full"))
 
     def ode_options(self) -> dict[str, typing.Any]:
         """Return the arguments of an ODEBlock that the options describe."""
