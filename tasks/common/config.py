@@ -105,7 +105,7 @@ class TaskConfig(Options):
     epochs: int = option(20, "passes over the training data", may_change=True)
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "learning rate")
-    schedule: str = option("constant", "learning rate: constant, cosine to 0, or 5 %% less a 1,000 steps", SCHEDULES)
+    schedule: str = option("constant", "learning rate: constant, cosine to 0, or 5 %% less per 1,000 steps", SCHEDULES)
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
     device: str = option("auto", "cpu, cuda, or auto", may_change=True)
     checkpoint_seconds: float = option(30.0, "time between checkpoints within an epoch", may_change=True)
