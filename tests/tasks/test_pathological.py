@@ -56,7 +56,10 @@ def test_rates_are_for_models_that_there_are():
         assert optimizer in OPTIMIZERS
         assert set(rates) <= {"", *LAYERS}
     assert (
-        set(pathological.SETTINGS) == set(pathological.RATES) == set(pathological.OPTIMIZER_TITLES) == set(OPTIMIZERS)
+        set(pathological.SETTINGS)
+        == set(pathological.RATES)
+        == set(pathological.training.OPTIMIZER_TITLES)
+        == set(OPTIMIZERS)
     )
     assert set(TITLES) == set(LAYERS)
 
@@ -212,7 +215,7 @@ def test_a_run_ends_with_its_seconds_and_goes_on_with_more(tmp_path, capsys):
 @pytest.mark.parametrize("clock", ["wall", "cpu"])
 def test_seconds_are_those_of_the_clock_that_is_asked_for(clock, tmp_path, monkeypatch):
     ticks = iter(range(0, 10**6, 7))
-    monkeypatch.setitem(pathological.CLOCKS, clock, lambda: float(next(ticks)))
+    monkeypatch.setitem(pathological.training.CLOCKS, clock, lambda: float(next(ticks)))
     pathological.main([*TINY, "--iterations", "3", "--clock", clock, "--seconds", "42", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == 42  # of two tests, three steps before each
 
