@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import hbnode
 from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from tasks.common.config import MODELS
-from tasks.data.mnist import read_mnist
+from tasks.data.images import read_mnist
 from tasks.image_classification import Classifier
 
 BATCH = 64

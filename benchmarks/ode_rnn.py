@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import hbnode
 from benchmarks.harness import command, interleaved, milliseconds, ratio, write
-from tasks.common.batches import Samples
 from tasks.common.config import MODELS
+from tasks.common.train import Samples
 from tasks.data import f16
 from tasks.plane_vibration import Forecaster, Splits, squared_errors
 

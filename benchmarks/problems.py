@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hbnode
 from hbnode.nn.nets import MLP, ConvNet
-from tasks.data.digits import read_digits
+from tasks.data.images import read_digits
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,10 @@ ROOT = Path(__file__).parent
 
 def main() -> None:
     """Print every task's name and the first line of its docstring, then those of the studies."""
-    for path in sorted([*ROOT.glob("[a-z]*.py"), *(ROOT / "studies").glob("[a-z]*.py")], key=_order):
+    for path in [*sorted(ROOT.glob("[a-z]*.py")), *sorted((ROOT / "studies").glob("[a-z]*.py"))]:
+        module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
         summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-        print(f"python -m {_module(path):<36} {summary}")
-
-
-def _module(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
-
-
-def _order(path: Path) -> tuple[bool, str]:
-    return path.parent != ROOT, path.stem
+        print(f"python -m {module:<36} {summary}")
 
 
 if __name__ == "__main__":

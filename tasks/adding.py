@@ -14,21 +14,17 @@ does not say how many it has. The test set is the same for all runs. By default,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import FreshData, Samples, epoch_generator
-from tasks.common.config import option, parse
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.config import option
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, fit, fresh_data
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 TRIVIAL_LOSS = 1 / 6
-TEST_SEED = 2**62  # which no training data has
 
 TABLE = {
     "momentum": RuleOptions(momentum=0.9, step_size=2.0),
@@ -42,20 +38,15 @@ TABLE = {
 class AddingConfig(RecurrentConfig):
     """Options of adding; an epoch is some fresh batches."""
 
-    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
-    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "iterations", "test_size")
+    models = (*VARIANTS, OSCILLATORS)
+    positive = "iterations test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
     batch_size: int = option(50, "sequences in a step")
-    lr: float = option(1e-3, "Adam's learning rate")
     hidden: int = option(64, "size of h")
-    length: int = option(200, "numbers in a sequence, T")
+    length: int = option(200, "numbers in a sequence, T", least=2)
     test_size: int = option(1000, "test sequences")
-
-    def __post_init__(self) -> None:
-        if self.length < 2:
-            raise ValueError(f"--length must be 2 or more, got {self.length}")
 
     @property
     def memory(self) -> int:
@@ -67,7 +58,7 @@ class AddingConfig(RecurrentConfig):
         return TABLE
 
 
-PRESETS = {"750": {"length": 750, "hidden": 128, "lr": 2e-4, "epochs": 1200}}
+PRESETS = {"750": "--length 750 --hidden 128 --lr 0.0002 --epochs 1200"}
 
 
 def problems(count: int, length: int, generator: torch.Generator) -> Samples:
@@ -106,16 +97,12 @@ def train(config: AddingConfig) -> None:
     run = Run("adding", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
     model = Adder(config)
     run.announce(model, title(config.model, config.cell), f"trivial loss {TRIVIAL_LOSS:.4g}")
-    samples = config.iterations * config.batch_size
-    fresh = FreshData(samples, lambda epoch: problems(samples, config.length, epoch_generator(config.seed, epoch)))
-    test = problems(config.test_size, config.length, torch.Generator().manual_seed(TEST_SEED))
+    fresh, test = fresh_data(config, lambda count, generator: problems(count, config.length, generator))
     fit(run, model, fresh, test, squared_error, eval_batch_size=config.batch_size)
     run.finish(model, trivial_loss=TRIVIAL_LOSS, rule=dataclasses.asdict(config.rule_options(config.table())))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(AddingConfig, PRESETS, __doc__, argv), train)
+main = command(AddingConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ import hbnode
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from hbnode.distributions import HeavyBallAnnealing
 from tasks.common.config import Options, option, parse
-from tasks.common.figures import legend_beside, line_style
-from tasks.common.files import read_json, write_figure, write_json, write_table, write_whole
+from tasks.common.figures import line_style, panels
+from tasks.common.files import markdown, read_json, write_json, write_table, write_whole
 from tasks.common.run import environment
 
 logger = logging.getLogger("tasks.annealing")
@@ -112,7 +112,7 @@ TARGETS: dict[str, Callable[[], Target]] = {"funnel": funnel, "many_well": many_
 class AnnealingOptions(Options):
     """Options of annealing."""
 
-    positive: ClassVar[tuple[str, ...]] = ("batch_size", "lr")
+    positive = "batch_size lr"
 
     targets: str = option("all", f"{', '.join(TARGETS)}, with commas between, or all")
     evaluations: str = option("16,64,256", "several with commas between")
@@ -120,7 +120,7 @@ class AnnealingOptions(Options):
     train_up_to: int = option(64, "evaluations beyond which nothing is trained")
     batch_size: int = option(64, "paths in an iteration")
     lr: float = option(0.02, "Adam's learning rate")
-    paths: int = option(2000, "paths of a result; an eighth of it to choose by")
+    paths: int = option(2000, "paths of a result; an eighth of it to choose by", least=16)
     seed: int = option(0, "to which the seeds of tuning, choosing and testing are added")
     out: str = option("runs/annealing", "folder for the tables and the figure")
 
@@ -140,8 +140,6 @@ class AnnealingOptions(Options):
             raise ValueError(f"argument --targets: {unknown[0]!r} is not one of {', '.join(TARGETS)}")
         if not all(count.isdecimal() and int(count) for count in self.evaluations.split(",")):
             raise ValueError(f"--evaluations must be positive, with commas between, got {self.evaluations}")
-        if self.paths < 16:
-            raise ValueError(f"--paths must be 16 or more, got {self.paths}")
 
 
 # Tuning and training
@@ -283,55 +281,40 @@ def stage(row: Mapping[str, Any]) -> str:
     return "trained" if row["trained"] else "untrained"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table: bound minus log Z, and the error of the estimate of log Z."""
-    lines = [
-        "| target | sampler | | evaluations | step size | damping | bound − log Z | estimate − log Z | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        damping = "∞" if row["damping"] is None else f"{row['damping']:.3g}"
-        numbers = (
-            f"{row['step_size']:.3g} | {damping} | {row['gap']:.2f} ± {row['bound_error']:.2f} | "
-            f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f} | {row['seconds']:.0f}"
-        )
-        of_row = f"| {TITLES[row['target']]} | {row['sampler']} | {stage(row)} | {row['evaluations']} | "
-        lines.append(of_row + numbers + " |")
-    return "\n".join(lines)
+def table_row(row: Mapping[str, Any]) -> dict[str, object]:
+    """Return a row of the printed table: bound minus log Z, and the error of the estimate of log Z."""
+    return {
+        "target": TITLES[row["target"]],
+        "sampler": row["sampler"],
+        "": stage(row),
+        "evaluations": row["evaluations"],
+        "step size": f"{row['step_size']:.3g}",
+        "damping": "∞" if row["damping"] is None else f"{row['damping']:.3g}",
+        "bound − log Z": f"{row['gap']:.2f} ± {row['bound_error']:.2f}",
+        "estimate − log Z": f"{row['estimate_gap']:.2f} ± {row['log_z_error']:.2f}",
+        "CPU s": f"{row['seconds']:.0f}",
+    }
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The gap of the bound, log Z minus it, against evaluations, a panel for each target."""
-    import matplotlib.pyplot as plt
-
     names = list(dict.fromkeys(row["target"] for row in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(2 + 3.6 * len(names), 3.6), squeeze=False, layout="constrained")
     kinds = list(itertools.product(DAMPINGS, (False, True)))
-    for ax, name in zip(axes[0], names, strict=True):
-        for index, (sampler, is_trained) in enumerate(kinds):
-            of_it = [
-                row for row in rows if (row["target"], row["sampler"], row["trained"]) == (name, sampler, is_trained)
-            ]
-            x, y = [row["evaluations"] for row in of_it], [-row["gap"] for row in of_it]
-            label = f"{sampler}, {'trained' if is_trained else 'untrained'}"
-            color, line = f"C{list(DAMPINGS).index(sampler)}", "-" if is_trained else "--"
-            ax.errorbar(
-                x,
-                y,
-                [row["bound_error"] for row in of_it],
-                color=color,
-                ls=line,
-                label=label,
-                **line_style(index, len(kinds), len(x)),
-            )
-        ticks = sorted({row["evaluations"] for row in rows})
-        ax.set(xscale="log", yscale="log", title=TITLES[name], xlabel="evaluations of the gradient")
-        ax.set_xticks(ticks, [str(tick) for tick in ticks])
-        ax.minorticks_off()
-        ticks_of_short_axis(ax.yaxis)
-    axes[0][0].set_ylabel("log Z − bound")
-    legend_beside(figure)
-    write_figure(figure, path)
+    with panels(path, 1, len(names), size=(2 + 3.6 * len(names), 3.6)) as (_, axes):
+        for ax, name in zip(axes[0], names, strict=True):
+            for index, (sampler, is_trained) in enumerate(kinds):
+                kind = name, sampler, is_trained
+                found = [row for row in rows if (row["target"], row["sampler"], row["trained"]) == kind]
+                x, y = [row["evaluations"] for row in found], [-row["gap"] for row in found]
+                style = line_style(index, len(kinds), len(x)) | {"color": f"C{list(DAMPINGS).index(sampler)}"}
+                label, line = f"{sampler}, {'trained' if is_trained else 'untrained'}", "-" if is_trained else "--"
+                ax.errorbar(x, y, [row["bound_error"] for row in found], ls=line, label=label, **style)
+            ticks = sorted({row["evaluations"] for row in rows})
+            ax.set(xscale="log", yscale="log", title=TITLES[name], xlabel="evaluations of the gradient")
+            ax.set_xticks(ticks, [str(tick) for tick in ticks])
+            ax.minorticks_off()
+            ticks_of_short_axis(ax.yaxis)
+        axes[0, 0].set_ylabel("log Z − bound")
 
 
 # The command
@@ -350,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in measured:
             gaps = {"gap": row["bound"] - log_z, "estimate_gap": row["log_z_estimate"] - log_z}
             rows.append({**row, "log_z": log_z, "log_z_reference_error": error, **gaps})
-    text = markdown(rows)
+    text = markdown([table_row(row) for row in rows])
     print(text)
     write_whole(out / "annealing.md", (text + "\n").encode())
     write_table(out / "annealing.csv", rows)

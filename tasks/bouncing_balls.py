@@ -21,29 +21,22 @@ free, from the first 10 frames and then its own predictions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
+from matplotlib.figure import Figure, SubFigure
 from torch import Tensor, nn
 
-from tasks.common.batches import FreshData, Samples, epoch_generator
-from tasks.common.config import option, parse
-from tasks.common.files import write_figure
-from tasks.common.optimizers import Objective
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import evaluate
+from tasks.common.config import option
+from tasks.common.figures import figure_at
+from tasks.common.run import Run, command
+from tasks.common.train import Objective, Outputs, Samples, evaluate, fresh_data
 from tasks.data.bouncing_balls import SIDE, videos
 from tasks.models.next_step import NextStep, NextStepConfig
 from tasks.models.recurrent import RuleOptions
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
-
 PIXELS = SIDE * SIDE
 TABLE = {"momentum": RuleOptions(momentum=0.6, step_size=0.6)}
-TEST_SEED = 2**62  # which no training data has
 EVAL_BATCH_SIZE = 250
 GIVEN = 10  # frames that free running begins with
 SHOWN = 12  # frames of the picture
@@ -54,29 +47,23 @@ GAP = 2  # pixels between two of them
 class BouncingBallsConfig(NextStepConfig):
     """Options of bouncing balls; an epoch is some fresh batches."""
 
-    settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
+    settings: ClassVar = {
         "hf": {"batch_size": 500, "curvature_size": 100, "iterations": 1},
         "": {"batch_size": 50, "iterations": 100},
     }
-    positive: ClassVar[tuple[str, ...]] = (*NextStepConfig.positive, "test_size")
+    positive = "test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(0, "batches in an epoch; 0: 1 of hf, 100 of others")
     lr: float = option(1e-2, "learning rate, but of hf")
     hidden: int = option(100, "size of h")
-    length: int = option(30, "frames of a video")
+    length: int = option(30, "frames of a video", least=GIVEN + 1)
     test_size: int = option(1000, "test videos")
     damping: float = option(1.0, "hf: lambda at first")
     structural_damping: float = option(1.0, "hf: mu, the factor of lambda on hidden states; 0: none")
 
-    def __post_init__(self) -> None:
-        if self.length <= GIVEN:
-            raise ValueError(f"--length must be {GIVEN + 1} or more, got {self.length}")
 
-
-PRESETS: dict[str, dict[str, object]] = {
-    "supplement": {"optimizer": "hf", "batch_size": 40_000, "curvature_size": 4_000, "max_cg": 300, "epochs": 2_500}
-}
+PRESETS = {"supplement": "--optimizer hf --batch-size 40000 --curvature-size 4000 --max-cg 300 --epochs 2500"}
 
 
 # Loss
@@ -87,9 +74,7 @@ class Divergence(Objective):
 
     loss = "bce"
 
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Return logits of the frames after the first, these frames, and what structural damping acts on."""
         (x,) = batch
         if not with_hidden:
@@ -167,12 +152,9 @@ def draw_video(model: nn.Module, video: Tensor, figure: Figure | SubFigure) -> N
 
 def write_picture(model: nn.Module, video: Tensor, name: str, run: Run) -> None:
     """Write ``frames.png``."""
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=(11, 3.4), layout="constrained")
-    draw_video(model, video, figure)
-    figure.suptitle(f"{name}: frames of a test video; red: the model saw predictions of its own", fontsize="medium")
-    write_figure(figure, run.folder / "frames.png")
+    title = f"{name}: frames of a test video; red: the model saw predictions of its own"
+    with figure_at(run.folder / "frames.png", (11, 3.4), title) as figure:
+        draw_video(model, video, figure)
 
 
 # The run
@@ -183,27 +165,20 @@ def train(config: BouncingBallsConfig) -> None:
     config = config.filled()
     run = Run("bouncing_balls", config, f"{config.preset}-{config.name}")
     model = NextStep(config, PIXELS, TABLE)
-    test = videos(config.test_size, config.length, torch.Generator().manual_seed(TEST_SEED))
+    fresh, (test,) = fresh_data(config, lambda count, generator: (videos(count, config.length, generator),))
     simple = trivial_errors(test)
     run.announce(model, config.title, ", ".join(f"{name} {value:.4g}" for name, value in simple.items()))
-    samples = config.iterations * config.batch_size
-
-    def make(epoch: int) -> Samples:
-        return (videos(samples, config.length, epoch_generator(config.seed, epoch)),)
-
     objective = Divergence(config.curvature_size)
-    trainer = config.make_trainer(run, model, FreshData(samples, make), objective)
+    trainer = config.make_trainer(run, model, fresh, objective)
     held_out = (test.to(run.workers.device),)
     trainer.fit(lambda: evaluate(run, model, held_out, objective, "test", EVAL_BATCH_SIZE), stop=config.is_over)
     if run.workers.rank == 0 and not run.is_finished:
         write_picture(model, held_out[0][0], config.title, run)
-    videos_seen = len(run.rows) * samples
+    videos_seen = len(run.rows) * fresh.samples
     run.finish(model, **simple, videos=videos_seen, rule=dataclasses.asdict(config.rule_options(TABLE)))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(BouncingBallsConfig, PRESETS, __doc__, argv), train)
+main = command(BouncingBallsConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,12 +29,10 @@ from torch import Tensor, nn
 
 from hbnode.data import Series
 from hbnode.nn.sequences import fitted_unit
-from tasks.common.batches import Samples
-from tasks.common.config import MODELS, SCHEDULES, option, parse
+from tasks.common.config import MODELS, SCHEDULES, option
 from tasks.common.files import exit_on, write_table
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, accuracy, fit
 from tasks.data.labelled_series import DATASETS, read_labelled_series, thinned
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig
 from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, make_classifier, summaries
@@ -45,11 +42,10 @@ from tasks.models.classifiers import CLASSIFIERS, SHALLOW, TITLES, fit_shallow, 
 class ClassificationConfig(IrregularSeriesConfig):
     """Options of classification."""
 
-    models: ClassVar[tuple[str, ...]] = CLASSIFIERS
-    positive: ClassVar[tuple[str, ...]] = (*IrregularSeriesConfig.positive, "parameters")
+    models = CLASSIFIERS
+    positive = "parameters"
 
     epochs: int = option(30, "passes over the training series", may_change=True)
-    batch_size: int = option(64, "series in a step")
     lr: float = option(5e-3, "Adam's learning rate")
     schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
@@ -57,15 +53,13 @@ class ClassificationConfig(IrregularSeriesConfig):
     dataset: str = option("clinic", "the set, unless --table gives one", DATASETS)
     table: str = option("", "CSV file of series in long form, see above")
     labels: str = option("", "CSV file of their labels, see above")
-    drop: float = option(0.0, "share of the values that is dropped at random")
+    drop: float = option(0.0, "share of the values that is dropped at random", below=1)
     samples: int = option(100, "stamps of a series that are kept at most, at random; 0 keeps all")
     parameters: int = option(5000, "parameters of a network, about")
 
     def check(self) -> None:
         """Refuse options that no run can have."""
         super().check()
-        if self.drop >= 1:
-            raise ValueError(f"--drop must be below 1, got {self.drop}")
         if bool(self.table) != bool(self.labels):
             raise ValueError("--table and --labels go together")
 
@@ -73,9 +67,6 @@ class ClassificationConfig(IrregularSeriesConfig):
         """Solve a small ODE-RNN with these options, or see that what a baseline needs is installed."""
         if model in MODELS or model in BASELINES:
             super().try_out(model)
-
-
-PRESETS: dict[str, dict[str, object]] = {}
 
 
 def load(config: ClassificationConfig) -> tuple[dict[str, Samples], list[str]]:
@@ -122,7 +113,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     longest = int(inputs[3].max())
     x, t, mask = (part[:, :longest] for part in inputs[:3])
     logits = model(x, t, mask, *inputs[3:])
-    return nn.functional.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean().item()}
+    return nn.functional.cross_entropy(logits, labels), accuracy(logits, labels)
 
 
 def probabilities(model: nn.Module, data: Samples) -> np.ndarray:
@@ -207,9 +198,7 @@ def train(config: ClassificationConfig) -> None:
     run.finish(model, **scores(predicted, labels), **extra, training_seconds=seconds, data=source)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(ClassificationConfig, PRESETS, __doc__, argv), train)
+main = command(ClassificationConfig, {}, __doc__, train)
 
 
 if __name__ == "__main__":

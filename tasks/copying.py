@@ -17,23 +17,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import FreshData, Samples, epoch_generator
-from tasks.common.config import option, parse
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.config import option
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, accuracy, fit, fresh_data
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 CHARACTERS = 8
 RECALLED = 10
 BLANK, START = CHARACTERS, CHARACTERS + 1
-TEST_SEED = 2**62  # which no training data has
 
 _OTHERS = {
     "adam": RuleOptions(momentum=0.6, step_size=2.0, beta=0.999),
@@ -50,13 +46,12 @@ TABLES = {
 class CopyingConfig(RecurrentConfig):
     """Options of copying; an epoch is some fresh batches."""
 
-    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
-    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "iterations", "test_size")
+    models = (*VARIANTS, OSCILLATORS)
+    positive = "iterations test_size"
 
     epochs: int = option(30, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(100, "batches in an epoch")
     batch_size: int = option(32, "sequences in a step")
-    lr: float = option(1e-3, "RMSprop's learning rate")
     hidden: int = option(64, "size of h")
     length: int = option(200, "blanks between the characters and the start symbol, L")
     test_size: int = option(1000, "test sequences")
@@ -77,7 +72,10 @@ class CopyingConfig(RecurrentConfig):
 
 
 _PAPER = {"hidden": 190, "lr": 2e-4, "batch_size": 128, "epochs": 70}
-PRESETS = {"1k": {"length": 1000, **_PAPER}, "2k": {"length": 2000, **_PAPER}}
+PRESETS = {
+    "1k": "--length 1000 --hidden 190 --lr 0.0002 --batch-size 128 --epochs 70",
+    "2k": "--length 2000 --hidden 190 --lr 0.0002 --batch-size 128 --epochs 70",
+}
 
 
 def characters(count: int, generator: torch.Generator) -> Samples:
@@ -117,9 +115,8 @@ def cross_entropy(model: nn.Module, batch: Samples, length: int) -> tuple[Tensor
     (remembered,) = batch
     x, target = sequences(remembered, length)
     scores = model(x)
-    recalled = scores[:, -RECALLED:].argmax(2) == remembered
     loss = nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
-    return loss, {"accuracy": recalled.float().mean().item()}
+    return loss, accuracy(scores[:, -RECALLED:], remembered)
 
 
 def rmsprop(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -132,18 +129,14 @@ def train(config: CopyingConfig) -> None:
     run = Run("copying", config, f"{config.preset}-{config.length}-{config.cell}-{config.model}-seed{config.seed}")
     model = Copier(config)
     run.announce(model, title(config.model, config.cell), f"trivial loss {config.trivial_loss:.4g}")
-    samples = config.iterations * config.batch_size
-    fresh = FreshData(samples, lambda epoch: characters(samples, epoch_generator(config.seed, epoch)))
-    test = characters(config.test_size, torch.Generator().manual_seed(TEST_SEED))
+    fresh, test = fresh_data(config, characters)
     loss = functools.partial(cross_entropy, length=config.length)
     optimizer = functools.partial(rmsprop, lr=config.lr)
     fit(run, model, fresh, test, loss, optimizer=optimizer, eval_batch_size=config.batch_size)
     run.finish(model, trivial_loss=config.trivial_loss, rule=dataclasses.asdict(config.rule_options(config.table())))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(CopyingConfig, PRESETS, __doc__, argv), train)
+main = command(CopyingConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

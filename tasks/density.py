@@ -19,27 +19,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure, SubFigure
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tasks.common.batches import FreshData, Samples, epoch_generator
-from tasks.common.config import TaskConfig, option, parse
-from tasks.common.files import write_figure, write_tensors
-from tasks.common.run import Run, count_parameters
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.config import TaskConfig, option
+from tasks.common.figures import figure_at
+from tasks.common.files import write_tensors
+from tasks.common.run import Run, command, count_parameters
+from tasks.common.train import Samples, fit, fresh_data
 from tasks.data.planar import DATASETS, EXTENT, grid, log_normalizer, ring
 from tasks.models.densities import CNF, TITLES, Flow
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
-
-TEST_SEED = 2**62  # which no training data has
 PICTURE = 100  # points of a side of the density's picture
 ROWS = 50_000  # points that are moved at once to estimate a density
 SPAN = 2.0  # length of time of a heavy-ball flow; that of a CNF is 1
@@ -49,11 +45,8 @@ SPAN = 2.0  # length of time of a heavy-ball flow; that of a CNF is 1
 class DensityConfig(TaskConfig):
     """Options of density estimation; an epoch is some fresh batches."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(TITLES)
-    positive: ClassVar[tuple[str, ...]] = (
-        *TaskConfig.positive,
-        *("iterations", "test_size", "hidden", "steps", "eval_samples", "final_samples"),
-    )
+    models = tuple(TITLES)
+    positive = "iterations test_size hidden steps eval_samples final_samples"
 
     epochs: int = option(10, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(200, "batches in an epoch")
@@ -152,13 +145,9 @@ def draw_densities(figure: Figure | SubFigure, rows: Mapping[str, Mapping[str, T
 
 def write_picture(picture: dict[str, Tensor], name: str, title: str, folder: Path) -> None:
     """Write ``density.pt``, which tasks.plot draws beside those of other models, and ``density.png``."""
-    import matplotlib.pyplot as plt
-
     write_tensors(folder / "density.pt", picture)
-    figure = plt.figure(figsize=(7.5, 3), layout="constrained")
-    draw_densities(figure, {name: picture})
-    figure.suptitle(title, fontsize="medium")
-    write_figure(figure, folder / "density.png")
+    with figure_at(folder / "density.png", (7.5, 3), title) as figure:
+        draw_densities(figure, {name: picture})
 
 
 def train(config: DensityConfig) -> None:
@@ -166,14 +155,13 @@ def train(config: DensityConfig) -> None:
     run = Run("density", config, f"{config.preset}-{config.dataset}-{config.model}-seed{config.seed}")
     energy = config.dataset == "ring"
     objective = Objective(make_model(config), energy, config.eval_samples)
-    model, size = objective.model, config.iterations * config.batch_size
+    model = objective.model
     run.announce(objective, TITLES[config.model], "exact likelihood" if config.model == "cnf" else "bound")
 
     def points(count: int, generator: torch.Generator) -> Samples:
         return (torch.zeros(count, 2) if energy else DATASETS[config.dataset](count, generator),)
 
-    fresh = FreshData(size, lambda epoch: points(size, epoch_generator(config.seed, epoch)))
-    test = points(config.test_size, torch.Generator().manual_seed(TEST_SEED))
+    fresh, test = fresh_data(config, points)
     fit(run, objective, fresh, test, loss_of)
     extra: dict[str, object] = {"milliseconds_per_step": 1e3 * run.rows[-1]["seconds"] / config.iterations}
     if run.workers.rank == 0 and not run.is_finished:
@@ -191,9 +179,7 @@ def train(config: DensityConfig) -> None:
     run.finish(objective, **extra)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(DensityConfig, {}, __doc__, argv), train)
+main = command(DensityConfig, {}, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ Regularisation is the obvious alternative to momentum: --regularize adds kinetic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,17 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option, parse
+from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
 from tasks.common.files import exit_on, read_checkpoint, read_json, write_tensors, written_whole
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import EVAL_BATCH_SIZE, fit
-from tasks.data.cifar10 import read_cifar10
-from tasks.data.digits import read_digits
-from tasks.data.mnist import read_mnist
+from tasks.common.run import Run, command
+from tasks.common.train import EVAL_BATCH_SIZE, Samples, accuracy, fit
+from tasks.data.images import READ, SHAPE
 from tasks.models.regularization import Regularized
 
-READ = {"digits": read_digits, "mnist": read_mnist, "cifar10": read_cifar10}
-SHAPE = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 # Channels of h and of f's hidden layers. MNIST and CIFAR-10: section 3.4.2, footnote 6 and Table 5, with the hidden
 # sizes of the authors' code. Digits: MNIST's channels, sizes that give the five models about equal parameter counts.
 FEW = {"node": 1, "anode": 6, "sonode": 5, "hbnode": 5, "ghbnode": 6}
-CHANNELS = {
-    "digits": FEW,
-    "mnist": FEW,
-    "cifar10": {"node": 3, "anode": 13, "sonode": 12, "hbnode": 12, "ghbnode": 12},
-}
+CHANNELS = {"digits": FEW, "mnist": FEW, "cifar10": {"node": 3, "anode": 13, "sonode": 12, "hbnode": 12, "ghbnode": 12}}
 HIDDEN = {
     "digits": {"node": 38, "anode": 33, "sonode": 24, "hbnode": 24, "ghbnode": 23},
     "digits-small": {"node": 28, "anode": 21, "sonode": 16, "hbnode": 16, "ghbnode": 15},
@@ -69,14 +58,10 @@ class ImageConfig(ODEConfig):
     small: bool = option(False, "a smaller f, for digits only")
     subset: int = option(0, "train on the first N images only; 0 is all of them")
     test_subset: int = option(0, "test on the first N images only; 0 is all of them")
-    regularize: str = option(
-        "none", "penalties in the loss, of node and anode", ("none", "kinetic", "jacobian", "both")
-    )
+    regularize: str = option("none", "penalties of node and anode", ("none", "kinetic", "jacobian", "both"))
     penalty: float = option(0.01, "weight of the penalties of --regularize")
     bfloat16: bool = option(False, "let the networks run in bfloat16 (autocast); states stay float32")
-    curve: bool = option(
-        False, "measure the trained model's evaluations and errors against tolerance (figure 11)", may_change=True
-    )
+    curve: bool = option(False, "measure evaluations and errors against tolerance (figure 11)", may_change=True)
 
     def __post_init__(self) -> None:
         if self.small and self.dataset != "digits":
@@ -98,12 +83,12 @@ class ImageConfig(ODEConfig):
         )
 
 
-PAPER = {"epochs": 40, "lr": 1e-3, "solver": "torchdiffeq", "adjoint_norm": "full"}
+_PAPER = "--epochs 40 --lr 1e-3 --solver torchdiffeq --adjoint-norm full"
 PRESETS = {
-    "demo": {"dataset": "digits", "small": True, "epochs": 8, "batch_size": 32, "lr": 8e-3, "schedule": "cosine"},
-    "full": {"dataset": "digits", "epochs": 12, "batch_size": 32, "lr": 8e-3, "schedule": "cosine"},
-    "paper-mnist": PAPER | {"dataset": "mnist", "tol": 1e-4, "clip": 10.0},
-    "paper-cifar10": PAPER | {"dataset": "cifar10", "tol": 1e-5, "clip": 1.0, "schedule": "step"},
+    "demo": "--dataset digits --small --epochs 8 --batch-size 32 --lr 8e-3 --schedule cosine",
+    "full": "--dataset digits --epochs 12 --batch-size 32 --lr 8e-3 --schedule cosine",
+    "paper-mnist": f"{_PAPER} --dataset mnist --tol 1e-4 --clip 10",
+    "paper-cifar10": f"{_PAPER} --dataset cifar10 --tol 1e-5 --clip 1 --schedule step",
 }
 
 
@@ -178,7 +163,7 @@ class CrossEntropy:
         out = model(x)
         logits, penalties = out if isinstance(out, tuple) else (out, None)
         loss = nn.functional.cross_entropy(logits, y)
-        means = {"accuracy": (logits.argmax(1) == y).float().mean().item()}
+        means = accuracy(logits, y)
         if penalties is not None:
             kinetic, jacobian = penalties.mean(0)
             chosen = {"kinetic": kinetic, "jacobian": jacobian, "both": kinetic + jacobian}[self.regularize]
@@ -251,9 +236,7 @@ def train(config: ImageConfig) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(ImageConfig, PRESETS, __doc__, argv), train)
+main = command(ImageConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -19,33 +19,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from matplotlib.figure import Figure, SubFigure
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples, ShuffledBatches
-from tasks.common.config import option, parse
-from tasks.common.files import damaged, exit_on, write_figure, write_whole
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
-from tasks.data.cifar10 import read_cifar10
-from tasks.data.digits import read_digits
-from tasks.data.mnist import read_mnist
+from tasks.common.config import option
+from tasks.common.figures import figure_at
+from tasks.common.files import damaged, exit_on, write_tensors
+from tasks.common.run import Run, command
+from tasks.common.train import Batches, Samples, Trainer, evaluate
+from tasks.data.images import READ, SHAPE
 from tasks.models import logistic_mixture
 from tasks.models.contenders import TITLES, ContenderConfig
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
-
-READ = {"digits": read_digits, "mnist": read_mnist, "cifar10": read_cifar10}
-SHAPE = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 LEVELS = {"digits": 17, "mnist": 256, "cifar10": 256}
 SHOWN_EPOCHS = 6  # rows of the picture
 
@@ -54,16 +45,14 @@ SHOWN_EPOCHS = 6  # rows of the picture
 class ImageGenerationConfig(ContenderConfig):
     """Options of image generation."""
 
-    positive: ClassVar[tuple[str, ...]] = (*ContenderConfig.positive, "logistics")
+    positive = "logistics draw_every"
 
     dataset: str = option("digits", "which images", tuple(READ))
     side: int | None = option(None, "pixels on an edge, to which images are averaged down; none: all")
     train_size: int = option(0, "train on the first N images only; 0 is all of them")
     test_size: int = option(0, "test on the first N images only; 0 is all of them")
-    epochs: int = option(20, "passes over the training images", may_change=True)
     batch_size: int = option(32, "images in a step")
     weight_decay: float = option(0.01, "RAdam's, apart from the gradient")
-    lr: float = option(1e-3, "RAdam's learning rate")
     logistics: int = option(5, "components of the mixture")
     drawn: int = option(10, "images that are drawn at a time; 0 draws none", may_change=True)
     draw_every: int = option(5, "epochs between two drawings; the last epoch has one", may_change=True)
@@ -72,8 +61,6 @@ class ImageGenerationConfig(ContenderConfig):
         edge = SHAPE[self.dataset][1]
         if self.side is not None and (self.side < 1 or edge % self.side):
             raise ValueError(f"--side must divide {edge}, the edge of {self.dataset}, got {self.side}")
-        if self.draw_every < 1:
-            raise ValueError(f"--draw-every must be positive, got {self.draw_every}")
 
     @property
     def levels(self) -> int:
@@ -91,12 +78,12 @@ class ImageGenerationConfig(ContenderConfig):
         return self.make_transformer(self.levels + 1, output_size=3 * self.logistics)
 
 
-_PAPER = {"d_model": 256, "heads": 8, "feedforward": 1024, "logistics": 10, "step_size": 0.9, "dropout": 0.1}
-_SMALL = {"dataset": "mnist", "side": 14, "logistics": 10, "batch_size": 16, "schedule": "cosine"}
-PRESETS: dict[str, dict[str, Any]] = {
-    "mnist": {"dataset": "mnist", "layers": 8, "lr": 1e-4, "batch_size": 10, "epochs": 250, "momentum": 0.6, **_PAPER},
-    "cifar10": {"dataset": "cifar10", "layers": 16, "lr": 2e-4, "batch_size": 4, "momentum": 0.1, **_PAPER},
-    "mnist-small": _SMALL | {"train_size": 10_000, "test_size": 1000, "epochs": 2, "draw_every": 1},
+_PAPER = "--d-model 256 --heads 8 --feedforward 1024 --logistics 10 --step-size 0.9 --dropout 0.1"
+PRESETS = {
+    "mnist": f"--dataset mnist --layers 8 --lr 1e-4 --batch-size 10 --epochs 250 --momentum 0.6 {_PAPER}",
+    "cifar10": f"--dataset cifar10 --layers 16 --lr 2e-4 --batch-size 4 --momentum 0.1 {_PAPER}",
+    "mnist-small": "--dataset mnist --side 14 --logistics 10 --batch-size 16 --schedule cosine --train-size 10000 "
+    "--test-size 1000 --epochs 2 --draw-every 1",
 }
 
 
@@ -171,9 +158,7 @@ class Drawings:
         generator = torch.Generator(self.run.workers.device).manual_seed(config.seed)
         drawn = draw_pixels(model, config.drawn, math.prod(config.shape), config.levels, generator)
         self.by_epoch[epoch] = drawn.to("cpu", torch.uint8)
-        buffer = io.BytesIO()
-        torch.save(self.by_epoch, buffer)
-        write_whole(self.path, buffer.getvalue())
+        write_tensors(self.path, self.by_epoch)
         title = f"{TITLES[config.model]} on {config.dataset}: drawn after these epochs"
         write_picture(self.by_epoch, self.test[: config.drawn], config, title, self.path.with_suffix(".png"))
 
@@ -182,15 +167,11 @@ def write_picture(
     by_epoch: Mapping[int, Tensor], test: Tensor, config: ImageGenerationConfig, title: str, path: Path
 ) -> None:
     """A row of images for each of some epochs, first and last included, and one of test images; written whole."""
-    import matplotlib.pyplot as plt
-
     epochs = sorted(by_epoch)
     places = torch.linspace(0, len(epochs) - 1, min(len(epochs), SHOWN_EPOCHS)).round().long().tolist()
     rows = {f"epoch {epochs[place]}": by_epoch[epochs[place]] for place in places} | {"test images": test}
-    figure = plt.figure(figsize=(9, 0.8 * len(rows) + 0.5), layout="constrained")
-    draw_rows(figure, rows, config)
-    figure.suptitle(title, fontsize="medium")
-    write_figure(figure, path)
+    with figure_at(path, (9, 0.8 * len(rows) + 0.5), title) as figure:
+        draw_rows(figure, rows, config)
 
 
 def draw_rows(figure: Figure | SubFigure, rows: Mapping[str, Tensor], config: ImageGenerationConfig) -> None:
@@ -223,7 +204,7 @@ def train(config: ImageGenerationConfig) -> None:
     run.announce(model, TITLES[config.model], about)
     loss = functools.partial(bits_per_dimension, levels=config.levels)
     optimizer = functools.partial(radam, lr=config.lr, weight_decay=config.weight_decay)
-    trainer = Trainer(run, model, ShuffledBatches(run, data), loss, optimizer)
+    trainer = Trainer(run, model, Batches(run, data), loss, optimizer)
     drawings = Drawings(run, config, test[0])
     held_out = tuple(x.to(run.workers.device) for x in test)
     if trainer.position == 0:
@@ -244,9 +225,7 @@ def train(config: ImageGenerationConfig) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(ImageGenerationConfig, PRESETS, __doc__, argv), train)
+main = command(ImageGenerationConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -33,19 +33,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import hbnode
-from tasks.common.batches import FreshData, Piece, Samples, epoch_generator
 from tasks.common.config import option, parse
 from tasks.common.files import exit_on
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import ShuffledBatches, Trainer, require_finite
+from tasks.common.run import Run, sweep
+from tasks.common.train import Batches, FreshData, Piece, Samples, Trainer, epoch_generator, require_finite
 from tasks.common.train import evaluate as evaluate_samples
 from tasks.data.text import SOURCES, Text, in_windows, read_text
 from tasks.models import depth
@@ -65,7 +63,7 @@ PTB_TABLE = TABLE | {"momentum": RuleOptions(momentum=0.0, step_size=0.6)}
 class LanguageModelConfig(RecurrentConfig):
     """Options of the language model."""
 
-    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "embedding", "layers", "bptt")
+    positive = "embedding layers bptt"
 
     cell: str = option("lstm", "the layer that the rule is put into", ("lstm", "rnn", "gru"))
     epochs: int = option(10, "passes over the training text", may_change=True)
@@ -80,11 +78,11 @@ class LanguageModelConfig(RecurrentConfig):
     embedding: int = option(64, "size of a word's vector, and of the last layer")
     layers: int = option(2, "recurrent layers")
     bptt: int = option(35, "words of a piece, on average; the authors' batches have 70, with a chance of 0.05 half")
-    dropout: float = option(0.1, "dropout of the output")
-    dropout_between: float = option(0.1, "dropout between the layers")
-    dropout_input: float = option(0.1, "dropout of the embedding")
-    dropout_words: float = option(0.0, "dropout of words from the embedding")
-    weight_drop: float = option(0.1, "dropout of the entries of U")
+    dropout: float = option(0.1, "dropout of the output", below=1)
+    dropout_between: float = option(0.1, "dropout between the layers", below=1)
+    dropout_input: float = option(0.1, "dropout of the embedding", below=1)
+    dropout_words: float = option(0.0, "dropout of words from the embedding", below=1)
+    weight_drop: float = option(0.1, "dropout of the entries of U", below=1)
     ar: float = option(0.0, "factor of the output's mean square in the loss")
     tar: float = option(0.0, "factor of its change's")
     weight_decay: float = option(1.2e-6, "SGD's weight decay")
@@ -93,33 +91,14 @@ class LanguageModelConfig(RecurrentConfig):
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        for name in ("dropout", "dropout_between", "dropout_input", "dropout_words", "weight_drop"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be below 1, got {getattr(self, name)}")
         if self.vocabulary == 1:
             raise ValueError("--vocabulary must be 0, for all words, or at least 2, got 1")
 
 
 PRESETS = {
-    "ptb": {
-        "data": "ptb",
-        "vocabulary": 0,
-        "train_size": 0,
-        "test_size": 0,
-        "embedding": 400,
-        "hidden": 1150,
-        "layers": 3,
-        "lr": 30.0,
-        "bptt": 70,
-        "epochs": 500,
-        "dropout": 0.4,
-        "dropout_between": 0.25,
-        "dropout_input": 0.4,
-        "dropout_words": 0.1,
-        "weight_drop": 0.5,
-        "ar": 2.0,
-        "tar": 1.0,
-    }
+    "ptb": "--data ptb --vocabulary 0 --train-size 0 --test-size 0 --embedding 400 --hidden 1150 --layers 3 --lr 30 "
+    "--bptt 70 --epochs 500 --dropout 0.4 --dropout-between 0.25 --dropout-input 0.4 --dropout-words 0.1 "
+    "--weight-drop 0.5 --ar 2 --tar 1"
 }
 
 
@@ -365,7 +344,7 @@ def train_transformer(config: DepthConfig) -> None:
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
 
-    batches = ShuffledBatches(run, FreshData(samples, of_epoch))
+    batches = Batches(run, FreshData(samples, of_epoch))
     results = Trainer(run, model, batches, next_word_loss, make_optimizer).fit(validate, best="validation_perplexity")
     if not run.is_finished:
         test = (windows["test"].to(run.workers.device),)

@@ -28,18 +28,15 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tasks.common.batches import Samples, ShuffledBatches
-from tasks.common.config import SCHEDULES, TaskConfig, option, parse
-from tasks.common.figures import legend_beside
-from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run, count_parameters
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.config import SCHEDULES, TaskConfig, option
+from tasks.common.figures import panels
+from tasks.common.files import exit_on
+from tasks.common.run import Run, command, count_parameters
+from tasks.common.train import Batches, Samples, Trainer, evaluate
 from tasks.data import f16
 from tasks.data.lorenz import stochastic_lorenz
 from tasks.models.latent_sdes import TITLES, FirstOrder, HeavyBall, LatentSDE
@@ -64,11 +61,8 @@ OSCILLATORS = 12
 class LatentSDEConfig(TaskConfig):
     """Options of latent SDEs."""
 
-    models: ClassVar[tuple[str, ...]] = (*TITLES, KALMAN)
-    positive: ClassVar[tuple[str, ...]] = (
-        *TaskConfig.positive,
-        *("size", "hidden", "context", "train_size", "test_size", "eval_samples", "paths", "draw_every"),
-    )
+    models = (*TITLES, KALMAN)
+    positive = "size hidden context train_size test_size eval_samples paths draw_every"
 
     epochs: int = option(40, "passes over the training series", may_change=True)
     batch_size: int = option(128, "series in a step")
@@ -78,9 +72,7 @@ class LatentSDEConfig(TaskConfig):
     dataset: str = option("lorenz", "what the series are of", tuple(SPACING))
     data: str = option("auto", "of vibration, as for tasks.plane_vibration", f16.SOURCES)
     size: int = option(4, "size of h, and of the state of a first-order SDE")
-    hidden: int = option(
-        64, "units of the drift's and the control's hidden layers; a first-order SDE has more, to be equal"
-    )
+    hidden: int = option(64, "units of the hidden layers of drift and control; a first-order SDE has more")
     context: int = option(32, "units of the encoder")
     train_size: int = option(4096, "series of training, or all segments if these are fewer")
     test_size: int = option(256, "series of the test")
@@ -223,29 +215,25 @@ def quantiles(model: torch.nn.Module, x: Tensor, seen: Tensor, config: LatentSDE
 
 def draw_bands(model: torch.nn.Module, batch: Samples, config: LatentSDEConfig, path: Path) -> None:
     """Draw median and 90 % band of three series, with the rows that were seen, held out and forecast."""
-    import matplotlib.pyplot as plt
-
     x, seen, held, ahead = (part[:3] for part in batch)
     low, median, high = quantiles(model, x, seen, config)
     t, x, channels = torch.arange(x.shape[1]) * SPACING[config.dataset], x.cpu(), (-3, -2, -1)
-    figure, axes = plt.subplots(3, 3, figsize=(10.5, 5.5), sharex=True, squeeze=False, layout="constrained")
-    for series, column in zip(range(len(x)), axes.T, strict=False):
-        inside = (seen + held + ahead)[series].cpu() > 0
-        masks = ((seen, "samples", "o", "0.3"), (held, "held out", "D", "C2"), (ahead, "to forecast", "x", "C3"))
-        for ax, channel in zip(column, channels, strict=True):
-            band = (part[series, inside, channel] for part in (low, high))
-            ax.fill_between(t[inside], *band, color="C0", alpha=0.3, lw=0, label="90 %")
-            ax.plot(t[inside], median[series, inside, channel], color="C0", lw=1, label="median")
-            for mask, label, marker, color in masks:
-                shown = mask[series].cpu() > 0
-                ax.plot(t[shown], x[series, shown, channel], marker, color=color, ms=3, label=label)
-            ax.axvline(float(t[seen[series].cpu().nonzero().max()]), color="0.6", lw=0.8, ls=":")
-        column[-1].set_xlabel("time")
-    for ax, channel in zip(axes[:, 0], channels, strict=True):
-        ax.set_ylabel(f"channel {x.shape[-1] + channel + 1}")
-    legend_beside(figure)
-    figure.suptitle(f"{ALL_TITLES[config.model]}, {config.dataset}: test series, standardised")
-    write_figure(figure, path)
+    title = f"{ALL_TITLES[config.model]}, {config.dataset}: test series, standardised"
+    with panels(path, 3, 3, size=(10.5, 5.5), title=title, sharex=True) as (_, axes):
+        for series, column in zip(range(len(x)), axes.T, strict=False):
+            inside = (seen + held + ahead)[series].cpu() > 0
+            masks = ((seen, "samples", "o", "0.3"), (held, "held out", "D", "C2"), (ahead, "to forecast", "x", "C3"))
+            for ax, channel in zip(column, channels, strict=True):
+                band = (part[series, inside, channel] for part in (low, high))
+                ax.fill_between(t[inside], *band, color="C0", alpha=0.3, lw=0, label="90 %")
+                ax.plot(t[inside], median[series, inside, channel], color="C0", lw=1, label="median")
+                for mask, label, marker, color in masks:
+                    shown = mask[series].cpu() > 0
+                    ax.plot(t[shown], x[series, shown, channel], marker, color=color, ms=3, label=label)
+                ax.axvline(float(t[seen[series].cpu().nonzero().max()]), color="0.6", lw=0.8, ls=":")
+            column[-1].set_xlabel("time")
+        for ax, channel in zip(axes[:, 0], channels, strict=True):
+            ax.set_ylabel(f"channel {x.shape[-1] + channel + 1}")
 
 
 def train(config: LatentSDEConfig) -> None:
@@ -260,7 +248,7 @@ def train(config: LatentSDEConfig) -> None:
     loss, last_loss = (functools.partial(loss_of, paths=paths) for paths in (config.paths, config.eval_samples))
     if config.model == KALMAN:
         loss = last_loss = functools.partial(noisy_loss, spacing=SPACING[config.dataset])
-    trainer = Trainer(run, model, ShuffledBatches(run, data), loss)
+    trainer = Trainer(run, model, Batches(run, data), loss)
     if trainer.position == 0:
         run.begin(0)
         trainer.save()  # a folder that has a picture and no checkpoint could not go on
@@ -280,9 +268,7 @@ def train(config: LatentSDEConfig) -> None:
     run.finish(model, source=source, **final)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(LatentSDEConfig, {}, __doc__, argv), train)
+main = command(LatentSDEConfig, {}, __doc__, train)
 
 
 if __name__ == "__main__":

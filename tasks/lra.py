@@ -25,23 +25,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import Samples, StepBatches
-from tasks.common.config import option, parse
+from tasks.common.config import option
 from tasks.common.files import exit_on
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, fit_and_test
-from tasks.data.aan import read_aan
-from tasks.data.cifar10 import read_cifar10
-from tasks.data.imdb import read_imdb
+from tasks.common.run import Run, command
+from tasks.common.train import Batches, Samples, Trainer, accuracy, fit_and_test
+from tasks.data.images import read_cifar10
 from tasks.data.listops import SYMBOLS, make_listops, trivial_accuracies
-from tasks.data.pathfinder import read_pathfinder
+from tasks.data.long_range import read_aan, read_imdb, read_pathfinder
 from tasks.models.contenders import CONTENDERS, TITLES, ContenderConfig
 
 LISTOPS_SAMPLES = {"validation": 2_000, "test": 2_000, "train": 96_000}  # in this order, whatever the sizes
@@ -81,7 +75,7 @@ TASKS = {
 class LRAConfig(ContenderConfig):
     """Options of the Long Range Arena; an epoch is some batches."""
 
-    positive: ClassVar[tuple[str, ...]] = (*ContenderConfig.positive, "iterations", "warmup")
+    positive = "iterations warmup"
 
     dataset: str = option("listops", "which task", tuple(TASKS))
     min_length: int = option(500, "of listops: expressions have more tokens")
@@ -97,7 +91,7 @@ class LRAConfig(ContenderConfig):
     heads: int = option(2, "heads of the attention")
     layers: int = option(2, "layers")
     feedforward: int = option(128, "hidden units of a layer's network, and of the classifier's")
-    dropout: float = option(0.1, "probability of dropout")
+    dropout: float = option(0.1, "probability of dropout", below=1)
 
     def check(self) -> None:
         """Refuse what no run can have."""
@@ -120,23 +114,14 @@ class LRAConfig(ContenderConfig):
         return self.max_length or TASKS[self.dataset].length
 
 
-def _preset(dataset: str, batch_size: int, epochs: int, iterations: int, warmup: int) -> dict[str, Any]:
-    numbers = {"batch_size": batch_size, "epochs": epochs, "iterations": iterations, "warmup": warmup}
-    return {"dataset": dataset, **numbers}
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "listops": _preset("listops", 32, 10, 500, 1000),
-    "text": _preset("text", 32, 40, 500, 8000),
-    "retrieval": _preset("retrieval", 32, 60, 500, 800),
-    "image": _preset("image", 256, 70, 500, 175),
-    "pathfinder": _preset("pathfinder", 256, 120, 520, 312),
-}
-PRESETS["listops-small"] = _preset("listops", 32, 8, 250, 200) | {
-    "min_length": 32,
-    "max_length": 128,
-    "train_size": 20_000,
-    "lr": 1e-3,
+PRESETS = {
+    "listops": "--dataset listops --batch-size 32 --epochs 10 --iterations 500 --warmup 1000",
+    "listops-small": "--dataset listops --batch-size 32 --epochs 8 --iterations 250 --warmup 200 --lr 1e-3 "
+    "--min-length 32 --max-length 128 --train-size 20000",
+    "text": "--dataset text --batch-size 32 --epochs 40 --iterations 500 --warmup 8000",
+    "retrieval": "--dataset retrieval --batch-size 32 --epochs 60 --iterations 500 --warmup 800",
+    "image": "--dataset image --batch-size 256 --epochs 70 --iterations 500 --warmup 175",
+    "pathfinder": "--dataset pathfinder --batch-size 256 --epochs 120 --iterations 520 --warmup 312",
 }
 
 
@@ -266,7 +251,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     """The mean cross-entropy of a batch, and the accuracy."""
     tokens, lengths, labels = batch
     scores = model(tokens[..., : int(lengths.max())].long(), lengths)
-    return nn.functional.cross_entropy(scores, labels), {"accuracy": (scores.argmax(1) == labels).float().mean().item()}
+    return nn.functional.cross_entropy(scores, labels), accuracy(scores, labels)
 
 
 def one_cycle(step: int, steps: int, warmup: int) -> float:
@@ -288,16 +273,14 @@ def train(config: LRAConfig) -> None:
     named = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in guesses.items())
     run.announce(model, f"{TITLES[config.model]} on {config.dataset}", about, f"without reading: {named}")
     rate = functools.partial(one_cycle, steps=config.steps, warmup=config.warmup)
-    batches = StepBatches(run, data["train"], config.iterations, rate)
+    batches = Batches(run, data["train"], config.iterations, rate)
     trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.AdamW(m.parameters(), lr=config.lr))
     found = fit_and_test(trainer, data, TITLES[config.model], "accuracy", config.batch_size)
     found |= {f"validation_{name}": value for name, value in trivial(config, data, "validation").items()}
     run.finish(model, **found, **guesses, causal=model.encoder.causal, training_samples=len(data["train"][2]))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(LRAConfig, PRESETS, __doc__, argv), train)
+main = command(LRAConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -28,20 +28,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import FreshData, Samples, ShuffledBatches, StepBatches, epoch_generator
-from tasks.common.config import option, parse
+from tasks.common import train as training
+from tasks.common.config import option
 from tasks.common.figures import draw_maps
-from tasks.common.optimizers import CLOCKS, Objective, OptimizerConfig
-from tasks.common.optimizers import TITLES as OPTIMIZER_TITLES
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Diverged, Trainer, evaluate
+from tasks.common.run import Run, command
+from tasks.common.train import Batches, Objective, OptimizerConfig, Outputs, Samples, Trainer, evaluate
 from tasks.data.pathological import MEMORIZED, PROBLEMS, Problem
 from tasks.data.pathological import TITLES as PROBLEM_TITLES
 from tasks.models.sequence_models import LAYERS, TITLES, SequenceModel
@@ -75,11 +72,8 @@ ORTHOGONAL = 0.1  # the rate of DTRIV's orthogonal weight, in that of its other 
 class PathologicalConfig(OptimizerConfig):
     """Options of the pathological problems; an epoch is the steps between two tests."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(LAYERS)
-    positive: ClassVar[tuple[str, ...]] = (
-        *("seeds", "epochs", "lr", "damping", "max_cg"),
-        *("batch_size", "iterations", "seconds", "hidden", "test_size"),
-    )
+    models = tuple(LAYERS)
+    positive = "iterations seconds hidden test_size"
 
     problem: str = option("addition", "the problem", PROBLEMS)
     length: int = option(50, "T, about the steps of a sequence")
@@ -130,9 +124,7 @@ class PathologicalConfig(OptimizerConfig):
 
 
 # The supplement's own settings of Hessian-free optimization; those of SUPPLEMENT too.
-PRESETS: dict[str, dict[str, object]] = {
-    "supplement": {"optimizer": "hf", "batch_size": 10_000, "curvature_size": 1_000}
-}
+PRESETS = {"supplement": "--optimizer hf --batch-size 10000 --curvature-size 1000"}
 
 
 class SequenceLoss(Objective):
@@ -142,9 +134,7 @@ class SequenceLoss(Objective):
         super().__init__(curvature_size)
         self.problem, self.loss = problem, problem.loss
 
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Outputs and targets, and what structural damping acts on, which padding does not."""
         x, targets, last = batch
         x = self.problem.encode(x)
@@ -164,14 +154,14 @@ def make_model(config: PathologicalConfig, problem: Problem) -> SequenceModel:
     return SequenceModel(config.model, *sizes, length=problem.length, reads_end=problem.reads_end)
 
 
-def make_data(run: Run, config: PathologicalConfig, problem: Problem) -> ShuffledBatches | StepBatches:
+def make_data(run: Run, config: PathologicalConfig, problem: Problem) -> Batches | Batches:
     """Fresh sequences for every step, or all there are."""
     every = problem.every()
     if every is not None:
-        return StepBatches(run, every, config.iterations, lambda step: 1.0)
+        return Batches(run, every, config.iterations, lambda step: 1.0)
     count = config.iterations * config.batch_size
-    return ShuffledBatches(
-        run, FreshData(count, lambda epoch: problem.draw(count, epoch_generator(config.seed, epoch)))
+    return Batches(
+        run, training.FreshData(count, lambda epoch: problem.draw(count, training.epoch_generator(config.seed, epoch)))
     )
 
 
@@ -210,7 +200,7 @@ def train(config: PathologicalConfig) -> None:
     generator = torch.Generator().manual_seed(TEST_SEED)
     drawn = problem.every() or problem.draw(config.test_size, generator)
     held_out = tuple(x.to(run.workers.device) for x in drawn)
-    data, clock = make_data(run, config, problem), CLOCKS[config.clock]
+    data, clock = make_data(run, config, problem), training.CLOCKS[config.clock]
     trainer = Trainer(run, model, data, objective, lambda model: make_optimizer(config, model, problem), clock=clock)
 
     def is_over(rows: Sequence[Mapping[str, float]]) -> bool:
@@ -219,7 +209,7 @@ def train(config: PathologicalConfig) -> None:
     every, diverged = 1 if config.optimizer == "hf" else 10, False
     try:
         trainer.fit(lambda: tested(run, model, held_out, objective), every=every, stop=is_over)
-    except Diverged as error:
+    except training.Diverged as error:
         if not run.rows:
             raise
         print(error)
@@ -247,7 +237,7 @@ def pair_title(pair: str) -> str:
     """What a model with its optimizer is called in tables and figures, from :func:`pair_name`."""
     model, optimizer, *_ = pair.split("-")
     undamped = ", undamped" if pair.endswith("-undamped") else ""
-    return f"{TITLES[model]}, {OPTIMIZER_TITLES[optimizer]}{undamped}"
+    return f"{TITLES[model]}, {training.OPTIMIZER_TITLES[optimizer]}{undamped}"
 
 
 def folder_name(config: PathologicalConfig) -> str:
@@ -271,9 +261,7 @@ def draw_memorization(model: nn.Module, problem: Problem, test: Samples, run: Ru
     draw_maps(panels, None, title, run.folder / "memorization.png", **labels, cmap="Greys", vmin=0, vmax=1)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PathologicalConfig, PRESETS, __doc__, argv), train)
+main = command(PathologicalConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from typing import Any
 
 import pandas as pd
 
-from tasks.common.figures import legend_beside
-from tasks.common.files import read_json, write_figure, write_whole
-from tasks.common.sweep import run_side_by_side
+from tasks.common.figures import panels
+from tasks.common.files import markdown, read_json, write_whole
+from tasks.common.run import run_side_by_side
 from tasks.data.pathological import TITLES as PROBLEM_TITLES
 from tasks.pathological import PathologicalConfig, folder_name, pair_title, train
 
@@ -99,17 +99,13 @@ def tabulate(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(by, key=lambda column: column.replace(order), kind="stable")
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """The table as Markdown: a line for each pair, a column for each problem and T."""
+def in_columns(table: pd.DataFrame) -> list[dict[str, str]]:
+    """The table for people: a row for each pair, a column for each problem and T."""
     cells = {(row["pair"], row["problem"], row["length"]): cell(row) for row in table.to_dict("records")}
     columns = list(dict.fromkeys((problem, length) for _, problem, length in cells))
     names = [f"{PROBLEM_TITLES[problem]}, T = {length}" for problem, length in columns]
-    lines = ["| " + " | ".join(["", *names]) + " |", "|---" * (len(columns) + 1) + "|"]
-    for pair in PAIRS:
-        entries = [cells.get((pair, *column), "") for column in columns]
-        if any(entries):
-            lines.append("| " + " | ".join([pair_title(pair), *entries]) + " |")
-    return "\n".join(lines)
+    rows = {pair: [cells.get((pair, *column), "") for column in columns] for pair in PAIRS}
+    return [{"": pair_title(pair), **dict(zip(names, row, strict=True))} for pair, row in rows.items() if any(row)]
 
 
 def cell(row: Mapping[Any, Any]) -> str:
@@ -123,34 +119,29 @@ def cell(row: Mapping[Any, Any]) -> str:
 
 def draw(runs: pd.DataFrame, budget: float, path: Path) -> None:
     """The seconds of every run that succeeded, a panel for each problem and T."""
-    import matplotlib.pyplot as plt
-
     problems = [name for name in PROBLEM_TITLES if name in set(runs["problem"])]
     lengths = sorted(set(runs["length"]))
     pairs = [pair for pair in PAIRS if pair in set(runs["pair"])]
     size = 2.5 + 3 * len(lengths), 1 + (0.25 * len(pairs) + 0.5) * len(problems)
-    figure, axes = plt.subplots(
-        len(problems), len(lengths), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
-    for ax, (problem, length) in zip(axes.flat, itertools.product(problems, lengths), strict=True):
-        within = runs[(runs["problem"] == problem) & (runs["length"] == length)]
-        for place, pair in enumerate(pairs):
-            found = within[within["pair"] == pair]
-            solved = found["seconds"][found["solved"]]
-            ax.plot(solved, [place] * len(solved), "o", color=f"C{place % 10}", ms=6, alpha=0.8)
-            if len(found):
-                share = f"{len(solved)}/{len(found)}"
-                ax.text(1.15 * budget, place, share, va="center", fontsize="small", color="0.2")
-        ax.set_title(f"{PROBLEM_TITLES[problem]}, T = {length}", fontsize="medium")
-        ax.axvline(budget, color="0.6", lw=1)
-        ax.grid(axis="y", color="0.92")
-        ax.set_axisbelow(True)
-    axes[0][0].set(xscale="log", xlim=(None, 2.6 * budget), ylim=(len(pairs) - 0.5, -0.5))
-    for ax in axes[:, 0]:
-        ax.set_yticks(range(len(pairs)), map(pair_title, pairs), fontsize="small")
-    said = f"seconds of training until fewer than 1 % are wrong\nright of the line: how many runs in {budget:g} s"
-    figure.supxlabel(said, fontsize="medium")
-    write_figure(figure, path)
+    shared: dict[str, Any] = {"legend": False, "sharex": True, "sharey": True}
+    with panels(path, len(problems), len(lengths), size=size, **shared) as (figure, axes):
+        for ax, (problem, length) in zip(axes.flat, itertools.product(problems, lengths), strict=True):
+            for place, pair in enumerate(pairs):
+                found = runs[(runs["problem"] == problem) & (runs["length"] == length) & (runs["pair"] == pair)]
+                solved = found["seconds"][found["solved"]]
+                ax.plot(solved, [place] * len(solved), "o", color=f"C{place % 10}", ms=6, alpha=0.8)
+                if len(found):
+                    share = f"{len(solved)}/{len(found)}"
+                    ax.text(1.15 * budget, place, share, va="center", fontsize="small", color="0.2")
+            ax.set_title(f"{PROBLEM_TITLES[problem]}, T = {length}", fontsize="medium")
+            ax.axvline(budget, color="0.6", lw=1)
+            ax.grid(axis="y", color="0.92")
+            ax.set_axisbelow(True)
+        axes[0, 0].set(xscale="log", xlim=(None, 2.6 * budget), ylim=(len(pairs) - 0.5, -0.5))
+        for ax in axes[:, 0]:
+            ax.set_yticks(range(len(pairs)), map(pair_title, pairs), fontsize="small")
+        said = f"seconds of training until fewer than 1 % are wrong\nright of the line: how many runs in {budget:g} s"
+        figure.supxlabel(said, fontsize="medium")
 
 
 def draw_damping(runs: pd.DataFrame, path: Path) -> None:
@@ -158,34 +149,28 @@ def draw_damping(runs: pd.DataFrame, path: Path) -> None:
 
     There is a row for each problem, at the shortest T of which both were run; without any there is no figure.
     """
-    import matplotlib.pyplot as plt
-
     kinds = {DAMPED: ("C0", "structural damping"), UNDAMPED: ("C3", "without")}
     found = runs[runs["pair"].isin(list(kinds))]
     both = [key for key, of_key in found.groupby(["problem", "length"]) if of_key["pair"].nunique() == 2]
     shortest = {problem: min(length for other, length in both if other == problem) for problem, _ in both}
     if not shortest:
         return
-    figure, axes = plt.subplots(
-        len(shortest), len(CURVES), figsize=(14, 0.6 + 2.6 * len(shortest)), squeeze=False, layout="constrained"
-    )
-    for line, (problem, length) in zip(axes, shortest.items(), strict=True):
-        for run in found[(found["problem"] == problem) & (found["length"] == length)].to_dict("records"):
-            metrics = pd.read_csv(Path(run["folder"]) / "metrics.csv")
-            color, label = kinds[run["pair"]]
-            for ax, name in zip(line, CURVES, strict=True):
-                ax.plot(metrics["epoch"], metrics[name], color=color, label=label, lw=1, alpha=0.8)
-        for ax, (name, said) in zip(line, CURVES.items(), strict=True):
-            ax.set(ylabel=said, xlabel="iteration")
-            if name in ("train_loss", "damping"):
-                ax.set_yscale("log")
-            if name == "ratio":
-                ax.set_ylim(-0.5, 2)
-                for threshold in (0.25, 0.75):
-                    ax.axhline(threshold, color="0.6", lw=0.8, ls=":")
-        line[0].set_title(f"{PROBLEM_TITLES[problem]}, T = {length}", fontsize="medium", loc="left")
-    legend_beside(figure)
-    write_figure(figure, path)
+    with panels(path, len(shortest), len(CURVES), size=(14, 0.6 + 2.6 * len(shortest))) as (_, axes):
+        for line, (problem, length) in zip(axes, shortest.items(), strict=True):
+            for run in found[(found["problem"] == problem) & (found["length"] == length)].to_dict("records"):
+                metrics = pd.read_csv(Path(run["folder"]) / "metrics.csv")
+                color, label = kinds[run["pair"]]
+                for ax, name in zip(line, CURVES, strict=True):
+                    ax.plot(metrics["epoch"], metrics[name], color=color, label=label, lw=1, alpha=0.8)
+            for ax, (name, said) in zip(line, CURVES.items(), strict=True):
+                ax.set(ylabel=said, xlabel="iteration")
+                if name in ("train_loss", "damping"):
+                    ax.set_yscale("log")
+                if name == "ratio":
+                    ax.set_ylim(-0.5, 2)
+                    for threshold in (0.25, 0.75):
+                        ax.axhline(threshold, color="0.6", lw=0.8, ls=":")
+            line[0].set_title(f"{PROBLEM_TITLES[problem]}, T = {length}", fontsize="medium", loc="left")
 
 
 # The command
@@ -198,8 +183,8 @@ def report(options: argparse.Namespace) -> None:
         logger.warning("no finished run of the pathological problems under %s", root)
         return
     table = tabulate(runs)
-    print(markdown(table))
-    write_whole(root / "pathological.md", (markdown(table) + "\n").encode())
+    print(markdown(in_columns(table)))
+    write_whole(root / "pathological.md", (markdown(in_columns(table)) + "\n").encode())
     write_whole(root / "pathological.csv", table.to_csv(index=False).encode())
     draw(runs, options.seconds, root / "pathological.png")
     draw_damping(runs, root / "damping.png")

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,14 +28,11 @@ from torch import Tensor, nn
 
 import hbnode
 from hbnode.nn.recurrent import parameter_groups
-from tasks.common.batches import Samples
-from tasks.common.config import option, parse
+from tasks.common.config import option
 from tasks.common.files import exit_on
-from tasks.common.run import Run, count_parameters
-from tasks.common.sweep import sweep
-from tasks.common.train import evaluate, fit
-from tasks.data.digits import read_digits
-from tasks.data.mnist import read_mnist
+from tasks.common.run import Run, command, count_parameters
+from tasks.common.train import Samples, accuracy, evaluate, fit
+from tasks.data.images import read_digits, read_mnist
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RecurrentConfig, RuleOptions, title
 
 READ = {"mnist": read_mnist, "digits": read_digits}
@@ -82,19 +79,15 @@ ORTHOGONAL: dict[int, dict[str, RuleOptions]] = {
 class PixelMnistConfig(RecurrentConfig):
     """Options of pixel MNIST."""
 
-    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
-    positive: ClassVar[tuple[str, ...]] = (*RecurrentConfig.positive, "orthogonal_lr")
+    models = (*VARIANTS, OSCILLATORS)
+    positive = "orthogonal_lr"
 
     dataset: str = option("mnist", "which images", tuple(READ))
     permuted: bool = option(False, "read the pixels in a fixed random order")
-    side: int | None = option(
-        None, "pixels on an edge, to which images are averaged down; none: 14 of mnist, 8 of digits"
-    )
+    side: int | None = option(None, "pixels on an edge, averaged down; none: 14 of mnist, 8 of digits")
     train_size: int = option(10_000, "train on the first N images only; 0 is all of them")
     test_size: int = option(2_000, "validate and test on the first N images only; 0 is all of them")
-    epochs: int = option(20, "passes over the training images", may_change=True)
     batch_size: int = option(128, "images in a step")
-    lr: float = option(1e-3, "RMSprop's learning rate")
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     hidden: int = option(128, "size of h")
     orthogonal_lr: float = option(2e-4, "learning rate of DTRIV's orthogonal weight")
@@ -126,26 +119,19 @@ class PixelMnistConfig(RecurrentConfig):
         return PixelClassifier(self.make_layer(1, self.rules(), batch_first=True), self.hidden)
 
 
-WHOLE = {"dataset": "mnist", "side": 28, "train_size": 0, "test_size": 0, "epochs": 150}
-
-
-def _dtriv(permuted: bool, hidden: int, rebase: int, lr: float, orthogonal_lr: float) -> dict[str, object]:
-    """A line of table 6's lower half; K = infinity is rebase 0."""
-    line = {"hidden": hidden, "rebase": rebase, "lr": lr, "orthogonal_lr": orthogonal_lr}
-    return WHOLE | {"permuted": permuted, "cell": "dtriv"} | line
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "mnist-128": WHOLE | {"permuted": False, "hidden": 128},
-    "mnist-256": WHOLE | {"permuted": False, "hidden": 256},
-    "pmnist-128": WHOLE | {"permuted": True, "hidden": 128},
-    "pmnist-256": WHOLE | {"permuted": True, "hidden": 256},
-    "mnist-dtriv-170": _dtriv(False, 170, 1, 1e-3, 1e-4),
-    "mnist-dtriv-360": _dtriv(False, 360, 0, 5e-4, 1e-4),
-    "mnist-dtriv-512": _dtriv(False, 512, 100, 5e-4, 1e-4),
-    "pmnist-dtriv-170": _dtriv(True, 170, 1, 7e-4, 2e-4),
-    "pmnist-dtriv-360": _dtriv(True, 360, 0, 7e-4, 5e-5),
-    "pmnist-dtriv-512": _dtriv(True, 512, 0, 3e-4, 7e-5),
+WHOLE = "--dataset mnist --side 28 --train-size 0 --test-size 0 --epochs 150"
+_DTRIV = f"{WHOLE} --cell dtriv"  # table 6's lower half; K = infinity is rebase 0
+PRESETS = {
+    "mnist-128": f"{WHOLE} --hidden 128",
+    "mnist-256": f"{WHOLE} --hidden 256",
+    "pmnist-128": f"{WHOLE} --permuted --hidden 128",
+    "pmnist-256": f"{WHOLE} --permuted --hidden 256",
+    "mnist-dtriv-170": f"{_DTRIV} --hidden 170 --rebase 1 --lr 1e-3 --orthogonal-lr 1e-4",
+    "mnist-dtriv-360": f"{_DTRIV} --hidden 360 --lr 5e-4 --orthogonal-lr 1e-4",
+    "mnist-dtriv-512": f"{_DTRIV} --hidden 512 --rebase 100 --lr 5e-4 --orthogonal-lr 1e-4",
+    "pmnist-dtriv-170": f"{_DTRIV} --permuted --hidden 170 --rebase 1 --lr 7e-4 --orthogonal-lr 2e-4",
+    "pmnist-dtriv-360": f"{_DTRIV} --permuted --hidden 360 --lr 7e-4 --orthogonal-lr 5e-5",
+    "pmnist-dtriv-512": f"{_DTRIV} --permuted --hidden 512 --lr 3e-4 --orthogonal-lr 7e-5",
 }
 
 
@@ -200,7 +186,7 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     """The mean cross-entropy of a batch, and the accuracy."""
     x, y = batch
     logits = model(x)
-    return nn.functional.cross_entropy(logits, y), {"accuracy": (logits.argmax(1) == y).float().mean().item()}
+    return nn.functional.cross_entropy(logits, y), accuracy(logits, y)
 
 
 def make_optimizer(model: nn.Module, config: PixelMnistConfig) -> torch.optim.Optimizer:
@@ -262,9 +248,7 @@ def train(config: PixelMnistConfig) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PixelMnistConfig, PRESETS, __doc__, argv), train)
+main = command(PixelMnistConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -34,21 +34,19 @@ window is a forecast. Of the baselines, which have no encoder, every prediction 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import MODELS, SCHEDULES, SECOND_ORDER, make_field, option, parse
-from tasks.common.figures import legend_beside
-from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import evaluate, fit
+from tasks.common.config import MODELS, SCHEDULES, SECOND_ORDER, make_field, option
+from tasks.common.figures import panels
+from tasks.common.files import exit_on
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, evaluate, fit
 from tasks.data import f16
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
 from tasks.models.oscillating import TITLES, NoisyForecaster, NoisyOscillators, RowForecaster
@@ -60,11 +58,7 @@ HORIZON = 8  # rows that it forecasts, from the stamp after them on
 DROPPED = 100  # rows at the end, in the paper's protocol
 PERIOD = f16.PERIOD
 # 80 phases between two of them: 65 stamps are 72 rows, and 8 are forecast
-PHASES = {
-    "train": (0, 3976),
-    "validation": (4056, 6044),
-    "test": (6124, 8112),
-}
+PHASES = {"train": (0, 3976), "validation": (4056, 6044), "test": (6124, 8112)}
 XI = 0.01  # at first, in 1/row^2: h swings at 400 sqrt(XI) / 2 pi = 6 Hz, where the record has its power; ln 2: 53 Hz
 PARAMETERS = 16_000  # of a baseline: about as many as the models have
 FREQUENCY = (0.004, 0.05)  # of oscillators at first, in cycles a row: 1.6 to 20 Hz
@@ -87,7 +81,7 @@ SIZES = {
 class PlaneVibrationConfig(IrregularSeriesConfig):
     """Options of plane vibration."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys((*MODELS, *BASELINES, *OSCILLATORS)))
+    models = tuple(dict.fromkeys((*MODELS, *BASELINES, *OSCILLATORS)))
     epochs: int = option(50, "passes over the training segments", may_change=True)
     schedule: str = option("cosine", "learning rate, as for the other tasks", SCHEDULES)
     clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
@@ -96,15 +90,7 @@ class PlaneVibrationConfig(IrregularSeriesConfig):
     data: str = option("auto", "the F-16's, a generated structure's, or the first if it is there", f16.SOURCES)
 
 
-PRESETS = {
-    "paper": {
-        "protocol": "paper",
-        "tol": 1e-7,
-        "solver": "torchdiffeq",
-        "adjoint_norm": "full",
-        "epochs": 500,
-    }
-}
+PRESETS = {"paper": "--protocol paper --tol 1e-07 --solver torchdiffeq --adjoint-norm full --epochs 500"}
 
 
 # Data
@@ -344,34 +330,26 @@ def train(config: PlaneVibrationConfig) -> None:
 
 def draw_forecasts(forecast: Tensor, splits: Splits, title: str, folder: Path) -> None:
     """Draw the accelerations of four test segments, measured and forecast, in ``forecast.png``."""
-    import matplotlib.pyplot as plt
-
     x, t, target = splits.batches["test"]
-    chosen = torch.linspace(0, len(x) - 1, 4).long().tolist()
     scale, shift = splits.deviation.float(), splits.mean.float()
-    figure, axes = plt.subplots(3, 4, figsize=(15, 7), sharex=True, sharey="row", layout="constrained")
-    for column, segment in enumerate(chosen):
-        now = t[segment, -1]
-        ahead = torch.arange(HORIZON) / f16.RATE
-        past = (t[segment, WINDOW - 24 : WINDOW] - now) / f16.RATE
-        for ax, channel in zip(axes[:, column], (2, 3, 4), strict=True):
-            parts = (x[segment, -24:], target[segment], forecast[segment])
-            seen, measured, guessed = (part[:, channel] * scale[channel] + shift[channel] for part in parts)
-            ax.plot(past, seen, "o", color="0.6", ms=3, label="samples")
-            ax.plot(ahead, measured, "o-", color="0.2", ms=3, lw=1, label="measured")
-            ax.plot(ahead, guessed, "x--", color="C3", ms=4, lw=1, label="forecast")
-        axes[0, column].set_title(f"segment {segment}", fontsize="medium")
-        axes[-1, column].set_xlabel("time in s")
-    for ax, channel in zip(axes[:, 0], (2, 3, 4), strict=True):
-        ax.set_ylabel(COLUMNS[channel])
-    legend_beside(figure)
-    figure.suptitle(f"{title}; accelerations in the unit of the data")
-    write_figure(figure, folder / "forecast.png")
+    title = f"{title}; accelerations in the unit of the data"
+    with panels(folder / "forecast.png", 3, 4, size=(15, 7), title=title, sharex=True, sharey="row") as (_, axes):
+        for column, segment in zip(axes.T, torch.linspace(0, len(x) - 1, 4).long().tolist(), strict=True):
+            past = (t[segment, WINDOW - 24 : WINDOW] - t[segment, -1]) / f16.RATE
+            ahead = torch.arange(HORIZON) / f16.RATE
+            for ax, channel in zip(column, (2, 3, 4), strict=True):
+                parts = (x[segment, -24:], target[segment], forecast[segment])
+                seen, measured, guessed = (part[:, channel] * scale[channel] + shift[channel] for part in parts)
+                ax.plot(past, seen, "o", color="0.6", ms=3, label="samples")
+                ax.plot(ahead, measured, "o-", color="0.2", ms=3, lw=1, label="measured")
+                ax.plot(ahead, guessed, "x--", color="C3", ms=4, lw=1, label="forecast")
+            column[0].set_title(f"segment {segment}", fontsize="medium")
+            column[-1].set_xlabel("time in s")
+        for ax, channel in zip(axes[:, 0], (2, 3, 4), strict=True):
+            ax.set_ylabel(COLUMNS[channel])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PlaneVibrationConfig, PRESETS, __doc__, argv), train)
+main = command(PlaneVibrationConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

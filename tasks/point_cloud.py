@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option, parse
-from tasks.common.files import write_figure, written_whole
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.config import SECOND_ORDER, ODEConfig, make_field, option
+from tasks.common.figures import panels
+from tasks.common.files import written_whole
+from tasks.common.run import Run, command
+from tasks.common.train import Samples, fit
 
 FRAMES = 41  # of the animation; the figure shows six of them
 HIDDEN = {"node": 20, "anode": 20, "sonode": 13, "hbnode": 14, "ghbnode": 14}
@@ -45,7 +43,7 @@ class PointCloudConfig(ODEConfig):
     animate: bool = option(False, "draw the evolution as a GIF too", may_change=True)
 
 
-PRESETS = {"paper": {"tol": 1e-7, "solver": "torchdiffeq", "adjoint_norm": "full"}}
+PRESETS = {"paper": "--tol 1e-07 --solver torchdiffeq --adjoint-norm full"}
 
 
 def make_cloud(seed: int) -> tuple[Tensor, Tensor]:
@@ -115,11 +113,10 @@ def draw_evolution(model: Separator, points: Tensor, targets: Tensor, folder: Pa
         ax.set_title(f"t = {times[index]:.2f}", fontsize="medium")
         ax.tick_params(labelsize="x-small")
 
-    figure, axes = plt.subplots(1, 6, figsize=(15, 3), subplot_kw=space, layout="constrained")
-    for ax, index in zip(axes, range(0, FRAMES, FRAMES // 5), strict=True):
-        scatter(ax, index)
-    figure.suptitle(title)
-    write_figure(figure, folder / "evolution.png")
+    size = (15, 3)
+    with panels(folder / "evolution.png", 1, 6, size=size, title=title, legend=False, subplot_kw=space) as (_, axes):
+        for ax, index in zip(axes[0], range(0, FRAMES, FRAMES // 5), strict=True):
+            scatter(ax, index)
     if animate:
         figure, ax = plt.subplots(figsize=(4, 4), subplot_kw=space)
         movie = FuncAnimation(figure, lambda index: scatter(ax, index), frames=FRAMES)
@@ -142,9 +139,7 @@ def train(config: PointCloudConfig) -> None:
     run.finish(model, separates=run.rows[-1]["train_accuracy"] == 1)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PointCloudConfig, PRESETS, __doc__, argv), train)
+main = command(PointCloudConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

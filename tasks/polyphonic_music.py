@@ -21,20 +21,17 @@ those of MNIST in table 7 of the MomentumRNN paper, not tuned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Sequence
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import Samples
-from tasks.common.config import option, parse
+from tasks.common.config import option
 from tasks.common.figures import draw_maps
 from tasks.common.files import exit_on
-from tasks.common.optimizers import Objective
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit_and_test
+from tasks.common.run import Run, command
+from tasks.common.train import Objective, Outputs, Samples, fit_and_test
 from tasks.data.polyphonic import NAMES, NOTES, read_polyphonic
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import RuleOptions
@@ -57,10 +54,7 @@ PUBLISHED = {
 class PolyphonicConfig(NextStepConfig):
     """Options of polyphonic music."""
 
-    settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
-        "hf": {"batch_size": 500, "curvature_size": 50},
-        "": {"batch_size": 16},
-    }
+    settings: ClassVar = {"hf": {"batch_size": 500, "curvature_size": 50}, "": {"batch_size": 16}}
 
     epochs: int = option(100, "passes over the training pieces", may_change=True)
     lr: float = option(3e-3, "learning rate, but of hf")
@@ -97,9 +91,7 @@ class NextNotes(Objective):
 
     loss = "bce"
 
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Logits, the notes, and what structural damping acts on; padding is sure of its silence."""
         x, targets = trimmed(batch)
         valid = is_predicted(batch[1], x.shape[1])[..., None]
@@ -174,12 +166,7 @@ def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run, steps:
     draw_maps(panels, extent, name, run.folder / "prediction.png", **labels, cmap="Greys", vmin=0, vmax=1)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(PolyphonicConfig, PRESETS, __doc__, argv), train)
-
-
-PRESETS: dict[str, dict[str, object]] = {}
+main = command(PolyphonicConfig, {}, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tasks.common.batches import Piece, Samples
 from tasks.common.config import option, parse
-from tasks.common.run import Run
-from tasks.common.sweep import run_side_by_side
-from tasks.common.train import Trainer, evaluate, require_finite
+from tasks.common.run import Run, run_side_by_side
+from tasks.common.train import Piece, Samples, Trainer, accuracy, evaluate, require_finite
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES, ContenderConfig
 from tasks.recall_table import best_rate, report
@@ -48,9 +45,7 @@ VALIDATION_SEED, TEST_SEED = 2**62, 2**62 + 1  # which no training data has
 class RecallConfig(ContenderConfig):
     """Options of recall; an epoch is some fresh batches."""
 
-    positive: ClassVar[tuple[str, ...]] = (
-        *(*ContenderConfig.positive, "iterations", "test_size", "most", "keys", "values", "times"),
-    )
+    positive = "iterations test_size most keys values times"
 
     model: str = option("all", "one of {models}, several with commas between, or all")
     kind: str = option("once", f"one of {', '.join(KINDS)}, several with commas between, or all")
@@ -67,7 +62,7 @@ class RecallConfig(ContenderConfig):
     layers: int = option(2, "layers")
     feedforward: int = option(64, "hidden units of a layer's network")
     equal: str = option("state", "what the contenders share besides parameters", ("heads", "state"))
-    most: int = option(16, "most pairs in training, of which also a half, a quarter and an eighth are trained on")
+    most: int = option(16, "most pairs in training, which also has a half, a quarter and an eighth of them", least=8)
     keys: int = option(32, "different keys")
     values: int = option(32, "different values")
     times: int = option(2, "how often a key is bound where it is bound again; twice as often where there is noise")
@@ -93,8 +88,6 @@ class RecallConfig(ContenderConfig):
         super().check()
         if not all(0 < rate < math.inf for rate in self.learning_rates()):
             raise ValueError(f"--rates must be positive, got {self.rates}")
-        if self.most < 8:
-            raise ValueError(f"--most must be 8 or more, got {self.most}")
         for kind in self.kinds():
             dataclasses.replace(self, kind=kind).tested()
 
@@ -121,20 +114,10 @@ class RecallConfig(ContenderConfig):
         return Bindings(pairs, length, self.keys, self.values, times, changing, noise)
 
 
-PRESETS: Mapping[str, Mapping[str, object]] = {
-    "table": {"kind": "all", "rates": "1e-3,3.16e-3,1e-2,3.16e-2"},
-    "zoology": {
-        "most": 64,
-        "keys": 4096,
-        "values": 4096,
-        "d_model": 128,
-        "feedforward": 512,
-        "batch_size": 256,
-        "iterations": 400,
-        "epochs": 64,
-        "rates": "1e-3,3.16e-3,1e-2,3.16e-2",
-        "test_size": 1000,
-    },
+PRESETS = {
+    "table": "--kind all --rates 1e-3,3.16e-3,1e-2,3.16e-2",
+    "zoology": "--most 64 --keys 4096 --values 4096 --d-model 128 --feedforward 512 --batch-size 256 --iterations 400 "
+    "--epochs 64 --rates 1e-3,3.16e-3,1e-2,3.16e-2 --test-size 1000",
 }
 
 
@@ -181,10 +164,9 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     tokens, targets, *stale = batch
     asked = targets != IGNORED
     scores, wanted = model(tokens)[asked], targets[asked]
-    answers = scores.argmax(1)
-    shares = {"accuracy": (answers == wanted).float().mean().item()}
+    shares = accuracy(scores, wanted)
     if stale:
-        shares["stale"] = (answers == stale[0][asked]).float().mean().item()
+        shares["stale"] = accuracy(scores, stale[0][asked])["accuracy"]
     return nn.functional.cross_entropy(scores, wanted), shares
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from tasks.common.figures import legend_beside, line_style
-from tasks.common.files import read_json, write_figure, write_whole
+from tasks.common.figures import line_style, panels
+from tasks.common.files import read_json, write_whole
 from tasks.data.recall import IGNORED, Bindings
 from tasks.models.contenders import TITLES
 
@@ -93,34 +93,31 @@ def draw(table: pd.DataFrame, path: Path) -> None:
 
     The range over the seeds is shaded; lines of contenders of unequal state are broken.
     """
-    import matplotlib.pyplot as plt
-
     right = table[table["share"] == "accuracy"]
     kinds = [kind for kind in AXES if kind in set(right["kind"])]
-    figure, axes = plt.subplots(1, len(kinds), figsize=(2 + 4 * len(kinds), 4), squeeze=False, layout="constrained")
-    for ax, kind in zip(axes[0], kinds, strict=True):
-        found, name = right[right["kind"] == kind], AXES[kind]
-        most = found["pairs"].max()
-        if kind == "noisy":
-            found = found[found["pairs"] == most]
-        for (model, equal), line in found.groupby(["model", "equal"], observed=True):
-            place = list(TITLES).index(model)
-            style = line_style(place, len(TITLES), len(line)) | {"color": f"C{place}"}
-            label = TITLES[model] + (", equal heads" if equal == "heads" else "")
-            ax.plot(line[name], line["mean"], "--" if equal == "heads" else "-", label=label, **style)
-            ax.fill_between(line[name], line["least"], line["largest"], color=f"C{place}", alpha=0.12, lw=0)
-        if kind == "noisy":
-            counting = found.drop_duplicates("noise")
-            ax.plot(counting["noise"], counting["counting"], ":", color="0.4", label="counting")
-            ax.set(title=f"noisy, {most} pairs", xlabel="chance of a wrong value")
-        else:
-            ticks = sorted(set(found["pairs"]))
-            ax.set_xscale("log", base=2)
-            ax.set_xticks(ticks, map(str, ticks))
-            ax.set(title=f"bound {kind}", xlabel="pairs")
-        ax.set(ylabel="answers right" if ax is axes[0][0] else "", ylim=(-0.02, 1.02))
-    legend_beside(figure)
-    write_figure(figure, path)
+    with panels(path, 1, len(kinds), size=(2 + 4 * len(kinds), 4)) as (_, axes):
+        for ax, kind in zip(axes[0], kinds, strict=True):
+            found, name = right[right["kind"] == kind], AXES[kind]
+            most = found["pairs"].max()
+            if kind == "noisy":
+                found = found[found["pairs"] == most]
+            for (model, equal), line in found.groupby(["model", "equal"], observed=True):
+                place = list(TITLES).index(model)
+                style = line_style(place, len(TITLES), len(line)) | {"color": f"C{place}"}
+                label = TITLES[model] + (", equal heads" if equal == "heads" else "")
+                ax.plot(line[name], line["mean"], "--" if equal == "heads" else "-", label=label, **style)
+                ax.fill_between(line[name], line["least"], line["largest"], color=f"C{place}", alpha=0.12, lw=0)
+            if kind == "noisy":
+                counting = found.drop_duplicates("noise")
+                ax.plot(counting["noise"], counting["counting"], ":", color="0.4", label="counting")
+                ax.set(title=f"noisy, {most} pairs", xlabel="chance of a wrong value")
+            else:
+                ticks = sorted(set(found["pairs"]))
+                ax.set_xscale("log", base=2)
+                ax.set_xticks(ticks, map(str, ticks))
+                ax.set(title=f"bound {kind}", xlabel="pairs")
+            ax.set_ylim(-0.02, 1.02)
+        axes[0, 0].set_ylabel("answers right")
 
 
 def report(root: Path) -> None:

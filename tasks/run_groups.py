@@ -50,33 +50,28 @@ def recurrent(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: title(name, str(config["cell"])) for name in (*VARIANTS, OSCILLATORS)}
 
 
-def same(names: Mapping[str, str]) -> Titles:
-    """Return titles that depend on no option."""
-    return lambda config: names
-
-
 # For each task what it is judged by, and what its models are called, in the order of tables.
-EXPERIMENTS: dict[str, tuple[str, Titles]] = {
+EXPERIMENTS: dict[str, tuple[str, Titles | Mapping[str, str]]] = {
     "adding": ("test_loss", recurrent),
     "bouncing_balls": ("test_kl", recurrent),
-    "classification": ("validation_accuracy", same(CLASSIFIERS)),
+    "classification": ("validation_accuracy", CLASSIFIERS),
     "copying": ("test_loss", recurrent),
-    "density": ("test_loss", same(DENSITIES)),
+    "density": ("test_loss", DENSITIES),
     "image_classification": ("test_accuracy", fields),
-    "image_generation": ("test_bits_per_dim", same(CONTENDERS)),
+    "image_generation": ("test_bits_per_dim", CONTENDERS),
     "language_model": ("validation_perplexity", recurrent),
-    "latent_sde": ("test_loss", same({**LATENT_SDES, "kalman": OSCILLATING["kalman"]})),
-    "lra": ("validation_accuracy", same(CONTENDERS)),
-    "pathological": ("test_error", same(SEQUENCE_MODELS)),
+    "latent_sde": ("test_loss", {**LATENT_SDES, "kalman": OSCILLATING["kalman"]}),
+    "lra": ("validation_accuracy", CONTENDERS),
+    "pathological": ("test_error", SEQUENCE_MODELS),
     "pixel_mnist": ("validation_accuracy", recurrent),
     "plane_vibration": ("validation_forecast_mse", fields),
     "point_cloud": ("train_loss", fields),
     "polyphonic_music": ("validation_nll", recurrent),
-    "recall": ("validation_accuracy", same(CONTENDERS)),
+    "recall": ("validation_accuracy", CONTENDERS),
     "silverbox": ("validation_loss", fields),
     "speech": ("validation_mse", recurrent),
-    "transformer_copy": ("test_accuracy", same(CONTENDERS)),
-    "translation": ("validation_bleu", same(CONTENDERS)),
+    "transformer_copy": ("test_accuracy", CONTENDERS),
+    "translation": ("validation_bleu", CONTENDERS),
     "walker2d": ("validation_loss", fields),
 }
 
@@ -87,7 +82,7 @@ class Group:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.metric, titles = EXPERIMENTS[config["task"]]
-        names = titles(config)
+        names = titles(config) if callable(titles) else titles
         self.place = list(names).index(self.model)
         self.title, self.color = names[self.model], f"C{self.place}"
         self.label = self.title  # with the options in which it differs from other groups, see tell_apart

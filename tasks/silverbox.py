@@ -20,21 +20,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option, parse
-from tasks.common.figures import legend_beside
-from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run, count_parameters
-from tasks.common.sweep import sweep
-from tasks.common.train import fit
+from tasks.common.config import GRADIENTS, MODELS, SCHEDULES, SECOND_ORDER, ODEConfig, make_field, option
+from tasks.common.figures import panels
+from tasks.common.files import exit_on
+from tasks.common.run import Run, command, count_parameters
+from tasks.common.train import Samples, fit
 from tasks.data.silverbox import SETS, START, read_silverbox
 
 FINE = 8  # points a sample of the interpolated input
@@ -46,8 +44,8 @@ HIDDEN = {"node": 20, "anode": 13, "sonode": 16, "hbnode": 20, "ghbnode": 20}
 class SilverboxConfig(ODEConfig):
     """Options of the Silverbox."""
 
-    models: ClassVar[tuple[str, ...]] = (*MODELS, OSCILLATORS)
-    positive: ClassVar[tuple[str, ...]] = (*ODEConfig.positive, "window", "past", "stride", "validation")
+    models = (*MODELS, OSCILLATORS)
+    positive = "window past stride validation"
 
     epochs: int = option(60, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
@@ -280,32 +278,21 @@ def draw_simulation(
     simulated: Tensor, measured: Tensor, part: int, name: str, errors: Mapping[str, float], folder: Path
 ) -> None:
     """Draw V2 of the arrow and the error of its simulation over it, in ``simulation.png``."""
-    import matplotlib.pyplot as plt
-
     seconds = torch.arange(START, START + len(measured)) / 610.35
-    figure, ax = plt.subplots(figsize=(11.5, 3.6), layout="constrained")
-    ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
-    error = (1000 * (simulated - measured)).clamp(-400, 400)
-    ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
-    ax.axvline(seconds[part - 1].item(), color="0.3", lw=0.8, ls=":")
-    figures = ", ".join(
-        f"{text} {rmse_mV:.2f}" if math.isfinite(rmse_mV) else f"{text} diverged"
-        for text, rmse_mV in (
-            ("up to the dotted line", errors["arrow_no_extrapolation_rmse_mV"]),
-            ("all of it", errors["arrow_full_rmse_mV"]),
-            ("multisine", errors["multisine_rmse_mV"]),
-        )
-    )
-    ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))
-    ax.set_title(f"{name.upper() if name in MODELS else name} on the arrow. RMSE in mV: {figures}", fontsize="medium")
-    for line in legend_beside(figure).get_lines():
-        line.set_linewidth(2)
-    write_figure(figure, folder / "simulation.png")
+    texts = {"arrow_no_extrapolation": "up to the dotted line", "arrow_full": "all of it", "multisine": "multisine"}
+    values = {text: errors[f"{record}_rmse_mV"] for record, text in texts.items()}
+    said = ", ".join(f"{text} {f'{x:.2f}' if math.isfinite(x) else 'diverged'}" for text, x in values.items())
+    title = f"{name.upper() if name in MODELS else name} on the arrow. RMSE in mV: {said}"
+    with panels(folder / "simulation.png", size=(11.5, 3.6), title=title) as (_, axes):
+        ax = axes[0, 0]
+        ax.plot(seconds, 1000 * measured, color="0.7", lw=0.4, label="V2 measured")
+        error = (1000 * (simulated - measured)).clamp(-400, 400)
+        ax.plot(seconds, error, color="C3", lw=0.4, label="simulated - measured")
+        ax.axvline(seconds[part - 1].item(), color="0.3", lw=0.8, ls=":")
+        ax.set(xlabel="time in s", ylabel="mV", xlim=(0, seconds[-1].item()))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(SilverboxConfig, {}, __doc__, argv), identify)
+main = command(SilverboxConfig, {}, __doc__, identify)
 
 
 if __name__ == "__main__":

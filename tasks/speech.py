@@ -12,7 +12,7 @@ it. Yardsticks: the last frame, repeated, and the mean frame of training.
 
 --features mfcc: 13 mel-frequency cepstral coefficients with their slopes and the slopes of these, 39 features, as in
 section 3.3 of the supplement to Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free
-Optimization (2011), which says no more of them than their number; see tasks/data/mfcc.py. Each is standardised by its
+Optimization (2011), which says no more of them than their number; see tasks/data/speech.py. Each is standardised by its
 mean and deviation over the training frames, so that the mean frame has an error of about 1. The slopes of a frame are
 computed from up to four frames after it, so a part of the next frame is known: no error here compares with one of
 spectra.
@@ -38,23 +38,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
-from tasks.common.config import option, parse
+from tasks.common.config import option
 from tasks.common.figures import draw_maps
 from tasks.common.files import exit_on
-from tasks.common.optimizers import Objective
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import fit_and_test
-from tasks.data.mfcc import FEATURES, mfcc
-from tasks.data.speech import BINS, HOP, RATE, SOURCES, log_spectra, read_speech
+from tasks.common.run import Run, command
+from tasks.common.train import Objective, Outputs, Samples, fit_and_test
+from tasks.data.speech import BINS, FEATURES, HOP, RATE, SOURCES, log_spectra, mfcc, read_speech
 from tasks.models.next_step import NextStep, NextStepConfig, as_batch, is_predicted
 from tasks.models.recurrent import OSCILLATORS, VARIANTS, RuleOptions
 
@@ -76,16 +71,13 @@ RMSPROP_ALPHA = 0.99  # torch's default, which the authors' DTRIVs are trained w
 class SpeechConfig(NextStepConfig):
     """Options of speech."""
 
-    models: ClassVar[tuple[str, ...]] = (*VARIANTS, OSCILLATORS)
-    settings: ClassVar[Mapping[str, Mapping[str, int]]] = {
-        "hf": {"batch_size": 600, "curvature_size": 150},
-        "": {"batch_size": 32},
-    }
+    models = (*VARIANTS, OSCILLATORS)
+    settings: ClassVar = {"hf": {"batch_size": 600, "curvature_size": 150}, "": {"batch_size": 32}}
 
     epochs: int = option(50, "passes over the training recordings", may_change=True)
     lr: float = option(3e-3, "learning rate, but of hf; the paper's 1e-4 is for 700 epochs of a larger set")
     hidden: int = option(84, "size of h")
-    forget_bias: float = option(-4.0, "bias of an LSTM's forget gate at first, each of the two", is_signed=True)
+    forget_bias: float = option(-4.0, "bias of an LSTM's forget gate at first, each of the two", least=None)
     data: str = option("auto", "recordings; auto is the digits if they are there", SOURCES)
     features: str = option("spectra", "log-magnitudes, or cepstra and their slopes", tuple(COMPUTE))
     timit: str = option("", "folder of TIMIT; empty is HBNODE_DATA/timit", may_change=True)
@@ -96,9 +88,9 @@ class SpeechConfig(NextStepConfig):
     init: str = option("henaff", "how a DTRIV's orthogonal weight starts", ("cayley", "henaff"))
 
 
-_TIMIT = {"data": "timit", "epochs": 700}
-PRESETS = {f"timit-{hidden}": {**_TIMIT, "hidden": hidden, "lr": 1e-4} for hidden in (84, 120, 158)} | {
-    f"timit-dtriv-{hidden}": {**_TIMIT, "cell": "dtriv", "hidden": hidden, "lr": 1e-3, "batch_size": 128, "clip": 1.0}
+_TIMIT = "--data timit --epochs 700"
+PRESETS = {f"timit-{hidden}": f"{_TIMIT} --hidden {hidden} --lr 1e-4" for hidden in (84, 120, 158)} | {
+    f"timit-dtriv-{hidden}": f"{_TIMIT} --cell dtriv --hidden {hidden} --lr 1e-3 --batch-size 128 --clip 1"
     for hidden in (224, 322)
 }
 
@@ -159,9 +151,7 @@ class FrameError(Objective):
         """See :func:`frame_loss`."""
         return frame_loss(model, batch)
 
-    def outputs(
-        self, model: nn.Module, batch: Samples, *, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
         """Predictions, the frames, and what structural damping acts on; padding is predicted without an error."""
         x, lengths, _ = batch
         x = x[:, : int(lengths.max()) + 1]
@@ -226,9 +216,7 @@ def draw_prediction(model: nn.Module, test: Samples, name: str, run: Run) -> Non
         draw_maps(panels, (0, seconds, 0, FEATURES), name, path, **colors)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(SpeechConfig, PRESETS, __doc__, argv), train)
+main = command(SpeechConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -16,76 +16,37 @@ well: contenders that keep one matrix for each head then have half the heads, of
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
-from tasks.common.batches import FreshData, Piece, Samples, ShuffledBatches, epoch_generator
-from tasks.common.config import option, parse
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
-from tasks.data.transformer_copy import doubled, is_copied
+from tasks.common.config import option
+from tasks.common.run import Run, command
+from tasks.common.train import Batches, Samples, Trainer, accuracy, evaluate, fresh_data
+from tasks.data.recall import doubled, is_copied
 from tasks.models.contenders import TITLES, ContenderConfig
-
-TEST_SEED = 2**62  # which no training data has
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyConfig(ContenderConfig):
     """Options of the copy task; an epoch is some fresh batches."""
 
-    positive: ClassVar[tuple[str, ...]] = (*ContenderConfig.positive, "iterations", "test_size", "symbols")
+    positive = "iterations test_size symbols"
 
     epochs: int = option(20, "epochs, each of --iterations batches", may_change=True)
     iterations: int = option(150, "batches in an epoch")
     batch_size: int = option(32, "sequences in a step")
-    lr: float = option(1e-3, "RAdam's learning rate")
     drop_after: int = option(2500, "steps after which the learning rate is a tenth; 0: never")
     layers: int = option(2, "layers")
-    length: int = option(48, "symbols of a sequence")
+    length: int = option(48, "symbols of a sequence", least=8)
     symbols: int = option(10, "different symbols, the separator not counted")
     test_size: int = option(500, "test sequences")
 
-    def check(self) -> None:
-        """Refuse what no run can have."""
-        super().check()
-        if self.length < 8:
-            raise ValueError(f"--length must be 8 or more, got {self.length}")
-
 
 PRESETS = {
-    "paper": {
-        "length": 128,
-        "d_model": 256,
-        "heads": 8,
-        "layers": 4,
-        "feedforward": 1024,
-        "dropout": 0.1,
-        "batch_size": 64,
-        "drop_after": 3000,
-        "iterations": 200,
-        "epochs": 30,
-    }
+    "paper": "--length 128 --d-model 256 --heads 8 --layers 4 --feedforward 1024 --dropout 0.1 --batch-size 64 "
+    "--drop-after 3000 --iterations 200 --epochs 30"
 }
-
-
-class DroppedRate(ShuffledBatches):
-    """Batches of which those after some steps are trained on at a tenth of the learning rate."""
-
-    def __init__(self, run: Run, train: FreshData, after: int) -> None:
-        super().__init__(run, train)
-        self.after = after
-
-    @override
-    def piece(self, epoch: int, start: int) -> Piece:
-        piece = super().piece(epoch, start)
-        dropped = 0 < self.after <= epoch * self.per_epoch + start
-        return piece._replace(rate=0.1) if dropped else piece
 
 
 def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
@@ -93,8 +54,12 @@ def cross_entropy(model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, f
     tokens, sizes = batch
     wanted = is_copied(sizes, tokens.shape[1])[:, 1:]
     scores, targets = model(tokens[:, :-1])[wanted], tokens[:, 1:][wanted]
-    accuracy = (scores.argmax(1) == targets).float().mean().item()
-    return nn.functional.cross_entropy(scores, targets), {"accuracy": accuracy}
+    return nn.functional.cross_entropy(scores, targets), accuracy(scores, targets)
+
+
+def rate(step: int, drop_after: int) -> float:
+    """The factor of the learning rate: a tenth after so many steps, of which 0 are never."""
+    return 0.1 if 0 < drop_after <= step else 1.0
 
 
 def train(config: CopyConfig) -> None:
@@ -103,20 +68,15 @@ def train(config: CopyConfig) -> None:
     model = config.make_transformer(1 + config.symbols)
     state = config.state_size(config.length)
     run.announce(model, TITLES[config.model], f"carries {state} numbers after {config.length} symbols")
-    samples = config.iterations * config.batch_size
-    draw = functools.partial(doubled, length=config.length, symbols=config.symbols)
-    fresh = FreshData(samples, lambda epoch: draw(samples, generator=epoch_generator(config.seed, epoch)))
-    drawn = draw(config.test_size, generator=torch.Generator().manual_seed(TEST_SEED))
+    fresh, drawn = fresh_data(config, lambda count, generator: doubled(count, config.length, config.symbols, generator))
     test = tuple(x.to(run.workers.device) for x in drawn)
-    batches = DroppedRate(run, fresh, config.drop_after)
+    batches = Batches(run, fresh, rate=lambda step: rate(step, config.drop_after))
     trainer = Trainer(run, model, batches, cross_entropy, lambda m: torch.optim.RAdam(m.parameters(), lr=config.lr))
     trainer.fit(lambda: evaluate(run, model, test, cross_entropy, "test"))
     run.finish(model, state=state)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(CopyConfig, PRESETS, __doc__, argv), train)
+main = command(CopyConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

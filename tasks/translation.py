@@ -31,19 +31,17 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples, ShuffledBatches
-from tasks.common.config import TaskConfig, option, parse
+from tasks.common.config import TaskConfig, option
 from tasks.common.files import exit_on
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import Trainer, evaluate
+from tasks.common.run import Run, command
+from tasks.common.train import Batches, Samples, Trainer, evaluate
 from tasks.data.subwords import PADDING, SPECIAL, decode, learn_subwords
 from tasks.data.tatoeba import SOURCES, Pair, Translations, read_pairs
 from tasks.models.contenders import CONTENDERS, attention_of
@@ -56,11 +54,8 @@ SHOWN = 8  # translations in the summary
 class TranslationConfig(TaskConfig):
     """Options of translation."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(name for name, of in CONTENDERS.items() if not of.causal_only)
-    positive: ClassVar[tuple[str, ...]] = (
-        *(*TaskConfig.positive, "vocabulary", "d_model", "heads", "layers", "feedforward"),
-        *("refinements", "iterations"),
-    )
+    models = tuple(name for name, of in CONTENDERS.items() if not of.causal_only)
+    positive = "vocabulary d_model heads layers feedforward refinements iterations"
 
     epochs: int = option(10, "passes over the training data", may_change=True)
     schedule: str = option("cosine", "learning rate: constant, cosine or step", ("constant", "cosine", "step"))
@@ -75,15 +70,13 @@ class TranslationConfig(TaskConfig):
     heads: int = option(4, "heads")
     layers: int = option(2, "layers of the encoder and of each decoder")
     feedforward: int = option(128, "hidden units of a layer's network")
-    dropout: float = option(0.1, "dropout")
+    dropout: float = option(0.1, "dropout", below=1)
     refinements: int = option(3, "passes of the decoders in training")
     iterations: int = option(8, "passes in translating")
 
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        if self.dropout >= 1:
-            raise ValueError(f"--dropout must be below 1, got {self.dropout}")
         if self.d_model % self.heads or self.d_model % 2:
             raise ValueError(f"--d-model must be even and a multiple of --heads, got {self.d_model} and {self.heads}")
 
@@ -96,21 +89,8 @@ class TranslationConfig(TaskConfig):
 
 
 PRESETS = {
-    "paper": {
-        "d_model": 278,
-        "feedforward": 507,
-        "layers": 5,
-        "heads": 2,
-        "vocabulary": 40_000,
-        "refinements": 4,
-        "lr": 3e-4,
-        "batch_size": 100,
-        "epochs": 30,
-        "max_words": 0,
-        "max_length": 0,
-        "train_size": 0,
-        "test_size": 0,
-    }
+    "paper": "--d-model 278 --feedforward 507 --layers 5 --heads 2 --vocabulary 40000 --refinements 4 --lr 0.0003 "
+    "--batch-size 100 --epochs 30 --max-words 0 --max-length 0 --train-size 0 --test-size 0"
 }
 
 
@@ -344,7 +324,7 @@ def fit(run: Run, model: Translator, pairs: Mapping[str, list[Pair]], subwords: 
         losses = evaluate(run, model, judge.samples, cross_entropy, "validation", config.batch_size)
         return losses | {"validation_bleu": judge.bleu(judge.translations(model)[-1])}
 
-    train = ShuffledBatches(run, at_most(as_samples(pairs["train"], subwords), config.max_length))
+    train = Batches(run, at_most(as_samples(pairs["train"], subwords), config.max_length))
     adam = functools.partial(torch.optim.Adam, lr=config.lr, betas=(0.9, 0.98))
     trainer = Trainer(run, model, train, cross_entropy, lambda model: adam(model.parameters()))
     return trainer.fit(validate, best="validation_bleu")
@@ -376,9 +356,7 @@ def train(config: TranslationConfig) -> None:
     run.finish(model, source=data.source, subwords=words, **results)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the command line says."""
-    sweep(parse(TranslationConfig, PRESETS, __doc__, argv), train)
+main = command(TranslationConfig, PRESETS, __doc__, train)
 
 
 if __name__ == "__main__":

@@ -29,24 +29,20 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import hbnode
-from tasks.common.batches import Samples
 from tasks.common.config import make_field, option, parse
-from tasks.common.figures import legend_beside
-from tasks.common.files import exit_on, write_figure
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
-from tasks.common.train import evaluate, fit
+from tasks.common.figures import figure_at, legend_beside
+from tasks.common.files import exit_on
+from tasks.common.run import Run, sweep
+from tasks.common.train import Samples, evaluate, fit
 from tasks.data.walker2d import CHANNELS, FRAME_SECONDS, generate, read_walker2d
 from tasks.models.baselines import BASELINES, IrregularSeriesConfig, make_baseline
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LENGTH, STRIDE = 64, 16  # kept frames of a window, and between the starts of two
 KEEP = 0.9  # probability of a frame
@@ -64,7 +60,7 @@ DRAWN = {0: "height in m", 3: "right knee in rad", 8: "speed in m/s"}  # channel
 class WalkerConfig(IrregularSeriesConfig):
     """Options of the Walker2D task."""
 
-    positive: ClassVar[tuple[str, ...]] = (*IrregularSeriesConfig.positive, "ahead")
+    positive = "ahead"
 
     epochs: int = option(50, "passes over the training windows", may_change=True)
     batch_size: int = option(256, "windows in a step")
@@ -78,16 +74,7 @@ class WalkerConfig(IrregularSeriesConfig):
     generate: int = option(0, "make so many rollouts of a simple gait in HBNODE_DATA, and stop", may_change=True)
 
 
-PRESETS = {
-    "paper": {
-        "tol": 1e-7,
-        "epochs": 500,
-        "solver": "torchdiffeq",
-        "adjoint_norm": "full",
-        "standardize": False,
-        "shrink": 1.0,
-    }
-}
+PRESETS = {"paper": "--tol 1e-07 --epochs 500 --solver torchdiffeq --adjoint-norm full --no-standardize --shrink 1"}
 
 
 # Data
@@ -408,29 +395,24 @@ def draw_walks(true: Tensor, walk: Tensor, seen: Tensor, numbers: Tensor, title:
         title: of the figure.
         folder: where to put it.
     """
-    import matplotlib.pyplot as plt
-
     moments = torch.linspace(0, len(true) - 1, 8).round().long().unique().tolist()
-    figure = plt.figure(figsize=(12, 7), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1), squeeze=False)[:, 0]
-    axes = above.subplots(2, len(moments), squeeze=False)
-    for row, frames, name in zip(axes, (true, walk), ("simulator", "forecast"), strict=True):
-        for ax, moment in zip(row, moments, strict=True):
-            draw_figure(ax, frames[moment])
-        row[0].set_ylabel(name)
-    for ax, moment in zip(axes[0], moments, strict=True):
-        ax.set_title(f"+{(moment + 1) * FRAME_SECONDS:.2f} s", fontsize="medium")
-    above.suptitle(title)
-    before = (numbers - numbers[-1]) * FRAME_SECONDS
-    later = torch.arange(1, len(true) + 1) * FRAME_SECONDS
-    for ax, (channel, label) in zip(below.subplots(1, len(DRAWN)), DRAWN.items(), strict=True):
-        ax.plot(before, seen[:, channel], ".", ms=3, color="0.6", label="frames seen")
-        ax.plot(later, true[:, channel], color="k", label="simulator")
-        ax.plot(later, walk[:, channel], color="C3", ls="--", label="forecast")
-        ax.set(xlabel="time in s", ylabel=label)
-        ax.axvline(0.0, color="0.8", lw=0.8)
-    legend_beside(below)
-    write_figure(figure, folder / "forecast.png")
+    before, later = (numbers - numbers[-1]) * FRAME_SECONDS, torch.arange(1, len(true) + 1) * FRAME_SECONDS
+    with figure_at(folder / "forecast.png", (12, 7), title) as figure:
+        above, below = figure.subfigures(2, 1, height_ratios=(1.5, 1), squeeze=False)[:, 0]
+        axes = above.subplots(2, len(moments), squeeze=False)
+        for row, frames, name in zip(axes, (true, walk), ("simulator", "forecast"), strict=True):
+            for ax, moment in zip(row, moments, strict=True):
+                draw_figure(ax, frames[moment])
+            row[0].set_ylabel(name)
+        for ax, moment in zip(axes[0], moments, strict=True):
+            ax.set_title(f"+{(moment + 1) * FRAME_SECONDS:.2f} s", fontsize="medium")
+        for ax, (channel, label) in zip(below.subplots(1, len(DRAWN)), DRAWN.items(), strict=True):
+            ax.plot(before, seen[:, channel], ".", ms=3, color="0.6", label="frames seen")
+            ax.plot(later, true[:, channel], color="k", label="simulator")
+            ax.plot(later, walk[:, channel], color="C3", ls="--", label="forecast")
+            ax.set(xlabel="time in s", ylabel=label)
+            ax.axvline(0.0, color="0.8", lw=0.8)
+        legend_beside(below)
 
 
 # The run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -43,7 +44,7 @@ def make_field(model: str, func: Callable[..., Tensor], **options: Mapping[str, 
 
 
 def option(
-    default: object, text: str, choices: Sequence[str] = (), *, may_change: bool = False, is_signed: bool = False
+    default: object, text: str, choices: Sequence[str] = (), *, may_change: bool = False, **limits: float | None
 ) -> typing.Any:
     """Return a field of a configuration.
 
@@ -52,17 +53,17 @@ def option(
         text: its help.
         choices: the values it can have; empty: any.
         may_change: whether a run may be resumed with another value.
-        is_signed: whether it may be negative.
+        limits: ``least``, the least value of a number, None for none, and ``below``, which it must be below.
     """
-    metadata = {"help": text, "choices": choices or None, "may_change": may_change, "is_signed": is_signed}
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": text, "choices": choices or None, "may_change": may_change, "least": 0, "below": math.inf}
+    return dataclasses.field(default=default, metadata=metadata | limits)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of a command."""
 
-    positive: ClassVar[tuple[str, ...]] = ()  # numbers that must not be 0
+    positive: ClassVar[str] = ""  # numbers that must not be 0, beside those of the classes above
 
     @classmethod
     def read(cls: type[Kind], described: Mapping[str, typing.Any], **changes: object) -> Kind:
@@ -72,16 +73,20 @@ class Options:
 
     def check(self) -> None:
         """Refuse numbers that no run can have, before anything is written."""
+        positive = {name for kind in type(self).__mro__ for name in vars(kind).get("positive", "").split()}
         for field in dataclasses.fields(self):
             value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
             if not isinstance(value, (int, float)):
                 continue
+            least, below = field.metadata["least"], field.metadata["below"]
             if not -math.inf < value < math.inf:
                 raise ValueError(f"{flag} is {value}")
-            if value < 0 and not field.metadata["is_signed"]:
-                raise ValueError(f"{flag} must not be negative, got {value}")
-            if field.name in self.positive and value == 0:
+            if least is not None and value < least:
+                raise ValueError(f"{flag} must {f'be {least} or more' if least else 'not be negative'}, got {value}")
+            if field.name in positive and value == 0:
                 raise ValueError(f"{flag} must be positive, got 0")
+            if value >= below:
+                raise ValueError(f"{flag} must be below {below}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +95,7 @@ class TaskConfig(Options):
 
     models: ClassVar[tuple[str, ...]] = ()  # those it can train
     swept: ClassVar[str] = "model"  # the option that names them, of which a command may run several
-    positive: ClassVar[tuple[str, ...]] = ("seeds", "epochs", "batch_size", "lr")
+    positive = "seeds epochs batch_size lr"
 
     model: str = option("all", "one of {models}, several with commas between, or all")
     preset: str = option("default", "a set of defaults, see below; other options override it")
@@ -100,17 +105,11 @@ class TaskConfig(Options):
     epochs: int = option(20, "passes over the training data", may_change=True)
     batch_size: int = option(64, "samples in a step")
     lr: float = option(1e-3, "learning rate")
-    schedule: str = option(
-        "constant",
-        "learning rate: constant, falling to 0 as a cosine, or 5 %% less after every 1,000 steps",
-        SCHEDULES,
-    )
+    schedule: str = option("constant", "learning rate: constant, cosine to 0, or 5 %% less per 1,000 steps", SCHEDULES)
     clip: float = option(0.0, "largest norm of the gradient; 0 does not clip")
     device: str = option("auto", "cpu, cuda, or auto", may_change=True)
     checkpoint_seconds: float = option(30.0, "time between checkpoints within an epoch", may_change=True)
-    out: str = option(
-        "", "run folder, of several runs the folder of theirs; empty makes it under runs/", may_change=True
-    )
+    out: str = option("", "run folder, or the folder of several; empty makes it under runs/", may_change=True)
 
     @property
     def label(self) -> str:
@@ -145,24 +144,17 @@ class TaskConfig(Options):
 class ODEConfig(TaskConfig):
     """Options of the tasks that solve ODEs."""
 
-    models: ClassVar[tuple[str, ...]] = MODELS
-    positive: ClassVar[tuple[str, ...]] = (*TaskConfig.positive, "tol", "loss_scale")
+    models = MODELS
+    positive = "tol loss_scale"
 
     model: str = option("hbnode", "one of {models}, several with commas between, or all")
-    lr: float = option(1e-3, "Adam's learning rate")
     loss_scale: float = option(1.0, "factor of the loss in the backward pass, which an adjoint's evaluations depend on")
     solver: str = option("native", "hbnode's solvers, or torchdiffeq's as in the papers", ("native", "torchdiffeq"))
     method: str = option("", "method; empty is the best native one for the model, or torchdiffeq's dopri5")
     tol: float = option(1e-3, "rtol = atol of an adaptive method")
     steps: int = option(0, "steps of a fixed grid; 0 chooses the steps by the tolerance")
-    gradient: str = option(
-        "",
-        "how to differentiate; empty is checkpoint (native), direct (native, of series) or adjoint (torchdiffeq)",
-        GRADIENTS,
-    )
-    adjoint_norm: str = option(
-        "seminorm", "error norm of torchdiffeq's adjoint; the papers used full", ("seminorm", "full")
-    )
+    gradient: str = option("", "empty: checkpoint, direct of series, or adjoint of torchdiffeq", GRADIENTS)
+    adjoint_norm: str = option("seminorm", "error norm of torchdiffeq's adjoint", ("seminorm", "full"))
 
     def ode_options(self) -> dict[str, typing.Any]:
         """Return the arguments of an ODEBlock that the options describe."""
@@ -204,10 +196,17 @@ def trial_field(model: str) -> hbnode.Field:
     return make_field(model, (lambda h, v: -h) if model == "sonode" else (lambda h: -h), anode={"augment": 1})
 
 
-def parse(kind: type[Kind], presets: Mapping[str, Mapping[str, object]], doc: str, argv: Sequence[str] | None) -> Kind:
-    """Turn a command line into a configuration: defaults, then the preset, then the options given."""
-    presets = {"default": {}, **presets}
-    named = "\n".join(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in p.items()) for name, p in presets.items() if p)
+def parse(kind: type[Kind], presets: Mapping[str, str], doc: str | None, argv: Sequence[str] | None) -> Kind:
+    """Turn a command line into a configuration: defaults, then the preset, then the options given.
+
+    Arguments:
+        kind: of the configuration.
+        presets: by name, options as a command line has them.
+        doc: what the help says.
+        argv: the command line; None is that of the process.
+    """
+    presets = {"default": "", **presets}
+    named = "\n".join(f"  {name}: {options}" for name, options in presets.items() if options)
     parser = argparse.ArgumentParser(
         description=doc,
         epilog=f"presets:\n{named}" if named else None,
@@ -225,9 +224,11 @@ def parse(kind: type[Kind], presets: Mapping[str, Mapping[str, object]], doc: st
             value = next(iter(typing.get_args(hints[field.name])), hints[field.name])  # float | None is a float
             name, default = (field.name, None) if field.default is REQUIRED else (flag, argparse.SUPPRESS)
             parser.add_argument(name, type=value, default=default, choices=choices, help=text)
-    given = vars(parser.parse_args(argv))
+    argv = sys.argv[1:] if argv is None else argv
+    preset = getattr(parser.parse_args(argv), "preset", "default")
+    given = vars(parser.parse_args([*presets[preset].split(), *argv]))
     try:
-        config = kind(**{**presets[given.get("preset", "default")], **given})
+        config = kind(**given)
         config.check()
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         parser.error(str(error))

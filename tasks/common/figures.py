@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tasks.common.files import write_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from matplotlib.figure import Figure, SubFigure
@@ -42,8 +43,44 @@ def legend_beside(figure: Figure | SubFigure) -> Legend:
     return figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize="small", frameon=False)
 
 
+@contextmanager
+def figure_at(path: Path, size: tuple[float, float], title: str = "", *, legend: bool = False) -> Iterator[Figure]:
+    """Yield a new figure, which in the end gets a title, perhaps a legend of all lines beside the axes, and is written.
+
+    Arguments:
+        path: of the file.
+        size: in inches.
+        title: of the figure.
+        legend: whether there is one.
+    """
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(figsize=size, layout="constrained")
+    yield figure
+    figure.suptitle(title, fontsize="medium")
+    if legend:
+        legend_beside(figure)
+    write_figure(figure, path)
+
+
+@contextmanager
+def panels(
+    path: Path,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    size: tuple[float, float],
+    title: str = "",
+    legend: bool = True,
+    **options: Any,
+) -> Iterator[tuple[Figure, Any]]:
+    """Yield a new figure and its axes (rows, columns), see :func:`figure_at`; options are those of ``subplots``."""
+    with figure_at(path, size, title, legend=legend) as figure:
+        yield figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
 def draw_maps(
-    panels: Mapping[str, Tensor],
+    sequences: Mapping[str, Tensor],
     extent: tuple[float, float, float, float] | None,
     title: str,
     path: Path,
@@ -56,7 +93,7 @@ def draw_maps(
     """Draw sequences (steps, features) as images, one above the other, over the same axis of time.
 
     Arguments:
-        panels: the sequences by their titles.
+        sequences: by their titles.
         extent: left, right, bottom and top of all images; None counts steps and features.
         title: of the figure.
         path: of the file.
@@ -65,13 +102,9 @@ def draw_maps(
         unit: of the colors.
         options: further ones of ``imshow``, such as ``vmin`` and ``vmax``.
     """
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 6), sharex=True, layout="constrained")
-    for ax, (label, values) in zip(axes, panels.items(), strict=True):
-        image = ax.imshow(values.T.numpy(), origin="lower", aspect="auto", extent=extent, **options)
-        ax.set(title=label, ylabel=ylabel)
-    axes[-1].set_xlabel(xlabel)
-    figure.colorbar(image, ax=axes, label=unit)
-    figure.suptitle(title)
-    write_figure(figure, path)
+    with panels(path, len(sequences), size=(9, 6), title=title, legend=False, sharex=True) as (figure, axes):
+        for ax, (label, values) in zip(axes.flat, sequences.items(), strict=True):
+            image = ax.imshow(values.T.numpy(), origin="lower", aspect="auto", extent=extent, **options)
+            ax.set(title=label, ylabel=ylabel)
+        axes[-1, 0].set_xlabel(xlabel)
+        figure.colorbar(image, ax=axes, label=unit)

@@ -112,6 +112,13 @@ def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     write_whole(path, text.getvalue().encode())
 
 
+def markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows as a table in Markdown; the first has the names of the columns."""
+    lines = [list(rows[0]), *([str(entry) for entry in row.values()] for row in rows)]
+    header, *others = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([header, "|" + "---|" * len(rows[0]), *others])
+
+
 def write_figure(figure: Figure, path: Path) -> None:
     """Save a figure, in the format that its name says, whole or not at all, and close it."""
     import matplotlib.pyplot as plt

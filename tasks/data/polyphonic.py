@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tasks.data.download import find
+from tasks.data.files import find, missing, readable
 
 FILES = {"jsb": "JSB_Chorales.mat", "nottingham": "Nottingham.mat", "piano": "Piano_midi.mat"}
 NAMES = ("auto", *FILES, "generated")
@@ -44,8 +43,7 @@ def read_polyphonic(name: str = "auto") -> tuple[Pieces, str]:
         return chords(), name
     path = find((FILES[name],), ("polyphonic", ""))
     if path is None:
-        root = os.environ.get("HBNODE_DATA")
-        raise FileNotFoundError(f"polyphonic/{FILES[name]} is not in HBNODE_DATA={root!r}. {FIX.format(FILES[name])}")
+        raise missing(f"polyphonic/{FILES[name]}", FIX.format(FILES[name]))
     return _read(path), name
 
 
@@ -54,10 +52,8 @@ def _read(path: Path) -> Pieces:
     from scipy.io import loadmat
 
     fix = FIX.format(path.name)
-    try:
+    with readable(path, fix):
         content = loadmat(path)
-    except Exception as error:  # a damaged file raises whatever it likes
-        raise ValueError(f"{path} cannot be read ({error!r}). {fix}") from error
     pieces: Pieces = {}
     for part, variable in PARTS.items():
         found = list(content[variable].flat) if variable in content else []

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-from tasks.data.arrays import check_record, read_columns
-from tasks.data.download import find, from_benchmarks
+from tasks.data.files import check_record, find, from_benchmarks, read_columns
 
 ROWS = 131_072
 FIX = "Fix: get SNLS80mV.csv anew, from SilverboxFiles.zip of nonlinearbenchmark.org."
@@ -35,11 +32,10 @@ def read_silverbox() -> Tensor:
     path = find(("SNLS80mV.csv",), ("silverbox", ""))
     if path:
         return read_columns(path, COLUMNS, ROWS, FIX)
-    missing = f"silverbox/SNLS80mV.csv is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}"
     fix = (
         "Fix: put SNLS80mV.csv from SilverboxFiles.zip of nonlinearbenchmark.org into a folder silverbox and set "
         "HBNODE_DATA to the folder above it, or pip install nonlinear_benchmarks, which downloads it."
     )
-    v1, v2 = from_benchmarks(lambda package: package.Silverbox(train_test_split=False), missing, fix)
+    v1, v2 = from_benchmarks(lambda package: package.Silverbox(train_test_split=False), "silverbox/SNLS80mV.csv", fix)
     record = torch.stack([torch.as_tensor(v).double() for v in (v1, v2)], dim=1)
     return check_record(record, (ROWS, 2), "the package's data", FIX)

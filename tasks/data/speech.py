@@ -1,4 +1,4 @@
-"""Speech at 8 kHz, found in ``HBNODE_DATA`` or made up, and its log-magnitude spectra."""
+"""Speech at 8 kHz, found in ``HBNODE_DATA`` or made up, its log-magnitude spectra, and cepstral coefficients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from tasks.data.files import data_folder, find, missing, readable
 
 SOURCES = ("auto", "digits", "timit", "generated")
 PARTS = ("train", "validation", "test")
@@ -34,6 +36,12 @@ TIMIT_DEVELOPMENT = """faks0 fdac1 fjem0 mgwt0 mjar0 mmdb1 mmdm2 mpdf0 fcmh0 fkm
 mgjf0 mglb0 mrtk0 mtaa0 mtdt0 mthc0 mwjg0 fnmr0 frew0 fsem0 mbns0 mmjr0 mdls0 mdlf0 mdvc0 mers0 fmah0 fdrw0 mrcs0 mrjm4
 fcal1 mmwh0 fjsj0 majc0 mjsw0 mreb0 fgjd0 fjmg0 mroa0 mteb0 mjfc0 mrjr0 fmml0 mrws1"""
 TIMIT_SIZES = {"train": 3696, "validation": 192, "test": 400}  # utterances, eight of each speaker
+
+BANDS = 26
+CEPSTRA = 13
+FEATURES = 3 * CEPSTRA
+SLOPE_WIDTH = 2  # frames on either side
+FLOOR = 1e-5  # added to the energy of a band: silence is log 1e-5
 
 Waves = dict[str, list[Tensor]]
 
@@ -58,7 +66,7 @@ def read_speech(source: str = "auto", timit: str = "") -> tuple[Waves, str]:
     if source not in SOURCES:
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     if source == "timit":
-        return _timit(Path(timit or Path(os.environ.get("HBNODE_DATA") or os.devnull) / "timit")), "timit"
+        return _timit(Path(timit or (data_folder() or Path(os.devnull)) / "timit")), "timit"
     if source != "generated":
         try:
             return _digits(), "digits"
@@ -88,21 +96,17 @@ def _digits() -> Waves:
 
 
 def _digit_files() -> Iterator[tuple[str, bytes]]:
-    root = os.environ.get("HBNODE_DATA")
-    folder = Path(root or "") / "fsdd"
-    if root and (folder / "recordings.zip").is_file():
-        try:
-            with zipfile.ZipFile(folder / "recordings.zip") as archive:
-                for name in archive.namelist():
-                    if name.endswith(".wav"):
-                        yield Path(name).name, archive.read(name)
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"{folder / 'recordings.zip'} cannot be read ({error}). {DIGITS_FIX}") from error
-    elif root and (folder / "recordings").is_dir():
-        for path in (folder / "recordings").glob("*.wav"):
+    root = data_folder()
+    archive = find(("fsdd/recordings.zip",))
+    if archive:
+        with readable(archive, DIGITS_FIX), zipfile.ZipFile(archive) as opened:
+            found = {name: opened.read(name) for name in opened.namelist() if name.endswith(".wav")}
+        yield from ((Path(name).name, content) for name, content in found.items())
+    elif root and (root / "fsdd/recordings").is_dir():
+        for path in (root / "fsdd/recordings").glob("*.wav"):
             yield path.name, path.read_bytes()
     else:
-        raise FileNotFoundError(f"fsdd/recordings.zip is not in HBNODE_DATA={root!r}. {DIGITS_FIX}")
+        raise missing("fsdd/recordings.zip", DIGITS_FIX)
 
 
 # TIMIT
@@ -150,20 +154,16 @@ def read_wave(content: bytes, name: str) -> tuple[Tensor, int]:
     """
     import soundfile
 
-    try:
-        with soundfile.SoundFile(io.BytesIO(content)) as file:
-            if (file.channels, file.subtype) != (1, "PCM_16"):
-                raise ValueError(f"{file.channels} channels of {file.subtype}")
-            samples, rate = file.read(dtype="float32"), file.samplerate
-            declared = re.search(rb"sample_count -i (\d+)", content[:1024])  # by NIST SPHERE
-            is_cut = declared and int(declared[1]) != len(samples)
-            if is_cut or len(samples) == 0 or re.search(r"^data : \d+ \(should be", file.extra_info, re.MULTILINE):
-                raise ValueError(f"it ends after {len(samples)} samples")
-    except (soundfile.SoundFileError, ValueError) as error:
-        raise ValueError(
-            f"{name} cannot be read ({error!r}): expected a RIFF or NIST SPHERE file of one channel of 16 bits, not "
-            "compressed. Fix: get the file anew, or convert it, as sph2pipe -f wav does."
-        ) from error
+    wanted = "expected a RIFF or NIST SPHERE file of one channel of 16 bits, not compressed"
+    fix = f"Fix: {wanted}: get the file anew, or convert it, as sph2pipe -f wav does."
+    with readable(name, fix), soundfile.SoundFile(io.BytesIO(content)) as file:
+        if (file.channels, file.subtype) != (1, "PCM_16"):
+            raise ValueError(f"{file.channels} channels of {file.subtype}")
+        samples, rate = file.read(dtype="float32"), file.samplerate
+        declared = re.search(rb"sample_count -i (\d+)", content[:1024])  # by NIST SPHERE
+        is_cut = declared and int(declared[1]) != len(samples)
+        if is_cut or len(samples) == 0 or re.search(r"^data : \d+ \(should be", file.extra_info, re.MULTILINE):
+            raise ValueError(f"it ends after {len(samples)} samples")
     return torch.from_numpy(samples), rate
 
 
@@ -229,3 +229,73 @@ def log_spectra(samples: Tensor) -> Tensor:
         (ceil(N / 128) + 3, 129), from -50 dB, silence, to about 40.
     """
     return 10 * torch.log10(1e-5 + power_spectra(samples))
+
+
+# Cepstra
+
+
+def mel(frequency: Tensor) -> Tensor:
+    """Hertz as mel, 2595 log10(1 + f / 700), the formula of O'Shaughnessy, Speech Communication (1987)."""
+    return 2595 * torch.log10(1 + frequency / 700)
+
+
+def mel_filters() -> Tensor:
+    """Weights of the bins of a spectrum in each band, (26, 129), float64.
+
+    Of 28 frequencies from 0 to 4 kHz at equal distances in mel, each band has three in a row: its weight is 0 at the
+    first, 1 at the second, 0 at the third, and linear in mel between them.
+    """
+    limit = mel(torch.tensor(RATE / 2, dtype=torch.float64)).item()
+    edges = torch.linspace(0, limit, BANDS + 2, dtype=torch.float64)
+    bins = mel(torch.linspace(0, RATE / 2, BINS, dtype=torch.float64))
+    width = edges[1]
+    return (1 - (bins - edges[1:-1, None]).abs() / width).clamp(min=0)
+
+
+def cosine_basis() -> Tensor:
+    """The first 13 rows of the orthonormal discrete cosine transform (DCT-II) of 26 values, (13, 26), float64.
+
+    Row k is sqrt(2 / 26) cos(pi k (n + 1/2) / 26), and row 0 is 1 / sqrt(26).
+    """
+    k = torch.arange(CEPSTRA, dtype=torch.float64)[:, None]
+    n = torch.arange(BANDS, dtype=torch.float64)
+    basis = math.sqrt(2 / BANDS) * torch.cos(math.pi * k * (n + 0.5) / BANDS)
+    basis[0] /= math.sqrt(2)
+    return basis
+
+
+def slopes(x: Tensor) -> Tensor:
+    """The slope of the line through five frames around each, least squares; beyond the ends they repeat.
+
+    d_t = sum of n (x_{t+n} - x_{t-n}) / (2 sum of n²), n = 1, 2.
+
+    Arguments:
+        x: (frames, features).
+    """
+    padded = torch.cat([x[:1].expand(SLOPE_WIDTH, -1), x, x[-1:].expand(SLOPE_WIDTH, -1)])
+    steps = range(1, SLOPE_WIDTH + 1)
+    middle = SLOPE_WIDTH
+    total = torch.zeros_like(x)
+    for n in steps:
+        total += n * (padded[middle + n : middle + n + len(x)] - padded[middle - n : middle - n + len(x)])
+    return total / (2 * sum(n**2 for n in steps))
+
+
+def mfcc(samples: Tensor) -> Tensor:
+    """13 cepstral coefficients, their slopes, and the slopes of these, as they are: no standardisation.
+
+    The frames and their power are those of :func:`tasks.data.speech.power_spectra`. The energies of 26 bands, see
+    :func:`mel_filters`, plus 1e-5; their natural logarithms; and of the cosine transform of these the coefficients 0 to
+    12. There is neither pre-emphasis nor liftering.
+
+    Arguments:
+        samples: (N,).
+
+    Returns:
+        (frames, 39). A slope knows two frames after its own, and the slope of slopes four.
+    """
+    power = power_spectra(samples)
+    energies = power @ mel_filters().to(power).T
+    cepstra = (energies + FLOOR).log() @ cosine_basis().to(power).T
+    first = slopes(cepstra)
+    return torch.cat([cepstra, first, slopes(first)], dim=1)

@@ -8,7 +8,6 @@ punctuation, are in the same part, and so are all that they share a sentence wit
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 import zlib
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tasks.data.download import find
+from tasks.data.files import find, missing, readable
 
 SOURCES = ("auto", "tatoeba", "generated")
 FILE = "tatoeba-deu-eng/deu-eng.zip"
@@ -59,10 +58,7 @@ def read_pairs(source: str = "auto", *, max_words: int = 0, train_size: int = 0,
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {source!r}")
     path = find((FILE,)) if source != "generated" else None
     if source == "tatoeba" and path is None:
-        raise FileNotFoundError(
-            f"tatoeba is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}: expected {FILE}. "
-            "Fix: put the file there, or --data auto, which takes what is there."
-        )
+        raise missing(source, f"There is expected {FILE}. Fix: put it there, or --data auto, which needs none.")
     parts = split(_read(path) if path else made_up(GENERATED, seed=0))
     for name, pairs in parts.items():
         kept = [pair for pair in pairs if not max_words or max(map(_length, pair)) <= max_words]
@@ -76,14 +72,10 @@ def read_pairs(source: str = "auto", *, max_words: int = 0, train_size: int = 0,
 
 
 def _read(path: Path) -> list[Pair]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            lines = archive.read("deu.txt").decode("utf-8").splitlines()
+    problem = "is no archive with a file deu.txt of English, tab, German"
+    with readable(path, "Fix: get the file anew.", problem), zipfile.ZipFile(path) as archive:
+        lines = archive.read("deu.txt").decode("utf-8").splitlines()
         pairs = [(fields[0], fields[1]) for fields in (line.split("\t") for line in lines)]  # newer files have a third
-    except (zipfile.BadZipFile, KeyError, IndexError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is no archive with a file deu.txt of English, tab, German ({error!r}). Fix: get the file anew."
-        ) from error
     return list(dict.fromkeys((" ".join(english.split()), " ".join(german.split())) for english, german in pairs))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tasks.data.download import find
+from tasks.data.files import find, missing, readable
 
 SOURCES = ("auto", "ptb", "wikitext-2", "tinyshakespeare", "generated")
 PARTS = ("train", "validation", "test")
@@ -76,11 +75,8 @@ def read_text(
     paths = {name: [find((file,)) for file in FILES[name]] for name in wanted if name in FILES}
     found = next((name for name, of_it in paths.items() if all(of_it)), "generated")
     if found == "generated" and source in FILES:
-        root, names = os.environ.get("HBNODE_DATA"), ", ".join(FILES[source])
-        raise FileNotFoundError(
-            f"{source} is not in HBNODE_DATA={root!r}: expected {names}. "
-            "Fix: put the files there, or --data auto, which takes what is there."
-        )
+        fix = "Fix: put the files there, or --data auto, which takes what is there."
+        raise missing(source, f"There are expected {', '.join(FILES[source])}. {fix}")
     if found == "generated":
         whole = [chain_text(count, seed) for count, seed in CHAIN_PARTS]
     elif found in WORD_LEVEL:
@@ -101,10 +97,8 @@ def read_text(
 
 def _read(path: Path) -> str:
     """The characters of a file; line ends, of Windows too, are one of them."""
-    try:
+    with readable(path, "Fix: get the file anew.", "is no text in UTF-8"):
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}). Fix: get the file anew.") from error
 
 
 def _words(path: Path) -> list[str]:

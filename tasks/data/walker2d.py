@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import math
-import os
 import shutil
 import typing
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from tasks.data.files import check_record, data_folder, missing, readable
 
 if typing.TYPE_CHECKING:
     import gymnasium
@@ -44,10 +45,11 @@ def read_walker2d() -> tuple[list[Tensor], str]:
     folder = walker2d_folder()
     files = sorted(folder.glob("rollout_*.npy")) if folder else []
     if not folder or not files:
-        raise FileNotFoundError(
-            f"walker/rollout_*.npy is not in HBNODE_DATA={os.environ.get('HBNODE_DATA')!r}. Fix: put the rollouts of "
-            "the folder data/walker of github.com/raminmh/CfC into a folder walker and set HBNODE_DATA to the folder "
-            "above it; or make some of a simple gait with python -m tasks.walker2d --generate 100."
+        raise missing(
+            "walker/rollout_*.npy",
+            "Fix: put the rollouts of the folder data/walker of github.com/raminmh/CfC into a folder walker and set "
+            "HBNODE_DATA to the folder above it; or make some of a simple gait with python -m tasks.walker2d "
+            "--generate 100.",
         )
     made = (folder / GENERATED).is_file()
     source = f"{len(files)} rollouts " + ("of the scripted gait" if made else "of a trained policy")
@@ -56,22 +58,15 @@ def read_walker2d() -> tuple[list[Tensor], str]:
 
 def walker2d_folder() -> Path | None:
     """Return where the rollouts are or belong; None without ``HBNODE_DATA``."""
-    root = os.environ.get("HBNODE_DATA")
-    return Path(root) / "walker" if root else None
+    root = data_folder()
+    return root / "walker" if root else None
 
 
 def _read_rollout(path: Path) -> Tensor:
     fix = "Fix: delete the file and get it anew."
-    try:
+    with readable(path, f"Expected is an array of (frames, {CHANNELS}). {fix}"):
         rollout = torch.from_numpy(np.load(io.BytesIO(path.read_bytes()), allow_pickle=False).astype(np.float32))
-    except (OSError, EOFError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); expected an array of (frames, 17). {fix}") from error
-    if rollout.dim() != 2 or rollout.shape[1] != CHANNELS or not bool(rollout.isfinite().all()):
-        raise ValueError(
-            f"{path}: expected (frames, {CHANNELS}) finite numbers, got shape {tuple(rollout.shape)}"
-            f"{'' if bool(rollout.isfinite().all()) else ' with others among them'}. {fix}"
-        )
-    return rollout
+    return check_record(rollout, (len(rollout) if rollout.dim() else 0, CHANNELS), str(path), fix)
 
 
 def generate(episodes: int, seed: int) -> None:

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +180,7 @@ def make_baseline(
 class IrregularSeriesConfig(ODEConfig):
     """Options of the tasks that compare ODE-RNNs with the baselines."""
 
-    models: ClassVar[tuple[str, ...]] = (*MODELS, *BASELINES)
+    models = (*MODELS, *BASELINES)
 
     time_unit: float = option(1.0, "unit of time of an ODE-RNN, in that of the data; 0 fits it, ten median gaps")
 

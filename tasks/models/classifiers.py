@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import hbnode
 from hbnode.nn.sequences import Inputs, Sequences
-from tasks.common.batches import Samples
 from tasks.common.config import MODELS
+from tasks.common.train import Samples
 from tasks.models.baselines import BASELINES, KINDS
 
 SHALLOW = ("boosting", "logistic")

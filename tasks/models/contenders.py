@@ -2,12 +2,15 @@
 
 ``linear_gain`` is linear attention times 1 / (1 - β), the weight that momentum gives to keys long past: it has the same
 input scale, and no momentum. ``gated_delta`` (Gated DeltaNet) and ``gated_linear`` are newer baselines of linear time.
+
+Contenders share besides the width the number of heads, or by ``--equal state`` the size of the state: those that keep
+one matrix for each head then have half the heads, of twice the size.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from hbnode.nn import MomentumTransformer
 from hbnode.nn.transformer import AttentionName, ConnectionName
@@ -89,36 +92,23 @@ def make_transformer(
 class ContenderConfig(TaskConfig):
     """Options of the tasks that compare transformers."""
 
-    models: ClassVar[tuple[str, ...]] = tuple(CONTENDERS)
-    positive: ClassVar[tuple[str, ...]] = (
-        *TaskConfig.positive,
-        *("d_model", "heads", "layers", "feedforward", "step_size"),
-    )
+    models = tuple(CONTENDERS)
+    positive = "d_model heads layers feedforward step_size"
 
     model: str = option("momentum", "one of {models}, several with commas between, or all")
     d_model: int = option(64, "features of a token")
     heads: int = option(4, "heads of the attention")
     layers: int = option(3, "layers")
     feedforward: int = option(256, "hidden units of a layer's network")
-    dropout: float = option(0.0, "probability of dropout")
-    equal: str = option(
-        "heads",
-        "what contenders share besides the width: heads, or the size of the state, for which those that keep one "
-        "matrix for each head have half the heads, of twice the size",
-        ("heads", "state"),
-    )
-    momentum: float = option(0.6, "beta of momentum attention, and of the scale of linear_gain")
+    dropout: float = option(0.0, "probability of dropout", below=1)
+    equal: str = option("heads", "what contenders share: heads, or the size of the state", ("heads", "state"))
+    momentum: float = option(0.6, "beta of momentum attention, and of the scale of linear_gain", below=1)
     step_size: float = option(1.0, "gamma of momentum attention")
-    positions: str = option(
-        "auto", "of tokens; auto: rotary in causal softmax attention, else sinusoidal", ("auto", "sinusoidal")
-    )
+    positions: str = option("auto", "auto: rotary in causal softmax, else sinusoidal", ("auto", "sinusoidal"))
 
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        for name in ("momentum", "dropout"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"--{name} must be below 1, got {getattr(self, name)}")
         if self.d_model % self.heads:
             raise ValueError(f"--d-model must be a multiple of --heads, got {self.d_model} and {self.heads}")
         if self.equal == "state" and self.heads % 2:

@@ -19,7 +19,7 @@ at the same depth "residual" is itself the control of equal width.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,11 +38,9 @@ LARGEST = "nesterov"  # the connection with the most scalars
 class DepthConfig(TaskConfig):
     """Options of a transformer as a language model."""
 
-    models: ClassVar[tuple[str, ...]] = (*CONNECTIONS, *CONTROLS)
-    swept: ClassVar[str] = "connection"
-    positive: ClassVar[tuple[str, ...]] = (
-        *(*TaskConfig.positive, "context", "d_model", "heads", "layers", "feedforward"),
-    )
+    models = (*CONNECTIONS, *CONTROLS)
+    swept = "connection"
+    positive = "context d_model heads layers feedforward"
 
     model: str = option("transformer", "transformer; other models have other options", ("transformer",))
     connection: str = option("residual", "one of {models}, several with commas between, or all")
@@ -60,14 +58,12 @@ class DepthConfig(TaskConfig):
     heads: int = option(4, "heads")
     layers: int = option(6, "layers; wider has one less, deeper one more")
     feedforward: int = option(256, "hidden units of a layer's network; wider and deeper have their own")
-    dropout: float = option(0.0, "dropout")
+    dropout: float = option(0.0, "dropout", below=1)
     weight_decay: float = option(0.01, "AdamW's weight decay")
 
     def check(self) -> None:
         """Refuse what no run can have."""
         super().check()
-        if self.dropout >= 1:
-            raise ValueError(f"--dropout must be below 1, got {self.dropout}")
         if self.d_model % (2 * self.heads):
             raise ValueError(f"--d-model must be a multiple of twice --heads, got {self.d_model} and {self.heads}")
         if self.layers == 1 and "wider" in self.chosen():

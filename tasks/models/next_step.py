@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hbnode.optim import tanh_hidden
-from tasks.common.batches import FreshData, Samples, ShuffledBatches
+from tasks.common import train as training
 from tasks.common.config import option
-from tasks.common.optimizers import CLOCKS, TITLES, Objective, OptimizerConfig
 from tasks.common.run import Run
-from tasks.common.train import MakeOptimizer, Trainer
+from tasks.common.train import Batches, FreshData, MakeOptimizer, Objective, OptimizerConfig, Samples, Trainer
 from tasks.models.recurrent import RecurrentConfig, RuleOptions, title
 
 C = TypeVar("C", bound="NextStepConfig")
@@ -26,13 +25,14 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
 
     # Of each optimizer, the values of options that are 0; those of "" are every other's.
     settings: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    positive: ClassVar[tuple[str, ...]] = tuple(
-        name for name in (*RecurrentConfig.positive, *OptimizerConfig.positive) if name != "batch_size"
-    )
 
     batch_size: int = option(0, "sequences in a step; 0: by the optimizer, see above")
     max_cg: int = option(60, "hf: steps of conjugate gradients in an iteration")
     seconds: float = option(0.0, "seconds of training after which a run ends with its epoch; 0: none", may_change=True)
+
+    def check(self) -> None:
+        """Refuse what no run can have, with the optimizer's settings."""
+        super(NextStepConfig, self.filled()).check()
 
     def filled(self: C) -> C:
         """The options with the optimizer's settings in place of 0."""
@@ -58,7 +58,7 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
             optimizer: makes the optimizer of the model; :meth:`make_optimizer` if not given.
         """
         make = optimizer or (lambda model: self.make_optimizer(model.parameters(), objective.loss))
-        return Trainer(run, model, ShuffledBatches(run, train), objective, make, clock=CLOCKS[self.clock])
+        return Trainer(run, model, Batches(run, train), objective, make, clock=training.CLOCKS[self.clock])
 
     def is_over(self, rows: Sequence[Mapping[str, float]]) -> bool:
         """Whether the seconds of training in these rows of the metrics are spent."""
@@ -72,7 +72,7 @@ class NextStepConfig(RecurrentConfig, OptimizerConfig):
     @property
     def title(self) -> str:
         """Layer and optimizer, for people."""
-        return f"{title(self.model, self.cell)}, {TITLES[self.optimizer]}"
+        return f"{title(self.model, self.cell)}, {training.OPTIMIZER_TITLES[self.optimizer]}"
 
 
 def as_batch(series: Sequence[Tensor]) -> Samples:

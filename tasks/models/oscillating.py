@@ -14,11 +14,7 @@ from torch import Tensor, nn
 import hbnode
 from hbnode.nn.oscillators import Gaussian
 
-TITLES = {
-    "oscillators": "oscillators",
-    "oscillator_stack": "oscillator stack",
-    "kalman": "noisy oscillators",
-}
+TITLES = {"oscillators": "oscillators", "oscillator_stack": "oscillator stack", "kalman": "noisy oscillators"}
 Range = tuple[float, float]
 LONGEST = 8  # gaps before a forecast that are told apart, in rows
 

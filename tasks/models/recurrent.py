@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ import hbnode
 from hbnode.nn import rules
 from tasks.common.config import TaskConfig, option
 
-VARIANTS = ("plain", "gain", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
+VARIANTS: tuple[str, ...] = ("plain", "gain", "forget", "momentum", "nag", "sr", "adam", "rmsprop", "adaptive")
 OSCILLATORS = "oscillators"
 CELLS = ("lstm", "rnn", "gru", "dtriv")
 # Of --cell lstm alone, with the reason.
@@ -83,17 +83,17 @@ class RuleOptions:
 class RecurrentConfig(TaskConfig):
     """Options of the tasks of recurrent layers."""
 
-    models: ClassVar[tuple[str, ...]] = VARIANTS
-    positive: ClassVar[tuple[str, ...]] = (*TaskConfig.positive, "step_size", "restart", "hidden")
+    models = VARIANTS
+    positive = "step_size restart hidden"
 
     model: str = option("momentum", "one of {models}, several with commas between, or all")
     cell: str = option("lstm", "the layer that the rule is put into", CELLS)
-    momentum: float | None = option(None, "mu of momentum and adam; if not given, as the task's table has it")
+    momentum: float | None = option(None, "mu of momentum and adam; if not given, as the task's table has it", below=1)
     step_size: float | None = option(None, "s of all but plain, likewise")
-    beta: float | None = option(None, "decay of the mean square in adam and rmsprop, likewise")
+    beta: float | None = option(None, "decay of the mean square in adam and rmsprop, likewise", below=1)
     restart: int | None = option(None, "samples between two restarts in sr, likewise")
     hidden: int = option(128, "size of h")
-    forget_bias: float = option(1.0, "bias of an LSTM's forget gate at first, each of the two", is_signed=True)
+    forget_bias: float = option(1.0, "bias of an LSTM's forget gate at first, each of the two", least=None)
 
     def chosen(self) -> tuple[str, ...]:
         """The variants that ``--model`` names; all are those that the cell has."""
@@ -120,8 +120,6 @@ class RecurrentConfig(TaskConfig):
                 continue
             if field.name not in used:
                 raise ValueError(f"{flag} says nothing to --model {self.model}. Fix: leave it out.")
-            if field.name in ("momentum", "beta") and value >= 1:
-                raise ValueError(f"{flag} must be below 1, got {value}")
 
     def rule_options(self, table: Mapping[str, RuleOptions]) -> RuleOptions:
         """What the variant ``model`` runs with.

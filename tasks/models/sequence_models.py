@@ -107,14 +107,7 @@ class SequenceModel(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        input_size: int,
-        hidden: int,
-        output_size: int,
-        *,
-        length: int,
-        reads_end: bool,
+        self, name: str, input_size: int, hidden: int, output_size: int, *, length: int, reads_end: bool
     ) -> None:
         super().__init__()
         self.reads_end = reads_end

@@ -16,12 +16,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 
 from tasks.common.config import REQUIRED, Options, option, parse
+from tasks.common.files import markdown
 from tasks.run_groups import Group, collect, tell_apart
 
 Predicted = dict[int, tuple[np.ndarray, np.ndarray]]  # for each seed, labels and the probabilities of the classes
@@ -31,7 +31,7 @@ Predicted = dict[int, tuple[np.ndarray, np.ndarray]]  # for each seed, labels an
 class TableOptions(Options):
     """Options of the table."""
 
-    positive: ClassVar[tuple[str, ...]] = ("resamples",)
+    positive = "resamples"
 
     folder: str = option(REQUIRED, "where finished runs are")
     resamples: int = option(1000, "of the bootstrap")
@@ -87,22 +87,19 @@ def table(groups: Sequence[Group], resamples: int) -> str:
     best = predictions(groups[0])
     networks = [group.mean("training_seconds") for group in groups if group.mean("parameters")]
     limit = min(networks, default=0.0)
-    names = ["model", "accuracy", *(["AUROC"] if two else []), "loss", f"validation, {limit:.0f} s"]
-    names += ["seconds", "parameters", "seeds", "to the first"]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    rows = []
     for group in groups:
-        means = [f"{group.mean('test_accuracy'):.3f}", *([f"{group.mean(by):.3f}"] if two else [])]
         far = "–"
         if group is not groups[0] and set(group.seeds) & set(groups[0].seeds):
             far = "{:+.3f} ({:+.3f} to {:+.3f})".format(*difference(predictions(group), best, resamples))
         size = group.mean("parameters")
-        cells = [
-            *(group.label, *means, f"{group.mean('test_loss'):.3f}", early(group, limit if size else np.inf)),
-            f"{group.mean('training_seconds'):.0f}",
-            *(f"{size:,.0f}" if size else "", str(len(group.seeds)), far),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        row = {"model": group.label, "accuracy": f"{group.mean('test_accuracy'):.3f}"}
+        row |= {"AUROC": f"{group.mean(by):.3f}"} if two else {}
+        row |= {"loss": f"{group.mean('test_loss'):.3f}"}
+        row |= {f"validation, {limit:.0f} s": early(group, limit if size else np.inf)}
+        row |= {"seconds": f"{group.mean('training_seconds'):.0f}", "parameters": f"{size:,.0f}" if size else ""}
+        rows.append(row | {"seeds": str(len(group.seeds)), "to the first": far})
+    return markdown(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

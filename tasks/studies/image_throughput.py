@@ -25,8 +25,7 @@ from torch import Tensor
 from hbnode.nn import MomentumTransformer
 from hbnode.nn.attention import KeyValueCache
 from tasks.common.files import write_json
-from tasks.common.run import environment
-from tasks.common.workers import Workers
+from tasks.common.run import Workers, environment
 from tasks.image_generation import ImageGenerationConfig, draw_pixels
 from tasks.models.contenders import TITLES
 
@@ -129,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {name: getattr(config, name) for name in SIZES}
     about = {"batch_size": options.batch_size, "repeats": options.repeats, **sizes}
     write_json(
-        options.out / "throughput.json",
-        {"task": "image_throughput", **about, "rows": rows, **environment(device)},
+        options.out / "throughput.json", {"task": "image_throughput", **about, "rows": rows, **environment(device)}
     )
 
 

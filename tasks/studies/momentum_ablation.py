@@ -22,14 +22,14 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import torch
+import pandas as pd
 
 from hbnode.diagnostics._shared import ticks_of_short_axis
 from tasks import pixel_mnist, speech
 from tasks.common.config import parse
-from tasks.common.files import read_json, write_figure, write_json, write_table
-from tasks.common.run import environment
-from tasks.common.sweep import run_side_by_side
+from tasks.common.figures import panels
+from tasks.common.files import read_json
+from tasks.common.run import run_side_by_side, write_study
 from tasks.models.recurrent import RecurrentConfig
 
 MOMENTA = (0.9, 0.6, 0.3, 0.1, 0.0)
@@ -147,28 +147,26 @@ def draw_grids(grids: Mapping[str, Mapping[Pair, float]], judged: Judged, path: 
 
     The scale is logarithmic in the error, so that a pair that does not learn does not leave one color for all others.
     """
-    import matplotlib.pyplot as plt
     from matplotlib.colors import LogNorm
 
-    figure, axes = plt.subplots(1, len(grids), figsize=(1 + 6.2 * len(grids), 4.6), layout="constrained")
-    for ax, (name, grid) in zip(np.atleast_1d(axes), grids.items(), strict=True):
-        momenta, steps = (sorted({pair[axis] for pair in grid}, reverse=axis == 0) for axis in (0, 1))
-        values = np.array([[grid.get((mu, s), np.nan) for s in steps] for mu in momenta])
-        errors = np.maximum(judged.factor - values, 0.01) if judged.is_higher_better else values
-        low, high = np.nanmin(errors), np.nanmax(errors)
-        shown = ax.imshow(errors, cmap="viridis_r", norm=LogNorm(low, max(high, 1.1 * low)))
-        bar = figure.colorbar(shown, ax=ax, label=judged.unit.replace("accuracy", "error"))
-        ticks_of_short_axis(bar.ax.yaxis)
-        for (row, column), value in np.ndenumerate(values):
-            color = "white" if shown.norm(errors[row, column]) > 0.6 else "black"
-            said = "-" if np.isnan(value) else f"{value:.4g}"
-            ax.text(column, row, said, ha="center", va="center", color=color)
-        ax.set_xticks(range(len(steps)), [f"{s:g}" for s in steps])
-        ax.set_yticks(range(len(momenta)), [f"{mu:g}" for mu in momenta])
-        ax.set(xlabel="step size s", ylabel="momentum mu", title=name)
-        ax.title.set_fontsize("medium")
-    figure.suptitle(f"{judged.unit}; yellow is better")
-    write_figure(figure, path)
+    size, title = (1 + 6.2 * len(grids), 4.6), f"{judged.unit}; yellow is better"
+    with panels(path, 1, len(grids), size=size, title=title, legend=False) as (figure, axes):
+        for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
+            table = pd.Series(grid).unstack().sort_index(ascending=False)
+            values, momenta, steps = table.to_numpy(), table.index, table.columns
+            errors = np.maximum(judged.factor - values, 0.01) if judged.is_higher_better else values
+            low, high = np.nanmin(errors), np.nanmax(errors)
+            shown = ax.imshow(errors, cmap="viridis_r", norm=LogNorm(low, max(high, 1.1 * low)))
+            bar = figure.colorbar(shown, ax=ax, label=judged.unit.replace("accuracy", "error"))
+            ticks_of_short_axis(bar.ax.yaxis)
+            for (row, column), value in np.ndenumerate(values):
+                color = "white" if shown.norm(errors[row, column]) > 0.6 else "black"
+                said = "-" if np.isnan(value) else f"{value:.4g}"
+                ax.text(column, row, said, ha="center", va="center", color=color)
+            ax.set_xticks(range(len(steps)), [f"{s:g}" for s in steps])
+            ax.set_yticks(range(len(momenta)), [f"{mu:g}" for mu in momenta])
+            ax.set(xlabel="step size s", ylabel="momentum mu")
+            ax.set_title(name, fontsize="medium")
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -195,12 +193,7 @@ def plan(options: argparse.Namespace, base: RecurrentConfig, folder: Path) -> li
     """A run for each pair and seed."""
     return [
         dataclasses.replace(
-            base,
-            momentum=mu,
-            step_size=s,
-            seed=seed,
-            seeds=1,
-            out=str(folder / f"momentum{mu:g}-step{s:g}-seed{seed}"),
+            base, momentum=mu, step_size=s, seed=seed, seeds=1, out=str(folder / f"momentum{mu:g}-step{s:g}-seed{seed}")
         )
         for seed in range(base.seed, base.seed + base.seeds)
         for mu, s in itertools.product(dict.fromkeys(options.momenta), dict.fromkeys(options.step_sizes))
@@ -217,16 +210,9 @@ def report(found: Mapping[Pair, Sequence[float]], task: str, base: RecurrentConf
         "authors": without_momentum(authors, judged.is_higher_better),
     }
     print("\n".join(f"{name}: {sentence}" for name, sentence in said.items()))
-    summary = {
-        "task": f"momentum_ablation-{task}",
-        "base": dataclasses.asdict(base),
-        "metric": judged.metric,
-        "authors": judged.source,
-        "found": said,
-        **environment(torch.device("cpu")),
-    }
-    write_table(folder / "ablation.csv", table(found, judged.unit))
-    write_json(folder / "ablation.json", summary)
+    about = {"task": f"momentum_ablation-{task}", "base": dataclasses.asdict(base), "metric": judged.metric}
+    rows = table(found, judged.unit)
+    write_study(folder, "ablation", rows, **about, authors=judged.source, found=said)
     ours = f"these runs: {base.hidden} units, {base.epochs} epochs, seeds: {base.seeds}"
     draw_grids({ours: means, judged.source: authors}, judged, folder / "ablation.png")
     print(f"figure: {folder / 'ablation.png'}")

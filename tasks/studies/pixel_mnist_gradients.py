@@ -34,20 +34,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tasks.common.batches import Samples
+from tasks import pixel_mnist
 from tasks.common.config import parse as parse_task
-from tasks.common.files import write_figure, write_json, write_table
-from tasks.common.run import environment
+from tasks.common.figures import panels
+from tasks.common.run import write_study
+from tasks.common.train import Samples
 from tasks.models.recurrent import CELLS, title
-from tasks.pixel_mnist import (
-    PRESETS,
-    PixelClassifier,
-    PixelMnistConfig,
-    cross_entropy,
-    load_data,
-    make_optimizer,
-    rebase,
-)
+from tasks.pixel_mnist import PRESETS, PixelClassifier, PixelMnistConfig, load_data, make_optimizer, rebase
 
 OUT = Path("runs/pixel_mnist_gradients")
 LEVELS = {"median": 0.5, "q10": 0.1, "q90": 0.9}
@@ -130,7 +123,7 @@ def step(
     model: PixelClassifier, optimizer: torch.optim.Optimizer, batch: Samples, config: PixelMnistConfig, iteration: int
 ) -> float:
     """One step of the task's training; its loss."""
-    loss, _ = cross_entropy(model, batch)
+    loss, _ = pixel_mnist.cross_entropy(model, batch)
     if not bool(torch.isfinite(loss)):
         raise SystemExit(
             f"{title(config.model, config.cell)}: the training loss is {loss.item()} at iteration {iteration}. "
@@ -180,25 +173,20 @@ def draw_norms(records: Mapping[str, GradientNorms], cell: str, about: str, path
     medians = {model: quantiles(record.norms)[:, 0].log10().numpy() for model, record in records.items()}
     drawn = np.concatenate([median[np.isfinite(median)] for median in medians.values()])  # log10 of 0 is left white
     low, high = drawn.min(), max(drawn.max(), drawn.min() + 1)
-    count = len(records)
-    figure, axes = plt.subplots(
-        2, count, figsize=(1.5 + 3.8 * count, 6.5), sharex=True, squeeze=False, layout="constrained"
-    )
-    for (upper, lower), (model, median) in zip(axes.T, medians.items(), strict=True):
-        iterations, t = records[model].iterations.tolist(), list(range(1, median.shape[1] + 1))
-        shown = upper.pcolormesh(t, iterations, median, vmin=low, vmax=high, shading="nearest")
-        upper.set_title(title(model, cell))
-        for index in torch.linspace(0, len(iterations) - 1, min(LINES, len(iterations))).long().tolist():
-            color = plt.get_cmap("plasma")(0.9 * index / max(len(iterations) - 1, 1))
-            lower.plot(t, median[index], color=color, lw=1.2, label=f"iteration {iterations[index]}")
-        lower.set(xlabel="t in samples", ylim=(low, high))
-        lower.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("iteration")
-    axes[1, 0].set_ylabel("log10 |dL/dh_t|, median")
-    axes[1, -1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, frameon=False)
-    figure.colorbar(shown, ax=axes[0], label="log10 |dL/dh_t|, median")
-    figure.suptitle(about)
-    write_figure(figure, path)
+    size = 1.5 + 3.8 * len(records), 6.5
+    with panels(path, 2, len(records), size=size, title=about, sharex=True) as (figure, axes):
+        for (upper, lower), (model, median) in zip(axes.T, medians.items(), strict=True):
+            iterations, t = records[model].iterations.tolist(), list(range(1, median.shape[1] + 1))
+            shown = upper.pcolormesh(t, iterations, median, vmin=low, vmax=high, shading="nearest")
+            upper.set_title(title(model, cell))
+            for index in torch.linspace(0, len(iterations) - 1, min(LINES, len(iterations))).long().tolist():
+                color = plt.get_cmap("plasma")(0.9 * index / max(len(iterations) - 1, 1))
+                lower.plot(t, median[index], color=color, lw=1.2, label=f"iteration {iterations[index]}")
+            lower.set(xlabel="t in samples", ylim=(low, high))
+            lower.grid(alpha=0.3)
+        axes[0, 0].set_ylabel("iteration")
+        axes[1, 0].set_ylabel("log10 |dL/dh_t|, median")
+        figure.colorbar(shown, ax=axes[0], label="log10 |dL/dh_t|, median")
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[PixelMnistConfig]]:
@@ -216,8 +204,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[PixelMni
         parser.error("--iterations, --every and --measured must be positive")
     preset = PRESETS["pmnist-dtriv-170" if options.cell == "dtriv" else "pmnist-128"]
     models = "plain,forget,momentum" if options.cell == "lstm" else "plain,gain,momentum"
-    changed = {"cell": options.cell, "side": None, "train_size": 10_000, "test_size": options.measured}
-    presets = {"pmnist": preset | changed | {"model": models}}
+    changed = f"--cell {options.cell} --model {models} --train-size 10000 --test-size {options.measured}"
+    presets = {"pmnist": f"{preset} {changed}".replace("--side 28", "")}
     config = parse_task(PixelMnistConfig, presets, __doc__ or "", ["--preset", "pmnist", *rest])
     return options, [dataclasses.replace(config, model=model) for model in config.chosen()]
 
@@ -232,16 +220,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         records[config.model] = measure(config, data, options)
         said.append(f"{title(config.model, config.cell)}: {sentence(records[config.model])}")
         print(said[-1])
-    summary = {
-        "task": "pixel_mnist_gradients",
-        "options": {name: str(value) for name, value in vars(options).items()},
-        "configs": [dataclasses.asdict(config) for config in configs],
-        "rules": {config.model: dataclasses.asdict(config.rule_options(config.rules())) for config in configs},
-        "found": said,
-        **environment(torch.device("cpu")),
-    }
-    write_table(folder / "gradients.csv", table(records))
-    write_json(folder / "gradients.json", summary)
+    write_study(
+        folder,
+        "gradients",
+        table(records),
+        task="pixel_mnist_gradients",
+        options={name: str(value) for name, value in vars(options).items()},
+        configs=[dataclasses.asdict(config) for config in configs],
+        rules={config.model: dataclasses.asdict(config.rule_options(config.rules())) for config in configs},
+        found=said,
+    )
     about = f"permuted {first.dataset}, {data['train'][0].shape[1]} pixels, {first.hidden} units, seed {first.seed}"
     draw_norms(records, first.cell, about, folder / "gradients.png")
     print(f"figure: {folder / 'gradients.png'}")

@@ -16,12 +16,12 @@ accelerations, standardised, under the model: oscillators are independent, so th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from scipy.signal import find_peaks
@@ -29,7 +29,8 @@ from torch import Tensor
 
 import hbnode
 from tasks.common.config import REQUIRED, Options, option, parse
-from tasks.common.files import exit_on, read_checkpoint, read_json, write_figure, write_table
+from tasks.common.figures import panels
+from tasks.common.files import exit_on, read_checkpoint, read_json, write_table
 from tasks.data import f16
 from tasks.models.oscillating import NoisyForecaster
 from tasks.plane_vibration import PlaneVibrationConfig, make_model
@@ -89,36 +90,29 @@ def spectrum(layer: hbnode.nn.Oscillators) -> list[dict[str, float]]:
 
 def draw(f: np.ndarray, response: np.ndarray, runs: Sequence[tuple[int, list[dict[str, float]]]], path: Path) -> None:
     """The frequency response with its resonances, and below it the oscillators of each seed."""
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 5.6), sharex=True, layout="constrained", height_ratios=(3, 0.6 + 0.35 * len(runs))
-    )
-    for channel in range(3):
-        above.plot(f, 20 * np.log10(np.abs(response[:, channel])), lw=0.9, label=f"acceleration {channel + 1}")
-    for peak in resonances(f, response):
-        for ax in (above, below):
+    with panels(path, 2, size=(9, 5.6), legend=False, sharex=True, height_ratios=(3, 0.6 + 0.35 * len(runs))) as (
+        _,
+        axes,
+    ):
+        above, below = axes[:, 0]
+        for channel in range(3):
+            above.plot(f, 20 * np.log10(np.abs(response[:, channel])), lw=0.9, label=f"acceleration {channel + 1}")
+        peaks = resonances(f, response)
+        above.secondary_xaxis("top").set_xticks(peaks, [f"{peak:.1f}" for peak in peaks])
+        for ax, peak in itertools.product((above, below), peaks):
             ax.axvline(peak, color="0.6", lw=0.8, ls=":", zorder=0)
-        above.annotate(
-            f"{peak:.1f}",
-            (peak, 1),
-            (0, 2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-        )
-    for place, (_, oscillators) in enumerate(runs):
-        hertz = [row["hertz"] for row in oscillators]
-        for name, color in (("acceleration_share", "C3"), ("force_share", "C0")):
-            area = [900 * row[name] for row in oscillators]
-            below.scatter(hertz, [place] * len(hertz), area, color=color, alpha=0.5, lw=0)
-        below.plot(hertz, [place] * len(hertz), "|", color="0.2", ms=8)
-    above.set_ylabel("acceleration over force, dB")
-    above.legend(loc="upper left", fontsize="small")
-    below.set(xlabel="Hz", xlim=BAND, yticks=range(len(runs)), yticklabels=[f"seed {seed}" for seed, _ in runs])
-    below.set_ylim(-0.7, len(runs) - 0.3)
-    below.set_title(
-        "oscillators; area: share in the variance of the accelerations (red), of the force (blue)", fontsize="medium"
-    )
-    write_figure(figure, path)
+        for place, (_, oscillators) in enumerate(runs):
+            hertz = [row["hertz"] for row in oscillators]
+            for name, color in (("acceleration_share", "C3"), ("force_share", "C0")):
+                area = [900 * row[name] for row in oscillators]
+                below.scatter(hertz, [place] * len(hertz), area, color=color, alpha=0.5, lw=0)
+            below.plot(hertz, [place] * len(hertz), "|", color="0.2", ms=8)
+        above.set_ylabel("acceleration over force, dB")
+        above.legend(loc="upper left", fontsize="small")
+        below.set(xlabel="Hz", xlim=BAND, yticks=range(len(runs)), yticklabels=[f"seed {seed}" for seed, _ in runs])
+        below.set_ylim(-0.7, len(runs) - 0.3)
+        said = "oscillators; area: share in the variance of the accelerations (red), of the force (blue)"
+        below.set_title(said, fontsize="medium")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,23 +11,20 @@ each taken at the best of their settings: the momentum mu and the step g = s eta
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import hbnode
-from tasks.common.figures import legend_beside
-from tasks.common.files import write_figure, write_json, write_table
-from tasks.common.run import environment
+from tasks.common.config import Options, option, parse
+from tasks.common.figures import panels
+from tasks.common.run import write_study
 from tasks.data.recall import unit_keys
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 FEATURES, TARGETS = 8, 16
 LENGTHS = (100, 300, 1000)  # the error over the last tenth of each
@@ -35,6 +32,17 @@ MOMENTA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 STEPS = tuple(0.01 * 2 ** (index / 3) for index in range(23))  # 0.01 to 1.6
 KEYS = {"white": 1.0, "ill-conditioned": 12.0}  # the largest variance of a coordinate over the smallest
 NOISES = (0.0, 0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class RegressionOptions(Options):
+    """Options of the study."""
+
+    positive = "sequences"
+
+    sequences: int = option(64, "sequences of each kind, with 16 targets each")
+    seed: int = option(0, "of all random numbers")
+    out: str = option("runs/recall_regression", "folder for the table and the figure")
 
 
 def deviations(condition: float) -> Tensor:
@@ -95,45 +103,28 @@ def rows(found: Tensor, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(found: dict[tuple[str, float], Tensor], path: Path) -> None:
-    """The error against the step at the last length, a line for each momentum, a panel for each kind of key."""
-    import matplotlib.pyplot as plt
+    """The error against the step at the last length, a line for each momentum, a panel for each kind of key.
 
-    figure, axes = plt.subplots(1, len(KEYS), figsize=(11, 4), sharey=True, layout="constrained")
-    for ax, keys in zip(axes, KEYS, strict=True):
-        draw_lines(ax, found[keys, NOISES[-1]][..., -1])
-        ax.set(title=f"{keys} keys, noise {NOISES[-1]:g}", xlabel="step g = sη/(1 − μ)")
-    least = min(float(found[keys, NOISES[-1]][..., -1].min()) for keys in KEYS)
-    axes[0].set_ylim(0.7 * least, 20 * least)
-    axes[0].set_ylabel(f"error of the memory after {LENGTHS[-1]} keys")
-    legend_beside(figure)
-    write_figure(figure, path)
-
-
-def draw_lines(ax: Axes, found: Tensor) -> None:
-    """A line for each momentum, dotted beyond the settings that are safe."""
-    for index, momentum in enumerate(MOMENTA):
-        color = "black" if momentum == 0 else f"C{index - 1}"
-        ax.loglog(STEPS, found[index], ":", color=color, lw=1)
-        inside = found[index].where(settings()["safe"][index], torch.nan)
-        ax.loglog(STEPS, inside, color=color, label=f"μ = {momentum:g}", lw=2.5 if momentum == 0 else 1.5)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=64, help="sequences of each kind, with 16 targets each [64]")
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
-    parser.add_argument("--out", type=Path, default=Path("runs/recall_regression"), help="[runs/recall_regression]")
-    options = parser.parse_args(argv)
-    if options.sequences < 1 or options.seed < 0:
-        parser.error(f"--sequences must be positive and --seed not negative, got {options.sequences}, {options.seed}")
-    return options
+    Lines are dotted beyond the settings that are safe.
+    """
+    last = {keys: found[keys, NOISES[-1]][..., -1] for keys in KEYS}
+    with panels(path, 1, len(KEYS), size=(11, 4), sharey=True) as (_, axes):
+        for ax, (keys, errors_of) in zip(axes[0], last.items(), strict=True):
+            for index, momentum in enumerate(MOMENTA):
+                color = "black" if momentum == 0 else f"C{index - 1}"
+                ax.loglog(STEPS, errors_of[index], ":", color=color, lw=1)
+                inside = errors_of[index].where(settings()["safe"][index], torch.nan)
+                ax.loglog(STEPS, inside, color=color, label=f"μ = {momentum:g}", lw=2.5 if momentum == 0 else 1.5)
+            ax.set(title=f"{keys} keys, noise {NOISES[-1]:g}", xlabel="step g = sη/(1 − μ)")
+        least = min(float(errors_of.min()) for errors_of in last.values())
+        axes[0, 0].set(ylim=(0.7 * least, 20 * least), ylabel=f"error of the memory after {LENGTHS[-1]} keys")
 
 
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> None:
     """Try all settings; write ``regression.csv``, ``regression.json`` and ``regression.png``."""
-    options = parse(argv)
+    options = parse(RegressionOptions, {}, __doc__, argv)
+    out = Path(options.out)
     found: dict[tuple[str, float], Tensor] = {}
     table = []
     for keys, condition in KEYS.items():
@@ -146,11 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row['delta']:8.3g} (g = {row['delta_step']:.3f}), with momentum {row['momentum_delta']:8.3g} (mu = "
             f"{row['momentum']:4}, g = {row['momentum_step']:.3f})"
         )
-    write_table(options.out / "regression.csv", table)
-    about = {"task": "recall_regression", "sequences": options.sequences, "seed": options.seed}
-    write_json(options.out / "regression.json", {**about, "table": table, **environment(torch.device("cpu"))})
-    draw(found, options.out / "regression.png")
-    print(f"figure: {options.out / 'regression.png'}")
+    about = {"task": "recall_regression", "sequences": options.sequences, "seed": options.seed, "table": table}
+    write_study(out, "regression", table, **about)
+    draw(found, out / "regression.png")
+    print(f"figure: {out / 'regression.png'}")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -35,13 +34,11 @@ from tqdm import tqdm
 
 import hbnode
 from hbnode.solve.odeint import resolve
-from tasks.common.batches import Samples
 from tasks.common.config import REQUIRED, Options, option, parse
-from tasks.common.figures import legend_beside, line_style
-from tasks.common.files import write_figure, write_json, write_table
-from tasks.common.run import environment
-from tasks.common.train import EVAL_BATCH_SIZE
-from tasks.common.workers import Workers
+from tasks.common.figures import line_style, panels
+from tasks.common.files import write_json, write_table
+from tasks.common.run import Workers, environment
+from tasks.common.train import EVAL_BATCH_SIZE, Samples
 from tasks.image_classification import load_data, load_run
 from tasks.run_groups import Group, collect, tell_apart
 
@@ -70,7 +67,7 @@ Row = dict[str, Any]
 class RobustnessOptions(Options):
     """Options of the study."""
 
-    positive: ClassVar[tuple[str, ...]] = ("pgd_steps",)
+    positive = "pgd_steps"
 
     root: str = option(REQUIRED, "folder of run folders of tasks.image_classification")
     out: str = option("", "where to write robustness.csv, .json and .png; empty is the folder of the runs")
@@ -259,27 +256,22 @@ def table(models: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str) -> plt.Figure:
-    """Return accuracy against size: noise, FGSM, PGD; lines are medians, bands go from the smallest to the largest."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4), sharey=True, layout="constrained")
-    for ax, name in zip(axes, ("noise", "fgsm", "pgd"), strict=True):
-        for index, (label, model) in enumerate(models.items()):
-            curve = model[name]
-            style = line_style(index, len(models), len(curve["size"]))
-            ax.plot(curve["size"], curve["accuracy"], color=colors[label], label=label, **style)
-            if len(model["seeds"]) > 1:
-                limits = curve["accuracy_min"], curve["accuracy_max"]
-                ax.fill_between(curve["size"], *limits, color=colors[label], alpha=0.15, lw=0)
-        ax.axhline(0.1, color="0.5", ls=":", lw=1, label="chance")
-        heading, _, unit = TITLES[name].partition(", by ")
-        ax.set_title(heading, fontsize="medium")
-        ax.set_xlabel(f"{unit} (pixels in [0, 1])")
-        ax.set_xlim(left=0)
-    axes[0].set_ylim(0, 1)
-    axes[0].set_ylabel("test accuracy")
-    legend_beside(figure)
-    figure.suptitle(title, fontsize="medium")
-    return figure
+def draw(models: dict[str, dict[str, Any]], colors: dict[str, str], title: str, path: Path) -> None:
+    """Draw accuracy against size: noise, FGSM, PGD; lines are medians, bands go from the smallest to the largest."""
+    with panels(path, 1, 3, size=(15, 4), title=title, sharey=True) as (_, axes):
+        for ax, name in zip(axes[0], ("noise", "fgsm", "pgd"), strict=True):
+            for index, (label, model) in enumerate(models.items()):
+                curve = model[name]
+                style = line_style(index, len(models), len(curve["size"]))
+                ax.plot(curve["size"], curve["accuracy"], color=colors[label], label=label, **style)
+                if len(model["seeds"]) > 1:
+                    limits = curve["accuracy_min"], curve["accuracy_max"]
+                    ax.fill_between(curve["size"], *limits, color=colors[label], alpha=0.15, lw=0)
+            ax.axhline(0.1, color="0.5", ls=":", lw=1, label="chance")
+            heading, _, unit = TITLES[name].partition(", by ")
+            ax.set_title(heading, fontsize="medium")
+            ax.set(xlabel=f"{unit} (pixels in [0, 1])", xlim=(0, None))
+        axes[0, 0].set(ylim=(0, 1), ylabel="test accuracy")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -310,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(out / "robustness.json", summary)
     about = ", ".join(f"{name} {training[name]}" for name in ("dataset", "epochs", "batch_size", "lr"))
     title = f"robustness: {about}, PGD of {options.pgd_steps} steps, median and range of the seeds"
-    write_figure(draw(models, {group.label: group.color for group in groups}, title), out / "robustness.png")
+    draw(models, {group.label: group.color for group in groups}, title, out / "robustness.png")
     print(f"figure: {out / 'robustness.png'}")
 
 

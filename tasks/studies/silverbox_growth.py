@@ -13,16 +13,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hbnode
 from tasks.common.config import MODELS, Options, make_field, option, parse
-from tasks.common.figures import legend_beside
-from tasks.common.files import exit_on, write_figure, write_json, write_table
-from tasks.common.run import environment
+from tasks.common.figures import panels
+from tasks.common.files import exit_on
+from tasks.common.run import write_study
 from tasks.data.silverbox import read_silverbox
 
 TOL = 1e-7  # the paper's
@@ -32,7 +32,7 @@ TOL = 1e-7  # the paper's
 class GrowthOptions(Options):
     """Options of the study."""
 
-    positive: ClassVar[tuple[str, ...]] = ("draws",)
+    positive = "draws"
 
     draws: int = option(100, "initialisations of each model")
     seed: int = option(0, "of the first of them")
@@ -122,18 +122,15 @@ def table(times: Tensor, found: Mapping[str, Mapping[str, Tensor]]) -> list[dict
 
 def draw_growth(times: Tensor, found: Mapping[str, Mapping[str, Tensor]], draws: int, folder: Path) -> None:
     """Draw the quantiles and the mean of each model over time, on one logarithmic axis, in ``growth.png``."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(found), figsize=(15, 3.2), sharey=True, layout="constrained")
-    for ax, (model, columns), color in zip(axes, found.items(), ("C0", "C1", "C2", "C3", "C4"), strict=True):
-        ax.fill_between(times, columns["q10"], columns["q90"], color=color, alpha=0.25, lw=0, label="10 % to 90 %")
-        ax.semilogy(times, columns["median"], color=color, label="median")
-        ax.semilogy(times, columns["mean"], color=color, ls="--", lw=1, label="mean, as in the paper")
-        ax.set(title=model.upper(), xlabel="t in samples")
-    axes[0].set_ylabel("|h(t)|")
-    legend_beside(figure)
-    figure.suptitle(f"Silverbox, {draws} initialisations of each model")
-    write_figure(figure, folder / "growth.png")
+    title = f"Silverbox, {draws} initialisations of each model"
+    with panels(folder / "growth.png", 1, len(found), size=(15, 3.2), title=title, sharey=True) as (_, axes):
+        for index, (ax, (model, columns)) in enumerate(zip(axes[0], found.items(), strict=True)):
+            color, band = f"C{index}", (columns["q10"], columns["q90"])
+            ax.fill_between(times, *band, color=color, alpha=0.25, lw=0, label="10 % to 90 %")
+            ax.semilogy(times, columns["median"], color=color, label="median")
+            ax.semilogy(times, columns["mean"], color=color, ls="--", lw=1, label="mean, as in the paper")
+            ax.set(title=model.upper(), xlabel="t in samples")
+        axes[0, 0].set_ylabel("|h(t)|")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -150,17 +147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found[model] = statistics(Draws(model, seeds, signal).norms(v2[0].item(), times, TOL))
         last[model] = {name: values[-1].item() for name, values in found[model].items()}
         print(f"{model}: |h(63)| " + ", ".join(f"{name} {value:.4g}" for name, value in last[model].items()))
-    summary = {
-        "task": "silverbox_growth",
-        "draws": options.draws,
-        "seed": options.seed,
-        "tol": TOL,
-        "at_63": last,
-        **environment(torch.device("cpu")),
-    }
     out = Path(options.out)
-    write_table(out / "growth.csv", table(times, found))
-    write_json(out / "growth.json", summary)
+    about = {"task": "silverbox_growth", "draws": options.draws, "seed": options.seed, "tol": TOL, "at_63": last}
+    write_study(out, "growth", table(times, found), **about)
     draw_growth(times, found, options.draws, out)
     print(f"figure: {out / 'growth.png'}")
 

@@ -21,17 +21,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hbnode.diagnostics._shared import ticks_of_short_axis
-from tasks.common.batches import Samples
 from tasks.common.config import MODELS, SECOND_ORDER, Options, option, parse
-from tasks.common.figures import legend_beside
-from tasks.common.files import exit_on, write_figure, write_json, write_table
-from tasks.common.run import environment
+from tasks.common.figures import panels
+from tasks.common.files import exit_on
+from tasks.common.run import write_study
+from tasks.common.train import Samples
 from tasks.walker2d import Splits, Walker, WalkerConfig, dense_field, squared_error, thin
 
 N, HIDDEN = 24, (48, 48)  # size of h, of the cell's hidden layers
@@ -48,7 +47,7 @@ StillState = Tensor | tuple[Tensor, Tensor]
 class GradientOptions(Options):
     """Options of the study."""
 
-    positive: ClassVar[tuple[str, ...]] = ("windows", "epochs", "batch_size", "measured", "seeds", "lr", "tol")
+    positive = "windows epochs batch_size measured seeds lr tol"
 
     windows: int = option(1000, "training windows, every k-th of all")
     epochs: int = option(5, "passes over them")
@@ -194,13 +193,11 @@ def table(norms: Mapping[Key, Tensor]) -> list[dict[str, object]]:
 
 def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
     """Draw the medians against T - t, a panel for each cell and stage, in ``adjoint_norms.png``."""
-    import matplotlib.pyplot as plt
-
     styles = {model: {"color": f"C{i}"} for i, model in enumerate(MODELS)}
     styles |= {"still": {"color": "k", "ls": "--"}, "still pair": {"color": "0.5", "ls": ":"}}
-    figure, axes = plt.subplots(len(CELLS), len(STAGES), figsize=(12.5, 7), sharex=True, layout="constrained")
-    for row, cell in zip(axes, CELLS, strict=True):
-        for ax, stage in zip(row, STAGES, strict=True):
+    path, size = folder / "adjoint_norms.png", (12.5, 7)
+    with panels(path, len(CELLS), len(STAGES), size=size, title=f"Walker2D: {about}", sharex=True) as (_, axes):
+        for ax, (cell, stage) in zip(axes.flat, itertools.product(CELLS, STAGES), strict=True):
             for model, style in styles.items():
                 median = norms[cell, stage, model].flip(1).median(0).values
                 label = f"{model}, no ODE" if model in CONTROLS else model.upper()
@@ -208,12 +205,9 @@ def draw_norms(norms: Mapping[Key, Tensor], about: str, folder: Path) -> None:
             ax.set(title=f"{cell} cell, {stage}", ylim=(max(ax.get_ylim()[0], 1e-16), None))
             ticks_of_short_axis(ax.yaxis)
             ax.grid(alpha=0.3)
-        row[0].set_ylabel("|dL/d[h, m]|, median")
-    for ax in axes[-1]:
-        ax.set_xlabel("T - t in frames seen")
-    legend_beside(figure)
-    figure.suptitle(f"Walker2D: {about}")
-    write_figure(figure, folder / "adjoint_norms.png")
+        for row, last in zip(axes, axes[-1], strict=True):
+            row[0].set_ylabel("|dL/d[h, m]|, median")
+            last.set_xlabel("T - t in frames seen")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -224,19 +218,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     norms, losses = measure(splits, options)
     said = comparison(norms)
     print(said)
-    summary = {
-        "task": "walker2d_gradients",
-        **dataclasses.asdict(options),
-        "data": splits.source,
-        "last_training_losses": losses,
-        "comparison": said.splitlines(),
-        **environment(torch.device("cpu")),
-    }
+    losses_of = {"last_training_losses": losses, "comparison": said.splitlines(), "data": splits.source}
+    about = {"task": "walker2d_gradients", **dataclasses.asdict(options), **losses_of}
     out = Path(options.out)
-    write_table(out / "adjoint_norms.csv", table(norms))
-    write_json(out / "adjoint_norms.json", summary)
-    about = f"seeds: {options.seeds}, epochs: {options.epochs}, training windows: {len(splits.train[0])}"
-    draw_norms(norms, about, out)
+    write_study(out, "adjoint_norms", table(norms), **about)
+    title = f"seeds: {options.seeds}, epochs: {options.epochs}, training windows: {len(splits.train[0])}"
+    draw_norms(norms, title, out)
     print(f"figure: {out / 'adjoint_norms.png'}")
 
 

@@ -13,8 +13,7 @@ import torch
 
 from tasks.common.config import TaskConfig, option, parse
 from tasks.common.files import read_checkpoint
-from tasks.common.run import Run
-from tasks.common.sweep import sweep
+from tasks.common.run import Run, sweep
 from tasks.common.train import fit
 
 

@@ -11,11 +11,9 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from tasks import lra
-from tasks.data.aan import read_aan
-from tasks.data.arrays import pad_bytes
-from tasks.data.imdb import read_imdb
+from tasks.data.files import pad_bytes
 from tasks.data.listops import SYMBOLS, as_text, make_listops, trivial_accuracies
-from tasks.data.pathfinder import LEVEL, read_pathfinder
+from tasks.data.long_range import LEVEL, read_aan, read_imdb, read_pathfinder
 from tasks.lra import LRAConfig
 
 EVALUATE = {

@@ -10,8 +10,7 @@ pytest.importorskip("matplotlib")
 
 from tasks import adding, copying, recall, transformer_copy
 from tasks.data.pathological import PROBLEMS, Problem
-from tasks.data.recall import IGNORED, Bindings, unit_keys
-from tasks.data.transformer_copy import SEPARATOR, doubled, is_copied
+from tasks.data.recall import IGNORED, SEPARATOR, Bindings, doubled, is_copied, unit_keys
 from tasks.recall_table import right_by_counting
 from tasks.studies import recall_regression
 

@@ -14,7 +14,8 @@ pytest.importorskip("scipy")
 pytest.importorskip("soundfile")
 
 from tasks import speech as task
-from tasks.data import mfcc, polyphonic, speech
+from tasks.data import polyphonic, speech
+from tasks.data import speech as mfcc
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ import torch
 pytest.importorskip("sklearn")
 
 from tasks import image_classification
-from tasks.data.cifar10 import read_cifar10
-from tasks.data.digits import read_digits
-from tasks.data.mnist import read_mnist
+from tasks.data.images import read_cifar10, read_digits, read_mnist
 
 
 def test_digits():

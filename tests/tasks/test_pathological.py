@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 
 from tasks import pathological, pathological_table
 from tasks.common.config import parse
-from tasks.common.optimizers import OPTIMIZERS
+from tasks.common.train import OPTIMIZERS
 from tasks.data.pathological import PROBLEMS, Problem
 from tasks.models.sequence_models import LAYERS, SequenceModel
 from tasks.pathological import PathologicalConfig, SequenceLoss, make_model, make_optimizer
@@ -168,7 +168,7 @@ def test_an_orthogonal_weight_has_a_smaller_rate():
 @pytest.mark.parametrize("clock", ["wall", "cpu"])
 def test_a_run_ends_with_its_seconds_and_goes_on_with_more(clock, tmp_path, capsys, monkeypatch):
     ticks = iter(range(0, 10**6, 7))
-    monkeypatch.setitem(pathological.CLOCKS, clock, lambda: float(next(ticks)))
+    monkeypatch.setitem(pathological.training.CLOCKS, clock, lambda: float(next(ticks)))
     options = [*TINY, "--iterations", "3", "--clock", clock, "--lr", "1e-9", "--out", str(tmp_path), "--seconds"]
     pathological.main([*options, "42"])
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == 42  # of two tests, three steps before each

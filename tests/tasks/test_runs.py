@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from tasks.common import files, sweep
-from tasks.common.run import Run
+from tasks.common import files
+from tasks.common.run import PRELOADED, Run, sweep
 from tests.tasks.small_runs import PolynomialConfig, fail_or_write, polynomial, read_metrics, start, wait_for_position
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_interrupted_before_the_training_it_ends_with_a_sentence():
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(SystemExit, match="interrupted: the same command goes on"):
-        sweep.sweep(PolynomialConfig(), read_data)
+        sweep(PolynomialConfig(), read_data)
 
 
 FORK = """
@@ -279,14 +279,14 @@ raise SystemExit(os.waitpid(child, 0)[1])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_what_runs_are_forked_from_has_no_threads_of_openmp():
     """A child would wait for them for ever in its first large operation on two threads or more."""
-    code = FORK.replace("{PRELOADED}", repr(sweep.PRELOADED))
+    code = FORK.replace("{PRELOADED}", repr(PRELOADED))
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=True)
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     config = PolynomialConfig(model="all", seeds=3, jobs=2, out=str(tmp_path))
     with pytest.raises(SystemExit) as end:
-        sweep.sweep(config, fail_or_write)
+        sweep(config, fail_or_write)
     *lines, last = str(end.value).split("\n")
     models = PolynomialConfig.models
     killed = [f"{model}, seed 0: killed by signal 9" for model in models]

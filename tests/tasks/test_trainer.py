@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("tqdm")
 
-from tasks.common.batches import FreshData, epoch_generator
 from tasks.common.config import TaskConfig
 from tasks.common.run import Run
-from tasks.common.train import fit, flushed_denormals
+from tasks.common.train import FreshData, epoch_generator, fit, flushed_denormals
 from tests.tasks.small_runs import read_metrics
 
 

@@ -17,9 +17,8 @@ pytest.importorskip("tokenizers")
 
 from hbnode.nn.attention import KeyValueCache
 from tasks import image_generation, language_model, lra, recall, transformer_copy, translation
-from tasks.common.batches import FreshData
 from tasks.common.config import parse
-from tasks.common.run import Run, count_parameters
+from tasks.common.run import count_parameters
 from tasks.data.subwords import PADDING, SPECIAL, learn_subwords
 from tasks.data.text import in_windows, read_text
 from tasks.image_generation import ImageGenerationConfig
@@ -94,13 +93,9 @@ def test_the_size_of_the_state_is_what_a_stream_carries(model, equal):
         assert (sizes[one] == sizes[other]) == (equal == "state")
 
 
-def test_the_rate_drops_to_a_tenth(tmp_path):
-    run = Run("transformer_copy", CopyConfig(batch_size=2, device="cpu", out=str(tmp_path)), "")
-    fresh = FreshData(20, lambda epoch: (torch.zeros(20),))
+def test_the_rate_drops_to_a_tenth():
     for after, rates in ((15, [1.0] * 15 + [0.1] * 5), (0, [1.0] * 20)):
-        batches = transformer_copy.DroppedRate(run, fresh, after)
-        assert [batches.piece(*divmod(step, 10)).rate for step in range(20)] == rates
-    run.lock.release()
+        assert [transformer_copy.rate(step, after) for step in range(20)] == rates
 
 
 # Image generation

@@ -81,7 +81,7 @@ def test_rollouts_are_read_from_the_data_folder(data, monkeypatch):
     ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:300]), "cannot be read"),
-        (lambda path: np.save(path, np.zeros((5, 16))), r"expected \(frames, 17\) finite numbers, got shape \(5, 16\)"),
+        (lambda path: np.save(path, np.zeros((5, 16))), r"expected 5 rows of 17 finite numbers, got shape \(5, 16\)"),
         (lambda path: np.save(path, np.full((5, 17), np.nan)), "with others among them"),
         (lambda path: np.save(path, np.array([{}])), "cannot be read"),
         (lambda path: np.save(path, np.array(["a"])), "cannot be read"),
