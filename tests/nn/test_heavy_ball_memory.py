@@ -129,24 +129,22 @@ def test_momentum_attention_of_the_paper(beta):
     assert_near([out], [wanted], 1e-10)
 
 
-def special_cases(q, k, v, log_momentum, log_decay, step, write):
-    """Arguments, and the outputs of the recurrence of the model's own paper."""
-    decays, alpha = torch.tensor([0.7, 0.9, 1.0], dtype=F64), log_decay.exp()
-    linear = {"log_momentum": None, "delta": False}
-    yield linear, reference.linear_attention(q, k, v)
-    yield {**linear, "log_decay": decays.log()}, reference.retnet(q, k, v, decays)
-    yield {**linear, "log_decay": log_decay}, reference.gated_linear_attention(q, k, v, alpha)
-    gated = {"log_momentum": None, "log_decay": log_decay, "write": write}
-    yield gated, reference.gated_delta_net(q, k, v, alpha, write)
-    momentum = {"log_momentum": log_momentum, "log_decay": log_decay, "write": write, "step": step}
-    yield momentum, reference.momentum_delta_net(q, k, v, alpha, log_momentum.exp(), write, step)
-
-
 def test_special_cases_are_the_models_of_their_papers():
     made = make()
-    del made["delta"]
-    for options, wanted in special_cases(**made):
-        assert_near([memory(made["q"], made["k"], made["v"], chunk_size=8, **options)], [wanted], 1e-10)
+    q, k, v, log_momentum, log_decay, step, write, _ = made.values()
+    alpha, decays = log_decay.exp(), torch.tensor([0.7, 0.9, 1.0], dtype=F64)
+    linear, gates = {"log_momentum": None, "delta": False}, {"log_decay": log_decay, "write": write}
+    for options, wanted in (
+        (linear, reference.linear_attention(q, k, v)),
+        (linear | {"log_decay": decays.log()}, reference.retnet(q, k, v, decays)),
+        (linear | {"log_decay": log_decay}, reference.gated_linear_attention(q, k, v, alpha)),
+        (gates | {"log_momentum": None}, reference.gated_delta_net(q, k, v, alpha, write)),
+        (
+            gates | {"log_momentum": log_momentum, "step": step},
+            reference.momentum_delta_net(q, k, v, alpha, log_momentum.exp(), write, step),
+        ),
+    ):
+        assert_near([memory(q, k, v, chunk_size=8, **options)], [wanted], 1e-10)
 
 
 # Gates
