@@ -289,6 +289,12 @@ def test_generation_of_vectors():
         net.generate(prompt, 3)
 
 
+def test_tokens_are_vectors_times_the_root_of_their_features():
+    net, vectors, x = model(), model(vocabulary=None, output_size=9), tokens()
+    vectors.load_state_dict({name: p for name, p in net.state_dict().items() if name != "embedding.weight"})
+    close(net(x), vectors(math.sqrt(E) * net.embedding(x)))
+
+
 def test_sinusoids():
     table = sinusoids(torch.tensor([0, 3]), 5)
     rate = 10_000 ** (-2 / 5)
