@@ -1,10 +1,8 @@
-"""Slow, plain twins of the memories: loops over sequences, heads and steps, each as its paper writes it."""
+"""Slow, plain references of the memories: loops over the steps, each as its paper writes it."""
 
 import math
 
 import torch
-
-NO_STATE = (None, None)
 
 
 def gate(value, q, default):
@@ -30,31 +28,25 @@ def heavy_ball_memory(
     initial_state=None,
 ):
     """The recurrence of the design: outputs, S and P. An ignored step changes neither S nor P."""
-    batch, heads, length, _ = q.shape
     mu = gate(-math.inf if log_momentum is None else log_momentum, q, 0.0).exp()
     alpha, eta = gate(log_decay, q, 0.0).exp(), gate(write, q, 1.0)
     s_all = 1 - mu if step is None else gate(step, q, 1.0)
-    outputs, states, velocities = [], [], []
-    for b in range(batch):
-        for h in range(heads):
-            memory = q.new_zeros(q.shape[-1], v.shape[-1]) if initial_state is None else initial_state[0][b, h]
-            velocity = torch.zeros_like(memory) if initial_state is None else initial_state[1][b, h]
-            for t in range(length):
-                at = (b, h, t)
-                if key_padding_mask is None or not key_padding_mask[b, t]:
-                    if delta:
-                        read = alpha[at] * k[at] if delta == "decayed" else k[at]
-                        error = v[at] - memory.T @ read
-                    else:
-                        error = v[at]
-                    velocity = mu[at] * velocity + eta[at] * torch.outer(k[at], error)
-                    memory = alpha[at] * memory + s_all[at] * velocity
-                outputs.append(memory.T @ q[at])
-            states.append(memory)
-            velocities.append(velocity)
-    out = torch.stack(outputs).reshape(v.shape) if length else torch.zeros_like(v)
-    shape = (batch, heads, q.shape[-1], v.shape[-1])
-    return out, torch.stack(states).reshape(shape), torch.stack(velocities).reshape(shape)
+    zero = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    memory, velocity = (zero, zero) if initial_state is None else initial_state
+    outputs = []
+    for t in range(q.shape[2]):
+        k_t, v_t = k[:, :, t, :, None], v[:, :, t, :, None]
+        mu_t, alpha_t, eta_t, s_t = (x[:, :, t, None, None] for x in (mu, alpha, eta, s_all))
+        read = alpha_t * k_t if delta == "decayed" else k_t
+        error = v_t - memory.mT @ read if delta else v_t
+        after_p = mu_t * velocity + eta_t * k_t @ error.mT
+        after_s = alpha_t * memory + s_t * after_p
+        if key_padding_mask is not None:
+            ignored = key_padding_mask[:, t, None, None, None]
+            after_s, after_p = torch.where(ignored, memory, after_s), torch.where(ignored, velocity, after_p)
+        memory, velocity = after_s, after_p
+        outputs.append((q[:, :, t, None] @ memory).squeeze(2))
+    return torch.stack(outputs, 2), memory, velocity
 
 
 def over_steps(step, q, k, v, *gates):

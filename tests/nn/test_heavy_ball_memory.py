@@ -1,4 +1,4 @@
-"""heavy_ball_memory against plain recurrences: values and gradients, masks, states, special cases by their papers."""
+"""heavy_ball_memory against its recurrence and those of the papers: values, gradients, masks, gates, stability."""
 
 import math
 import sys
@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from torch.nn.functional import normalize
-from torch.utils.checkpoint import checkpoint
 
 import hbnode
 from hbnode.nn import _delta_rule as layout
@@ -17,7 +16,7 @@ from tests import reference_memory as reference
 
 memory = hbnode.nn.functional.heavy_ball_memory
 F64 = torch.float64
-DELTAS = ["decayed", "plain", False]
+every_delta = pytest.mark.parametrize("delta", ["decayed", "plain", False])
 
 
 def make(batch=2, heads=3, length=23, dim=4, width=5, *, seed=0, low=-1.0, holes=False, state=False, delta="decayed"):
@@ -46,6 +45,13 @@ def make(batch=2, heads=3, length=23, dim=4, width=5, *, seed=0, low=-1.0, holes
     return made
 
 
+def cast(made, dtype):
+    """The inputs in another dtype, as leaves."""
+    return {
+        name: z.detach().to(dtype).requires_grad_() if isinstance(z, torch.Tensor) else z for name, z in made.items()
+    }
+
+
 def leaves(made):
     found = []
     for z in made.values():
@@ -59,10 +65,10 @@ def run(made, **options):
     return out, *(z for z in state if z is not None)
 
 
-def gradients(outputs, inputs, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+def gradients(outputs, inputs, **options):
+    generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(y.shape, dtype=F64, generator=generator).to(y.dtype) for y in outputs]
-    return torch.autograd.grad(outputs, inputs, weights, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(outputs, inputs, weights, materialize_grads=True, **options)
 
 
 def assert_near(got, wanted, tolerance):
@@ -78,35 +84,30 @@ def assert_matches(made, **options):
     assert_near(gradients(got, leaves(made)), gradients(wanted[: len(got)], leaves(made)), 1e-9)
 
 
-@pytest.fixture
-def _plain(monkeypatch):
-    """The form that is used inside transforms and graphs, and for second derivatives."""
-    monkeypatch.setattr(sys.modules["hbnode.nn.heavy_ball_memory"], "chunkwise", chunkwise)
-
-
-@pytest.fixture(params=[False, True], ids=["fast", "plain"])
-def _each_form(request):
-    if request.param:
-        request.getfixturevalue("_plain")
+@pytest.fixture(params=["fast", "reference"])
+def _each_form(request, monkeypatch):
+    """The reference is what runs inside transforms and graphs, and for second derivatives."""
+    if request.param == "reference":
+        monkeypatch.setattr(sys.modules["hbnode.nn.heavy_ball_memory"], "chunkwise", chunkwise)
 
 
 @pytest.mark.usefixtures("_each_form")
-@pytest.mark.parametrize("delta", DELTAS)
+@every_delta
 def test_the_recurrence(delta):
     """For any length and size of chunks."""
     for length, chunk in ((37, 1), (37, 16), (23, 5), (23, 64), (1, 8), (2, 8), (7, 8), (8, 8), (9, 8), (33, 8)):
         assert_matches(make(length=length, delta=delta, holes=True, state=True), chunk_size=chunk)
 
 
-@pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize("at_once", [1, 4, 1000])
+@every_delta
+@pytest.mark.parametrize("at_once", [1, 4])
 def test_any_number_of_chunks_and_sequences_at_once(monkeypatch, delta, at_once):
     monkeypatch.setattr(layout, "CHUNKS_AT_ONCE", at_once)
     assert_matches(make(3, 2, 27, delta=delta, holes=True, state=True), chunk_size=8)
 
 
 @pytest.mark.usefixtures("_each_form")
-@pytest.mark.parametrize("delta", DELTAS)
+@every_delta
 @pytest.mark.parametrize("missing", [["log_decay"], ["step"], ["log_decay", "step", "write"], []])
 @pytest.mark.parametrize("momentum", [True, False])
 def test_gates_left_out(delta, missing, momentum):
@@ -116,7 +117,7 @@ def test_gates_left_out(delta, missing, momentum):
     assert_matches(made, chunk_size=4)
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.6, 0.9, 0.99, 0.999])
+@pytest.mark.parametrize("beta", [0.6, 0.999])
 def test_momentum_attention_of_the_paper(beta):
     """Its closed form, equation 73 without the normaliser: weights γ (1 − β^{i−j+1}) / (1 − β)."""
     made = make(length=40, delta=False)
@@ -128,54 +129,38 @@ def test_momentum_attention_of_the_paper(beta):
     assert_near([out], [wanted], 1e-10)
 
 
-def special_cases(q, k, v, log_momentum, log_decay, step, write):
-    """Arguments, and the outputs of the recurrence of the model's own paper."""
-    decays, alpha = torch.tensor([0.7, 0.9, 1.0], dtype=F64), log_decay.exp()
-    linear = {"log_momentum": None, "delta": False}
-    yield linear, reference.linear_attention(q, k, v)
-    yield {**linear, "log_decay": decays.log()}, reference.retnet(q, k, v, decays)
-    yield {**linear, "log_decay": log_decay}, reference.gated_linear_attention(q, k, v, alpha)
-    gated = {"log_momentum": None, "log_decay": log_decay, "write": write}
-    yield gated, reference.gated_delta_net(q, k, v, alpha, write)
-    momentum = {"log_momentum": log_momentum, "log_decay": log_decay, "write": write, "step": step}
-    yield momentum, reference.momentum_delta_net(q, k, v, alpha, log_momentum.exp(), write, step)
-
-
 def test_special_cases_are_the_models_of_their_papers():
     made = make()
-    del made["delta"]
-    for options, wanted in special_cases(**made):
-        assert_near([memory(made["q"], made["k"], made["v"], chunk_size=8, **options)], [wanted], 1e-10)
+    q, k, v, log_momentum, log_decay, step, write, _ = made.values()
+    alpha, decays = log_decay.exp(), torch.tensor([0.7, 0.9, 1.0], dtype=F64)
+    linear, gates = {"log_momentum": None, "delta": False}, {"log_decay": log_decay, "write": write}
+    for options, wanted in (
+        (linear, reference.linear_attention(q, k, v)),
+        (linear | {"log_decay": decays.log()}, reference.retnet(q, k, v, decays)),
+        (linear | {"log_decay": log_decay}, reference.gated_linear_attention(q, k, v, alpha)),
+        (gates | {"log_momentum": None}, reference.gated_delta_net(q, k, v, alpha, write)),
+        (
+            gates | {"log_momentum": log_momentum, "step": step},
+            reference.momentum_delta_net(q, k, v, alpha, log_momentum.exp(), write, step),
+        ),
+    ):
+        assert_near([memory(q, k, v, chunk_size=8, **options)], [wanted], 1e-10)
 
 
 # Gates
 
 
-@pytest.mark.parametrize("delta", DELTAS)
-def test_gates_of_one_are_no_gates(delta):
-    made = make(delta=delta)
-    q, k, v = made["q"], made["k"], made["v"]
-    ones = {"log_decay": torch.zeros(2, 3, 23, dtype=F64), "step": 1.0, "write": torch.ones(3, dtype=F64)}
-    for momentum in (None, -math.inf):
-        given = memory(q, k, v, log_momentum=momentum, delta=delta, **ones)
-        without = memory(q, k, v, log_momentum=None, delta=delta)
-        assert_near([given], [without], 1e-12)
-
-
-@pytest.mark.parametrize("delta", DELTAS)
-def test_a_gate_for_each_head_or_for_all(delta):
-    made = make(delta=delta)
+def test_a_gate_for_each_head_or_for_all():
+    made = make()
     for name in ("log_momentum", "log_decay", "step", "write"):
         per_head = made[name].detach()[0, :, 0].clone().requires_grad_()
         assert_matches({**made, name: per_head}, chunk_size=8)
         number = made[name][0, 0, 0].item()
-        steps = torch.full((2, 3, 23), number, dtype=F64)
-        got, wanted = (memory(**{**made, name: z}) for z in (number, steps))
-        assert torch.equal(got, wanted)
+        assert_near(run({**made, name: number}), reference.heavy_ball_memory(**{**made, name: number}), 1e-10)
 
 
 @pytest.mark.usefixtures("_each_form")
-@pytest.mark.parametrize("delta", DELTAS)
+@every_delta
 @pytest.mark.parametrize("name", ["log_momentum", "log_decay"])
 def test_gates_of_zero_have_finite_gradients(delta, name):
     made = make(delta=delta, holes=True, state=True)
@@ -188,32 +173,26 @@ def test_gates_of_zero_have_finite_gradients(delta, name):
 
 
 @pytest.mark.usefixtures("_each_form")
-@pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize(
-    ("momentum", "decay"), [(-0.05, -0.05), (-1.0, -1.0), (-0.05, -0.5), (-2.0, -0.05), (-4.0, -4.0)]
-)
+@every_delta
+@pytest.mark.parametrize(("momentum", "decay"), [(-0.05, -0.05), (-0.05, -0.5), (-4.0, -4.0)])
 def test_float32_keeps_its_digits(delta, momentum, decay):
-    """A difference of cumulative sums in their place loses them all: 8e-6, .03, 1.7 and NaN in fla-core 0.6.0."""
+    """A difference of cumulative sums in their place loses them all: 8e-6, .03 and NaN in fla-core 0.6.0."""
     made = make(1, 2, 256, 16, 16, delta=delta)
     log_momentum, log_decay = (2 * mean * torch.rand(1, 2, 256, dtype=F64) for mean in (momentum, decay))
     made |= {"log_momentum": log_momentum.clamp(-4), "log_decay": log_decay.clamp(-4)}
     made["step"] = -torch.expm1(made["log_momentum"])
-    made = {name: z.detach().float() if isinstance(z, torch.Tensor) else z for name, z in made.items()}
-    exact = {name: z.double() if isinstance(z, torch.Tensor) else z for name, z in made.items()}
-    wanted = reference.heavy_ball_memory(**exact)
-    for got, truth in zip(run(made), wanted, strict=True):
+    single = cast(made, torch.float32)
+    wanted = reference.heavy_ball_memory(**cast(single, F64))
+    for got, truth in zip(run(single), wanted, strict=True):
         assert (got.double() - truth).norm() <= 1e-6 * truth.norm()
 
 
-@pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize("low", [-0.1, -2.0, -8.0])
+@every_delta
+@pytest.mark.parametrize("low", [-0.1, -8.0])
 def test_gradients_in_float32_keep_their_digits(delta, low):
     """Of the gates too, against float64."""
-    made = make(1, 2, 150, 8, 8, low=low, delta=delta)
-    del made["delta"]
-    single = {name: z.detach().float().requires_grad_() for name, z in made.items()} | {"delta": delta}
-    double = {name: z.detach().float().double().requires_grad_() for name, z in made.items()} | {"delta": delta}
-    found, exact = (gradients(run(given)[:1], leaves(given)) for given in (single, double))
+    single = cast(make(1, 2, 150, 8, 8, low=low, delta=delta), torch.float32)
+    found, exact = (gradients(run(given)[:1], leaves(given)) for given in (single, cast(single, F64)))
     for got, truth in zip(found, exact, strict=True):
         assert (got.double() - truth).norm() <= 1e-6 * truth.norm()
 
@@ -221,88 +200,46 @@ def test_gradients_in_float32_keep_their_digits(delta, low):
 # States and masks
 
 
-@pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize("momentum", [True, False])
-def test_a_sequence_in_parts(delta, momentum):
-    made = make(delta=delta, holes=True)
-    made |= {} if momentum else {"log_momentum": None}
-    whole = run(made, chunk_size=8)
-    state, parts = None, []
-    for at in (slice(0, 9), slice(9, 9), slice(9, 10), slice(10, 11), slice(11, 23)):
-        part = {name: z[:, :, at] for name, z in made.items() if isinstance(z, torch.Tensor) and z.dim() > 2}
-        mask = made["key_padding_mask"][:, at]
-        part |= {"delta": delta, "key_padding_mask": mask, "initial_state": state}
-        part |= {} if momentum else {"log_momentum": None}
-        out, state = memory(**part, return_state=True, chunk_size=4)
-        parts.append(out)
-    assert_near([torch.cat(parts, 2), *(z for z in state if z is not None)], whole, 1e-10)
-
-
-@pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_padding_changes_nothing(delta, batch):
+@every_delta
+def test_padding_changes_nothing(delta):
     """At the start, in the middle and at the end, with NaN in all that is ignored."""
-    made = make(batch, delta=delta, state=True)
+    made = make(delta=delta, state=True)
     tensors = [name for name, z in made.items() if isinstance(z, torch.Tensor)]
-    places = torch.tensor([0, 1, 2, 5, 6, 9, 20, 21, 22])
-    kept = torch.tensor([t for t in range(23) if t not in places])
-    short = made | {name: made[name][:, :, kept] for name in tensors}
-    mask = torch.zeros(batch, 23, dtype=torch.bool)
-    mask[:, places] = True
+    ignored = torch.zeros(23, dtype=torch.bool)
+    ignored[[0, 1, 2, 5, 6, 9, 20, 21, 22]] = True
+    short = made | {name: made[name][:, :, ~ignored] for name in tensors}
+    places = ignored.nonzero()[:, 0]
     dirty = {name: made[name].detach().index_fill(2, places, math.nan).requires_grad_() for name in tensors}
-    long = made | dirty | {"key_padding_mask": mask}
+    long = made | dirty | {"key_padding_mask": ignored.expand(2, -1)}
     out, *state = run(long, chunk_size=4)
-    wanted, *wanted_state = run(short, chunk_size=4)
-    assert_near([out[:, :, kept], *state], [wanted, *wanted_state], 1e-10)
+    assert_near([out[:, :, ~ignored], *state], run(short, chunk_size=4), 1e-10)
     assert all(z.isfinite().all() for z in gradients([out], leaves(long)))
 
 
-@pytest.mark.parametrize("momentum", [-0.3, None])
-def test_a_mask_that_ignores_everything_keeps_the_state(momentum):
-    made = make(state=True) | {"key_padding_mask": torch.ones(2, 23, dtype=torch.bool), "log_momentum": momentum}
-    out, *state = run(made, chunk_size=8)
-    assert_near(state, made["initial_state"][: len(state)], 1e-15)
-    assert_near([out], [made["q"] @ state[0]], 1e-12)
-
-
-@pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0), (0, 0)])
-def test_empty(delta, batch, length):
-    made = make(batch, length=length, delta=delta, state=True)
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)])
+def test_empty(batch, length):
+    made = make(batch, length=length, state=True)
     out, *state = run(made)
     assert out.shape == (batch, 3, length, 5)
     assert_near(state, made["initial_state"], 0.0)
     assert all(z.shape == x.shape for z, x in zip(gradients([out, *state], leaves(made)), leaves(made), strict=True))
 
 
-def test_a_state_is_not_changed_in_place():
-    made = make(state=True)
-    before = [z.clone() for z in made["initial_state"]]
-    for length in (1, 23):
-        part = {name: z[:, :, :length] if isinstance(z, torch.Tensor) else z for name, z in made.items()}
-        first, again = run(part), run(part)
-        assert_near(first, again, 0.0)
-    assert_near(made["initial_state"], before, 0.0)
-
-
 # Dtypes, layouts, transforms
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("delta", DELTAS)
-def test_half_precision_is_accumulated_in_float32(dtype, delta):
-    made = make(1, 2, 200, 16, 16, delta=delta)
-    half = {name: z.detach().to(dtype) if isinstance(z, torch.Tensor) else z for name, z in made.items()}
-    full = {name: z.float() if isinstance(z, torch.Tensor) else z for name, z in half.items()}
+def test_half_precision_is_accumulated_in_float32(dtype):
+    half = cast(make(1, 2, 200, 16, 16), dtype)
     out, *state = run(half)
-    wanted, *wanted_state = run(full)
+    wanted, *wanted_state = run(cast(half, torch.float32))
     assert out.dtype == dtype
     assert torch.equal(out, wanted.to(dtype))
     assert all(z.dtype == torch.float32 and torch.equal(z, y) for z, y in zip(state, wanted_state, strict=True))
 
 
 def test_autocast_changes_nothing():
-    made = {name: z.detach().float() if isinstance(z, torch.Tensor) else z for name, z in make().items()}
+    made = cast(make(), torch.float32)
     wanted = run(made)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = run(made)
@@ -311,14 +248,10 @@ def test_autocast_changes_nothing():
 
 def test_inputs_that_are_not_contiguous():
     made = make()
-    turned = {
-        name: z.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-        for name, z in made.items()
-        if isinstance(z, torch.Tensor)
-    }
-    assert not turned["q"].is_contiguous()
-    assert_near(run(turned), run(made), 1e-12)
-    assert_near(gradients(run(turned), leaves(turned)), gradients(run(made), leaves(made)), 1e-11)
+    for name in ("q", "k", "v", "log_momentum", "log_decay", "step", "write"):
+        made[name] = made[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    assert not made["q"].is_contiguous()
+    assert_matches(made)
 
 
 @pytest.mark.parametrize("momentum", [-0.3, None])
@@ -336,42 +269,61 @@ def test_inputs_that_need_no_gradient(momentum):
 def test_gradients_of_one_output():
     """Of the outputs, S or P alone, a second time, and with autocast on in the backward pass."""
     made = make(length=20, holes=True, state=True)
-    wanted = reference.heavy_ball_memory(**made)
-    for index in range(3):
-        expected = torch.autograd.grad(wanted[index].square().sum(), leaves(made), retain_graph=True, allow_unused=True)
-        expected = [torch.zeros_like(z) if g is None else g for g, z in zip(expected, leaves(made), strict=True)]
-        loss = run(made, chunk_size=8)[index].square().sum()
-        assert_near(torch.autograd.grad(loss, leaves(made), retain_graph=True, materialize_grads=True), expected, 1e-9)
+    for got, wanted in zip(run(made, chunk_size=8), reference.heavy_ball_memory(**made), strict=True):
+        expected = gradients([wanted], leaves(made), retain_graph=True)
+        assert_near(gradients([got], leaves(made), retain_graph=True), expected, 1e-9)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            again = torch.autograd.grad(loss, leaves(made), materialize_grads=True)
-        assert_near(again, expected, 1e-9)
+            assert_near(gradients([got], leaves(made), retain_graph=True), expected, 1e-9)
 
 
-def test_checkpointed():
-    made = make()
-    del made["delta"]
-    tensors = list(made.values())
-
-    def function(*given):
-        return memory(**dict(zip(made, given, strict=True)))
-
-    out = checkpoint(function, *tensors, use_reentrant=False)
-    assert_near(gradients([out], tensors), gradients([function(*tensors)], tensors), 0.0)
-
-
-@pytest.mark.parametrize("delta", DELTAS)
-def test_twice_differentiable(delta):
-    """The first derivatives by the written-out backward pass, the second by that of the plain form."""
-    made = make(1, 1, 4, 2, 1, delta=delta, state=True)
-    names = ["q", "k", "v", "log_momentum", "log_decay", "step", "write"]
+def as_function(made, **options):
+    """The memory as a function of its tensors, and these."""
+    names = [name for name in made if name not in ("delta", "initial_state")]
 
     def function(*tensors):
-        given = dict(zip(names, tensors[:7], strict=True))
-        return run(made | given | {"initial_state": tensors[7:]}, chunk_size=3)
+        given = dict(zip(names, tensors, strict=False)) | {"initial_state": tensors[len(names) :]}
+        return run(made | given, **options)
 
-    inputs = leaves(made)
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+    return function, tuple(leaves(made))
+
+
+@every_delta
+def test_twice_differentiable(delta):
+    """The first derivatives by the fast form's VJP, the second by the reference."""
+    given = as_function(make(1, 1, 4, 2, 1, delta=delta, state=True), chunk_size=3)
+    assert torch.autograd.gradcheck(*given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(*given, fast_mode=True)
+
+
+def test_gradients_of_many_outputs_at_once():
+    function, inputs = as_function(make(1, 2, 5, 3, 2, state=True))
+    found, wanted = (
+        torch.autograd.functional.jacobian(lambda *x: function(*x)[0], inputs, vectorize=x) for x in (True, False)
+    )
+    assert_near(found, wanted, 1e-12)
+
+
+def test_second_derivatives_of_queries_alone():
+    """The returned state does not depend on them."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 5, 3, dtype=F64)
+    q.requires_grad_()
+    out, state = memory(q, k, v, log_momentum=-1.0, step=0.1, return_state=True)
+    (first,) = torch.autograd.grad(out.sin().sum() + state.s.sin().sum(), q, create_graph=True)
+    first.sum().backward()
+    assert q.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("momentum", [None, -0.5])
+def test_inputs_that_depend_on_each_other_twice(momentum):
+    """A gradient with create_graph=True is that without, where inputs are one tensor or made from one another."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 9, 3, dtype=F64, requires_grad=True)
+    for given in ((x, x, x), (x.sin(), x, x.cos())):
+        out = memory(*given, log_momentum=momentum, step=0.1, initial_state=(x[:, :, :3], x[:, :, :3])).sin()
+        (once,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        (twice,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        assert_near([twice], [once], 1e-12)
 
 
 def test_transforms_of_torch_func():
@@ -394,47 +346,12 @@ def test_transforms_of_torch_func():
     assert_near([torch.func.vmap(loss)(*several)], [each], 1e-12)
 
 
-@pytest.fixture
-def _compiler():
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("length", [1, pytest.param(21, marks=pytest.mark.slow)])
-def test_one_graph_of_torch_compile(length):
-    made = make(length=length, holes=True, state=True)
-    state = made.pop("initial_state")
-    compiled = torch.compile(memory, fullgraph=True, backend="eager")
-    out, after = compiled(**made, initial_state=state, return_state=True, chunk_size=8)
-    made["initial_state"] = state
-    wanted = run(made, chunk_size=8)
-    assert_near([out, *after], wanted, 1e-12)
-    assert_near(gradients([out, *after], leaves(made)), gradients(wanted, leaves(made)), 1e-11)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_compiler")
-def test_exported_for_any_batch():
-    class Memory(torch.nn.Module):
-        def forward(self, q, k, v):
-            return memory(q, k, v, log_momentum=-1.0, log_decay=-0.1, step=0.3, chunk_size=8)
-
-    made = make()
-    tensors = [made[name].detach() for name in ("q", "k", "v")]
-    batch = torch.export.Dim("batch")
-    exported = torch.export.export(Memory(), tuple(tensors), dynamic_shapes=({0: batch},) * 3).module()
-    for count in (1, 2):
-        few = [z[:count] for z in tensors]
-        assert_near([exported(*few)], [Memory()(*few)], 1e-12)
-
-
 # Stability
 
 
 def test_the_largest_safe_gains():
     """Of g = s η / (1 − μ) for a key that comes in bursts, without decay: the design's 2.0, 1.0, .66, .32, .031."""
-    for mu, limit in ((0.5, 2.0), (0.7, 1.0), (0.8, 0.66), (0.9, 0.32), (0.99, 0.031)):
+    for mu, limit in ((0.5, 2.0), (0.8, 0.66), (0.99, 0.031)):
         low, high = 0.0, 4.0
         for _ in range(30):
             g = (low + high) / 2
@@ -458,10 +375,7 @@ def test_a_key_in_bursts(gain, is_bounded):
 @pytest.mark.parametrize(
     ("gates", "message"),
     [
-        (
-            {"log_momentum": math.log(0.9)},
-            r"momentum 0.9, decay 1, step 0.1 and write 1 may grow .* Fix: step \* write",
-        ),
+        ({"log_momentum": math.log(0.9)}, r"momentum 0.9, decay 1, step 0.1 and write 1 may grow"),
         ({"log_momentum": math.log(0.9), "step": 1.0}, r"step \* write / \(1 - momentum\) is not below 2"),
         ({"log_momentum": None, "write": 2.5}, r"is not below 2"),
         ({"log_momentum": math.log(0.9), "log_decay": math.log(0.99)}, r"comes \d+ times, then not for \d+ steps"),
@@ -503,59 +417,25 @@ def test_constant_gates_that_are_safe_give_no_warning():
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(2, 23, 4)}, ValueError, r"q must be \(batch, heads, length, dim\).*Fix"),
-        ({"k": torch.zeros(2, 3, 22, 4)}, ValueError, r"a key and a value for each query"),
-        ({"v": torch.zeros(2, 3, 23, 5).long()}, TypeError, r"v must be floating point.*Fix: v.float\(\)"),
-        ({"q": [1.0]}, TypeError, r"q must be a tensor"),
+        ({"k": torch.zeros(2, 3, 22, 4)}, ValueError, "a key and a value for each query"),
+        ({"v": torch.zeros(2, 3, 23, 5).long()}, TypeError, "v must be floating point"),
         ({"log_momentum": torch.zeros(2, 23, 3)}, ValueError, r"Fix: log_momentum.transpose\(1, 2\)"),
         ({"log_decay": torch.zeros(2, 3, 23, 1)}, ValueError, r"Fix: log_decay.squeeze\(-1\)"),
-        ({"write": torch.zeros(7)}, ValueError, r"write must be .* or a number, got shape \(7,\)"),
+        ({"write": torch.zeros(7)}, ValueError, "write must be .* or a number"),
+        ({"write": torch.zeros(3).long()}, TypeError, "write must be floating point"),
+        ({"write": "1.x"}, TypeError, "write must be a tensor, a number or None"),
         ({"log_momentum": 0.9}, ValueError, r"at most 0, got 0.9. Fix: math.log\(0.9\)"),
-        ({"log_decay": math.nan}, ValueError, r"log_decay must be finite, or -inf, got nan"),
-        ({"step": math.inf}, ValueError, r"step must be finite, got inf"),
-        ({"write": "1.x"}, TypeError, r"write must be a tensor, a number or None"),
-        ({"delta": True}, ValueError, r"delta must be 'decayed', 'plain' or False, got True"),
-        ({"delta": 0}, ValueError, r"delta must be 'decayed', 'plain' or False, got 0"),
-        ({"chunk_size": 0}, ValueError, r"chunk_size must be an integer >= 1"),
-        ({"key_padding_mask": torch.zeros(3, 23).bool()}, ValueError, r"key_padding_mask must be \(batch, length\)"),
-        ({"key_padding_mask": torch.zeros(2, 23)}, TypeError, r"key_padding_mask must be bool.*Fix"),
-        ({"initial_state": torch.zeros(2, 3, 4, 5)}, TypeError, r"initial_state must be a HeavyBallMemoryState"),
-        ({"initial_state": (torch.zeros(1, 3, 4, 5),) * 2}, ValueError, r"initial_state.s must be .*Fix"),
+        ({"log_decay": math.nan}, ValueError, "log_decay must be finite, or -inf"),
+        ({"step": -math.inf}, ValueError, "step must be finite, got -inf"),
+        ({"delta": True}, ValueError, "delta must be"),
+        ({"delta": 0}, ValueError, "delta must be"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1"),
+        ({"key_padding_mask": torch.zeros(3, 23).bool()}, ValueError, "key_padding_mask must be"),
+        ({"key_padding_mask": torch.zeros(2, 23)}, TypeError, "key_padding_mask must be bool"),
+        ({"initial_state": torch.zeros(2, 3, 4, 5)}, TypeError, "initial_state must be a HeavyBallMemoryState"),
+        ({"initial_state": (torch.zeros(1, 3, 4, 5),) * 2}, ValueError, "initial_state.s must be"),
     ],
 )
 def test_bad_input_is_named(change, error, message):
     with pytest.raises(error, match=message):
         memory(**(make() | change))
-
-
-def test_second_derivatives_of_queries_alone():
-    """The returned state does not depend on them."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 5, 3, dtype=torch.float64) for _ in range(3))
-    q.requires_grad_()
-    out, state = memory(q, k, v, log_momentum=-1.0, step=0.1, return_state=True)
-    (first,) = torch.autograd.grad(out.sin().sum() + state.s.sin().sum(), q, create_graph=True)
-    first.sum().backward()
-    assert q.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("momentum", [None, -0.5])
-def test_inputs_that_depend_on_each_other_twice(momentum):
-    """A gradient with create_graph=True is that without, where inputs are one tensor or made from one another."""
-    torch.manual_seed(0)
-    x = torch.randn(1, 2, 9, 3, dtype=F64, requires_grad=True)
-    for given in ((x, x, x), (x.sin(), x, x.cos())):
-        out = memory(*given, log_momentum=momentum, step=0.1, initial_state=(x[:, :, :3], x[:, :, :3])).sin()
-        (once,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        (twice,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        assert_near([twice], [once], 1e-12)
-
-
-def test_gradients_of_many_outputs_at_once():
-    made = make(1, 2, 5, 3, 2, state=True)
-    inputs = leaves(made)
-
-    def function(*tensors):
-        return run(made | dict(zip(list(made)[:7], tensors[:7], strict=True)) | {"initial_state": tensors[7:]})[0]
-
-    jacobian = torch.autograd.functional.jacobian
-    assert_near(jacobian(function, tuple(inputs), vectorize=True), jacobian(function, tuple(inputs)), 1e-12)
