@@ -177,7 +177,7 @@ def needs_reference() -> bool:
     """Whether only operations that autograd knows will do: a graph is recorded, torch.func or forward mode transforms
     what is computed, or its second derivatives are wanted.
     """
-    return is_tracing() or is_transformed() or double_backward_enabled()
+    return not may_look() or is_transformed() or double_backward_enabled()
 
 
 def fast_form(reference: Callable[..., Any], vjp: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:

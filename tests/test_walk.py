@@ -66,10 +66,34 @@ def lstm():
     return lambda: lstm(x)[0].square().mean().backward()
 
 
+def oscillators():
+    x, t = torch.randn(6, 10, 4), (0.1 + torch.rand(6, 10)).cumsum(1)
+    layer = hbnode.nn.Oscillators(4, 5, 8)
+    return lambda: layer(x, t)[0].square().mean().backward()
+
+
+def memory():
+    q, k, v = torch.randn(3, 2, 4, 100, 8).unbind()
+    q.requires_grad_()
+    k = nn.functional.normalize(k, dim=-1)
+    heavy_ball_memory = hbnode.nn.functional.heavy_ball_memory
+    return lambda: heavy_ball_memory(q, k, v, log_momentum=-1.0, step=0.3).square().mean().backward()
+
+
+def hessian_free():
+    rnn, readout = nn.RNN(4, 5, batch_first=True), nn.Linear(5, 1)
+    x, y = torch.randn(6, 10, 4), torch.randn(6, 1)
+    optimizer = hbnode.optim.HessianFree([*rnn.parameters(), *readout.parameters()], loss="mse", max_cg=5)
+    return lambda: optimizer.step(lambda: (readout(rnn(x)[0][:, -1]), y))
+
+
 @pytest.mark.parametrize(
     ("make", "limits"),
-    [(block, (70, 10, 12)), (ode_rnn, (80, 8, 12)), (sdeint, (58, 9, 10)), (lstm, (30, 4, 10))],
-    ids=["block", "ODERNN", "sdeint", "MomentumLSTM"],
+    [
+        *((block, (70, 10, 12)), (ode_rnn, (80, 8, 12)), (sdeint, (58, 9, 10)), (lstm, (30, 4, 10))),
+        *((oscillators, (63, 5, 10)), (memory, (39, 4, 7)), (hessian_free, (60, 7, 10))),
+    ],
+    ids=lambda made: getattr(made, "__name__", ""),
 )
 def test_what_a_call_passes_through(make, limits):
     found = walk(make())
