@@ -18,14 +18,14 @@ class SupportsArray(Protocol):
     """What numpy can make an array of: one of its arrays, a column of pandas."""
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """The array."""
+        """Return the array."""
 
 
 ArrayLike: TypeAlias = Tensor | Sequence[Any] | SupportsArray
 
 
 def as_count(value: SupportsIndex, name: str, least: int = 1) -> int:
-    """A whole number that is at least ``least``."""
+    """Return a whole number that is at least ``least``."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -43,7 +43,7 @@ def check_bool(value: bool, name: str, fix: str = "") -> bool:
 
 
 def as_seed(value: SupportsIndex) -> int:
-    """A whole number of at most 64 bits, which is what torch's generators take."""
+    """Return a whole number of at most 64 bits, which is what torch's generators take."""
     seed = as_count(value, "seed", least=0)
     if seed >= 2**64:
         raise ValueError(f"seed must be below 2**64, got {seed}. Fix: seed={seed % 2**64}.")
@@ -53,7 +53,7 @@ def as_seed(value: SupportsIndex) -> int:
 def as_numbers(
     value: object, name: str, fix: str, dtype: torch.dtype = torch.float64, device: str | None = "cpu"
 ) -> Tensor:
-    """A number or several as a tensor of its own, on the CPU, or for None where they are."""
+    """Return a number or several as a tensor of its own, on the CPU, or for None where they are."""
     try:
         return torch.as_tensor(value, dtype=dtype, device=device).detach().clone()
     except (TypeError, ValueError, RuntimeError):
@@ -67,7 +67,7 @@ def check_input(x: object, name: str) -> None:
 
 
 def conversion(x: object) -> str:
-    """How to make a tensor of ``x``, for messages."""
+    """Return how to make a tensor of ``x``, for messages."""
     if isinstance(x, (list, tuple)) and x and all(isinstance(part, Tensor) for part in x):
         return "torch.stack(x), or torch.cat(x)"
     if hasattr(x, "to_numpy"):
@@ -78,14 +78,14 @@ def conversion(x: object) -> str:
 
 
 def tensor_fix(value: object) -> str:
-    """How to make a batch of sequences of what was given in its place."""
+    """Return how to make a batch of sequences of what was given in its place."""
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
         return "torch.stack(x) if all are of one shape, torch.nn.utils.rnn.pad_sequence(x, batch_first=True) if not"
     return conversion(value)
 
 
 def as_tensor(value: object, name: str) -> Tensor:
-    """A tensor of an array of numpy or pandas, or of a list of numbers in float64."""
+    """Return a tensor of an array of numpy or pandas, or of a list of numbers in float64."""
     if isinstance(value, Tensor):
         return value
     array: Any = value.to_numpy() if hasattr(value, "to_numpy") else value
@@ -103,7 +103,9 @@ _TIMES = {"t", "time"}
 
 
 def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
-    """Whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``; messages call the second part so."""
+    """Return whether ``func`` is to be called ``(t, *parts)`` rather than ``(*parts)``; messages call the second part
+    so.
+    """
     if not callable(func):
         raise TypeError(f"func must be callable, got {type(func).__name__}. Fix: pass a module or a function.")
     inner = _unwrap(func)
@@ -223,7 +225,7 @@ _OF_SDEINT = ("ubu", "baoab", "srk", "milstein", "euler_heun", "log_ode", "rever
 
 
 def nearest(name: object, names: Sequence[str]) -> str | None:
-    """The one of ``names`` that was most likely meant, None if none is near."""
+    """Return the one of ``names`` that was most likely meant, None if none is near."""
     plain = "".join(filter(str.isalnum, str(name).lower()))
     if _SYNONYMS.get(plain) in names:
         return _SYNONYMS[plain]
@@ -231,7 +233,7 @@ def nearest(name: object, names: Sequence[str]) -> str | None:
 
 
 def nearest_method(name: object, methods: Sequence[str]) -> str:
-    """What to write in place of an unknown method."""
+    """Return what to write in place of an unknown method."""
     if name in _OF_SDEINT:
         return f"hbnode.sdeint(sde, y0, t, method={name!r}, dt=...) for a HeavyBallSDE; else method=None"
     solver = _SCIPY.get(str(name).lower())

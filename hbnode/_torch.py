@@ -28,17 +28,19 @@ _keeps_memory = False
 
 
 def is_tracing() -> bool:
-    """Whether operations are recorded by torch.compile, torch.export or torch.jit.trace."""
+    """Return whether operations are recorded by torch.compile, torch.export or torch.jit.trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def may_look() -> bool:
-    """Whether Python may look at the values of tensors: no graph is recorded, and no transform of torch.func runs."""
+    """Return whether Python may look at the values of tensors: no graph is recorded, and no transform of torch.func
+    runs.
+    """
     return not is_tracing() and torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
 def is_exporting() -> bool:
-    """Whether torch.export records a graph that will be run without Python; not known before torch 2.7."""
+    """Return whether torch.export records a graph that will be run without Python; not known before torch 2.7."""
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
@@ -65,7 +67,7 @@ def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def double_backward_enabled() -> bool:
-    """Whether scans, solves and attention take their plain form; their own backward passes are not functions."""
+    """Return whether scans, solves and attention take their plain form; their own backward passes are not functions."""
     return _DOUBLE_BACKWARD.get()
 
 
@@ -80,12 +82,12 @@ def double_backward() -> Iterator[None]:
 
 
 def is_transformed() -> bool:
-    """Whether a transform or forward-mode differentiation is running, which need a gradient by the graph."""
+    """Return whether a transform or forward-mode differentiation is running, which need a gradient by the graph."""
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether a derivative with respect to a tensor is taken in forward mode."""
+    """Return whether a derivative with respect to a tensor is taken in forward mode."""
     return (
         torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
     )
@@ -96,29 +98,33 @@ def is_vmapped(x: Tensor) -> bool:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of autograd."""
+    """Return whether a tensor stands for many, as a gradient does under ``grad(..., is_grads_batched=True)`` of
+    autograd.
+    """
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that the autograd engine runs in this thread, or -1 outside of any."""
+    """Return the number of the backward pass that the autograd engine runs in this thread, or -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that runs in this thread was asked to keep the graph; False where torch cannot say."""
+    """Return whether the backward pass that runs in this thread was asked to keep the graph; False where torch cannot
+    say.
+    """
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # not yet in torch 2.4
     return asked is not None and asked()
 
 
 def sequence_number(node: Node | None) -> int:
-    """The number of a node of the graph: later nodes of a thread have larger ones."""
+    """Return the number of a node of the graph: later nodes of a thread have larger ones."""
     assert node is not None
     return node._sequence_nr()
 
 
 def has_global_hooks() -> bool:
-    """Whether a hook is registered for the calls of all modules."""
+    """Return whether a hook is registered for the calls of all modules."""
     module = torch.nn.modules.module
     return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
@@ -128,7 +134,7 @@ def is_script_method(function: object) -> bool:
 
 
 def may_have_compiled() -> bool:
-    """Whether anything can have been compiled: the compiler, slow to import, has been imported."""
+    """Return whether anything can have been compiled: the compiler, slow to import, has been imported."""
     return "torch._dynamo" in sys.modules
 
 
@@ -141,7 +147,7 @@ def make_parametrized(module: torch.nn.Module) -> None:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The values of a tensor without what the transforms put around it; vmap's dimensions come in front."""
+    """Return the values of a tensor without what the transforms put around it; vmap's dimensions come in front."""
     x = x.detach()
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         dim = torch._C._functorch.maybe_get_bdim(x) if torch._C._functorch.is_batchedtensor(x) else -1
@@ -151,14 +157,16 @@ def plain(x: Tensor) -> Tensor:
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """The values of a tensor in float64 on the host, as :func:`plain` gives them."""
+    """Return the values of a tensor in float64 on the host, as :func:`plain` gives them."""
     x = plain(x)
     with torch._C._DisableFuncTorch():
         return x.double().cpu().numpy()
 
 
 def numbers(x: Tensor) -> list[Any]:
-    """The values of a tensor (n,) as Python numbers; not every version of torch has ``tolist`` under the transforms."""
+    """Return the values of a tensor (n,) as Python numbers; not every version of torch has ``tolist`` under the
+    transforms.
+    """
     return [value.item() for value in x.unbind()]
 
 
@@ -174,8 +182,8 @@ def refusing(what: str, fix: str) -> Iterator[None]:
 
 
 def needs_reference() -> bool:
-    """Whether only operations that autograd knows will do: a graph is recorded, torch.func or forward mode transforms
-    what is computed, or its second derivatives are wanted.
+    """Return whether only operations that autograd knows will do: a graph is recorded, torch.func or forward mode
+    transforms what is computed, or its second derivatives are wanted.
     """
     return not may_look() or is_transformed() or double_backward_enabled()
 
@@ -267,7 +275,7 @@ def reference_vjp(
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the device of a tensor; the meta device has none."""
+    """Return whether autocast is on for the device of a tensor; the meta device has none."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
@@ -279,7 +287,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 @functools.lru_cache(maxsize=16)
 def cpu_has_layer(name: str, dtype: torch.dtype) -> bool:
-    """Whether torch's recurrent layer runs on this CPU under autocast; not every CPU has one in half precision."""
+    """Return whether torch's recurrent layer runs on this CPU under autocast, which not every CPU supports."""
     with (
         torch.random.fork_rng(devices=[]),  # the layer draws its weights
         torch.inference_mode(False),
@@ -321,7 +329,7 @@ def fused_layer(
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The state of the generators that an evaluation on the device may draw from."""
+    """Return the state of the generators that an evaluation on the device may draw from."""
     states = (torch.get_rng_state(),)
     own = None if device.type == "cpu" else getattr(torch, device.type, None)
     return (*states, own.get_rng_state(device)) if own is not None and hasattr(own, "get_rng_state") else states
@@ -375,7 +383,7 @@ class KeepsConstants(nn.Module):
     renamed: ClassVar[dict[str, str]] = {}  # keys of version 1
 
     def constants(self) -> dict[str, str]:
-        """The attribute of each constant, by its key in the ``state_dict``."""
+        """Return the attribute of each constant, by its key in the ``state_dict``."""
         return {}
 
     def keep(self, attribute: str, value: float | Tensor) -> None:
@@ -388,12 +396,12 @@ class KeepsConstants(nn.Module):
             self.__dict__[attribute + "_copy"] = copy
 
     def kept(self, attribute: str) -> float | Tensor:
-        """A constant, on the module's device."""
+        """Return a constant, on the module's device."""
         there = self._buffers.get(attribute + "_there")  # which functional_call may have lent
         return getattr(self, attribute) if there is None else there
 
     def on_host(self, attribute: str, value: float | Tensor) -> float | Tensor:
-        """The constant on the host, which waits for no device, if ``value`` is its copy; else ``value``."""
+        """Return the constant on the host, which waits for no device, if ``value`` is its copy; else ``value``."""
         return getattr(self, attribute) if value is self.__dict__.get(attribute + "_copy") else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsConstants:

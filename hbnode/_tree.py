@@ -24,7 +24,7 @@ def parts(state: State) -> tuple[Tensor, ...]:
 
 
 def apply(function: Callable[[Tensor], Tensor], state: State) -> State:
-    """The function of every tensor of a state, in the structure of the state."""
+    """Return the function of every tensor of a state, in the structure of the state."""
     return function(state) if isinstance(state, Tensor) else tuple(function(part) for part in state)
 
 
@@ -33,13 +33,15 @@ def last_of(trajectory: State) -> State:
 
 
 def is_finite(state: State) -> bool:
-    """Whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not be."""
+    """Return whether all elements are. A sum that is finite says so at a third of the price; that of large ones may not
+    be.
+    """
     state = tuple(map(plain, (state,) if isinstance(state, Tensor) else state))
     return math.isfinite(sum(map(Tensor.sum, state))) or bool(all_finite(state))
 
 
 def all_finite(state: State) -> Tensor:
-    """Whether all elements are, without a synchronisation."""
+    """Return whether all elements are, without a synchronisation."""
     return torch.stack([torch.isfinite(part).all() for part in parts(state)]).all()
 
 
@@ -67,7 +69,7 @@ def append_zeros(x: Tensor, augment: int) -> Tensor:
 
 
 def like(value: State, y: State) -> State:
-    """The field's value checked to have the structure, shapes and dtype of the state."""
+    """Return the field's value checked to have the structure, shapes and dtype of the state."""
     if isinstance(y, Tensor):
         if isinstance(value, Tensor) and value.shape == y.shape:
             return cast(value, y)
@@ -103,7 +105,7 @@ class Record:
     __match_args__: ClassVar[tuple[str, ...]]  # the names of the entries
 
     def map(self: Kind, function: Callable[[Tensor], Tensor]) -> Kind:
-        """The same with a function applied to every tensor."""
+        """Return the same with a function applied to every tensor."""
 
         def mapped(value: object) -> object:
             if isinstance(value, Tensor):
@@ -113,16 +115,16 @@ class Record:
         return self._of({name: mapped(value) for name, value in self.as_dict().items()})
 
     def as_dict(self) -> dict[str, Any]:
-        """The entries that there are, by name."""
+        """Return the entries that there are, by name."""
         entries = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: value for name, value in entries if value is not None}
 
     def detach(self: Kind) -> Kind:
-        """The same without its history, for truncated backpropagation."""
+        """Return the same without its history, for truncated backpropagation."""
         return self.map(torch.Tensor.detach)
 
     def to(self: Kind, *args: Any, **kwargs: Any) -> Kind:
-        """The same on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
+        """Return the same on another device or in another dtype, with the arguments of :meth:`torch.Tensor.to`.
 
         ``t`` changes its device alone: it counts samples, or is a time that float32 may be too coarse for.
         """

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def _run(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """The function of the arguments, without a graph."""
+    """Return the function of the arguments, without a graph."""
     return function(*args, **kwargs)
 
 

@@ -363,7 +363,7 @@ class Dataset(TorchDataset[Any]):
         return len(self.series)
 
     def __getitem__(self, index: int) -> Series | tuple[Series, Tensor]:
-        """A series by itself, without padding, and its target if there are any."""
+        """Return a series by itself, without padding, and its target if there are any."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} series")
         one = self.series.select([index % len(self)])

@@ -63,22 +63,22 @@ class Field(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, t: Tensor, state: Any, /) -> State:
-        """The derivative of the state, in the structure of the state."""
+        """Return the derivative of the state, in the structure of the state."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was compiled, which belongs to this object."""
         return {**self.__dict__, "compiled": {}}
 
     def readout(self, state: State) -> Tensor:
-        """The hidden state h of a state, or of a whole trajectory of states."""
+        """Return the hidden state h of a state, or of a whole trajectory of states."""
         return state if isinstance(state, Tensor) else state[0]
 
     def dynamics_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the right-hand side depends on: all but those of the initial momentum or velocity."""
+        """Return the parameters of the right-hand side: all but those of the initial momentum or velocity."""
         return [p for name, p in self.named_parameters() if not name.startswith("initial_")]
 
     def evaluate(self, t: Tensor, h: Tensor, *others: Tensor) -> Tensor:
-        """The value f(h, t) of ``func``, checked to have the shape of ``h``."""
+        """Return the value f(h, t) of ``func``, checked to have the shape of ``h``."""
         if not isinstance(h, Tensor):
             raise TypeError(
                 f"{type(self).__name__} is solved on a tensor, got {describe(h)}. Fix: field.initial_state(x) makes it."
@@ -100,7 +100,7 @@ class Field(nn.Module, ABC):
         return state
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
+        """Return what ``repr`` shows beside the submodules."""
         return f"time_dependent={self.time_dependent}"
 
 
@@ -127,7 +127,7 @@ class NODE(Field):
         super().__init__(func, parts=1, time_dependent=time_dependent)
 
     def initial_state(self, x: Tensor) -> Tensor:
-        """The input itself."""
+        """Return the input itself."""
         check_input(x, "the input")
         return x
 
@@ -163,7 +163,7 @@ class ANODE(Field):
         return self.evaluate(t, h)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
+        """Return what ``repr`` shows beside the submodules."""
         return f"augment={self.augment}, {super().extra_repr()}"
 
 
@@ -194,7 +194,7 @@ class SONODE(Field):
         return with_momentum(x, self.initial_velocity, "initial_velocity")
 
     def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The equation above."""
+        """Return the equation above."""
         h, v = self._pair(state)
         return v, self.evaluate(t, h, v)
 
@@ -246,16 +246,16 @@ class _Damped(KeepsConstants, Field):
         return self.damping if self.omega is not None else self.on_host("_damping", self.damping)
 
     def constants(self) -> dict[str, str]:
-        """A learned γ has one as well: the bound that its parameter is relative to."""
+        """Return a learned γ has one as well: the bound that its parameter is relative to."""
         return {"damping": "_damping"} if self.omega is None else {"max_damping": "max_damping"}
 
     def friction(self, m: Tensor) -> Tensor:
-        """The product γm, in the dtype of m."""
+        """Return the product γm, in the dtype of m."""
         gamma = self.damping
         return (gamma.to(m.dtype) if self.omega is None and isinstance(gamma, Tensor) else gamma) * m
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        """What acts on the ball apart from the damping."""
+        """Return what acts on the ball apart from the damping."""
         return self.evaluate(t, h)
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,11 +385,11 @@ class GHBNODE(_Damped):
         return super().constants() | ({"xi": "_xi"} if self.chi is None else {})
 
     def force(self, t: Tensor, h: Tensor) -> Tensor:
-        """The value of f(h, t) - ξh."""
+        """Return the value of f(h, t) - ξh."""
         return self.evaluate(t, h) - self.xi * h
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
+        """Return what ``repr`` shows beside the submodules."""
         learned = "" if self.chi is None else " (learned)"
         return f"xi={_number(self.xi)}{learned}, {super().extra_repr()}"
 
@@ -480,7 +480,7 @@ class HeavyBallSDE(HBNODE):
         return self.kept("_temperature") if self.log_temperature is None else self.log_temperature.exp()
 
     def solver_temperature(self) -> Tensor | float:
-        """The temperature for a solver, which takes a constant from the host."""
+        """Return the temperature for a solver, which takes a constant from the host."""
         return self.on_host("_temperature", self.temperature)
 
     def constants(self) -> dict[str, str]:
@@ -488,7 +488,7 @@ class HeavyBallSDE(HBNODE):
         return super().constants() | ({"temperature": "_temperature"} if self.log_temperature is None else {})
 
     def noise_scale(self, m: Tensor) -> Tensor:
-        """The diffusion √(2γη), in the shape and dtype of m."""
+        """Return the diffusion √(2γη), in the shape and dtype of m."""
         gamma, eta = (
             torch.as_tensor(x, dtype=m.dtype, device=m.device) if isinstance(x, float) else x.to(m.dtype)
             for x in (self.damping, self.temperature)
@@ -496,18 +496,18 @@ class HeavyBallSDE(HBNODE):
         return diffusion(gamma, eta).expand_as(m)
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
-        """The drift, for torchsde: (batch, 2d) to (batch, 2d)."""
+        """Return the drift, for torchsde: (batch, 2d) to (batch, 2d)."""
         h, m = self._halves(y)
         return torch.cat(self(t, (h, m)), -1)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """The diffusion, for torchsde: (batch, 2d, d). The noise acts on m alone."""
+        """Return the diffusion, for torchsde: (batch, 2d, d). The noise acts on m alone."""
         _, m = self._halves(y)
         scale = torch.diag_embed(self.noise_scale(m))
         return torch.cat([torch.zeros_like(scale), scale], -2)
 
     def g_prod(self, t: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """The diffusion times a vector (batch, d), for torchsde, without the matrix: (batch, 2d)."""
+        """Return the diffusion times a vector (batch, d), for torchsde, without the matrix: (batch, 2d)."""
         _, m = self._halves(y)
         return torch.cat([torch.zeros_like(v), self.noise_scale(m) * v], -1)
 
@@ -521,13 +521,13 @@ class HeavyBallSDE(HBNODE):
         return h, m
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows beside the submodules."""
+        """Return what ``repr`` shows beside the submodules."""
         learned = "" if self.log_temperature is None else " (learned)"
         return f"temperature={_number(self.temperature)}{learned}, {super().extra_repr()}"
 
 
 def diffusion(gamma: Tensor, eta: Tensor) -> Tensor:
-    """The factor √(2γη) of the noise. At 0, where the slope of the root is infinite, its gradient is 0."""
+    """Return the factor √(2γη) of the noise. At 0, where the slope of the root is infinite, its gradient is 0."""
     product = 2 * gamma * eta
     return torch.where(product > 0, torch.where(product > 0, product, 1.0).sqrt(), 0.0)
 

@@ -50,7 +50,7 @@ class NFE:
         return self.forward + self.backward
 
     def as_dict(self) -> dict[str, int]:
-        """All counts and the total by their names, for JSON or a table."""
+        """Return all counts and the total by their names, for JSON or a table."""
         return {part.name: getattr(self, part.name) for part in fields(self) if part.init} | {"total": self.total}
 
     def __add__(self, other: NFE | int) -> NFE:
@@ -213,5 +213,5 @@ def _collect(
 
 
 def identity(field: Callable[..., Any]) -> int:
-    """What tells fields apart: the object of a bound method, made anew at each access; what a wrapper wraps."""
+    """Return what tells fields apart: the object of a bound method, made anew at each access; what a wrapper wraps."""
     return id(getattr(field, "__self__", getattr(field, "counted_as", field)))

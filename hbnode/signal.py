@@ -109,7 +109,7 @@ class Signal(nn.Module):
         return self
 
     def forward(self, t: Tensor) -> Tensor:
-        """The signal at the times ``t``."""
+        """Return the signal at the times ``t``."""
         traced = is_tracing()
         if not traced and queries.signals is not None:
             queries.signals.append(self)
@@ -133,7 +133,7 @@ class Signal(nn.Module):
         return self._between(left, width, _align(s, self.u)).reshape(shape)
 
     def _between(self, left: Tensor, width: Tensor, s: Tensor) -> Tensor:
-        """The signal at the fractions ``s`` of the intervals that begin with the samples ``left``."""
+        """Return the signal at the fractions ``s`` of the intervals that begin with the samples ``left``."""
         u0, u1 = self.u[left], self.u[left + 1]
         if self.kind == "linear":
             return u0 + s * (u1 - u0)
@@ -144,7 +144,7 @@ class Signal(nn.Module):
         return u0 + s * (d0 + s * (3 * (u1 - u0) - 2 * d0 - d1 + s * (2 * (u0 - u1) + d0 + d1)))
 
     def _is_outside(self, t: Tensor) -> Tensor:
-        """Whether times lie outside of the samples, by more than the rounding of either."""
+        """Return whether times lie outside of the samples, by more than the rounding of either."""
         dtypes = (t.dtype if t.is_floating_point() else self.t.dtype, self.t.dtype)
         slack = max(torch.finfo(dtype).eps for dtype in dtypes) * max(abs(self.knots[0]), abs(self.knots[-1]))
         return (t < self.t[0] - slack) | (t > self.t[-1] + slack)

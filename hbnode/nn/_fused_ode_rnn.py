@@ -75,7 +75,7 @@ _CALLS = {"forward", "evaluate", "force", "friction"}
 
 
 def is_unmodified(module: Any) -> bool:
-    """Whether a call of a module does what its class, which is known, says, and nothing else."""
+    """Return whether a call of a module does what its class, which is known, says, and nothing else."""
     kind: Any = type(module)
     if kind not in _FORWARD or kind.forward is not _FORWARD[kind] or module._compiled_call_impl is not None:
         return False

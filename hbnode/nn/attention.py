@@ -553,7 +553,7 @@ class KeyValueCache:
         self._filled = [self.length]  # of the buffers, shared by all caches that use them
 
     def __len__(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return self.length
 
     @property

@@ -243,7 +243,7 @@ class Standardize(nn.Module):
 
 
 def _varies(values: Tensor, counts: Tensor) -> Tensor:
-    """Whether a column has different values among those that count; the variance of equal ones is not exactly 0."""
+    """Return whether a column has different values among those that count."""
     most, least = (nn.functional.pad(torch.where(counts, values, end), (0, 0, 0, 1), value=end) for end in (-inf, inf))
     return most.amax(0) > least.amin(0)
 

@@ -105,13 +105,13 @@ class OrthogonalWeights(nn.Module):
             register_parametrization(self, name, Trivialization(weight), unsafe=True)
 
     def _trivializations(self) -> Iterator[tuple[Trivialization, Tensor]]:
-        """The parametrization of each orthogonal weight, and the parameter behind it."""
+        """Return the parametrization of each orthogonal weight, and the parameter behind it."""
         for made in getattr(self, "parametrizations", {}).values():
             if isinstance(made[0], Trivialization):
                 yield made[0], made.original
 
     def orthogonal_parameters(self) -> Iterator[Tensor]:
-        """The parameters behind the orthogonal weights."""
+        """Return the parameters behind the orthogonal weights."""
         for _, original in self._trivializations():
             yield original
 

@@ -149,7 +149,7 @@ class RecurrentState(Record):
     def __torch_function__(
         cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A function of torch that reads, of h in place of the state."""
+        """Return a function of torch that reads, of h in place of the state."""
 
         def read(value: Any) -> Any:
             if isinstance(value, RecurrentState):
@@ -248,7 +248,7 @@ class SequenceBatch:
         return y.gather(0, at.unsqueeze(-1).expand_as(y))
 
     def last(self, y: Tensor) -> Tensor:
-        """The last sample of each sequence, (T, batch, n) -> (batch, n)."""
+        """Return the last sample of each sequence, (T, batch, n) -> (batch, n)."""
         if self.valid is None:
             return y[-1]
         at = (self.lengths - 1).view(1, -1, 1)
@@ -266,7 +266,7 @@ class SequenceBatch:
                 start = stop
 
     def output(self, y: Tensor) -> Any:
-        """The output (T, batch, n) in the form of the input."""
+        """Return the output (T, batch, n) in the form of the input."""
         if self.packed:
             return self.packed._replace(data=y[self.valid])
         if self.is_single:
@@ -280,7 +280,7 @@ class SequenceBatch:
         return z if order is None else z.index_select(axis, order)
 
     def unsort(self, z: Tensor, axis: int) -> Tensor:
-        """The inverse of :meth:`sort`."""
+        """Return the inverse of :meth:`sort`."""
         order = self.packed.unsorted_indices if self.packed else None
         z = z if order is None else z.index_select(axis, order)
         return z.squeeze(axis) if self.is_single else z

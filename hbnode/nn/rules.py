@@ -69,7 +69,7 @@ class Rule:
         return d.to(g.dtype), memory
 
     def start(self, like: Tensor) -> Memory:
-        """The memory before the first sample, for d like ``like``, (batch, n)."""
+        """Return the memory before the first sample, for d like ``like``, (batch, n)."""
         zero = torch.zeros_like(like, dtype=memory_dtype(like.dtype))
         return Memory(**{name: zero for name in self.memory if name != "t"}, t=0 if "t" in self.memory else None)
 
@@ -252,7 +252,7 @@ _KINDS: dict[str, type[Rule]] = dict(
 
 
 def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: float | None = None) -> Rule:
-    """The rule of a layer or cell, from its arguments.
+    """Return the rule of a layer or cell, from its arguments.
 
     Arguments:
         rule: its name, or the rule itself.
@@ -297,11 +297,11 @@ _VALID = {
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a rule computes and keeps its memory, for inputs of a dtype."""
+    """Return the dtype in which a rule computes and keeps its memory, for inputs of a dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _sample_numbers(t: int | Tensor | None, steps: int) -> Tensor:
-    """The numbers of the next samples, the first of all is 1, in float64."""
+    """Return the numbers of the next samples, the first of all is 1, in float64."""
     following = torch.arange(1, steps + 1, dtype=torch.float64)
     return following.to(t.device).unsqueeze(1) + t if isinstance(t, Tensor) else following + (t or 0)

@@ -139,7 +139,7 @@ class _Recomputation:
 
 
 def is_same(new: Rows, old: Rows) -> bool:
-    """Whether two states are equal, up to the rounding of sums in another order."""
+    """Return whether two states are equal, up to the rounding of sums in another order."""
     one, two = (torch.stack([x.detach() for x in rows]) for rows in (new, old))
     if torch.equal(one, two):
         return True
@@ -179,7 +179,7 @@ class _Solve:
 
 
 def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-    """A solve whose gradient with respect to γ, t, the first rows and the leaves of the field is computed later."""
+    """Solve without a graph; the gradient for γ, t, the first rows and the leaves of the field is computed later."""
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
     rows = problem.term.flatten(y0)
@@ -309,7 +309,7 @@ class _Reversal:
         self.records: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def evaluate(self, time: Tensor, x: Tensor) -> Tensor:
-        """The value of the field, whose graph is kept."""
+        """Return the value of the field, whose graph is kept."""
         time, x = time.detach().requires_grad_(time.requires_grad), x.detach().requires_grad_()
         with torch.enable_grad():
             found, value = closed_over_leaves(lambda: self.problem.term(time, x.clone()), (time, x))
@@ -318,7 +318,7 @@ class _Reversal:
         return value.detach()
 
     def undo(self, attempt: Attempt, begin: Tensor, state: Rows, adjoint: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
-        """The state before a step, and the gradient with respect to it.
+        """Return the state before a step, and the gradient with respect to it.
 
         An FSAL method evaluates the field where the step begins; the position h there may be known.
         """
@@ -342,7 +342,7 @@ class _Reversal:
         return before, self.sums.vjp(after, adjoint, start)
 
     def first(self, adjoint: Rows) -> Rows:
-        """The gradient with respect to the first rows, from that of the first state."""
+        """Return the gradient with respect to the first rows, from that of the first state."""
         if not self.problem.method.is_fsal:
             return adjoint
         *rows, of_value = adjoint
@@ -359,7 +359,7 @@ def _vjp_of_value(known: Any, tensors: Rows, residuals: Rows, gradients: Any, ne
 
 @fast_form(reference=lambda known, x, time: (known[0](time, x),), vjp=_vjp_of_value)
 def _known_value(known: Any, keep: bool, x: Tensor, time: Tensor) -> tuple[Rows, Rows]:
-    """A value of the field that is known, with the gradient of the evaluation that gave it."""
+    """Return a value of the field that is known, with the gradient of the evaluation that gave it."""
     return (known[1][-1].detach(),), ()
 
 
@@ -371,7 +371,7 @@ class _GradientSums:
         self.sums: dict[int, Tensor] = {}
 
     def vjp(self, outputs: Rows, gradients: Rows, inputs: Rows) -> Rows:
-        """The VJP with respect to inputs; that with respect to the leaves is added to the sums."""
+        """Return the VJP with respect to inputs; that with respect to the leaves is added to the sums."""
         wanted = [*inputs, *self.leaves]
         found = vjp(outputs, wanted, gradients)
         for leaf, gradient in zip(self.leaves, found[len(inputs) :], strict=True):
@@ -443,13 +443,13 @@ class _Augmented:
         return (*(v.detach() for v in value), *(torch.zeros_like(x) if g is None else g for x, g in rest))
 
     def rate(self, t: Tensor, rows: Rows, adjoint: Any) -> Tensor:
-        """The rate a y' at which a function with the gradient a changes in time."""
+        """Return the rate a y' at which a function with the gradient a changes in time."""
         self.problem.tally.add("evaluation")
         slope = self.problem.term.derivative(t.to(rows[0]), tuple(rows))
         return sum((s * a).sum() for s, a in zip(slope, adjoint, strict=True)).to(t)
 
     def solve(self, t: Tensor, state: Rows) -> Rows:
-        """The state at the other end of an interval."""
+        """Return the state at the other end of an interval."""
         s, n = self.problem.settings, self.problem.term.rows
         term = ODETerm(self, state, self.problem.tally, second_order=False)
         term.error_groups = [slice(sum(x.numel() for x in state[: 2 * n]))]  # the integrals do not feed back
@@ -463,7 +463,7 @@ class _Augmented:
 
 
 def vjp(outputs: Rows, inputs: list[Tensor], gradients: Rows) -> list[Tensor | None]:
-    """The gradients with respect to inputs; None for those that the outputs do not depend on."""
+    """Return the gradients with respect to inputs; None for those that the outputs do not depend on."""
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs or not wanted:
@@ -500,7 +500,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 
 
 def adjoint_of(gradient: Any) -> Any:
-    """A gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
+    """Return a gradient by its name, or the object itself; transforms of torch.func go through the direct one alone."""
     made = GRADIENTS[gradient]() if isinstance(gradient, str) else gradient
     if not isinstance(made, Direct) and (_torch.is_transformed()):
         raise ValueError(
@@ -547,7 +547,7 @@ def closed_over_leaves(evaluate: Callable[[], Value], inputs: Iterable[Tensor]) 
 
 
 def own_parameters(field: Callable) -> list[Tensor]:
-    """The parameters of the right-hand side, as far as ``field`` can name them."""
+    """Return the parameters of the right-hand side, as far as ``field`` can name them."""
     if hasattr(field, "dynamics_parameters"):
         return field.dynamics_parameters()
     return list(field.parameters()) if isinstance(field, nn.Module) else []

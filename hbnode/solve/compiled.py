@@ -34,7 +34,7 @@ class Program:
         self.failed = False
 
     def __call__(self, *args: Any) -> Any:
-        """The value; None if it cannot be compiled."""
+        """Return the value; None if it cannot be compiled."""
         if self.failed:
             return None
         try:
@@ -57,7 +57,7 @@ def warn(reason: str) -> None:
 
 
 def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Program:
-    """The program of a field under a key, made when it is first asked for."""
+    """Return the program of a field under a key, made when it is first asked for."""
     field = term.inner
     if not isinstance(field, Field):
         raise ValueError(f"compile=True needs an hbnode field, got {type(field).__name__}. Fix: hbnode.NODE(func).")
@@ -69,7 +69,8 @@ def program(term: ODETerm, key: tuple[Any, ...], make: Callable[[], Callable[...
 
 
 def attempt(term: ODETerm, method: Method, rtol: float, atol: float, *, error: bool) -> Callable[..., Any]:
-    """A function that takes a step: (state, coefficients, times, y0) to the state after it and the norm of its error.
+    """Return a function that takes a step: (state, coefficients, times, y0) to the state after it and the norm of its
+    error.
 
     Of y0 only the shapes count. Without ``error`` there is no norm.
     """

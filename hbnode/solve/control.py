@@ -95,7 +95,7 @@ class PIController:
 
 
 def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_order: int) -> Array:
-    r"""The size of the first step, without an evaluation of its own.
+    r"""Return the size of the first step, without an evaluation of its own.
 
     The ball is taken to oscillate about 0 with the frequency :math:`\omega = (\|f\| / \|h\|)^{1/2}`, a first-order
     state to decay at the rate :math:`\omega = \|f\| / \|y\|`, so that a step H has an error of about
@@ -148,7 +148,7 @@ class AdaptiveSteps:
         self.jumps_passed = np.zeros_like(self.most_jumps)
 
     def _in_common(self, x: Array) -> Array:
-        """The root mean square over the lanes that move, which take a common step."""
+        """Return the root mean square over the lanes that move, which take a common step."""
         moving = self.problem.end > 0
         return np.full_like(x, np.sqrt((x[moving] ** 2).mean())) if moving.any() else x
 
@@ -159,7 +159,7 @@ class AdaptiveSteps:
         return np.where(moving, end * (size[moving] / end[moving]).min(initial=np.inf), size)
 
     def _cautious(self, x: Tensor, h: Array, f: Array, size: Array) -> Array:
-        """The size of the first step where a force depends on time; sets the longest step and the error_factor."""
+        """Return the first step size for a force that depends on time; set the longest step and the error factor."""
         p, s = self.problem, self.problem.settings
         tolerance, span = s.atol + s.rtol * h, p.end
         time = span**p.method.rows  # a force times this is what it moves the state by, but for a constant
@@ -179,7 +179,7 @@ class AdaptiveSteps:
 
     @np.errstate(all="ignore")
     def next(self) -> Attempt | None:
-        """The next step; None at the end."""
+        """Return the next step; None at the end."""
         p, now = self.problem, self.now
         if (now >= p.end).all():
             return None
@@ -212,7 +212,7 @@ class AdaptiveSteps:
         return attempt
 
     def exclude(self, attempt: Attempt, refused: Array) -> Attempt:
-        """The step in which lanes that refuse it, because it is not finite, rest where they are."""
+        """Return the step in which lanes that refuse it, because it is not finite, rest where they are."""
         p, size = self.problem, attempt.size
         if p.t is None:
             size = np.where(refused, 0.0, size)
@@ -229,7 +229,7 @@ class AdaptiveSteps:
         return taken
 
     def _next_stop(self) -> Array:
-        """Where a step must end next: at the end, on an output with ``save="exact"``, or on a jump.
+        """Return where a step must end next: at the end, on an output with ``save="exact"``, or on a jump.
 
         A step may pass as many jumps as leave a node between any two, and fewer after a rejection.
         """

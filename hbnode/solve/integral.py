@@ -48,17 +48,17 @@ class WithIntegral(nn.Module):
         return self.field
 
     def start(self, state: State) -> tuple[Tensor, ...]:
-        """The state at the start, with q = 0."""
+        """Return the state at the start, with q = 0."""
         y = parts(state)
         return (*y, y[0].new_zeros(len(y[0])))
 
     def split(self, *pieces: Tensor) -> tuple[State, Tensor]:
-        """The state, or its trajectory, and q."""
+        """Return the state, or its trajectory, and q."""
         *y, q = pieces
         return (y[0] if self.single else tuple(y)), q
 
     def forward(self, t: Tensor, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The derivative; t is a scalar, or (batch, 1, ...)."""
+        """Return the derivative; t is a scalar, or (batch, 1, ...)."""
         state, q = self.split(*pieces)
         derivative = like(self.field(t, state), state)
         try:
@@ -93,7 +93,7 @@ def _check_call(integrand: Integrand) -> None:
 
 
 def settings_of_integral(settings: Settings) -> Settings:
-    """The settings of a block as they are for its integral, refused where they are for h'' + γh' = f alone."""
+    """Return the settings of a block as they are for its integral, refused where they are for h'' + γh' = f alone."""
     method, gradient = settings.method, settings.gradient
     if method in SECOND_ORDER or gradient == "reversible":
         raise ValueError(

@@ -107,7 +107,7 @@ class Problem:
     # Times and sizes
 
     def grid(self) -> Any:
-        """The output times, first: (T,) or (T, lanes)."""
+        """Return the output times, first: (T,) or (T, lanes)."""
         if self.t is not None:
             return self.t.movedim(-1, 0)
         first = np.zeros_like(self.end)[..., None]
@@ -118,7 +118,7 @@ class Problem:
         return [self.settings.steps or 1] * (self.grid().shape[0] - 1)
 
     def time(self, elapsed: Array) -> Any:
-        """A time, () or (lanes,), from the time elapsed since the start."""
+        """Return a time, () or (lanes,), from the time elapsed since the start."""
         return self.begin + self.sign * elapsed
 
     def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
@@ -132,7 +132,8 @@ class Problem:
         return stages.unbind(0)
 
     def differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
-        """A time that moves with the output times around it, at a constant fraction between them; jumps do not move.
+        """Return a time that moves with the output times around it, at a constant fraction between them; jumps do not
+        move.
 
         In an interval of length 0 the fraction is ``at_rest``.
         """
@@ -155,13 +156,15 @@ class Problem:
         return begin + fraction * (end - begin)
 
     def _on_device(self, x: Array) -> Tensor:
-        """An array on the device of the state, where the times are that gradients flow to."""
+        """Return an array on the device of the state, where the times are that gradients flow to."""
         return torch.from_numpy(np.array(x)).to(self.template.device)  # a copy that keeps the number of dimensions
 
     # Steps
 
     def start(self, y0: Any) -> Rows:
-        """The state of the method where the solve begins; finds the signals that the field asks for their values."""
+        """Return the state of the method where the solve begins; finds the signals that the field asks for their
+        values.
+        """
         rows, jumps = self.term.flatten(y0), self.settings.jump_times
         if self.method.is_fsal:
             t = self.no_times[0]
@@ -181,7 +184,7 @@ class Problem:
         return rows
 
     def _jumps_inside(self, jump_times: Sequence[float], signals: Sequence[Any]) -> Array | None:
-        """The elapsed times of jumps inside of the solve, on which adaptive steps end."""
+        """Return the elapsed times of jumps inside of the solve, on which adaptive steps end."""
         near = BESIDE_JUMP * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
         times = {jump + side for jump in jump_times for side in (-near, near)}  # f has two values there
         times.update(*(signal.knots for signal in signals))
@@ -190,7 +193,7 @@ class Problem:
         return np.sort(np.where(inside, elapsed, np.inf), -1) if inside.any() else None
 
     def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
-        """What a step and the outputs inside of it are made with; differentiable in γ and the times."""
+        """Return what a step and the outputs inside of it are made with; differentiable in γ and the times."""
         method, size = self.method, attempt.size
         kept, error, coefficients = self._equal
         if isinstance(size, Tensor) or error != attempt.error or (kept is not size and (kept != size).any()):
@@ -215,7 +218,7 @@ class Problem:
         return coefficients, self._of_gamma(method.blend, size, theta, lanes=lanes)
 
     def _of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
-        """A formula of γ, sizes (of outputs with their ``lanes``) and fractions: in NumPy if all are numbers."""
+        """Return a formula of γ, sizes (of outputs with their ``lanes``) and fractions: in NumPy if all are numbers."""
         gamma = self.gamma
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
         is_host = self.number is not None and not self.traced and not isinstance(args[0], Tensor)
@@ -242,7 +245,9 @@ class Problem:
     def step(
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: Field | None = None
     ) -> tuple[Rows, Any, Rows]:
-        """The steps of an attempt: the state after it, its error, and the rows of the outputs in it, outputs first."""
+        """Return the steps of an attempt: the state after it, its error, and the rows of the outputs in it, outputs
+        first.
+        """
         packed, blend = coefficients
         program = self.program if blend is None and field is None else None
         field, error, columns = self.term if field is None else field, None, None
@@ -266,7 +271,9 @@ class Problem:
         return state, error, tuple(outputs)
 
     def _with_slopes(self, outputs: list[Tensor], state: Rows, attempt: Attempt) -> list[Tensor]:
-        """The outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t = end."""
+        """Return the outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t =
+        end.
+        """
         end, which = self.differentiable(attempt.begin) + attempt.size, self._on_device(attempt.outputs)
         if self.lanes is None:
             lag, slopes = self.t[which + 1] - end, [slope.unsqueeze(0) for slope in self.slopes(state)]
@@ -278,7 +285,7 @@ class Problem:
         return [row + lag * slope for row, slope in zip(outputs, slopes, strict=False)]
 
     def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
-        """The rows of the outputs inside of a step, (outputs, ...), or, one of a lane each, (outputs, elements)."""
+        """Return the outputs inside of a step, (outputs, ...), or one for each lane, (outputs, elements)."""
         of_outputs = columns.unsqueeze(1) if self.lanes is None else columns[:, attempt.lanes]
         inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
         if not is_end.any():
@@ -287,7 +294,7 @@ class Problem:
         return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]  # there the step itself
 
     def slopes(self, state: Rows) -> Rows:
-        """The derivatives of the rows of a state that ends with the field's value."""
+        """Return the derivatives of the rows of a state that ends with the field's value."""
         if not self.term.second_order:
             return state[1:]
         _, m, f = state
@@ -342,7 +349,7 @@ class Problem:
             raise self.failure(MaxNFEError, message, t, size)
 
     def start_not_finite(self, norm: Array) -> SolverError:
-        """The error for a first state that is not finite, given the norms of its rows."""
+        """Return the error for a first state that is not finite, given the norms of its rows."""
         bad = ~np.isfinite(norm)
         lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
@@ -352,13 +359,17 @@ class Problem:
         return self.failure(NonFiniteError, message, self.begin[lane], math.nan)
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
-        """An error with the time, the step size and the evaluations; a query outside of a signal is raised instead."""
+        """Return an error with the time, the step size and the evaluations; a query outside of a signal is raised
+        instead.
+        """
         refuse_queries_outside()
         t, size = (float(np.ravel(_torch.to_numpy(x) if isinstance(x, Tensor) else x)[0]) for x in (t, size))
         return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=abs(size), nfe=self.tally.nfe.total)
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
-        """The error for a step that is not finite. It takes the step once more to find the first such evaluation."""
+        """Return the error for a step that is not finite. It takes the step once more to find the first such
+        evaluation.
+        """
         found: list[Any] = []
         size = attempt.size.detach().numpy() if isinstance(attempt.size, Tensor) else np.asarray(attempt.size)
         begin = self.time(attempt.begin) if attempt.error else attempt.begin
@@ -421,7 +432,7 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
 
 
 def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
-    """The steps of a grid, a number of equal ones between two output times, in segments of at most ``every``.
+    """Return the steps of a grid, a number of equal ones between two output times, in segments of at most ``every``.
 
     Sizes are arrays, or tensors where a graph is traced or gradients flow to the times.
     """
@@ -497,7 +508,7 @@ class Outputs:
 
 
 def to_host(x: Tensor) -> Array:
-    """The values of a norm on the host; what the transforms of torch.func put around it counts as more elements."""
+    """Return the values of a norm on the host; dimensions of torch.func's transforms count as more elements."""
     if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     return x.double().cpu().numpy()

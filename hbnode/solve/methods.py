@@ -73,11 +73,11 @@ class Method:
         return max(b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes})))
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """The coefficients of a step in one array, (elements, ...) for γ and H that broadcast to (...)."""
+        """Return the coefficients of a step in one array, (elements, ...) for γ and H that broadcast to (...)."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
-        """The coefficients as :meth:`step` takes them, to broadcast with a row of so many dimensions."""
+        """Return the coefficients as :meth:`step` takes them, to broadcast with a row of so many dimensions."""
         raise NotImplementedError
 
     def step(
@@ -90,7 +90,7 @@ class Method:
     def undo(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
     ) -> tuple[Tensor, ...]:
-        """The state before a step. A method that carries the field's value gets the time where the step began."""
+        """Return the state before a step; an FSAL method gets the time at which the step began."""
         raise NotImplementedError
 
 
@@ -108,7 +108,7 @@ class Explicit(Method):
         self._order = {error: self._order_of_use(error) for error in (False, True)}
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
-        """Where the elements of C are in the order of their use, and how many belong to each value of the field."""
+        """Return the places of C's elements in the order of use, and how many belong to each value of the field."""
         n, s = self.rows, self.evaluations
         count, width = s + n - 1 + n * error, n + 1 + s
         first = [r * width + k for r in range(count) for k in range(n + 1)]
@@ -117,7 +117,7 @@ class Explicit(Method):
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
     def places(self, error: bool) -> Tensor:
-        """Where in C, flat, the elements of :meth:`packed` are."""
+        """Return where in C, flat, the elements of :meth:`packed` are."""
         return self._order[error][1]
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
@@ -125,7 +125,7 @@ class Explicit(Method):
         raise NotImplementedError
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """The rows of the state at fractions θ (k, ...) of steps (k, ...): (k, ..., rows, columns)."""
+        """Return the rows of the state at fractions θ (k, ...) of steps (k, ...): (k, ..., rows, columns)."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -237,7 +237,7 @@ class Nystrom(Explicit):
         self.polynomials = self._polynomials(flat)
 
     def _polynomials(self, powers: np.ndarray) -> dict[bool, Any]:
-        r"""The coefficients of a step in the order of their use: :math:`Q(z) e^{rz}`, times 1, H, H² or γ.
+        r"""Return the coefficients of a step in the order of their use: :math:`Q(z) e^{rz}`, times 1, H, H² or γ.
 
         The forces H² g are polynomials in z of h, H m and E H² f, from the powers of A. With them the rows of h, and
         those of H m, are such polynomials too. With the error or not.
@@ -397,20 +397,23 @@ class Exponential(Explicit):
         self.constants = constant_arrays(ends, positions, whole, error, self._interpolant(whole))
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
-        """The polynomial through some of the values of f, (powers, columns)."""
+        """Return the polynomial through some of the values of f, (powers, columns)."""
         polynomial = np.zeros((self.powers, self.powers + 1))
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
         return polynomial
 
     def _integral(self, count: int, end: int) -> np.ndarray:
-        """The polynomial through the first ``count`` values, integrated to one of the ends: (ends, powers, columns)."""
+        """Return the polynomial through the first ``count`` values, integrated to one of the ends: (ends, powers,
+        columns).
+        """
         row = np.zeros((len(self.c) - 1, self.powers, self.powers + 1))
         row[end] = self._interpolation(list(range(count)))
         return row
 
     def _interpolant(self, whole: np.ndarray) -> np.ndarray:
-        """The cubic with f at both ends of the step, and with the moments 0 and 1 of the method: (powers, columns).
+        """Return the cubic with f at both ends of the step, and with the moments 0 and 1 of the method: (powers,
+        columns).
 
         The moments are Σ w_i F_i and Σ w_i c_i F_i, in which the defects of the stages cancel. The values at the inner
         nodes would bring them in.
@@ -435,7 +438,7 @@ class Exponential(Explicit):
         return xp.concatenate([state, forces], -1)
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """The rows of the state from the cubic interpolant of f."""
+        """Return the rows of the state from the cubic interpolant of f."""
         *_, inner = constants(self, xp, size)
         gamma = gamma * xp.ones_like(size)
         weights = self._weights(xp, gamma, size + 0 * gamma, theta + 0 * gamma)
@@ -453,7 +456,7 @@ class Exponential(Explicit):
 
 
 def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
-    r"""The functions φ_0(z) to φ_{count - 1}(z), in float64 to about 14 digits.
+    r"""Return the functions φ_0(z) to φ_{count - 1}(z), in float64 to about 14 digits.
 
     Near 0, where their recursion would subtract equal numbers, they come from :math:`\sum_j z^j / (j + k)!`.
     """
@@ -569,7 +572,7 @@ class ExplicitGrid(Method):
 
 
 def combined(weights: Tensor, columns: Tensor) -> Tensor:
-    """The rows of the state inside of steps, (outputs, rows, ...).
+    """Return the rows of the state inside of steps, (outputs, rows, ...).
 
     They combine columns (columns, outputs or 1, ...) by the weights (outputs, ..., rows, columns) of a blend.
     """
@@ -619,7 +622,7 @@ class HostFormula(torch.autograd.Function):
 
 
 def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], xp: Any, like: Tensor) -> Tensor:
-    """A formula of a number γ, in NumPy or in torch on the host, as a tensor of the dtype and device of another."""
+    """Return a formula of a number γ, in NumPy or torch on the host, as a tensor like another."""
     if xp is np:
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.ascontiguousarray(formula(np, np.asarray(number), *args))).to(like)
@@ -629,7 +632,7 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """The square matrix A of a tableau from its rows after the first."""
+    """Return the square matrix A of a tableau from its rows after the first."""
     a = np.zeros((len(rows) + 1, len(rows) + 1))
     for i, row in enumerate(rows):
         a[i + 1, : len(row)] = row
@@ -643,7 +646,7 @@ def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[
 
 
 def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
-    """The constants of a method for a formula in NumPy, or in torch where the step sizes are."""
+    """Return the constants of a method for a formula in NumPy, or in torch where the step sizes are."""
     of_numpy, of_torch = method.constants
     return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
 

@@ -265,7 +265,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
 
 
 def constant_damping(field: Callable[..., Any]) -> float:
-    """The largest γ of a heavy-ball field if it is constant, which no device has to be asked for; else 0."""
+    """Return the largest γ of a heavy-ball field if it is constant, which no device has to be asked for; else 0."""
     inner = unwrapped(field)
     if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
         return 0.0
@@ -318,7 +318,7 @@ def compile_steps(problem: Problem, field: Any, y0: State, t: Tensor, snapshot: 
 
 
 def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
-    """How many samples have times or steps of their own; refuses a state that has none."""
+    """Return how many samples have times or steps of their own; refuses a state that has none."""
     what = "per_sample=True" if t.dim() == 1 else "t of shape (batch, T)"
     tensors = parts(y0)
     if any(part.dim() == 0 or len(part) != len(tensors[0]) for part in tensors):
@@ -336,7 +336,8 @@ def count_samples(y0: State, t: Tensor, settings: Settings) -> int:
 
 
 def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
-    """Whether a solve can be one graph of torch.compile, torch.export or torch.jit.trace that does what was asked.
+    """Return whether a solve can be one graph of torch.compile, torch.export or torch.jit.trace that does what was
+    asked.
 
     Other gradients than the direct one are for the memory that they save; an exported graph has none of them.
     """
@@ -350,7 +351,7 @@ def is_traceable(settings: Settings, is_dynamo: bool) -> bool:
 
 
 def _traced(field: Callable[..., State], y0: State, t: Times, settings: Settings, tally: Tally, end: bool) -> State:
-    """A solve on a grid as tensor operations and nothing else; no value is looked at."""
+    """Return a solve on a grid as tensor operations and nothing else; no value is looked at."""
     snapshot = Snapshot(field, for_backward=False)  # a graph evaluates the field once
     y0 = checked_state(field, y0, snapshot)
     settings = resolve(dataclasses.replace(settings, gradient="direct"), field)
@@ -454,7 +455,7 @@ def _log_tight_tolerance(rtol: float, dtype: torch.dtype) -> None:
 
 
 def checked_state(field: Callable, y0: State, snapshot: Snapshot) -> State:
-    """The state, floating point and of the field's dtype; under autocast at least float32."""
+    """Return the state, floating point and of the field's dtype; under autocast at least float32."""
     if not isinstance(field, nn.Module):
         if not callable(field):
             raise TypeError(

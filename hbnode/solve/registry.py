@@ -86,7 +86,7 @@ _OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
 
 
 def sde_methods() -> Methods[SDEMethodInfo]:
-    """All methods of :func:`hbnode.sdeint`, with their strong order and evaluations a step.
+    """Return all methods of :func:`hbnode.sdeint`, with their strong order and evaluations a step.
 
     The orders are those for additive noise, which that of :class:`hbnode.HeavyBallSDE` is.
 
@@ -106,7 +106,7 @@ def sde_methods() -> Methods[SDEMethodInfo]:
 
 
 def methods() -> Methods[MethodInfo]:
-    """All methods of :func:`hbnode.odeint`, with their order, evaluations a step and what they need.
+    """Return all methods of :func:`hbnode.odeint`, with their order, evaluations a step and what they need.
 
     Those of :func:`hbnode.sdeint` are :func:`sde_methods`.
 

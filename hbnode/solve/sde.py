@@ -51,7 +51,8 @@ Noise = Callable[[int], Tensor]  # the standard normal variables of a step, (nor
 
 
 def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""The free flight with noise, :math:`dh = m\,dt,\; dm = -\gamma m\,dt + s\,dW` over a time :math:`\tau`, exactly.
+    r"""Return the free flight with noise, :math:`dh = m\,dt,\; dm = -\gamma m\,dt + s\,dW` over a time :math:`\tau`,
+    exactly.
 
     With a = (1 - e^{-γτ})/γ, b = e^{-γτ} and z = γτ,
 
@@ -84,7 +85,7 @@ def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def fly(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
-    """A flight h ← h + a m + j₁ ξ₁ + j₂ ξ₂, m ← b m + i ξ₁; without j₂ where it has one variable."""
+    """Return a flight h ← h + a m + j₁ ξ₁ + j₂ ξ₂, m ← b m + i ξ₁; without j₂ where it has one variable."""
     a, b, i, *j = flight
     h = torch.addcmul(h, a, m)
     for weight, normal in zip(j, noise.unbind(0), strict=True):
@@ -126,7 +127,9 @@ class SDEMethod(Method):
         return packed.unbind(0)
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """The variables of steps of twice the size from those of their halves, (steps, normals, ...); of one flight."""
+        """Return the variables of steps of twice the size from those of their halves, (steps, normals, ...); of one
+        flight.
+        """
         (a, b, p, q, r), (_, _, whole_p, whole_q, whole_r) = free_flight(damping, size), free_flight(damping, 2 * size)
         i1, i2 = p * first[:, 0], p * second[:, 0]
         xi1 = (b * i1 + i2) / whole_p
@@ -152,7 +155,7 @@ class UBU(SDEMethod):
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """A step becomes half of one: its two halves are composed."""
+        """Return a step becomes half of one: its two halves are composed."""
         compose = super().compose
         return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
@@ -271,7 +274,8 @@ GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # of each method
 
 
 def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
-    """The output times (T,), in float64 on the host, and the least number of equal steps in each interval between them.
+    """Return the output times (T,), in float64 on the host, and the least number of equal steps in each interval
+    between them.
 
     The steps are no longer than ``dt``. Times of float32 are rounded: an interval that is longer than some steps by
     that alone has no step more.
@@ -311,7 +315,7 @@ def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
 
 
 def step_seeds(seed: int | None, steps: int) -> np.ndarray:
-    """The seeds of steps: 63 bits, the low 32 of which differ between the steps of a solve.
+    """Return the seeds of steps: 63 bits, the low 32 of which differ between the steps of a solve.
 
     torch's generator of the CPU takes the low 32 bits alone: a permutation of the number of the step, given the seed.
     """
@@ -322,7 +326,7 @@ def step_seeds(seed: int | None, steps: int) -> np.ndarray:
 
 
 def scrambled(x: np.ndarray) -> np.ndarray:
-    """A permutation of the whole numbers of 32 bits: xors with shifts, and products with odd numbers."""
+    """Return a permutation of the whole numbers of 32 bits: xors with shifts, and products with odd numbers."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & LOW
     x = x ^ (x >> 13)
@@ -331,7 +335,7 @@ def scrambled(x: np.ndarray) -> np.ndarray:
 
 
 def step_normals(seeds: np.ndarray, shape: tuple[int, ...], like: Tensor, step: int) -> Tensor:
-    """The standard normal variables of a step, which its seed determines, so that nothing has to be kept."""
+    """Return the standard normal variables of a step, which its seed determines, so that nothing has to be kept."""
     try:
         generator = torch.Generator(like.device)
     except RuntimeError:  # a device that has none
@@ -413,7 +417,7 @@ class BrownianIncrements:
         return cls(method, sizes, torch.stack(normals) if normals else h.new_zeros(0, *shape), damping)
 
     def coarser(self) -> BrownianIncrements:
-        """The noise of steps of twice the size.
+        """Return the noise of steps of twice the size.
 
         Returns:
             The increments of the composed steps, half as many.
@@ -473,7 +477,7 @@ class SDEProblem(Problem):
         return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
-        """An error that knows where the solve was, and a fix where there is none."""
+        """Return an error that knows where the solve was, and a fix where there is none."""
         fix = "" if "Fix:" in message else ". Fix: a smaller dt"
         return super().failure(kind, message + fix, t, size)
 

@@ -66,7 +66,7 @@ class Settings:
         return self.method not in TORCHDIFFEQ
 
     def checked(self) -> Settings:
-        """The settings, refused where a value is out of its range or two of them do not go together."""
+        """Return the settings, refused where a value is out of its range or two of them do not go together."""
         method, theirs = self.method, self.method in TORCHDIFFEQ
         if method is not None and method not in METHODS and not theirs:
             methods = (*METHODS, *TORCHDIFFEQ)
@@ -151,7 +151,7 @@ class Settings:
 
 
 def checked_jumps(jump_times: Any) -> tuple[float, ...]:
-    """The times at which f jumps, in increasing order."""
+    """Return the times at which f jumps, in increasing order."""
     if jump_times is None or (isinstance(jump_times, tuple) and not jump_times):
         return ()
     try:
@@ -168,7 +168,7 @@ _THEIRS = ("norm", "step_t", "dtype", "safety", "ifactor", "dfactor")  # options
 
 
 def _instead(option: str, method: str, known: Sequence[str]) -> str:
-    """What to write in place of an unknown option."""
+    """Return what to write in place of an unknown option."""
     if option in ARGUMENTS:
         return ARGUMENTS[option]
     if option in ("step_size", "grid_constructor"):

@@ -118,7 +118,7 @@ class ODETerm:
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
-        """A constant of the equation: a number, a tensor without dimensions, or one of the dimensions of h."""
+        """Return a constant of the equation: a number, a tensor without dimensions, or one of the dimensions of h."""
         if not isinstance(value, Tensor) or not value.dim():
             return value
         shape = self.template.shape
@@ -132,7 +132,7 @@ class ODETerm:
         return value.view(*[1] * (len(shape) - value.dim()), *value.shape)
 
     def flatten(self, state: State) -> tuple[Tensor, ...]:
-        """The rows of a state."""
+        """Return the rows of a state."""
         rows: list[Tensor] = []
         for part in (state,) if isinstance(state, Tensor) else state:
             if self.per_channel:
@@ -144,7 +144,7 @@ class ODETerm:
         return tuple(rows) if self.second_order or len(rows) == 1 else (torch.cat(rows, -1),)
 
     def unflatten(self, rows: tuple[Tensor, ...], times: tuple[int, ...] = ()) -> State:
-        """The state of rows, or a trajectory of rows (T, ...)."""
+        """Return the state of rows, or a trajectory of rows (T, ...)."""
         shape = (*times, *self.template.shape)
         if self.second_order:
             return rows[0].reshape(shape), rows[1].reshape(shape)
@@ -159,7 +159,9 @@ class ODETerm:
         return tuple(pieces)
 
     def __call__(self, t: Tensor, row: Tensor) -> Tensor:
-        """The value at a row, the force on h or y', of the row's shape and dtype; counted. The row stays as it is."""
+        """Return the value at a row, the force on h or y', of the row's shape and dtype; counted. The row stays as it
+        is.
+        """
         self.tally.add("evaluation")
         version = -1
         if self.traced or row.is_inference():
@@ -182,7 +184,7 @@ class ODETerm:
         return f if f.shape == row.shape else f.reshape(row.shape)
 
     def derivative(self, t: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The derivative of all rows, by a call of the field; not counted."""
+        """Return the derivative of all rows, by a call of the field; not counted."""
         state = self.unflatten(rows)
         with self.in_autocast():
             return self.flatten(like(self.field(t, state), state))
@@ -233,7 +235,7 @@ class Snapshot:
                         self.needed.append((tensor, tensor.requires_grad))
 
     def changed(self) -> bool:
-        """Whether a parameter or buffer was changed in place or replaced since."""
+        """Return whether a parameter or buffer was changed in place or replaced since."""
         for (own, name, tensor), version in zip(self.slots, self.versions, strict=True):
             if own.get(name) is not tensor or (version is not None and tensor._version != version):
                 return True
@@ -292,14 +294,14 @@ def solving(snapshot: Snapshot, device_type: str) -> Iterator[None]:
 
 
 def unwrapped(field: Any) -> Any:
-    """The field inside of what torch.compile puts around it."""
+    """Return the field inside of what torch.compile puts around it."""
     while hasattr(field, "_orig_mod"):
         field = field._orig_mod
     return field
 
 
 def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:
-    """Whether a field is one of these kinds and obeys its equation.
+    """Return whether a field is one of these kinds and obeys its equation.
 
     One inside of DistributedDataParallel is not taken for one, because only the wrapper's own call reduces gradients.
     """
@@ -307,7 +309,7 @@ def is_heavy_ball(field: Callable[..., Any], *kinds: type) -> bool:
 
 
 def change_of_call(field: Callable[..., Any]) -> str | None:
-    """What the call of a heavy-ball field does beside its equation, which methods that call func would miss."""
+    """Return what the call of a heavy-ball field does beside its equation, which methods that call func would miss."""
     inner = unwrapped(field)
     if type(inner).forward not in _FORWARDS:
         return f"{type(inner).__name__} has a forward of its own"

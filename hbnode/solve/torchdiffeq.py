@@ -103,7 +103,9 @@ def solve(
 
 
 def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
-    """The user's norm, or the RMS over all elements; where rows end with an integral, the larger of its and theirs."""
+    """Return the user's norm, or the RMS over all elements; where rows end with an integral, the larger of its and
+    theirs.
+    """
     if own is not None:
         return own(term.unflatten((row,)))
     if len(term.error_groups) == 1:
@@ -135,7 +137,7 @@ class CountedField:
             raise self.failure(NonFiniteError, "the initial state is not finite. Fix: look at the block's input", t[0])
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
-        """The derivative, of an evaluation made ahead or a new one."""
+        """Return the derivative, of an evaluation made ahead or a new one."""
         t, y = t.to(self.dtype), y.to(self.dtype)  # times of another dtype promote a scalar state
         first, self.first = self.first, None
         if first is not None and torch.equal(t, first[0]) and torch.equal(y, first[1]):
@@ -162,7 +164,7 @@ class CountedField:
         return value
 
     def leaves(self, t: Tensor, row: Tensor, perturb: bool) -> tuple[Tensor, ...]:
-        """All tensors that the adjoint method must differentiate with respect to.
+        """Return all tensors that the adjoint method must differentiate with respect to.
 
         The field's own parameters, and any other leaf that it closes over, seen in the graph of the solver's first
         evaluation: made here, handed to the solver when it asks for it.
@@ -177,7 +179,7 @@ class CountedField:
         return tuple(found.values())
 
     def __getattr__(self, name: str) -> Callable[[Tensor, State, Tensor], None]:
-        """The callbacks that the method calls; torchdiffeq warns of others."""
+        """Return the callbacks that the method calls; torchdiffeq warns of others."""
         if name not in self.__dict__.get("callbacks", ()):
             raise AttributeError(name)
         return functools.partial(self._call_back, name)
@@ -225,7 +227,7 @@ class CountedField:
         self.first = None
 
     def failure(self, kind: type[SolverError], message: str, t: Tensor | None = None) -> SolverError:
-        """An error that knows where the solve was; what made a signal or the field not finite is named instead."""
+        """Return an error that knows where the solve was, or the cause if a signal or the field was not finite."""
         refuse_queries_outside()
         for time, value in self.recent:
             if not is_finite(value):
@@ -246,7 +248,7 @@ def warn_of_callbacks(field: Callable[..., Any], method: str | None, names: Sequ
 
 
 def checked_options(settings: Settings, t: Tensor, is_event: bool) -> dict[str, Any]:
-    """The options of a solve: those given, and those that our arguments become."""
+    """Return the options of a solve: those given, and those that our arguments become."""
     method, steps, jumps, exact = settings.method, settings.steps, settings.jump_times, settings.save == "exact"
     options = known_options(settings.options, method, "options")
     on_grid = next((name for name in GRID if name in options), None)
@@ -280,7 +282,7 @@ def equal_steps(func: object, y0: Tensor, t: Tensor, *, steps: int) -> Tensor:
 
 
 def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedField) -> dict[str, Any]:
-    """The options of the backward solve: those of the forward one, but for its norm, and the ones given."""
+    """Return the options of the backward solve: those of the forward one, but for its norm, and the ones given."""
     given: Any = {"norm": "seminorm"} if settings.adjoint_options is None else settings.adjoint_options
     given, term = known_options(given, settings.method, "adjoint_options"), counted.term
     if (norm := given.get("norm", "seminorm")) != "seminorm":
@@ -296,7 +298,7 @@ def adjoint_options(own: dict[str, Any], settings: Settings, counted: CountedFie
 
 
 def known_options(given: Any, method: str, name: str) -> dict[str, Any]:
-    """A copy of the options, refused where the method does not know them."""
+    """Return a copy of the options, refused where the method does not know them."""
     known = OPTIONS[method]
     if given is not None and not isinstance(given, dict):
         raise TypeError(f"{name} must be a dict, got {type(given).__name__}. Fix: {name}={{{known[0]!r}: 0.1}}.")

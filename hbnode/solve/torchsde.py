@@ -34,7 +34,7 @@ class _Flat(nn.Module):
         return self.term((t + self.start).to(y), y)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """The diffusion as a matrix (batch, 2d, d), of which the first half is 0."""
+        """Return the diffusion as a matrix (batch, 2d, d), of which the first half is 0."""
         scale = torch.diag_embed(self._scale(y))
         return torch.cat([torch.zeros_like(scale), scale], 1)
 
@@ -48,7 +48,7 @@ class _Flat(nn.Module):
 def solve(
     equation: ODETerm, y0: tuple[Tensor, Tensor], t: Tensor, dt: float, method: str, gradient: str, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The trajectories of h and m by one of torchsde's methods; the arguments are checked already."""
+    """Return the trajectories of h and m by one of torchsde's methods; the arguments are checked already."""
     with torch.inference_mode(False):  # else its constants are made in there and spoil later gradients
         import torchsde  # here, because it takes long to import
 
