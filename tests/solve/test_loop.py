@@ -176,8 +176,9 @@ def test_limits(per_sample):
     with pytest.raises(hbnode.errors.StepSizeUnderflowError) as error:
         hbnode.odeint(fast, state, [0.0, 10.0], options={"min_step": 0.1}, rtol=1e-6, atol=1e-6, **settings)
     assert 0 < error.value.step_size < 0.1
-    with pytest.raises(hbnode.errors.MaxNFEError):
+    with pytest.raises(hbnode.errors.MaxNFEError) as error:
         hbnode.odeint(fast, state, [0.0, 1.0], method="leapfrog", steps=50, options={"max_nfe": 30})
+    assert 0.0 < error.value.t < error.value.nfe / 50 + 0.1
 
 
 SPRING = hbnode.HBNODE(lambda h: -h, learn_damping=False)
