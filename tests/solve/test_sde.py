@@ -353,6 +353,16 @@ def test_on_a_device(method, gradient):
 # torchsde
 
 
+def test_torchsdes_solvers_give_f_the_time():
+    """m' = cos t from t = 2, without noise."""
+    sde = hbnode.HeavyBallSDE(
+        lambda t, h: torch.cos(t) * torch.ones_like(h), damping=0.0, learn_damping=False, temperature=0.0
+    )
+    rest = torch.zeros(2, 1, dtype=torch.float64)
+    _, m = hbnode.sdeint(sde, (rest, rest), [2.0, 2.5], method="euler", dt=0.01)
+    assert m[-1, :, 0].tolist() == pytest.approx([math.sin(2.5) - math.sin(2.0)] * 2, abs=5e-3)
+
+
 @pytest.mark.parametrize("method", THEIRS)
 def test_torchsdes_solvers(method):
     """Each runs on the SDE, through torchsde and through us, and agrees with UBU in law."""
