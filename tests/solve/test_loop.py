@@ -72,6 +72,18 @@ def test_the_first_step_costs_no_probe_and_steps_are_shared_out_equally():
     assert seen[-1] == max(seen) == 1.0
 
 
+def test_steps_do_not_depend_on_the_unit_of_the_state():
+    """A state and an atol 1,024 times as large, and a linear force: the first step and all others are the same."""
+    sizes = []
+    for unit in (1.0, 1024.0):
+        field = hbnode.HBNODE(lambda h: -h, damping=0.5).double()
+        state = torch.full((1, 1), unit).double(), torch.zeros(1, 1).double()
+        with hbnode.count_nfe(field) as nfe, torch.no_grad():
+            hbnode.odeint(field, state, [0.0, 5.0], method="nystrom4", rtol=1e-5, atol=1e-5 * unit)
+        sizes.append((nfe.forward, nfe.steps, nfe.rejected))
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("first_step", [0.1, 5.0])
 def test_first_step_and_max_step(first_step):
     field, options = driven(), {"max_step": 0.1, "first_step": first_step}

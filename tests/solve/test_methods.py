@@ -240,6 +240,22 @@ def test_orders(method, gamma, order):
     assert order - 0.4 < math.log2(coarse / fine) < order + 1
 
 
+@pytest.mark.parametrize("gamma", [1e-8, 9e-5, 1.1e-4, 0.5])
+def test_leapfrog_under_a_constant_force_is_exact_in_the_velocity(gamma):
+    """A force of 1 gives m(1) = (1 - exp(-γ)) / γ, also for a γ at which the code takes the series of the quotient."""
+    field = hbnode.HBNODE(lambda h: torch.ones_like(h), damping=0.5).double()
+    del field.omega
+    field.omega = torch.logit(float64(gamma)).requires_grad_()
+    state = torch.zeros(1, 1).double(), torch.zeros(1, 1).double()
+    m = hbnode.odeint(field, state, [0.0, 1.0], method="leapfrog", steps=1, gradient="direct")[1][-1].sum()
+    gamma = field.damping.item()
+    assert m.item() == pytest.approx(-math.expm1(-gamma) / gamma, rel=1e-14)
+    slope = torch.autograd.grad(m, field.omega)[0].item() / (gamma * (1 - gamma))
+    series = -1 / 2 + gamma / 3 - gamma**2 / 8  # of d/dγ; at 0.5, the quotient itself is accurate enough
+    exact = series if gamma < 1e-3 else (math.exp(-gamma) * (1 + gamma) - 1) / gamma**2
+    assert slope == pytest.approx(exact, rel=1e-9)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("gamma", [0.01, 0.8, 12.0])
 def test_all_derivatives_in_the_damping(method, gamma):
