@@ -19,7 +19,7 @@ from hbnode.optim.r_operator import ROperator
 _LOCK = threading.RLock()
 _REFUSED = "the model cannot be differentiated twice, which Gauss-Newton products need"
 _CHECKPOINT = "Fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-_CUSTOM = "Fix: replace this operation, or write the backward of a custom autograd function in torch operations."
+_CUSTOM = "Fix: replace this operation, or write a custom backward in differentiable torch operations."
 
 
 @contextmanager
