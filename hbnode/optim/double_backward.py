@@ -26,8 +26,8 @@ _CUSTOM = "Fix: replace this operation, or write a custom backward in differenti
 def twice_differentiable(device: torch.device) -> Iterator[None]:
     """Run layers in implementations that have second derivatives, within the context.
 
-    It disables oneDNN, cuDNN, fused attention and torch.compile, whose operations have only first derivatives. Recurrent
-    layers of torch.nn run under :class:`ROperator`. A lock serialises threads, because these settings are global.
+    It disables oneDNN, cuDNN, fused attention and torch.compile, whose operations have only first derivatives.
+    Recurrent layers of torch.nn run under :class:`ROperator`. The settings are global, so a lock serialises threads.
     """
     backend, operator = torch.backends.mkldnn, ROperator(device.type)
     with _LOCK, ExitStack() as stack:

@@ -328,7 +328,7 @@ REFUSED = [
     (lambda: plot.vector_field(nn.Linear(2, 2)), ValueError, r"of a network, vector_field\(hbnode.NODE\(net\)\)"),
     (lambda: plot.tolerance_curve([CURVE, CURVE]), TypeError, "expected an NFEToleranceCurve .* got list. Fix: toler"),
     (lambda: plot.trajectories(nn.Linear(2, 2), H[0]), TypeError, "trajectories expected an ODEBlock, got Linear"),
-    (lambda: plot.steps(spring()), TypeError, "was given without an input. Fix: pass x after the block"),
+    (lambda: plot.steps(spring()), TypeError, "needs an input x, got None. Fix: pass x after the block"),
     (lambda: plot.trajectories(H, ax=plt.subplots(1, 2)[1]), TypeError, "ax must be matplotlib Axes, got ndarray. Fix"),
 ]
 
