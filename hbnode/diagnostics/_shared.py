@@ -105,7 +105,7 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
                 f"t must hold two or more times (T,), got shape {tuple(times.shape)}. Fix: [0.0, 0.5, 1.0]."
             )
         return times, settings
-    if settings.steps is not None:  # fixed steps: n steps between 2 outputs are 1 step between each of n + 1 outputs
+    if settings.steps is not None:  # one step between each two of n + 1 outputs
         points = settings.steps + 1
         settings = dataclasses.replace(settings, steps=1)
     return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
@@ -146,7 +146,7 @@ def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
-    """Draw a legend next to the axes if the figure has a layout engine, and else above or inside of the axes."""
+    """Draw a legend next to the axes. Without a layout engine, draw it above twin axes and inside of other axes."""
     from matplotlib.transforms import ScaledTranslation
 
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]

@@ -89,9 +89,7 @@ def nfe_vs_tolerance(
         True
     """
     if not any(isinstance(module, ODEBlock) for module in block.modules()):
-        raise ValueError(
-            f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model that contains one."
-        )
+        raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with a block.")
     tolerances = list(map(float, tolerances))
     if not tolerances:
         raise ValueError("tolerances is empty. Fix: tolerances=[1e-2, 1e-3, 1e-4, 1e-5].")

@@ -362,8 +362,8 @@ class HeavyBallFlow(nn.Module):
         check_input(m, "m")
         if m.shape != h.shape or m.dtype != h.dtype:
             raise ValueError(
-                f"m must have the dtype and shape of h, {h.dtype} and {tuple(h.shape)}; got {m.dtype} of shape {tuple(m.shape)}. "
-                "Fix: m = torch.randn_like(h), for instance."
+                f"m must have the dtype and shape of h, {h.dtype} and {tuple(h.shape)}; got {m.dtype} and "
+                f"{tuple(m.shape)}. Fix: m = torch.randn_like(h), for instance."
             )
         state = h.reshape(-1, self.dim), m.reshape(-1, self.dim)
         if condition is not None:  # as a part of the state it has a gradient in each mode
