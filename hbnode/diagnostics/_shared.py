@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.lines import Line2D
 
-POINTS = 200  # default number of output times
-
 
 class Result:
-    """A base class of results, which are dataclasses of columns with a CSV export."""
+    """A base class of results: dataclasses whose attributes are columns, with an export to CSV."""
 
     def columns(self) -> dict[str, Sequence[Any]]:
         """Return a mapping from names to columns of equal length; attributes that are None are omitted."""
@@ -91,7 +89,7 @@ def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
     return torch.get_default_dtype(), None
 
 
-def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = POINTS) -> tuple[Tensor, Settings]:
+def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 200) -> tuple[Tensor, Settings]:
     """Return the output times of a diagnostic, and the settings of the solve.
 
     If ``t`` is None, the times are the ends of the steps of a block with fixed steps, or else ``points`` equally spaced
@@ -111,11 +109,9 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
     return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
 
 
-def states(
-    block: ODEBlock, x: object, t: Tensor | Sequence[float] | None, points: int = POINTS
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def states(block: ODEBlock, x: object, t: Tensor | Sequence[float] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Solve a block from x, and return times (T,) and the state, (h,) or (h, m), with tensors (T, batch, ...)."""
-    times, settings = schedule(block, t, points)
+    times, settings = schedule(block, t)
     with torch.no_grad(), evaluation_mode(block):
         start = block.start(as_input(block, x))
         trajectory = solve(block.field, start, times, settings, NFE())  # leaves block.nfe unchanged
@@ -123,7 +119,7 @@ def states(
 
 
 def axes(ax: Axes | None) -> Axes:
-    """Return ``ax`` after a check, or the axes of a new figure if ``ax`` is None."""
+    """Return ``ax``, or the axes of a new figure if ``ax`` is None."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

@@ -85,9 +85,8 @@ def adjoint_norms(
     The function solves the block from each time to the next, and differentiates the loss with respect to the state at
     each time. The result is the gradient of the discrete solution, for the method and tolerances of the block.
 
-    For an HBNODE, the adjoint a of m solves a heavy-ball equation with the same damping γ backward in time,
-    :math:`a'' - \gamma a' = a\, \partial f/\partial h`. Wang et al. find that its gradients vanish more slowly than
-    those of a NODE.
+    For an HBNODE with damping γ, the adjoint a of m solves :math:`a'' - \gamma a' = a\, \partial f/\partial h`
+    backward in time. Wang et al. find that its gradients vanish more slowly than those of a NODE.
 
     The block is solved in evaluation mode. Its modes, gradients and ``block.nfe`` do not change. An open
     :class:`hbnode.count_nfe` or :class:`hbnode.diagnostics.record_steps` includes the evaluations and steps of this

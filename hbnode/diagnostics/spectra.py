@@ -67,27 +67,18 @@ class Spectrum(Result):
             The axes.
         """
         ax = axes(ax)
-        damping = self.damping
-        if damping is not None:
+        points: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4}
+        found = {**points, "color": "C0"}
+        if damping := self.damping:
             product = self.pairs.prod(-1).reshape(-1)
             gammas = torch.linspace(0.0, damping, 101, dtype=torch.float64)[:, None]
             root = (gammas**2 / 4 - product).sqrt()  # λ² + γλ + product = 0
             paths = torch.cat([-gammas / 2 + root, -gammas / 2 - root], dim=1)
-            if damping > 0:
-                ax.plot(paths.real, paths.imag, color="0.7", linewidth=0.8, zorder=1)
-                without: dict[str, Any] = {
-                    "linestyle": "none",
-                    "marker": "o",
-                    "markerfacecolor": "none",
-                    "color": "0.5",
-                    "markersize": 4,
-                }
-                ax.plot(paths[0].real, paths[0].imag, label="without damping", zorder=1.5, **without)
-                ax.axvline(
-                    -damping / 2, color="C1", linestyle="--", linewidth=1, label=rf"$-\gamma/2 = {-damping / 2:.3g}$"
-                )
-        found: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "color": "C0"}
-        if damping:
+            ax.plot(paths.real, paths.imag, color="0.7", linewidth=0.8, zorder=1)
+            without = {**points, "color": "0.5", "markerfacecolor": "none", "zorder": 1.5, "label": "without damping"}
+            ax.plot(paths[0].real, paths[0].imag, **without)
+            label = rf"$-\gamma/2 = {-damping / 2:.3g}$"
+            ax.axvline(-damping / 2, color="C1", linestyle="--", linewidth=1, label=label)
             found["label"] = "eigenvalues"
         ax.plot(self.eigenvalues.real.reshape(-1), self.eigenvalues.imag.reshape(-1), **style(found, kwargs))
         ax.axvline(0.0, color="0.8", linewidth=0.8, zorder=0)

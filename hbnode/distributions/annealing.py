@@ -194,7 +194,7 @@ class HeavyBallAnnealing(nn.Module):
             ``log_weight.softmax(0)`` estimate expectations under the target density.
         """
         with torch.no_grad():
-            return self._draw(n, seed)
+            return self.rsample(n, seed=seed)
 
     def rsample(self, n: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
         """Draw weighted samples that are differentiable with respect to the parameters.
@@ -206,7 +206,25 @@ class HeavyBallAnnealing(nn.Module):
         Returns:
             The final points x (n, d) and their log weights (n,).
         """
-        return self._draw(n, seed)
+        n = as_count(n, "n", least=0)
+        if _torch.is_transformed():
+            raise ValueError(
+                "annealing computes gradients of log_prob by autograd, which does not work in transforms of "
+                "torch.func (grad, vmap, jvp, ...) or in forward mode. Fix: rsample(n) or bound(n) outside of them, "
+                "and .backward()."
+            )
+        is_differentiated = torch.is_grad_enabled()
+        # the force is a gradient, which inference mode cannot compute
+        device = self.log_step_size.device
+        with _local_seed(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
+            draw = self.prior.rsample if is_differentiated and self.prior.has_rsample else self.prior.sample
+            x = draw(torch.Size([n]))
+            if x.device != device:
+                raise ValueError(
+                    f"the prior draws on {x.device}, but the step size is on {device}. "
+                    f"Fix: annealing.to({str(x.device)!r}), or a prior whose tensors are on {device}."
+                )
+            return self._run(x) if n else (x, x.new_zeros(0))
 
     def bound(self, n: int, *, seed: int | None = None) -> Tensor:
         """Return the mean log weight of n paths, whose expectation is a lower bound of log Z. Training maximises it.
@@ -256,27 +274,6 @@ class HeavyBallAnnealing(nn.Module):
     @override
     def forward(self, n: int, *, seed: int | None = None) -> Tensor:
         return self.bound(n, seed=seed)
-
-    def _draw(self, n: int, seed: int | None) -> tuple[Tensor, Tensor]:
-        n = as_count(n, "n", least=0)
-        if _torch.is_transformed():
-            raise ValueError(
-                "annealing computes gradients of log_prob by autograd, which does not work in transforms of "
-                "torch.func (grad, vmap, jvp, ...) or in forward mode. Fix: rsample(n) or bound(n) outside of them, "
-                "and .backward()."
-            )
-        is_differentiated = torch.is_grad_enabled()
-        # the force is a gradient, which inference mode cannot compute
-        device = self.log_step_size.device
-        with _local_seed(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
-            draw = self.prior.rsample if is_differentiated and self.prior.has_rsample else self.prior.sample
-            x = draw(torch.Size([n]))
-            if x.device != device:
-                raise ValueError(
-                    f"the prior draws on {x.device}, but the step size is on {device}. "
-                    f"Fix: annealing.to({str(x.device)!r}), or a prior whose tensors are on {device}."
-                )
-            return self._run(x) if n else (x, x.new_zeros(0))
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the final points (n, d) and log weights (n,) of paths that start at x (n, d)."""

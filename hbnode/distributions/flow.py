@@ -65,7 +65,7 @@ class ConditionedGHBNODE(_Conditioned, GHBNODE):
 
 
 class _PositionActivation(nn.Module):
-    """An activation of the first ``dim`` features, which are those of the position."""
+    """An elementwise activation of the first ``dim`` features. It returns the other features unchanged."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor], dim: int) -> None:
         super().__init__()

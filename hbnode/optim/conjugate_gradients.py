@@ -45,9 +45,8 @@ def conjugate_gradients(
 ) -> Solution:
     """Solve A d = b by preconditioned conjugate gradients (Martens 2010, section 4.4).
 
-    With phi(d) = d^T A d / 2 - b^T d and k = max(10, i / 10), iteration i is the last if phi(d_i) < 0 and
-    (phi(d_i) - phi(d_{i-k})) / phi(d_i) < k * tolerance. The solution holds d_i for i = ceil(1.3^j), j = 0, 1, ...,
-    and the last iterate.
+    Let phi(d) = d^T A d / 2 - b^T d and k = max(10, i // 10). Iteration i is the last one if phi(d_i) < 0 and
+    (phi(d_i) - phi(d_{i-k})) / phi(d_i) < k * tolerance. The solution holds the iterates i = ceil(1.3^j) and the last.
 
     Arguments:
         product: the map from a vector v to A v, where A is symmetric and positive definite.

@@ -245,8 +245,9 @@ def _as_hidden(hidden: object) -> list[tuple[Tensor, Tensor | None]]:
 class QuadraticModel:
     """The damped Gauss-Newton matrix A = J^T H_L J + lambda mu J_h^T diag(w) J_h + lambda I at fixed parameters.
 
-    J and J_h are the Jacobians of outputs and hidden states with respect to the parameters, w the weights of hidden
-    states, and H_L the Hessian of the loss with respect to the outputs. The first two terms are averaged over cases.
+    J and J_h are the Jacobians of outputs and hidden states with respect to the parameters. H_L is the Hessian of the
+    loss with respect to the outputs, and w are the weights of the hidden states. The first two terms are averaged over
+    cases. The name refers to phi(d) = g^T d + d^T A d / 2, which models the change of the loss along d.
 
     Arguments:
         objective: the loss on the curvature batch.
@@ -267,7 +268,10 @@ class QuadraticModel:
         self.release()
 
     def linearize(self, batch: Batch | None = None) -> Batch:
-        """Create the graph of J^T u for the batch, or for a new batch if the present graph is outdated."""
+        """Create the graph of J^T u, which all products use, and return its batch.
+
+        Without a batch, reuse the existing graph, or call the closure if the parameters have changed.
+        """
         versions = [parameter._version for parameter in self.parameters]
         if batch is None:
             if self.batch is not None and versions == self.versions:
@@ -325,12 +329,12 @@ class QuadraticModel:
             refuse("the derivative of its backward pass is wrong")
 
     def jvp(self, vector: Tensor) -> list[Tensor]:
-        """Return J v for the outputs, then J_h v for each hidden state."""
+        """Return the product of a vector with the Jacobian of the outputs, and of each hidden state, as a list."""
         with translate_errors():
             return list(torch.autograd.grad(self.gradient, self.u, vector, retain_graph=True, materialize_grads=True))
 
     def vjp(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return J^T w as one vector, summed over outputs and hidden states; ``grads`` has one tensor w for each."""
+        """Return, as one vector, the gradient of the parameters for gradients of outputs and hidden states."""
         parts = torch.autograd.grad(self.outputs, self.parameters, grads, retain_graph=True, allow_unused=True)
         return flatten(parts, self.parameters)
 
@@ -341,7 +345,7 @@ class QuadraticModel:
         return self.vjp(weighted).add_(vector, alpha=self.damping)
 
     def undamped_curvature(self, vector: Tensor) -> float:
-        """Return v^T J^T H_L J v for a vector v."""
+        """Return v^T J^T H_L J v, the curvature along a vector v without the two damping terms of A."""
         self.linearize()
         z = self.jvp(vector)[0]
         return float((z * self.hessian(z) * self.factor).sum())

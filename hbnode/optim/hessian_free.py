@@ -117,8 +117,8 @@ class HessianFree(Optimizer):
         structural_damping: the strength mu of structural damping. If it is positive, the curvature closure must return
             hidden states. Default: ``0.0``.
         max_cg: the maximum number of conjugate gradient iterations per step. Default: ``300``.
-        min_damping: the lower bound of lambda. Without it lambda, and with it structural damping, would tend to 0 where
-            the loss is flat. Default: ``0.0002``.
+        min_damping: the lower bound of lambda. Without it lambda, and with it structural damping, would tend to 0 if
+            the loss hardly changes. Default: ``0.0002``.
         preconditioner_samples: if positive, conjugate gradients use the diagonal preconditioner
             (mean of g_n^2 + lambda)^0.75, with the gradient g_n of case n. The mean is estimated from this number of
             sums of g_n with random signs; each sum costs a backward pass. Default: ``0``.

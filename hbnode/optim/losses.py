@@ -19,7 +19,7 @@ class SquaredError:
     class_dims = 0  # number of class dimensions of the outputs, which the targets lack
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise ValueError if the targets do not fit the outputs, also where broadcasting would accept them."""
+        """Raise ValueError if the targets do not fit the outputs, even if broadcasting would accept them."""
         if outputs.shape != targets.shape:
             raise ValueError(
                 f"the targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "

@@ -153,7 +153,7 @@ class LinearizedLayer(ABC):
 
 
 class LinearizedTanh(LinearizedLayer):
-    """A tanh layer, h' = tanh(e), where e = W x + U h + b are the pre-activations."""
+    """A tanh layer, h' = tanh(e), with pre-activations e = W x + U h + b of the input x and the state h."""
 
     blocks, inputs, states = 1, (0, 1), (0, 1)
 
@@ -172,7 +172,7 @@ class LinearizedTanh(LinearizedLayer):
 
 
 class LinearizedReLU(LinearizedTanh):
-    """A ReLU layer, h' = max(0, e), where e = W x + U h + b are the pre-activations."""
+    """A ReLU layer, h' = max(0, e), with pre-activations e = W x + U h + b of the input x and the state h."""
 
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
         torch.clamp(e, min=0, out=h)
@@ -181,7 +181,7 @@ class LinearizedReLU(LinearizedTanh):
 
 
 class LinearizedLSTM(LinearizedLayer):
-    """An LSTM layer, c' = f c + i g and h' = o tanh(c'). The blocks are the gates i, f, g, o."""
+    """An LSTM layer, c' = f c + i g and h' = o tanh(c'). The blocks of pre-activations are those of i, f, g, o."""
 
     blocks, inputs, states, extras = 4, (0, 4), (0, 4), 2
 
@@ -219,7 +219,7 @@ class LinearizedLSTM(LinearizedLayer):
 class LinearizedGRU(LinearizedLayer):
     """A GRU layer, h' = (1 - z) n + z h and n = tanh(e_n + r q).
 
-    The blocks are e_n = W_n x + b, the gates r and z, and q = U_n h + b'.
+    The blocks of pre-activations are e_n = W_n x + b, those of the gates r and z, and q = U_n h + b'.
     """
 
     blocks, inputs, states, extras = 4, (0, 3), (1, 4), 1
