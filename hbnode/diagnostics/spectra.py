@@ -56,8 +56,8 @@ class Spectrum(Result):
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
         r"""Draw the eigenvalues in the complex plane.
 
-        If the eigenvalues are in pairs, open circles show them for zero damping. Lines show their paths as the damping
-        grows to γ, which moves the centre of every pair to -γ/2.
+        For a field with one damping γ, open circles show the eigenvalues for zero damping. Lines show their paths as
+        the damping grows to γ, which moves the centre of every pair to -γ/2.
 
         Arguments:
             ax: matplotlib axes; None creates a figure. Default: None.

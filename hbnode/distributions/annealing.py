@@ -42,7 +42,7 @@ class _Paths(NamedTuple):
     log_density: Tensor  # log of the annealed density at x
     kinetic: Tensor  # sum of log N(m'; 0, 1) - log N(m; 0, 1) over the steps
     steps: Tensor  # number of finite steps
-    is_force: Tensor  # whether the force was the first non-finite value
+    is_force: Tensor  # whether the force was the first value that is not finite
 
 
 class HeavyBallAnnealing(nn.Module):
@@ -286,7 +286,8 @@ class HeavyBallAnnealing(nn.Module):
         count = torch.zeros(len(x), dtype=torch.long, device=x.device)
         state = _Paths(x, torch.randn_like(x), force, log_q, torch.zeros_like(log_q), count, count > 0)
         step: Callable[..., _Paths] = self._step
-        if self.checkpoint and torch.is_grad_enabled():  # step by step: the force needs one step only
+        # one checkpoint per step: a longer one would recompute all its steps for the force of each
+        if self.checkpoint and torch.is_grad_enabled():
             step = functools.partial(recomputed, self._step, use_reentrant=False)
         for k in range(1, self.steps + 1):
             state = step(state, k, schedule, *coefficients)

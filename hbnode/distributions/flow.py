@@ -288,7 +288,7 @@ class HeavyBallFlow(nn.Module):
         """
         q = self.posterior(h, condition)
         m = q.rsample()
-        log_q = q.base_dist.log_prob(m).sum(-1)  # q.log_prob(m) refuses an empty batch
+        log_q = q.base_dist.log_prob(m).sum(-1)  # q.log_prob(m) rejects an empty batch
         return self.log_prob(h, m, condition) - log_q
 
     def log_prob_bound(self, h: Tensor, samples: int, condition: Tensor | None = None) -> Tensor:

@@ -62,7 +62,7 @@ class Batch:
     Attributes:
         outputs: the outputs of the model, with the cases in one dimension.
         targets: the targets of the loss.
-        hidden: the hidden states under structural damping, each with its weight or None.
+        hidden: the pairs of a hidden state under structural damping and its weight or None.
         weight: the weight of the losses, or None.
         cases: the number of cases.
     """
@@ -334,7 +334,7 @@ class QuadraticModel:
             return list(torch.autograd.grad(self.gradient, self.u, vector, retain_graph=True, materialize_grads=True))
 
     def vjp(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return, as one vector, the gradient of the parameters for gradients of outputs and hidden states."""
+        """Return the vector-Jacobian product for gradients of the outputs and hidden states, as one vector."""
         parts = torch.autograd.grad(self.outputs, self.parameters, grads, retain_graph=True, allow_unused=True)
         return flatten(parts, self.parameters)
 
