@@ -61,7 +61,6 @@ def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
 
 
 def check_block(block: nn.Module, caller: str) -> ODEBlock:
-    """Return the block, or raise TypeError if it is not an ODEBlock. ``caller`` is the name of the public function."""
     if not isinstance(block, ODEBlock):
         raise TypeError(
             f"{caller} expected an ODEBlock, got {type(block).__name__}. "
@@ -119,7 +118,6 @@ def states(block: ODEBlock, x: object, t: Tensor | Sequence[float] | None) -> tu
 
 
 def axes(ax: Axes | None) -> Axes:
-    """Return ``ax``, or the axes of a new figure if ``ax`` is None."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -180,7 +178,6 @@ def twin_axes(ax: Axes) -> Axes | None:
 
 
 def as_float64(values: object) -> Tensor:
-    """Convert tensors, arrays, numbers or lists of them to a float64 tensor on the CPU, without a graph."""
     if isinstance(values, (list, tuple)) and any(isinstance(value, Tensor) for value in values):
         return torch.stack([as_float64(value) for value in values])
     return torch.as_tensor(values).detach().to("cpu", torch.float64)

@@ -22,12 +22,7 @@ _NORMAL = "torch.distributions.Independent(torch.distributions.Normal(torch.zero
 
 
 class LogZ(NamedTuple):
-    """An estimate of log Z, where Z is the integral of an unnormalised density, with its standard error.
-
-    Attributes:
-        estimate: the estimate, a scalar.
-        standard_error: its standard error, a scalar.
-    """
+    """An estimate of log Z, where Z is the integral of an unnormalised density, and its standard error; scalars."""
 
     estimate: Tensor
     standard_error: Tensor
@@ -327,7 +322,6 @@ class HeavyBallAnnealing(nn.Module):
         return (force, log_density) if is_differentiated else (force.detach(), log_density.detach())
 
     def _target(self, x: Tensor) -> Tensor:
-        """Return ``log_prob`` (n,) at x (n, d), after checks."""
         try:
             value = self.log_prob(x)
         except ValueError as error:
@@ -353,7 +347,6 @@ class HeavyBallAnnealing(nn.Module):
         return value
 
     def _learned_force(self, x: Tensor, k: int) -> Tensor:
-        """Return the network u at x (n, d) in step k, after checks."""
         force: Any = self.force
         dtypes = {p.dtype for p in force.parameters()} if isinstance(force, nn.Module) else {x.dtype}
         if dtypes and x.dtype not in dtypes:
@@ -438,7 +431,6 @@ def _event_size(prior: object) -> int:
 
 
 def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
-    """Return the logarithm of a positive number or of a tensor (dim,) of positive numbers, after checks."""
     given = as_numbers(value, name, f"{name}={usual}", torch.get_default_dtype(), device=None)
     if given.shape not in (torch.Size([]), torch.Size([dim])):
         raise ValueError(

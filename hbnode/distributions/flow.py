@@ -378,7 +378,6 @@ class HeavyBallFlow(nn.Module):
         return moved[0], moved[1], log_determinant.to(moved[0].dtype)
 
     def _check_inputs(self, h: Tensor, condition: Tensor | None) -> Tensor | None:
-        """Check h and the condition, and return the condition broadcast to the batch shape of h."""
         check_input(h, "h")
         if h.dim() == 0 or h.shape[-1] != self.dim:
             fix = "h.unsqueeze(-1)" if self.dim == 1 else f"HeavyBallFlow(func, {h.shape[-1] if h.dim() else 1})"

@@ -1,7 +1,4 @@
-"""Conjugate gradients with the stopping rule of Martens (2010), and two searches along the resulting directions.
-
-They minimise the quadratic phi(d) = d^T A d / 2 - b^T d over d, where A is symmetric and positive definite.
-"""
+"""Conjugate gradients with the stopping rule of Martens (2010), and two searches along the resulting directions."""
 
 from __future__ import annotations
 
@@ -55,9 +52,6 @@ def conjugate_gradients(
         limit: the maximum number of iterations.
         tolerance: the tolerance of the stopping rule. 0 iterates until rounding stops the progress.
         preconditioner: the diagonal of a matrix that approximates A. None is the identity.
-
-    Raises:
-        FloatingPointError: a product or the right-hand side is not finite.
     """
     d, r, value = torch.zeros_like(b), b, 0.0
     if start is not None:
@@ -138,9 +132,7 @@ def backtrack(iterates: list[tuple[Tensor, float]], loss_at: Callable[[Tensor], 
 def line_search(
     direction: Tensor, full_loss: float, start: float, gradient: Tensor, loss_at: Callable[[Tensor], float]
 ) -> tuple[float, float]:
-    """Return the first alpha of 1, 0.8, 0.8^2, ... that sufficiently decreases the loss, by Armijo's condition.
-
-    The condition is loss(theta + alpha d) <= loss(theta) + 0.01 alpha g^T d.
+    """Find the first alpha of 1, 0.8, 0.8^2, ... with loss(theta + alpha d) <= loss(theta) + 0.01 alpha g^T d.
 
     Arguments:
         direction: the direction d.

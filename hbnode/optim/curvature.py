@@ -38,7 +38,6 @@ def flatten(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a vector into tensors with the shapes of the parameters ``like``; the inverse of :func:`flatten`."""
     return list(map(Tensor.view_as, vector.split(list(map(torch.numel, like))), like))
 
 
@@ -101,7 +100,6 @@ class Objective:
         self.differentiates = False  # whether the closure itself takes derivatives
 
     def batch(self) -> Batch:
-        """Call the closure and check its return value."""
         state = self.random_state
         self.random_state = random_state(self.theta.device) if state is None else state
         with set_random_state(state, self.theta.device):
@@ -202,7 +200,6 @@ class Objective:
 
 
 def _as_weight(weight: object, shape: Sequence[int], name: str) -> Tensor:
-    """Return a weight without its graph, after checking its values and that it broadcasts to ``shape``."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(weight).__name__}. Fix: torch.tensor(weight).")
     try:
@@ -246,8 +243,7 @@ class QuadraticModel:
     """The damped Gauss-Newton matrix A = J^T H_L J + lambda mu J_h^T diag(w) J_h + lambda I at fixed parameters.
 
     J and J_h are the Jacobians of outputs and hidden states with respect to the parameters. H_L is the Hessian of the
-    loss with respect to the outputs, and w are the weights of the hidden states. The first two terms are averaged over
-    cases. The name refers to phi(d) = g^T d + d^T A d / 2, which models the change of the loss along d.
+    loss with respect to the outputs, and w are the weights of the hidden states. The first two terms are case averages.
 
     Arguments:
         objective: the loss on the curvature batch.
@@ -268,10 +264,7 @@ class QuadraticModel:
         self.release()
 
     def linearize(self, batch: Batch | None = None) -> Batch:
-        """Create the graph of J^T u, which all products use, and return its batch.
-
-        Without a batch, reuse the existing graph, or call the closure if the parameters have changed.
-        """
+        """Create the graph of J^T u, which all products use, unless it exists and is valid; return its batch."""
         versions = [parameter._version for parameter in self.parameters]
         if batch is None:
             if self.batch is not None and versions == self.versions:

@@ -336,7 +336,6 @@ class HessianFree(Optimizer):
         return torch.tensor(loss, dtype=theta.dtype)
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters that require gradients, after checks."""
         parameters = [z for group in self.param_groups for z in group["params"] if z.requires_grad]
         if not parameters:
             raise ValueError("all parameters are frozen. Fix: parameter.requires_grad_(True) for some of them.")
@@ -418,7 +417,6 @@ class HessianFree(Optimizer):
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
-    """Raise ValueError unless the parameters can be one vector of float32 or float64 on one device."""
     if len(set(parameters)) < len(parameters):
         raise ValueError("a parameter is given twice. Fix: list(dict.fromkeys(parameters)) for tied weights.")
     first = parameters[0]

@@ -112,7 +112,6 @@ _ALIASES = {
 
 
 def check_loss(loss: object) -> None:
-    """Raise ValueError if ``loss`` is not the name of a loss. The error suggests the nearest name."""
     if isinstance(loss, str) and loss in LOSSES:
         return
     text = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)

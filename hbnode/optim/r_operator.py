@@ -28,6 +28,9 @@ OptTensor: TypeAlias = Tensor | None
 class LinearizedLayer(ABC):
     """A recurrent layer in one direction, evaluated on a batch of sequences, with its JVP and VJP.
 
+    Each time step maps pre-activations e and the previous state ``before`` to a new state h. Names with the prefix r
+    are tangents, and names with the prefix d are gradients, of e, h, the cell state c and the inputs x.
+
     Arguments:
         x: inputs (T, batch, n).
         h: initial state (batch, hidden_size).
@@ -63,34 +66,23 @@ class LinearizedLayer(ABC):
 
     @abstractmethod
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
-        """Write the new state to ``h``, and the residuals of a time step; return the new cell state.
-
-        ``e`` are the pre-activations, ``before`` and ``c`` the previous state and cell state.
-        """
+        """Write the new state to ``h``, and the residuals of a time step; return the new cell state."""
 
     @abstractmethod
     def _jvp(self, re: Tensor, rh: OptTensor, rc: OptTensor, out: Tensor, *residuals: Tensor) -> OptTensor:
-        """Write the tangent of the new state to ``out``; return the tangent of the new cell state.
-
-        ``re``, ``rh`` and ``rc`` are the tangents of the pre-activations, the previous state and the previous cell
-        state.
-        """
+        """Write the tangent of the new state to ``out``; return the tangent of the new cell state."""
 
     @abstractmethod
     def _vjp(self, dh: Tensor, dc: OptTensor, de: Tensor, *residuals: Tensor) -> tuple[OptTensor, OptTensor]:
         """Write the gradient of the pre-activations to ``de``; return gradients of the previous state and cell state.
 
-        ``dh`` and ``dc`` are the gradients of the new state and cell state. The gradient of the previous state
-        excludes its path through W_hh.
+        The gradient of the previous state excludes its path through W_hh.
         """
 
     def jvp(
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
-        """Return the tangents of all states (T, batch, hidden_size) and of the last cell state.
-
-        The arguments are the tangents of the constructor's arguments. None is zero.
-        """
+        """Return tangents of all states and the last cell state, for tangents of the constructor's arguments."""
         products = [(self.h[:-1], u, self.of_h), (self.x, self._shift_rows(w), self.of_x), (rx, self.w, self.of_x)]
         re, out = self._pre_activations(products, b, bias), torch.empty_like(self.h[1:])
         for re_k, from_h, out_k, *residuals in self._steps(re, out):
@@ -101,10 +93,7 @@ class LinearizedLayer(ABC):
         return out, rc
 
     def vjp(self, dh: OptTensor, dc: OptTensor, needs: Sequence[bool]) -> tuple[OptTensor, ...]:
-        """Return the gradients of the constructor's arguments, of those that ``needs`` selects.
-
-        ``dh`` and ``dc`` are the gradients of all states (T, batch, hidden_size) and of the last cell state.
-        """
+        """Return gradients of those constructor's arguments that ``needs`` selects, for gradients of all states."""
         dh = torch.zeros_like(self.h[1:]) if dh is None else dh.clone()
         de = dh.new_empty(*dh.shape[:2], self.blocks * self.size)
         later: OptTensor = None
@@ -135,10 +124,7 @@ class LinearizedLayer(ABC):
     def _pre_activations(
         self, products: Sequence[tuple[OptTensor, OptTensor, slice]], b: OptTensor, bias: OptTensor
     ) -> Tensor:
-        """Return biases plus products of rows and weights, for all time steps at once.
-
-        The result is (T, batch, blocks * hidden_size). ``products`` has triples of rows, weight and columns.
-        """
+        """Return biases plus products of (rows, weight, columns), of shape (T, batch, blocks * hidden_size)."""
         row = self.x.new_zeros(self.blocks * self.size)
         row[self.of_x] += 0.0 if b is None else self._shift_rows(b)
         row[self.of_h] += 0.0 if bias is None else bias
@@ -217,10 +203,7 @@ class LinearizedLSTM(LinearizedLayer):
 
 
 class LinearizedGRU(LinearizedLayer):
-    """A GRU layer, h' = (1 - z) n + z h and n = tanh(e_n + r q).
-
-    The blocks of pre-activations are e_n = W_n x + b, those of the gates r and z, and q = U_n h + b'.
-    """
+    """A GRU layer, h' = (1 - z) n + z h and n = tanh(e_n + r q), with blocks e_n = W_n x + b, r, z, q = U_n h + b'."""
 
     blocks, inputs, states, extras = 4, (0, 3), (1, 4), 1
     shift = 1  # torch orders the rows of W_ih as r, z, n
