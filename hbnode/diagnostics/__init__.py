@@ -1,4 +1,4 @@
-"""Diagnostics: each returns its data, which plots itself and writes itself to a file; the plots are in ``plot``."""
+"""Diagnostics of models and solves. Results have methods ``plot()`` and ``to_csv(path)``; :mod:`.plot` has figures."""
 
 from hbnode.diagnostics import plot
 from hbnode.diagnostics.gradients import AdjointNorms, adjoint_norms

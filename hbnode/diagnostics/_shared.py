@@ -1,6 +1,6 @@
-"""What the diagnostics share: results with files, the states that a block passes through, and helpers of figures.
+"""Shared parts of the diagnostics: a base class of results, trajectories of a block, and helpers for figures.
 
-matplotlib is imported when something is drawn, and needed for nothing else.
+Only functions that draw import matplotlib, which is optional.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.lines import Line2D
 
-POINTS = 200  # output times if none are given
-
 
 class Result:
-    """The result of a diagnostic, which writes itself to a file and draws itself."""
+    """A base class of results: dataclasses whose attributes are columns, with an export to CSV."""
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """Return the data as columns of equal length, by name."""
+        """Return a mapping from names to columns of equal length; attributes that are None are omitted."""
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns to ``path``. The file appears whole or not at all."""
+        """Write the columns to the CSV file ``path``, atomically: an interrupted call leaves no incomplete file."""
         path = Path(path)
         columns = self.columns()
         partial = path.with_name(path.name + ".partial")
@@ -51,7 +49,7 @@ class Result:
 
 @contextmanager
 def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
-    """Set evaluation mode within the context; a function has none."""
+    """Set a module to evaluation mode within the context, and restore the modes of all its submodules afterwards."""
     modes = [(part, part.training) for part in field.modules()] if isinstance(field, nn.Module) else []
     try:
         for part, _ in modes:
@@ -63,19 +61,18 @@ def evaluation_mode(field: nn.Module | Callable) -> Iterator[None]:
 
 
 def check_block(block: nn.Module, caller: str) -> ODEBlock:
-    """Return the block, if it is one."""
     if not isinstance(block, ODEBlock):
         raise TypeError(
             f"{caller} expected an ODEBlock, got {type(block).__name__}. "
-            "Fix: pass the block inside of a model; ODEBlock(field) makes one of a field."
+            "Fix: pass the block inside of the model, or ODEBlock(field) for a field."
         )
     return block
 
 
 def as_input(block: nn.Module, x: object) -> Tensor:
-    """Return an input without its graph; an array or a list becomes a tensor of the block's dtype and device."""
+    """Return x without its graph. An array or a list becomes a tensor of the dtype and device of the block."""
     if x is None:
-        raise TypeError(f"{type(block).__name__} was given without an input. Fix: pass x after the block.")
+        raise TypeError(f"a {type(block).__name__} needs an input x, got None. Fix: pass x after the block.")
     if isinstance(x, Tensor):
         return x.detach()
     dtype, device = dtype_and_device(block.field)
@@ -83,7 +80,7 @@ def as_input(block: nn.Module, x: object) -> Tensor:
 
 
 def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
-    """Return those of the parameters of f, or else of the field, or else the default dtype and no device."""
+    """Return dtype and device of the parameters of f or of the field; without any, the default dtype and None."""
     for module in (getattr(field, "func", None), field):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             if parameter.is_floating_point():
@@ -91,10 +88,11 @@ def dtype_and_device(field: object) -> tuple[torch.dtype, torch.device | None]:
     return torch.get_default_dtype(), None
 
 
-def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = POINTS) -> tuple[Tensor, Settings]:
-    """Return output times, and the settings to solve with.
+def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 200) -> tuple[Tensor, Settings]:
+    """Return the output times of a diagnostic, and the settings of the solve.
 
-    Without ``t`` the times are the block's own grid if it has fixed steps, or else equally spaced.
+    If ``t`` is None, the times are the ends of the steps of a block with fixed steps, or else ``points`` equally spaced
+    times of ``t_span``.
     """
     settings = block.settings()
     if t is not None:
@@ -104,25 +102,22 @@ def schedule(block: ODEBlock, t: Tensor | Sequence[float] | None, points: int = 
                 f"t must hold two or more times (T,), got shape {tuple(times.shape)}. Fix: [0.0, 0.5, 1.0]."
             )
         return times, settings
-    if settings.steps is not None:  # a grid: n steps between two outputs become one between each two of n + 1 outputs
+    if settings.steps is not None:  # one step between each two of n + 1 outputs
         points = settings.steps + 1
         settings = dataclasses.replace(settings, steps=1)
     return torch.linspace(*block.t_span, points, dtype=torch.float64), settings
 
 
-def states(
-    block: ODEBlock, x: object, t: Tensor | Sequence[float] | None, points: int = POINTS
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return times (T,), and the parts of the state, h or h and m, at these times, each (T, batch, ...)."""
-    times, settings = schedule(block, t, points)
+def states(block: ODEBlock, x: object, t: Tensor | Sequence[float] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Solve a block from x, and return times (T,) and the state, (h,) or (h, m), with tensors (T, batch, ...)."""
+    times, settings = schedule(block, t)
     with torch.no_grad(), evaluation_mode(block):
         start = block.start(as_input(block, x))
-        trajectory = solve(block.field, start, times, settings, NFE())  # not counted by the block
+        trajectory = solve(block.field, start, times, settings, NFE())  # leaves block.nfe unchanged
     return times, parts(trajectory)
 
 
 def axes(ax: Axes | None) -> Axes:
-    """Return the axes to draw into, those of a new figure if there are none."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -130,12 +125,14 @@ def axes(ax: Axes | None) -> Axes:
     if ax is None:
         return plt.subplots(layout="constrained")[1]
     if not hasattr(ax, "get_xlim"):
-        raise TypeError(f"ax must be matplotlib Axes, got {type(ax).__name__}. Fix: one of them, such as axes[0].")
+        raise TypeError(
+            f"ax must be matplotlib Axes, got {type(ax).__name__}. Fix: pass one of an array of axes, such as axes[0]."
+        )
     return ax
 
 
 def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return properties of a line: those given, under any of their names, and defaults for the rest."""
+    """Return line properties: ``given``, with aliases such as ``lw`` resolved, completed by ``defaults``."""
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D
 
@@ -143,7 +140,7 @@ def style(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
-    """Draw a legend beside the axes if the figure's layout makes room for it, or else above them."""
+    """Draw a legend next to the axes. Without a layout engine, draw it above twin axes and inside of other axes."""
     from matplotlib.transforms import ScaledTranslation
 
     found = list(handles) if handles is not None else ax.get_legend_handles_labels()[0]
@@ -154,7 +151,7 @@ def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
     if figure.get_layout_engine() is None and right is None:
         ax.legend(handles=found, fontsize="small")
         return
-    if figure.get_layout_engine() is None:  # matplotlib would look for the curves of one of the two axes alone
+    if figure.get_layout_engine() is None:  # loc="best" ignores the curves of the twin axes
         above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4}
         ax.legend(handles=found, fontsize="small", frameon=False, columnspacing=1.0, **above)
         return
@@ -164,7 +161,7 @@ def legend(ax: Axes, handles: Sequence[Line2D] | None = None) -> None:
 
 
 def ticks_of_short_axis(axis: Axis) -> None:
-    """Number a logarithmic axis of less than two decades at 1, 2 and 5, where powers of ten would be too few."""
+    """Add tick labels between powers of ten, such as 2 and 5, to a logarithmic axis of less than two decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
@@ -175,13 +172,12 @@ def ticks_of_short_axis(axis: Axis) -> None:
 
 
 def twin_axes(ax: Axes) -> Axes | None:
-    """Return the axes that share the x-axis and the place of these, if there are any."""
+    """Return the twin of the axes, made by ``ax.twinx()``, or None if there is none."""
     shared = ax.get_shared_x_axes().get_siblings(ax)
     return next((a for a in shared if a is not ax and a.get_position().bounds == ax.get_position().bounds), None)
 
 
 def as_float64(values: object) -> Tensor:
-    """Return tensors, arrays, numbers and lists of these as a float64 tensor on the CPU, without a graph."""
     if isinstance(values, (list, tuple)) and any(isinstance(value, Tensor) for value in values):
         return torch.stack([as_float64(value) for value in values])
     return torch.as_tensor(values).detach().to("cpu", torch.float64)

@@ -1,4 +1,4 @@
-"""The norm of the adjoint state over time: whether gradients vanish or explode inside a solve."""
+"""The norm of the adjoint state over time, which shows whether gradients vanish or explode during a solve."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdjointNorms(Result):
-    r"""Norms of the adjoint state of a block over time; one entry per time in each list.
+    r"""Norms of the adjoint state of a block over time, for a scalar loss L. Each list has one entry per time.
 
     Attributes:
-        t: times, the last of them T.
+        t: times, ending with T.
         h: :math:`\|\partial L / \partial h(t)\|_2` over all elements of the batch.
-        m: :math:`\|\partial L / \partial m(t)\|_2`, where m is the momentum or the velocity; None for a first-order
-            field. It is 0 at T, because L depends on h(T) alone.
+        m: :math:`\|\partial L / \partial m(t)\|_2`, with the momentum or velocity m; None for a first-order field. It
+            is 0 at T, because L depends on h(T) only.
         total: :math:`\|[\partial L / \partial h(t), \partial L / \partial m(t)]\|_2`, the norm of both together.
     """
 
@@ -51,7 +51,7 @@ class AdjointNorms(Result):
         """Draw the norms over time on a logarithmic axis.
 
         Arguments:
-            ax: axes to draw into; None makes a figure. Default: None.
+            ax: matplotlib axes; None creates a figure. Default: None.
             kwargs: passed to ``Axes.plot``.
 
         Returns:
@@ -82,12 +82,15 @@ def adjoint_norms(
 ) -> AdjointNorms:
     r"""Compute the norm of the adjoint state :math:`a(t) = \partial L / \partial h(t)` of a block over time.
 
-    The block is solved from each time to the next, and the loss differentiated with respect to the state at each of
-    them: the gradient of the numbers computed, with the block's own method and tolerances. The adjoint of an HBNODE
-    with respect to m is itself a heavy ball with the same damping, :math:`a'' - \gamma a' = a\, \partial f/\partial h`,
-    solved backwards in time; the paper finds that gradients vanish more slowly than those of a NODE. The block is
-    solved in evaluation mode; its modes, its gradients and ``block.nfe`` stay as they are. An open
-    :class:`hbnode.count_nfe` or :class:`hbnode.diagnostics.record_steps` includes the evaluations and steps made here.
+    The function solves the block from each time to the next, and differentiates the loss with respect to the state at
+    each time. The result is the gradient of the discrete solution, for the method and tolerances of the block.
+
+    For an HBNODE with damping γ, the adjoint a of m solves :math:`a'' - \gamma a' = a\, \partial f/\partial h`
+    backward in time. Wang et al. find that its gradients vanish more slowly than those of a NODE.
+
+    The block is solved in evaluation mode. Its modes, gradients and ``block.nfe`` do not change. An open
+    :class:`hbnode.count_nfe` or :class:`hbnode.diagnostics.record_steps` includes the evaluations and steps of this
+    call.
 
     References:
         Propositions 1 to 3 and figure 8 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture
@@ -95,17 +98,17 @@ def adjoint_norms(
 
     Arguments:
         block: an :class:`hbnode.ODEBlock`.
-        x: input batch (batch, ...): the state at ``t[0]``.
-        t: times (T,) to take the norm at, the last being the end of the solve. None is 50 equally spaced times of the
-            block's ``t_span``, or its grid if it solves on one. Default: None.
-        loss: h(T) -> scalar L; None is the mean of squares. Default: None.
+        x: input batch (batch, ...), which defines the state at ``t[0]``.
+        t: times (T,) of the norms; the solve ends at the last one. None is 50 equally spaced times of ``t_span``, or
+            the ends of the steps of a block with fixed steps. Default: None.
+        loss: function of h(T) that returns the scalar L; None is the mean of squares. Default: None.
 
     Returns:
         The norms, with ``.plot()`` and ``.to_csv(path)``.
 
     Raises:
-        TypeError: if ``block`` is no ODEBlock.
-        ValueError: if ``t`` does not hold two or more times, or the loss is no scalar.
+        TypeError: if ``block`` is not an ODEBlock.
+        ValueError: if ``t`` has fewer than two times, or the loss is not a scalar.
 
     Example:
         >>> import torch, hbnode

@@ -1,10 +1,9 @@
-"""Pictures of fields, solves and diagnostics: data or a block first, the matplotlib axes drawn into returned.
+"""Plots of fields, solves and diagnostics with matplotlib, which ``pip install 'hbnode[plot]'`` installs.
 
-Needs matplotlib, ``pip install 'hbnode[plot]'``, which is imported when something is drawn. Every function draws into
-``ax``, or into a new figure without it, passes further keyword arguments to the artists, and neither shows nor closes a
-figure. Data are tensors of any device, with or without a gradient, arrays or lists. A block is solved in evaluation
-mode and without gradients; its modes and ``block.nfe`` stay as they are. An open :class:`hbnode.count_nfe` or
-:class:`hbnode.diagnostics.record_steps` includes the evaluations and steps made here.
+Each function takes data or a block first, draws into ``ax`` or a new figure, and returns the axes. Other keyword
+arguments are passed to matplotlib. No function shows or closes a figure. Data are tensors on any device, arrays or
+lists. A block is solved in evaluation mode without gradients. Its modes and ``block.nfe`` do not change. An open
+:class:`hbnode.count_nfe` or :class:`hbnode.diagnostics.record_steps` includes the evaluations and steps of the plot.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["phase_portrait", "spectrum", "steps", "tolerance_curve", "trajectories", "vector_field"]
 
 Array: TypeAlias = Any  # a tensor, a numpy array, or a list of numbers, tensors or arrays
-Index: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | Tensor | None"  # arrays of numpy too
+Index: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | Tensor | None"  # or a numpy array
 MOST_LABELS, MOST_LINES = 10, 1000
 
 
@@ -55,18 +54,19 @@ def trajectories(
 ) -> Axes:
     """Draw h over time: ``trajectories(block, x)`` or ``trajectories(h, t)``.
 
-    With several features each has a colour; with one, each sample has.
+    Each feature has a colour if there are several. For a single feature, each sample has a colour.
 
     Arguments:
-        data: a block, or a trajectory h (T, batch, ...) such as ``block(x, t)``; also (T, batch), (T,), and h in a
-            pair (h, m).
-        x: of a block, the input (batch, ...) that it starts from; of a trajectory, its times, as ``t``. Default: None.
-        t: times (T,). None is, of a block, 200 equally spaced ones of ``t_span``, or the grid that it solves on.
-            Default: None.
-        features: which features of h, flattened, to draw: an index, several, a slice, or a mask of booleans. None is
-            all. Default: None.
-        samples: which samples to draw, likewise. Default: None.
-        ax: axes to draw into; None makes a figure. Default: None.
+        data: a block; or a trajectory h of shape (T, batch, ...), (T, batch) or (T,), such as ``block(x, t)``; or a
+            pair (h, m), of which h is drawn.
+        x: for a block, its input (batch, ...). For a trajectory, its times (T,), as an alternative to ``t``. Default:
+            None.
+        t: times (T,). For a block, None is 200 equally spaced times of ``t_span``, or the ends of fixed steps. For a
+            trajectory, None is the index of the output. Default: None.
+        features: features of h, flattened, to draw: an index, a list of indices, a slice, or a boolean mask. None is
+            all features. Default: None.
+        samples: samples to draw, in the same forms as ``features``. None is all samples. Default: None.
+        ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.plot``.
 
     Returns:
@@ -117,19 +117,19 @@ def phase_portrait(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """Draw momentum against h, or one feature of h against another: ``phase_portrait(block, x)``, ``(h, m)``, ``(h)``.
+    """Draw the momentum m against h, or one feature of h against another.
 
-    A circle marks where each path starts.
+    Calls are ``phase_portrait(block, x)``, ``phase_portrait(h, m)`` and ``phase_portrait(h)``. A circle marks the start
+    of each path.
 
     Arguments:
         data: a block, a trajectory h (T, batch, ...), or a pair ``(h, m)`` such as ``block.trajectory(x, t)``.
-        x: of a block, the input (batch, ...) that it starts from; of a trajectory h, its momentum m, if it has one.
-            Default: None.
-        t: of a block, the times (T,), as for :func:`trajectories`. Default: None.
-        features: where there is m, the features to draw, each with its momentum; None is all. Of h alone, the two to
-            draw against each other; None is (0, 1). Default: None.
-        samples: which samples to draw; None is all. Default: None.
-        ax: axes to draw into; None makes a figure. Default: None.
+        x: for a block, its input (batch, ...). For a trajectory h, its momentum m, or None. Default: None.
+        t: times (T,) of a block, as for :func:`trajectories`. Default: None.
+        features: with m, the features of h to draw, each against its momentum; None is all features. Without m, the
+            two features of h to draw against each other; None is (0, 1). Default: None.
+        samples: samples to draw, as for :func:`trajectories`; None is all samples. Default: None.
+        ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.plot`` for the paths.
 
     Returns:
@@ -155,8 +155,8 @@ def phase_portrait(
     for index, ((across, up), label) in enumerate(zip(pairs, labels, strict=True)):
         for sample in range(across.shape[1]):
             color = {"color": f"C{index}"} if len(pairs) > 1 else {}
-            shown = _label(kwargs.get("label"), label, is_first=index == 0) if sample == 0 else "_nolegend_"
-            (line,) = ax.plot(across[:, sample], up[:, sample], **style(color, kwargs | {"label": shown}))
+            name = _label(kwargs.get("label"), label, is_first=index == 0) if sample == 0 else "_nolegend_"
+            (line,) = ax.plot(across[:, sample], up[:, sample], **style(color, kwargs | {"label": name}))
             ax.plot(*(x[:1, sample] for x in (across, up)), "o", color=line.get_color(), mfc="white", ms=5)
     ax.set(xlabel=f"${names[0]}$", ylabel=f"${names[1]}$")
     legend(ax)
@@ -175,22 +175,22 @@ def vector_field(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """Draw a field as arrows of one length, coloured by its speed, with a colour bar.
+    """Draw a field as arrows of equal length, coloured by speed, with a colour bar.
 
-    The plane is (h, m) for the second-order fields and (h_0, h_1) for the others.
+    The plane is (h, m) for second-order fields and (h_0, h_1) for first-order fields.
 
     Arguments:
-        field: a field or a block, or a callable ``(t, state)``.
-        t: the time at which the field is drawn. Default: 0.0.
-        at: a state of one sample, h or (h, m), that the plane passes through, for a field of more dimensions. None is
-            zero: h and m of one feature each, or h of two. A tensor keeps its dtype; a list or an array takes that of
-            f's parameters. Default: None.
-        features: the two features of h, (i, j), that span the plane; for the second-order fields the first one or
-            one alone, i, spans (h_i, m_i). Default: (0, 1).
-        xlim: range of the first axis. None is that of ``ax`` if something is drawn there, else (-2, 2). Default: None.
-        ylim: range of the second axis, likewise. Default: None.
-        points: arrows in each direction. Default: 20.
-        ax: axes to draw into; None makes a figure. Default: None.
+        field: a field, a block, or a callable ``(t, state)``.
+        t: time at which the field is evaluated. Default: 0.0.
+        at: state of one sample, h or (h, m), that fixes the other features if there are more than the plane has. None
+            is zero, with one feature for second-order fields and two for first-order fields. A tensor has its own
+            dtype; a list or an array is converted to the dtype of the field's parameters. Default: None.
+        features: the features (i, j) of h that span the plane. For second-order fields, the first of them, or a single
+            index i, gives the plane (h_i, m_i). Default: (0, 1).
+        xlim: range of the first axis. None is the present range of ``ax``, or (-2, 2) for empty axes. Default: None.
+        ylim: range of the second axis. None is the same as for ``xlim``. Default: None.
+        points: number of arrows per axis. Default: 20.
+        ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.quiver``.
 
     Returns:
@@ -218,7 +218,7 @@ def vector_field(
     if max(i, j) >= base[0].numel():
         raise ValueError(
             f"the plane of features {(i, j)} needs a state of more than {base[0].numel()} features. "
-            "Fix: at=torch.zeros(d), a state of the field, or features="
+            f"Fix: at=torch.zeros({max(i, j) + 1}), a state of the field."
         )
     rows = [part.reshape(-1).repeat(across.numel(), 1) for part in base]
     rows[0][:, i], rows[-1][:, j] = across.reshape(-1).to(base[0]), up.reshape(-1).to(base[0])
@@ -229,7 +229,7 @@ def vector_field(
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"the field cannot be called (t, state) with {len(base)} tensor(s) of {base[0].numel()} feature(s): "
-            f"{error}. Fix: at=torch.zeros(d), a state of the field in its dtype; of a network, "
+            f"{error}. Fix: at=torch.zeros(d), a state of the field in its dtype; for a network, "
             "vector_field(hbnode.NODE(net))."
         ) from error
     slopes = [as_float64(part).reshape(across.numel(), -1) for part in parts(value)]
@@ -252,13 +252,13 @@ def steps(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """Draw the accepted and rejected steps of a solve, their size over time: ``steps(block, x)`` or ``steps(record)``.
+    """Draw the sizes of accepted and rejected steps over time: ``steps(block, x)`` or ``steps(record)``.
 
     Arguments:
-        data: a block, or what :func:`hbnode.diagnostics.record_steps` has recorded.
-        x: of a block, the input (batch, ...) that it starts from. Default: None.
-        t: of a block, its output times (T,); None is the ends of ``t_span``. Default: None.
-        ax: axes to draw into; None makes a figure. Default: None.
+        data: a block, or a record of :func:`hbnode.diagnostics.record_steps`.
+        x: input (batch, ...) of a block. Default: None.
+        t: output times (T,) of a block; None is the two ends of ``t_span``. Default: None.
+        ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.plot`` for all markers.
 
     Returns:
@@ -299,11 +299,11 @@ def steps(
 def tolerance_curve(
     data: NFEToleranceCurve | Mapping[str, NFEToleranceCurve], *, ax: Axes | None = None, **kwargs: Any
 ) -> Axes:
-    """Draw evaluations (left axis) and errors (right axis) against tolerance, of one curve or of several.
+    """Draw function evaluations (left axis) and errors (right axis) against the tolerance, for one or several curves.
 
     Arguments:
-        data: what :func:`hbnode.diagnostics.nfe_vs_tolerance` returns, or several of these by their names.
-        ax: axes to draw into; None makes a figure. Default: None.
+        data: a result of :func:`hbnode.diagnostics.nfe_vs_tolerance`, or a mapping from names to several results.
+        ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.plot`` for all lines.
 
     Returns:
@@ -320,7 +320,7 @@ def tolerance_curve(
     if not all(isinstance(curve, NFEToleranceCurve) for curve in curves.values()):
         raise TypeError(
             f"expected an NFEToleranceCurve or several by name, got {type(data).__name__}. "
-            "Fix: tolerance_curve({'a': curve, 'b': other}), of what nfe_vs_tolerance returns."
+            "Fix: tolerance_curve({'a': curve, 'b': other}), with results of nfe_vs_tolerance."
         )
     return draw_curves(curves, ax, **kwargs)
 
@@ -333,16 +333,16 @@ def spectrum(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """Draw eigenvalues in the complex plane and what damping does to them: ``spectrum(block, x)``.
+    """Draw the eigenvalues of a field in the complex plane, and the effect of damping: ``spectrum(block, x)``.
 
-    Open circles are the eigenvalues that a heavy ball has without damping, and lines lead from them to those that it
-    has: damping moves each pair to the left, until its centre is at -γ/2.
+    For fields with one damping γ, open circles show the eigenvalues for zero damping. Lines show their paths as the
+    damping grows to γ, which moves the centre of every pair to -γ/2.
 
     Arguments:
-        data: a block, or what :func:`hbnode.diagnostics.spectrum` returns.
-        x: of a block, the input (batch, ...). Default: None.
-        t: of a block, the time, as for :func:`hbnode.diagnostics.spectrum`. Default: None.
-        ax: axes to draw into; None makes a figure. Default: None.
+        data: a block, or a result of :func:`hbnode.diagnostics.spectrum`.
+        x: input (batch, ...) of a block. Default: None.
+        t: time for a block, as in :func:`hbnode.diagnostics.spectrum`. Default: None.
+        ax: matplotlib axes; None creates a figure. Default: None.
         kwargs: passed to ``Axes.plot`` for the eigenvalues.
 
     Returns:
@@ -360,14 +360,18 @@ def spectrum(
 def _planes(
     path: tuple[Array, ...], features: Index, samples: Index, second: str
 ) -> tuple[tuple[str, str], list[str | None], list[tuple[Tensor, Tensor]]]:
-    """Return names of the axes of a phase portrait, and the label and the two coordinates of each colour."""
+    """Return the data of a phase portrait.
+
+    Returns:
+        The names of both axes; the label of each colour, or None; and the two coordinates (T, batch) of each colour.
+    """
     if len(path) > 2:
         raise ValueError(f"phase_portrait expected h or a pair (h, m), got {len(path)} tensors. Fix: (h, m).")
     if len(path) == 1:
         count = as_float64(path[0]).shape[2:].numel()
         if features is None and count < 2:
             raise ValueError(
-                f"a phase portrait of h alone, as of a first-order field, needs two features, got {count}. "
+                f"a phase portrait of h without m, as for a first-order field, needs two features, got {count}. "
                 "Fix: trajectories(block, x), trajectories(h, t), or (h, m) for the plane of h and m."
             )
         h, numbered = _select(as_float64(path[0]), (0, 1) if features is None else features, samples)
@@ -376,7 +380,9 @@ def _planes(
         return (f"h_{{{numbered[0]}}}", f"h_{{{numbered[1]}}}"), [None], [(h[:, :, 0], h[:, :, 1])]
     shapes = [tuple(as_float64(part).shape) for part in path]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"h and {second} must be of one shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second}).")
+        raise ValueError(
+            f"h and {second} must have the same shape, got {shapes[0]} and {shapes[1]}. Fix: (h, {second})."
+        )
     (h, numbered), (m, _) = (_select(as_float64(part), features, samples) for part in path)
     names = ("h", second) if numbered == [0] else ("h_i", f"{second}_i")
     are_few = 1 < len(numbered) <= MOST_LABELS
@@ -385,7 +391,7 @@ def _planes(
 
 
 def _label(given: object, name: str | None, *, is_first: bool) -> str:
-    """Return the label of a colour: the caller's and the name of the feature, or the caller's once without names."""
+    """Join the caller's label and a feature's name. Without a name, only the first colour has the caller's label."""
     both = [str(part) for part in (given if is_first or name else None, name) if part is not None]
     return ", ".join(both) or "_nolegend_"
 
@@ -395,7 +401,7 @@ def _velocity_letter(field: object) -> str:
 
 
 def _base_state(field: Callable[[Tensor, Any], State], at: Array | None) -> tuple[Tensor, ...]:
-    """Return a state of one sample on the field's device: a tensor keeps its dtype, others get that of f."""
+    """Return the state ``at`` of :func:`vector_field`, (h,) or (h, m), on the device of the field."""
     dtype, device = dtype_and_device(field)
     is_pair = isinstance(field, (HBNODE, GHBNODE, SONODE))
     given = at if isinstance(at, tuple) else (torch.zeros(1 if is_pair else 2) if at is None else at,)
@@ -405,7 +411,7 @@ def _base_state(field: Callable[[Tensor, Any], State], at: Array | None) -> tupl
 
 
 def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[int]]:
-    """Return the chosen part of a trajectory, (T, samples, features), and the numbers of its features."""
+    """Return the selected part of a trajectory, (T, samples, features), and the indices of its features."""
     h = h.reshape(*h.shape, *[1] * (3 - h.dim())).flatten(2)
     numbered = _indices(features, h.shape[2], "features")
     h = h[:, _indices(samples, h.shape[1], "samples")][:, :, numbered]
@@ -418,7 +424,7 @@ def _select(h: Tensor, features: Index, samples: Index) -> tuple[Tensor, list[in
 
 
 def _indices(which: Index, count: int, name: str) -> list[int]:
-    """Return numbers from 0 of an index, several, a slice, or a mask of one boolean for each."""
+    """Convert an index, a list of indices, a slice or a boolean mask to indices in [0, count)."""
     everything = list(range(count))
     if which is None or isinstance(which, slice):
         return everything[which or slice(None)]
@@ -433,4 +439,6 @@ def _indices(which: Index, count: int, name: str) -> list[int]:
     try:
         return [everything[i] for i in wanted.reshape(-1).tolist()]
     except IndexError:
-        raise IndexError(f"{name}={which!r} is not within the {count} {name} of h. Fix: 0 to {count - 1}.") from None
+        raise IndexError(
+            f"{name}={which!r} is out of range for the {count} {name} of h. Fix: 0 to {count - 1}."
+        ) from None

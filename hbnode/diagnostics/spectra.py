@@ -1,4 +1,4 @@
-"""The spectrum of a field along its path, and what damping does to it."""
+"""The eigenvalues of a field's Jacobian along a solution, and the effect of damping on them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hbnode.fields import GHBNODE, HBNODE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NODES = 8  # of the mean over the time span
+NODES = 8  # quadrature nodes of the mean over the time span
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum(Result):
-    r"""Eigenvalues of the first-order system of a block, for each sample.
+    r"""The eigenvalues of the Jacobian of a block's first-order system, for each sample.
 
     Attributes:
-        eigenvalues: complex128 (batch, n) in units of 1/time, n being the size of a sample's state: d for h, 2d for h
-            and m. Those of :class:`hbnode.HBNODE` and :class:`hbnode.GHBNODE` with one γ stand in pairs, entries 2i
-            and 2i + 1, that sum to -γ.
-        damping: γ; None for a field without damping, or with a γ for each feature.
+        eigenvalues: complex128 (batch, n), in units of 1/time. n is the size of one sample's state: d for a state h,
+            2d for a state (h, m). For :class:`hbnode.HBNODE` and :class:`hbnode.GHBNODE` with one damping γ, the
+            entries 2i and 2i + 1 are a pair with the sum -γ.
+        damping: the damping γ; None for a field without damping, or with one γ per feature.
     """
 
     eigenvalues: Tensor
@@ -35,17 +35,19 @@ class Spectrum(Result):
 
     @property
     def pairs(self) -> Tensor:
-        """The eigenvalues in pairs that sum to -γ, (batch, n / 2, 2).
+        """The eigenvalues in pairs with the sum -γ, where γ is the damping; shape (batch, n / 2, 2).
 
         Raises:
-            ValueError: if the field has no γ, or one for each feature: then they do not come in such pairs.
+            ValueError: if the field has no damping, or one γ per feature, because such pairs then do not exist.
         """
         if self.damping is None:
-            raise ValueError("only the eigenvalues of a heavy ball with one damping γ come in pairs. Fix: eigenvalues.")
+            raise ValueError(
+                "pairs needs an HBNODE or GHBNODE with one damping γ, got damping=None. Fix: use .eigenvalues."
+            )
         return self.eigenvalues.unflatten(1, (-1, 2))
 
     def columns(self) -> dict[str, Sequence[Any]]:
-        """Return one row for each eigenvalue, with its sample."""
+        """Return the columns ``sample``, ``real`` and ``imag``, with one row per eigenvalue."""
         batch, n = self.eigenvalues.shape
         flat = self.eigenvalues.reshape(-1)
         samples = torch.arange(batch).repeat_interleave(n)
@@ -54,38 +56,29 @@ class Spectrum(Result):
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
         r"""Draw the eigenvalues in the complex plane.
 
-        Where they come in pairs, lines lead to them from where they are without damping, the open circles: damping
-        moves every pair to the left, until its centre is at -γ/2.
+        For a field with one damping γ, open circles show the eigenvalues for zero damping. Lines show their paths as
+        the damping grows to γ, which moves the centre of every pair to -γ/2.
 
         Arguments:
-            ax: axes to draw into; None makes a figure. Default: None.
+            ax: matplotlib axes; None creates a figure. Default: None.
             kwargs: passed to ``Axes.plot`` for the eigenvalues.
 
         Returns:
             The axes.
         """
         ax = axes(ax)
-        damping = self.damping
-        if damping is not None:
-            product = self.eigenvalues.unflatten(1, (-1, 2)).prod(-1).reshape(-1)
+        points: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4}
+        found = {**points, "color": "C0"}
+        if damping := self.damping:
+            product = self.pairs.prod(-1).reshape(-1)
             gammas = torch.linspace(0.0, damping, 101, dtype=torch.float64)[:, None]
             root = (gammas**2 / 4 - product).sqrt()  # λ² + γλ + product = 0
             paths = torch.cat([-gammas / 2 + root, -gammas / 2 - root], dim=1)
-            if damping > 0:
-                ax.plot(paths.real, paths.imag, color="0.7", linewidth=0.8, zorder=1)
-                without: dict[str, Any] = {
-                    "linestyle": "none",
-                    "marker": "o",
-                    "markerfacecolor": "none",
-                    "color": "0.5",
-                    "markersize": 4,
-                }
-                ax.plot(paths[0].real, paths[0].imag, label="without damping", zorder=1.5, **without)
-                ax.axvline(
-                    -damping / 2, color="C1", linestyle="--", linewidth=1, label=rf"$-\gamma/2 = {-damping / 2:.3g}$"
-                )
-        found: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 4, "color": "C0"}
-        if damping:
+            ax.plot(paths.real, paths.imag, color="0.7", linewidth=0.8, zorder=1)
+            without = {**points, "color": "0.5", "markerfacecolor": "none", "zorder": 1.5, "label": "without damping"}
+            ax.plot(paths[0].real, paths[0].imag, **without)
+            label = rf"$-\gamma/2 = {-damping / 2:.3g}$"
+            ax.axvline(-damping / 2, color="C1", linestyle="--", linewidth=1, label=label)
             found["label"] = "eigenvalues"
         ax.plot(self.eigenvalues.real.reshape(-1), self.eigenvalues.imag.reshape(-1), **style(found, kwargs))
         ax.axvline(0.0, color="0.8", linewidth=0.8, zorder=0)
@@ -97,18 +90,21 @@ class Spectrum(Result):
 def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     r"""Compute the eigenvalues of the Jacobian of a block's first-order system, for each sample.
 
-    The adjoint of a sample obeys :math:`a(t) = a(T)\, e^{(T - t) H}` if the Jacobian of the system is a constant H, so
-    an eigenvalue with real part r multiplies its part of the gradient by :math:`e^{r (T - t)}`. Proposition 4 takes H
-    for the mean of the Jacobian over the time span,
+    If the Jacobian of the system is a constant H, the adjoint of a sample is :math:`a(t) = a(T)\, e^{(T - t) H}`. An
+    eigenvalue with real part r then multiplies its component of the gradient by :math:`e^{r (T - t)}`. Proposition 4
+    defines H as the mean of the Jacobian over the time span,
 
     .. math:: H = \frac{1}{T - t_0} \int_{t_0}^T
         \begin{pmatrix} 0 & \sigma'(m) \\ \partial f/\partial h - \xi I & -\gamma I \end{pmatrix} ds,
 
-    and shows that its eigenvalues come in pairs that sum to -γ. So with a small γ half of them have a real part of at
-    least -γ/2: that half of the gradient cannot vanish fast. All eigenvalues of a NODE's
-    :math:`\partial f/\partial h` may lie far to the left. The block is used in evaluation mode, and its samples
-    must not act on one another. ``block.nfe`` stays as it is; an open :class:`hbnode.count_nfe` or
-    :class:`hbnode.diagnostics.record_steps` includes the evaluations and steps made here.
+    with the damping γ, the coefficient ξ and the activation σ of :class:`hbnode.GHBNODE`. An HBNODE has ξ = 0 and
+    σ'(m) = 1. The eigenvalues of H form pairs with the sum -γ. Half of them have a real part of at least -γ/2, so for
+    a small γ half of the gradient cannot vanish fast. In a NODE, all eigenvalues of :math:`\partial f/\partial h` can
+    have large negative real parts.
+
+    The block is evaluated in evaluation mode, and its samples must be independent of each other. ``block.nfe`` does
+    not change. An open :class:`hbnode.count_nfe` or :class:`hbnode.diagnostics.record_steps` includes the evaluations
+    and steps of this call.
 
     References:
         Proposition 4 of Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022).
@@ -116,14 +112,14 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
     Arguments:
         block: an :class:`hbnode.ODEBlock`.
         x: input batch (batch, d, ...).
-        t: the time at which the Jacobian is taken, on the path that starts from x at the start of ``t_span``. None is
-            the mean over ``t_span``, by Gauss's formula with 8 nodes. Default: None.
+        t: time at which the Jacobian is evaluated, on the solution from x at the start of ``t_span``. None is the mean
+            over ``t_span``, by Gauss-Legendre quadrature with 8 nodes. Default: None.
 
     Returns:
         The eigenvalues, with ``.plot()`` and ``.to_csv(path)``.
 
     Raises:
-        TypeError: if ``block`` is no ODEBlock.
+        TypeError: if ``block`` is not an ODEBlock.
         ValueError: if the state has no batch dimension or no features.
 
     Example:
@@ -162,7 +158,7 @@ def spectrum(block: nn.Module, x: Any, t: float | None = None) -> Spectrum:
 
 
 def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights on (0, 1), by the eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
+    """Return Gauss-Legendre nodes and weights on (0, 1), from the Jacobi matrix (Golub and Welsch, 1969)."""
     k = torch.arange(1, count, dtype=torch.float64)
     beta = k / (4 * k * k - 1).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
@@ -170,23 +166,23 @@ def gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
 
 
 def jacobian(field: nn.Module, t: Tensor, state: tuple[Tensor, ...]) -> Tensor:
-    """Return the Jacobian of the field with respect to the state, (batch, n, n) in float64 on the CPU."""
+    """Return the Jacobian of the field with respect to the state, (batch, n, n), in float64 on the CPU."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [part.detach().clone().requires_grad_() for part in state]
         value: State = field(t.clone().to(leaves[0]), leaves[0] if len(leaves) == 1 else tuple(leaves))
         flat = torch.cat([part.unsqueeze(-1).flatten(1) for part in parts(value)], dim=1)
         rows = []
-        for of_all_samples in flat.sum(0):
-            if of_all_samples.requires_grad:
-                found = torch.autograd.grad(of_all_samples, leaves, retain_graph=True, materialize_grads=True)
-            else:  # a constant
+        for summed in flat.sum(0):  # over samples, which are independent
+            if summed.requires_grad:
+                found = torch.autograd.grad(summed, leaves, retain_graph=True, materialize_grads=True)
+            else:  # this component is constant
                 found = tuple(torch.zeros_like(leaf) for leaf in leaves)
             rows.append(torch.cat([g.unsqueeze(-1).flatten(1) for g in found], dim=1))
     return torch.stack(rows, dim=1).to("cpu", torch.float64)
 
 
 def pair_eigenvalues(eigenvalues: Tensor, damping: float) -> Tensor:
-    """Sort eigenvalues (batch, n) so that entries 2i and 2i + 1 sum to -γ, as nearly as they do."""
+    """Sort eigenvalues (batch, n) into adjacent pairs whose sums are closest to ``-damping``."""
     ordered = torch.empty_like(eigenvalues)
     for into, row in zip(ordered, eigenvalues, strict=True):
         left, pairs = list(range(len(row))), []

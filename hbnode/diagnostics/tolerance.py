@@ -1,4 +1,4 @@
-"""Cost and error of a model against the tolerance of its solver."""
+"""The cost and the error of a model as functions of its solver's tolerance."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NFEToleranceCurve(Result):
-    """Cost and error of a model against its solver's tolerance; one entry per tolerance in each list.
+    """The cost and the error of a model for several tolerances of its solver. Each list has one entry per tolerance.
 
     Attributes:
-        tolerance: rtol = atol.
-        forward: evaluations of the forward pass.
-        backward: evaluations of the backward pass.
-        error: root mean square difference of the output from the reference's.
-        gradient_error: norm of the gradient's difference from the reference's, over all parameters and the input,
-            divided by the norm of the reference's.
+        tolerance: tolerances, rtol = atol.
+        forward: numbers of function evaluations in the forward pass.
+        backward: numbers of function evaluations in the backward pass.
+        error: root mean square difference of the output from the reference output.
+        gradient_error: norm of the difference of the gradient from the reference gradient, divided by the norm of the
+            reference gradient. The gradient is that of all parameters and the input.
     """
 
     tolerance: list[float]
@@ -38,12 +38,12 @@ class NFEToleranceCurve(Result):
     gradient_error: list[float]
 
     def plot(self, ax: Axes | None = None, **kwargs: Any) -> Axes:
-        """Draw evaluations on the left axis and errors on the right, against the tolerance.
+        """Draw function evaluations (left axis) and errors (right axis) against the tolerance.
 
-        :func:`hbnode.diagnostics.plot.tolerance_curve` draws several of them into the same axes.
+        :func:`hbnode.diagnostics.plot.tolerance_curve` draws several curves into the same axes.
 
         Arguments:
-            ax: axes to draw into; None makes a figure. Default: None.
+            ax: matplotlib axes; None creates a figure. Default: None.
             kwargs: passed to ``Axes.plot``.
 
         Returns:
@@ -60,25 +60,26 @@ def nfe_vs_tolerance(
     loss: Callable[[Tensor], Tensor] | None = None,
     reference_tolerance: float = 1e-12,
 ) -> NFEToleranceCurve:
-    r"""Measure evaluations, error and gradient error of a block, or of a model with blocks, against tolerance.
+    r"""Measure function evaluations, error and gradient error of a model for several tolerances.
 
-    The reference is a float64 copy solved by dopri8 at a tight tolerance and backpropagated directly. The model itself
-    is left as it is; its copies are in evaluation mode. The backward evaluations of the adjoint depend on the scale of
-    the loss, because atol is absolute.
+    The reference is a float64 copy of the model, solved by dopri8 at a tight tolerance with ``gradient="direct"``. The
+    model does not change; its copies run in evaluation mode. With ``gradient="adjoint"``, the evaluations of the
+    backward pass depend on the scale of the loss, because atol is absolute.
 
     Arguments:
-        block: an :class:`hbnode.ODEBlock`, or a module that contains some; its own gradient modes are used.
-        x: input batch, (batch, ...), of integers if the model begins with an embedding.
-        tolerances: values for rtol = atol, any iterable.
-        loss: output -> scalar; None is the mean of squares. Default: None.
-        reference_tolerance: rtol = atol of the reference. Where f has kinks (ReLU) a solver steps over each of them
-            in small steps, and a looser one, well below the tolerances compared, saves hours. Default: 1e-12.
+        block: an :class:`hbnode.ODEBlock`, or a module that contains blocks, with their gradient methods.
+        x: input batch (batch, ...); integers for a model that starts with an embedding.
+        tolerances: iterable of values for rtol = atol.
+        loss: function of the output that returns a scalar; None is the mean of squares. Default: None.
+        reference_tolerance: rtol = atol of the reference. If f has kinks (ReLU), the reference solver takes many small
+            steps. A larger value, well below the tolerances, can then save hours. Default: 1e-12.
 
     Returns:
         The curve, with ``.plot()`` and ``.to_csv(path)``.
 
     Raises:
-        ValueError: if there is no block, no tolerance, or none that is looser than the reference's.
+        ValueError: if the model contains no block, ``tolerances`` is empty, or a tolerance is at most
+            ``reference_tolerance``.
 
     Example:
         >>> import torch, hbnode
@@ -88,13 +89,13 @@ def nfe_vs_tolerance(
         True
     """
     if not any(isinstance(module, ODEBlock) for module in block.modules()):
-        raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with one inside.")
+        raise ValueError(f"{type(block).__name__} contains no ODEBlock. Fix: pass a block, or a model with a block.")
     tolerances = list(map(float, tolerances))
     if not tolerances:
-        raise ValueError("tolerances is empty. Fix: for instance [1e-2, 1e-3, 1e-4, 1e-5].")
+        raise ValueError("tolerances is empty. Fix: tolerances=[1e-2, 1e-3, 1e-4, 1e-5].")
     if not reference_tolerance < min(tolerances):
         raise ValueError(
-            f"reference_tolerance={reference_tolerance:g} must be tighter than all of them, got {min(tolerances):g}. "
+            f"reference_tolerance={reference_tolerance:g} must be below all tolerances, got {min(tolerances):g}. "
             f"Fix: reference_tolerance={min(tolerances) / 10:g}."
         )
     loss = (lambda output: output.pow(2).mean()) if loss is None else loss
@@ -132,7 +133,7 @@ def _with_solver(model: nn.Module, tolerance: float, **changes: object) -> nn.Mo
 
 
 def _solve(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, NFE]:
-    """Return the output, the flat gradient of parameters and of a floating-point input, and evaluations."""
+    """Return the output, one vector of the gradients of input and parameters, and the function evaluations."""
     x = x.detach().requires_grad_(x.is_floating_point())
     model.zero_grad(set_to_none=True)
     with count_nfe(model) as nfe, torch.enable_grad():
@@ -152,7 +153,7 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {  # left axis, then right axis
 
 
 def draw_curves(curves: Mapping[str, NFEToleranceCurve], ax: Axes | None, **kwargs: Any) -> Axes:
-    """Draw evaluations on the left axis, errors on the right; a colour for each curve, or for each pass of one."""
+    """Draw named curves. Several curves have a colour each; for a single curve, colours distinguish the passes."""
     from matplotlib.lines import Line2D
 
     ax = axes(ax)

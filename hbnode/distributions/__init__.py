@@ -1,4 +1,4 @@
-"""Densities: normalizing flows on phase space, and annealed heavy-ball Langevin dynamics."""
+"""A normalizing flow on phase space, and a sampler based on annealed underdamped Langevin dynamics."""
 
 from hbnode.distributions.annealing import HeavyBallAnnealing, LogZ
 from hbnode.distributions.flow import HeavyBallFlow

@@ -1,4 +1,4 @@
-"""Annealed heavy-ball Langevin dynamics: samples, log weights and normalising constants of unnormalised densities."""
+"""Annealed underdamped Langevin dynamics: samples, log weights and normalising constants of unnormalised densities."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _NORMAL = "torch.distributions.Independent(torch.distributions.Normal(torch.zero
 
 
 class LogZ(NamedTuple):
-    """An estimate of log Z and its standard error, both scalars."""
+    """An estimate of log Z, where Z is the integral of an unnormalised density, and its standard error; scalars."""
 
     estimate: Tensor
     standard_error: Tensor
 
 
 class _Paths(NamedTuple):
-    """The n paths after some steps. All tensors have n rows."""
+    """The state of n paths after some steps; the first dimension of each tensor is n."""
 
     x: Tensor
     m: Tensor
     force: Tensor  # at x
-    log_density: Tensor  # of the annealed density at x
+    log_density: Tensor  # log of the annealed density at x
     kinetic: Tensor  # sum of log N(m'; 0, 1) - log N(m; 0, 1) over the steps
-    steps: Tensor  # how many were finite
-    is_force: Tensor  # whether the force was the first that was not finite
+    steps: Tensor  # number of finite steps
+    is_force: Tensor  # whether the force was the first value that is not finite
 
 
 class HeavyBallAnnealing(nn.Module):
-    r"""Annealed underdamped Langevin dynamics, a sampler and estimator of log Z for unnormalised densities.
+    r"""A sampler and estimator of log Z for unnormalised densities, by annealed underdamped Langevin dynamics.
 
-    The density :math:`\tilde\pi(x) = e^{\text{log\_prob}(x)}` has the integral Z. A path begins at
-    :math:`x_0 \sim q`, the prior, with a momentum :math:`m \sim \mathcal{N}(0, I)`. It moves through the densities
-    :math:`\pi_k \propto q^{1-\beta_k}\, \tilde\pi^{\beta_k}`, :math:`0 = \beta_0 \le \dots \le \beta_K = 1`. Step k
-    refreshes the momentum and makes a leapfrog step of size H:
+    Z is the integral of the density :math:`\tilde\pi(x) = e^{\text{log\_prob}(x)}`. A path starts at
+    :math:`x_0 \sim q`, where q is the prior, with a momentum :math:`m'_0 \sim \mathcal{N}(0, I)`. It moves through
+    the densities :math:`\pi_k \propto q^{1-\beta_k}\, \tilde\pi^{\beta_k}` with
+    :math:`0 = \beta_0 \le \dots \le \beta_K = 1`. Step k refreshes the momentum and makes a leapfrog step of size H:
 
     .. math::
         m_k &= b\, m'_{k-1} + \sqrt{1 - b^2}\, \xi_k, \qquad b = e^{-\gamma H}, \quad \xi_k \sim \mathcal{N}(0, I) \\
@@ -54,22 +54,24 @@ class HeavyBallAnnealing(nn.Module):
         m'_k &= m_k + \tfrac{H}{2} f_{k-1}(x_{k-1}) + \tfrac{H}{2} f_k(x_k), \qquad
         f_k(x) = \nabla \log \pi_k(x) + u(k/K, x)
 
-    Two half refreshments of consecutive OBABO steps are one refreshment here. u is an optional network. The log weight
+    γ is the damping and u an optional network. Each refreshment combines two half refreshments of consecutive OBABO
+    steps. The log weight
 
     .. math::
         \log w = \text{log\_prob}(x_K) - \log q(x_0)
         + \sum_k [\log \mathcal{N}(m'_k; 0, I) - \log \mathcal{N}(m_k; 0, I)]
 
-    has :math:`E[w] = Z` for any force, step size and damping. So :math:`E[\log w] \le \log Z`, and an optimizer that
-    maximises :meth:`bound` trains the step size, the damping, the schedule and u. The gradient is exact. It needs the
-    second derivatives of ``log_prob``.
+    satisfies :math:`E[w] = Z` for any force, step size and damping. Hence :math:`E[\log w] \le \log Z`. Training
+    maximises :meth:`bound` over the step size, the damping, the schedule and u. Its gradient is exact and needs second
+    derivatives of ``log_prob``.
 
-    One path evaluates ``log_prob`` and its gradient ``steps`` times. With an infinite damping it is annealed overdamped
-    (unadjusted) Langevin dynamics with step :math:`H^2/2`. A temperature η would change the units only: momenta of
-    variance η with H and γ give the paths of variance 1 with :math:`\sqrt\eta H` and :math:`\gamma/\sqrt\eta`.
+    A path evaluates ``log_prob`` and its gradient ``steps`` times. An infinite damping gives annealed overdamped
+    (unadjusted) Langevin dynamics with step :math:`H^2/2`. There is no temperature, because it only changes units:
+    momenta of variance η with H and γ give the same paths as variance 1 with :math:`\sqrt\eta H` and
+    :math:`\gamma/\sqrt\eta`.
 
-    ``log_prob`` and ``prior`` are not part of the module: they are neither trained by ``annealing.parameters()``, nor
-    moved by ``.to(device)``, nor in the ``state_dict``. The samples have the dtype and device of the prior.
+    ``annealing.parameters()``, ``.to(device)`` and ``state_dict`` exclude ``log_prob`` and ``prior``. The samples have
+    the dtype and device of the prior.
 
     References:
         Neal, Annealed Importance Sampling, arXiv:physics/9803008. Geffner and Domke, MCMC Variational Inference via
@@ -77,25 +79,25 @@ class HeavyBallAnnealing(nn.Module):
         and the Perils of Gradient Noise, arXiv:2107.10211.
 
     Arguments:
-        log_prob: log density, up to a constant, of points (n, d), returning (n,). torch must be able to differentiate
-            it. ``-inf`` gives a path the weight 0.
-        prior: distribution on all of R^d, with batch shape () and event shape (d,).
+        log_prob: function of points (n, d) that returns the log density up to a constant, (n,). autograd must be able
+            to differentiate it. A path whose log density is ``-inf`` at its end has the weight 0.
+        prior: distribution q on all of R^d, with batch shape () and event shape (d,).
         steps: number of steps K.
         step_size: initial H, a positive number or a tensor (d,). Default: ``0.1``.
-        damping: initial γ, in units of 1/H: a positive number, ``math.inf``, or a tensor (d,). An infinite damping is
-            not learned. Default: ``1.0``.
-        schedule: initial β, ``steps + 1`` numbers that increase from 0 to 1. None: equally spaced. Default: None.
-        force: the network u, a module or a function that takes ``(x)`` or ``(t, x)`` with t from 0 to 1 and returns the
-            shape of x. A last layer of zeros starts without a change. Default: None.
+        damping: initial γ, in inverse units of H: a positive number, ``math.inf``, or a tensor (d,). An infinite
+            damping is not learned. Default: ``1.0``.
+        schedule: initial β, ``steps + 1`` numbers that increase from 0 to 1. None is equally spaced. Default: None.
+        force: the network u, a module or a function of ``(x)`` or ``(t, x)`` with t = k/K, which returns the shape of
+            x. A last layer of zeros makes the initial u zero. Default: None.
         learn_step_size: whether H requires a gradient. Default: True.
         learn_damping: whether γ requires a gradient. Default: True.
         learn_schedule: whether β requires a gradient. Default: True.
-        checkpoint: whether to keep the points of the paths alone, not what ``log_prob`` and the force keep for their
-            derivatives. They are evaluated three times in each step. Default: False.
+        checkpoint: whether to save only the state of the paths at each step, and recompute ``log_prob`` and the force
+            in the backward pass. This saves memory, at the cost of three evaluations per step. Default: False.
 
     Raises:
         ValueError: if an argument is out of its range, or the prior or ``log_prob`` has a wrong shape.
-        NonFiniteError: if a path overflows, or the force or ``log_prob`` on it is not finite.
+        NonFiniteError: if a path overflows, or if its force or log weight is not finite.
 
     Example:
         The integral of exp(-(a² + b²)/8) over the plane (a, b) is 8π.
@@ -145,7 +147,7 @@ class HeavyBallAnnealing(nn.Module):
         self.dim = _event_size(prior)
         self.steps = as_count(steps, "steps")
         self.checkpoint = checkpoint
-        # a module among the attributes would be trained as a part of this one
+        # nn.Module would register a module assigned as an attribute, and train it
         self.__dict__.update(log_prob=log_prob, prior=prior)
         log_step_size = _as_log(step_size, self.dim, "step_size", 0.1)
         log_damping = _as_log(damping, self.dim, "damping", 1.0)
@@ -160,106 +162,54 @@ class HeavyBallAnnealing(nn.Module):
 
     @property
     def step_size(self) -> Tensor:
-        """The current H, of shape () or (d,)."""
+        """The current step size H, of shape () or (d,)."""
         return self.log_step_size.exp()
 
     @property
     def damping(self) -> Tensor:
-        """The current γ, of shape () or (d,)."""
+        """The current damping γ, of shape () or (d,)."""
         return self.log_damping.exp()
 
     @property
     def schedule(self) -> Tensor:
-        """The current β, of shape (steps + 1,)."""
+        """The current schedule β, of shape (steps + 1,)."""
         inner = self.log_increments.softmax(0).cumsum(0)[:-1]
         return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
 
     def sample(self, n: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draw paths, without a graph.
+        """Draw weighted samples without an autograd graph.
 
         Arguments:
-            n: how many.
-            seed: a whole number that determines them, and leaves torch's generators as they were; None draws from
+            n: number of paths.
+            seed: integer seed of the paths, which leaves the state of torch's generators unchanged. None draws from
                 torch's generators. Default: None.
 
         Returns:
-            The ends x (n, d), and their log weights (n,). Self-normalised weights, ``log_weight.softmax(0)``, make
-            means over x those of the target.
+            The final points x (n, d) and their log weights (n,). Means over x with the self-normalised weights
+            ``log_weight.softmax(0)`` estimate expectations under the target density.
         """
         with torch.no_grad():
-            return self._draw(n, seed)
+            return self.rsample(n, seed=seed)
 
     def rsample(self, n: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draw paths whose ends and log weights can be differentiated with respect to the parameters.
+        """Draw weighted samples that are differentiable with respect to the parameters.
 
         Arguments:
-            n: how many.
+            n: number of paths.
             seed: as in :meth:`sample`. Default: None.
 
         Returns:
-            The ends x (n, d), and their log weights (n,).
+            The final points x (n, d) and their log weights (n,).
         """
-        return self._draw(n, seed)
-
-    def bound(self, n: int, *, seed: int | None = None) -> Tensor:
-        """Estimate a lower bound of log Z, the mean log weight of n paths. Maximise it to train.
-
-        Arguments:
-            n: how many paths.
-            seed: as in :meth:`sample`. Default: None.
-
-        Returns:
-            A scalar.
-        """
-        _, log_weight = self.rsample(as_count(n, "n"), seed=seed)
-        mean = log_weight.mean()
-        if mean.detach() == -math.inf:
-            raise self._error(
-                f"{int((log_weight == -math.inf).sum())} of {n} log weights are -inf, so the bound is -inf and has no "
-                "gradient. Fix: a log_prob that is finite wherever the prior is, of which log_z needs none.",
-                self.steps,
-            )
-        return mean
-
-    def log_z(self, n: int, *, seed: int | None = None) -> LogZ:
-        r"""Estimate log Z by the log of the mean weight of n paths.
-
-        The standard error is that of the delta method, :math:`s / (\bar w \sqrt n)` with the standard deviation s of
-        the weights. The estimate is too small by about half the square of this error. Neither is to be trusted where a
-        few paths have most of the weight, which shows as an error near 1.
-
-        Arguments:
-            n: how many paths, at least 2.
-            seed: as in :meth:`sample`. Default: None.
-
-        Returns:
-            ``LogZ(estimate, standard_error)``, two scalars.
-        """
-        _, log_weight = self.sample(as_count(n, "n", least=2), seed=seed)
-        largest = log_weight.max()
-        if largest == -math.inf:
-            raise self._error(
-                f"all {n} weights are 0, as log_prob is -inf at every end. Fix: a prior that covers the support of "
-                "log_prob, or more paths.",
-                self.steps,
-            )
-        w = (log_weight - largest).exp()
-        return LogZ(largest + w.mean().log(), w.std() / (w.mean() * math.sqrt(n)))
-
-    @override
-    def forward(self, n: int, *, seed: int | None = None) -> Tensor:
-        return self.bound(n, seed=seed)
-
-    def _draw(self, n: int, seed: int | None) -> tuple[Tensor, Tensor]:
         n = as_count(n, "n", least=0)
         if _torch.is_transformed():
             raise ValueError(
-                "annealing takes gradients of log_prob by autograd, which does not work in the transforms of "
-                "torch.func (grad, vmap, jvp, ...) and in forward mode. Fix: rsample(n) or bound(n) outside of them, "
+                "annealing computes gradients of log_prob by autograd, which does not work in transforms of "
+                "torch.func (grad, vmap, jvp, ...) or in forward mode. Fix: rsample(n) or bound(n) outside of them, "
                 "and .backward()."
             )
         is_differentiated = torch.is_grad_enabled()
-        # the force is a gradient, which inference mode cannot take
+        # the force is a gradient, which inference mode cannot compute
         device = self.log_step_size.device
         with _local_seed(seed, device), torch.inference_mode(False), torch.set_grad_enabled(is_differentiated):
             draw = self.prior.rsample if is_differentiated and self.prior.has_rsample else self.prior.sample
@@ -271,8 +221,57 @@ class HeavyBallAnnealing(nn.Module):
                 )
             return self._run(x) if n else (x, x.new_zeros(0))
 
+    def bound(self, n: int, *, seed: int | None = None) -> Tensor:
+        """Return the mean log weight of n paths, whose expectation is a lower bound of log Z. Training maximises it.
+
+        Arguments:
+            n: number of paths.
+            seed: as in :meth:`sample`. Default: None.
+
+        Returns:
+            The mean, a scalar.
+        """
+        _, log_weight = self.rsample(as_count(n, "n"), seed=seed)
+        mean = log_weight.mean()
+        if mean.detach() == -math.inf:
+            raise self._error(
+                f"{int((log_weight == -math.inf).sum())} of {n} log weights are -inf, so the bound is -inf and has no "
+                "gradient. Fix: a log_prob that is finite on all of R^d, or log_z, which accepts weights of 0.",
+                self.steps,
+            )
+        return mean
+
+    def log_z(self, n: int, *, seed: int | None = None) -> LogZ:
+        r"""Estimate log Z by the log of the mean weight of n paths.
+
+        The standard error is :math:`s / (\bar w \sqrt n)` by the delta method, with the mean :math:`\bar w` and the
+        standard deviation s of the weights. The bias of the estimate is about minus half the square of this error.
+        An error near 1 means that few paths dominate the mean; both numbers are then unreliable.
+
+        Arguments:
+            n: number of paths, at least 2.
+            seed: as in :meth:`sample`. Default: None.
+
+        Returns:
+            ``LogZ(estimate, standard_error)``, two scalars.
+        """
+        _, log_weight = self.sample(as_count(n, "n", least=2), seed=seed)
+        largest = log_weight.max()
+        if largest == -math.inf:
+            raise self._error(
+                f"all {n} weights are 0, because log_prob is -inf at all final points. Fix: a prior that covers the "
+                "support of log_prob, or more paths.",
+                self.steps,
+            )
+        w = (log_weight - largest).exp()
+        return LogZ(largest + w.mean().log(), w.std() / (w.mean() * math.sqrt(n)))
+
+    @override
+    def forward(self, n: int, *, seed: int | None = None) -> Tensor:
+        return self.bound(n, seed=seed)
+
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ends of the paths that start at x, and their log weights."""
+        """Return the final points (n, d) and log weights (n,) of paths that start at x (n, d)."""
         schedule, step_size = self.schedule.to(x.dtype), self.step_size.to(x.dtype)
         gamma = self.damping.to(x.dtype)
         # infinity times the gradient of the exponential, 0, would be NaN
@@ -282,7 +281,8 @@ class HeavyBallAnnealing(nn.Module):
         count = torch.zeros(len(x), dtype=torch.long, device=x.device)
         state = _Paths(x, torch.randn_like(x), force, log_q, torch.zeros_like(log_q), count, count > 0)
         step: Callable[..., _Paths] = self._step
-        if self.checkpoint and torch.is_grad_enabled():  # of more steps the force of each would compute all again
+        # one checkpoint per step: a longer one would recompute all its steps for the force of each
+        if self.checkpoint and torch.is_grad_enabled():
             step = functools.partial(recomputed, self._step, use_reentrant=False)
         for k in range(1, self.steps + 1):
             state = step(state, k, schedule, *coefficients)
@@ -291,11 +291,11 @@ class HeavyBallAnnealing(nn.Module):
         return state.x, log_weight
 
     def _step(self, state: _Paths, k: int, schedule: Tensor, size: Tensor, decay: Tensor, noise: Tensor) -> _Paths:
-        """Refresh the momentum, and make a leapfrog step."""
+        """Refresh the momentum and make leapfrog step k. ``decay`` and ``noise`` are the factors of the refreshment."""
         m = decay * state.m + noise * torch.randn_like(state.m)
         x = state.x + size * (m + size / 2 * state.force)
         is_finite = x.isfinite().all(-1)
-        x = torch.where(is_finite[:, None], x, 0)  # distributions refuse others; such a path counts as lost
+        x = torch.where(is_finite[:, None], x, 0)  # distributions reject inf; _check_end counts this path
         force, log_density = self._force(x, k, schedule)
         kick = size / 2 * (state.force + force)
         kinetic = state.kinetic - (kick * (m + kick / 2)).sum(-1)
@@ -306,7 +306,7 @@ class HeavyBallAnnealing(nn.Module):
         return _Paths(x, m + kick, force, log_density, kinetic, steps, is_force)
 
     def _force(self, x: Tensor, k: int, schedule: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the force f_k and the annealed log density, (n, d) and (n,), at x."""
+        """Return the force f_k (n, d) and the annealed log density (n,) at x (n, d)."""
         is_differentiated = torch.is_grad_enabled()
         with torch.enable_grad():
             at = x if is_differentiated and x.requires_grad else x.detach().requires_grad_()
@@ -322,15 +322,14 @@ class HeavyBallAnnealing(nn.Module):
         return (force, log_density) if is_differentiated else (force.detach(), log_density.detach())
 
     def _target(self, x: Tensor) -> Tensor:
-        """Return the log density (n,) at x (n, d)."""
         try:
             value = self.log_prob(x)
         except ValueError as error:
-            if "within the support" not in str(error):  # torch's words
+            if "within the support" not in str(error):  # message of torch.distributions
                 raise
             raise ValueError(
-                "log_prob is of a distribution on a part of R^d, which paths leave. Fix: unbounded coordinates, with "
-                "the log-determinant of their transform in log_prob; or -inf outside of the support."
+                "log_prob must be defined on all of R^d, got a point outside of its support. Fix: unbounded "
+                "coordinates, with the log-determinant of their transform in log_prob, or -inf outside of the support."
             ) from error
         if not isinstance(value, Tensor):
             raise TypeError(f"log_prob must return a tensor, got {type(value).__name__}. Fix: write it in torch.")
@@ -338,17 +337,16 @@ class HeavyBallAnnealing(nn.Module):
             fix = {(len(x), 1): "log_prob(x).squeeze(-1)", tuple(x.shape): "log_prob(x).sum(-1)"}
             raise ValueError(
                 f"log_prob must map ({len(x)}, {x.shape[1]}) to ({len(x)},), got {tuple(value.shape)}. "
-                f"Fix: {fix.get(tuple(value.shape), 'sum over the last dimension alone, with .sum(-1)')}."
+                f"Fix: {fix.get(tuple(value.shape), 'sum over the last dimension only, with .sum(-1)')}."
             )
         if not value.requires_grad:
             raise ValueError(
-                "log_prob returns a tensor that does not depend on x for autograd. Fix: no .detach(), torch.no_grad() "
-                "or numpy in log_prob; if it is constant, add 0 * x.sum(-1)."
+                "log_prob must return a tensor with a graph to x. Fix: remove .detach(), torch.no_grad() and numpy "
+                "from log_prob; if it is constant, add 0 * x.sum(-1)."
             )
         return value
 
     def _learned_force(self, x: Tensor, k: int) -> Tensor:
-        """Return the network u at x (n, d)."""
         force: Any = self.force
         dtypes = {p.dtype for p in force.parameters()} if isinstance(force, nn.Module) else {x.dtype}
         if dtypes and x.dtype not in dtypes:
@@ -365,14 +363,14 @@ class HeavyBallAnnealing(nn.Module):
         return u
 
     def _check_end(self, state: _Paths, log_weight: Tensor) -> None:
-        """Refuse paths that are not finite, with how many they are."""
+        """Raise NonFiniteError if paths or log weights are not finite. The error counts them and names the cause."""
         is_lost = (state.steps < self.steps) | log_weight.isnan() | (log_weight == math.inf)
         if not bool(is_lost.any()):
             return
         first = int(state.steps[is_lost].min()) + 1
         who = f"{int(is_lost.sum())} of {len(is_lost)} paths"
         if first > self.steps:
-            what = f"the log weights of {who} are not finite. Fix: a log_prob that returns no nan and no inf."
+            what = f"the log weights of {who} are nan or inf. Fix: a log_prob that returns finite numbers or -inf."
         elif bool((state.is_force & (state.steps == first - 1)).any()):
             what = (
                 f"the force is not finite on {who}, first in step {first} of {self.steps}. Fix: a log_prob whose "
@@ -388,17 +386,17 @@ class HeavyBallAnnealing(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        shown = []
+        entries = []
         for name in ("step_size", "damping"):
             value = getattr(self, name).detach()
             number = f"{value.mean().item():.4g}" if not value.is_meta else "unknown"
-            shown.append(f"{name}={number}" + (f" of shape {tuple(value.shape)}" if value.dim() else ""))
-        return f"dim={self.dim}, steps={self.steps}, " + ", ".join(shown)
+            entries.append(f"{name}={number}" + (f" of shape {tuple(value.shape)}" if value.dim() else ""))
+        return f"dim={self.dim}, steps={self.steps}, " + ", ".join(entries)
 
 
 @contextmanager
 def _local_seed(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Let torch's generators start from a seed within the context."""
+    """Seed torch's generators within the context, and restore their states afterwards. None changes nothing."""
     if seed is None:
         yield
         return
@@ -409,7 +407,7 @@ def _local_seed(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 def _event_size(prior: object) -> int:
-    """Return the size of the prior's events, which are points of R^d."""
+    """Return the dimension d of the prior, after checking that it is a distribution on R^d."""
     if not isinstance(prior, Distribution):
         raise TypeError(f"prior must be a torch.distributions object, got {type(prior).__name__}. Fix: {_NORMAL}.")
     batch, event = tuple(prior.batch_shape), tuple(prior.event_shape)
@@ -426,14 +424,13 @@ def _event_size(prior: object) -> int:
         support = support.base_constraint
     if support is not None and not isinstance(support, type(constraints.real)):
         raise ValueError(
-            f"prior must be a distribution on all of R^d, as steps may leave the support {support}. Fix: sample "
+            f"prior must be a distribution on all of R^d, got the support {support}. Fix: sample "
             f"unbounded coordinates and transform them in log_prob, with {_NORMAL}."
         )
     return event[0]
 
 
 def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
-    """Return the logarithm of a positive number, or of one for each dimension."""
     given = as_numbers(value, name, f"{name}={usual}", torch.get_default_dtype(), device=None)
     if given.shape not in (torch.Size([]), torch.Size([dim])):
         raise ValueError(
@@ -445,7 +442,7 @@ def _as_log(value: float | Tensor, dim: int, name: str, usual: float) -> Tensor:
 
 
 def _as_log_increments(schedule: Tensor | Sequence[float] | None, steps: int, is_learned: bool) -> Tensor:
-    """Return the logarithms of the increments of a schedule, up to a constant."""
+    """Return the logarithms of the increments of a schedule, (steps,), up to a constant."""
     if schedule is None:
         return torch.zeros(steps)
     fix = f"Fix: torch.linspace(0, 1, {steps + 1}), or leave it out."

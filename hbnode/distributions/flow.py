@@ -1,7 +1,7 @@
-r"""Heavy-ball flows: normalizing flows on phase space whose log-determinant is known.
+r"""A normalizing flow on phase space, whose log-determinant is known in closed form.
 
-The point z = (h, m) follows :math:`h' = m,\; m' = -\gamma m + f(h, t)`. f does not see m, so the divergence is
-:math:`-\gamma D` whatever f is, and the density is exact without a trace. See :class:`HeavyBallFlow`.
+A point (h, m) with h and m in :math:`\mathbb{R}^D` follows :math:`h' = m,\; m' = -\gamma m + f(h, t)`. The divergence
+is :math:`-\gamma D` for every f, because f does not depend on m. See :class:`HeavyBallFlow`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GRADIENTS = ("reversible", "checkpoint", "direct")
 
 
 class _Conditioned(Field):
-    """A heavy ball on h = [position, condition]: f takes the condition too, which stays at rest.
+    """A base class of second-order fields on h = [position, condition], where the condition is constant.
 
-    As a part of the state the condition gets its gradient in every mode.
+    As a part of the state, the condition has a gradient with every gradient method of :func:`hbnode.odeint`.
     """
 
     def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
@@ -52,11 +52,11 @@ class _Conditioned(Field):
 
 
 class ConditionedHBNODE(_Conditioned, HBNODE):
-    """An HBNODE on h = [position, condition]."""
+    """An HBNODE on h = [position, condition], where the condition is constant."""
 
 
 class ConditionedGHBNODE(_Conditioned, GHBNODE):
-    """A GHBNODE on h = [position, condition]."""
+    """A GHBNODE on h = [position, condition], where the condition is constant."""
 
     def __init__(self, func: Callable[..., Tensor], dim: int, condition_dim: int, **options: Any) -> None:
         super().__init__(func, dim, condition_dim, **options)
@@ -65,7 +65,7 @@ class ConditionedGHBNODE(_Conditioned, GHBNODE):
 
 
 class _PositionActivation(nn.Module):
-    """An activation of the first features; the others, which are 0, stay."""
+    """An elementwise activation of the first ``dim`` features. It returns the other features unchanged."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor], dim: int) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ class _PositionActivation(nn.Module):
 
 
 class HeavyBallFlow(nn.Module):
-    r"""Normalizing flow on phase space with the exact log-determinant of a heavy ball.
+    r"""A normalizing flow on phase space, defined by the heavy-ball equation, with an exact log-determinant.
 
-    A point (h, m) with h and m in :math:`\mathbb{R}^D` moves from the base at :math:`t_0` to the data at T:
+    A point (h, m) with h and m in :math:`\mathbb{R}^D` moves from the base density at :math:`t_0` to the data at T:
 
     .. math:: h' = m, \qquad m' = -\gamma m + f(h, t)
 
@@ -86,14 +86,15 @@ class HeavyBallFlow(nn.Module):
 
     .. math:: \log p_T(h_T, m_T) = \log p_0(h_0, m_0) + \gamma D (T - t_0)
 
-    Each :math:`p_0` is a standard normal of h and of m. A splitting method solves the equation. Its steps have exactly
-    this determinant and are undone exactly, so the density is exact for the computed map, however few the steps.
+    The base density :math:`p_0` is a standard normal of (h, m). A splitting method solves the equation. Its steps have
+    exactly this determinant and are exactly reversible. The density of the computed map is therefore exact for any
+    number of steps.
 
-    Data have no momentum. A network gives them one, :math:`m \sim q(m \mid h)`, a normal with independent components,
-    and the log-density of h alone has the lower bound :math:`E_q[\log p_T(h, m) - \log q(m \mid h)]`. On data, a
-    continuous normalizing flow with the exact trace reaches a better likelihood; its steps cost more.
+    Data have no momentum. A network defines the posterior :math:`q(m \mid h)`, a normal with independent components.
+    The log-density of h then has the lower bound :math:`E_q[\log p_T(h, m) - \log q(m \mid h)]`. On data, a
+    continuous normalizing flow with the exact trace reaches a better likelihood, at a higher cost per step.
 
-    The module is called as ``flow(h, condition)``, which is :meth:`elbo`.
+    Calling the module, ``flow(h, condition)``, returns :meth:`elbo`.
 
     References:
         Xia et al., Heavy Ball Neural Ordinary Differential Equations, arXiv:2110.04840, for the equation; Huang,
@@ -101,40 +102,41 @@ class HeavyBallFlow(nn.Module):
         Salakhutdinov, Importance Weighted Autoencoders, arXiv:1509.00519, for the bound with several samples.
 
     Arguments:
-        func: f, a module or callable taking ``(h)`` or ``(t, h)``, with the condition last if there is one. h is
-            (batch, dim), the value too.
+        func: f, a module or callable of ``(h)`` or ``(t, h)``, followed by the condition if ``condition_dim`` is
+            positive. h and the value of f are (batch, dim).
         dim: number D of features of h.
-        t_span: start and end of the motion, ``(t0, T)``. Default: (0.0, 1.0).
+        t_span: start and end of the integration, ``(t0, T)``. Default: (0.0, 1.0).
         generalized: use the equation of :class:`hbnode.GHBNODE`, :math:`h' = \sigma(m)` and
             :math:`m' = -\gamma m + f(h, t) - \xi h`, which has the same divergence. Default: False.
-        condition_dim: number of features of a condition that f and q see. Default: 0, no condition.
-        damping: initial γ, in units of 1/time: a number, or a tensor (dim,) for one γ a feature. γD is then the sum of
-            its elements. Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
+        condition_dim: number of features of a condition, an additional argument of f and q. Default: 0, no condition.
+        damping: initial γ, in units of 1/time: a number, or a tensor (dim,) with one γ per feature, whose sum then
+            replaces γD. Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
         learn_damping: whether γ is a parameter. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
         xi: initial ξ of a generalized flow, in units of 1/time. Default: None, ln 2.
         activation: σ of a generalized flow, elementwise. Default: None, tanh.
-        posterior: q, a module or callable taking ``(h)`` or ``(h, condition)`` and returning (..., 2 dim), the means
-            and the logarithms of the standard deviations of m. Default: None, an :class:`hbnode.nn.MLP` with two
-            hidden layers of 64 that starts as the standard normal.
-        time_dependent: whether ``func`` takes the time. Default: None, which looks at the arguments of ``func``.
-        method: ``"leapfrog"``, one evaluation of f a step, or ``"blanes_moan4"``, six. Default: ``"leapfrog"``.
+        posterior: q, a module or callable of ``(h)`` or ``(h, condition)`` that returns (..., 2 dim), the means and
+            the logarithms of the standard deviations of m. Default: None, an :class:`hbnode.nn.MLP` with two hidden
+            layers of 64, which is initialised to the standard normal.
+        time_dependent: whether ``func`` takes the time. Default: None, which inspects the signature of ``func``.
+        method: ``"leapfrog"``, with one evaluation of f per step, or ``"blanes_moan4"``, with six. Default:
+            ``"leapfrog"``.
         steps: number of steps. Default: 16.
-        gradient: ``"reversible"`` undoes the steps in the backward pass and stores the ends only; ``"checkpoint"`` and
-            ``"direct"`` as in :func:`hbnode.odeint`. Second derivatives and torch.func need ``"direct"``.
-            Default: ``"reversible"``.
+        gradient: ``"reversible"`` saves only the final state and reconstructs the others in the backward pass.
+            ``"checkpoint"`` and ``"direct"`` are those of :func:`hbnode.odeint`. Second derivatives and torch.func
+            need ``"direct"``. Default: ``"reversible"``.
 
     Shape:
-        - h and m: (..., dim), any batch shape. condition: (..., condition_dim), which broadcasts with that batch shape.
+        - h and m: (..., dim), with any batch shape. condition: (..., condition_dim), which broadcasts to that shape.
         - Log-densities and log-determinants: the batch shape.
 
     Raises:
-        TypeError: if it cannot be told how to call ``func``.
+        TypeError: if the signature of ``func`` does not match ``(h)`` or ``(t, h)``, with the condition.
         ValueError: if an argument is out of its range, or a shape does not fit.
-        SolverError: if the motion is not finite, or cannot be undone.
+        SolverError: if the solution is not finite, or the reconstruction of the initial state fails.
 
     Example:
-        Fit data by the bound, and a known energy U by the reverse Kullback-Leibler divergence:
+        Fit data by :meth:`elbo`, and the density exp(-U) of an energy U by the reverse Kullback-Leibler divergence:
 
         >>> import torch, hbnode
         >>> flow = hbnode.distributions.HeavyBallFlow(hbnode.nn.MLP(2, [16], 2), 2)
@@ -175,7 +177,7 @@ class HeavyBallFlow(nn.Module):
         for name, value, choices in (("method", method, tuple(SPLITTING)), ("gradient", gradient, GRADIENTS)):
             if value not in choices:
                 raise ValueError(
-                    f"{name} must be one of {choices}, got {value!r}: steps must be undone exactly. "
+                    f"{name} must be one of {choices}, got {value!r}: a flow needs reversible steps. "
                     f"Fix: {name}={choices[0]!r}."
                 )
         if isinstance(damping, Tensor) and damping.shape not in ((), (self.dim,)):
@@ -187,7 +189,7 @@ class HeavyBallFlow(nn.Module):
         of_ghbnode = {name: x for name, x in {"xi": xi, "activation": activation}.items() if x is not None}
         if of_ghbnode and not generalized:
             raise ValueError(
-                f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
+                f"{', '.join(of_ghbnode)} belongs to h' = σ(m), m' = -γm + f - ξh, but generalized is False. "
                 "Fix: generalized=True, or leave it out."
             )
         kind: Callable[..., HBNODE | GHBNODE] = ConditionedGHBNODE if generalized else ConditionedHBNODE
@@ -206,7 +208,7 @@ class HeavyBallFlow(nn.Module):
             for p in posterior.layers[-1].parameters():
                 nn.init.zeros_(p)
         self.posterior_net = posterior
-        self.register_buffer("anchor", torch.zeros(()), persistent=False)  # has the dtype and device of samples
+        self.register_buffer("anchor", torch.zeros(()), persistent=False)  # stores the dtype and device of samples
 
     if TYPE_CHECKING:  # nn.Module leaves the type of a call open
 
@@ -214,11 +216,11 @@ class HeavyBallFlow(nn.Module):
         def __call__(self, h: Tensor, condition: Tensor | None = None) -> Tensor: ...
 
     def forward(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
-        """Return :meth:`elbo`, so that wrappers of modules, as DistributedDataParallel, can train a flow."""
+        """Return :meth:`elbo`; wrappers such as DistributedDataParallel call ``forward`` for training."""
         return self.elbo(h, condition)
 
     def push(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Move a point from the base at :math:`t_0` to the data at T.
+        r"""Map points from the base distribution at :math:`t_0` to the data at T.
 
         Arguments:
             h: position (..., dim).
@@ -226,12 +228,12 @@ class HeavyBallFlow(nn.Module):
             condition: (..., condition_dim). Default: None, for a flow without a condition.
 
         Returns:
-            h and m at T, and the log-determinant of the map, :math:`-\gamma D (T - t_0)`, in the batch shape.
+            h and m at T, and the log-determinant of the map, :math:`-\gamma D (T - t_0)`, with the batch shape.
         """
         return self._move(h, m, condition, forwards=True)
 
     def pull(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Move a point from the data at T to the base at :math:`t_0`, the inverse of :meth:`push`.
+        r"""Map points from the data at T to the base distribution at :math:`t_0`, the inverse of :meth:`push`.
 
         Arguments:
             h: position (..., dim).
@@ -244,7 +246,7 @@ class HeavyBallFlow(nn.Module):
         return self._move(h, m, condition, forwards=False)
 
     def log_prob(self, h: Tensor, m: Tensor, condition: Tensor | None = None) -> Tensor:
-        r"""Compute the exact log-density of (h, m) on phase space, :math:`\log p_T(h, m)`.
+        r"""Return the exact log-density :math:`\log p_T(h, m)` of points on phase space, with the batch shape.
 
         Arguments:
             h: position (..., dim).
@@ -255,7 +257,7 @@ class HeavyBallFlow(nn.Module):
         return _log_normal(h) + _log_normal(m) + log_determinant
 
     def posterior(self, h: Tensor, condition: Tensor | None = None) -> Independent:
-        r"""Return the distribution :math:`q(m \mid h)` of the momentum, with event shape (dim,).
+        r"""Return the posterior distribution :math:`q(m \mid h)` of the momentum, with event shape (dim,).
 
         Arguments:
             h: position (..., dim).
@@ -269,15 +271,16 @@ class HeavyBallFlow(nn.Module):
                 f"posterior returned {describe(value)}; expected means and log standard deviations of m, {wanted}. "
                 f"Fix: make its last layer's output size {2 * self.dim}."
             )
-        mean, log_std = value.to(h.dtype).chunk(2, -1)  # autocast may have made it smaller
+        mean, log_std = value.to(h.dtype).chunk(2, -1)  # autocast may return half precision
         return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
 
     def elbo(self, h: Tensor, condition: Tensor | None = None) -> Tensor:
-        r"""Estimate, by one sample, a lower bound of :math:`\log p_T(h)`, the density of h alone.
+        r"""Estimate a lower bound of the log-density :math:`\log p_T(h)` by one sample of the momentum m.
 
         .. math:: \log p_T(h, m) - \log q(m \mid h), \qquad m \sim q(m \mid h)
 
-        Its mean over m is at most :math:`\log p_T(h)`. Draws m from torch's generator.
+        The expectation over m is at most :math:`\log p_T(h)`. torch's default generator draws m. The result has the
+        batch shape of h.
 
         Arguments:
             h: position (..., dim).
@@ -285,15 +288,16 @@ class HeavyBallFlow(nn.Module):
         """
         q = self.posterior(h, condition)
         m = q.rsample()
-        log_q = q.base_dist.log_prob(m).sum(-1)  # q.log_prob(m) refuses an empty batch
+        log_q = q.base_dist.log_prob(m).sum(-1)  # q.log_prob(m) rejects an empty batch
         return self.log_prob(h, m, condition) - log_q
 
     def log_prob_bound(self, h: Tensor, samples: int, condition: Tensor | None = None) -> Tensor:
-        r"""Estimate :math:`\log p_T(h)` from below by importance weighting.
+        r"""Estimate a lower bound of the log-density :math:`\log p_T(h)` by importance weighting.
 
         .. math:: \log \frac{1}{K} \sum_{k=1}^{K} \frac{p_T(h, m_k)}{q(m_k \mid h)}, \qquad m_k \sim q(m \mid h)
 
-        Its mean is at most :math:`\log p_T(h)` and grows with K towards it. K points for each h are moved at once.
+        The expectation is at most :math:`\log p_T(h)` and increases with K towards it. One solve maps K points per h,
+        so memory grows with K. The result has the batch shape of h.
 
         Arguments:
             h: position (..., dim).
@@ -305,24 +309,27 @@ class HeavyBallFlow(nn.Module):
         return self.elbo(h.expand(count, *h.shape), condition).logsumexp(0) - math.log(count)
 
     def sample(self, n: int | Sequence[int] = (), condition: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Draw points (h, m) at T, without gradients; the h of them are samples of the data.
+        """Draw points (h, m) from the density at T, without an autograd graph.
 
         Arguments:
-            n: number of samples, or their shape, as torch.distributions takes it. Default: (), one sample.
-            condition: (..., condition_dim), each of which gets that many samples. Default: None.
+            n: number or shape of the samples, as in torch.distributions. Default: (), one sample.
+            condition: (..., condition_dim); ``n`` samples are drawn per condition. Default: None.
 
         Returns:
-            h and m, both of the shape ``(*n, *condition.shape[:-1], dim)``.
+            h and m, both of shape ``(*n, *condition.shape[:-1], dim)``.
         """
         with torch.no_grad():
             return self.rsample(n, condition)
 
     def rsample(self, n: int | Sequence[int] = (), condition: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Draw points (h, m) at T as :meth:`sample` does, with gradients of the parameters.
+        """Draw points (h, m) from the density at T, differentiable with respect to the parameters.
 
         Arguments:
-            n: number of samples, or their shape. Default: (), one sample.
-            condition: (..., condition_dim), each of which gets that many samples. Default: None.
+            n: number or shape of the samples. Default: (), one sample.
+            condition: (..., condition_dim); ``n`` samples are drawn per condition. Default: None.
+
+        Returns:
+            h and m, both of shape ``(*n, *condition.shape[:-1], dim)``.
         """
         h, m, _ = self.rsample_and_log_prob(n, condition)
         return h, m
@@ -330,14 +337,14 @@ class HeavyBallFlow(nn.Module):
     def rsample_and_log_prob(
         self, n: int | Sequence[int] = (), condition: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw points (h, m) at T with their exact log-densities, with gradients, in one solve.
+        """Draw differentiable points (h, m) from the density at T with their exact log-densities, in one solve.
 
         Arguments:
-            n: number of samples, or their shape. Default: (), one sample.
-            condition: (..., condition_dim), each of which gets that many samples. Default: None.
+            n: number or shape of the samples. Default: (), one sample.
+            condition: (..., condition_dim); ``n`` samples are drawn per condition. Default: None.
 
         Returns:
-            h, m and ``log_prob(h, m, condition)``.
+            h and m as from :meth:`rsample`, and ``log_prob(h, m, condition)``.
         """
         sizes = (n,) if not isinstance(n, Sequence) else n
         shape = tuple(as_count(size, "n", least=0) for size in sizes)
@@ -350,16 +357,16 @@ class HeavyBallFlow(nn.Module):
         return h, m, start - log_determinant
 
     def _move(self, h: Tensor, m: Tensor, condition: Tensor | None, *, forwards: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the point at the other end of ``t_span``, and the log-determinant of the map."""
+        """Return h and m at the other end of ``t_span``, and the log-determinant of the map."""
         condition = self._check_inputs(h, condition)
         check_input(m, "m")
         if m.shape != h.shape or m.dtype != h.dtype:
             raise ValueError(
-                f"m must be as h, {h.dtype} of shape {tuple(h.shape)}; got {m.dtype} of shape {tuple(m.shape)}. "
-                "Fix: m = torch.randn_like(h), for instance."
+                f"m must have the dtype and shape of h, {h.dtype} and {tuple(h.shape)}; got {m.dtype} and "
+                f"{tuple(m.shape)}. Fix: m = torch.randn_like(h), for instance."
             )
         state = h.reshape(-1, self.dim), m.reshape(-1, self.dim)
-        if condition is not None:  # it is a part of the position at rest, so that every gradient mode reaches it
+        if condition is not None:  # as a part of the state it has a gradient in each mode
             rows = condition.reshape(-1, self.condition_dim)
             state = torch.cat([state[0], rows], 1), torch.cat([state[1], torch.zeros_like(rows)], 1)
         start, end = self.t_span if forwards else self.t_span[::-1]
@@ -371,7 +378,6 @@ class HeavyBallFlow(nn.Module):
         return moved[0], moved[1], log_determinant.to(moved[0].dtype)
 
     def _check_inputs(self, h: Tensor, condition: Tensor | None) -> Tensor | None:
-        """Return the condition in the batch shape of h, after checks of both."""
         check_input(h, "h")
         if h.dim() == 0 or h.shape[-1] != self.dim:
             fix = "h.unsqueeze(-1)" if self.dim == 1 else f"HeavyBallFlow(func, {h.shape[-1] if h.dim() else 1})"
@@ -397,11 +403,10 @@ class HeavyBallFlow(nn.Module):
         except RuntimeError:
             raise ValueError(
                 f"condition must broadcast to {wanted_shape}, got {describe(condition)}. "
-                f"Fix: a last dimension of {self.condition_dim}, and the batch dimensions of h before it."
+                f"Fix: a last dimension of {self.condition_dim}, preceded by the batch dimensions of h."
             ) from None
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows beside the submodules."""
         condition = f", condition_dim={self.condition_dim}" if self.condition_dim else ""
         return f"{self.dim}, t_span={self.t_span}, method={self.method!r}, steps={self.steps}{condition}"
 

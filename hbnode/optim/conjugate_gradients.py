@@ -1,4 +1,4 @@
-"""Conjugate gradients on phi(d) = d^T A d / 2 - b^T d as Martens (2010) stops them, and the searches that follow."""
+"""Conjugate gradients with the stopping rule of Martens (2010), and two searches along the resulting directions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-SHRINK, SLOPE, TRIALS = 0.8, 1e-2, 60  # of the line search: factor of alpha, share of the linear reduction, most trials
+SHRINK, SLOPE, TRIALS = 0.8, 1e-2, 60  # line search: factor of alpha, fraction of the linear reduction, maximum trials
 Stop: TypeAlias = Literal["progress", "limit", "solved", "negative curvature"]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The iterates of conjugate gradients.
+    """The saved iterates of a conjugate gradient solve of A d = b.
 
     Attributes:
-        iterates: some of the d with phi(d), the last one last.
-        iterations: how many were taken.
-        stop: why they ended: "progress" (Martens' rule), "limit", "solved" (the residual vanished), "negative
-            curvature" (d^T A d <= 0 for some d, which rounding alone can cause).
+        iterates: pairs of an iterate d and phi(d) = d^T A d / 2 - b^T d, ending with the final iterate.
+        iterations: the number of iterations.
+        stop: the reason for stopping: "progress" (Martens' rule), "limit" (the maximum number of iterations),
+            "solved" (the residual is zero within rounding), or "negative curvature" (p^T A p <= 0 for a search
+            direction p, which only rounding can cause).
     """
 
     iterates: list[tuple[Tensor, float]]
@@ -41,16 +42,16 @@ def conjugate_gradients(
 ) -> Solution:
     """Solve A d = b by preconditioned conjugate gradients (Martens 2010, section 4.4).
 
-    They stop after iteration i if phi(d_i) < 0 and (phi(d_i) - phi(d_{i-k})) / phi(d_i) < k * tolerance, where k =
-    max(10, i / 10). The iterates after ceil(1.3^j) iterations are returned.
+    Let phi(d) = d^T A d / 2 - b^T d and k = max(10, i // 10). Iteration i is the last one if phi(d_i) < 0 and
+    (phi(d_i) - phi(d_{i-k})) / phi(d_i) < k * tolerance. The solution holds the iterates i = ceil(1.3^j) and the last.
 
     Arguments:
-        product: the product with A, which is symmetric and positive definite.
+        product: the map from a vector v to A v, where A is symmetric and positive definite.
         b: the right-hand side.
-        start: the first d. None is zero; so is a start at which phi > 0, as zero is then nearer.
-        limit: the most iterations.
-        tolerance: of the stopping rule; 0 solves as well as rounding allows.
-        preconditioner: the diagonal of M, which approximates A; None is the identity.
+        start: the initial d. None is zero. Zero also replaces a start with phi(start) > 0.
+        limit: the maximum number of iterations.
+        tolerance: the tolerance of the stopping rule. 0 iterates until rounding stops the progress.
+        preconditioner: the diagonal of a matrix that approximates A. None is the identity.
     """
     d, r, value = torch.zeros_like(b), b, 0.0
     if start is not None:
@@ -62,7 +63,7 @@ def conjugate_gradients(
     p, rz = z, torch.dot(r, z)
     scale = torch.dot(b, b if preconditioner is None else b / preconditioner)
     left, smallest = torch.stack([rz, torch.finfo(b.dtype).eps ** 2 * scale]).tolist()
-    _check_finite(left + smallest, "the square of the gradient")
+    _check_finite(left + smallest, "the squared norm of the gradient")
     values, power = [value], 0
     iterates: list[tuple[Tensor, float]] = []
     stop: Stop = "limit"
@@ -78,7 +79,7 @@ def conjugate_gradients(
         z = r if preconditioner is None else r / preconditioner
         before, rz = rz, torch.dot(r, z)
         phi = -0.5 * torch.dot(d_next, r + b)
-        curvature, next_value, left = torch.stack([pap, phi, rz]).tolist()  # the host waits once
+        curvature, next_value, left = torch.stack([pap, phi, rz]).tolist()  # one synchronisation with the device
         _check_finite(curvature, f"in iteration {iteration + 1} of conjugate gradients, the curvature d^T A d")
         if not curvature > 0:
             stop = "negative curvature"
@@ -103,20 +104,20 @@ def conjugate_gradients(
 def _check_finite(number: float, name: str) -> None:
     if not math.isfinite(number):
         raise FloatingPointError(
-            f"{name} is {number}. Fix: start from smaller weights, inputs of the size of 1, look for infinite "
-            "derivatives in the model, or use float64."
+            f"{name} is {number}. Fix: scale weights and inputs down, remove infinite derivatives from the model, or "
+            "use float64."
         )
 
 
 def backtrack(iterates: list[tuple[Tensor, float]], loss_at: Callable[[Tensor], float]) -> tuple[Tensor, float, float]:
-    """Go back over the iterates, from the last, while the loss becomes smaller (Martens 2010, section 4.6).
+    """Step back through the saved iterates while the loss decreases (Martens 2010, section 4.6).
 
     Arguments:
-        iterates: d and phi(d), the last one last.
-        loss_at: the loss at theta plus a vector.
+        iterates: pairs of an iterate d and phi(d), its value of the quadratic model, in order.
+        loss_at: the map from a vector d to the loss at theta + d, where theta are the parameters.
 
     Returns:
-        The best d, phi(d), and the loss at theta + d.
+        The selected d, its phi(d), and the loss at theta + d.
     """
     direction, value = iterates[-1]
     best = direction, value, loss_at(direction)
@@ -131,17 +132,17 @@ def backtrack(iterates: list[tuple[Tensor, float]], loss_at: Callable[[Tensor], 
 def line_search(
     direction: Tensor, full_loss: float, start: float, gradient: Tensor, loss_at: Callable[[Tensor], float]
 ) -> tuple[float, float]:
-    """Find the first alpha of 1, 0.8, 0.8^2, ... with loss(theta + alpha d) <= start + 0.01 alpha g^T d.
+    """Find the first alpha of 1, 0.8, 0.8^2, ... with loss(theta + alpha d) <= loss(theta) + 0.01 alpha g^T d.
 
     Arguments:
-        direction: d.
+        direction: the direction d.
         full_loss: the loss at theta + d.
-        start: the loss at theta.
-        gradient: g.
-        loss_at: the loss at theta plus a vector.
+        start: the loss at the parameters theta.
+        gradient: the gradient g of the loss at theta.
+        loss_at: the map from a vector v to the loss at theta + v.
 
     Returns:
-        alpha and the loss there; 0 and the loss at theta if there is none.
+        alpha and the loss at theta + alpha d; 0 and the loss at theta if no alpha of 60 meets the condition.
     """
     slope, alpha, loss = float(torch.dot(gradient, direction)), 1.0, full_loss
     if not slope < 0:

@@ -1,7 +1,7 @@
-"""The quadratic model of a loss: products with the damped Gauss-Newton matrix, by a stored double backward pass.
+"""The quadratic model of a loss: products with the damped Gauss-Newton matrix by double backpropagation.
 
-J^T u is linear in u. So its graph, made once, gives J v as its derivative with respect to u in the direction v: a pass
-through the graph of the backward pass. One more pass, through the graph of the outputs, gives J^T w.
+J is the Jacobian of the model's outputs with respect to its parameters. The vector-Jacobian product J^T u is linear in
+u, so one graph of it serves all Jacobian-vector products J v: they are gradients of (J^T u)^T v with respect to u.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from torch import Tensor
 from hbnode._torch import may_look, random_state, set_random_state
 from hbnode.optim.double_backward import (
     check_checkpoints,
+    detect_detached_gradients,
     refuse,
-    refuse_constants,
     translate_errors,
     twice_differentiable,
 )
 from hbnode.optim.losses import LOSSES
 
-REPEATS = 1e-3  # of two losses at the same parameters, which differ by rounding at most
-PRECISION = 0.01  # of J^T and J being transposes, which rounding to float32 stays well below
-EXPONENT = 0.75  # of the preconditioner
+REPEATS = 1e-3  # maximum relative difference of two losses at the same parameters, which may differ by rounding
+PRECISION = 0.01  # maximum relative error of J and J^T as transposes; float32 rounding is far smaller
+EXPONENT = 0.75  # exponent of the preconditioner
 _RETURNS = "(outputs, targets), (outputs, targets, hidden) or (outputs, targets, hidden, weight)"
 
 
 def flatten(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Return one vector of tensors shaped like the parameters, in their dtype; None is zeros."""
+    """Concatenate tensors shaped like the parameters ``like`` into one vector of their dtype; None is zeros."""
     pairs = zip(parts, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if z is None else z.to(p)).reshape(-1) for z, p in pairs])
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of a vector in the shapes of the parameters."""
     return list(map(Tensor.view_as, vector.split(list(map(torch.numel, like))), like))
 
 
 @contextmanager
 def assign(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
-    """Set the parameters within the context. Graphs made before keep their versions, and are valid again after it."""
+    """Set the parameters to a vector within the context, without invalidating existing autograd graphs."""
     before = list(map(torch.clone, parameters))
     try:
         for parameter, part in zip(parameters, unflatten(vector, parameters), strict=True):
@@ -57,14 +56,14 @@ def assign(parameters: Sequence[Tensor], vector: Tensor) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a closure returned, checked.
+    """The return value of a closure, after its checks.
 
     Attributes:
-        outputs: of the model, (cases, ...) or with the cases in another dimension.
-        targets: what they should be.
-        hidden: what structural damping acts on, each with its metric or None.
-        weight: of the losses, or None.
-        cases: their number.
+        outputs: the outputs of the model, with the cases in one dimension.
+        targets: the targets of the loss.
+        hidden: the pairs of a hidden state under structural damping and its weight or None.
+        weight: the weight of the losses, or None.
+        cases: the number of cases.
     """
 
     outputs: Tensor
@@ -75,15 +74,15 @@ class Batch:
 
 
 class Objective:
-    """The loss that a closure evaluates, with the same random numbers in each call.
+    """The loss of a user's closure as a function of the parameters, with the same random numbers in each call.
 
     Arguments:
-        closure: the user's.
-        name: how errors call it.
+        closure: the user's function, which returns outputs and targets.
+        name: the name of the closure in errors.
         loss: "mse", "bce" or "cross_entropy".
-        case_dim: the dimension of the outputs that counts cases.
-        parameters: of the model.
-        theta: their values before the step.
+        case_dim: the dimension of the outputs that contains the cases.
+        parameters: the parameters of the model.
+        theta: the values of the parameters before the step, as one vector.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class Objective:
         self.differentiates = False  # whether the closure itself takes derivatives
 
     def batch(self) -> Batch:
-        """Call the closure, and check what it returns."""
         state = self.random_state
         self.random_state = random_state(self.theta.device) if state is None else state
         with set_random_state(state, self.theta.device):
@@ -111,23 +109,22 @@ class Objective:
             torch.equal(targets, batch.targets) or torch.equal(targets.nan_to_num(), batch.targets.nan_to_num())
         ):
             raise ValueError(
-                f"{self.name}() returned other targets than when it was first called in this step, which evaluates one "
-                f"batch several times. Fix: draw the batch before the step, x, y = next(batches), and then "
-                "optimizer.step(lambda: (model(x), y))."
+                f"{self.name}() must return the same targets in each call of a step, got different ones. Fix: draw the "
+                "batch before the step, x, y = next(batches), then optimizer.step(lambda: (model(x), y))."
             )
         return batch
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the losses of positions."""
+        """Return the weighted loss of each position; its shape is that of the outputs without a class dimension."""
         losses = self.kind.losses(batch.outputs, batch.targets)
         return losses if batch.weight is None else losses * batch.weight
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the sum over positions and features, averaged over cases, added up in float64."""
+        """Return the loss, summed in float64 over positions and features and averaged over cases."""
         return self.losses(batch).sum(dtype=torch.float64) / batch.cases
 
     def loss_at(self, vector: Tensor) -> float:
-        """Return the loss at theta plus a vector; infinity if it is not finite."""
+        """Return the loss at theta plus a vector, or infinity if that loss is not finite."""
         with assign(self.parameters, self.theta + vector), torch.set_grad_enabled(self.differentiates):
             try:
                 loss = float(self.loss(self.batch()).detach())
@@ -139,42 +136,41 @@ class Objective:
         return loss if math.isfinite(loss) else math.inf
 
     def check_repeats(self) -> None:
-        """Refuse a closure that is another function in each call."""
+        """Raise ValueError if two calls of the closure give different losses."""
         zero = torch.zeros_like(self.theta)
         one, other = self.loss_at(zero), self.loss_at(zero)
         if math.isfinite(one) and not abs(one - other) <= REPEATS * abs(one):
             raise ValueError(
-                f"{self.name}() gives the loss {one:g} and then {other:g}, with the same parameters. Fix: draw noise, "
-                "and carry states from batch to batch, outside of it; torch's default generators are set back, others "
-                "are not."
+                f"{self.name}() must be deterministic within a step, got the loss {one:g} and then {other:g} for the "
+                "same parameters. Fix: draw noise and update hidden states outside of it. Draws from torch's default "
+                "generators are repeated, those from others are not."
             )
 
     def check_graph(self, batch: Batch, damps: bool) -> None:
-        """Refuse outputs and hidden states that do not depend on the parameters."""
+        """Raise ValueError if outputs or damped hidden states have no graph, or if targets have one."""
         if damps and not batch.hidden:
             raise ValueError(
-                f"structural_damping > 0 needs hidden states, and {self.name}() returned none. Fix: return outputs, "
+                f"structural_damping > 0 needs hidden states, got none from {self.name}(). Fix: return outputs, "
                 "targets, hbnode.optim.tanh_hidden(h) with the states h of a tanh RNN, or structural_damping=0.0."
             )
         if batch.targets.requires_grad:
-            fix = "targets.detach(); those of the model itself are made before the step"
             raise ValueError(
-                f"the targets of {self.name}() have a graph. Fix: "
-                f"{fix if batch.outputs.requires_grad else 'outputs first, then targets'}."
+                f"the targets of {self.name}() must not require a gradient. Fix: "
+                f"{'targets.detach()' if batch.outputs.requires_grad else 'return (outputs, targets), in this order'}."
             )
         if not batch.outputs.requires_grad or (damps and not all(z.requires_grad for z, _ in batch.hidden)):
             raise ValueError(
-                f"the {'hidden' if batch.outputs.requires_grad else 'outputs'} of {self.name}() have no graph to the "
-                "parameters. Fix: leave out torch.no_grad(), torch.inference_mode(), .detach() and .data."
+                f"the {'hidden states' if batch.outputs.requires_grad else 'outputs'} of {self.name}() do not depend "
+                "on the parameters. Fix: remove torch.no_grad(), torch.inference_mode(), .detach() and .data."
             )
 
     def _as_batch(self, returned: object) -> Batch:
         if not isinstance(returned, (tuple, list)) or not 2 <= len(returned) <= 4:
-            got = f"{len(returned)} of them" if isinstance(returned, (tuple, list)) else type(returned).__name__
-            fix = (
-                f"let {self.name} return (model(x), y); the optimizer computes the loss itself, and calls no backward()"
+            got = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
+            raise TypeError(
+                f"{self.name}() must return {_RETURNS}, got {got}. Fix: return (model(x), y), without a call of "
+                "backward(); the optimizer computes the loss."
             )
-            raise TypeError(f"{self.name}() must return {_RETURNS}, got {got}. Fix: {fix}.")
         outputs, targets, hidden, weight = (*returned, None, None)[:4]
         for name, z in (("outputs", outputs), ("targets", targets)):
             if not isinstance(z, Tensor):
@@ -186,8 +182,8 @@ class Objective:
         positions = outputs.shape[: outputs.dim() - self.kind.class_dims]
         if not -outputs.dim() <= self.case_dim < outputs.dim() or self.case_dim % outputs.dim() >= len(positions):
             raise ValueError(
-                f"case_dim={self.case_dim} must be a dimension of the outputs that counts cases, and the outputs are "
-                f"{tuple(outputs.shape)}. Fix: case_dim=0, and a first dimension for the cases: outputs[None] of one."
+                f"case_dim={self.case_dim} must be a dimension of the outputs that contains cases, got outputs of "
+                f"shape {tuple(outputs.shape)}. Fix: case_dim=0; for a single case return outputs[None]."
             )
         if weight is not None:
             weight = _as_weight(weight, positions, "the weight").to(outputs.dtype)
@@ -197,14 +193,13 @@ class Objective:
         cases = outputs.shape[self.case_dim]
         if cases == 0:
             raise ValueError(
-                f"the outputs of {self.name}() have no cases: they are {tuple(outputs.shape)}. Fix: leave empty "
-                "batches out."
+                f"the outputs of {self.name}() have no cases, got shape {tuple(outputs.shape)}. Fix: skip empty "
+                "batches."
             )
         return Batch(outputs, targets, _as_hidden(hidden), weight, cases)
 
 
 def _as_weight(weight: object, shape: Sequence[int], name: str) -> Tensor:
-    """Return a weight, finite and >= 0, that broadcasts to a shape."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(weight).__name__}. Fix: torch.tensor(weight).")
     try:
@@ -226,7 +221,7 @@ def _as_weight(weight: object, shape: Sequence[int], name: str) -> Tensor:
 
 
 def _as_hidden(hidden: object) -> list[tuple[Tensor, Tensor | None]]:
-    """Return pairs of what structural damping acts on and its metric."""
+    """Return the hidden states of a closure as pairs of a state and its weight or None."""
     pairs: list[tuple[Tensor, Tensor | None]] = []
     for entry in hidden if isinstance(hidden, list) else [] if hidden is None else [hidden]:
         z, metric = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
@@ -237,25 +232,28 @@ def _as_hidden(hidden: object) -> list[tuple[Tensor, Tensor | None]]:
             )
         if metric is not None and metric.requires_grad:
             raise ValueError(
-                "the second of a pair of hidden is a weight, and has a graph. Fix: a list [h, c] of two "
-                "states, or weight.detach()."
+                "the weight w of a pair (z, w) in hidden must not require a gradient. Fix: w.detach(), or a list "
+                "[h, c] for two states."
             )
         pairs.append((z, None if metric is None else _as_weight(metric, z.shape, "the weight of hidden")))
     return pairs
 
 
 class QuadraticModel:
-    """phi(d) = g^T d + d^T A d / 2, A = J^T H_L J + lambda mu J_h^T diag(w) J_h + lambda I, for fixed parameters.
+    """The damped Gauss-Newton matrix A = J^T H_L J + lambda mu J_h^T diag(w) J_h + lambda I at fixed parameters.
+
+    J and J_h are the Jacobians of outputs and hidden states with respect to the parameters. H_L is the Hessian of the
+    loss with respect to the outputs, and w are the weights of the hidden states. The first two terms are case averages.
 
     Arguments:
-        objective: of the curvature batch.
-        damping: lambda.
-        structural: lambda mu.
-        checks: whether to refuse a model some of whose gradients have no graph: J and J^T would not fit together.
+        objective: the loss on the curvature batch.
+        damping: the damping lambda.
+        structural: the product lambda mu, with the strength mu of structural damping.
+        checks: whether to raise an error if autograd's products with J and J^T are inconsistent.
     """
 
     batch: Batch | None
-    versions: list[int]  # of the parameters when the graph was made
+    versions: list[int]  # versions of the parameters when the graph was created
     outputs: list[Tensor]
     u: list[Tensor]
     gradient: Tensor  # J^T u
@@ -266,7 +264,7 @@ class QuadraticModel:
         self.release()
 
     def linearize(self, batch: Batch | None = None) -> Batch:
-        """Make the graph of J^T u, of a batch that has a graph or of a new one, unless there is one."""
+        """Create the graph of J^T u, which all products use, unless it exists and is valid; return its batch."""
         versions = [parameter._version for parameter in self.parameters]
         if batch is None:
             if self.batch is not None and versions == self.versions:
@@ -278,8 +276,8 @@ class QuadraticModel:
         for name, z in (("outputs", batch.outputs), ("targets", batch.targets)):
             if not bool(z.isfinite().all()):
                 raise FloatingPointError(
-                    f"the {name} of {self.objective.name}() are not finite. Fix: look for such values in the inputs, "
-                    "targets and parameters; smaller initial weights."
+                    f"the {name} of {self.objective.name}() are not finite. Fix: remove such values from inputs and "
+                    "targets, or use smaller initial weights."
                 )
         weight: Tensor | float = 1.0
         if batch.weight is not None:
@@ -293,7 +291,7 @@ class QuadraticModel:
         self.u = list(map(torch.zeros_like, self.outputs))  # J^T u has the same derivative at any u
         for z in self.u:
             (z.copy_(torch.randn(z.shape, generator=generator)) if self.checks else z).requires_grad_()
-        refused = refuse_constants(self.outputs) if self.checks else nullcontext()
+        refused = detect_detached_gradients(self.outputs) if self.checks else nullcontext()
         with torch.enable_grad(), translate_errors(), refused:
             grads = torch.autograd.grad(self.outputs, self.parameters, self.u, create_graph=True, allow_unused=True)
             self.gradient = flatten(grads, self.parameters)
@@ -304,58 +302,60 @@ class QuadraticModel:
         return batch
 
     def _check_transpose(self, grads: Sequence[Tensor | None]) -> None:
-        """Refuse J and J^T that do not fit: with v = J^T w, the squared norm of v is the product of w and J v."""
+        """Raise RuntimeError unless J and J^T are transposes, which a custom backward pass may violate.
+
+        With a random w and v = J^T w, the squared norm of v must equal w^T J v.
+        """
         w = [z.detach() for z in self.u]
         v = self.vjp(w)
         squared = float(torch.dot(v, v))
         if not math.isfinite(squared):
             raise FloatingPointError(
-                "the Gauss-Newton matrix overflows, or a derivative of the model is not finite. Fix: look for values "
-                "that are not finite in the inputs of the curvature batch; smaller initial weights; float64."
+                "a product with the Jacobian of the model is not finite. Fix: remove such values from the curvature "
+                "batch, or use smaller initial weights or float64."
             )
         for grad, part in zip(grads, unflatten(v, self.parameters), strict=True):
             if grad is not None and not grad.requires_grad and bool(part.any()):
-                refuse("a hook of a parameter takes the graph from its gradient")
+                refuse("a hook of a parameter detaches its gradient")
         product = sum(float((a * b).sum()) for a, b in zip(w, self.jvp(v), strict=True))
         if not abs(product - squared) <= PRECISION * squared:
             refuse("the derivative of its backward pass is wrong")
 
     def jvp(self, vector: Tensor) -> list[Tensor]:
-        """Return J v for each output."""
+        """Return the product of a vector with the Jacobian of the outputs, and of each hidden state, as a list."""
         with translate_errors():
             return list(torch.autograd.grad(self.gradient, self.u, vector, retain_graph=True, materialize_grads=True))
 
     def vjp(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return J^T w of all outputs together, flat."""
+        """Return the vector-Jacobian product for gradients of the outputs and hidden states, as one vector."""
         parts = torch.autograd.grad(self.outputs, self.parameters, grads, retain_graph=True, allow_unused=True)
         return flatten(parts, self.parameters)
 
     def product(self, vector: Tensor) -> Tensor:
-        """Return A v."""
         self.linearize()
         z, *hidden = self.jvp(vector)
         weighted = [self.hessian(z) * self.factor, *map(torch.mul, hidden, self.metrics)]
         return self.vjp(weighted).add_(vector, alpha=self.damping)
 
     def undamped_curvature(self, vector: Tensor) -> float:
-        """Return v^T J^T H_L J v."""
+        """Return v^T J^T H_L J v, the curvature along a vector v without the two damping terms of A."""
         self.linearize()
         z = self.jvp(vector)[0]
         return float((z * self.hessian(z) * self.factor).sum())
 
     def release(self) -> None:
-        """Free the graph; it is made again when it is needed."""
+        """Free the graph. The next product creates a new one."""
         self.batch, self.versions = None, []
         self.outputs, self.u, self.gradient = [], [], self.theta
 
     def preconditioner(self, samples: int) -> Tensor:
-        """Return (mean of g_n^2 + lambda)^0.75, of Martens (2010), section 4.7, g_n the gradient of case n.
+        """Estimate the diagonal preconditioner (mean of g_n^2 + lambda)^0.75 of Martens (2010), section 4.7.
 
-        The square of sum_n s_n g_n, with random signs s_n, has the sum of g_n^2 as its mean. The signs are the same in
-        every step, so that runs repeat.
+        g_n is the gradient of case n. The square of sum_n s_n g_n with random signs s_n has the expectation
+        sum_n g_n^2. The signs are equal in every step, which makes runs reproducible.
 
         Arguments:
-            samples: how many sums are drawn.
+            samples: the number of random sums.
         """
         batch = self.linearize()
         with torch.enable_grad():
@@ -368,24 +368,25 @@ class QuadraticModel:
             parts = torch.autograd.grad(losses, self.parameters, signs, retain_graph=True, allow_unused=True)
             squares += flatten(parts, self.parameters).square()
         diagonal = (squares / (samples * len(losses)) + self.damping).pow(EXPONENT)
-        return diagonal.clamp(min=torch.finfo(diagonal.dtype).eps * diagonal.max())  # 0 for unused parameters
+        return diagonal.clamp(min=torch.finfo(diagonal.dtype).eps * diagonal.max())  # 0 if unused
 
 
 def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states of a tanh RNN as structural damping acts on them: on the pre-activations, weighted by 1 - h^2.
+    """Return the states of a tanh RNN with their weights for structural damping.
 
-    With h = tanh(t), a change of t weighted by 1 - h^2 (Algorithm 1, line 17, of the supplement to Martens and
-    Sutskever, ICML 2011) is a change of h weighted by 1 / (1 - h^2), which this returns. If 1 - h^2 is below the
-    precision of the dtype, that precision replaces it.
+    Martens and Sutskever penalise changes of the pre-activations t, weighted by 1 - h^2 with h = tanh(t). That equals
+    a penalty on changes of h weighted by 1 / (1 - h^2). The machine epsilon of the dtype bounds 1 - h^2 from below.
+
+    Source: Algorithm 1, line 17, of the supplement to Martens and Sutskever (ICML 2011).
 
     Arguments:
         h: the states, of any shape, as ``torch.nn.RNN`` or :class:`hbnode.nn.TanhRNN` returns them.
 
     Returns:
-        The pair (h, 1 / (1 - h^2)), without graph in its second part.
+        The pair (h, 1 / (1 - h^2)). The second tensor has no graph.
 
     Raises:
-        ValueError: h has values beyond -1 and 1, so it is no tanh.
+        ValueError: h has values outside of [-1, 1].
 
     Example:
         >>> h, weight = tanh_hidden(torch.tensor([0.0, 0.5]))
@@ -396,6 +397,6 @@ def tanh_hidden(h: Tensor) -> tuple[Tensor, Tensor]:
     if may_look() and bool((values.abs() > 1).any()):
         raise ValueError(
             f"h must be in [-1, 1], values of tanh, got up to {values.abs().max().item():g}. Fix: return h itself as "
-            "hidden where units are no tanh."
+            "hidden if the units do not use tanh."
         )
     return h, ((1 + values) * (1 - values)).clamp(min=torch.finfo(h.dtype).eps).reciprocal()

@@ -1,4 +1,4 @@
-"""Double backward passes: layers in the forms that have one, and refusals of models that have none."""
+"""Second derivatives of models: implementations of layers that have them, and errors for models that do not."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from hbnode.optim.r_operator import ROperator
 _LOCK = threading.RLock()
 _REFUSED = "the model cannot be differentiated twice, which Gauss-Newton products need"
 _CHECKPOINT = "Fix: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-_CUSTOM = (
-    "Fix: another operation in its place; of a custom autograd function, a backward pass in operations that autograd "
-    "knows."
-)
+_CUSTOM = "Fix: replace this operation, or write a custom backward in differentiable torch operations."
 
 
 @contextmanager
 def twice_differentiable(device: torch.device) -> Iterator[None]:
-    """Let layers take forms that have second derivatives, and recurrent layers an R-operator.
+    """Run layers in implementations that have second derivatives, within the context.
 
-    Recurrent layers of oneDNN and cuDNN, fused attention and graphs of torch.compile have only first derivatives.
-    These are settings of the process, so threads take turns.
+    It disables oneDNN, cuDNN, fused attention and torch.compile, whose operations have only first derivatives.
+    Recurrent layers of torch.nn run under :class:`ROperator`. The settings are global, so a lock serialises threads.
     """
     backend, operator = torch.backends.mkldnn, ROperator(device.type)
     with _LOCK, ExitStack() as stack:
@@ -49,7 +46,7 @@ def twice_differentiable(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Say which layer has no second derivative, and what to do."""
+    """Raise a RuntimeError with a fix in place of autograd's errors about missing second derivatives."""
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:
@@ -60,48 +57,47 @@ def translate_errors() -> Iterator[None]:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Refuse a model whose backward pass has no graph, or not the right one."""
+    """Raise RuntimeError for a model that cannot be differentiated twice, for the reason given."""
     raise RuntimeError(f"{_REFUSED}: {reason}. {_CUSTOM}")
 
 
 @contextmanager
-def refuse_constants(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Refuse, by its name, an operation whose gradient has no graph though what it is computed from has one.
+def detect_detached_gradients(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Raise RuntimeError if an operation returns gradients without a graph for inputs with a graph.
 
-    Hooks look at each node of the backward pass within the context.
+    Hooks check each node of the outputs' graph during a backward pass within the context.
     """
     names: list[str] = []
 
-    def look_at(name: str, grads: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-        if any(z is not None and z.requires_grad for z in given):
-            names.extend(name for z in grads if z is not None and _is_constant(z) and bool(z.any()))
+    def check(name: str, grads: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> None:
+        if any(z is not None and z.requires_grad for z in inputs):
+            names.extend(name for z in grads if z is not None and _is_detached(z) and bool(z.any()))
 
     with ExitStack() as stack:
         for node in _nodes(outputs):
-            stack.callback(node.register_hook(partial(look_at, node.name())).remove)
+            stack.callback(node.register_hook(partial(check, node.name())).remove)
         yield
     if names:
-        refuse(f"a part of its backward pass has no graph, that of {names[0]}")
+        refuse(f"the backward pass of {names[0]} has no graph")
 
 
-def _is_constant(z: Tensor) -> bool:
-    """Return whether a gradient has no graph, or that of ``once_differentiable``."""
+def _is_detached(z: Tensor) -> bool:
+    """Return whether a gradient has no graph, or the error node that ``once_differentiable`` creates."""
     return not z.requires_grad or (z.grad_fn is not None and z.grad_fn.name() == "torch::autograd::Error")
 
 
 def check_checkpoints(outputs: Sequence[Tensor]) -> None:
-    """Refuse reentrant checkpoints: they hide parameters, as if the outputs did not depend on them."""
+    """Raise RuntimeError if the graph has reentrant checkpoints, whose parameters autograd.grad does not find."""
     if any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs)):
         raise RuntimeError(f"{_REFUSED}: it has reentrant checkpoints, which hide parameters. {_CHECKPOINT}")
 
 
 def _nodes(outputs: Sequence[Tensor]) -> Iterator[Node]:
-    """Return all operations of the outputs' graph."""
-    ahead = [z.grad_fn for z in outputs]
+    stack = [z.grad_fn for z in outputs]
     visited: set[Node] = set()
-    while ahead:
-        node = ahead.pop()
+    while stack:
+        node = stack.pop()
         if node is not None and node not in visited:
             yield node
             visited.add(node)
-            ahead += [after for after, _ in node.next_functions]
+            stack += [after for after, _ in node.next_functions]

@@ -21,8 +21,8 @@ from hbnode.optim.double_backward import twice_differentiable
 from hbnode.optim.losses import check_loss
 
 WARM_START = 0.95
-LOW, HIGH = 0.25, 0.75  # the ratio rho of a bad step and of a good one
-RAISE, LOWER = 1.5, 2 / 3  # factors of lambda after them
+LOW, HIGH = 0.25, 0.75  # bounds of the ratio rho, below and above which lambda changes
+RAISE, LOWER = 1.5, 2 / 3  # factors of lambda below LOW and above HIGH
 
 Hidden: TypeAlias = Tensor | tuple[Tensor, Tensor] | list[Tensor | tuple[Tensor, Tensor]] | None
 Closure: TypeAlias = Callable[
@@ -33,22 +33,23 @@ Outcome: TypeAlias = Literal["accepted", "restarted", "rejected", "stationary"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step of :class:`~hbnode.optim.HessianFree` did; ``str`` of it is a line for a progress bar.
+    """A summary of one step of :class:`~hbnode.optim.HessianFree`. ``str(progress)`` fits a progress bar.
 
     Attributes:
         loss: the loss before the step, on the gradient batch.
         new_loss: the loss after the step, on the gradient batch.
-        damping: lambda of the step.
-        ratio: rho, the change of the loss by the whole step d over the change that the quadratic model predicted. It is
-            negative if the loss grew, minus infinity if the loss was not finite there, and NaN if both changes are
-            below the precision of the loss.
-        cg_iterations: iterations of conjugate gradients, those before a restart included.
-        cg_stop: why the last of them ended: "progress" (Martens' rule), "limit", "solved" (no residual is left) or
-            "negative curvature" (d^T A d <= 0, which only rounding can cause).
-        step_length: alpha of the line search. It is 0 if the parameters were left as they were.
-        outcome: "accepted"; "restarted", accepted after conjugate gradients began again from zero; "rejected", no step
-            reduced the loss; or "stationary", none did, and the changes of the loss are below its precision, predicted
-            ones and true ones.
+        damping: the damping lambda of the step.
+        ratio: rho, the change of the loss by the full step d divided by the change that the quadratic model predicts.
+            It is negative if the loss grew, minus infinity if the loss at the full step is not finite, and NaN if both
+            changes are below the precision of the loss.
+        cg_iterations: the number of conjugate gradient iterations, including those before a restart.
+        cg_stop: the reason why conjugate gradients stopped: "progress" (Martens' rule), "limit" (``max_cg``
+            iterations), "solved" (the residual is zero within rounding) or "negative curvature" (p^T A p <= 0 for a
+            search direction p, which only rounding can cause).
+        step_length: alpha of the line search. It is 0 if the parameters did not change.
+        outcome: "accepted"; "restarted", accepted after a restart of conjugate gradients from zero; "rejected", no
+            step reduced the loss; or "stationary", rejected with predicted and true changes of the loss below its
+            precision.
     """
 
     loss: float
@@ -62,7 +63,7 @@ class Progress:
 
     @property
     def reduction(self) -> float:
-        """How much the step reduced the loss."""
+        """The reduction of the loss, ``loss - new_loss``."""
         return self.loss - self.new_loss
 
     def __str__(self) -> str:
@@ -73,58 +74,60 @@ class Progress:
 
 
 class HessianFree(Optimizer):
-    r"""Hessian-free optimization: steps towards the minimum of a damped quadratic model, by conjugate gradients.
+    r"""A Hessian-free optimizer, which minimises a damped quadratic model of the loss by conjugate gradients.
 
-    A step solves ``A d = -g``, with g the gradient of the loss and A the damped Gauss-Newton matrix::
+    A step solves ``A d = -g``, with the gradient g of the loss and the damped Gauss-Newton matrix::
 
         A = J^T H_L J + lambda mu J_h^T diag(w) J_h + lambda I
 
-    J is the Jacobian of the outputs in the parameters, H_L the Hessian of the loss in the outputs, and J_h the Jacobian
-    of hidden states with weights w. The second term is structural damping: it penalizes changes of hidden states. All
-    terms are sums over time and features, averaged over cases. Products with A cost two passes; A is never formed.
+    J is the Jacobian of the outputs with respect to the parameters. H_L is the Hessian of the loss with respect to the
+    outputs. J_h is the Jacobian of hidden states, which have weights w. The term with mu is structural damping: it
+    penalises changes of hidden states. All terms are sums over time and features, averaged over cases. A product with
+    A costs two passes; A is never formed.
 
-    Conjugate gradients start from 0.95 times the last direction. They stop after iteration i if (phi_i - phi_{i-k}) /
-    phi_i < 5e-4 k, k = max(10, i / 10), where phi is the quadratic model. Of the iterates ceil(1.3^j), the step goes
-    back from the last while the loss of the curvature batch becomes smaller. It then searches the line for a sufficient
-    decrease of the loss of the gradient batch. If no step helps, conjugate gradients begin again from zero.
+    Conjugate gradients start from 0.95 times the last direction. With the quadratic model phi and
+    k = max(10, i / 10), they stop after iteration i if (phi_i - phi_{i-k}) / phi_i < 5e-4 k. The step saves the
+    iterates i = ceil(1.3^j) and moves back from the last one while the loss on the curvature batch decreases. A line
+    search then finds a sufficient decrease of the loss on the gradient batch. If the direction does not reduce the
+    loss, conjugate gradients restart from zero.
 
-    The damping follows Levenberg and Marquardt: with rho the change of the loss over that of the model, lambda is
-    multiplied by 3/2 where rho < 1/4 and by 2/3 where rho > 3/4. Where both changes are no larger than what the last
-    digits of the parameters change in the loss, rho is rounding and lambda stays, unless the model without damping
-    predicts more; then lambda falls.
+    The damping lambda follows the rule of Levenberg and Marquardt. The ratio rho is the change of the loss divided by
+    the predicted change. If rho < 1/4, lambda is multiplied by 3/2; if rho > 3/4, by 2/3. If both changes are within
+    rounding of the loss, lambda stays. It is multiplied by 2/3 if the undamped model predicts a larger change.
 
-    Autocast around a step has no effect; within a closure it is refused.
+    A step calls each closure several times, with the same random numbers of torch's default generators. A closure must
+    use the same data in each of these calls. Autocast around a step has no effect; within a closure it raises an error.
 
-    The closures draw no new data: a step evaluates each of them several times, with the same
-    random numbers of torch's default generators. Layers
-    take forms that can be differentiated twice while the curvature is evaluated. ``torch.nn.RNN``, ``GRU`` and ``LSTM``
-    and :class:`hbnode.nn.TanhRNN` then have products written for them, but not on a PackedSequence.
+    The curvature needs second derivatives, so layers run in implementations that have them. ``torch.nn.RNN``, ``GRU``
+    and ``LSTM`` and :class:`hbnode.nn.TanhRNN` use an R-operator, except on a PackedSequence.
 
-    All parameter groups have the same options. Frozen parameters stay as they are. ``state_dict`` has the damping and
-    the last direction, so that a resumed run goes on exactly.
+    All parameter groups have the same options. Frozen parameters do not change. ``state_dict`` contains the damping
+    and the last direction, so a resumed run continues exactly.
 
     References: Martens, Deep learning via Hessian-free optimization (ICML 2010). Martens and Sutskever, Learning
     Recurrent Neural Networks with Hessian-Free Optimization (ICML 2011), with its supplement.
 
     Arguments:
         params: parameters or named parameters of a model, in float32 or float64, on one device.
-        loss: "mse", half the squared error, H_L = I; "bce", the cross-entropy of sigmoids from logits, with targets in
-            [0, 1], H_L = diag(p (1 - p)); or "cross_entropy", that of a softmax over the last dimension of the outputs,
-            from logits, with class indices as targets, H_L = diag(p) - p p^T. The target -100 is ignored.
-        damping: the first lambda. Default: ``0.1``.
-        structural_damping: mu; the closures then return hidden states. Default: ``0.0``.
-        max_cg: the most iterations of conjugate gradients in a step. Default: ``300``.
-        min_damping: the least lambda. Where the loss hardly changes, the rule above would reduce lambda, and with it
-            the structural damping, without end. Default: ``0.0002``.
-        preconditioner_samples: if not 0, conjugate gradients are preconditioned by (mean of g_n^2 + lambda)^0.75, g_n
-            the gradient of case n. The mean is estimated from this many sums of g_n with random signs, at the cost of a
-            backward pass each. Default: ``0``.
-        case_dim: the dimension of the outputs that counts the cases; 1 for outputs that begin with time. Default:
-            ``0``.
+        loss: "mse", half the squared error, with H_L = I; "bce", the binary cross-entropy of logits with targets in
+            [0, 1] and H_L = diag(p (1 - p)), p = sigmoid(logits); or "cross_entropy", the cross-entropy of logits in
+            the last dimension of the outputs, with class indices as targets and H_L = diag(p) - p p^T,
+            p = softmax(logits). "cross_entropy" ignores the target -100.
+        damping: the initial lambda. Default: ``0.1``.
+        structural_damping: the strength mu of structural damping. If it is positive, the curvature closure must return
+            hidden states. Default: ``0.0``.
+        max_cg: the maximum number of conjugate gradient iterations per step. Default: ``300``.
+        min_damping: the lower bound of lambda. Without it lambda, and with it structural damping, would tend to 0 if
+            the loss hardly changes. Default: ``0.0002``.
+        preconditioner_samples: if positive, conjugate gradients use the diagonal preconditioner
+            (mean of g_n^2 + lambda)^0.75, with the gradient g_n of case n. The mean is estimated from this number of
+            sums of g_n with random signs; each sum costs a backward pass. Default: ``0``.
+        case_dim: the dimension of the outputs that contains the cases; 1 for outputs (T, cases, ...). Default: ``0``.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has no meaning, a parameter is in half precision, or a group has options of its own.
+        ValueError: an argument is out of its range, a parameter is neither float32 nor float64, or a parameter group
+            has its own options.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -173,9 +176,8 @@ class HessianFree(Optimizer):
         own = set(param_group) - {"params", "param_names"}
         if own:
             raise ValueError(
-                f"a parameter group has options of its own, {sorted(own)}, but one quadratic model is made for all "
-                "parameters. Fix: leave them out and pass them to HessianFree itself, or freeze parameters by "
-                "requires_grad_(False)."
+                f"a parameter group must not have options of its own, got {sorted(own)}: one quadratic model covers "
+                "all parameters. Fix: pass them to HessianFree itself, or freeze parameters by requires_grad_(False)."
             )
         super().add_param_group(param_group)
         _check_parameters([parameter for group in self.param_groups for parameter in group["params"]])
@@ -187,43 +189,45 @@ class HessianFree(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` returned.
+        """Load the damping and the last direction from a result of :meth:`state_dict`.
 
         Arguments:
-            state_dict: of a HessianFree for the same loss and for parameters of the same shapes.
+            state_dict: the state of a HessianFree with the same loss and with parameters of the same shapes.
 
         Raises:
-            ValueError: the state is that of another optimizer, loss or model.
+            ValueError: the state belongs to another optimizer, loss or model.
         """
         if not isinstance(state_dict, Mapping) or not {"param_groups", "state"} <= state_dict.keys():
             raise ValueError(
-                "the state_dict is no state of an optimizer: it has no 'param_groups' and 'state'. Fix: the one that "
-                "HessianFree.state_dict() gave."
+                "the state_dict of an optimizer must have 'param_groups' and 'state'. Fix: pass the result of "
+                "HessianFree.state_dict()."
             )
         options = self.param_groups[0]
         for group in state_dict["param_groups"]:
             missing = sorted(options.keys() - group.keys() - {"param_names"})
             if missing:
                 raise ValueError(
-                    f"the state_dict is of another optimizer: it has no {missing[0]!r}. Fix: the one that "
-                    "HessianFree.state_dict() gave."
+                    f"the state_dict belongs to another optimizer: it has no {missing[0]!r}. Fix: pass the result of "
+                    "HessianFree.state_dict()."
                 )
             for name in ("loss", "case_dim"):
                 if group[name] != options[name]:
                     raise ValueError(
-                        f"the state_dict is of {name}={group[name]!r}, the optimizer has {options[name]!r}. "
-                        f"Fix: HessianFree(..., {name}={group[name]!r}) if that is meant."
+                        f"the state_dict has {name}={group[name]!r}, the optimizer has {options[name]!r}. "
+                        f"Fix: HessianFree(..., {name}={group[name]!r})."
                     )
             if not 0 <= group["damping"] < math.inf:
-                raise ValueError(f"the damping of the state_dict is {group['damping']}. Fix: a state from before.")
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+                raise ValueError(
+                    f"the damping of the state_dict is {group['damping']}. Fix: load an earlier state_dict."
+                )
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for place, parameter in zip(places, parameters, strict=False):  # torch's own errors name unequal numbers
-            direction = state_dict["state"].get(place, {}).get("direction")
+        for key, parameter in zip(keys, parameters, strict=False):  # torch checks that the numbers agree
+            direction = state_dict["state"].get(key, {}).get("direction")
             if direction is not None and direction.shape != parameter.shape:
                 raise ValueError(
                     f"the state_dict has a direction of shape {tuple(direction.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}. Fix: the state of an optimizer of the same model."
+                    f"{tuple(parameter.shape)}. Fix: load the state of an optimizer of the same model."
                 )
         super().load_state_dict(state_dict)
 
@@ -232,37 +236,38 @@ class HessianFree(Optimizer):
     def step(  # type: ignore[override]  # its closure returns no loss
         self, forward: Closure | None = None, curvature: Closure | None = None
     ) -> Tensor:
-        """Take a step.
+        """Update the parameters by one step.
 
-        Each closure returns ``(outputs, targets)``, ``(outputs, targets, hidden)`` or ``(outputs, targets, hidden,
-        weight)``. Hidden is what structural damping acts on: a tensor z, for the squared change of z; a pair
-        ``(z, w)``, for the change weighted by w >= 0, a tensor that broadcasts to z; or a list of these.
-        :func:`hbnode.optim.tanh_hidden` makes the pair for the states of a tanh RNN. The weight of the losses
-        broadcasts to the outputs, for cross-entropy to the targets; 0 leaves a position out.
+        Each closure returns ``(outputs, targets)``, ``(outputs, targets, hidden)`` or
+        ``(outputs, targets, hidden, weight)``. ``hidden`` are the states under structural damping: a tensor z, which
+        penalises the squared change of z; a pair ``(z, w)``, which weights this change by w >= 0, a tensor that
+        broadcasts to z; or a list of tensors and pairs. :func:`hbnode.optim.tanh_hidden` returns the pair for a tanh
+        RNN. ``weight`` multiplies the losses. It broadcasts to the outputs, for cross-entropy to the targets; 0 masks
+        a position.
 
         Arguments:
-            forward: evaluates the model on the batch of the gradient and of the line search. Default: ``None``, which
-                is refused: gradients of an earlier ``backward()`` are not used.
-            curvature: evaluates it on the batch of the curvature, of a tenth of the size for example. Default:
-                ``None``, the batch of the gradient.
+            forward: the closure that evaluates the model on the gradient batch, also in the line search. Default:
+                ``None``, which raises TypeError, because gradients of an earlier ``backward()`` are not used.
+            curvature: the closure that evaluates the model on the curvature batch, for example a tenth of the gradient
+                batch. Default: ``None``, the gradient batch.
 
         Returns:
-            The loss before the step. :attr:`progress` has the rest.
+            The loss before the step. :attr:`progress` has the other results.
 
         Raises:
             FloatingPointError: the loss before the step, its gradient or the curvature is not finite. The parameters
-                are as before.
+                do not change.
             RuntimeError: the model cannot be differentiated twice, or a closure runs under autocast.
-            TypeError: there is no closure, or it returns something else.
-            ValueError: shapes or values do not fit, or a closure is another function in each call.
+            TypeError: a closure is missing or returns values of other types.
+            ValueError: shapes or values do not fit, or a closure is not deterministic.
         """
         if forward is None:
             raise TypeError(
-                "step() needs a function that returns outputs and targets, from which it computes the loss and its "
-                "derivatives; those of an earlier backward() are not used. Fix: optimizer.step(lambda: (model(x), y))."
+                "step() needs a function that returns outputs and targets; gradients of an earlier backward() are not "
+                "used. Fix: optimizer.step(lambda: (model(x), y))."
             )
         parameters = self._parameters()
-        with no_autocast(parameters[0]):  # it would round the products
+        with no_autocast(parameters[0]):  # autocast would round the products
             return self._step(parameters, forward, curvature)
 
     def _step(self, parameters: list[Tensor], forward: Closure, curvature: Closure | None) -> Tensor:
@@ -278,7 +283,7 @@ class HessianFree(Optimizer):
             sample.check_repeats()
         loss, gradient = self._gradient(objective, model)
 
-        # The direction: conjugate gradients from the last one and, if that finds nothing, from zero.
+        # Find a direction by conjugate gradients from the last direction. If it fails, restart from zero.
         iterations: int = 0
         outcome: Outcome = "accepted"
         directions = [self.state[parameter].get("direction") for parameter in parameters]
@@ -296,7 +301,7 @@ class HessianFree(Optimizer):
                 break
             start, outcome = None, "restarted"
 
-        # Its length, by a line search, and lambda, by Levenberg and Marquardt's rule.
+        # Find the step length by a line search, and the next lambda by the rule of Levenberg and Marquardt.
         length, new_loss, ratio = 0.0, loss, math.nan
         eps = torch.finfo(theta.dtype).eps
         is_visible = -predicted > eps * abs(loss)
@@ -305,7 +310,7 @@ class HessianFree(Optimizer):
             ratio = (full_loss - loss) / predicted
         factor = LOWER if ratio > HIGH else 1.0 if ratio >= LOW else RAISE
         if not ratio >= LOW:
-            # Rounding is what the last digits of all parameters change in the loss.
+            # The rounding error of the loss is its change if each parameter changes by its last digit.
             signs = 2 * torch.randint(2, theta.shape, generator=torch.Generator().manual_seed(0)) - 1
             last_digits = eps * theta * signs.to(theta)
             changes = abs(objective.loss_at(last_digits) - loss), abs(objective.loss_at(-last_digits) - loss)
@@ -318,7 +323,7 @@ class HessianFree(Optimizer):
 
         if length:
             for parameter, part in zip(parameters, unflatten(theta + length * direction, parameters), strict=True):
-                parameter.copy_(part)  # autograd refuses graphs that were made before
+                parameter.copy_(part)  # bumps the versions, so autograd rejects earlier graphs
         else:
             outcome = "stationary" if math.isnan(ratio) else "rejected"
         for parameter, part in zip(parameters, unflatten(solution.iterates[-1][0], parameters), strict=True):
@@ -331,7 +336,6 @@ class HessianFree(Optimizer):
         return torch.tensor(loss, dtype=theta.dtype)
 
     def _parameters(self) -> list[Tensor]:
-        """Return those that are not frozen."""
         parameters = [z for group in self.param_groups for z in group["params"] if z.requires_grad]
         if not parameters:
             raise ValueError("all parameters are frozen. Fix: parameter.requires_grad_(True) for some of them.")
@@ -339,7 +343,7 @@ class HessianFree(Optimizer):
         return parameters
 
     def _gradient(self, objective: Objective, model: QuadraticModel) -> tuple[float, Tensor]:
-        """Return the loss and its gradient; the model has the same graph if it has the same batch."""
+        """Return the loss and its gradient, and linearize the model. One graph serves both if they share a batch."""
         is_shared = objective is model.objective
         with torch.enable_grad(), twice_differentiable(model.theta.device) if is_shared else nullcontext():
             batch = objective.batch()
@@ -348,8 +352,8 @@ class HessianFree(Optimizer):
         loss = float(mean)
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"the loss is {loss} before the step. Fix: look for values that are not finite in the inputs, targets "
-                "and parameters; smaller initial weights."
+                f"the loss is {loss} before the step. Fix: remove values that are not finite from inputs and targets, "
+                "or use smaller initial weights."
             )
         grads = torch.autograd.grad(mean, model.parameters, retain_graph=is_shared, allow_unused=True)
         for k, grad in enumerate(grads):
@@ -359,14 +363,14 @@ class HessianFree(Optimizer):
                 )
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 raise FloatingPointError(
-                    f"the gradient of {self._names()[k]} is not finite, though the loss is. Fix: smaller initial "
-                    "weights, or float64; torch.autograd.detect_anomaly() tells which operation it is."
+                    f"the gradient of {self._names()[k]} is not finite, but the loss is. Fix: smaller initial weights, "
+                    "or float64; torch.autograd.detect_anomaly() finds the operation."
                 )
         model.linearize(batch if is_shared else None)
         return loss, flatten(grads, model.parameters)
 
     def _names(self) -> list[str]:
-        """Return the names of parameters that are not frozen, or else their places."""
+        """Return the names of the parameters that require gradients, or their indices if they have no names."""
         names: list[str] = []
         for k, group in enumerate(self.param_groups):
             given = group.get("param_names") or [f"parameter {i} of group {k}" for i in range(len(group["params"]))]
@@ -375,24 +379,26 @@ class HessianFree(Optimizer):
 
     @torch.no_grad()
     def product(self, vector: Tensor) -> Tensor:
-        """Return the product of the last step's damped Gauss-Newton matrix A with a vector.
+        """Return the product of the damped Gauss-Newton matrix A of the last step with a vector.
 
-        It belongs to the curvature batch of that step, to the parameters before it and to its damping. The first call
-        after a step evaluates the closure again; the graph is then kept until the next step.
+        A is that of the curvature batch of the last step, at the parameters before the step and with its damping. The
+        first call after a step evaluates the closure; later calls reuse the graph until the next step.
 
         Arguments:
-            vector: as long as all parameters that are not frozen, in the order of the groups; see
+            vector: a vector v with one entry per element of all parameters that require gradients, in the order of
                 ``torch.nn.utils.parameters_to_vector``.
 
         Returns:
-            A v, of the same length.
+            The product A v, of the same shape.
 
         Raises:
-            RuntimeError: there was no step yet, or parameters were frozen since.
-            ValueError: the vector has another shape than expected.
+            RuntimeError: no step was taken, or parameters were frozen after the last step.
+            ValueError: the vector has the wrong shape or dtype.
         """
         if self._model is None:
-            raise RuntimeError("product() belongs to the last step, and there was none. Fix: call step() first.")
+            raise RuntimeError(
+                "product() needs the matrix of a step, got a call before step(). Fix: call step() first."
+            )
         theta = self._model.theta
         if not isinstance(vector, Tensor) or vector.shape != theta.shape or vector.dtype != theta.dtype:
             got = f"{tuple(vector.shape)} of {vector.dtype}" if isinstance(vector, Tensor) else type(vector).__name__
@@ -403,7 +409,7 @@ class HessianFree(Optimizer):
         frozen = sum(not parameter.requires_grad for parameter in self._model.parameters)
         if frozen:
             raise RuntimeError(
-                f"product() belongs to the parameters of the last step, and {frozen} of them are frozen since. Fix: "
+                f"product() needs the parameters of the last step, but {frozen} of them were frozen after it. Fix: "
                 "requires_grad_(True) for these, or another step()."
             )
         with assign(self._model.parameters, theta), no_autocast(theta):
@@ -411,20 +417,19 @@ class HessianFree(Optimizer):
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
-    """Refuse what cannot be one vector of float32 or float64."""
     if len(set(parameters)) < len(parameters):
-        raise ValueError("a parameter is given twice. Fix: list(dict.fromkeys(parameters)), where weights are tied.")
+        raise ValueError("a parameter is given twice. Fix: list(dict.fromkeys(parameters)) for tied weights.")
     first = parameters[0]
     for parameter in parameters:
         if parameter.is_complex():
             raise ValueError(
-                f"the parameters must be real, got {parameter.dtype}. Fix: parameters of their real and imaginary "
-                "parts, and torch.view_as_complex in the model."
+                f"the parameters must be real, got {parameter.dtype}. Fix: store real and imaginary parts, and use "
+                "torch.view_as_complex in the model."
             )
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"the parameters must be float32 or float64, got {parameter.dtype}: a step weighs small changes of the "
-                "loss. Fix: model.float()."
+                f"the parameters must be float32 or float64, got {parameter.dtype}, which cannot resolve small changes "
+                "of the loss. Fix: model.float()."
             )
         if parameter.dtype != first.dtype or parameter.device != first.device:
             raise ValueError(

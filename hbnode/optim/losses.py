@@ -1,4 +1,4 @@
-"""Losses with the Hessian H_L in the outputs that the Gauss-Newton matrix needs."""
+"""Losses, and the products with their Hessians H_L with respect to the outputs, for the Gauss-Newton matrix."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from hbnode._checks import nearest
 
-IGNORED = -100  # torch's own ignore_index
+IGNORED = -100  # the default ignore_index of torch.nn.CrossEntropyLoss
 
 
 class SquaredError:
-    """Half the squared error; H_L = I."""
+    """Half the squared error. Its Hessian with respect to the outputs is the identity."""
 
-    class_dims = 0  # of the outputs, that the targets do not have
+    class_dims = 0  # number of class dimensions of the outputs, which the targets lack
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse targets of another shape: broadcasting would hide a mistake."""
+        """Raise ValueError if the targets do not fit the outputs, even if broadcasting would accept them."""
         if outputs.shape != targets.shape:
             raise ValueError(
                 f"the targets must have the shape of the outputs, {tuple(outputs.shape)}, got {tuple(targets.shape)}. "
-                "Fix: outputs.squeeze(-1) or targets.unsqueeze(-1) where one of them has a dimension more."
+                "Fix: outputs.squeeze(-1) or targets.unsqueeze(-1) if one has an extra dimension."
             )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each position."""
+        """Return the loss of each position, a tensor without the class dimension of the outputs."""
         return (outputs - targets).square() / 2
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the product with H_L at these outputs."""
+        """Return the map from a tensor z, shaped like the outputs, to the product of the Hessian with z."""
         return lambda z: z
 
 
 class BinaryCrossEntropy(SquaredError):
-    """Cross-entropy of sigmoids, from logits; H_L = diag(p (1 - p))."""
+    """The binary cross-entropy of logits z. Its Hessian is diag(p (1 - p)), where p = sigmoid(z)."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse targets that are no probabilities."""
         super().check(outputs, targets)
         if targets.numel() and not bool(((targets >= 0) & (targets <= 1)).all()):
             low, high = targets.min().item(), targets.max().item()
@@ -49,23 +48,20 @@ class BinaryCrossEntropy(SquaredError):
             )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return log(1 + exp(z)) - y z."""
         return binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the product with p (1 - p)."""
         p = torch.sigmoid(outputs.detach())
         factor = p * (1 - p)
         return lambda z: factor * z
 
 
 class CrossEntropy(SquaredError):
-    """Cross-entropy of a softmax over the last dimension, from logits; H_L = diag(p) - p p^T."""
+    """The cross-entropy of logits z over the last dimension. Its Hessian is diag(p) - p p^T, where p = softmax(z)."""
 
     class_dims = 1
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse targets that are no class indices, one for each position."""
         if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             raise ValueError(
                 f"loss='cross_entropy' expects class indices as targets, got {targets.dtype} of shape "
@@ -88,12 +84,10 @@ class CrossEntropy(SquaredError):
             )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return -log p of the target; 0 where it is ignored."""
         flat = cross_entropy(outputs.flatten(0, -2), targets.flatten().long(), ignore_index=IGNORED, reduction="none")
         return flat.view(targets.shape)
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the map of z to p z - p (p . z); 0 where the target is ignored."""
         p = torch.softmax(outputs.detach(), -1)
         masked = p * (targets != IGNORED).unsqueeze(-1)
 
@@ -109,7 +103,7 @@ LOSSES: dict[str, SquaredError] = {
     "bce": BinaryCrossEntropy(),
     "cross_entropy": CrossEntropy(),
 }
-# What torch calls them, as a class and as a function, without "loss".
+# Names of torch's classes and functions for these losses, without "loss".
 _ALIASES = {
     "mse": ("mse", "squared_error"),
     "bce": ("bcewithlogits", "binary_cross_entropy_with_logits", "binary_cross_entropy"),
@@ -118,11 +112,10 @@ _ALIASES = {
 
 
 def check_loss(loss: object) -> None:
-    """Refuse what is not the name of a loss, and say which it may be."""
     if isinstance(loss, str) and loss in LOSSES:
         return
     text = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
     bare = text.lower().removesuffix("loss").rstrip("_")
     near = next((name for name, others in _ALIASES.items() if bare in others), None) or nearest(bare, list(LOSSES))
-    fix = f"loss={near!r}" if near else "one of these; they have the matrices H_L that a step needs"
+    fix = f"loss={near!r}" if near else "loss='mse', for instance"
     raise ValueError(f"loss must be one of {tuple(LOSSES)}, got {loss!r}. Fix: {fix}.")

@@ -1,11 +1,11 @@
-"""R-operator of recurrent layers, 1.6 to 2.5 times as fast as double backward (benchmarks.md, Hessian-free, all rows).
+"""The R-operator of recurrent layers: Jacobian-vector products (JVPs) and vector-Jacobian products (VJPs).
 
-It gives products with the Jacobian of a layer (JVP) and with its transpose (VJP). The reference is Algorithm 1 of the
-supplement to Martens and Sutskever (2011), in tests/reference_hessian_free.py.
+It is 1.6 to 2.5 times as fast as double backpropagation (benchmarks.md, Hessian-free, all rows). The reference is
+Algorithm 1 of the supplement to Martens and Sutskever (2011), in tests/reference_hessian_free.py.
 
-The pre-activations of a step are linear in the weights, the inputs and the state before, and the new state is an
-elementwise function of them. With its derivatives stored, a product is a loop of one multiplication by W_hh and a few
-elementwise operations. All that depends on weights and inputs is computed for all times at once.
+The pre-activations of a time step are linear in the weights, the inputs and the previous state. The new state is an
+elementwise function of them, whose derivatives are stored. A product is then a loop over time of one multiplication by
+W_hh and a few elementwise operations. Terms of weights and inputs are computed for all time steps at once.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ from torch.overrides import TorchFunctionMode
 
 from hbnode._torch import no_autocast
 
-UNPACKED = 9  # arguments of a layer; for a PackedSequence there are as many, of other types
+UNPACKED = 9  # number of arguments of a layer; calls with a PackedSequence have as many, of other types
 OptTensor: TypeAlias = Tensor | None
 
 
 class LinearizedLayer(ABC):
-    """A layer in one direction on a batch of sequences, and the derivative of its states.
+    """A recurrent layer in one direction, evaluated on a batch of sequences, with its JVP and VJP.
+
+    Each time step maps pre-activations e and the previous state ``before`` to a new state h. Names with the prefix r
+    are tangents, and names with the prefix d are gradients, of e, h, the cell state c and the inputs x.
 
     Arguments:
         x: inputs (T, batch, n).
-        h: the state before, (batch, hidden_size).
-        c: the cell state before, of an LSTM.
-        w: W_ih.
-        u: W_hh.
-        b: b_ih, or None.
-        bias: b_hh, or None.
+        h: initial state (batch, hidden_size).
+        c: initial cell state of an LSTM, or None.
+        w: input weights W_ih.
+        u: recurrent weights W_hh.
+        b: input bias b_ih, or None.
+        bias: recurrent bias b_hh, or None.
     """
 
-    blocks: ClassVar[int]  # of hidden_size pre-activations each
-    inputs: ClassVar[tuple[int, int]]  # the blocks that W_ih x enters, first and end
-    states: ClassVar[tuple[int, int]]  # the blocks that W_hh h enters
-    shift: ClassVar[int] = 0  # rows of W_ih begin with this block of torch's, counted from the end
-    extras: ClassVar[int] = 0  # residuals (T, batch, hidden_size), beside the derivatives by the pre-activations
+    blocks: ClassVar[int]  # number of blocks of hidden_size pre-activations
+    inputs: ClassVar[tuple[int, int]]  # range of blocks that W_ih x enters
+    states: ClassVar[tuple[int, int]]  # range of blocks that W_hh h enters
+    shift: ClassVar[int] = 0  # number of blocks by which torch's rows of W_ih are rolled to the order used here
+    extras: ClassVar[int] = 0  # residuals (T, batch, hidden_size), besides the derivatives of the pre-activations
 
     def __init__(self, x: Tensor, h: Tensor, c: OptTensor, w: Tensor, u: Tensor, b: OptTensor, bias: OptTensor) -> None:
         n = self.size = h.shape[-1]
         self.of_x = slice(self.inputs[0] * n, self.inputs[1] * n)
         self.of_h = slice(self.states[0] * n, self.states[1] * n)
         self.x, self.w, self.u, self.u_t = x, self._shift_rows(w), u, u.T
-        self.h = x.new_empty(len(x) + 1, *h.shape)  # the state before first
+        self.h = x.new_empty(len(x) + 1, *h.shape)  # initial state first
         self.h[0] = h
         e = self._pre_activations([(x, self.w, self.of_x)], b, bias)
         self.residuals = [
@@ -63,20 +66,23 @@ class LinearizedLayer(ABC):
 
     @abstractmethod
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
-        """Fill h and the residuals of a step from its pre-activations; return the cell state."""
+        """Write the new state to ``h``, and the residuals of a time step; return the new cell state."""
 
     @abstractmethod
     def _jvp(self, re: Tensor, rh: OptTensor, rc: OptTensor, out: Tensor, *residuals: Tensor) -> OptTensor:
-        """Fill the derivative of h of a step, from that of the pre-activations; return that of the cell state."""
+        """Write the tangent of the new state to ``out``; return the tangent of the new cell state."""
 
     @abstractmethod
     def _vjp(self, dh: Tensor, dc: OptTensor, de: Tensor, *residuals: Tensor) -> tuple[OptTensor, OptTensor]:
-        """Fill the gradient of the pre-activations; return that of h before, without that through W_hh, and of c."""
+        """Write the gradient of the pre-activations to ``de``; return gradients of the previous state and cell state.
+
+        The gradient of the previous state excludes its path through W_hh.
+        """
 
     def jvp(
         self, rx: OptTensor, rh: OptTensor, rc: OptTensor, w: OptTensor, u: OptTensor, b: OptTensor, bias: OptTensor
     ) -> tuple[Tensor, OptTensor]:
-        """Return the derivative of all h, and of the last c, in the direction of inputs, first state and weights."""
+        """Return tangents of all states and the last cell state, for tangents of the constructor's arguments."""
         products = [(self.h[:-1], u, self.of_h), (self.x, self._shift_rows(w), self.of_x), (rx, self.w, self.of_x)]
         re, out = self._pre_activations(products, b, bias), torch.empty_like(self.h[1:])
         for re_k, from_h, out_k, *residuals in self._steps(re, out):
@@ -87,7 +93,7 @@ class LinearizedLayer(ABC):
         return out, rc
 
     def vjp(self, dh: OptTensor, dc: OptTensor, needs: Sequence[bool]) -> tuple[OptTensor, ...]:
-        """Return the gradients of inputs, first state, first cell state and weights, those that are needed."""
+        """Return gradients of those constructor's arguments that ``needs`` selects, for gradients of all states."""
         dh = torch.zeros_like(self.h[1:]) if dh is None else dh.clone()
         de = dh.new_empty(*dh.shape[:2], self.blocks * self.size)
         later: OptTensor = None
@@ -105,20 +111,20 @@ class LinearizedLayer(ABC):
         if not any(needs[3:]):
             return dx, first, dc, None, None, None, None
         rows = de.flatten(0, 1)
-        w = (self.x.flatten(0, 1).T @ rows[:, self.of_x]).T  # in this order it is fast for few inputs too
+        w = (self.x.flatten(0, 1).T @ rows[:, self.of_x]).T  # this order is fast for few inputs too
         u, b = (self.h[:-1].flatten(0, 1).T @ rows[:, self.of_h]).T, rows.sum(0)
         bias = b[self.of_h] if needs[6] else None
         return dx, first, dc, self._shift_rows(w, -1), u, self._shift_rows(b[self.of_x], -1) if needs[5] else None, bias
 
     def _steps(self, e: Tensor, *others: Tensor) -> Any:
-        """Return for each time the pre-activations, those that W_hh h enters, others, and the residuals."""
+        """Iterate over time: pre-activations ``e``, the columns of ``e`` that W_hh h enters, others, residuals."""
         from_h = e if self.states == (0, self.blocks) else e[..., self.of_h]
         return zip(*map(torch.unbind, (e, from_h, *others)), *self.residuals, strict=True)
 
     def _pre_activations(
         self, products: Sequence[tuple[OptTensor, OptTensor, slice]], b: OptTensor, bias: OptTensor
     ) -> Tensor:
-        """Return products of rows and weights plus biases, (T, batch, blocks), without those of later states."""
+        """Return biases plus products of (rows, weight, columns), of shape (T, batch, blocks * hidden_size)."""
         row = self.x.new_zeros(self.blocks * self.size)
         row[self.of_x] += 0.0 if b is None else self._shift_rows(b)
         row[self.of_h] += 0.0 if bias is None else bias
@@ -133,7 +139,7 @@ class LinearizedLayer(ABC):
 
 
 class LinearizedTanh(LinearizedLayer):
-    """h' = tanh(e), e = W x + U h + b."""
+    """A tanh layer, h' = tanh(e), with pre-activations e = W x + U h + b of the input x and the state h."""
 
     blocks, inputs, states = 1, (0, 1), (0, 1)
 
@@ -152,7 +158,7 @@ class LinearizedTanh(LinearizedLayer):
 
 
 class LinearizedReLU(LinearizedTanh):
-    """h' = max(0, e)."""
+    """A ReLU layer, h' = max(0, e), with pre-activations e = W x + U h + b of the input x and the state h."""
 
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
         torch.clamp(e, min=0, out=h)
@@ -161,7 +167,7 @@ class LinearizedReLU(LinearizedTanh):
 
 
 class LinearizedLSTM(LinearizedLayer):
-    """c' = f c + i g, h' = o tanh(c'); the blocks are i, f, g, o."""
+    """An LSTM layer, c' = f c + i g and h' = o tanh(c'). The blocks of pre-activations are those of i, f, g, o."""
 
     blocks, inputs, states, extras = 4, (0, 4), (0, 4), 2
 
@@ -197,10 +203,10 @@ class LinearizedLSTM(LinearizedLayer):
 
 
 class LinearizedGRU(LinearizedLayer):
-    """h' = (1 - z) n + z h, n = tanh(e_n + r q); the blocks are e_n = W_n x + b, r, z and q = U_n h + b'."""
+    """A GRU layer, h' = (1 - z) n + z h and n = tanh(e_n + r q), with blocks e_n = W_n x + b, r, z, q = U_n h + b'."""
 
     blocks, inputs, states, extras = 4, (0, 3), (1, 4), 1
-    shift = 1  # torch's W_ih has r, z, n
+    shift = 1  # torch orders the rows of W_ih as r, z, n
 
     def _forward(self, e: Tensor, before: Tensor, c: OptTensor, h: Tensor, *residuals: Tensor) -> OptTensor:
         slope, update = residuals
@@ -237,13 +243,13 @@ LAYERS: dict[str, type[LinearizedLayer]] = {
 
 
 class ROperator(TorchFunctionMode):
-    """A mode in which torch's recurrent layers have fast products, and autocast is refused.
+    """A mode that replaces torch's recurrent layers by :class:`LinearizedLayer`, and raises an error under autocast.
 
     Arguments:
-        kind: of the device.
+        kind: the type of the device, such as "cuda".
 
     Attributes:
-        is_on: whether the model is being evaluated.
+        is_on: whether the mode is active, which it is while the closure evaluates the model.
     """
 
     def __init__(self, kind: str) -> None:
@@ -253,11 +259,11 @@ class ROperator(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace a layer of a padded batch, and leave all else alone."""
+        """Replace a recurrent layer of a padded batch. Call other functions unchanged."""
         if self.kind != "meta" and torch.is_autocast_enabled(self.kind):
             raise RuntimeError(
-                f"the closure runs under autocast to {torch.get_autocast_dtype(self.kind)}, whose rounding is larger "
-                "than what a step changes in the loss: it would be rejected. Fix: leave torch.autocast out."
+                f"the closure runs under autocast to {torch.get_autocast_dtype(self.kind)}, whose rounding "
+                "exceeds the changes of the loss in a step. Fix: leave torch.autocast out."
             )
         name = getattr(func, "__name__", None)
         if name in LAYERS and len(args) == UNPACKED and isinstance(args[3], bool) and not kwargs:
@@ -279,7 +285,7 @@ class ROperator(TorchFunctionMode):
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        """Run all layers in all directions, as the function of ``torch._VF`` of this name."""
+        """Run all layers in all directions; arguments and outputs are those of ``torch._VF.lstm`` and its siblings."""
         out = x.transpose(0, 1) if batch_first else x
         h, c = (state, None) if isinstance(state, Tensor) else state
         count, directions = 4 if has_biases else 2, 2 if bidirectional else 1
@@ -303,7 +309,7 @@ class ROperator(TorchFunctionMode):
 
 
 class _RecurrentLayer(torch.autograd.Function):
-    """A layer in one direction. Its backward pass can be differentiated only in the gradients that it gets."""
+    """A layer in one direction, whose backward pass is differentiable only with respect to its incoming gradients."""
 
     @staticmethod
     def forward(ctx: Any, mode: ROperator, kind: type[LinearizedLayer], *tensors: Any) -> tuple[Tensor, OptTensor]:
@@ -314,16 +320,16 @@ class _RecurrentLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: OptTensor, dc: OptTensor) -> tuple[OptTensor, ...]:
-        if ctx.mode.is_on and torch.is_grad_enabled():  # a gradient that the outputs depend on
+        if ctx.mode.is_on and torch.is_grad_enabled():  # the closure calls autograd.grad itself
             raise RuntimeError(
-                "the closure differentiates through torch's recurrent layer, whose products are those of a first "
-                "derivative. Fix: a loop of torch.nn.LSTMCell, GRUCell or RNNCell in its place."
+                "the closure differentiates through torch's recurrent layer, whose R-operator supports first "
+                "derivatives only. Fix: a loop over torch.nn.LSTMCell, GRUCell or RNNCell in its place."
             )
         return (None, None, *_Transpose.apply(ctx.layer, ctx.needs_input_grad[2:], dh, dc))
 
 
 class _Transpose(torch.autograd.Function):
-    """J^T of a layer; its own backward pass is J."""
+    """The VJP of a layer, whose own backward pass is the layer's JVP."""
 
     @staticmethod
     def forward(

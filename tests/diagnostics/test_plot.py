@@ -313,22 +313,30 @@ def test_a_short_logarithmic_axis_has_numbers():
 H = torch.zeros(5, 3, 2)
 REFUSED = [
     (lambda: plot.trajectories(H, range(4)), ValueError, r"\(4,\). Fix: trajectories\(block\(x, t\), t\)"),
-    (lambda: plot.trajectories(H, features=2), IndexError, "features=2 is not within the 2 features of h. Fix: 0 to 1"),
+    (
+        lambda: plot.trajectories(H, features=2),
+        IndexError,
+        "features=2 is out of range for the 2 features of h. Fix: 0",
+    ),
     (lambda: plot.trajectories(H, samples=[True, False]), IndexError, r"samples is a mask of shape \(2,\), .* Fix: a"),
     (lambda: plot.trajectories(torch.zeros(2, 40, 30)), ValueError, "40 samples of 30 features are more than 1000"),
     (lambda: plot.phase_portrait(H, features=1), ValueError, r"features must be two of h, got \[1\]"),
     (lambda: plot.phase_portrait((H, H, H)), ValueError, r"expected h or a pair \(h, m\), got 3 tensors"),
-    (lambda: plot.phase_portrait(H, H[:, :2]), ValueError, r"must be of one shape, got \(5, 3, 2\) and \(5, 2, 2\)"),
+    (
+        lambda: plot.phase_portrait(H, H[:, :2]),
+        ValueError,
+        r"must have the same shape, got \(5, 3, 2\) and \(5, 2, 2\)",
+    ),
     (lambda: plot.vector_field(hbnode.NODE(lambda h: -h), features=1), ValueError, "features must be two of h, got 1"),
     (
         lambda: plot.vector_field(hbnode.NODE(nn.Linear(5, 5))),
         ValueError,
         r"1 tensor\(s\) of 2 feature\(s\): .*mat1 .* Fix",
     ),
-    (lambda: plot.vector_field(nn.Linear(2, 2)), ValueError, r"of a network, vector_field\(hbnode.NODE\(net\)\)"),
+    (lambda: plot.vector_field(nn.Linear(2, 2)), ValueError, r"for a network, vector_field\(hbnode.NODE\(net\)\)"),
     (lambda: plot.tolerance_curve([CURVE, CURVE]), TypeError, "expected an NFEToleranceCurve .* got list. Fix: toler"),
     (lambda: plot.trajectories(nn.Linear(2, 2), H[0]), TypeError, "trajectories expected an ODEBlock, got Linear"),
-    (lambda: plot.steps(spring()), TypeError, "was given without an input. Fix: pass x after the block"),
+    (lambda: plot.steps(spring()), TypeError, "needs an input x, got None. Fix: pass x after the block"),
     (lambda: plot.trajectories(H, ax=plt.subplots(1, 2)[1]), TypeError, "ax must be matplotlib Axes, got ndarray. Fix"),
 ]
 

@@ -138,7 +138,7 @@ def test_a_damping_for_each_feature_has_no_pairs():
     matrix = block_matrix(A, 0.0) - np.diag([0, 0, *field.damping])
     assert_same(found.eigenvalues[0], np.linalg.eigvals(matrix), 1e-12)
     assert found.damping is None
-    with pytest.raises(ValueError, match=r"only the eigenvalues of a heavy ball with one damping γ come in pairs"):
+    with pytest.raises(ValueError, match="pairs needs an HBNODE or GHBNODE with one damping γ"):
         found.pairs  # noqa: B018
 
 

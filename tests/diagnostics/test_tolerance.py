@@ -69,7 +69,7 @@ def test_bad_input():
         hbnode.diagnostics.nfe_vs_tolerance(nn.Linear(2, 2), x, [1e-3])
     with pytest.raises(ValueError, match="tolerances is empty"):
         hbnode.diagnostics.nfe_vs_tolerance(block, x, [])
-    with pytest.raises(ValueError, match=r"reference_tolerance=1e-05 must be tighter than all of them, got 1e-05"):
+    with pytest.raises(ValueError, match=r"reference_tolerance=1e-05 must be below all tolerances, got 1e-05"):
         hbnode.diagnostics.nfe_vs_tolerance(block, x, [1e-2, 1e-5], reference_tolerance=1e-5)
 
 

@@ -288,8 +288,8 @@ WRONG = [
     ({"force": MEAN}, "force must be a module or a function, got Tensor"),
     ({"log_prob": lambda x: gaussian(x)[:, None]}, r"map \(4, 2\) to \(4,\), got \(4, 1\). Fix: .*squeeze\(-1\)"),
     ({"log_prob": lambda x: -x.square()}, r"got \(4, 2\). Fix: log_prob\(x\).sum\(-1\)"),
-    ({"log_prob": lambda x: gaussian(x).mean()}, r"got \(\). Fix: sum over the last dimension alone"),
-    ({"log_prob": lambda x: gaussian(x).detach()}, r"does not depend on x for autograd. Fix: no .detach\(\)"),
+    ({"log_prob": lambda x: gaussian(x).mean()}, r"got \(\). Fix: sum over the last dimension only"),
+    ({"log_prob": lambda x: gaussian(x).detach()}, r"with a graph to x. Fix: remove .detach\(\)"),
     (
         {"log_prob": lambda x: gaussian(x).detach().numpy()},
         r"must return a tensor, got ndarray. Fix: write it in torch",
@@ -297,7 +297,7 @@ WRONG = [
     # torch.compile turns the validation off
     (
         {"log_prob": lambda x: Exponential(torch.ones(2), validate_args=True).log_prob(x - 100).sum(-1)},
-        r"on a part of R\^d",
+        r"on all of R\^d, got a point outside",
     ),
     ({"force": nn.Linear(2, 1).double()}, r"the shape of x, \(4, 2\), got \(4, 1\). Fix: 2 outputs"),
     ({"force": nn.Linear(2, 2)}, r"has parameters of torch.float32. Fix: annealing.to\(torch.float64\)"),
@@ -346,7 +346,7 @@ def test_wrong_numbers_of_paths_are_refused():
         (
             lambda x: gaussian(x) + torch.where(x[:, 0] > 0, math.inf, 0.0),
             {},
-            r"log weights of \d+ of 100 paths are not",
+            r"log weights of \d+ of 100 paths are nan or inf",
         ),
     ],
 )

@@ -301,7 +301,7 @@ def test_wrong_inputs_are_refused():
     cases = [
         (lambda: flow.log_prob(h[:, :1], m), ValueError, r"h must be \(..., 2\), got shape \(4, 1\)"),
         (lambda: flow.elbo(h.tolist()), TypeError, "h must be a tensor, got list"),
-        (lambda: flow.log_prob(h, m[:1]), ValueError, "m must be as h.*Fix"),
+        (lambda: flow.log_prob(h, m[:1]), ValueError, "m must have the dtype and shape of h.*Fix"),
         (lambda: flow.log_prob(h.float(), m.float()), TypeError, "h is torch.float32, the flow is torch.float64"),
         (lambda: flow.elbo(h.long()), TypeError, r"h is torch.int64.*Fix: h.to\(torch.float64\)\.$"),
         (lambda: flow.log_prob_bound(h, 0), ValueError, "samples must be an integer >= 1"),
