@@ -174,9 +174,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
             The output, shaped like x, and the state after the last token of x.
         """
         if not self.causal:
-            raise ValueError(
-                f"streaming needs a causal {type(self).__name__}, got causal=False. Fix: causal=True."
-            )
+            raise ValueError(f"streaming needs a causal {type(self).__name__}, got causal=False. Fix: causal=True.")
         if self.kdim != self.embed_dim or self.vdim != self.embed_dim:
             raise ValueError(
                 f"streaming needs kdim and vdim equal to embed_dim, got {self.kdim}, {self.vdim} and {self.embed_dim}. "

@@ -380,7 +380,7 @@ def _growth(mu: float, alpha: float, step: float, decayed: bool) -> str | None:
     found = resonance(mu, alpha, step, decayed)
     if found is None:
         return None
-    return f"grows without bound if a key repeatedly comes {found[0]} times, then not for {found[1]} steps"
+    return f"grows without bound if a key comes {found[0]} times, then not for {found[1]} steps, periodically"
 
 
 def resonance(mu: float, alpha: float, step: float, decayed: bool = True) -> tuple[int, int] | None:
