@@ -177,8 +177,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
             raise ValueError(f"streaming needs a causal {type(self).__name__}, got causal=False. Fix: causal=True.")
         if self.kdim != self.embed_dim or self.vdim != self.embed_dim:
             raise ValueError(
-                f"streaming needs kdim and vdim equal to embed_dim, got {self.kdim}, {self.vdim} and {self.embed_dim}. "
-                "Fix: leave kdim and vdim out."
+                f"streaming needs kdim = vdim = embed_dim, got {self.kdim}, {self.vdim}. Fix: leave kdim and vdim out."
             )
         if not self._check_inputs(x, x, x):
             raise ValueError(f"streaming needs x with a batch dimension, got shape {tuple(x.shape)}. Fix: x[None].")
@@ -220,17 +219,9 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         causal: bool,
         state: State | None = None,
     ) -> tuple[Tensor, State | None]:
-        """Compute attention from projected heads (batch, heads, length, head_dim).
+        """Compute attention with projected heads; return outputs (batch, heads, length, head_dim), and the new state.
 
-        Arguments:
-            heads: queries, keys and values.
-            key: the input of the key projection (batch, length, kdim), from which a subclass may compute gates.
-            ignored: (batch, length), True = ignore the key; or None.
-            causal: whether a query attends only to keys at or before its position.
-            state: state after the previous tokens; None without streaming.
-
-        Returns:
-            The outputs (batch, heads, length, head_dim), and the state after the last key or None.
+        ``key`` is the input of the key projection (batch, length, kdim), from which a subclass may compute gates.
         """
         raise NotImplementedError
 
@@ -352,10 +343,7 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         if not bool(((beta >= 0) & (beta < 1)).all()):
             raise ValueError(f"momentum must be in [0, 1), got {beta.tolist()}. Fix: 0.9, for instance.")
         if learn_momentum and not bool((beta > 0).all()):
-            raise ValueError(
-                f"a learned momentum must start above 0, got {beta.tolist()}. "
-                "Fix: momentum=0.01, or learn_momentum=False."
-            )
+            raise ValueError(f"a learned momentum must start above 0, got {beta.tolist()}. Fix: momentum=0.01.")
         if not bool(((gamma > 0) & gamma.isfinite()).all()):
             raise ValueError(f"step_size must be positive, got {gamma.tolist()}. Fix: the paper's 1.0.")
         self.momentum_logit = _learned(torch.logit(beta), self) if learn_momentum else None
@@ -596,12 +584,11 @@ class KeyValueCache:
             length: number of next tokens.
             ignored: their padding mask (batch, length), True = padding, or None.
         """
-        device = self._keys.device
-        if self._ignored is None and ignored is None:
-            return torch.arange(self.length, self.length + length, device=device)
-        start = torch.arange(self.length, self.length + 1, device=device)
-        start = start if self.ignored is None else (~self.ignored).sum(1)
-        return next_positions(start, length, ignored)[0]
+        start: Tensor | int = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
+        if ignored is None:
+            return start + torch.arange(length, device=self._keys.device)
+        counted = (~ignored).long()
+        return start + counted.cumsum(1) - counted
 
     def detach(self) -> KeyValueCache:
         """Return the cache without its graph, for truncated backpropagation."""
@@ -641,21 +628,6 @@ class KeyValueCache:
         none = torch.zeros(len(self._keys), self.length + more, dtype=torch.bool, device=self._keys.device)
         before = none[:, : self.length] if self.ignored is None else self.ignored
         return torch.cat((before, none[:, self.length :] if ignored is None else ignored), 1)
-
-
-def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the positions of the next tokens (batch, length), and of the first token after them (batch,).
-
-    Arguments:
-        start: position of the first of the tokens (batch,), or (1,) without a mask.
-        length: number of tokens.
-        ignored: their padding mask (batch, length), True = padding, which does not count; or None.
-    """
-    if ignored is None:
-        return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
-    counted = (~ignored).long()
-    upto = counted.cumsum(1)
-    return start.unsqueeze(1) + upto - counted, start + counted.sum(1)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:

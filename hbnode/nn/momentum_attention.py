@@ -216,9 +216,9 @@ def _chunkwise(
 ) -> tuple[Tensor, MomentumAttentionState]:
     """Compute the recurrence of :func:`momentum_attention` chunk by chunk.
 
-    A chunk has C rows: Q (φ of queries), K (φ of keys) and V (values). n_r of its keys up to row r are not ignored, and
-    n of all its keys. A key followed by n - 1 others has the weight g(n) = γ (1 + β + ... + β^{n-1}). The state is S and
-    P before the chunk, and S' and P' after it::
+    A chunk has C rows: Q (φ of queries), K (φ of keys) and V (values). Not counting ignored keys, the rows up to r
+    have n_r keys, and all rows have n. A key followed by n - 1 others has the weight g(n) = γ (1 + β + ... + β^{n-1}). The
+    state is S and P before the chunk, and S' and P' after it::
 
         W[r, c] = g(n_r - n_c + 1) for c <= r
         numerator = (Q Kᵀ ∘ W) V + Q S + β g(n_r) Q P
@@ -226,19 +226,8 @@ def _chunkwise(
         P' = β^n P + Kᵀ diag(β^{n - n_c}) V
 
     All weights are positive, so there is no cancellation if β is near 1. Without ``causal`` the sequence is one chunk.
-    If β is the number 0, outputs do not depend on P, and the code leaves it out.
-
-    Arguments:
-        q: φ of the queries (batch, heads, queries, dim).
-        k: φ of the keys (batch, heads, length, dim), 0 for ignored keys.
-        v: values (batch, heads, length, value_dim), 0 for ignored keys.
-        beta: β.
-        gamma: γ.
-        state: state before the first key.
-        ignored: (batch, length), True = ignore; or None.
-        causal: whether the i-th query attends to the first i keys only.
-        eps: ε, added to the denominator.
-        chunk_size: C.
+    If β is the number 0, outputs do not depend on P, and the terms with P are left out. The arguments q and k are φ of
+    queries and keys; k and v are 0 for ignored keys.
     """
     length, (s, p, z) = k.shape[2], state
     is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported

@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hbnode._checks import as_count, check_input, nearest
-from hbnode.nn.attention import (
-    HeavyBallMemory,
-    MomentumAttention,
-    MultiheadBase,
-    SoftmaxAttention,
-    next_positions,
-    read_mask,
-)
+from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, MultiheadBase, SoftmaxAttention, read_mask
 
 
 class DepthState(NamedTuple):
@@ -65,7 +58,7 @@ class MomentumConnection(Connection):
     r"""The momentum connection of Wang et al.: x_l + g_l + β (x_l - x_{l-1}).
 
     x_l is the input of layer l, and g_l its attention output. The first layer has no momentum term. The paper
-    prints T_{l-1}(X) instead of x_{l-1}. If T_{l-1}(X) meant the output of layer l - 1, the momentum term would be zero.
+    prints T_{l-1}(X) instead of x_{l-1}. With T_{l-1}(X) the output of layer l - 1, the momentum term would be zero.
 
     References:
         Wang et al. (2022), equation 75.
@@ -319,8 +312,8 @@ def make_connection(kind: ConnectionName | MakeConnection, momentum: float | Non
     if callable(kind):
         if momentum is not None:
             raise ValueError(
-                f"connection_momentum={momentum!r} needs a connection given by name, got a function. "
-                f"Fix: leave it out, and use a function like lambda: hbnode.nn.transformer.MomentumConnection({momentum!r})."
+                f"connection_momentum={momentum!r} needs a connection name, got a function. Fix: leave it out, "
+                "and set the momentum in the function."
             )
         return kind()
     if kind not in CONNECTIONS:
@@ -707,7 +700,7 @@ class MomentumTransformer(nn.Module):
         is_softmax = attention in ("softmax", SoftmaxAttention)
         if positions == "rotary" and not is_softmax:
             raise ValueError(
-                f"positions='rotary' needs attention='softmax', got {attention!r}. Fix: positions='sinusoidal'."
+                f"rotary positions need softmax attention, got {attention!r}. Fix: positions='sinusoidal'."
             )
         of_attention = dict(attention_options or {})
         if is_softmax:
@@ -878,15 +871,9 @@ class MomentumTransformer(nn.Module):
         return torch.cat(parts, 1)
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Embed tokens and their positions.
+        """Return the inputs of the first layer (batch, length, d_model), and the next position (batch,).
 
-        Arguments:
-            tokens: (batch, length), or vectors (batch, length, d_model).
-            start: position of the first of the tokens (batch,).
-            ignored: padding mask (batch, length), True = padding; or None.
-
-        Returns:
-            The inputs of the first layer (batch, length, d_model), and the position after the last token (batch,).
+        ``start`` is the position of the first token (batch,), ``ignored`` a padding mask (batch, length) or None.
         """
         if self.embedding is not None:
             x = self.embedding(tokens) * math.sqrt(self.d_model)
@@ -914,8 +901,7 @@ class MomentumTransformer(nn.Module):
         elif tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be integers (batch, length), got {tokens.dtype} of shape {tuple(tokens.shape)}. "
-                "Fix: tokens[None] for one sequence, tokens.long() for integers stored as floats, "
-                "num_embeddings=None for vectors."
+                "Fix: tokens[None] for one sequence, tokens.long() for floats, num_embeddings=None for vectors."
             )
 
 
@@ -944,3 +930,14 @@ def sinusoids(positions: Tensor, features: int) -> Tensor:
     even = torch.arange(0, features, 2, device=positions.device, dtype=torch.float32)
     angles = positions.to(torch.float32).unsqueeze(-1) * torch.exp(even * (-math.log(10_000.0) / features))
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :features]
+
+
+def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the positions of the next tokens (batch, length), and the position after the last of them (batch,).
+
+    ``start`` is the position of the first token (batch,). Padding does not count; ``ignored`` is its mask or None.
+    """
+    if ignored is None:
+        return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
+    counted = (~ignored).long()
+    return start.unsqueeze(1) + counted.cumsum(1) - counted, start + counted.sum(1)

@@ -11,8 +11,7 @@ from torch import nn
 
 import hbnode
 from hbnode.nn import MomentumTransformer, MomentumTransformerDecoderLayer, MomentumTransformerLayer, transformer
-from hbnode.nn.attention import next_positions
-from hbnode.nn.transformer import ATTENTIONS, draw, sinusoids
+from hbnode.nn.transformer import ATTENTIONS, draw, next_positions, sinusoids
 from tests.pretend_device import pretended_device
 
 E, H, F = 16, 4, 24
@@ -367,7 +366,7 @@ def test_wrong_calls_are_refused():
         (TypeError, r"Fix: x, depth_state = layer\(x, depth_state\)", lambda: nn.Sequential(*layers(2))(inputs())),
         (
             ValueError,
-            "needs attention='softmax', got 'momentum'. Fix: positions='sinusoidal'",
+            "got 'momentum'. Fix: positions='sinusoidal'",
             lambda: model(positions="rotary"),
         ),
         (ValueError, "positions must be", lambda: model(positions="learned")),
