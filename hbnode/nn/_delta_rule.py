@@ -362,13 +362,13 @@ class _Chunks:
 class _DecayMask:
     """The decay masks of all chunks, and their VJP.
 
-    After step r of a chunk, S and P are weighted sums of [S, P, e_0, ..., e_{C-1}], with S and P before the chunk. Their
-    weights are g_r and l_r, which start as g = (1, 0, 0, ...) and l = (0, 1, 0, ...), and follow::
+    After step r of a chunk, S and P are sums of [S, P, e_0, ..., e_{C-1}] with weights g_r and l_r. In brackets, S and
+    P are those before the chunk. The weights start as g = (1, 0, 0, ...) and l = (0, 1, 0, ...), and follow::
 
         l_r = μ_r l_{r-1} + (1 in column e_r),   g_r = α_r g_{r-1} + s_r l_r
 
-    These are sums of products of gates, without logarithms or differences. Without momentum there is neither l nor
-    column P, and g_r = α_r g_{r-1} + (1 in column e_r).
+    All weights are sums of products of gates, without cancellation. Without momentum there are no l and no column P,
+    and g_r = α_r g_{r-1} + (1 in column e_r).
 
     The recursion runs over the BLOCK steps within a block, for all blocks in parallel, and then over the blocks. Step i
     of block b has g = ``coefficients[i] @ rows[b]``, plus ``inner[i]`` in the columns of the block.

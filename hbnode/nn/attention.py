@@ -110,7 +110,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
             key: like the query, with kdim features and, unless causal, any length. Default: ``None``, the query.
             value: like the key, with vdim features. Default: ``None``, the key.
             key_padding_mask: (batch, keys), or (keys,) if the query has no batch; True = ignore. Default: ``None``.
-            need_weights: must be False, because the weights are never computed. Default: ``False``.
+            need_weights: must be False, because attention weights are not available. Default: ``False``.
             attn_mask: must be None. Default: ``None``.
             average_attn_weights: has no effect. Default: ``True``.
             is_causal: overrides the constructor's ``causal``. Default: ``None``, the constructor's.
@@ -125,7 +125,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         key = query if key is None else key
         value = key if value is None else value
         if need_weights:
-            raise ValueError("need_weights must be False: attention weights are never computed. Fix: leave it out.")
+            raise ValueError("need_weights must be False: attention weights are not available. Fix: leave it out.")
         if attn_mask is not None:
             raise ValueError(f"attn_mask must be None: {type(self).__name__} does not support it. {MASK_FIX}.")
         has_batch = self._check_inputs(query, key, value)

@@ -216,9 +216,9 @@ def _chunkwise(
 ) -> tuple[Tensor, MomentumAttentionState]:
     """Compute the recurrence of :func:`momentum_attention` chunk by chunk.
 
-    A chunk has C rows: Q (φ of queries), K (φ of keys) and V (values). Not counting ignored keys, the rows up to r
-    have n_r keys, and all rows have n. A key followed by n - 1 others has the weight g(n) = γ (1 + β + ... + β^{n-1}). The
-    state is S and P before the chunk, and S' and P' after it::
+    A chunk has C rows: Q (φ of queries), K (φ of keys) and V (values). Not counting ignored keys, rows up to r have n_r
+    keys, and all rows have n. A key followed by n - 1 others has the weight g(n) = γ (1 + β + ... + β^{n-1}). The state
+    is S and P before the chunk, and S' and P' after it::
 
         W[r, c] = g(n_r - n_c + 1) for c <= r
         numerator = (Q Kᵀ ∘ W) V + Q S + β g(n_r) Q P

@@ -387,7 +387,7 @@ def test_wrong_calls_are_refused():
         (ValueError, "got tuple", lambda: net.step(x[:, 0], (None, None))),
         (
             ValueError,
-            "must have 2 layers, like the model, got 1",
+            "must have 3 layers, like the model, got 1",
             lambda: net.step(x[:, 0], model(num_layers=1).init_state(3)),
         ),
         (ValueError, "streaming needs a causal MomentumAttention", lambda: model(causal=False).prefill(x)),
