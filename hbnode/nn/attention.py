@@ -163,7 +163,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
     def prefill(
         self, x: Tensor, state: State | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Compute causal self-attention for the next tokens, which also attend to the tokens of a state.
+        """Compute causal self-attention for the next tokens, continuing from a state.
 
         Arguments:
             x: (length, batch, embed_dim), or (batch, length, embed_dim) with ``batch_first``.
@@ -192,7 +192,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         return (output if self.batch_first else output.transpose(0, 1)), after
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Compute causal self-attention for the next token, which also attends to the tokens of a state.
+        """Compute causal self-attention for the next token, continuing from a state.
 
         Arguments:
             x: (batch, embed_dim).
@@ -414,9 +414,9 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
     The gates r_t, α_t and μ_t are in (0, 1) and are computed from the input by a linear layer and a sigmoid. Keys and
     queries are divided by their norm, or by 0.001 if their norm is smaller. If any two keys are equal or orthogonal, S
-    stays bounded for all gates and all repetitions of keys. The second factor (1 - μ_t), in the update of P, is needed
-    for this bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet; ``momentum=False`` with
-    ``delta=False`` is gated linear attention.
+    stays bounded for all gates and all repetitions of keys. With both factors (1 - μ_t) in
+    the update of S instead, S can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet;
+    ``momentum=False`` with ``delta=False`` is gated linear attention.
 
     References:
         Behrouz et al., Titans (arXiv:2501.00663); Yang et al., Gated Delta Networks (arXiv:2412.06464);
@@ -544,8 +544,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 class KeyValueCache:
     """A key-value cache: keys and values of all previous tokens, in buffers that double in size when they are full.
 
-    :meth:`append` returns a new, longer cache and leaves the old cache valid. Both share their buffers. A second
-    ``append`` to the same cache copies the buffers.
+    :meth:`append` returns a new, longer cache and leaves the old cache valid. Without gradients, both share
+    their buffers, and a second ``append`` to the same cache copies the buffers.
 
     Arguments:
         keys: (batch, heads, length, dim).
@@ -591,7 +591,7 @@ class KeyValueCache:
         return start + counted.cumsum(1) - counted
 
     def detach(self) -> KeyValueCache:
-        """Return the cache without its graph, for truncated backpropagation."""
+        """Return the cache detached from the autograd graph, for truncated backpropagation."""
         return KeyValueCache(self.keys.detach(), self.values.detach(), self.ignored)
 
     def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
@@ -760,7 +760,7 @@ def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
 
 
 def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Return a padding mask as booleans (batch, keys), True = ignore, or None if it is None.
+    """Return a padding mask (batch, keys) as booleans, True = ignore; None stays None.
 
     Like torch.nn's layers, it accepts floating-point masks too, in which -inf marks ignored keys and 0 the others.
     """

@@ -19,7 +19,7 @@ Delta = Literal["decayed", "plain", False]
 
 
 class HeavyBallMemoryState(NamedTuple):
-    """The state of :func:`heavy_ball_memory` after a segment of a sequence, which the next segment continues.
+    """The state of :func:`heavy_ball_memory` after a segment of a sequence, from which the next segment continues.
 
     D and M are the numbers of features of a key and of a value.
 
@@ -384,10 +384,10 @@ def _growth(mu: float, alpha: float, step: float, decayed: bool) -> str | None:
 
 
 def resonance(mu: float, alpha: float, step: float, decayed: bool = True) -> tuple[int, int] | None:
-    """Search a periodic input that makes a memory with a delta rule grow without bound.
+    """Search for a periodic input that makes a memory with a delta rule grow without bound.
 
     In each period a key of norm 1 is written for a number of steps, the burst. Then keys orthogonal to it are written,
-    the rest. In the direction of the first key, the memory S and the velocity P follow a linear recurrence::
+    the rest. In the direction of the first key, the memory S and the velocity P follow, with the gates μ, α, s and η::
 
         burst    P ← μP − ηρS,  S ← αS + sP          ρ = α with ``decayed``, otherwise 1
         rest     P ← μP,        S ← αS + sP
@@ -396,7 +396,8 @@ def resonance(mu: float, alpha: float, step: float, decayed: bool = True) -> tup
     the absolute value of its trace exceeds 1 + d. Trace and determinant depend on s and η only through ``step`` = s η.
 
     Returns:
-        The shortest such burst, of up to 128 steps, and a rest, of up to 1,024 steps; None if there is none.
+        The lengths of the shortest burst (at most 128 steps) and of a rest (at most 1,024 steps) for which the memory
+        grows; None if there are none.
     """
     rest = [(1.0, 0.0, 1.0)]  # [[a, c], [0, m]], the matrix of a rest with s = 1
     for _ in range(1024):

@@ -114,7 +114,7 @@ def momentum_attention(
             not checked.
         step_size: γ >= 0, likewise. Default: ``1.0``
         causal: whether the i-th query attends to the first i keys only, or to all keys. The weight of a key depends on
-            the number of keys that follow it, without ignored keys. Default: ``True``
+            the number of keys that follow it, not counting ignored keys. Default: ``True``
         key_padding_mask: (batch, length), True = ignore: the key does not change the state, and a query at its position
             uses the unchanged state. Default: ``None``
         eps: ε, added to the denominator. Default: ``1e-6``
