@@ -118,10 +118,7 @@ def _weigh_parts(weights: Tensor, x: Tensor) -> Tensor:
 def forward(
     options: tuple[Any, int], keep: bool, q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Outputs, list[Tensor]]:
-    """Return outputs, final S and P as :func:`reference` does, and the residuals saved for the VJP if ``keep``.
-
-    q, k and v may be in half precision.
-    """
+    """Return outputs, final S and P like :func:`reference`, and, if ``keep``, the residuals that the VJP needs."""
     *gates, s, p = gates_and_state
     assert s is not None
     chunks = _Chunks(options, q, k, gates, s.dtype)

@@ -153,11 +153,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         return (output[0] if not has_batch else output if self.batch_first else output.transpose(0, 1)), None
 
     def init_state(self, batch_size: int) -> State:
-        """Return the state before the first token.
-
-        Arguments:
-            batch_size: number of sequences.
-        """
+        """Return the state of ``batch_size`` sequences before their first token."""
         raise NotImplementedError
 
     def prefill(
@@ -526,10 +522,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         )
 
     def _gates(self, x: Tensor) -> dict[str, Any]:
-        """Compute the gates (batch, heads, length) from x (batch, length, embed_dim), named as arguments.
-
-        They are passed to :func:`hbnode.nn.functional.heavy_ball_memory`.
-        """
+        """Compute gates (batch, heads, length) from x (batch, length, embed_dim), as arguments of heavy_ball_memory."""
         rows = iter(self.gates(x).transpose(1, 2).unflatten(1, (-1, self.num_heads)).unbind(1))
         write, log_decay, log_momentum, step = torch.sigmoid(next(rows)), None, None, None
         if self.has_decay:
@@ -559,7 +552,6 @@ class KeyValueCache:
         self._filled = [self.length]  # tokens in the buffers: a list, which caches with the same buffers share
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return self.length
 
     @property
@@ -581,8 +573,8 @@ class KeyValueCache:
         """Return the positions of the next tokens: (length,), or (batch, length) with padding, which does not count.
 
         Arguments:
-            length: number of next tokens.
-            ignored: their padding mask (batch, length), True = padding, or None.
+            length: number of tokens.
+            ignored: padding mask of the tokens (batch, length), or None.
         """
         start: Tensor | int = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
         if ignored is None:
@@ -760,10 +752,7 @@ def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
 
 
 def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Return a padding mask (batch, keys) as booleans, True = ignore; None stays None.
-
-    Like torch.nn's layers, it accepts floating-point masks too, in which -inf marks ignored keys and 0 the others.
-    """
+    """Return a mask (batch, keys) of booleans or, like torch.nn's, of 0 and -inf, as booleans with True = ignore."""
     if mask is None:
         return None
     check_input(mask, "key_padding_mask")

@@ -21,11 +21,9 @@ Delta = Literal["decayed", "plain", False]
 class HeavyBallMemoryState(NamedTuple):
     """The state of :func:`heavy_ball_memory` after a segment of a sequence, from which the next segment continues.
 
-    D and M are the numbers of features of a key and of a value.
-
     Attributes:
-        s: memory S (batch, heads, D, M), in float64 if an input is float64, otherwise in float32.
-        p: velocity P (batch, heads, D, M); None without momentum.
+        s: memory S (batch, heads, key features, value features), in float64 if an input is, otherwise in float32.
+        p: velocity P, with the shape and dtype of s; None without momentum.
     """
 
     s: Tensor
@@ -309,10 +307,7 @@ def _read_state(
 
 
 def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...]) -> Any:
-    """Return ``state`` if it is a tuple of tensors with these shapes, and raise an error otherwise.
-
-    Only p of a :class:`HeavyBallMemoryState` may be None.
-    """
+    """Return ``state``, or raise an error if shapes do not fit; only p of a HeavyBallMemoryState may be None."""
     if isinstance(state, Tensor) or not isinstance(state, (tuple, list)) or len(state) != len(shapes):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "

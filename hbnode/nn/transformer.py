@@ -439,8 +439,7 @@ class MomentumTransformerLayer(TransformerLayerBase):
         connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
             published code), "heavy_ball" or "nesterov" with learned coefficients, or a function that returns a
             :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its initial value if it is learned. Default: ``None``, the
-            connection's default.
+        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, the connection's.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -517,11 +516,9 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
         attention: self-attention, as in :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
         attention_options: further arguments of the self-attention module. Default: ``None``, no further arguments.
-        cross_attention: cross-attention, named like ``attention``. Default: ``None``, that of ``attention`` with
-            ``attention_options``.
+        cross_attention: cross-attention, like ``attention``. Default: ``None``, that of ``attention`` with its options.
         connection: as in :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its initial value if it is learned. Default: ``None``, the
-            connection's default.
+        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, the connection's.
         causal: whether self-attention is limited to the token itself and previous tokens. Default: ``True``.
         device: device of the parameters. Default: ``None``, torch's default.
         dtype: dtype of the parameters. Default: ``None``, torch's default.
@@ -651,8 +648,7 @@ class MomentumTransformer(nn.Module):
         attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
         attention_options: further arguments of the attention modules. Default: ``None``, no further arguments.
         connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connections, or its initial value if it is learned. Default: ``None``, the
-            connection's default.
+        connection_momentum: β of the connections, or its initial value if learned. Default: ``None``, the connection's.
         positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
             softmax attention. None uses no position embedding. Default: ``"sinusoidal"``.
         causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
@@ -751,11 +747,7 @@ class MomentumTransformer(nn.Module):
         return self._read(x)
 
     def init_state(self, batch_size: int) -> TransformerState:
-        """Return the state before the first token.
-
-        Arguments:
-            batch_size: number of sequences.
-        """
+        """Return the state of ``batch_size`` sequences before their first token."""
         layers = tuple(layer.self_attn.init_state(batch_size) for layer in self.layers)
         device = next(self.parameters()).device
         return TransformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), layers)
@@ -871,10 +863,7 @@ class MomentumTransformer(nn.Module):
         return torch.cat(parts, 1)
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the first layer (batch, length, d_model), and the next position (batch,).
-
-        ``start`` is the position of the first token (batch,), ``ignored`` a padding mask (batch, length) or None.
-        """
+        """Return the inputs of the first layer (batch, length, d_model), and the next position (batch,)."""
         if self.embedding is not None:
             x = self.embedding(tokens) * math.sqrt(self.d_model)
         else:  # 0 * NaN is NaN
@@ -906,10 +895,7 @@ class MomentumTransformer(nn.Module):
 
 
 def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Sample tokens (batch,) from the softmax of outputs (batch, tokens) divided by the temperature.
-
-    Temperature 0 selects the largest output. ``top_k`` restricts sampling to the k largest outputs; None is all.
-    """
+    """Sample tokens (batch,) from the softmax of the top_k outputs (batch, tokens) / temperature; 0 is the argmax."""
     if temperature == 0:
         return output.argmax(-1)
     scores = output.float() / temperature
@@ -933,10 +919,7 @@ def sinusoids(positions: Tensor, features: int) -> Tensor:
 
 
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the positions of the next tokens (batch, length), and the position after the last of them (batch,).
-
-    ``start`` is the position of the first token (batch,). Padding does not count; ``ignored`` is its mask or None.
-    """
+    """Return the positions of the next tokens (batch, length), and the one after them (batch,), not counting padding."""
     if ignored is None:
         return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
     counted = (~ignored).long()
