@@ -863,7 +863,7 @@ class MomentumTransformer(nn.Module):
         return torch.cat(parts, 1)
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the first layer (batch, length, d_model), and the next position (batch,)."""
+        """Return first-layer inputs (batch, length, d_model), and the position of the next token (batch,)."""
         if self.embedding is not None:
             x = self.embedding(tokens) * math.sqrt(self.d_model)
         else:  # 0 * NaN is NaN
@@ -919,7 +919,7 @@ def sinusoids(positions: Tensor, features: int) -> Tensor:
 
 
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the positions of the next tokens (batch, length), and the one after them (batch,), not counting padding."""
+    """Return positions of the next tokens (batch, length), and the next position after them (batch,), without padding."""
     if ignored is None:
         return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
     counted = (~ignored).long()
