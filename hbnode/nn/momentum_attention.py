@@ -277,7 +277,7 @@ def _chunkwise(
 def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tables of g(n) = γ (1 + β + ... + β^{n-1}), β^n and β g(n) for n = 0, ..., size.
 
-    Each is (heads or 1, size + 1), computed in float64 if the device supports it, and cast to the dtype of ``like``.
+    Each table is (heads or 1, size + 1), computed in float64 if the device supports it, and cast to the dtype of like.
     """
     wide = torch.float32 if like.device.type == "mps" else torch.float64
     n = torch.arange(size + 1, device=like.device, dtype=wide)

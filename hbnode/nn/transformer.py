@@ -919,7 +919,7 @@ def sinusoids(positions: Tensor, features: int) -> Tensor:
 
 
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return positions of the next tokens (batch, length), and the next position after them (batch,), without padding."""
+    """Return positions of the next tokens (batch, length), and the position after them (batch,), without padding."""
     if ignored is None:
         return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
     counted = (~ignored).long()
