@@ -1,15 +1,22 @@
-"""Fast form of the heavy-ball memory, 1.7 times its reference (benchmarks/attention.py, training step of *heavy ball*).
+"""The fused implementation of the heavy-ball memory, with a hand-written VJP.
 
-The reference comes first: the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory`, chunk by chunk. In the fast
-form S and P are stacked as one state, its parts: two, or one without momentum. Each chunk of C steps has
+A training step is 1.7 times as fast as with the reference (benchmarks/attention.py, *heavy ball*). :func:`reference`
+computes the recurrence of :func:`hbnode.nn.functional.heavy_ball_memory` chunk by chunk and defines the matrices Q, K,
+V, K̃, p, G, T, E and O. The fused implementation stacks S and P as one state matrix (parts D, M). The number of parts
+is 2, or 1 without momentum. In shapes, D and M are the numbers of features of a key and of a value, and rows is
+batch * heads. For each chunk of C steps the fused implementation computes
 
-* the rows g_r and l_r of its *decay mask*: the weights in S and P after step r of [S, P, e_0, ..., e_{C-1}],
-* Q over p (R rows: 2 C, or C without a delta rule) and their products with K̃, which times G are the scores and, with
-  the G of the row before, T of the UT transform,
-* q̄ and p̄, Q and p times the weights of each part of the state (parts D columns), and K̄, K̃ times the last weights.
+* the *decay mask*: after step r, S and P are weighted sums of [S, P, e_0, ..., e_{C-1}], with the weights g_r and l_r,
+* Q and p, stacked to R = 2 C rows (C without a delta rule), and their products with K̃ᵀ, from which weights g_r give
+  the scores G ∘ Q K̃ᵀ and T,
+* q̄ and p̄ (parts D columns), which are Q and p times the weights of each part of the state, and K̄, which is K̃ times
+  the weights in the last row of the decay mask.
 
-Then E = (I + T)⁻¹ (V - p̄ state), O = scores E + q̄ state, and the state after the chunk is carry state + K̄ᵀ E. The
-forward pass stores the state before each chunk and, with a delta rule, E; the VJP recomputes the rest.
+With carry, the weights of the old state in the last row, the results are::
+
+    E = (I + T)⁻¹ (V - p̄ state),   O = scores E + q̄ state,   state' = carry state + K̄ᵀ E
+
+The state before each chunk and, with a delta rule, E are saved for backward. The VJP recomputes the rest.
 """
 
 from __future__ import annotations
@@ -23,25 +30,27 @@ from torch.nn.functional import pad
 
 from hbnode._torch import fast_form
 
-BLOCK = 8  # rows of the decay mask that are computed one after another; it divides C
-CHUNKS_AT_ONCE = 32  # chunks of all heads that are computed together on a CPU, so that their matrices stay in its cache
+BLOCK = 8  # rows of the decay mask that are computed sequentially; C is a multiple of it
+CHUNKS_AT_ONCE = 32  # chunks, over all heads, that a CPU computes together: few, so that their matrices fit its cache
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None) -> Outputs:
-    """Compute the recurrence chunk by chunk in operations that autograd knows, the reference of the fast form.
+    """Compute the recurrence chunk by chunk in differentiable torch operations.
 
-    Rows r and columns c count the steps of a chunk of C. Lα[r, c] is the product of α_i over c < i ≤ r, Lμ likewise; ā
-    and m̄ are the products from the chunk's start, and k̃ = η k. G₋, ā₋ and f₋ are those of the row before, where the
-    first is 0, 1 and 0::
+    A chunk has C steps with the rows of Q, K, V (queries, keys, values), p and E of the recurrence, and outputs O. Its
+    gates are α, μ, s and η, and K̃ has the rows η k. Lα[r, c] is the product of α_i over c < i ≤ r, and ā[r] is that
+    over i ≤ r. Lμ and m̄ are the same products of μ. G₋, ā₋ and f₋ are G, ā and f of the previous row; for the first
+    row they are 0, 1 and 0. The state is S and P before the chunk, and S' and P' after it::
 
-        G = Lα diag(s) Lμ,   f = Lα (s ∘ m̄)                    sums of products of gates: nothing cancels
+        G = Lα diag(s) Lμ,   f = Lα (s ∘ m̄)                    sums of products of gates: no cancellation
         T = G₋ ∘ p K̃ᵀ,   E = (I + T)⁻¹ (V − ā₋ p S − f₋ p P)    the UT transform
         O = (G ∘ Q K̃ᵀ) E + ā Q S + f Q P
         S' = ā_C S + f_C P + K̃ᵀ diag(G_C) E,   P' = m̄_C P + K̃ᵀ diag(Lμ_C) E
 
-    The gates are (batch, heads, length), or None; the state is S and P before the first step.
+    The arguments after v are log μ, log α, s and η, each (batch, heads, length) or None, and the initial S and P. The
+    options are ``delta`` and ``chunk_size``.
     """
     log_momentum, log_decay, step, write, s, p = gates_and_state
     assert s is not None
@@ -51,7 +60,8 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
         log_decay = torch.zeros_like(q[..., 0], dtype=s.dtype)
 
     def chunks(x: Tensor) -> Tensor:
-        """(batch, heads, length, n) -> (batch, heads, chunks, C, n); contiguous for graphs with dynamic shapes."""
+        """Split (batch, heads, length, n) into (batch, heads, chunks, C, n), padded with zeros."""
+        # contiguous for graphs with dynamic shapes
         return pad(x.to(s.dtype).contiguous(), (0, 0, 0, -length % size)).unflatten(2, (-1, size))
 
     k_tilde = k if write is None else write.unsqueeze(-1) * k
@@ -63,7 +73,7 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
     k_last, carry = g[..., -1:, :].mT * k_tilde, starts[..., -1:, :]
     if log_momentum is not None and step is not None and p is not None:
         (momenta, m), step = _gate_products(chunks(log_momentum.unsqueeze(-1))), chunks(step.unsqueeze(-1))
-        g, starts = (g * step.mT) @ momenta, torch.cat([starts, g @ (step * m)], -1)  # (C, C), and ā and f (C, 2)
+        g, starts = (g * step.mT) @ momenta, torch.cat([starts, g @ (step * m)], -1)  # G (C, C); ā and f (C, 2)
         k_last = torch.cat([g[..., -1:, :].mT * k_tilde, momenta[..., -1:, :].mT * k_tilde], -1)
         carry = torch.cat([starts[..., -1:, :], pad(m[..., -1:, :], (1, 0))], -2)
     scores, q = g * (q @ k_tilde.mT), _weigh_parts(starts, q)
@@ -74,7 +84,7 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
         solved = torch.linalg.solve_triangular(t, torch.cat([v, p_bar], -1), upper=False, unitriangular=True)
         v, k = solved.split([v.shape[-1], p_bar.shape[-1]], -1)
     state, outputs = (s if p is None else torch.cat([s, p], 2)), []
-    # unbind, because the backward pass of an index allocates the whole tensor for each chunk
+    # not indexing, whose backward pass allocates the whole tensor for each chunk
     for q_i, k_i, v_i, scores_i, last_i, carry_i in zip(
         *(x.unbind(2) for x in (q, k, v, scores, k_last, carry)), strict=True
     ):
@@ -91,9 +101,9 @@ def reference(options: tuple[Any, int], q: Tensor, k: Tensor, v: Tensor, *gates_
 
 
 def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the products of gates (..., C, 1) over c < i ≤ r, (..., C, C), and from the start, (..., C, 1).
+    """Return the products of gates i over c < i ≤ r, in row r and column c (..., C, C), and over i ≤ r (..., C, 1).
 
-    Each sum of logarithms is taken on its own: a difference of two cumulative sums loses digits, and is NaN after a 0.
+    Each product sums its own logarithms, because differences of cumulative sums lose digits and are NaN after a gate 0.
     """
     lower = torch.ones(*[log_gate.shape[-2]] * 2, dtype=torch.bool, device=log_gate.device).tril()
     sums = torch.where(lower.tril(-1), log_gate, 0.0).cumsum(-2)
@@ -101,14 +111,14 @@ def _gate_products(log_gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weigh_parts(weights: Tensor, x: Tensor) -> Tensor:
-    """(..., C, n), (..., C, D) -> (..., C, n D)."""
+    """Multiply x (..., C, D) by each of the n columns of weights (..., C, n), giving (..., C, n D)."""
     return torch.cat([weight * x for weight in weights.split(1, -1)], -1)
 
 
 def forward(
     options: tuple[Any, int], keep: bool, q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Outputs, list[Tensor]]:
-    """Return the outputs, S and P after the last step, and the residuals; q, k and v may be in half precision."""
+    """Return outputs, final S and P like :func:`reference`, and, if ``keep``, the residuals that the VJP needs."""
     *gates, s, p = gates_and_state
     assert s is not None
     chunks = _Chunks(options, q, k, gates, s.dtype)
@@ -140,7 +150,7 @@ def forward(
 
 
 def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, the gates, S and P."""
+    """Return the gradients of the tensors: q, k, v, log μ, log α, s, η, and the initial S and P."""
     q, k, v, *gates, s, p = tensors
     residuals = list(residuals)
     chunks = _Chunks(options, q, k, gates, s.dtype)
@@ -158,7 +168,7 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
         for span in reversed(spans):
             e = residuals.pop() if chunks.delta else chunks.load(v, span)
             states, x = residuals.pop(), chunks.matrices(span)
-            # the gradient of O, and below it that of the side of the triangular system, negated
+            # the gradient of O, stacked on the negated gradient of the right-hand side of the triangular system
             dy = e.new_empty(*e.shape[:2], x.qp.shape[2], e.shape[-1])
             do = chunks.load(dout, span, out=dy[:, :, :size]).flatten(0, 1)
             de = torch.bmm(x.scores.flatten(0, 1).mT, do).view_as(e)
@@ -208,32 +218,32 @@ def vjp(options: tuple[Any, int], tensors: Any, residuals: Any, grads: Any, need
 
 
 class _Span(NamedTuple):
-    """Chunks that are computed together."""
+    """A group of chunks that are computed together."""
 
     batch: slice
     chunks: slice
-    at: tuple[slice, slice]  # chunks, and rows: the heads of these sequences
+    at: tuple[slice, slice]  # index into (chunks, rows, ...), with batch * heads rows
 
 
 class _Matrices(NamedTuple):
-    """The matrices of the chunks of a span, (chunks, rows, ...); see the head of this file."""
+    """The matrices of the chunks of a span, each (chunks, rows, ...); the module docstring defines them."""
 
-    k: Tensor  # (C, D)
-    k_tilde: Tensor  # (C, D)
-    qp: Tensor  # (R, D)
-    products: Tensor  # of qp with K̃ (R, C)
-    scores: Tensor  # (C, C)
-    t: Tensor  # (C, C); without a delta rule the scores again
-    starts: Tensor  # weights of the state at the rows of qp (R, parts)
+    k: Tensor  # K (C, D)
+    k_tilde: Tensor  # K̃ (C, D)
+    qp: Tensor  # Q and p, stacked (R, D)
+    products: Tensor  # qp K̃ᵀ (R, C)
+    scores: Tensor  # G ∘ Q K̃ᵀ (C, C)
+    t: Tensor  # T (C, C); without a delta rule the scores
+    starts: Tensor  # weights of the parts of the state in the rows of qp (R, parts)
     w: Tensor  # g of each step (C, parts + C)
     last: Tensor  # g and l after the last step (parts, parts + C)
-    qp_bar: Tensor  # (R, parts D)
-    k_bar: Tensor  # (C, parts D)
-    carry: Tensor  # (parts, parts)
+    qp_bar: Tensor  # q̄ and p̄, stacked (R, parts D)
+    k_bar: Tensor  # K̄ (C, parts D)
+    carry: Tensor  # weights of the old state in the new state (parts, parts)
 
 
 class _Chunks:
-    """The chunks of a call: where they are in the tensors (batch, heads, length, n), and their matrices."""
+    """The chunks of one call: conversion of tensors (batch, heads, length, n) to chunks and back, and the matrices."""
 
     def __init__(
         self, options: tuple[Any, int], q: Tensor, k: Tensor, gates: list[Tensor | None], dtype: torch.dtype
@@ -250,15 +260,15 @@ class _Chunks:
         if log_momentum is None and step is not None:
             write = step * write
         self.parts = 1 if log_momentum is None else 2
-        self.write = self.by_chunk(write).unsqueeze(-1)  # of k in k̃
-        self.read = self.by_chunk(alpha if self.delta == "decayed" else ones).unsqueeze(-1)  # of k in p
+        self.write = self.by_chunk(write).unsqueeze(-1)  # factor of k in k̃
+        self.read = self.by_chunk(alpha if self.delta == "decayed" else ones).unsqueeze(-1)  # factor of k in p
         momentum = None
         if log_momentum is not None and step is not None:
             momentum = self.by_chunk(log_momentum.exp(), 1.0), self.by_chunk(step)
         self.mask = _DecayMask(self.by_chunk(alpha, 1.0), momentum)
 
     def spans(self) -> list[list[_Span]]:
-        """Return the spans of some sequences after another, each in the order of time."""
+        """Return a list of spans for each group of sequences, in the order of time."""
         sequences, chunks = self.batch, self.count
         if self.q.device.type == "cpu":
             sequences = min(self.batch, max(1, CHUNKS_AT_ONCE // self.heads))
@@ -274,7 +284,7 @@ class _Chunks:
         return found
 
     def load(self, x: Tensor, span: _Span, out: Tensor | None = None) -> Tensor:
-        """(batch, heads, length, n) -> (chunks, rows, C, n) of a span, with zeros after the end."""
+        """Copy a span of x (batch, heads, length, n) to ``out`` (chunks, batch * heads, C, n), padded with zeros."""
         start, stop = span.chunks.start * self.size, span.chunks.stop * self.size
         x = x[span.batch, :, start:stop]
         x = pad(x, (0, 0, 0, stop - start - x.shape[2])) if x.shape[2] < stop - start else x
@@ -285,7 +295,7 @@ class _Chunks:
         return out
 
     def store(self, x: Tensor, out: Tensor, span: _Span) -> None:
-        """Write x (chunks, rows, C, n) to its place in out (batch, heads, length, n), the inverse of :meth:`load`."""
+        """Copy a span x (chunks, batch * heads, C, n) into ``out`` (batch, heads, length, n), inverting ``load``."""
         out = out[span.batch, :, span.chunks.start * self.size : span.chunks.stop * self.size]
         x = x.unflatten(1, out.shape[:2]).permute(1, 2, 0, 3, 4)
         if out.shape[2] == x.shape[2] * self.size:
@@ -294,16 +304,15 @@ class _Chunks:
             out.copy_(x.flatten(2, 3)[:, :, : out.shape[2]])
 
     def by_chunk(self, gate: Tensor, after: float = 0.0) -> Tensor:
-        """(batch, heads, length) -> (chunks, rows, C), with a constant after the end."""
+        """Split a gate (batch, heads, length) into (chunks, batch * heads, C), padded with the constant ``after``."""
         gate = pad(gate.flatten(0, 1), (0, self.count * self.size - self.length), value=after)
         return gate.unflatten(1, (-1, self.size)).transpose(0, 1).contiguous()
 
     def from_chunk(self, gate: Tensor) -> Tensor:
-        """Invert :meth:`by_chunk`."""
+        """Join the chunks of a gate (chunks, batch * heads, C) to (batch, heads, length), inverting ``by_chunk``."""
         return gate.transpose(0, 1).flatten(1)[:, : self.length].unflatten(0, (self.batch, self.heads))
 
     def matrices(self, span: _Span) -> _Matrices:
-        """Compute the matrices of a span."""
         size, parts = self.size, self.parts
         k = self.load(self.k, span)
         k_tilde = k * self.write[span.at]
@@ -315,7 +324,7 @@ class _Chunks:
         w, last = self.mask.matrix(span)
         starts, g = w[..., :parts], w[..., parts:]
         scores = t = products[:, :, :size] * g
-        if self.delta:  # the rows of p have the weights of the row before
+        if self.delta:  # rows of p have the weights of the previous step
             first = torch.zeros_like(starts[:, :, :1])
             first[..., 0] = 1.0
             starts = torch.cat([starts, first, starts[:, :, :-1]], 2)
@@ -326,7 +335,11 @@ class _Chunks:
         return _Matrices(k, k_tilde, qp, products, scores, t, starts, w, last, qp_bar, k_bar, carry)
 
     def gates_vjp(self, gates: list[Tensor | None], dread: Tensor, dwrite: Tensor, dmask: Any) -> list[Tensor | None]:
-        """Return the gradients of the gates from those of the factors of k and of the decay mask."""
+        """Return the gradients of log μ, log α, s and η.
+
+        ``dread``, ``dwrite`` and ``dmask`` are the gradients of ``read``, ``write`` and the tensors of the mask.
+        ``dmask`` is None if no gate needs it.
+        """
         log_momentum, log_decay, step, write = gates
         dalpha = dmu = dstep = None
         if dmask is not None:
@@ -346,34 +359,35 @@ class _Chunks:
 
 
 class _DecayMask:
-    """The rows g_r and l_r of all chunks, and their VJP.
+    """The decay masks of all chunks, and their VJP.
 
-    The row before the first is the identity at the columns of the state. Then::
+    After step r of a chunk, S and P are sums of [S, P, e_0, ..., e_{C-1}] with weights g_r and l_r. In brackets, S and
+    P are those before the chunk. The weights start as g = (1, 0, 0, ...) and l = (0, 1, 0, ...), and follow::
 
-        l_r = μ_r l_{r-1} + (1 at e_r),   g_r = α_r g_{r-1} + s_r l_r
+        l_r = μ_r l_{r-1} + (1 in column e_r),   g_r = α_r g_{r-1} + s_r l_r
 
-    Everything is a sum of products of gates: no logarithms are added up and no difference is taken. Without momentum
-    there is no l and no column P, and g_r = α_r g_{r-1} + (1 at e_r).
+    All weights are sums of products of gates, without cancellation. Without momentum there are no l and no column P,
+    and g_r = α_r g_{r-1} + (1 in column e_r).
 
-    The recursion runs within blocks of a few rows, for all blocks at once, then from block to block: row i of a block b
-    is ``coefficients[i] @ rows[b]``, plus ``inner[i]`` at the columns of the block.
+    The recursion runs over the BLOCK steps within a block, for all blocks in parallel, and then over the blocks. Step i
+    of block b has g = ``coefficients[i] @ rows[b]``, plus ``inner[i]`` in the columns of the block.
 
     Arguments:
         alpha: α (chunks, rows, C).
-        momentum: μ and s, likewise; None without momentum.
+        momentum: μ and s, each (chunks, rows, C); None without momentum.
     """
 
     def __init__(self, alpha: Tensor, momentum: tuple[Tensor, Tensor] | None) -> None:
         count, heads, size = alpha.shape
-        n = count * heads  # the last axis here, the first two outside
+        n = count * heads  # the last dimension of tensors in this class; outside it is the first two
 
         def blocks(gate: Tensor) -> tuple[Tensor, ...]:
-            """(chunks, rows, C) -> BLOCK times (blocks, chunks * rows)."""
+            """Split a gate (chunks, rows, C) into its BLOCK steps, each (blocks, chunks * rows)."""
             return gate.flatten(0, 1).T.contiguous().unflatten(0, (-1, BLOCK)).unbind(1)
 
         self.parts, self.blocks = (1 if momentum is None else 2), size // BLOCK
         self.count, self.alpha = count, blocks(alpha)
-        # g and l within blocks; row 0 is the row before the block. l has no column for S, which P does not depend on
+        # g and l within blocks; row 0 is the start of the block. l has no column for S, because P does not depend on S
         g = alpha.new_zeros(BLOCK + 1, self.parts + BLOCK, self.blocks, n)
         rows = alpha.new_zeros(self.blocks + 1, self.parts, self.parts + size, n)
         rows[0].diagonal().fill_(1.0)
@@ -402,7 +416,7 @@ class _DecayMask:
                 new[1, width : width + BLOCK] = self.ell[-1, 1:, b]
 
         def by_chunk(x: Tensor) -> Tensor:
-            """(..., chunks * rows) -> (chunks, rows, ...)."""
+            """Rearrange (..., chunks * rows) to (chunks, rows, ...)."""
             return x.reshape(-1, n).T.contiguous().view(count, heads, *x.shape[:-1])
 
         self.coefficients = by_chunk(g[1:, : self.parts].permute(2, 0, 1, 3))  # (..., blocks, BLOCK, parts)
@@ -410,7 +424,7 @@ class _DecayMask:
         self.rows = by_chunk(rows)  # g and l before each block and after the last (..., blocks + 1, parts, parts + C)
 
     def matrix(self, span: _Span) -> tuple[Tensor, Tensor]:
-        """Return g of each step of a span (..., C, parts + C), and g and l of the last (..., parts, parts + C)."""
+        """Return, for each chunk of a span, g (C, parts + C), and g and l after its last step (parts, parts + C)."""
         coefficients, rows = self.coefficients[span.at], self.rows[span.at]
         g = torch.bmm(coefficients.flatten(0, 2), rows[:, :, :-1].flatten(0, 2))
         g = g.view(*rows.shape[:2], -1, rows.shape[-1])
@@ -418,7 +432,7 @@ class _DecayMask:
         return g, rows[:, :, -1]
 
     def matrix_vjp(self, span: _Span, dg: Tensor, dlast: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write the gradients of coefficients, inner and rows of a span from those of what :meth:`matrix` gives."""
+        """Write the gradients of coefficients, inner and rows into ``grads``: the VJP of ``matrix`` at dg, dlast."""
         dcoefficients, dinner, drows = (x[span.at] for x in grads)
         coefficients, rows = self.coefficients[span.at].flatten(0, 2), self.rows[span.at][:, :, :-1].flatten(0, 2)
         dg = dg.unflatten(0, dinner.shape[:2])
@@ -429,19 +443,19 @@ class _DecayMask:
         drows[:, :, -1] = dlast.view_as(drows[:, :, -1])
 
     def vjp(self, dcoefficients: Tensor, dinner: Tensor, drows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of α, μ and s (chunks, rows, C)."""
+        """Return the gradients of α, μ and s (chunks, rows, C); those of μ and s are None without momentum."""
         g, ell, rows, parts = self.g, self.ell, self.by_block, self.parts
 
         def by_step(x: Tensor) -> Tensor:
-            """(chunks, rows, ...) -> (..., chunks * rows)."""
+            """Rearrange (chunks, rows, ...) to (..., chunks * rows)."""
             return x.flatten(2).flatten(0, 1).T.contiguous().view(*x.shape[2:], -1)
 
         def from_blocks(x: Tensor) -> Tensor:
-            """(BLOCK, blocks, chunks * rows) -> (chunks, rows, C)."""
+            """Rearrange (BLOCK, blocks, chunks * rows) to (chunks, rows, C)."""
             return x.transpose(0, 1).flatten(0, 1).T.unflatten(0, (self.count, -1))
 
         def block_columns(rows: Tensor) -> Tensor:
-            """Return what the rows after each block have at the columns of its steps (BLOCK, blocks, n)."""
+            """Select, from the row after each block, the columns of the steps of the block (BLOCK, blocks, n)."""
             return rows[:, parts:].unflatten(1, (-1, BLOCK)).diagonal(dim1=0, dim2=1).permute(0, 2, 1)
 
         drows = by_step(drows)
@@ -452,7 +466,7 @@ class _DecayMask:
             old[0].addcmul_(new[0], g[-1, 0, b])
             if ell is not None:
                 old[1].addcmul_(new[0], g[-1, 1, b]).addcmul_(new[1], ell[-1, 0, b])
-        # a weight before its step is 0, and its gradient has no effect
+        # the weight of e_r before step r is 0, and its gradient has no effect
         old, new = rows[:-1], drows[1:]
         dg[-1, 0] += (new[:, 0] * old[:, 0]).sum(1)
         dg[-1, parts:] += block_columns(new[:, 0])
@@ -474,7 +488,7 @@ class _DecayMask:
 
 
 def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
-    """Return ``carry @ state`` + new, part by part; the state is (rows, parts D, M)."""
+    """Return carry (rows, parts, parts) times state (rows, parts D, M) by blocks of D rows, plus ``new``."""
     shape = (*carry.shape[:2], -1)
     if new is None:
         return torch.bmm(carry, state.view(shape)).view_as(state)
@@ -482,21 +496,21 @@ def _carry(carry: Tensor, state: Tensor, new: Tensor | None = None) -> Tensor:
 
 
 def _diagonal(g: Tensor, parts: int) -> Tensor:
-    """Return a view of the weights of the steps of each block in its rows (..., blocks, BLOCK, BLOCK)."""
+    """Return a view of the diagonal blocks of g, without the columns of the state (..., blocks, BLOCK, BLOCK)."""
     blocks = g[..., parts:].unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     return blocks.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
 
 
 def _outer(weights: Tensor, x: Tensor) -> Tensor:
-    """(..., R, parts), (..., R, D) -> (..., R, parts D)."""
+    """Multiply x (..., R, D) by each column of weights (..., R, parts), giving (..., R, parts D)."""
     out = x.new_empty(*weights.shape, x.shape[-1])
-    for part, weight in enumerate(weights.unbind(-1)):  # faster than one product of all parts
+    for part, weight in enumerate(weights.unbind(-1)):  # faster than one broadcast product
         torch.mul(x, weight.unsqueeze(-1), out=out[..., part, :])
     return out.flatten(-2)
 
 
 def _inner(x: Tensor, y: Tensor, parts: int) -> Tensor:
-    """(..., R, parts D), (..., R, D) -> (..., R, parts), the VJP of :func:`_outer`."""
+    """Sum the products of each part of x (..., R, parts D) with y (..., R, D), giving (..., R, parts)."""
     return (x.unflatten(-1, (parts, -1)) * y.unsqueeze(-2)).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Multihead attention: in linear time with momentum, the heavy-ball memory, and softmax attention, one interface."""
+"""Multihead attention modules with one interface: linear attention with momentum, heavy-ball memory, softmax."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention
 
 State = TypeVar("State")
-Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values (batch, heads, length, head_dim)
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: (batch, heads, length, head_dim)
 Numbers = float | Sequence[float] | Tensor
 
-LEAST_NORM = 1e-3  # of queries and keys of norm 1: the gradient of a division by a norm of 0 has no bound
+LEAST_NORM = 1e-3  # lower bound of the norms that queries and keys are divided by, which bounds the gradient
 MASK_FIX = (
-    "Fix: is_causal=True or False for the order, key_padding_mask (batch, length), True = ignore, for padding, "
+    "Fix: is_causal=True for causal attention, key_padding_mask (batch, length), True = ignore, for padding, "
     "torch.nn.MultiheadAttention for other masks"
 )
 
 
 class MultiheadBase(KeepsConstants, Generic[State]):
-    """Projections to heads and back around an attention function, which a subclass has in :meth:`_attend`.
+    """A base class of multihead attention: input and output projections around the ``_attend`` of a subclass.
 
-    The parameters are those of ``torch.nn.MultiheadAttention``: ``in_proj_weight``, or ``q_proj_weight``,
-    ``k_proj_weight`` and ``v_proj_weight`` where ``kdim`` or ``vdim`` differ from ``embed_dim``, ``in_proj_bias``, and
-    ``out_proj``. They are initialised as there.
+    Parameters and their initialisation are those of ``torch.nn.MultiheadAttention``: ``in_proj_weight``,
+    ``in_proj_bias`` and ``out_proj``. If ``kdim`` or ``vdim`` differs from ``embed_dim``, ``q_proj_weight``,
+    ``k_proj_weight`` and ``v_proj_weight`` replace ``in_proj_weight``.
     """
 
     in_proj_weight: nn.Parameter | None
     q_proj_weight: nn.Parameter
     k_proj_weight: nn.Parameter
     v_proj_weight: nn.Parameter
-    _qkv_same_embed_dim = False  # keeps torch.nn.TransformerEncoderLayer from its fused softmax attention in evaluation
+    _qkv_same_embed_dim = False  # so that torch.nn.TransformerEncoderLayer never uses its fused softmax attention
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **options)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
-        for name, shape in shapes.items():  # last, so that a seed draws the weights of torch.nn.MultiheadAttention
+        for name, shape in shapes.items():  # last: one seed gives the weights of torch.nn.MultiheadAttention
             if shape is not None:
                 nn.init.xavier_uniform_(getattr(self, name))
 
@@ -89,7 +89,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         return ", ".join([f"{self.embed_dim}, {self.num_heads}", *(f"{name}={x}" for name, x in settings.items())])
 
     def _settings(self) -> dict[str, object]:
-        """Return what the representation shows of a subclass."""
+        """Return the further settings of a subclass to show in its representation."""
         raise NotImplementedError
 
     def forward(
@@ -103,20 +103,20 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         average_attn_weights: bool = True,
         is_causal: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend to all keys, or with ``causal`` to those at and before each query.
+        """Attend to all keys, or with ``causal`` to keys at or before the position of each query.
 
         Arguments:
             query: (length, batch, embed_dim), with ``batch_first`` (batch, length, embed_dim), or (length, embed_dim).
-            key: like the query with kdim features, any length unless causal. Default: ``None``, the query.
-            value: like the key with vdim features. Default: ``None``, the key.
-            key_padding_mask: (batch, keys), or (keys,) of a query without a batch; True = ignore. Default: ``None``.
-            need_weights: must be False, since the weights are never formed. Default: ``False``.
+            key: like the query, with kdim features and, unless causal, any length. Default: ``None``, the query.
+            value: like the key, with vdim features. Default: ``None``, the key.
+            key_padding_mask: (batch, keys), or (keys,) if the query has no batch; True = ignore. Default: ``None``.
+            need_weights: must be False, because attention weights are not available. Default: ``False``.
             attn_mask: must be None. Default: ``None``.
-            average_attn_weights: has no effect without weights. Default: ``True``.
-            is_causal: overrides the constructor's ``causal`` where it is not None. Default: ``None``.
+            average_attn_weights: has no effect. Default: ``True``.
+            is_causal: overrides the constructor's ``causal``. Default: ``None``, the constructor's.
 
         Returns:
-            The output, shaped like the query, and None in the place of the weights.
+            The output, shaped like the query, and None instead of attention weights.
 
         Raises:
             TypeError: an input is not a tensor.
@@ -125,9 +125,9 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         key = query if key is None else key
         value = key if value is None else value
         if need_weights:
-            raise ValueError("need_weights must be False: attention weights are never formed. Fix: leave it out.")
+            raise ValueError("need_weights must be False: attention weights are not available. Fix: leave it out.")
         if attn_mask is not None:
-            raise ValueError(f"attn_mask must be None: {type(self).__name__} has no weights to mask. {MASK_FIX}.")
+            raise ValueError(f"attn_mask must be None: {type(self).__name__} does not support it. {MASK_FIX}.")
         has_batch = self._check_inputs(query, key, value)
         if not has_batch:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -153,35 +153,30 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         return (output[0] if not has_batch else output if self.batch_first else output.transpose(0, 1)), None
 
     def init_state(self, batch_size: int) -> State:
-        """Return the state before the first token, for ``batch_size`` sequences.
-
-        Arguments:
-            batch_size: how many sequences.
-        """
+        """Return the state of ``batch_size`` sequences before their first token."""
         raise NotImplementedError
 
     def prefill(
         self, x: Tensor, state: State | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Compute causal self-attention over several tokens that continue a state.
+        """Compute causal self-attention for the next tokens, continuing from a state.
 
         Arguments:
-            x: (batch, length, embed_dim) with ``batch_first``, else (length, batch, embed_dim).
-            state: of the tokens before. Default: ``None``, none.
-            key_padding_mask: (batch, length), True = ignore: such a token leaves the state as it is. Default: ``None``.
+            x: (length, batch, embed_dim), or (batch, length, embed_dim) with ``batch_first``.
+            state: state after the previous tokens. Default: ``None``, no previous tokens.
+            key_padding_mask: (batch, length), True = ignore: the token does not change the state. Default: ``None``.
 
         Returns:
-            The output, shaped like x, and the state after its last token.
+            The output, shaped like x, and the state after the last token of x.
         """
         if not self.causal:
-            raise ValueError(
-                f"a {type(self).__name__} with causal=False attends to later tokens, so it cannot take them one by "
-                "one. Fix: causal=True."
-            )
+            raise ValueError(f"streaming needs a causal {type(self).__name__}, got causal=False. Fix: causal=True.")
         if self.kdim != self.embed_dim or self.vdim != self.embed_dim:
-            raise ValueError("streaming is self-attention. Fix: leave kdim and vdim out.")
+            raise ValueError(
+                f"streaming needs kdim = vdim = embed_dim, got {self.kdim}, {self.vdim}. Fix: leave kdim and vdim out."
+            )
         if not self._check_inputs(x, x, x):
-            raise ValueError(f"x must have a batch axis to be streamed, got shape {tuple(x.shape)}. Fix: x[None].")
+            raise ValueError(f"streaming needs x with a batch dimension, got shape {tuple(x.shape)}. Fix: x[None].")
         x = x if self.batch_first else x.transpose(0, 1)
         ignored = read_mask(key_padding_mask, x.shape[:2])
         state = self.init_state(x.shape[0]) if state is None else state
@@ -193,11 +188,11 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         return (output if self.batch_first else output.transpose(0, 1)), after
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Compute causal self-attention for the next token.
+        """Compute causal self-attention for the next token, continuing from a state.
 
         Arguments:
             x: (batch, embed_dim).
-            state: of the tokens before. Default: ``None``, none.
+            state: state after the previous tokens. Default: ``None``, no previous tokens.
 
         Returns:
             The output (batch, embed_dim), and the state after the token.
@@ -205,8 +200,8 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         check_input(x, "x")
         if x.dim() != 2:
             raise ValueError(
-                f"step takes one token, (batch, {self.embed_dim}), got shape {tuple(x.shape)}. "
-                "Fix: prefill for several."
+                f"step takes one token per sequence, (batch, {self.embed_dim}), got shape {tuple(x.shape)}. "
+                "Fix: prefill for several tokens."
             )
         axis = 1 if self.batch_first else 0
         output, state = self.prefill(x.unsqueeze(axis), state)
@@ -220,7 +215,10 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         causal: bool,
         state: State | None = None,
     ) -> tuple[Tensor, State | None]:
-        """Attend with heads (batch, heads, length, head_dim); ``key`` is the input that keys are projected from."""
+        """Compute attention with projected heads; return outputs (batch, heads, length, head_dim), and the new state.
+
+        ``key`` is the input of the key projection (batch, length, kdim), from which a subclass may compute gates.
+        """
         raise NotImplementedError
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Heads:
@@ -242,7 +240,7 @@ class MultiheadBase(KeepsConstants, Generic[State]):
         return joined
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Check shapes; return whether there is a batch axis."""
+        """Raise ValueError if shapes do not fit; return whether the inputs have a batch dimension."""
         inputs = ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)
         for name, x, features in inputs:
             check_input(x, name)
@@ -250,51 +248,52 @@ class MultiheadBase(KeepsConstants, Generic[State]):
                 order = "(batch, length" if self.batch_first else "(length, batch"
                 raise ValueError(
                     f"{name} must be {order}, {features}), or (length, {features}), got shape {tuple(x.shape)}. "
-                    f"Fix: embed_dim, kdim and vdim are the numbers of features."
+                    "Fix: that shape; embed_dim, kdim and vdim set the features of query, key and value."
                 )
         batch = 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(
-                "query, key and value must have one batch size, key and value one length, got shapes "
+                "query, key and value must have the same batch size, key and value the same length, got shapes "
                 f"{shapes} with batch_first={self.batch_first}. Fix: batch_first=True if the batch comes first."
             )
         return query.dim() == 3
 
 
 class MomentumAttention(MultiheadBase[MomentumAttentionState]):
-    r"""Multihead momentum attention, in time linear in the length: linear attention whose sum has momentum.
+    r"""A multihead momentum attention: linear attention whose state is updated with momentum.
 
-    Each head runs :func:`hbnode.nn.functional.momentum_attention`; with phi(x) = elu(x) + 1::
+    Time and memory are linear in the length. Each head runs :func:`hbnode.nn.functional.momentum_attention`. With
+    queries q, keys k, values v and phi(x) = elu(x) + 1, the i-th output is::
 
         p_i = β p_{i-1} + phi(k_i) v_i^T
         s_i = s_{i-1} + γ p_i,   z_i = z_{i-1} + phi(k_i)
         output_i = phi(q_i)^T s_i / (phi(q_i)^T z_i + eps)
 
-    ``momentum=0`` is linear attention, and ``momentum=0`` with ``step_size=1 / (1 - β)`` is linear attention with the
-    gain that momentum β has on keys long past.
+    ``momentum=0`` is linear attention. ``momentum=0`` with ``step_size=1 / (1 - β)`` is a baseline without momentum, in
+    which every key has the weight that it approaches with momentum β as other keys follow.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), equations 72 to 74;
         Katharopoulos et al., Transformers are RNNs (arXiv:2006.16236).
 
     Arguments:
-        embed_dim: features of the query and of the output.
-        num_heads: heads; embed_dim is a multiple of it.
-        dropout: must be 0, since there are no attention weights to drop. Default: ``0.0``.
+        embed_dim: number of features of the query and of the output.
+        num_heads: number of heads, a divisor of embed_dim.
+        dropout: must be 0, because there are no attention weights to drop. Default: ``0.0``.
         bias: whether the projections have biases. Default: ``True``.
-        kdim: features of the key. Default: ``None``, embed_dim.
-        vdim: features of the value. Default: ``None``, embed_dim.
+        kdim: number of features of the key. Default: ``None``, embed_dim.
+        vdim: number of features of the value. Default: ``None``, embed_dim.
         batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
-        momentum: β, in [0, 1), a number or one per head. Default: ``0.6``.
-        step_size: γ, positive, a number or one per head. Default: ``1.0``.
-        learn_momentum: whether to learn β, one per head, from the given start. Default: ``False``.
-        learn_step_size: whether to learn γ, one per head, from the given start. Default: ``False``.
-        causal: whether a query sees only keys at and before its place. Default: ``True``.
-        eps: added to the denominator. Default: ``1e-6``.
-        chunk_size: tokens that are handled at once; it has no influence on the result. Default: ``64``.
-        device: of the parameters. Default: ``None``, torch's.
-        dtype: of the parameters. Default: ``None``, torch's.
+        momentum: β in [0, 1), a number or one per head. Default: ``0.6``.
+        step_size: γ > 0, a number or one per head. Default: ``1.0``.
+        learn_momentum: whether to learn one β per head, initialised with ``momentum``. Default: ``False``.
+        learn_step_size: whether to learn one γ per head, initialised with ``step_size``. Default: ``False``.
+        causal: whether a query attends only to keys at or before its position. Default: ``True``.
+        eps: constant added to the denominator. Default: ``1e-6``.
+        chunk_size: number of tokens processed together; it changes only speed and rounding. Default: ``64``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
         TypeError: a switch is not a bool.
@@ -340,7 +339,7 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
         if not bool(((beta >= 0) & (beta < 1)).all()):
             raise ValueError(f"momentum must be in [0, 1), got {beta.tolist()}. Fix: 0.9, for instance.")
         if learn_momentum and not bool((beta > 0).all()):
-            raise ValueError("a learned momentum must start above 0. Fix: momentum=0.01, or learn_momentum=False.")
+            raise ValueError(f"a learned momentum must start above 0, got {beta.tolist()}. Fix: momentum=0.01.")
         if not bool(((gamma > 0) & gamma.isfinite()).all()):
             raise ValueError(f"step_size must be positive, got {gamma.tolist()}. Fix: the paper's 1.0.")
         self.momentum_logit = _learned(torch.logit(beta), self) if learn_momentum else None
@@ -352,13 +351,13 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
 
     @property
     def momentum(self) -> Tensor | float:
-        """The current β: a tensor (heads,) if learned or one per head, else a float."""
+        """The current β: a tensor (heads,) if it is learned or given per head, otherwise a float."""
         logit = self.momentum_logit
         return self.kept("_momentum") if logit is None else torch.sigmoid(_wide(logit))
 
     @property
     def step_size(self) -> Tensor | float:
-        """The current γ: a tensor (heads,) if learned or one per head, else a float."""
+        """The current γ: a tensor (heads,) if it is learned or given per head, otherwise a float."""
         return self.kept("_step_size") if self.log_step_size is None else _wide(self.log_step_size).exp()
 
     @override
@@ -399,40 +398,40 @@ class MomentumAttention(MultiheadBase[MomentumAttentionState]):
 
 
 class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
-    r"""Multihead memory that learns while it reads: a delta rule with momentum and decay, in linear time.
+    r"""A multihead fast-weight memory, updated by a delta rule with momentum and decay, in time linear in the length.
 
-    Each head keeps a matrix S that maps keys to values and moves it like a heavy ball, see
-    :func:`hbnode.nn.functional.heavy_ball_memory`; k_t and q_t are divided by their norm, or by 0.001 if it is smaller,
-    and the gates come from the input::
+    Each head has a matrix S that maps keys to values, and its velocity P; see
+    :func:`hbnode.nn.functional.heavy_ball_memory`. At token t, with key k_t, value v_t and query q_t::
 
         e_t = v_t - α_t S_{t-1}^T k_t
         P_t = μ_t P_{t-1} + (1 - μ_t) r_t k_t e_t^T
         S_t = α_t S_{t-1} + (1 - μ_t) P_t
         output_t = S_t^T q_t
 
-    r_t, α_t and μ_t are in (0, 1). P is a moving average of the writes. In each direction of keys that are equal or
-    orthogonal, such a memory stays bounded, whatever the gates are and however keys are repeated. One that puts all of
-    (1 - μ_t) into the step does not, once the momentum depends on the key. ``momentum=False`` is Gated DeltaNet,
-    ``delta=False`` without momentum is gated linear attention.
+    The gates r_t, α_t and μ_t are in (0, 1) and are computed from the input by a linear layer and a sigmoid. Keys and
+    queries are divided by their norm, or by 0.001 if their norm is smaller. If any two keys are equal or orthogonal, S
+    stays bounded for all gates and all repetitions of keys. With both factors (1 - μ_t) in
+    the update of S instead, S can grow without bound if μ_t depends on the key. ``momentum=False`` is Gated DeltaNet;
+    ``momentum=False`` with ``delta=False`` is gated linear attention.
 
     References:
         Behrouz et al., Titans (arXiv:2501.00663); Yang et al., Gated Delta Networks (arXiv:2412.06464);
         Momentum DeltaNet (arXiv:2605.05838).
 
     Arguments:
-        embed_dim: features of the input and of the output.
-        num_heads: heads; embed_dim is a multiple of it.
-        dropout: must be 0, since there are no attention weights to drop. Default: ``0.0``.
+        embed_dim: number of features of the input and of the output.
+        num_heads: number of heads, a divisor of embed_dim.
+        dropout: must be 0, because there are no attention weights to drop. Default: ``0.0``.
         bias: whether the projections have biases. Default: ``True``.
         batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
         momentum: whether S has a velocity. Default: ``True``.
         decay: whether S decays, α_t < 1. Default: ``True``.
-        delta: what is written: the error of the decayed memory, of the plain memory (v_t - S_{t-1}^T k_t), or, with
-            False, v_t itself. With a decay the plain error has no bound for all gates: a warning says so.
-            Default: ``"decayed"``.
-        chunk_size: tokens that are handled at once; it has no influence on the result. Default: ``64``.
-        device: of the parameters. Default: ``None``, torch's.
-        dtype: of the parameters. Default: ``None``, torch's.
+        delta: definition of e_t. ``"decayed"`` is the equation for e_t in this docstring, ``"plain"`` is
+            v_t - S_{t-1}^T k_t, and ``False`` is v_t. With momentum and decay, ``"plain"`` is unbounded for some gates
+            and gives a warning. Default: ``"decayed"``.
+        chunk_size: number of tokens processed together; it changes only speed and rounding. Default: ``64``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
         TypeError: a switch is not a bool.
@@ -473,13 +472,13 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         self.chunk_size = as_count(chunk_size, "chunk_size")
         if delta == "plain" and momentum and decay:
             warnings.warn(
-                "HeavyBallMemory with delta='plain', momentum and decay is not bounded for all gates: where α is "
-                "small, the error of the plain memory overshoots. Fix: delta='decayed', or decay=False.",
+                "HeavyBallMemory with delta='plain', momentum and decay is not bounded for all gates: its updates "
+                "overshoot if α is small. Fix: delta='decayed', or decay=False.",
                 stacklevel=2,
             )
         self.gates = nn.Linear(embed_dim, self.num_heads * (1 + momentum + decay), device=device, dtype=dtype)
-        # r = 1/2, half-lives of S between 10 and 1,000 tokens over the heads, and μ from 0.05 to 0.5: a single write
-        # reaches S with the weight (1 - μ) r, so a large momentum stores little of what comes once
+        # r = 1/2, half-lives of S from 10 to 1,000 tokens over the heads, and μ from 0.05 to 0.5: a key that is
+        # written once enters S with the weight (1 - μ) r, which is small if μ is large
         nn.init.normal_(self.gates.weight, std=0.02)
         spread = torch.linspace(0, 1, self.num_heads, dtype=torch.float64)
         rows = [torch.zeros(self.num_heads)]
@@ -506,8 +505,8 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
     ) -> tuple[Tensor, HeavyBallMemoryState | None]:
         if not causal:
             raise ValueError(
-                "a HeavyBallMemory reads its input in order, so it is causal. Fix: MomentumAttention or "
-                "SoftmaxAttention with causal=False."
+                "HeavyBallMemory is always causal, got is_causal=False. Fix: MomentumAttention or SoftmaxAttention "
+                "with causal=False."
             )
         q, k = (nn.functional.normalize(x, dim=-1, eps=LEAST_NORM) for x in heads[:2])
         return heavy_ball_memory(
@@ -523,7 +522,7 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
         )
 
     def _gates(self, x: Tensor) -> dict[str, Any]:
-        """Return the gates (batch, heads, length) of an input (batch, length, embed_dim)."""
+        """Compute gates (batch, heads, length) from x (batch, length, embed_dim), as arguments of heavy_ball_memory."""
         rows = iter(self.gates(x).transpose(1, 2).unflatten(1, (-1, self.num_heads)).unbind(1))
         write, log_decay, log_momentum, step = torch.sigmoid(next(rows)), None, None, None
         if self.has_decay:
@@ -536,69 +535,70 @@ class HeavyBallMemory(MultiheadBase[HeavyBallMemoryState]):
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, in buffers that double when they are full.
+    """A key-value cache: keys and values of all previous tokens, in buffers that double in size when they are full.
 
-    A cache is not changed when tokens are added: :meth:`append` returns a longer one. The two share their buffers; if
-    two continuations are made from one cache, the second copies them.
+    :meth:`append` returns a new, longer cache and leaves the old cache valid. Without gradients, both share
+    their buffers, and a second ``append`` to the same cache copies the buffers.
 
     Arguments:
         keys: (batch, heads, length, dim).
         values: (batch, heads, length, dim).
-        ignored: (batch, length) where a token is padding. Default: ``None``, none is.
+        ignored: (batch, length), True = padding. Default: ``None``, no padding.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> None:
         self._keys, self._values, self._ignored = keys, values, ignored
         self.length = keys.shape[2]
-        self._filled = [self.length]  # of the buffers, shared by all caches that use them
+        self._filled = [self.length]  # tokens in the buffers: a list, which caches with the same buffers share
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return self.length
 
     @property
     def keys(self) -> Tensor:
-        """The keys (batch, heads, length, dim)."""
+        """The keys of all tokens (batch, heads, length, dim)."""
         return self._keys[:, :, : self.length]
 
     @property
     def values(self) -> Tensor:
-        """The values (batch, heads, length, dim)."""
+        """The values of all tokens (batch, heads, length, dim)."""
         return self._values[:, :, : self.length]
 
     @property
     def ignored(self) -> Tensor | None:
-        """Where a token is padding (batch, length), or None if none is."""
+        """The padding mask (batch, length), True = padding, or None without padding."""
         return None if self._ignored is None else self._ignored[:, : self.length]
 
     def positions(self, length: int, ignored: Tensor | None) -> Tensor:
-        """Return the positions of the next tokens, (length,) or (batch, length); ignored tokens do not count."""
-        device = self._keys.device
-        if self._ignored is None and ignored is None:
-            return torch.arange(self.length, self.length + length, device=device)
-        before: Tensor | int = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
+        """Return the positions of the next tokens: (length,), or (batch, length) with padding, which does not count.
+
+        Arguments:
+            length: number of tokens.
+            ignored: padding mask of the tokens (batch, length), or None.
+        """
+        start: Tensor | int = self.length if self.ignored is None else (~self.ignored).sum(1, keepdim=True)
         if ignored is None:
-            return before + torch.arange(length, device=device)
+            return start + torch.arange(length, device=self._keys.device)
         counted = (~ignored).long()
-        return before + counted.cumsum(1) - counted
+        return start + counted.cumsum(1) - counted
 
     def detach(self) -> KeyValueCache:
-        """Return the cache without its graph, for truncated backpropagation."""
+        """Return the cache detached from the autograd graph, for truncated backpropagation."""
         return KeyValueCache(self.keys.detach(), self.values.detach(), self.ignored)
 
     def append(self, keys: Tensor, values: Tensor, ignored: Tensor | None = None) -> KeyValueCache:
-        """Return a cache with further tokens.
+        """Return a new cache that holds the next tokens too.
 
         Arguments:
-            keys: (batch, heads, more, dim).
-            values: (batch, heads, more, dim).
-            ignored: (batch, more). Default: ``None``, none is padding.
+            keys: (batch, heads, new, dim).
+            values: (batch, heads, new, dim).
+            ignored: (batch, new), True = padding. Default: ``None``, no padding.
         """
         if torch.is_grad_enabled() and (keys.requires_grad or self._keys.requires_grad or values.requires_grad):
             joined = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
             return KeyValueCache(*joined, self._joined_mask(keys.shape[2], ignored))
         length = self.length + keys.shape[2]
-        # a buffer of inference mode cannot be written to outside of it
+        # tensors made in inference mode cannot be written to outside of it
         is_frozen = may_look() and self._keys.is_inference() and not torch.is_inference_mode_enabled()
         is_full = length > self._keys.shape[2] or keys.dtype != self._keys.dtype
         if is_full or is_frozen or self._filled[0] != self.length:
@@ -623,17 +623,17 @@ class KeyValueCache:
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Turn each pair of features by an angle proportional to the position, the rotary position embedding.
+    """Apply the rotary position embedding: rotate pairs of features by angles proportional to the position.
 
-    Feature i and feature i + d / 2 are a point of the plane; at position p it turns by p base^(-2i / d).
+    At position p, the pair of features i and i + d / 2 is rotated by the angle p base^(-2i / d).
 
     References:
         Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (arXiv:2104.09864), section 3.2.
 
     Arguments:
-        x: (batch, heads, length, d), d even.
+        x: (batch, heads, length, d), with even d.
         positions: (length,) or (batch, length).
-        base: of the angles. Default: ``10000.0``.
+        base: base of the powers in the angles. Default: ``10000.0``.
     """
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
@@ -645,26 +645,26 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class SoftmaxAttention(MultiheadBase[KeyValueCache]):
-    """Multihead softmax attention by ``torch.nn.functional.scaled_dot_product_attention``.
+    """A multihead softmax attention, computed by ``torch.nn.functional.scaled_dot_product_attention``.
 
-    This is the baseline of the linear-time modules, with their interface: causal unless said otherwise, with rotary
-    positions, and with a key-value cache as the state. With ``rotary=False`` it computes what
-    ``torch.nn.MultiheadAttention`` does and loads its ``state_dict``.
+    It is the baseline for the linear-time modules and has their interface. It is causal by default, uses rotary
+    positions, and its state is a key-value cache. With ``rotary=False`` its outputs equal those of
+    ``torch.nn.MultiheadAttention``, whose ``state_dict`` it loads.
 
     Arguments:
-        embed_dim: features of the query and of the output.
-        num_heads: heads; embed_dim is a multiple of it.
+        embed_dim: number of features of the query and of the output.
+        num_heads: number of heads, a divisor of embed_dim.
         dropout: probability of dropping an attention weight in training. Default: ``0.0``.
         bias: whether the projections have biases. Default: ``True``.
-        kdim: features of the key. Default: ``None``, embed_dim.
-        vdim: features of the value. Default: ``None``, embed_dim.
+        kdim: number of features of the key. Default: ``None``, embed_dim.
+        vdim: number of features of the value. Default: ``None``, embed_dim.
         batch_first: whether inputs and outputs are (batch, length, features). Default: ``False``.
-        rotary: whether queries and keys are turned by their positions; head_dim must be even. Positions count the keys
-            that are not ignored; a query has that of the key at its place if there are as many. False is for attention
-            to another sequence. Default: ``True``.
-        causal: whether a query sees only keys at and before its place. Default: ``True``.
-        device: of the parameters. Default: ``None``, torch's.
-        dtype: of the parameters. Default: ``None``, torch's.
+        rotary: whether to apply rotary position embedding to queries and keys; embed_dim / num_heads must be even.
+            Ignored keys do not count as positions. The i-th query has the position of the i-th key if there are as many
+            queries as keys, otherwise i. Use False for attention to another sequence. Default: ``True``.
+        causal: whether a query attends only to keys at or before its position. Default: ``True``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
         TypeError: a switch is not a bool.
@@ -699,7 +699,7 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         self.rotary = rotary
         if rotary and self.head_dim % 2:
             raise ValueError(
-                f"rotary positions turn pairs of features, but embed_dim / num_heads is {self.head_dim}. "
+                f"rotary=True needs an even embed_dim / num_heads, got {self.head_dim}. "
                 "Fix: an even head size, or rotary=False."
             )
 
@@ -736,23 +736,23 @@ class SoftmaxAttention(MultiheadBase[KeyValueCache]):
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         mask = mask.tril(len(before)) if causal else mask
         mask = mask if ignored is None else mask & ~ignored[:, None, None]
-        has_any = mask.any(-1, keepdim=True)  # a softmax over nothing would be NaN: such an output is zero
+        has_any = mask.any(-1, keepdim=True)  # a query without keys has the output 0; its softmax would be NaN
         return attend(q, k, v, mask | ~has_any, dropout_p=dropout) * has_any, state
 
 
 def _check_cache(state: KeyValueCache, keys: Tensor) -> None:
     if not isinstance(state, KeyValueCache):
         raise TypeError(f"state must be a KeyValueCache, got {type(state).__name__}. Fix: init_state(batch_size).")
-    came, wanted = ((x.shape[0], x.shape[1], x.shape[3]) for x in (state.keys, keys))
-    if came != wanted:
+    given, wanted = ((x.shape[0], x.shape[1], x.shape[3]) for x in (state.keys, keys))
+    if given != wanted:
         raise ValueError(
-            f"the state must be of {wanted[0]} sequences and {wanted[1]} heads of {wanted[2]}, as the input, got "
-            f"{came[0]}, {came[1]} and {came[2]}. Fix: init_state({wanted[0]}) of this module."
+            f"state must have {wanted[0]} sequences, {wanted[1]} heads and {wanted[2]} features per head, like the "
+            f"input, got {given[0]}, {given[1]} and {given[2]}. Fix: init_state({wanted[0]}) of this module."
         )
 
 
 def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Return where keys are ignored (batch, keys), from a mask of bools or, as in torch.nn's layers, 0 and -inf."""
+    """Return a mask (batch, keys) of booleans or, like torch.nn's, of 0 and -inf, as booleans with True = ignore."""
     if mask is None:
         return None
     check_input(mask, "key_padding_mask")
@@ -760,12 +760,12 @@ def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
         ignored = mask == -torch.inf
         if not may_look() or bool((ignored | (mask == 0)).all()):
             return ignored
-        raise ValueError(f"a key_padding_mask of numbers must be of 0 and -inf, got others. {MASK_FIX}.")
+        raise ValueError(f"a floating-point key_padding_mask must hold only 0 and -inf, got other values. {MASK_FIX}.")
     if mask.dtype != torch.bool or mask.shape != shape:
         raise ValueError(
             f"key_padding_mask must be bool, (batch, keys) = {tuple(shape)}, True = ignore, got {mask.dtype} of shape "
-            f"{tuple(mask.shape)}. Fix: torch.arange(length) >= lengths[:, None], or mask == 0 of a mask whose ones "
-            "are attended to."
+            f"{tuple(mask.shape)}. Fix: torch.arange(length) >= lengths[:, None], or mask == 0 if ones in the mask are "
+            "attended to."
         )
     return mask
 
@@ -773,8 +773,8 @@ def read_mask(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
 def _refuse_dropout(dropout: float) -> None:
     if dropout:
         raise ValueError(
-            f"dropout must be 0, got {dropout!r}: it drops attention weights, which linear-time attention never forms. "
-            "Fix: leave it out, and drop the output."
+            f"dropout must be 0, got {dropout!r}: linear-time attention has no attention weights to drop. "
+            "Fix: leave it out, and apply torch.nn.Dropout to the output."
         )
 
 
@@ -796,7 +796,7 @@ def _learned(value: Tensor, module: MultiheadBase) -> nn.Parameter:
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    """Return a parameter in float32 or wider: in bfloat16 a momentum of 0.999 would be 1."""
+    """Return a parameter in float32 or wider, because bfloat16 rounds a momentum of 0.999 to 1."""
     return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""The heavy-ball memory: attention as an associative memory trained by gradient descent with momentum as it reads."""
+"""The heavy-ball memory: linear attention whose associative memory is updated by gradient descent with momentum."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Delta = Literal["decayed", "plain", False]
 
 
 class HeavyBallMemoryState(NamedTuple):
-    """What :func:`heavy_ball_memory` carries from one segment of a sequence to the next.
+    """The state of :func:`heavy_ball_memory` after a segment of a sequence, from which the next segment continues.
 
     Attributes:
-        s: the memory S (batch, heads, D, M), float32, or float64 if the inputs are.
-        p: the velocity P, of the same shape; None without momentum.
+        s: memory S (batch, heads, key features, value features), in float64 if an input is, otherwise in float32.
+        p: velocity P, with the shape and dtype of s; None without momentum.
     """
 
     s: Tensor
     p: Tensor | None = None
 
     def detach(self) -> HeavyBallMemoryState:
-        """Return the state without its graph, for truncated backpropagation."""
+        """Return the state detached from the autograd graph, for truncated backpropagation."""
         return HeavyBallMemoryState(self.s.detach(), None if self.p is None else self.p.detach())
 
 
@@ -87,15 +87,17 @@ def heavy_ball_memory(
 ) -> Tensor | tuple[Tensor, HeavyBallMemoryState]:
     r"""Compute causal linear attention with a memory updated by the heavy-ball method, in time linear in the length.
 
-    Each head has a memory :math:`S` and a velocity :math:`P`, both :math:`D \times M`. At each step
+    Each head has a memory :math:`S` and a velocity :math:`P`, both :math:`D \times M`. Step t has the query
+    :math:`q_t`, key :math:`k_t`, value :math:`v_t`, error :math:`e_t` and output :math:`o_t`:
 
     .. math::
         e_t &= v_t - S_{t-1}^\top p_t \\
         P_t &= \mu_t P_{t-1} + \eta_t k_t e_t^\top \\
         S_t &= \alpha_t S_{t-1} + s_t P_t, \qquad o_t = S_t^\top q_t .
 
-    With a delta rule, :math:`e_t` is the error of the memory at the key, and the memory takes steps of gradient descent
-    with momentum on :math:`\tfrac12 \|v_t - S^\top k_t\|^2`. Special cases have names:
+    :math:`\mu_t`, :math:`\alpha_t`, :math:`s_t` and :math:`\eta_t` are the gates, and the argument ``delta`` defines
+    :math:`p_t`. With a delta rule (``delta`` is not False) the update is a step of gradient descent with momentum on
+    :math:`\tfrac12 \|v_t - S^\top k_t\|^2`. Special cases have names:
 
     ==================================  ====================================================================
     arguments                           model
@@ -109,16 +111,17 @@ def heavy_ball_memory(
     ``delta="decayed"``                 Momentum DeltaNet
     ==================================  ====================================================================
 
-    There is no feature map, no normaliser and no scale: q and k are used as given. Masked positions may hold NaN or
-    infinity. Elsewhere these reach all outputs of their head from the beginning of their chunk.
+    Queries and keys are used as given, without feature map, normaliser or scale. Masked positions may hold NaN or
+    infinity. Unmasked NaN or infinity spreads to all outputs of its head, from the beginning of its chunk.
 
-    With a delta rule, keys should have norm 1 at most, and the gates decide whether the memory is bounded. Without
-    decay, constant gates with :math:`s \eta \le 3 (1 - \mu)^2` and :math:`s \eta < 2 (1 - \mu)` are safe, however keys
-    are repeated. Numbers outside of that region give a warning. If :math:`\mu_t` depends on the input,
-    :math:`s_t = 1 - \mu_t` with :math:`\eta_t \le 1 - \mu_t` is safe for any gates if keys are equal or orthogonal.
+    With a delta rule, keys should have norm 1 at most, and the memory is bounded only for suitable gates. Without
+    decay, constant gates are safe for all repetitions of keys if :math:`s \eta \le 3 (1 - \mu)^2` and
+    :math:`s \eta < 2 (1 - \mu)`. Gates given as numbers that are not safe cause a warning. Input-dependent gates are
+    safe with :math:`s_t = 1 - \mu_t` and :math:`\eta_t \le 1 - \mu_t`, if any two keys are equal or orthogonal.
 
-    The computation is chunkwise and exact. Its backward pass stores the state before each chunk and recomputes the
-    rest. It can be differentiated any number of times. Half precision is accumulated in float32, also under autocast.
+    The sequence is processed in chunks, without approximation. The state before each chunk is saved for backward; the
+    backward pass recomputes the rest. Derivatives of any order are available. Inputs in half precision are accumulated
+    in float32, also under autocast.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? A Few Case Studies,
@@ -133,24 +136,24 @@ def heavy_ball_memory(
         log_momentum: :math:`\log \mu \le 0`, as a tensor (batch, heads, length) or (heads,), or a number. ``-inf`` is
             :math:`\mu = 0`. None is a memory without velocity, which costs less. Values of tensors are not checked.
         log_decay: :math:`\log \alpha \le 0`, likewise; None is :math:`\alpha = 1`. Default: ``None``
-        step: :math:`s`, likewise; None is :math:`1 - \mu`, and 1 without momentum. Default: ``None``
+        step: :math:`s`, likewise; None is :math:`1 - \mu`, or 1 without momentum. Default: ``None``
         write: :math:`\eta`, likewise; None is 1. Default: ``None``
-        delta: the key :math:`p_t` at which the memory is read for the error. ``"decayed"`` is :math:`\alpha_t k_t`,
-            ``"plain"`` is :math:`k_t`, ``False`` is no delta rule, :math:`e_t = v_t`. Default: ``"decayed"``
-        key_padding_mask: (batch, length), True where a step is ignored: it leaves the state as it is, and its output
-            reads that state. Default: ``None``
+        delta: the delta rule. ``"decayed"`` is :math:`p_t = \alpha_t k_t`, ``"plain"`` is :math:`p_t = k_t`, and
+            ``False`` is no delta rule, :math:`e_t = v_t`. Default: ``"decayed"``
+        key_padding_mask: (batch, length), True = ignore: the step does not change the state, and its output is computed
+            from the unchanged state. Default: ``None``
         initial_state: state to continue from; None is zeros. Default: ``None``
         return_state: whether to return the state too. Default: ``False``
-        chunk_size: steps that are computed together, rounded up to a multiple of 8. It changes cost, not results.
-            Default: ``64``
+        chunk_size: number of steps computed together, rounded up to a multiple of 8. It changes only speed and
+            rounding. Default: ``64``
 
     Returns:
         Outputs (batch, heads, length, M), in the dtype of the inputs. With ``return_state`` the outputs and a
-        :class:`HeavyBallMemoryState`, which continues the sequence exactly.
+        :class:`HeavyBallMemoryState`, from which another call can continue the sequence.
 
     Raises:
-        ValueError: for shapes that do not fit, or a gate as a number that is out of its range.
-        TypeError: for an argument that is no tensor, or a tensor of the wrong kind.
+        ValueError: if shapes do not fit, or a gate given as a number is out of its range.
+        TypeError: if an argument is not a tensor, or a tensor has the wrong dtype.
 
     Example:
         >>> import torch, hbnode
@@ -177,7 +180,7 @@ def heavy_ball_memory(
         )
         gamma, eta = _read_gate(step, "step", like, ignored), _read_gate(write, "write", like, ignored)
         if gamma is None and mu is not None:
-            gamma = -torch.expm1(mu)  # 1 − μ, which is 0 where a step is ignored
+            gamma = -torch.expm1(mu)  # 1 − μ; 0 for an ignored step
         if delta and may_look():
             _warn_if_unstable(log_momentum, log_decay, step, write, delta == "decayed")
         s, p = _read_state(initial_state, q, v, mu is not None, dtype)
@@ -195,7 +198,7 @@ def heavy_ball_memory(
 def _recurrence(
     options: tuple[Delta, int], q: Tensor, k: Tensor, v: Tensor, *gates_and_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Take one step of the recurrence, as the docstring of :func:`heavy_ball_memory` writes it; the length is 1."""
+    """Compute one step of the recurrence of :func:`heavy_ball_memory`, for sequences of length 1."""
     log_momentum, log_decay, step, write, s, p = gates_and_state
     assert s is not None
     dtype = torch.promote_types(q.dtype, v.dtype)
@@ -214,7 +217,7 @@ def _recurrence(
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> torch.dtype:
-    """Check queries, keys and values; return the dtype of the state."""
+    """Raise an error if queries, keys and values do not fit; return the dtype of the state."""
     dtype = torch.float32
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         check_input(x, name)
@@ -231,13 +234,12 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> torch.d
         raise ValueError(
             "q and k must be (batch, heads, length, D) and v (batch, heads, length, M), got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}. Fix: a key and a value for each query, or "
-            "momentum_attention with causal=False; repeat_interleave where heads share keys."
+            "momentum_attention with causal=False; k.repeat_interleave(n, 1) if n heads share keys."
         )
     return dtype
 
 
 def check_mask(mask: Tensor, k: Tensor) -> None:
-    """Check the mask of keys (batch, heads, length, D)."""
     check_input(mask, "key_padding_mask")
     wanted = (k.shape[0], k.shape[2])
     if mask.shape != wanted:
@@ -248,24 +250,24 @@ def check_mask(mask: Tensor, k: Tensor) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(
             f"key_padding_mask must be bool, True where a key is ignored, got {mask.dtype}. Fix: mask.bool() if 1 "
-            "means ignored, mask == -inf for a mask of numbers to be added."
+            "means ignored, mask == -inf if it is 0 and -inf."
         )
 
 
 def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | None) -> Tensor | None:
-    """Check a gate and return it as (batch, heads, length), 0 where a step is ignored."""
+    """Check a gate and return it as a tensor (batch, heads, length), which is 0 for ignored steps."""
     if gate is None:
         return None
     if not isinstance(gate, Tensor):
         gate = like.new_full((), _check_number(gate, name))
     shape, wanted = tuple(gate.shape), tuple(like.shape)
-    # a comparison of (batch, heads, length) with (heads,) would compare batch with heads, in exported programs too
+    # comparing batch with heads would add a guard to exported programs
     fits = gate.dim() == 0 or (gate.dim() == 1 and shape == (wanted[1],))
     if not fits and not (gate.dim() == 3 and all(n in (1, m) for n, m in zip(shape, wanted, strict=True))):
         fixes = {(wanted[0], wanted[2], wanted[1]): f"{name}.transpose(1, 2)", (*wanted, 1): f"{name}.squeeze(-1)"}
         raise ValueError(
             f"{name} must be (batch, heads, length) = {wanted}, (heads,) = {(wanted[1],)} or a number, got shape "
-            f"{shape}. Fix: {fixes.get(shape, 'one gate for each step, for each head, or for all')}."
+            f"{shape}. Fix: {fixes.get(shape, 'one gate per step, one per head, or one number')}."
         )
     if not gate.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {gate.dtype}. Fix: {name}.to({like.dtype}).")
@@ -276,7 +278,7 @@ def _read_gate(gate: Gate | None, name: str, like: Tensor, ignored: Tensor | Non
 
 def _check_number(gate: object, name: str) -> float:
     try:
-        number = float(gate)  # type: ignore[arg-type]  # a value that is no number is refused below
+        number = float(gate)  # type: ignore[arg-type]  # other types raise the error below
     except (TypeError, ValueError):
         raise TypeError(
             f"{name} must be a tensor, a number or None, got {type(gate).__name__}. Fix: a tensor (batch, heads, "
@@ -295,7 +297,7 @@ def _check_number(gate: object, name: str) -> float:
 def _read_state(
     state: HeavyBallMemoryState | None, q: Tensor, v: Tensor, has_momentum: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the initial state; return S and P before the first step."""
+    """Check the initial state and return S and P before the first step; P is None without momentum."""
     shape = (*q.shape[:2], q.shape[-1], v.shape[-1])
     s, p = (None, None) if state is None else check_state(state, HeavyBallMemoryState, (shape, shape))
     s = torch.zeros(shape, dtype=dtype, device=q.device) if s is None else s.to(dtype)
@@ -305,7 +307,7 @@ def _read_state(
 
 
 def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int, ...], ...]) -> Any:
-    """Check that a state is a tuple of tensors of these shapes; P of the memory may be None."""
+    """Return ``state``, or raise an error if shapes do not fit; only p of a HeavyBallMemoryState may be None."""
     if isinstance(state, Tensor) or not isinstance(state, (tuple, list)) or len(state) != len(shapes):
         raise TypeError(
             f"initial_state must be a {kind.__name__} or None, got {type(state).__name__}. Fix: pass the state that a "
@@ -327,9 +329,9 @@ def check_state(state: Any, kind: type[tuple[Any, ...]], shapes: tuple[tuple[int
 
 
 def _warn_if_unstable(log_momentum: Any, log_decay: Any, step: Any, write: Any, decayed: bool) -> None:
-    """Warn if constant gates let a memory with a delta rule grow without bound for keys of norm 1.
+    """Warn if, with constant gates and a delta rule, the memory can grow without bound for keys of norm 1.
 
-    Gates that are tensors are passed over: they are not constant, or not known without waiting for a device.
+    If any gate is a tensor, nothing is checked: it may vary over the steps, and reading it would synchronise a device.
     """
     if any(isinstance(gate, Tensor) for gate in (log_momentum, log_decay, step, write)):
         return
@@ -341,14 +343,17 @@ def _warn_if_unstable(log_momentum: Any, log_decay: Any, step: Any, write: Any, 
     if found is not None:
         warnings.warn(
             f"heavy_ball_memory with momentum {mu:.4g}, decay {alpha:.4g}, step {s:.4g} and write {eta:.4g} "
-            f"{found[0]}. Fix: step * write <= {found[1]:g}, or a tensor of gates if they are meant.",
+            f"{found[0]}. Fix: step * write <= {found[1]:g}, or pass the gates as tensors to keep them.",
             stacklevel=3,
         )
 
 
 @functools.lru_cache(maxsize=256)
 def _instability(mu: float, alpha: float, step: float, decayed: bool) -> tuple[str, float] | None:
-    """Return what makes a memory with the step s η grow, and a step that is safe; None if nothing is known to."""
+    """Return why a memory with the gates μ, α and s η = ``step`` can grow, and a safe s η; None if it is bounded.
+
+    If α < 1, boundedness is checked only for the periodic inputs of :func:`resonance`.
+    """
     reason = _growth(mu, alpha, step, decayed)
     if reason is None:
         return None
@@ -364,38 +369,39 @@ def _growth(mu: float, alpha: float, step: float, decayed: bool) -> str | None:
     if alpha == 1:
         if step >= 2 * (1 - mu):
             return "grows without bound: step * write / (1 - momentum) is not below 2"
-        if step > 3 * (1 - mu) ** 2 * (1 + 1e-9):  # rounded gates may sit on the edge
-            return "may grow without bound where keys are repeated: step * write is above 3 (1 - momentum)^2"
+        if step > 3 * (1 - mu) ** 2 * (1 + 1e-9):  # tolerance for rounding
+            return "may grow without bound if keys are repeated: step * write is above 3 (1 - momentum)^2"
         return None
     found = resonance(mu, alpha, step, decayed)
     if found is None:
         return None
-    return f"grows without bound where a key comes {found[0]} times, then not for {found[1]} steps, and so on"
+    return f"grows without bound if a key comes {found[0]} times, then not for {found[1]} steps, periodically"
 
 
-def resonance(
-    mu: float, alpha: float, step: float, decayed: bool = True, longest_burst: int = 128, longest_rest: int = 1024
-) -> tuple[int, int] | None:
-    """Return a burst and a rest, in steps, whose repetition makes a memory grow; None if none is found.
+def resonance(mu: float, alpha: float, step: float, decayed: bool = True) -> tuple[int, int] | None:
+    """Search for a periodic input that makes a memory with a delta rule grow without bound.
 
-    Along one key of norm 1, between other keys that are orthogonal to it, the memory S and the velocity P follow::
+    In each period a key of norm 1 is written for a number of steps, the burst. Then keys orthogonal to it are written,
+    the rest. In the direction of the first key, the memory S and the velocity P follow, with the gates μ, α, s and η::
 
-        this key      P ← μP − ηρS,  S ← αS + sP          ρ = α, or 1 where the memory is read without decay
-        other keys    P ← μP,        S ← αS + sP
+        burst    P ← μP − ηρS,  S ← αS + sP          ρ = α with ``decayed``, otherwise 1
+        rest     P ← μP,        S ← αS + sP
 
-    A key that comes a few times in a row, then rests, then comes again, drives a resonance: P moves S on while the key
-    rests, and arrives with the wrong sign. The product of the matrices of a burst and of a rest has a determinant d in
-    [0, 1], and an eigenvalue outside of the unit circle if and only if its trace is above 1 + d in size. It depends on
-    s and η through the step s η alone.
+    The matrix of one period has a determinant d in [0, 1]. It has an eigenvalue outside the unit circle if and only if
+    the absolute value of its trace exceeds 1 + d. Trace and determinant depend on s and η only through ``step`` = s η.
+
+    Returns:
+        The lengths of the shortest burst (at most 128 steps) and of a rest (at most 1,024 steps) for which the memory
+        grows; None if there are none.
     """
     rest = [(1.0, 0.0, 1.0)]  # [[a, c], [0, m]], the matrix of a rest with s = 1
-    for _ in range(longest_rest):
+    for _ in range(1024):
         a, c, m = rest[-1]
         rest.append((alpha * a, alpha * c + mu * m, mu * m))
     a_n, c_n, m_n = torch.tensor(rest, dtype=torch.float64, device="cpu").unbind(1)
     read = step * (alpha if decayed else 1.0)
     s_s, s_p, p_s, p_p = 1.0, 0.0, 0.0, 1.0  # the matrix of a burst
-    for burst in range(1, longest_burst + 1):
+    for burst in range(1, 129):
         p_s, p_p = mu * p_s - read * s_s, mu * p_p - read * s_p
         s_s, s_p = alpha * s_s + p_s, alpha * s_p + p_p
         trace = a_n * s_s + c_n * p_s + m_n * p_p

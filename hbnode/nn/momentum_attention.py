@@ -1,4 +1,4 @@
-"""Linear attention with momentum, causal and not: equations 71 to 74 of the momentum-architectures paper."""
+"""Linear attention with momentum, causal or non-causal: equations 71 to 74 of Wang et al., arXiv:2110.07034."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Rate = float | Tensor  # β or γ: a number, or a tensor () or (heads,)
 
 
 class MomentumAttentionState(NamedTuple):
-    """The state of :func:`momentum_attention` after some keys, in float32 or wider.
+    """The state of :func:`momentum_attention` after some keys k and values v, in float32 or wider.
 
     Attributes:
-        s: the sum of φ(k) vᵀ with their weights (batch, heads, dim, value_dim).
-        p: the momentum, the last φ(k) vᵀ and the earlier ones decayed (batch, heads, dim, value_dim).
-        z: the sum of φ(k) (batch, heads, dim).
+        s: weighted sum of φ(k) vᵀ over the keys, with φ(k) = elu(k) + 1 (batch, heads, dim, value_dim).
+        p: momentum, the sum of φ(k) vᵀ with weights decaying into the past (batch, heads, dim, value_dim).
+        z: sum of φ(k) over the keys (batch, heads, dim).
     """
 
     s: Tensor
@@ -31,7 +31,7 @@ class MomentumAttentionState(NamedTuple):
     z: Tensor
 
     def detach(self) -> MomentumAttentionState:
-        """Return the state without its graph, for truncated backpropagation."""
+        """Return the state detached from the autograd graph, for truncated backpropagation."""
         return MomentumAttentionState(self.s.detach(), self.p.detach(), self.z.detach())
 
 
@@ -83,9 +83,10 @@ def momentum_attention(
     return_state: bool = False,
     chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, MomentumAttentionState]:
-    r"""Compute linear attention whose sum has momentum, in time and memory linear in the length.
+    r"""Compute linear attention whose state is updated with momentum, in time and memory linear in the length.
 
-    With :math:`\phi(x) = \mathrm{elu}(x) + 1`, momentum :math:`\beta` and step size :math:`\gamma`, the i-th output is
+    With :math:`\phi(x) = \mathrm{elu}(x) + 1`, momentum :math:`\beta` and step size :math:`\gamma`, the i-th query, key
+    and value give the output
 
     .. math:: p_i &= \beta p_{i-1} + \phi(k_i) v_i^\top, \qquad s_i = s_{i-1} + \gamma p_i, \qquad
         z_i = z_{i-1} + \phi(k_i), \\
@@ -93,43 +94,41 @@ def momentum_attention(
         = \frac{\gamma \sum_{j \le i} \frac{1 - \beta^{i-j+1}}{1 - \beta}\, \phi(q_i)^\top \phi(k_j)\, v_j}
         {\phi(q_i)^\top z_i + \epsilon},
 
-    so that a key approaches its full weight :math:`\gamma / (1 - \beta)` as other keys follow it. With
-    ``causal=False`` every query reads the state after the last key. ``momentum=0`` and ``step_size=1`` is linear
-    attention.
+    where the weight of a key approaches :math:`\gamma / (1 - \beta)` as other keys follow it. With ``causal=False``
+    every output is computed from the state after the last key. ``momentum=0`` and ``step_size=1`` is linear attention.
 
-    The state and all sums are in float32 if q, k and v are in half precision, also under autocast. Masked positions may
-    hold NaN or infinity. Elsewhere these reach all outputs of their head from the beginning of their chunk. Gradients
-    are exact for all arguments that are tensors, and can be differentiated again.
+    If q, k and v are in half precision, the state and all sums are in float32, also under autocast. Masked positions
+    may hold NaN or infinity. Unmasked NaN or infinity spreads to all outputs of its head, from the beginning of its
+    chunk. All tensor arguments have gradients of any order.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), arXiv:2110.07034:
-        equations 71 to 73, and 74 with ``causal=False``. There p has the other sign. Linear attention: Katharopoulos et
-        al., Transformers are RNNs, arXiv:2006.16236.
+        equations 71 to 73, and 74 with ``causal=False``; p has the opposite sign in the paper. Linear attention:
+        Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236.
 
     Arguments:
-        q: queries (batch, heads, queries, dim), as in :func:`torch.nn.functional.scaled_dot_product_attention`. The
-            feature map φ is applied to them here, and no scale.
-        k: keys (batch, heads, length, dim). With ``causal`` there are as many as queries.
+        q: queries (batch, heads, queries, dim), before the feature map φ. They are not scaled.
+        k: keys (batch, heads, length, dim), before the feature map φ. With ``causal``, length must equal queries.
         v: values (batch, heads, length, value_dim).
-        momentum: β, 0 <= β < 1: a number, or a tensor () or (heads,), which may be learned. Values of tensors are
+        momentum: β, 0 <= β < 1, as a number or a tensor () or (heads,), which may be learned. Values of tensors are
             not checked.
-        step_size: γ: likewise. Default: ``1.0``
-        causal: whether the i-th query attends to the first i keys, or to all. The weight of a key depends on how many
-            follow it; ignored keys do not count. Default: ``True``
-        key_padding_mask: (batch, length), True = ignore: the key leaves the state as it is, and a query at its position
-            reads that state. Default: ``None``
+        step_size: γ >= 0, likewise. Default: ``1.0``
+        causal: whether the i-th query attends to the first i keys only, or to all keys. The weight of a key depends on
+            the number of keys that follow it, not counting ignored keys. Default: ``True``
+        key_padding_mask: (batch, length), True = ignore: the key does not change the state, and a query at its position
+            uses the unchanged state. Default: ``None``
         eps: ε, added to the denominator. Default: ``1e-6``
-        initial_state: the state that an earlier call returned, to continue its sequence. None is zeros.
-            Default: ``None``
+        initial_state: state to continue from, as an earlier call returned it; None is zeros. Default: ``None``
         return_state: whether to return the state after the last key too. Default: ``False``
-        chunk_size: keys that are processed together. It changes only speed and rounding. Default: ``64``
+        chunk_size: number of keys processed together. It changes only speed and rounding. Default: ``64``
 
     Returns:
-        The outputs (batch, heads, queries, value_dim), or these and the :class:`MomentumAttentionState`.
+        Outputs (batch, heads, queries, value_dim). With ``return_state`` the outputs and a
+        :class:`MomentumAttentionState`.
 
     Raises:
-        ValueError: if an argument is out of its range, or shapes or dtypes do not agree.
-        TypeError: for an argument that is no tensor, or a tensor of the wrong kind.
+        ValueError: if an argument is out of its range, or shapes or dtypes do not fit.
+        TypeError: if an argument is not a tensor, or a tensor has the wrong dtype.
 
     Example:
         >>> import torch, hbnode
@@ -176,8 +175,8 @@ def momentum_attention(
 
 
 def feature_map(x: Tensor) -> Tensor:
-    """Return φ(x) = elu(x) + 1, to full relative precision if x is negative."""
-    return torch.where(x > 0, 0.0, x).exp() + x.relu()  # torch's versions differ in the slope of clamp at 0
+    """Return φ(x) = elu(x) + 1, without the cancellation of elu(x) + 1 for negative x."""
+    return torch.where(x > 0, 0.0, x).exp() + x.relu()  # not clamp, whose slope at 0 depends on torch's version
 
 
 def _recurrence(
@@ -192,7 +191,7 @@ def _recurrence(
     eps: float,
     chunk_size: int,
 ) -> tuple[Tensor, MomentumAttentionState]:
-    """Take a step of the recurrence as the docstring of :func:`momentum_attention` writes it, or none without a key."""
+    """Compute the recurrence of :func:`momentum_attention` for sequences of length 0 or 1."""
     s, p, z = state
     if k.shape[2]:
         beta, gamma = (x.to(k.dtype).reshape(-1, 1, 1) if isinstance(x, Tensor) else x for x in (beta, gamma))
@@ -215,40 +214,30 @@ def _chunkwise(
     eps: float,
     chunk_size: int,
 ) -> tuple[Tensor, MomentumAttentionState]:
-    """Compute the recurrence chunk by chunk.
+    """Compute the recurrence of :func:`momentum_attention` chunk by chunk.
 
-    With n_r the number of keys of a chunk up to row r that are not ignored, n that of all its rows, and the weight
-    g(n) = γ (1 + β + ... + β^{n-1}) of a key that n - 1 others follow::
+    A chunk has C rows: Q (φ of queries), K (φ of keys) and V (values). Not counting ignored keys, rows up to r have n_r
+    keys, and all rows have n. A key followed by n - 1 others has the weight g(n) = γ (1 + β + ... + β^{n-1}). The state
+    is S and P before the chunk, and S' and P' after it::
 
         W[r, c] = g(n_r - n_c + 1) for c <= r
         numerator = (Q Kᵀ ∘ W) V + Q S + β g(n_r) Q P
         S' = S + β g(n) P + Kᵀ diag(g(n - n_c + 1)) V
         P' = β^n P + Kᵀ diag(β^{n - n_c}) V
 
-    All weights are positive, so nothing cancels if β is near 1. Without ``causal`` the sequence is one chunk. If β is
-    the number 0, no output depends on P.
-
-    Arguments:
-        q: φ of the queries (batch, heads, queries, dim).
-        k: φ of the keys (batch, heads, length, dim), 0 where they are ignored.
-        v: values (batch, heads, length, value_dim), likewise.
-        beta: β.
-        gamma: γ.
-        state: before the first key.
-        ignored: (batch, length), or None.
-        causal: whether the i-th query attends to the first i keys.
-        eps: ε.
-        chunk_size: C.
+    All weights are positive, so there is no cancellation if β is near 1. Without ``causal`` the sequence is one chunk.
+    If β is the number 0, outputs do not depend on P, and the terms with P are left out. The arguments q and k are φ of
+    queries and keys; k and v are 0 for ignored keys.
     """
     length, (s, p, z) = k.shape[2], state
-    is_open = is_exporting() and not isinstance(length, int)  # an open number of chunks cannot be exported
-    size = length if is_open or not causal else min(chunk_size, length)
+    is_symbolic = is_exporting() and not isinstance(length, int)  # a symbolic number of chunks cannot be exported
+    size = length if is_symbolic or not causal else min(chunk_size, length)
     missing, chunks = -length % size, 1 if size is length else -(-length // size)
     below = (q * k.cumsum(2)).sum(-1, keepdim=True) + (q @ z.unsqueeze(-1) + eps) if causal else None
     z = z + k.sum(2)
     present = torch.ones_like(k[:1, 0, :, 0], dtype=torch.bool) if ignored is None else ~ignored
     has_p = isinstance(beta, Tensor) or beta != 0
-    if not has_p:  # P is the newest key's product, or what it was before
+    if not has_p:  # P is φ(k) vᵀ of the last key, or unchanged without a key
         n = present.cumsum(1)[:, None, :, None]
         newest = k.masked_fill(n != n[:, :, -1:], 0.0).mT @ v
         p = torch.where(n[:, :, -1:] == 0, p, newest)
@@ -286,14 +275,14 @@ def _chunkwise(
 
 
 def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g(n), β^n and β g(n) for n = 0, ..., size, each (heads or 1, size + 1), in the dtype of ``like``.
+    """Return tables of g(n) = γ (1 + β + ... + β^{n-1}), β^n and β g(n) for n = 0, ..., size.
 
-    They are computed in float64 if the device has it.
+    Each table is (heads or 1, size + 1), computed in float64 if the device supports it, and cast to the dtype of like.
     """
     wide = torch.float32 if like.device.type == "mps" else torch.float64
     n = torch.arange(size + 1, device=like.device, dtype=wide)
     if isinstance(beta, Tensor):
-        # what is added to β is far below its precision; it keeps 0 * 0^{-2} out of derivatives at 0
+        # the summand is far below the precision of β; it avoids 0 * 0^{-2} = NaN in derivatives at β = 0
         beta = beta.to(wide).reshape(-1, 1)
         decay = (beta + torch.finfo(wide).tiny ** 0.3) ** n
     else:
@@ -304,7 +293,7 @@ def _weight_tables(beta: Rate, gamma: Rate, size: int, like: Tensor) -> tuple[Te
 
 
 def _look_up(table: Tensor, n: Tensor) -> Tensor:
-    """Return the entries of a table (heads, ...) at n (batch, chunks, ...), (batch, heads, chunks, ...)."""
+    """Index a table (heads, size + 1) with n (batch, chunks, ...), giving (batch, heads, chunks, ...)."""
     return table[:, n].transpose(0, 1)
 
 
@@ -315,9 +304,9 @@ def _check_rate(value: Rate, name: str, heads: int, below: float = math.inf) -> 
     if not isinstance(value, Tensor):
         return _check_number(value, name, below)
     if value.shape not in ((), (heads,)) or not value.is_floating_point():
-        fix = f"{name}.expand({heads})" if value.numel() == 1 else f"one number for each of {heads} heads"
+        fix = f"{name}.expand({heads})" if value.numel() == 1 else f"one number for each of the {heads} heads"
         raise ValueError(
-            f"{name} must be a number, or a floating-point tensor () or ({heads},) with one for each head, got "
+            f"{name} must be a number, or a floating-point tensor () or ({heads},), one per head, got "
             f"{value.dtype} {tuple(value.shape)}. Fix: {fix if value.is_floating_point() else f'{name}.float()'}."
         )
     return value

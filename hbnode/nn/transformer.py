@@ -1,8 +1,8 @@
-r"""Transformers with momentum: over time in the attention, over depth in the connections.
+r"""Transformers with momentum over time, in the attention, and over depth, in the connections.
 
-A connection joins the output of a sublayer to the stream x that runs through the layers: the residual x + g, or one
-with momentum, which carries a :class:`DepthState` from layer to layer. It carries nothing over time, so a model with
-any connection streams its tokens as one without.
+A connection adds the output g of a sublayer to the residual stream x: as x + g, or with momentum. A connection with
+momentum passes a :class:`DepthState` from layer to layer. It passes nothing from token to token, so every connection
+supports streaming.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, MultiheadBas
 
 
 class DepthState(NamedTuple):
-    """What connections carry from one layer to the next; entries that a connection does not need are None.
+    """The state that a connection passes from one layer to the next; entries that the connection does not use are None.
 
     Attributes:
-        previous: the input of the layer before, x_{l-1}.
-        update: the attention output of the layer before, g_{l-1}.
-        velocity: v, for the connections that have one.
+        previous: input of the previous layer, x_{l-1}.
+        update: attention output of the previous layer, g_{l-1}.
+        velocity: velocity v of the residual stream.
     """
 
     previous: Tensor | None = None
@@ -35,36 +35,36 @@ class DepthState(NamedTuple):
 
 
 class Connection(nn.Module):
-    """The residual connection, x + g, of attention and of the feedforward block; the base of the others.
+    """The residual connection x + g, with x the input and g the output of a sublayer; base class of all connections.
 
     References:
         He et al., Deep Residual Learning (arXiv:1512.03385).
     """
 
     def look_ahead(self, x: Tensor, depth: DepthState) -> Tensor:
-        """Return the input of a sublayer."""
+        """Return the point at which a sublayer is evaluated; x here."""
         return x
 
     def attention(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return the stream after attention, whose output is ``update``."""
+        """Return the residual stream and depth state after self-attention with input x and output ``update``."""
         return x + update, depth
 
     def feedforward(self, x: Tensor, update: Tensor, depth: DepthState) -> tuple[Tensor, DepthState]:
-        """Return the stream after any other sublayer, whose output is ``update``."""
+        """Return the residual stream and depth state after another sublayer with input x and output ``update``."""
         return x + update, depth
 
 
 class MomentumConnection(Connection):
-    r"""The paper's momentum connection: x_l + g_l + β (x_l - x_{l-1}), with g_l the output of attention.
+    r"""The momentum connection of Wang et al.: x_l + g_l + β (x_l - x_{l-1}).
 
-    x_l is the input of layer l. The printed equation has T_{l-1}(X) in the place of x_{l-1}; taken as the previous
-    layer's output, which is x_l itself, it would make the bracket zero. The first layer has no bracket.
+    x_l is the input of layer l, and g_l its attention output. The first layer has no momentum term. The paper
+    prints T_{l-1}(X) instead of x_{l-1}. With T_{l-1}(X) the output of layer l - 1, the momentum term would be zero.
 
     References:
         Wang et al. (2022), equation 75.
 
     Arguments:
-        momentum: β, in [0, 1). Default: ``0.9``.
+        momentum: β in [0, 1). Default: ``0.9``.
     """
 
     def __init__(self, momentum: float = 0.9) -> None:
@@ -84,20 +84,20 @@ class MomentumConnection(Connection):
 
 
 class AdaptiveConnection(Connection):
-    r"""The momentum connection with a β that each token computes for itself.
+    r"""The adaptive momentum connection x_l + g_l + β_l (x_l - x_{l-1}), with a β_l per token.
 
-    With g_l the output of attention in layer l::
+    x_l is the input of layer l, and g_l its attention output. The first layer has no momentum term. In the others::
 
         β_l = clamp((1 - sqrt(|g_l - g_{l-1}| / |g_{l-1}|))^2, 0, 1 - threshold)
 
-    The norms are over features, so β_l depends on no other token. The square comes before the clamp: the other order
-    gives β = 0 almost everywhere. The first layer has no bracket.
+    The norms are over features, so β_l depends only on its own token. The square comes before the clamp, because the
+    opposite order gives β_l = 0 almost everywhere.
 
     References:
         Wang et al. (2022), equations 75 to 77.
 
     Arguments:
-        threshold: δ; β is at most 1 - δ. Default: ``1e-3``.
+        threshold: in (0, 1]; β_l is at most 1 - threshold. Default: ``1e-3``.
     """
 
     def __init__(self, threshold: float = 1e-3) -> None:
@@ -118,37 +118,37 @@ class AdaptiveConnection(Connection):
         return after, depth._replace(previous=x, update=update)
 
     def momentum(self, update: Tensor, previous: Tensor) -> Tensor:
-        """Compute β of each token, (..., 1).
+        """Compute β_l of each token, (..., 1).
 
         Arguments:
-            update: g_l, (..., features).
-            previous: g_{l-1}, (..., features).
+            update: attention output g_l of this layer (..., features).
+            previous: attention output g_{l-1} of the previous layer (..., features).
         """
         wide = torch.promote_types(update.dtype, torch.float32)
         change, size = (
             torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide) for x in (update - previous, previous)
         )
         ratio = change / size.clamp(min=torch.finfo(wide).tiny)
-        # the gradient of the root at 0 would be infinite, and that at infinity NaN; beyond 4 β is at its most
+        # the lower bound avoids the infinite slope of sqrt at 0, the upper one NaN; β is at its maximum from 4 on
         root = ratio.clamp(1e-12, 4.0).sqrt()
         return (1 - root).square().clamp(0, 1 - self.threshold).to(update.dtype)
 
 
 class MomentumStateConnection(Connection):
-    r"""Momentum over depth in its state form, as the published code of the paper runs it.
+    r"""The momentum connection of the published code of Wang et al., which stores a velocity v.
 
-    With v = 0 before the first layer and g_l the output of attention::
+    With x the residual stream, v = 0 before the first layer, and g_l the attention output of layer l::
 
         v <- β v + g_l,   x <- x + s v
 
-    It equals :class:`MomentumConnection` only if s = 1 and the layers have no feedforward block and no norm.
+    It equals :class:`MomentumConnection` only if s = 1 and the layers have neither feedforward blocks nor norms.
 
     References:
         Wang et al. (2022), section 4.3.2.
 
     Arguments:
-        momentum: β, in [0, 1). Default: ``0.9``.
-        step_size: s, positive. Default: ``1.0``.
+        momentum: β in [0, 1). Default: ``0.9``.
+        step_size: s > 0. Default: ``1.0``.
     """
 
     def __init__(self, momentum: float = 0.9, step_size: float = 1.0) -> None:
@@ -166,20 +166,21 @@ class MomentumStateConnection(Connection):
 
 
 class HeavyBallConnection(Connection):
-    r"""A residual stream with a velocity that attention and feedforward blocks push.
+    r"""A connection in which attention and feedforward blocks update a velocity v of the residual stream x.
 
-    For each sublayer, with learned scalars β in (0, 1) and γ of its own and v = 0 before the first::
+    For each sublayer, with v = 0 before the first::
 
         g = block(x),   v <- β v + γ g,   x <- x + v
 
-    β = 0 and γ = 1 is the residual connection.
+    Each layer learns a β in (0, 1) and a γ > 0 for attention, and another pair for the other sublayers. β = 0 and γ = 1
+    is the residual connection.
 
     References:
         Zimin et al., YuriiFormer (arXiv:2601.23236); Momentum Streams (arXiv:2605.24425).
 
     Arguments:
-        momentum: β at the start, in [0, 1); 0 stays 0, anything else is learned. Default: ``0.5``.
-        step_size: γ at the start, positive and learned. Default: ``1.0``.
+        momentum: initial β in [0, 1). It is learned, except that 0 stays 0. Default: ``0.5``.
+        step_size: initial γ > 0, which is learned. Default: ``1.0``.
     """
 
     def __init__(self, momentum: float = 0.5, step_size: float = 1.0) -> None:
@@ -192,13 +193,13 @@ class HeavyBallConnection(Connection):
 
     @property
     def momentum(self) -> Tensor:
-        """β of attention and of the feedforward block, (2,)."""
+        """The current β (2,), of attention and of the other sublayers."""
         zero = torch.zeros_like(self.log_step_size)
         return zero if self.momentum_logit is None else torch.sigmoid(self.momentum_logit)
 
     @property
     def step_size(self) -> Tensor:
-        """γ of attention and of the feedforward block, (2,)."""
+        """The current γ (2,), of attention and of the other sublayers."""
         return self.log_step_size.exp()
 
     @override
@@ -217,20 +218,20 @@ class HeavyBallConnection(Connection):
 
 
 class NesterovConnection(HeavyBallConnection):
-    r"""The heavy-ball stream whose sublayers read x + μ v, the point that the velocity leads to.
+    r"""A :class:`HeavyBallConnection` whose sublayers are evaluated at x + μ v, as in Nesterov's method.
 
-    For each sublayer::
+    For each sublayer, with x the residual stream and v its velocity::
 
         g = block(x + μ v),   v <- β v + γ g,   x <- x + v
 
-    μ is a learned scalar for each layer. β = μ = 0 and γ = 1 is the residual connection.
+    Each layer learns a μ. β = μ = 0 and γ = 1 is the residual connection.
 
     References:
         Zimin et al., YuriiFormer (arXiv:2601.23236).
 
     Arguments:
-        momentum: β and μ at the start, in [0, 1); a β of 0 stays 0. Default: ``0.5``.
-        step_size: γ at the start, positive and learned. Default: ``1.0``.
+        momentum: initial β and μ in [0, 1). Both are learned, except that a β of 0 stays 0. Default: ``0.5``.
+        step_size: initial γ > 0, which is learned. Default: ``1.0``.
     """
 
     def __init__(self, momentum: float = 0.5, step_size: float = 1.0) -> None:
@@ -281,7 +282,7 @@ ATTENTIONS: dict[str, tuple[MakeAttention, dict[str, Any]]] = {
 def make_attention(
     kind: AttentionName | MakeAttention, embed_dim: int, num_heads: int, options: Mapping[str, Any], **layout: Any
 ) -> MultiheadBase[Any]:
-    """Make an attention module by its name, or with a function that takes the arguments of the modules."""
+    """Return a new attention module, given its name or a function that takes the modules' arguments."""
     if isinstance(kind, nn.Module):
         raise TypeError(_one_for_each("attention", kind))
     if not callable(kind) and kind not in ATTENTIONS:
@@ -296,43 +297,43 @@ def make_attention(
     makes = make.func if isinstance(make, functools.partial) else make
     if makes is HeavyBallMemory and not layout.pop("causal"):
         raise ValueError(
-            f"attention={kind!r} reads its input in order, so it cannot see later tokens or another sequence. "
+            f"attention={kind!r} supports only causal self-attention, got causal=False or cross-attention. "
             "Fix: causal=True, or 'momentum', 'linear' or 'softmax'."
         )
     if makes in (MomentumAttention, HeavyBallMemory):
-        layout.pop("dropout")  # of attention weights, which linear-time attention never forms
+        layout.pop("dropout")  # linear-time attention has no weights to drop
     return make(embed_dim, num_heads, **layout, **own, **options)
 
 
 def make_connection(kind: ConnectionName | MakeConnection, momentum: float | None) -> Connection:
-    """Make a connection by its name, with a momentum or its class's default, or with a function."""
+    """Return a new connection, given its name or a function; ``momentum=None`` is the default of the class."""
     if isinstance(kind, nn.Module):
         raise TypeError(_one_for_each("connection", kind))
     if callable(kind):
         if momentum is not None:
             raise ValueError(
-                f"connection_momentum={momentum!r} is for connections by name, got a function. Fix: leave it out, and "
-                f"let the function set it, as lambda: hbnode.nn.transformer.MomentumConnection({momentum!r})."
+                f"connection_momentum={momentum!r} needs a connection name, got a function. Fix: leave it out, "
+                "and set the momentum in the function."
             )
         return kind()
     if kind not in CONNECTIONS:
         raise ValueError(_unknown("connection", kind, tuple(CONNECTIONS)))
-    if kind in ("residual", "adaptive") or momentum is None:
-        if momentum is not None:
-            raise ValueError(f"connection={kind!r} takes no connection_momentum, got {momentum!r}. Fix: leave it out.")
+    if momentum is None:
         return CONNECTIONS[kind]()
+    if kind in ("residual", "adaptive"):
+        raise ValueError(f"connection={kind!r} takes no connection_momentum, got {momentum!r}. Fix: leave it out.")
     make: Callable[..., Connection] = CONNECTIONS[kind]
     return make(momentum=momentum)
 
 
 def _one_for_each(what: str, module: nn.Module) -> str:
     name = type(module).__name__
-    return f"{what} must be a name or a function that makes one for each layer, got a {name}. Fix: {what}={name}."
+    return f"{what} must be a name or a function that returns a new module, got a module. Fix: {what}={name}."
 
 
 def _unknown(what: str, kind: object, names: tuple[str, ...]) -> str:
     near = nearest(kind, names)
-    fix = f"{what}={near!r}" if near else f"one of {names}, or a function that makes one"
+    fix = f"{what}={near!r}" if near else f"one of {names}, or a function that returns one"
     return f"{what} must be one of {names}, got {kind!r}. Fix: {fix}."
 
 
@@ -344,7 +345,7 @@ Join = Callable[[Tensor, Tensor, DepthState], Stream]
 
 
 class TransformerLayerBase(nn.Module):
-    """Self-attention, a feedforward block, their norms and a connection: what both layers have."""
+    """A base class of the transformer layers: self-attention, a feedforward block, their norms and a connection."""
 
     def __init__(
         self,
@@ -385,21 +386,21 @@ class TransformerLayerBase(nn.Module):
         self.connection = make_connection(connection, connection_momentum).to(self.linear1.weight)
 
     def _start(self, x: Tensor, depth_state: DepthState | None) -> DepthState:
-        """Check the inputs of a layer: its two outputs may have been passed as one input."""
+        """Raise TypeError if an input has the wrong type; return the depth state, which is empty in the first layer."""
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"x must be a tensor, got {type(x).__name__}; a layer returns its output and a depth state. "
+                f"x must be a tensor, got {type(x).__name__}. A layer returns a pair, its output and a depth state. "
                 "Fix: x, depth_state = layer(x, depth_state) for each layer, or MomentumTransformer."
             )
         if depth_state is not None and not isinstance(depth_state, DepthState):
             raise TypeError(
-                f"depth_state must be what the layer before returned, got {type(depth_state).__name__}. "
-                "Fix: key_padding_mask=mask by name."
+                f"depth_state must be the DepthState returned by the previous layer, got {type(depth_state).__name__}. "
+                "Fix: pass a mask by name, key_padding_mask=mask."
             )
         return DepthState() if depth_state is None else depth_state
 
     def _sublayer(self, x: Tensor, depth: DepthState, norm: nn.Module, block: Block, join: Join) -> Stream:
-        """Apply a block and its norm to the stream, and let the connection join the two."""
+        """Return the residual stream and depth state after a block, its norm and ``join``, a connection's method."""
         start = self.connection.look_ahead(x, depth)
         x, depth = join(x, self.dropout(block(norm(start) if self.norm_first else start)), depth)
         return (x if self.norm_first else norm(x)), depth
@@ -410,11 +411,11 @@ class TransformerLayerBase(nn.Module):
 
 
 class MomentumTransformerLayer(TransformerLayerBase):
-    r"""Self-attention and a feedforward block, as ``torch.nn.TransformerEncoderLayer``, with momentum where wanted.
+    r"""A transformer layer of self-attention and a feedforward block, with momentum in attention or connections.
 
-    ``attention`` says how tokens are mixed, ``connection`` how the outputs of the two blocks join the stream that runs
-    through the layers. A connection with momentum carries something from layer to layer, so the layer returns it and
-    takes it::
+    It corresponds to ``torch.nn.TransformerEncoderLayer``. The argument ``attention`` selects the attention module.
+    ``connection`` selects how the outputs of the two blocks are added to the residual stream. With momentum, the
+    connection needs a state from the previous layer, so each layer returns a depth state for the next layer::
 
         depth_state = None
         for layer in layers:
@@ -424,25 +425,24 @@ class MomentumTransformerLayer(TransformerLayerBase):
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.3.
 
     Arguments:
-        d_model: features of the input and of the output.
-        nhead: heads; d_model is a multiple of it.
-        dim_feedforward: hidden features of the feedforward block. Default: ``2048``.
-        dropout: probability of dropping a block's output, its hidden features and, in softmax attention, its weights.
-            Default: ``0.1``.
-        activation: of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
+        d_model: number of features of the input and of the output.
+        nhead: number of heads, a divisor of d_model.
+        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
+        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
+        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
         layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
         batch_first: whether x is (batch, length, d_model). Default: ``False``.
-        norm_first: whether norms come before the blocks (pre-norm) or after the connection. Default: ``False``.
+        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
         attention: "momentum", "linear", "softmax", "heavy_ball" (:class:`hbnode.nn.HeavyBallMemory`), "gated_delta",
-            "gated_linear", or a function like the constructors of these. Default: ``"momentum"``.
-        attention_options: further arguments of the attention module. Default: ``None``, none.
-        connection: "residual", the paper's "momentum" (75) and "adaptive" (77), "momentum_state" (75 as the published
-            code has it), the learned "heavy_ball" and "nesterov" streams, or a function that makes a
+            "gated_linear", or a function with the arguments of their constructors. Default: ``"momentum"``.
+        attention_options: further arguments of the attention module. Default: ``None``, no further arguments.
+        connection: "residual", the paper's "momentum" (equation 75) and "adaptive" (77), "momentum_state" (75 as in the
+            published code), "heavy_ball" or "nesterov" with learned coefficients, or a function that returns a
             :class:`hbnode.nn.transformer.Connection`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its start if it is learned. Default: ``None``, the connection's.
-        causal: whether a token sees only itself and those before. Default: ``True``.
-        device: of the parameters. Default: ``None``, torch's.
-        dtype: of the parameters. Default: ``None``, torch's.
+        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, the connection's.
+        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
         ValueError: a size, number or name is not valid.
@@ -458,11 +458,11 @@ class MomentumTransformerLayer(TransformerLayerBase):
     def forward(
         self, x: Tensor, depth_state: DepthState | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, DepthState]:
-        """Return the stream after the layer, and the state of its connection.
+        """Return the output, shaped like x, and the depth state for the next layer.
 
         Arguments:
-            x: (length, batch, d_model), with ``batch_first`` (batch, length, d_model).
-            depth_state: of the layer before. Default: ``None``, this is the first layer.
+            x: (length, batch, d_model), or (batch, length, d_model) with ``batch_first``.
+            depth_state: depth state from the previous layer. Default: ``None``, for the first layer.
             key_padding_mask: (batch, length), True = ignore. Default: ``None``.
         """
         return self._layer(x, depth_state, lambda h: self.self_attn(h, h, h, key_padding_mask)[0])
@@ -474,13 +474,13 @@ class MomentumTransformerLayer(TransformerLayerBase):
         key_padding_mask: Tensor | None = None,
         depth_state: DepthState | None = None,
     ) -> tuple[Tensor, Any, DepthState]:
-        """Apply the layer to the next tokens of a stream; return the output and the states of attention and connection.
+        """Apply the layer to the next tokens; return the output, the attention state and the depth state.
 
         Arguments:
-            x: as of a call.
-            state: of the attention after the tokens before. Default: ``None``, none.
+            x: (length, batch, d_model), or (batch, length, d_model) with ``batch_first``.
+            state: attention state after the previous tokens. Default: ``None``, no previous tokens.
             key_padding_mask: (batch, length), True = ignore. Default: ``None``.
-            depth_state: of the layer before. Default: ``None``, this is the first layer.
+            depth_state: depth state from the previous layer. Default: ``None``, for the first layer.
         """
         after = []
 
@@ -498,32 +498,30 @@ class MomentumTransformerLayer(TransformerLayerBase):
 
 
 class MomentumTransformerDecoderLayer(TransformerLayerBase):
-    r"""Self-attention, attention to an encoder's output, and a feedforward block.
+    r"""A transformer layer of self-attention, cross-attention to an encoder's output, and a feedforward block.
 
-    This is ``torch.nn.TransformerDecoderLayer`` with the attentions and connections of
-    :class:`MomentumTransformerLayer`. The paper's connections act on self-attention; the heavy-ball and Nesterov
-    streams on all three blocks. Attention to the encoder's output is never causal, so kinds that are causal only need
-    another ``cross_attention``.
+    It corresponds to ``torch.nn.TransformerDecoderLayer``, with the attentions and connections of
+    :class:`MomentumTransformerLayer`. The connections "momentum", "momentum_state" and "adaptive" act only on
+    self-attention; "heavy_ball" and "nesterov" act on all three blocks. Cross-attention is not causal. If ``attention``
+    supports only causal attention, set ``cross_attention`` to another one.
 
     Arguments:
-        d_model: features of the input, of the encoder's output and of the output.
-        nhead: heads; d_model is a multiple of it.
-        dim_feedforward: hidden features of the feedforward block. Default: ``2048``.
-        dropout: probability of dropping a block's output, its hidden features and, in softmax attention, its weights.
-            Default: ``0.1``.
-        activation: of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
+        d_model: number of features of the input, of the encoder's output and of the output.
+        nhead: number of heads, a divisor of d_model.
+        dim_feedforward: number of hidden features of the feedforward block. Default: ``2048``.
+        dropout: dropout probability of block outputs, hidden features and softmax attention weights. Default: ``0.1``.
+        activation: activation of the feedforward block, "relu", "gelu" or a function. Default: ``"relu"``.
         layer_norm_eps: ε of the layer norms. Default: ``1e-5``.
         batch_first: whether x is (batch, length, d_model). Default: ``False``.
-        norm_first: whether norms come before the blocks (pre-norm) or after the connection. Default: ``False``.
-        attention: of :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
-        attention_options: further arguments of the self-attention module. Default: ``None``, none.
-        cross_attention: the kind that attends to the encoder's output. Default: ``None``, that of ``attention``, with
-            its options.
-        connection: of :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connection, or its start if it is learned. Default: ``None``, the connection's.
-        causal: whether self-attention sees only the token itself and those before. Default: ``True``.
-        device: of the parameters. Default: ``None``, torch's.
-        dtype: of the parameters. Default: ``None``, torch's.
+        norm_first: whether norms come before the blocks (pre-norm) or after the connections. Default: ``False``.
+        attention: self-attention, as in :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
+        attention_options: further arguments of the self-attention module. Default: ``None``, no further arguments.
+        cross_attention: cross-attention, like ``attention``. Default: ``None``, that of ``attention`` with its options.
+        connection: as in :class:`MomentumTransformerLayer`. Default: ``"residual"``.
+        connection_momentum: β of the connection, or its initial value if learned. Default: ``None``, the connection's.
+        causal: whether self-attention is limited to the token itself and previous tokens. Default: ``True``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Raises:
         ValueError: a size, number or name is not valid.
@@ -574,7 +572,7 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         )
         kind, own = (attention, attention_options or {}) if cross_attention is None else (cross_attention, {})
         if kind in ("softmax", SoftmaxAttention):
-            own = {"rotary": False, **own}  # positions of two sequences do not compare
+            own = {"rotary": False, **own}  # positions of two sequences are not comparable
         layout = {"dropout": dropout, "batch_first": batch_first, "causal": False, **options}
         self.multihead_attn = make_attention(kind, d_model, nhead, own, **layout)
         self.norm3 = nn.LayerNorm(d_model, eps=layer_norm_eps, **options)
@@ -587,14 +585,14 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
         key_padding_mask: Tensor | None = None,
         memory_key_padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, DepthState]:
-        """Return the stream after the layer, and the state of its connection.
+        """Return the output, shaped like x, and the depth state for the next layer.
 
         Arguments:
-            x: (length, batch, d_model), with ``batch_first`` (batch, length, d_model).
-            memory: the encoder's output, of any length.
-            depth_state: of the layer before. Default: ``None``, this is the first layer.
-            key_padding_mask: of x (batch, length), True = ignore. Default: ``None``.
-            memory_key_padding_mask: of the encoder's output (batch, its length), True = ignore. Default: ``None``.
+            x: (length, batch, d_model), or (batch, length, d_model) with ``batch_first``.
+            memory: the encoder's output, like x but of any length.
+            depth_state: depth state from the previous layer. Default: ``None``, for the first layer.
+            key_padding_mask: mask of x (batch, length), True = ignore. Default: ``None``.
+            memory_key_padding_mask: mask of memory (batch, length of memory), True = ignore. Default: ``None``.
         """
         blocks = (
             (self.norm1, lambda h: self.self_attn(h, h, h, key_padding_mask)[0], self.connection.attention),
@@ -612,50 +610,50 @@ class MomentumTransformerDecoderLayer(TransformerLayerBase):
 
 
 class TransformerState(NamedTuple):
-    """What a :class:`MomentumTransformer` carries from token to token.
+    """The state of a :class:`MomentumTransformer` after some tokens.
 
     Attributes:
-        position: tokens so far of each sequence, padding excluded, (batch,), int64.
-        layers: the state of each layer's attention.
+        position: number of tokens of each sequence, without padding (batch,), int64.
+        layers: attention state of each layer.
     """
 
     position: Tensor
     layers: tuple[Any, ...]
 
     def detach(self) -> TransformerState:
-        """Return the state without its graph, for truncated backpropagation."""
+        """Return the state detached from the autograd graph, for truncated backpropagation."""
         return TransformerState(self.position, tuple(layer.detach() for layer in self.layers))
 
 
 class MomentumTransformer(nn.Module):
-    r"""A stack of :class:`MomentumTransformerLayer` between an embedding and a linear readout, batch first.
+    r"""A transformer of :class:`MomentumTransformerLayer` between an embedding and a linear output layer.
 
-    Called with whole sequences it is trained as any transformer. With ``causal=True`` the same module streams:
-    :meth:`prefill` takes several tokens, :meth:`step` one, and :meth:`generate` draws new ones. With attention in
-    linear time the state, and the time for a token, do not grow with the length.
+    A call processes whole sequences. With ``causal=True`` the model also supports streaming: :meth:`prefill` takes the
+    next tokens, :meth:`step` takes one token, and :meth:`generate` samples new tokens. With linear-time attention, the
+    size of the state and the time per token do not depend on the number of previous tokens.
 
     References:
         Wang et al., How Does Momentum Benefit Deep Neural Networks Architecture Design? (2022), section 4.
 
     Arguments:
-        num_embeddings: tokens of the vocabulary, or None for inputs that are vectors (batch, length, d_model).
-        d_model: features of the stream. Default: ``512``.
-        nhead: heads; d_model is a multiple of it. Default: ``8``.
-        num_layers: layers. Default: ``6``.
-        dim_feedforward: hidden features of the feedforward blocks. Default: ``2048``.
-        dropout: of the layers and of the embedding. Default: ``0.1``.
-        activation: of the feedforward blocks. Default: ``"relu"``.
-        norm_first: whether norms come before the blocks; the last layer is then followed by one. Default: ``False``.
-        output_size: features of the output. Default: ``None``, num_embeddings, or d_model for vectors.
+        num_embeddings: size of the vocabulary, or None for inputs that are vectors (batch, length, d_model).
+        d_model: number of features of the residual stream. Default: ``512``.
+        nhead: number of heads, a divisor of d_model. Default: ``8``.
+        num_layers: number of layers. Default: ``6``.
+        dim_feedforward: number of hidden features of the feedforward blocks. Default: ``2048``.
+        dropout: dropout probability in the layers and after the embedding. Default: ``0.1``.
+        activation: activation of the feedforward blocks, "relu", "gelu" or a function. Default: ``"relu"``.
+        norm_first: whether norms come before the blocks, with another norm after the last layer. Default: ``False``.
+        output_size: number of output features. Default: ``None``, num_embeddings, or d_model for vectors.
         attention: see :class:`MomentumTransformerLayer`. Default: ``"momentum"``.
-        attention_options: further arguments of the attention modules. Default: ``None``, none.
+        attention_options: further arguments of the attention modules. Default: ``None``, no further arguments.
         connection: see :class:`MomentumTransformerLayer`. Default: ``"residual"``.
-        connection_momentum: β of the connections. Default: ``None``, the connection's own.
-        positions: "sinusoidal" adds sines and cosines to the embedding, "rotary" turns queries and keys of softmax
-            attention, None does neither. Default: ``"sinusoidal"``.
-        causal: whether a token sees only itself and those before. Default: ``True``.
-        device: of the parameters. Default: ``None``, torch's.
-        dtype: of the parameters. Default: ``None``, torch's.
+        connection_momentum: β of the connections, or its initial value if learned. Default: ``None``, the connection's.
+        positions: "sinusoidal" adds a position embedding to the inputs. "rotary" applies rotary position embedding in
+            softmax attention. None uses no position embedding. Default: ``"sinusoidal"``.
+        causal: whether a token attends only to itself and to previous tokens. Default: ``True``.
+        device: device of the parameters. Default: ``None``, torch's default.
+        dtype: dtype of the parameters. Default: ``None``, torch's default.
 
     Shape:
         tokens: (batch, length), int64, or with ``num_embeddings=None`` (batch, length, d_model).
@@ -697,7 +695,9 @@ class MomentumTransformer(nn.Module):
             raise ValueError(f"positions must be 'sinusoidal', 'rotary' or None, got {positions!r}. Fix: one of these.")
         is_softmax = attention in ("softmax", SoftmaxAttention)
         if positions == "rotary" and not is_softmax:
-            raise ValueError("rotary positions go with softmax attention. Fix: positions='sinusoidal'.")
+            raise ValueError(
+                f"rotary positions need softmax attention, got {attention!r}. Fix: positions='sinusoidal'."
+            )
         of_attention = dict(attention_options or {})
         if is_softmax:
             of_attention = {"rotary": positions == "rotary", **of_attention}
@@ -731,7 +731,7 @@ class MomentumTransformer(nn.Module):
             nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(d_model))
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute the outputs for whole sequences.
+        """Compute the outputs (batch, length, output_size) for whole sequences.
 
         Arguments:
             tokens: (batch, length), or vectors (batch, length, d_model).
@@ -747,11 +747,7 @@ class MomentumTransformer(nn.Module):
         return self._read(x)
 
     def init_state(self, batch_size: int) -> TransformerState:
-        """Return the state before the first token.
-
-        Arguments:
-            batch_size: how many sequences.
-        """
+        """Return the state of ``batch_size`` sequences before their first token."""
         layers = tuple(layer.self_attn.init_state(batch_size) for layer in self.layers)
         device = next(self.parameters()).device
         return TransformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), layers)
@@ -759,28 +755,26 @@ class MomentumTransformer(nn.Module):
     def prefill(
         self, tokens: Tensor, state: TransformerState | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, TransformerState]:
-        """Compute the outputs for the next tokens of a stream, and the state after them.
+        """Compute the outputs for the next tokens (batch, length, output_size), and the state after the tokens.
 
         Arguments:
             tokens: (batch, length), or vectors (batch, length, d_model).
-            state: after the tokens before. Default: ``None``, there are none.
-            key_padding_mask: (batch, length), True = ignore: such a token leaves the state as it is. Default: ``None``.
+            state: state after the previous tokens. Default: ``None``, no previous tokens.
+            key_padding_mask: (batch, length), True = ignore: the token does not change the state. Default: ``None``.
         """
         self._check(tokens)
         key_padding_mask = read_mask(key_padding_mask, tokens.shape[:2])
         state = self.init_state(tokens.shape[0]) if state is None else state
         if not isinstance(state, TransformerState) or state.position.shape[0] != tokens.shape[0]:
-            came = (
-                f"of {len(state.position)} sequences" if isinstance(state, TransformerState) else type(state).__name__
-            )
+            given = f"{len(state.position)} sequences" if isinstance(state, TransformerState) else type(state).__name__
             raise ValueError(
-                f"state must be a TransformerState of {tokens.shape[0]} sequences, got {came}. "
+                f"state must be a TransformerState of {tokens.shape[0]} sequences, got {given}. "
                 f"Fix: init_state({tokens.shape[0]}), or the state that prefill or step returned."
             )
         if len(state.layers) != len(self.layers):
             raise ValueError(
-                f"the state is of {len(state.layers)} layers, the model has {len(self.layers)}. Fix: the state of this "
-                f"model, init_state({tokens.shape[0]})."
+                f"state must have {len(self.layers)} layers, like the model, got {len(state.layers)}. "
+                f"Fix: init_state({tokens.shape[0]}) of this model."
             )
         x, position = self._embed(tokens, state.position, key_padding_mask)
         depth, after = None, []
@@ -790,18 +784,18 @@ class MomentumTransformer(nn.Module):
         return self._read(x), TransformerState(position, tuple(after))
 
     def step(self, token: Tensor, state: TransformerState | None = None) -> tuple[Tensor, TransformerState]:
-        """Compute the output for the next token (batch, output_size), and the state after it.
+        """Compute the output for the next token (batch, output_size), and the state after the token.
 
         Arguments:
             token: (batch,), or a vector (batch, d_model).
-            state: after the tokens before. Default: ``None``, there are none.
+            state: state after the previous tokens. Default: ``None``, no previous tokens.
         """
         check_input(token, "token")
         if token.dim() != (1 if self.embedding is not None else 2):
             wanted = "(batch,)" if self.embedding is not None else f"(batch, {self.d_model})"
             raise ValueError(
-                f"step takes one token of each sequence, {wanted}, got shape {tuple(token.shape)}. "
-                "Fix: tokens[:, i], or prefill for several."
+                f"step takes one token per sequence, {wanted}, got shape {tuple(token.shape)}. "
+                "Fix: tokens[:, i], or prefill for several tokens."
             )
         output, state = self.prefill(token.unsqueeze(1), state)
         return output[:, 0], state
@@ -818,21 +812,21 @@ class MomentumTransformer(nn.Module):
         sample: Callable[[Tensor], Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Go on from a prompt, one token after another, in evaluation mode.
+        """Continue a prompt token by token, in evaluation mode and without gradients.
 
         Arguments:
             prompt: (batch, length), or vectors (batch, length, d_model), of at least one token.
-            steps: how many tokens to add.
-            key_padding_mask: of the prompt (batch, length), True = ignore, for prompts of different lengths; a sequence
-                goes on after its last token that counts. Default: ``None``.
-            temperature: divides the outputs before the softmax; 0 takes the largest. Default: ``1.0``.
-            top_k: draw from the k largest outputs alone. Default: ``None``, from all.
-            sample: maps outputs (batch, output_size) to the next input, in the place of drawing from a softmax.
-                Default: ``None``.
-            generator: of random numbers. Default: ``None``, torch's.
+            steps: number of new tokens.
+            key_padding_mask: mask of the prompt (batch, length), True = ignore, for prompts of different lengths. The
+                first new token is sampled from the output at the last token that is not ignored. Default: ``None``.
+            temperature: divisor of the outputs before the softmax; 0 selects the largest output. Default: ``1.0``.
+            top_k: number of largest outputs to sample from. Default: ``None``, all.
+            sample: function that maps outputs (batch, output_size) to the next input, instead of sampling from the
+                softmax. Default: ``None``.
+            generator: generator of the random numbers. Default: ``None``, torch's default.
 
         Returns:
-            The prompt and the new tokens, (batch, length + steps).
+            The prompt followed by the new tokens, (batch, length + steps), or vectors (batch, length + steps, d_model).
         """
         self._check(prompt)
         if not 0 <= temperature < math.inf:
@@ -843,7 +837,8 @@ class MomentumTransformer(nn.Module):
         if sample is None:
             if self.embedding is None:
                 raise ValueError(
-                    "outputs of a model of vectors are no tokens. Fix: sample=, a function of the outputs."
+                    "generate needs sample= for num_embeddings=None, whose outputs are not tokens. "
+                    "Fix: sample=lambda output: output, or another function to the next vectors (batch, d_model)."
                 )
 
             def sample(output: Tensor) -> Tensor:
@@ -868,14 +863,14 @@ class MomentumTransformer(nn.Module):
         return torch.cat(parts, 1)
 
     def _embed(self, tokens: Tensor, start: Tensor, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return vectors with their positions, and the position of the next token."""
+        """Return first-layer inputs (batch, length, d_model), and the position of the next token (batch,)."""
         if self.embedding is not None:
             x = self.embedding(tokens) * math.sqrt(self.d_model)
         else:  # 0 * NaN is NaN
             x = tokens if ignored is None else tokens.masked_fill(ignored.unsqueeze(-1) & ~tokens.isfinite(), 0.0)
-        places, after = next_positions(start, tokens.shape[1], ignored)
+        positions, after = next_positions(start, tokens.shape[1], ignored)
         if self.positions == "sinusoidal":
-            x = x + sinusoids(places, self.d_model).to(x.dtype)
+            x = x + sinusoids(positions, self.d_model).to(x.dtype)
         return self.dropout(x), after
 
     def _read(self, x: Tensor) -> Tensor:
@@ -894,24 +889,26 @@ class MomentumTransformer(nn.Module):
                 )
         elif tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
-                f"tokens must be whole numbers (batch, length), got {tokens.dtype} of shape {tuple(tokens.shape)}. "
-                "Fix: tokens[None] for one sequence, tokens.long() for whole floats, num_embeddings=None for vectors."
+                f"tokens must be integers (batch, length), got {tokens.dtype} of shape {tuple(tokens.shape)}. "
+                "Fix: tokens[None] for one sequence, tokens.long() for floats, num_embeddings=None for vectors."
             )
 
 
 def draw(output: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw a token (batch,) from the softmax of outputs (batch, tokens)."""
+    """Sample tokens (batch,) from the softmax of the top_k outputs (batch, tokens) / temperature; 0 is the argmax."""
     if temperature == 0:
         return output.argmax(-1)
     scores = output.float() / temperature
     if top_k is not None and top_k < scores.shape[-1]:
-        scores, places = scores.topk(top_k)
-        return places.gather(1, torch.multinomial(scores.softmax(-1), 1, generator=generator)).squeeze(1)
+        scores, tokens = scores.topk(top_k)
+        return tokens.gather(1, torch.multinomial(scores.softmax(-1), 1, generator=generator)).squeeze(1)
     return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
 
 
 def sinusoids(positions: Tensor, features: int) -> Tensor:
-    """Embed positions p (...) as sin(p w_i) and cos(p w_i) side by side, w_i = 10000^(-2i / features), (..., features).
+    """Return the sinusoidal embedding (..., features) of positions (...).
+
+    Features 2i and 2i + 1 of a position p are sin(p w_i) and cos(p w_i), with w_i = 10000^(-2i / features).
 
     References:
         Vaswani et al., Attention Is All You Need (arXiv:1706.03762), section 3.5.
@@ -922,9 +919,8 @@ def sinusoids(positions: Tensor, features: int) -> Tensor:
 
 
 def next_positions(start: Tensor, length: int, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return positions of the next tokens (batch, length), and of the one after (batch,); padding does not count."""
+    """Return positions of the next tokens (batch, length), and the position after them (batch,), without padding."""
     if ignored is None:
         return start.unsqueeze(1) + torch.arange(length, device=start.device), start + length
     counted = (~ignored).long()
-    upto = counted.cumsum(1)
-    return start.unsqueeze(1) + upto - counted, start + counted.sum(1)
+    return start.unsqueeze(1) + counted.cumsum(1) - counted, start + counted.sum(1)

@@ -220,13 +220,13 @@ X = inputs()
         (ValueError, "need_weights must be False", (X, X, X), {"need_weights": True}),
         (ValueError, "attn_mask must be None", (X, X, X), {"attn_mask": torch.zeros(11, 11)}),
         (ValueError, r"must be bool, .batch, keys. = \(3, 11\)", (X, X, X, torch.zeros(11, 3).bool()), {}),
-        (ValueError, "a mask whose ones are attended to", (X, X, X, torch.ones(3, 11).long()), {}),
-        (ValueError, "must be of 0 and -inf, got others", (X, X, X, torch.ones(3, 11)), {}),
+        (ValueError, "mask == 0 if ones in the mask are attended to", (X, X, X, torch.ones(3, 11).long()), {}),
+        (ValueError, "must hold only 0 and -inf, got other values", (X, X, X, torch.ones(3, 11)), {}),
         (TypeError, "key_padding_mask must be a tensor, got list", (X[0],), {"key_padding_mask": [False] * 11}),
         (ValueError, "query must be", (X[..., :3],), {}),
         (ValueError, "key must be", (X, X[0]), {}),
         (ValueError, "Fix: batch_first=True if the batch comes first", (X, X[:2], X[:2]), {}),
-        (ValueError, "key and value one length", (X, X, X[:, :4]), {}),
+        (ValueError, "key and value the same length", (X, X, X[:, :4]), {}),
         (ValueError, "Fix: causal=False to attend to another sequence", (X, X[:, :4], X[:, :4]), {}),
         (TypeError, r"Fix: torch.tensor\(x", ([[1.0] * E],), {}),
     ],
@@ -267,12 +267,12 @@ def test_wrong_streams_are_refused():
     for error, message, call in (
         (ValueError, "Fix: prefill for several", lambda: momentum.step(x)),
         (ValueError, "Fix: causal=True", lambda: make("momentum", causal=False).prefill(x)),
-        (ValueError, "Fix: leave kdim and vdim out", lambda: make("momentum", kdim=6).prefill(x)),
+        (ValueError, "got 6, 16. Fix: leave kdim and vdim out", lambda: make("momentum", kdim=6).prefill(x)),
         (ValueError, r"Fix: x\[None\]", lambda: momentum.prefill(x[0])),
-        (ValueError, "so it is causal", lambda: make("heavy_ball")(x, is_causal=False)),
+        (ValueError, "is always causal, got is_causal=False", lambda: make("heavy_ball")(x, is_causal=False)),
         (TypeError, "must be a MomentumAttentionState", lambda: momentum.step(x[:, 0], softmax.init_state(3))),
         (TypeError, "state must be a KeyValueCache", lambda: softmax.step(x[:, 0], momentum.init_state(3))),
-        (ValueError, "of 3 sequences.*got 2, 4 and 4", lambda: softmax.step(x[:, 0], softmax.init_state(2))),
+        (ValueError, "must have 3 sequences.*got 2, 4 and 4", lambda: softmax.step(x[:, 0], softmax.init_state(2))),
     ):
         with pytest.raises(error, match=message):
             call()

@@ -236,7 +236,7 @@ def test_a_traced_graph():
         ({"momentum": 1.0}, "momentum must be a number, 0 <= momentum < 1, got 1.0. Fix"),
         ({"momentum": float("nan")}, "momentum must be a number"),
         ({"momentum": [0.5]}, r"momentum must be a number.* Fix: torch.tensor\(\[0.5\]\)"),
-        ({"momentum": torch.zeros(5)}, r"momentum must be .* \(3,\) with one for each head"),
+        ({"momentum": torch.zeros(5)}, r"momentum must be .* \(3,\), one per head"),
         ({"step_size": -1.0}, "step_size must be a number, step_size >= 0"),
         ({"step_size": torch.ones(3).long()}, r"Fix: step_size.float\(\)"),
         ({"eps": -1.0}, "eps must be a number"),

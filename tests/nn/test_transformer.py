@@ -170,7 +170,7 @@ def test_decoder_layers(connection):
 
 
 def test_causal_memories_need_another_cross_attention():
-    with pytest.raises(ValueError, match=r"reads its input in order.*Fix: causal=True, or 'momentum'"):
+    with pytest.raises(ValueError, match=r"only causal self-attention.*Fix: causal=True, or 'momentum'"):
         MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball")
     layer = MomentumTransformerDecoderLayer(E, H, F, attention="heavy_ball", cross_attention="softmax")
     assert layer(torch.zeros(3, 2, E), torch.zeros(5, 2, E))[0].shape == (3, 2, E)
@@ -362,11 +362,15 @@ def test_wrong_options_of_layers_are_refused(error, message, options):
 def test_wrong_calls_are_refused():
     net, vectors, x, mask = model(), model(vocabulary=None), tokens(), torch.zeros(2, 7, dtype=torch.bool)
     for error, message, call in (
-        (TypeError, "Fix: key_padding_mask=mask by name", lambda: layers(1)[0](inputs(), mask)),
+        (TypeError, "Fix: pass a mask by name, key_padding_mask=mask", lambda: layers(1)[0](inputs(), mask)),
         (TypeError, r"Fix: x, depth_state = layer\(x, depth_state\)", lambda: nn.Sequential(*layers(2))(inputs())),
-        (ValueError, "Fix: positions='sinusoidal'", lambda: model(positions="rotary")),
+        (
+            ValueError,
+            "got 'momentum'. Fix: positions='sinusoidal'",
+            lambda: model(positions="rotary"),
+        ),
         (ValueError, "positions must be", lambda: model(positions="learned")),
-        (ValueError, r"tokens must be whole numbers.*Fix: tokens\[None\]", lambda: net(x[0])),
+        (ValueError, r"tokens must be integers.*Fix: tokens\[None\]", lambda: net(x[0])),
         (ValueError, r"key_padding_mask must be bool, .batch, keys. = \(3, 9\)", lambda: net(x, mask)),
         (ValueError, r"inputs must be \(batch, length, d_model = 16\)", lambda: vectors(x)),
         (ValueError, r"inputs must be \(batch, length, d_model = 16\)", lambda: vectors(inputs()[..., :3])),
@@ -378,11 +382,15 @@ def test_wrong_calls_are_refused():
             (ValueError, "temperature must be a number >= 0", lambda t=t: net.generate(x, 3, temperature=t))
             for t in (-1, math.nan, math.inf)
         ),
-        (ValueError, r"step takes one token of each sequence, \(batch,\)", lambda: net.step(x)),
-        (ValueError, "got of 2 sequences", lambda: net.step(x[:, 0], net.init_state(2))),
+        (ValueError, r"step takes one token per sequence, \(batch,\)", lambda: net.step(x)),
+        (ValueError, "got 2 sequences", lambda: net.step(x[:, 0], net.init_state(2))),
         (ValueError, "got tuple", lambda: net.step(x[:, 0], (None, None))),
-        (ValueError, "of 1 layers", lambda: net.step(x[:, 0], model(num_layers=1).init_state(3))),
-        (ValueError, "so it cannot take them one by one", lambda: model(causal=False).prefill(x)),
+        (
+            ValueError,
+            "must have 3 layers, like the model, got 1",
+            lambda: net.step(x[:, 0], model(num_layers=1).init_state(3)),
+        ),
+        (ValueError, "streaming needs a causal MomentumAttention", lambda: model(causal=False).prefill(x)),
     ):
         with pytest.raises(error, match=message):
             call()
