@@ -201,7 +201,7 @@ class AdaptiveSteps:
         self.then = np.where(self.left == 1.0, target, now + self.taken)
         times: Sequence[Tensor] = p.no_times
         if p.t is not None:
-            begin, end = p.differentiable(now), p.differentiable(self.then, at_rest=1.0)
+            begin, end = p.differentiable(now), p.differentiable(self.then, empty=1.0)
             if p.wants_time:
                 times = p.stages([begin * (1.0 - c) + end * c for c in p.method.nodes])
             attempt = Attempt(end - begin, [times], now)
