@@ -540,7 +540,7 @@ def test_growth_is_refused(dtype, most):
     sde, state = make_network_sde(dtype, damping=2.0, learn_damping=False), make_network_state(dtype)
     options = {"dt": 0.05, "gradient": "reversible"}
     hbnode.sdeint(sde, state, [0.0, most / 2 - 0.05], **options)
-    with pytest.raises(hbnode.errors.ReversalError, match=r"undoing the damping .*Fix: gradient='checkpoint'"):
+    with pytest.raises(hbnode.errors.ReversalError, match=r"reversing the damping .*Fix: gradient='checkpoint'"):
         hbnode.sdeint(sde, state, [0.0, most / 2 + 0.05], **options)
     gradients(sde, state, t=torch.linspace(0, 2 * most, 9), **options)  # starts anew from every output
 
