@@ -255,12 +255,8 @@ class AdaptiveSteps:
         if not len(which):
             return
         attempt.outputs, attempt.lanes = which, lanes[0] if lanes else np.zeros_like(which)
-        if lanes:
-            begin, end, size = now[lanes[0]], then[lanes[0]], self.taken[lanes[0]]
-        else:
-            begin, end, size = now, then, self.taken
-        index = (*lanes, which)
-        t = p.outputs[index]
+        begin, end, size = (x[tuple(lanes)] for x in (now, then, self.taken))
+        t = p.outputs[(*lanes, which)]
         theta = np.where(t == end, 1.0, (t - begin) / size)
         if (theta != 1.0).any():
             attempt.theta = theta
@@ -298,11 +294,9 @@ class AdaptiveSteps:
 
     def _margin(self, attempt: Attempt) -> Array:
         """Return the factor by which the error must be below the tolerance, given outputs inside the step."""
-        inside = np.zeros_like(self.now, bool)
+        inside = np.full_like(self.now, self.now.ndim == 0, bool)
         if inside.ndim:
             inside[attempt.lanes[attempt.theta != 1.0]] = True
-        else:
-            inside = np.asarray(True)
         return np.where(inside, self.problem.method.dense_error_factor, self.error_factor)
 
     def _check_progress(self, attempt: Attempt, before: tuple[Tensor, ...], fine: Array) -> None:

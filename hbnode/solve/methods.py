@@ -73,7 +73,7 @@ class Method:
         return max(b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes})))
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the coefficients of a step as one array, (elements, ...) for γ and H that broadcast to (...)."""
+        """Return the coefficients of a step as an array (elements, ...), for γ and sizes that broadcast to (...)."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
@@ -84,11 +84,7 @@ class Method:
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
         *, error: bool = False, dense: bool = False,
     ) -> StepResult:  # fmt: skip
-        """Take one step.
-
-        ``times`` are the times of its function evaluations. ``error`` requests an error estimate, and ``dense`` the
-        columns for dense output.
-        """
+        """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
 
     def undo(
@@ -133,10 +129,7 @@ class Explicit(Method):
         raise NotImplementedError
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """Return the weights of the columns for dense output at fractions θ of the step, (k, ..., rows, columns).
-
-        ``theta`` and ``size`` have the shape (k, ...) for k output times.
-        """
+        """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -253,8 +246,8 @@ class Nystrom(Explicit):
         r"""Return the constants of :meth:`packed`, with and without the error rows.
 
         Each element of C is :math:`Q(z) e^{rz}` times 1, H, H² or γ, with z = γH, a polynomial Q and a rate r. This
-        holds because H² g is a polynomial in z, from the powers of A, times h, Hm and H²E f. The constants are the
-        coefficients of Q, the distinct rates, the index of each element's rate, and its factor.
+        holds because H²g is a sum of h, H m and H²Ef times polynomials in z, from the powers of A (see the class). The
+        constants are the coefficients of Q, the distinct rates, the index of each element's rate, and its factor.
         """
         (theta, is_h, is_m, w, v, w_of_m), _ = self.rows_of_step
         (c, *_), _ = self.constants
@@ -331,7 +324,7 @@ class Nystrom(Explicit):
         return of_h[..., None] * unit[0] + of_m[..., None] * unit[1] + weights @ forces
 
     def _decayed(self, xp: Any, gamma: Array, size: Array, theta: Array, rows: Array) -> Array:
-        """Return ``rows`` of C at fractions θ multiplied by their exponentials, e^{-zθ/2} and E."""
+        """Return ``rows`` of C at fractions θ times the exponentials e^{-zθ/2} of the row and E of the stages."""
         c, *_ = constants(self, xp, size)
         at = xp.concatenate([0 * c[:2], c])
         return xp.exp((gamma * size)[..., None, None] / 2 * (at - theta[..., None])) * rows
@@ -411,7 +404,7 @@ class Exponential(Explicit):
         self.constants = constant_arrays(ends, positions, whole, error, self._interpolant(whole))
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
-        """Return the polynomial through the values of f with these indices, (powers, columns)."""
+        """Return the coefficients of the polynomial through the values of f with these indices, (powers, columns)."""
         polynomial = np.zeros((self.powers, self.powers + 1))
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
@@ -458,9 +451,9 @@ class Exponential(Explicit):
         return xp.stack([xp.concatenate([x[..., :2], x[..., 2:] @ inner], -1) for x in weights], -2)
 
     def _weights(self, xp: Any, gamma: Array, size: Array, at: Array) -> tuple[Array, Array]:
-        """Return the weights of h, m and a polynomial's coefficients in the new h and m, (..., 2 + powers) each.
+        """Return the weights of h, m and the coefficients of the polynomial f in h and in m at fractions of the step.
 
-        ``at`` is the fraction of the step.
+        ``at`` holds the fractions. Both results have the shape (..., 2 + powers).
         """
         time = at * size
         phi = phi_functions(xp, -gamma * time, self.powers + 2)
@@ -557,7 +550,7 @@ class Splitting(Method):
         return h + length * (m if self.activation is None else self.activation(m))
 
 
-class ExplicitGrid(Method):
+class FixedStepRungeKutta(Method):
     """An explicit Runge-Kutta method with fixed steps, for torchdiffeq's methods in compiled or exported graphs.
 
     ``a`` holds the rows of the Runge-Kutta matrix after the first, and ``b`` the weights.
@@ -606,10 +599,10 @@ def combined(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 class HostFormula(torch.autograd.Function):
-    """A ``formula(xp, γ, *args)`` of a number γ, evaluated on the host.
+    """An autograd function that evaluates ``formula(xp, γ, *args)`` on the host, with NumPy or torch as xp.
 
-    In NumPy, its derivative is a complex-step derivative; torch computes higher derivatives. Equal steps share a node
-    of the graph. Therefore γ is not a saved tensor, which the first backward pass would free.
+    γ is a number. The derivative in NumPy is a complex-step derivative; torch computes higher derivatives. Equal steps
+    share one node of the graph. Therefore γ is not a saved tensor, which the first backward pass would free.
     """
 
     @staticmethod
@@ -656,7 +649,7 @@ def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
-    """Return arrays for NumPy and for torch; the tensors are no inference tensors, even in inference mode."""
+    """Return the arrays, and normal (not inference) tensors of the same values, even in inference mode."""
     with torch.inference_mode(False):
         return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
 
@@ -679,5 +672,5 @@ RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
 SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # methods with the rows h and m
 METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA}
 TORCHDIFFEQ_GRIDS: dict[str, Method] = {
-    name: ExplicitGrid(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
+    name: FixedStepRungeKutta(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
 }

@@ -82,7 +82,7 @@ def linear_part(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def linear_step(h: Tensor, m: Tensor, linear: Sequence[Tensor], noise: Tensor) -> Rows:
-    """Return h + a m + j₁ ξ₁ + j₂ ξ₂ and b m + i ξ₁.
+    """Return the state after a linear step: h + a m + j₁ ξ₁ + j₂ ξ₂ and b m + i ξ₁.
 
     ``linear`` holds a, b, i, j₁ and j₂, and ``noise`` ξ₁ and ξ₂. BAOAB omits j₂ and ξ₂.
     """
@@ -130,9 +130,9 @@ class SDEMethod(Method):
         return packed.unbind(0)
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """Return the standard normal variables of steps of twice the size, (steps, normals, ...), from both halves.
+        """Return the normal variables of steps of twice the size, from those of their halves, (steps, normals, ...).
 
-        This default is for one linear part per step.
+        This default is for methods with one linear part per step.
         """
         (a, b, p, q, r), (_, _, whole_p, whole_q, whole_r) = linear_part(damping, size), linear_part(damping, 2 * size)
         i1, i2 = p * first[:, 0], p * second[:, 0]
@@ -156,7 +156,7 @@ class UBU(SDEMethod):
     nodes, normals = (0.5,), 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return a, b, i, j₁, j₂ of half a linear step, and the step size for the update of m."""
+        """Return a, b, i, j₁, j₂ of :func:`linear_step` for half a step, and the step size for the update of m."""
         a, b, p, q, r = linear_part(gamma, size / 2)
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
 
@@ -191,7 +191,7 @@ class BAOAB(SDEMethod):
     nodes, normals, is_fsal = (1.0,), 1, True
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return a, b, i, j₁ of drift, damping and drift together, and the time of half a kick."""
+        """Return a, b, i, j₁ of :func:`linear_step` for drift, damping and drift, and the time of half a kick."""
         _, b, p, _, _ = linear_part(gamma, size)
         i = scale * p
         return torch.stack(torch.broadcast_tensors(size * (1 + b) / 2, b, i, size * i / 2, size / 2))
@@ -216,8 +216,8 @@ class ShiftedNystrom(SDEMethod):
 
         L = (1/H) ∫ (B - tW/H) dt,   K = (1/H²) ∫ (B - tW/H)(H/2 - t) dt.
 
-    W, L and K are independent with variances H, H/12 and H/720. With the noise scale s, a step is m ← m + s(L + 6K),
-    then a step of h'' + γh' = f(h, t) + s(W - 12K)/H, then m ← m - s(L - 6K).
+    W, L and K are independent with variances H, H/12 and H/720. With noise scale s and damping γ, a step is
+    m ← m + s(L + 6K), then a step of h'' + γh' = f(h, t) + s(W - 12K)/H, then m ← m - s(L - 6K).
 
     References:
         Foster, Lyons and Oberhauser, The shifted ODE method for underdamped Langevin MCMC, arXiv:2101.03446.
@@ -252,7 +252,7 @@ class ShiftedNystrom(SDEMethod):
         return StepResult((h, m - of_l * bridge + of_k * skew, f))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """Return W, L and K of the longer steps, from p = ∫ B dt and q = ∫ t B dt of both halves."""
+        """Return the normal variables of steps of twice the size, through p = ∫ B dt and q = ∫ t B dt of the halves."""
 
         def integrals(normals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             w, bridge, skew = (x * (size * v).sqrt() for x, v in zip(normals.unbind(1), BRIDGE, strict=True))
@@ -353,9 +353,9 @@ class BrownianIncrements:
     Pass it as ``hbnode.sdeint(..., noise=increments)``. :meth:`coarser` composes the noise of pairs of steps. Solves
     with step sizes H, 2H, 4H, ... then use the same Brownian path, which is how strong errors are measured.
 
-    The noise is stored as standard normal variables, because the increments themselves depend on γ. These are
-    I = ∫ e^{-γ(τ-t)} dW and J = ∫ (1 - e^{-γ(τ-t)})/γ dW over a step of length τ with Brownian motion W. Those of two
-    steps of lengths τ₁ and τ₂ compose to
+    The noise is stored as standard normal variables, because its increments I and J depend on the damping γ. For a
+    Brownian motion W and a step of length τ, I = ∫ e^{-γ(τ-t)} dW and J = ∫ (1 - e^{-γ(τ-t)})/γ dW. The increments of
+    two steps of lengths τ₁ and τ₂ compose to
 
     .. math:: I = e^{-\gamma\tau_2} I_1 + I_2, \quad J = J_1 + \tfrac{1 - e^{-\gamma\tau_2}}{\gamma} I_1 + J_2 .
 
@@ -367,8 +367,7 @@ class BrownianIncrements:
         sizes: the size of each step, (steps,), in units of time.
         normals: independent standard normal variables, (steps, n, batch, ...), with n = 4 for ``"ubu"``, 1 for
             ``"baoab"`` and 3 for ``"nystrom4"``, followed by the shape of h.
-        damping: the γ for composing the noise of ``"ubu"`` and ``"baoab"``; an SDE with another γ then has another
-            path.
+        damping: the γ for composing the noise of ``"ubu"`` and ``"baoab"``. With another γ, the SDE's path changes.
 
     Example:
         >>> import torch, hbnode
@@ -420,7 +419,7 @@ class BrownianIncrements:
         return cls(method, sizes, torch.stack(normals) if normals else h.new_zeros(0, *shape), damping)
 
     def coarser(self) -> BrownianIncrements:
-        """Compose the noise of pairs of steps to that of steps of twice the size.
+        """Return the noise of steps of twice the size, composed from pairs of steps.
 
         Returns:
             The increments of half as many steps.

@@ -70,7 +70,7 @@ class RungeKuttaTableau:
 
 @dataclass(frozen=True)
 class ExponentialTableau:
-    r"""An embedded exponential pair for :math:`h'' + \gamma h' = f(h, t)`; :class:`~hbnode.solve.methods.Exponential`.
+    r"""An embedded pair of the class :class:`~hbnode.solve.methods.Exponential`, for :math:`h'' + \gamma h' = f(h, t)`.
 
     Attributes:
         order: order of the method for step sizes below 1/γ.
