@@ -256,7 +256,8 @@ class AdaptiveSteps:
             return
         attempt.outputs, attempt.lanes = which, lanes[0] if lanes else np.zeros_like(which)
         begin, end, size = (x[tuple(lanes)] for x in (now, then, self.taken))
-        t = p.outputs[(*lanes, which)]
+        index = (*lanes, which)
+        t = p.outputs[index]
         theta = np.where(t == end, 1.0, (t - begin) / size)
         if (theta != 1.0).any():
             attempt.theta = theta

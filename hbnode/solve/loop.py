@@ -354,7 +354,8 @@ class Problem:
         bad = ~np.isfinite(norm)
         lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
-        if bad[(slice(self.term.rows), *lane)].any():
+        of_rows = (slice(self.term.rows), *lane)
+        if bad[of_rows].any():
             message = "the initial state is not finite. Fix: look at the block's input, or at the cell of an ODERNN"
         return self.failure(NonFiniteError, message, self.begin[lane], math.nan)
 
