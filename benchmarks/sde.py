@@ -29,7 +29,7 @@ import hbnode
 from benchmarks.gradients import Living, relative
 from benchmarks.harness import command, interleaved, milliseconds, ratio, write
 from hbnode.solve import BrownianIncrements
-from hbnode.solve.sde import free_flight
+from hbnode.solve.sde import linear_part
 from tasks.common.files import write_figure
 
 SPAN, DAMPING, TEMPERATURE = 4.0, 1.0, 0.5
@@ -104,7 +104,7 @@ def with_flights(noise: BrownianIncrements, damping: float) -> dict[str, Brownia
     for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
         path = node * w + 6 * node * (1 - node) * bridge + 120 * node * (1 - node) * (0.5 - node) * skew
         j += weight * size * torch.exp(-damping * size * (1 - node)) * path
-    _, _, p, q, r = free_flight(torch.tensor(damping, dtype=torch.float64), size)
+    _, _, p, q, r = linear_part(torch.tensor(damping, dtype=torch.float64), size)
     first = (w - damping * j) / p
     second = (j - q * first) / r
     pairs = torch.stack([first, second], 1)

@@ -1,4 +1,4 @@
-"""What can go wrong inside a solve, by name."""
+"""The exceptions that a solver raises."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = [
 ]
 
 ONLY_FIXED_GRIDS = (
-    "hbnode runs its loops outside of graphs, because their length depends on values. A solve on a fixed grid is a "
-    "graph: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
+    "adaptive solves cannot be traced or exported, because their number of steps depends on the data. A solve with "
+    "fixed steps can: steps=n with a native method, 'euler', 'midpoint', 'heun2', 'heun3' or 'rk4', with the direct "
     "gradient and without count_nfe. Fix: steps=n, and gradient=None or 'direct'."
 )
 
 
 class SolverError(RuntimeError):
-    """A solve failed. Every failure of a solver is a subclass of this.
+    """The base class of all exceptions that a failed solve raises.
 
     Arguments:
-        message: what happened and what to try.
-        t: the time at which it happened (the solver's own units of time).
-        step_size: the size of the step being tried, ``nan`` where the method has no step to report.
-        nfe: evaluations of the field so far, in this solve, forward and backward together.
+        message: what happened and how to fix it.
+        t: the time of the failure, in the units of the solver's t.
+        step_size: the size of the attempted step; ``nan`` if there is none to report.
+        nfe: function evaluations of this solve so far, forward and backward together.
     """
 
     def __init__(self, message: str, *, t: float, step_size: float, nfe: int) -> None:
@@ -47,24 +47,24 @@ def _rebuild(kind: type[SolverError], message: str, t: float, step_size: float, 
 
 
 class NonFiniteError(SolverError):
-    """The state, the field or the adjoint state became infinite or not a number."""
+    """An error raised if the state, the field or the adjoint state became infinite or NaN."""
 
 
 class StepSizeUnderflowError(SolverError):
-    """The step size became so small that time no longer advances: too tight a tolerance, or a stiff field."""
+    """An error raised if no step size meets the tolerance: the tolerance is too tight, or the field too stiff."""
 
 
 class MaxStepsError(SolverError):
-    """The solve needed more than ``max_steps`` steps."""
+    """An error raised if a solve needs more than ``max_steps`` steps."""
 
 
 class MaxNFEError(MaxStepsError):
-    """The solve needed more than ``max_nfe`` evaluations of the field."""
+    """An error raised if a solve needs more than ``max_nfe`` function evaluations."""
 
 
 class ReversalError(SolverError):
-    """A solve that is undone for its gradient does not come back to where it started."""
+    """An error raised if solving backward for the gradient does not recover the initial state."""
 
 
 class RecomputationError(SolverError):
-    """A step that the backward pass computed again does not end where it ended in the forward pass."""
+    """An error raised if a step recomputed in the backward pass differs from the forward pass."""

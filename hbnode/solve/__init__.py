@@ -1,4 +1,4 @@
-"""Solving ODEs and SDEs: one loop for every method, step control and gradient."""
+"""Solvers for ODEs and SDEs."""
 
 from hbnode.solve.odeint import odeint
 from hbnode.solve.registry import MethodInfo, SDEMethodInfo, sde_methods

@@ -1,7 +1,7 @@
-"""Step sizes: given in advance, or chosen by the error.
+"""Adaptive step sizes, and the attempted steps that the loop of a solve takes.
 
-The host knows times and sizes only, as arrays of NumPy: of no dimension where one step serves the whole batch, or
-(lanes,) where every sample, a lane, has steps of its own. Times are measured from the start of the solve.
+Times and step sizes are NumPy arrays on the host. Their shape is () if one step size serves the whole batch, and
+(lanes,) if every sample, a lane, has its own. Times are measured from the start of the solve.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from hbnode.nfe import open_records
 Array = np.ndarray
 
 SAFETY = 0.9
-SMALLEST, LARGEST = 0.1, 8.0  # factors by which a step may change
+SMALLEST, LARGEST = 0.1, 8.0  # factors by which the step size may change
 PROPORTIONAL = 0.2
-NON_FINITE_ATTEMPTS = 5  # steps ten times smaller each, before a NonFiniteError
+NON_FINITE_ATTEMPTS = 5  # attempts in a row, each ten times shorter, before a NonFiniteError
 
 GOLDEN = (5**0.5 - 1) / 2
-PROBES = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span; no harmonic is 0 at all four
+TRIALS = tuple(sorted(k * GOLDEN % 1 for k in range(1, 5)))  # fractions of the span; no harmonic is 0 at all four
 UNEVEN = 0.9 + 0.1 * GOLDEN  # the first of several equal steps is shorter by this factor
 NEGLIGIBLE, VISIBLE = 10.0, 0.01  # displacements over the span, in units of the tolerance
-LONGEST_GAP = 1 / 6  # between two nodes of a step, as a fraction of the span
+LONGEST_GAP = 1 / 6  # largest gap between two nodes of a step, as a fraction of the span
 
-FIRST_LOOK = 100  # attempted steps; then at twice as many, and so on
-TOO_MANY = 5  # times max_steps: by less the steps may still grow, up to where they are unstable
-GROWTH, DECAY = 1.2, 0.5  # between two looks: steps that grow are waited for, those that shrink will underflow
+FIRST_LOOK = 100  # the remaining steps are estimated after 100, 200, 400, ... attempts
+TOO_MANY = 5  # a solve fails if the estimate exceeds max_steps by this factor; below it, steps may still grow
+GROWTH, DECAY = 1.2, 0.5  # between two estimates; step sizes that change by more are not extrapolated
 
-LONGEST_DECAY = 16.0  # γH of a step of a Nystrom method: beyond 32 its decay hides its error, and any answer passes
-BESIDE_JUMP = 4.0  # how far from a jump its two sides are, in roundings of the largest time
+LONGEST_DECAY = 16.0  # largest γH of a Nystrom step; beyond 32 the decay makes the error estimate vanish
+BESIDE_JUMP = 4.0  # distance of a jump's left and right times from it, in rounding errors of the largest time
 
 FIELD_NOT_FINITE = (
     "the field returned non-finite values. Look for: log, sqrt or a division in func, or growth without bound "
@@ -45,17 +45,17 @@ FIELD_NOT_FINITE = (
 
 @dataclass
 class Attempt:
-    """A step, beside the state in which it starts; on a grid, several equal ones.
+    """An attempted step, or several equal fixed steps, without the initial state.
 
     Attributes:
-        size: signed: an array (), or (lanes,); a tensor where gradients flow to the times, or where a graph is traced.
-        times: those of the evaluations, for each step.
-        begin: where it begins, from the start of the solve.
+        size: signed step size: an array, () or (lanes,). A tensor if the times need gradients or a graph is traced.
+        times: the times of the function evaluations, one sequence per step.
+        begin: the start of an adaptive step, measured from the start of the solve; the actual time of fixed steps.
         error: whether to estimate the error.
-        lanes: the lane of each output inside of the step; None if all lanes reach their outputs together.
-        outputs: which output times these are; None if there are none.
-        theta: where in the step they lie; None if all lie at its end.
-        number: of its first step, counted from the start of a grid.
+        lanes: the lane of each output time inside the step; None if all lanes have the same.
+        outputs: indices of the output times inside the step; None if there are none.
+        theta: positions of the outputs, as fractions of the step; None if all are at its end.
+        number: index of the first of these steps, counted from the start of a solve with fixed steps.
     """
 
     size: Any
@@ -69,13 +69,14 @@ class Attempt:
 
 
 class PIController:
-    r"""The factor by which the next step is longer, from the error ratios of the steps before.
+    r"""A controller that chooses the next step size from the error ratios of the last two steps.
 
-    A ratio is the norm of (error / tolerance). With q the order of the embedded solution, an accepted step is followed
-    by one of :math:`H \cdot 0.9\, r_n^{-1/(q+1)} r_{n-1}^{0.2/(q+1)}` (Gustafsson's PI control), a rejected one by
-    :math:`H \cdot 0.9\, r_n^{-1/(q+1)}`, and the step after a rejection is not enlarged.
+    The ratio :math:`r_n` of step n is the norm of (error / tolerance), H its size, and q = ``error_order`` the order
+    of the embedded solution. After an accepted step the next size is
+    :math:`H \cdot 0.9\, r_n^{-1/(q+1)} r_{n-1}^{0.2/(q+1)}` (Gustafsson's PI control). After a rejected step it is
+    :math:`H \cdot 0.9\, r_n^{-1/(q+1)}`. The step after a rejection is not enlarged.
 
-    ``like`` is an array of the shape of the ratios.
+    ``like`` is an array with the shape of the ratios.
     """
 
     def __init__(self, error_order: int, like: Array) -> None:
@@ -84,6 +85,7 @@ class PIController:
         self.failures = np.zeros_like(like)  # attempts in a row whose error was not finite
 
     def factor(self, ratio: Array, accepted: Array) -> Array:
+        """Return the next step size divided by the last one."""
         finite = np.isfinite(ratio)
         self.failures = np.where(finite, 0, self.failures + 1)
         plain = SAFETY * np.maximum(ratio, 1e-10) ** -self.exponent
@@ -95,13 +97,13 @@ class PIController:
 
 
 def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_order: int) -> Array:
-    r"""Return the size of the first step, without an evaluation of its own.
+    r"""Return the initial step size H, without further function evaluations.
 
-    The ball is taken to oscillate about 0 with the frequency :math:`\omega = (\|f\| / \|h\|)^{1/2}`, a first-order
-    state to decay at the rate :math:`\omega = \|f\| / \|y\|`, so that a step H has an error of about
-    :math:`(\omega H / 2)^{q+1} \|h\|`.
+    A second-order equation is modelled as an oscillation about 0 of frequency :math:`\omega = (\|f\| / \|h\|)^{1/2}`,
+    and a first-order one as a decay of rate :math:`\omega = \|f\| / \|h\|`. The error of the step is then about
+    :math:`(\omega H / 2)^{q+1} \|h\|`, with q = ``error_order``; H makes it equal to the tolerance.
 
-    ``h`` and ``f`` are the norms of the position or the state, and of the field's value; ``rows`` is 2 for the ball.
+    ``h`` and ``f`` are the norms of the position (or first-order state) and of f. ``rows`` is the order of the ODE.
     """
     tolerance = atol + rtol * h
     rate = (f / (h + tolerance)) ** (1.0 / rows)
@@ -109,16 +111,16 @@ def first_size(h: Array, f: Array, rtol: float, atol: float, rows: int, error_or
 
 
 class AdaptiveSteps:
-    """Steps chosen by their error: PI control, no probe at the start, equal steps to the next stop.
+    """The adaptive steps of a solve: step sizes by PI control, equal up to the next time that a step must end on.
 
-    An error estimate knows f at the nodes of its step only. From rest, a force that is zero there would be stepped over
-    at any tolerance. So, if f depends on time,
+    An error estimate samples f only at the nodes of a step. If the state is zero, it would miss a force that is zero at
+    those nodes. Therefore, if f depends on time:
 
-    - where the first guess rests on nothing, f is evaluated at four times of the span, where the solve starts;
-    - where a solve starts at rest, or these evaluations find a force, it starts with steps that the force moves by no
-      more than the tolerance, no later step has more than a sixth of the span between two of its nodes, and errors must
-      be smaller than the tolerance by the factor ``inside`` of the method;
-    - the first of several steps is no rational fraction of what is left, so its nodes share no harmonic with it.
+    - If f is negligible at the start, it is evaluated at four further times, with the initial state.
+    - If the initial state is zero, or these evaluations find a force, two nodes of a step are at most a sixth of the
+      span apart. Errors must then be below the tolerance by the factor ``dense_error_factor`` of the method. A force
+      that was found also shortens the first step, so that it moves the state by about the tolerance.
+    - The first of several equal steps is an irrational fraction of the rest, so that its nodes miss no harmonic.
     """
 
     @np.errstate(all="ignore")
@@ -141,33 +143,33 @@ class AdaptiveSteps:
         if p.common:
             self.size, self.longest = self._least_fraction(self.size), self._least_fraction(self.longest)
         self.control = PIController(p.method.error_order, h)
-        self.now = self.taken = self.left = self.stop = self.look = np.zeros_like(h)
+        self.now = self.taken = self.left = self.target = self.last_taken = np.zeros_like(h)
         self.uneven, self.attempts = np.full_like(h, p.term.time_dependent, bool), 0
         most = 0 if s.jump_times else max(int(0.999 / p.method.widest_gap) - 1, 0)
         self.most_jumps = np.full_like(h, most, int)
         self.jumps_passed = np.zeros_like(self.most_jumps)
 
     def _in_common(self, x: Array) -> Array:
-        """Return the root mean square over the lanes that move, which take a common step."""
+        """Return the root mean square of ``x`` over the lanes whose span is not 0, in every lane."""
         moving = self.problem.end > 0
         return np.full_like(x, np.sqrt((x[moving] ** 2).mean())) if moving.any() else x
 
     def _least_fraction(self, size: Array) -> Array:
-        """Sizes that are the same fraction of the span for all lanes, at most as long as these."""
+        """Return step sizes at most as long as ``size`` that are the same fraction of the span in all lanes."""
         end = self.problem.end
         moving = end > 0
         return np.where(moving, end * (size[moving] / end[moving]).min(initial=np.inf), size)
 
     def _cautious(self, x: Tensor, h: Array, f: Array, size: Array) -> Array:
-        """Return the first step size for a force that depends on time; set the longest step and the error factor."""
+        """Return the first step size for a force that depends on time, and set the longest one and the error factor."""
         p, s = self.problem, self.problem.settings
         tolerance, span = s.atol + s.rtol * h, p.end
-        time = span**p.method.rows  # a force times this is what it moves the state by, but for a constant
+        time = span**p.method.rows  # a force times this is its displacement of the state, up to a constant
         is_negligible = f * time <= NEGLIGIBLE * tolerance
         is_forced = (h <= NEGLIGIBLE * s.atol) & ~is_negligible
         if (is_negligible & (span > 0)).any():
             with torch.no_grad():
-                values = tuple([p.term(p.stages([p.time(c * span)])[0], x) for c in PROBES])
+                values = tuple([p.term(p.stages([p.time(c * span)])[0], x) for c in TRIALS])
             found = p.norms(values).max(0)
             is_found = is_negligible & (found * time > VISIBLE * tolerance)
             size = np.where(is_found, np.minimum(size, 2.0 * np.sqrt(tolerance / found)), size)
@@ -179,27 +181,27 @@ class AdaptiveSteps:
 
     @np.errstate(all="ignore")
     def next(self) -> Attempt | None:
-        """Return the next step; None at the end."""
+        """Return the next attempted step, or None at the end of the solve."""
         p, now = self.problem, self.now
         if (now >= p.end).all():
             return None
         self._check_limits()
-        stop = p.end
+        target = p.end
         if p.jumps is not None or p.settings.save == "exact":
-            stop = self._next_stop()
-        left = np.maximum(np.ceil((stop - now) / self.size - 0.05), 1.0)
-        is_under_way = (left == self.left - 1.0) & (stop == self.stop)  # equal steps stay as they are
+            target = self._next_target()
+        left = np.maximum(np.ceil((target - now) / self.size - 0.05), 1.0)
+        is_under_way = (left == self.left - 1.0) & (target == self.target)  # equal steps keep their size
         if not is_under_way.all():
-            self.taken = np.where(is_under_way, self.taken, (stop - now) / left)
-        self.stop, self.left = stop, left
+            self.taken = np.where(is_under_way, self.taken, (target - now) / left)
+        self.target, self.left = target, left
         if self.uneven.any():
             uneven = self.uneven & (left > 1.0)
             self.taken = np.where(uneven, UNEVEN * self.taken, self.taken)
             self.left = np.where(uneven, np.inf, left)
-        self.then = np.where(self.left == 1.0, stop, now + self.taken)
+        self.then = np.where(self.left == 1.0, target, now + self.taken)
         times: Sequence[Tensor] = p.no_times
         if p.t is not None:
-            begin, end = p.differentiable(now), p.differentiable(self.then, at_rest=1.0)
+            begin, end = p.differentiable(now), p.differentiable(self.then, empty=1.0)
             if p.wants_time:
                 times = p.stages([begin * (1.0 - c) + end * c for c in p.method.nodes])
             attempt = Attempt(end - begin, [times], now)
@@ -212,7 +214,7 @@ class AdaptiveSteps:
         return attempt
 
     def exclude(self, attempt: Attempt, refused: Array) -> Attempt:
-        """Return the step in which lanes that refuse it, because it is not finite, rest where they are."""
+        """Return the step with size 0 in the lanes that ``refused`` it because its error is not finite."""
         p, size = self.problem, attempt.size
         if p.t is None:
             size = np.where(refused, 0.0, size)
@@ -228,23 +230,23 @@ class AdaptiveSteps:
             taken.theta = theta[stays] if theta is not None and stays.any() else None
         return taken
 
-    def _next_stop(self) -> Array:
-        """Return where a step must end next: at the end, on an output with ``save="exact"``, or on a jump.
+    def _next_target(self) -> Array:
+        """Return the time that a step must end on: the final time, an output time (``save="exact"``) or a jump of f.
 
-        A step may pass as many jumps as leave a node between any two, and fewer after a rejection.
+        A step may contain jumps if at least one node is between any two of them; after a rejection, fewer.
         """
-        p, now, stop = self.problem, self.now, self.problem.end
+        p, now, target = self.problem, self.now, self.problem.end
         if p.settings.save == "exact":
-            stop = np.where(p.outputs > now[..., None], p.outputs, stop[..., None]).min(-1)
+            target = np.where(p.outputs > now[..., None], p.outputs, target[..., None]).min(-1)
         if p.jumps is None:
-            return stop
-        rounding = np.finfo(float).eps * p.furthest  # less than there is between the two sides of a jump
+            return target
+        rounding = np.finfo(float).eps * p.furthest  # less than the distance between the two sides of a jump
         first = (p.jumps <= (now + rounding)[..., None]).sum(-1)
         last = (p.jumps <= (now + 1.05 * self.size)[..., None]).sum(-1)
         last = np.minimum(np.clip(last, first + 1, first + 1 + self.most_jumps), p.jumps.shape[-1])
         self.jumps_passed = np.maximum(last - first - 1, 0)
         jump = np.take_along_axis(p.jumps, np.maximum(last - 1, 0)[..., None], -1)[..., 0]
-        return np.where(jump > now, np.minimum(jump, stop), stop)
+        return np.where(jump > now, np.minimum(jump, target), target)
 
     def _find_outputs(self, attempt: Attempt) -> None:
         p, now, then = self.problem, self.now, self.then
@@ -253,10 +255,7 @@ class AdaptiveSteps:
         if not len(which):
             return
         attempt.outputs, attempt.lanes = which, lanes[0] if lanes else np.zeros_like(which)
-        if lanes:
-            begin, end, size = now[lanes[0]], then[lanes[0]], self.taken[lanes[0]]
-        else:
-            begin, end, size = now, then, self.taken
+        begin, end, size = (x[tuple(lanes)] for x in (now, then, self.taken))
         index = (*lanes, which)
         t = p.outputs[index]
         theta = np.where(t == end, 1.0, (t - begin) / size)
@@ -265,7 +264,10 @@ class AdaptiveSteps:
 
     @np.errstate(all="ignore")
     def accept(self, attempt: Attempt, before: tuple[Tensor, ...], after: tuple[Tensor, ...], error: Tensor) -> Array:
-        """Which lanes accept the step; chooses the next one, and stops a solve that cannot go on."""
+        """Return whether each lane accepts the step, (lanes,) or (), and choose the next step size.
+
+        Raises a SolverError if the solve cannot continue.
+        """
         p, now = self.problem, self.now
         margin = self.error_factor
         if attempt.theta is not None and p.method.dense_error_factor != 1.0:
@@ -275,7 +277,7 @@ class AdaptiveSteps:
             ratio = self._in_common(ratio)
         accepted, moving = np.asarray(ratio <= 1.0), self.taken > 0
         size = self.taken * self.control.factor(ratio, accepted)
-        is_cut = accepted & (self.taken < 0.5 * self.size)  # by a stop: it says little of the steps after it
+        is_cut = accepted & (self.taken < 0.5 * self.size)  # by its target, so its error may be far too small
         size = np.where(is_cut, np.maximum(size, self.size), size)
         self.size = np.where(moving, np.minimum(size, self.longest), self.size)
         self.now = np.where(accepted, self.then, now)
@@ -292,16 +294,14 @@ class AdaptiveSteps:
         return accepted
 
     def _margin(self, attempt: Attempt) -> Array:
-        """By which factor the error must be smaller than the tolerance, where there are outputs inside of a step."""
-        inside = np.zeros_like(self.now, bool)
+        """Return the factor by which the error must be below the tolerance, given outputs inside the step."""
+        inside = np.full_like(self.now, self.now.ndim == 0, bool)
         if inside.ndim:
             inside[attempt.lanes[attempt.theta != 1.0]] = True
-        else:
-            inside = np.asarray(True)
         return np.where(inside, self.problem.method.dense_error_factor, self.error_factor)
 
     def _check_progress(self, attempt: Attempt, before: tuple[Tensor, ...], fine: Array) -> None:
-        """After a rejection: raise where the error is not finite, or no step is small enough."""
+        """Raise if a rejected step has an error that is not finite, or the next step size underflows."""
         p, failures = self.problem, self.control.failures
         now = p.time(self.now)
         floor = np.maximum(4 * p.resolution * abs(now), max((p.settings.options or {}).get("min_step", 0.0), 1e-300))
@@ -313,14 +313,14 @@ class AdaptiveSteps:
             lane = first_index(small)
             raise p.failure(
                 StepSizeUnderflowError,
-                "the step size underflowed: no step is small enough for the tolerance. "
-                "Fix: loosen rtol and atol, use float64, or look for a discontinuity or stiffness in func",
+                "step size underflow: no step meets the tolerance; the solution may diverge in finite time, or func "
+                "is stiff or discontinuous. Fix: loosen rtol and atol, or use float64",
                 now[lane],
                 self.size[lane],
             )
 
     def _check_limits(self) -> None:
-        """Before a step: raise if the solve has run away."""
+        """Raise if the next step exceeds ``max_nfe`` or ``max_steps``, or far too many steps are left."""
         p, most = self.problem, self.problem.settings.max_steps
         if p.max_nfe is not None:
             p.check_nfe(p.time(self.now), self.size, 1)
@@ -338,13 +338,13 @@ class AdaptiveSteps:
         looks, remainder = divmod(self.attempts, FIRST_LOOK)
         if remainder or looks & (looks - 1):
             return
-        before, self.look = self.look, self.taken
-        stuck = (self.taken < GROWTH * before) & (self.taken > DECAY * before) & (self.now < p.end)
-        needed = np.where(stuck, (p.end - self.now) / self.taken, 0.0).max()
+        before, self.last_taken = self.last_taken, self.taken
+        steady = (self.taken < GROWTH * before) & (self.taken > DECAY * before) & (self.now < p.end)
+        needed = np.where(steady, (p.end - self.now) / self.taken, 0.0).max()
         if needed > TOO_MANY * p.settings.max_steps:
             raise p.failure(
                 MaxStepsError,
-                f"after {self.attempts} steps, which do not grow, about {needed:.1g} are left, far more than "
+                f"after {self.attempts} steps of steady size about {needed:.1g} more are needed, and "
                 f"max_steps={p.settings.max_steps}. Fix: {p.advice()}divide t by a typical gap or period, so that f "
                 "acts over about one unit of time, or loosen rtol and atol, or raise max_steps",
                 p.time(self.now),
@@ -352,6 +352,6 @@ class AdaptiveSteps:
             )
 
 
-def first_index(marks: Array) -> Any:
-    """Return the index of the first mark, of an array of any number of dimensions."""
-    return tuple(int(i[0]) for i in np.nonzero(marks)) if marks.ndim else ()
+def first_index(mask: Array) -> tuple[int, ...]:
+    """Return the index of the first True in an array of any number of dimensions."""
+    return tuple(int(i[0]) for i in np.nonzero(mask)) if mask.ndim else ()

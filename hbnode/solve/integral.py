@@ -1,4 +1,4 @@
-"""A running integral along a solution, as one more equation of the system: q' = g(t, y, y'), q(t0) = 0."""
+"""The integral q of a function g along a solution y, as a further equation: q' = g(t, y, y'), q(t0) = 0."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hbnode._tree import State, describe, like, parts
 from hbnode.solve.methods import SECOND_ORDER
 from hbnode.solve.settings import Settings
 
-Integrand = Callable[[Tensor, Any, Any], Tensor]  # of t and the state and its derivative, tensors or tuples
+Integrand = Callable[[Tensor, Any, Any], Tensor]  # (t, state, derivative) -> (batch,); a state is a tensor or a tuple
 
 WITHOUT_GRAPH = (
-    "integrand differentiates with torch.autograd, but is evaluated without a graph in the forward pass. "
+    "integrand calls torch.autograd, but the forward pass evaluates it without a graph. "
     "Fix: torch.func, for instance torch.func.vjp(net, h) or torch.func.jacrev(net)(h)."
 )
 
 
 class WithIntegral(nn.Module):
-    """A field with an integral q as the last part of its state: called ``(t, (*state, q))``, returns (*y', g).
+    """A field whose state (*y, q) ends with the integral q, (batch,), of ``integrand`` along the solution y.
 
-    The error of q has a norm of its own, which is not averaged with that of y.
-    The integrand g, called ``(t, state, derivative)``, returns (batch,).
+    ``integrand`` is called ``(t, y, y')`` and returns (batch,). Step control takes the larger one of the error norms of
+    y and q.
     """
 
     has_integral = True
@@ -44,21 +44,20 @@ class WithIntegral(nn.Module):
 
     @property
     def counted_as(self) -> nn.Module:
-        """Its evaluations are evaluations of the field."""
+        """The field whose function evaluations are counted."""
         return self.field
 
     def start(self, state: State) -> tuple[Tensor, ...]:
-        """Return the state at the start, with q = 0."""
+        """Return the initial state (*y, q) with q = 0."""
         y = parts(state)
         return (*y, y[0].new_zeros(len(y[0])))
 
     def split(self, *pieces: Tensor) -> tuple[State, Tensor]:
-        """Return the state, or its trajectory, and q."""
+        """Return y, or its trajectory, and q."""
         *y, q = pieces
         return (y[0] if self.single else tuple(y)), q
 
     def forward(self, t: Tensor, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the derivative; t is a scalar, or (batch, 1, ...)."""
         state, q = self.split(*pieces)
         derivative = like(self.field(t, state), state)
         try:
@@ -69,14 +68,14 @@ class WithIntegral(nn.Module):
             raise
         if not isinstance(rate, Tensor) or rate.shape != q.shape:
             raise ValueError(
-                f"integrand returned {describe(rate)}; expected one number for each sample, {tuple(q.shape)}. "
-                "Fix: g.flatten(1).sum(1) adds up the rest."
+                f"integrand returned {describe(rate)}; expected one number per sample, {tuple(q.shape)}. "
+                "Fix: g.flatten(1).sum(1) sums over the other dimensions."
             )
         return (*parts(derivative), rate)
 
 
 def _check_call(integrand: Integrand) -> None:
-    """Refuse a function that cannot be called ``(t, state, derivative)``, where its signature can be read."""
+    """Raise TypeError if ``integrand`` cannot be called ``(t, state, derivative)``."""
     if not may_look():
         return
     try:
@@ -87,13 +86,13 @@ def _check_call(integrand: Integrand) -> None:
         signature.bind(None, None, None)
     except TypeError:
         raise TypeError(
-            f"integrand takes {signature}; expected (t, state, derivative). "
-            "Fix: lambda t, h, dh: ..., with the derivative dh of the state, used or not."
+            f"integrand has the signature {signature}; expected (t, state, derivative). "
+            "Fix: lambda t, h, dh: ..., where dh is the derivative of the state."
         ) from None
 
 
 def settings_of_integral(settings: Settings) -> Settings:
-    """Return the settings of a block as they are for its integral, refused where they are for h'' + γh' = f alone."""
+    """Return the settings without compilation; raise ValueError if the method is for h'' + γh' = f only."""
     method, gradient = settings.method, settings.gradient
     if method in SECOND_ORDER or gradient == "reversible":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The loop of a solve: attempt a step, accept it, save what lies in it, go on."""
+"""The time loop of a solve: attempt a step, accept or reject it, save the outputs inside it."""
 
 from __future__ import annotations
 
@@ -29,37 +29,39 @@ from hbnode.solve.settings import Settings
 from hbnode.solve.term import ODETerm
 
 Rows = tuple[Tensor, ...]
-Take = Callable[[Rows, Attempt], tuple[Rows, Any, Rows]]  # the state after an attempt, its error, the outputs in it
-STRONG = 50.0  # γT from which the damping keeps the steps of Nystrom methods short
+Take = Callable[[Rows, Attempt], tuple[Rows, Any, Rows]]  # returns the new state, its error and the outputs
+STRONG = 50.0  # smallest γT for which the damping limits the steps of Nystrom methods
 
 
 class Problem:
-    """A term with its method, its output times (T,) or (lanes, T) and how to solve; takes single steps.
+    """An equation, a method, output times (T,) or (lanes, T) and settings, with functions that take single steps.
+
+    A lane is a sample with its own step sizes; ``lanes`` is their number, or None if all samples share each step.
 
     Attributes:
-        gamma: the damping: a number, or a tensor; in float64 on the host, but where its number is known.
-        number: the damping where it is a number that the host knows; else None.
-        strongest: the largest γ, where it limits the steps; else 0.
-        longest_step: no adaptive step is longer: γH stays below 16 for Nystrom methods.
-        max_nfe: the most evaluations of the solve; None if there is no limit.
-        t: the times, where gradients flow to them or a graph is traced; else None.
-        begin, sign: of times: the start, and the direction.
-        outputs, end: times elapsed since the start, (T - 1,) or (lanes, T - 1), and their last.
-        common: whether lanes with times of their own take the same fraction of their spans in each step.
-        jumps: elapsed times of the jumps of f, in order and then inf, (K,) or (lanes, K); None if there are none.
-        noise: the standard normal variables of a step by its number; None of an ODE.
-        program: a compiled step; None if steps are not compiled.
-        end_only: whether only the state at the last of two times is wanted.
+        gamma: the damping γ, a number or a tensor.
+        number: γ as a Python number, if it is a scalar that can be read from the host; else None.
+        strongest: the largest γ if it limits the step size; else 0.
+        longest_step: the largest adaptive step size H; Nystrom methods need γH <= 16.
+        max_nfe: the largest number of function evaluations; None if there is no limit.
+        t: the times as a tensor if they need gradients or a graph is traced; else None.
+        begin, sign: initial time, and 1.0 or -1.0 for solving forward or backward, () or (lanes,).
+        outputs, end: output times measured from the start, (T - 1,) or (lanes, T - 1), and the last of them.
+        common: whether lanes with different times take the same fraction of their spans in each step.
+        jumps: sorted times of the jumps of f from the start, padded by inf, (K,) or (lanes, K); None without jumps.
+        noise: maps the index of a step to its standard normal variables; None for an ODE.
+        program: the compiled step; None if steps are not compiled.
+        end_only: whether to return the final state only.
     """
 
     def __init__(self, term: ODETerm, method: Method, t: Tensor, settings: Settings, *, end_only: bool = False) -> None:
         self.term, self.settings, self.tally, self.end_only = term, settings, term.tally, end_only
         self.method: Any = method
         if isinstance(method, Splitting) and (activation := getattr(term.inner, "activation", None)) is not None:
-            shape = term.template.shape  # rows may be flat, and σ need not act on each element alone
+            shape = term.template.shape  # rows may be flat, and σ need not be elementwise
             self.method = method.with_activation(lambda m: activation(m.view(shape)).reshape(m.shape))
-        self.lanes, self.template = term.lanes, term.template.detach()  # as an argument it must add no edge
-        self.dims = self.template.dim() if term.per_channel else 1 if self.lanes is None else 2  # of a row
+        self.lanes, self.template = term.lanes, term.template.detach()  # detached, else it would add a graph edge
+        self.dims = self.template.dim() if term.per_channel else 1 if self.lanes is None else 2  # dimensions of a row
         self.wants_time = not term.second_order or term.time_dependent
         self.no_times = [self.template.new_zeros(())] * method.evaluations
         self.gamma, self.traced = term.damping, term.traced
@@ -68,7 +70,7 @@ class Problem:
         self.common = settings.common_steps and term.lanes is not None
         self.noise: Callable[[int], Tensor] | None = None
         self.program: Callable[..., Any] | None = None
-        self._equal: tuple[Any, ...] = (None, None, None)  # the last size, and its coefficients
+        self._last: tuple[Any, ...] = (None, None, None)  # the last step size, error flag and coefficients
         self.t: Any = t
         self.max_nfe: Any = None
         if isinstance(self.gamma, float):
@@ -76,7 +78,7 @@ class Problem:
         elif not self.traced:
             if not self.gamma.dim() and not _torch.is_transformed():
                 self.number = self.gamma.item()
-            if self.number is None or self.gamma.is_cpu:  # else its gradients would wait for the device
+            if self.number is None or self.gamma.is_cpu:  # else gradients of γ would wait for the device
                 self.gamma = self.gamma.to("cpu", torch.float64)
         if self.traced:
             return
@@ -101,13 +103,13 @@ class Problem:
         self.furthest = abs(values).max() if values.size else 0.0
 
     def replace(self, gamma: Any, t: Tensor | None) -> None:
-        """Go on with another damping and other times of the same values, which gradients are wanted of."""
-        self.gamma, self.t, self._equal = gamma, t, (None, None, None)
+        """Set γ and the times to tensors of the same values, with respect to which gradients are computed."""
+        self.gamma, self.t, self._last = gamma, t, (None, None, None)
 
     # Times and sizes
 
     def grid(self) -> Any:
-        """Return the output times, first: (T,) or (T, lanes)."""
+        """Return the times, including the initial time, in the shape (T,) or (T, lanes)."""
         if self.t is not None:
             return self.t.movedim(-1, 0)
         first = np.zeros_like(self.end)[..., None]
@@ -115,14 +117,15 @@ class Problem:
         return np.moveaxis(self.begin[..., None] + self.sign[..., None] * times, -1, 0)
 
     def counts(self) -> Sequence[int]:
+        """Return the number of fixed steps in each output interval."""
         return [self.settings.steps or 1] * (self.grid().shape[0] - 1)
 
     def time(self, elapsed: Array) -> Any:
-        """Return a time, () or (lanes,), from the time elapsed since the start."""
+        """Return the time t, () or (lanes,), for a time ``elapsed`` since the start."""
         return self.begin + self.sign * elapsed
 
     def stages(self, times: Sequence[Any]) -> Sequence[Tensor]:
-        """Times of evaluations as the field gets them: scalars, or (lanes, 1, ...) to broadcast with the state."""
+        """Return times as arguments of the field: scalar tensors, or (lanes, 1, ...) to broadcast with the state."""
         if isinstance(times[0], Tensor):
             stages = torch.stack(list(times)).to(self.template)
         else:
@@ -131,11 +134,11 @@ class Problem:
             stages = stages.reshape(*stages.shape, *[1] * (self.term.dims - 1))
         return stages.unbind(0)
 
-    def differentiable(self, elapsed: Array, at_rest: float = 0.0) -> Tensor:
-        """Return a time that moves with the output times around it, at a constant fraction between them; jumps do not
-        move.
+    def differentiable(self, elapsed: Array, empty: float = 0.0) -> Tensor:
+        """Return the time for ``elapsed`` as a tensor with gradients with respect to the output times.
 
-        In an interval of length 0 the fraction is ``at_rest``.
+        The time lies at a constant fraction between its neighbouring output times, or ``empty`` if those are equal.
+        Jumps of f are treated as output times without gradients.
         """
         values, known = np.concatenate([np.zeros_like(self.end)[..., None], self.outputs], -1), self.t
         if self.lanes is not None and known.dim() == 1:
@@ -148,23 +151,20 @@ class Problem:
             values = np.take_along_axis(values, order, -1)
             known = known.gather(-1, self._on_device(order))
         i = np.clip((values <= elapsed[..., None]).sum(-1) - 1, 0, values.shape[-1] - 2)
-        i = np.where(elapsed == 0, 0, i)[..., None]  # a solve starts at its first time, though others be the same
+        i = np.where(elapsed == 0, 0, i)[..., None]  # the first time, even if the next output times equal it
         first, last = (np.take_along_axis(values, i + k, -1)[..., 0] for k in (0, 1))
         with np.errstate(all="ignore"):
-            fraction = self._on_device(np.where(last > first, (elapsed - first) / (last - first), at_rest))
+            fraction = self._on_device(np.where(last > first, (elapsed - first) / (last - first), empty))
         begin, end = (known.gather(-1, self._on_device(i + k)).squeeze(-1) for k in (0, 1))
         return begin + fraction * (end - begin)
 
     def _on_device(self, x: Array) -> Tensor:
-        """Return an array on the device of the state, where the times are that gradients flow to."""
-        return torch.from_numpy(np.array(x)).to(self.template.device)  # a copy that keeps the number of dimensions
+        return torch.from_numpy(np.array(x)).to(self.template.device)  # np.array copies, also from arrays without dims
 
     # Steps
 
     def start(self, y0: Any) -> Rows:
-        """Return the state of the method where the solve begins; finds the signals that the field asks for their
-        values.
-        """
+        """Return the method's initial state, and set ``jumps`` from the signals that the field evaluates."""
         rows, jumps = self.term.flatten(y0), self.settings.jump_times
         if self.method.is_fsal:
             t = self.no_times[0]
@@ -174,7 +174,7 @@ class Problem:
                 return (*rows, self.term(t, rows[0]))
             before, queries.signals = queries.signals, []
             try:
-                rows = (*rows, self.term(t, rows[0].clone()))  # f may try to change it in place
+                rows = (*rows, self.term(t, rows[0].clone()))  # a copy, because f may change its input in place
             finally:
                 signals, queries.signals = queries.signals, before
         else:
@@ -184,22 +184,21 @@ class Problem:
         return rows
 
     def _jumps_inside(self, jump_times: Sequence[float], signals: Sequence[Any]) -> Array | None:
-        """Return the elapsed times of jumps inside of the solve, on which adaptive steps end."""
         near = BESIDE_JUMP * torch.finfo(self.template.dtype).eps * max(self.furthest, 1e-300)
-        times = {jump + side for jump in jump_times for side in (-near, near)}  # f has two values there
+        times = {jump + side for jump in jump_times for side in (-near, near)}  # left and right limits of f differ
         times.update(*(signal.knots for signal in signals))
         elapsed = self.sign[..., None] * (np.array(sorted(times)) - self.begin[..., None])
         inside = (elapsed > 0) & (elapsed <= self.end[..., None])
         return np.sort(np.where(inside, elapsed, np.inf), -1) if inside.any() else None
 
     def coefficients(self, attempt: Attempt) -> tuple[Any, Tensor | None]:
-        """Return what a step and the outputs inside of it are made with; differentiable in γ and the times."""
+        """Return the coefficients of a step, and those of its outputs; both are differentiable in γ and the times."""
         method, size = self.method, attempt.size
-        kept, error, coefficients = self._equal
-        if isinstance(size, Tensor) or error != attempt.error or (kept is not size and (kept != size).any()):
+        last_size, error, coefficients = self._last
+        if isinstance(size, Tensor) or error != attempt.error or (last_size is not size and (last_size != size).any()):
             packed = self._of_gamma(functools.partial(method.packed, error=attempt.error), size)
             coefficients = method.unpack(packed, self.dims, error=attempt.error)
-            self._equal = (None if isinstance(size, Tensor) else size, attempt.error, coefficients)
+            self._last = (None if isinstance(size, Tensor) else size, attempt.error, coefficients)
         if attempt.theta is None:
             return coefficients, None
         theta, lanes = attempt.theta, attempt.lanes
@@ -218,12 +217,15 @@ class Problem:
         return coefficients, self._of_gamma(method.blend, size, theta, lanes=lanes)
 
     def _of_gamma(self, formula: Callable[..., Any], *args: Any, lanes: Any = None) -> Tensor:
-        """Return a formula of γ, sizes (of outputs with their ``lanes``) and fractions: in NumPy if all are numbers."""
+        """Return ``formula(xp, γ, *args)`` as a tensor; ``lanes`` are the lanes of the elements of ``args``.
+
+        The module xp is NumPy or torch. The formula runs on the host if γ is a known number and gradients allow it.
+        """
         gamma = self.gamma
         needs_gradient = isinstance(gamma, Tensor) and gamma.requires_grad and torch.is_grad_enabled()
         is_host = self.number is not None and not self.traced and not isinstance(args[0], Tensor)
         if is_host and needs_gradient and args[0].ndim and not self.template.is_cpu:
-            is_host = False  # the derivative of an array by γ would wait for the device
+            is_host = False  # the backward pass of HostFormula would wait for the device
         if is_host:
             xp = torch if args[0].ndim else np
             if needs_gradient:
@@ -233,7 +235,7 @@ class Problem:
         gamma = torch.as_tensor(gamma, dtype=torch.float64, device=args[0].device)
         if gamma.dim() and self.lanes is not None and lanes is not None and len(gamma) > 1:
             gamma = gamma[self._on_device(lanes)]
-        if gamma.dim():  # behind the lanes, or the outputs
+        if gamma.dim():  # its dimensions follow those of lanes or outputs
             args = tuple(
                 [x.reshape(*x.shape, *[1] * (gamma.dim() - (x.dim() if self.lanes is not None else 0))) for x in args]
             )
@@ -245,23 +247,21 @@ class Problem:
     def step(
         self, state: Rows, coefficients: tuple[Any, Tensor | None], attempt: Attempt, field: Field | None = None
     ) -> tuple[Rows, Any, Rows]:
-        """Return the steps of an attempt: the state after it, its error, and the rows of the outputs in it, outputs
-        first.
-        """
+        """Take the steps of an attempt; return the new state, its error and the rows of the outputs, (outputs, ...)."""
         packed, blend = coefficients
         program = self.program if blend is None and field is None else None
         field, error, columns = self.term if field is None else field, None, None
-        keep = blend is not None
+        dense = blend is not None
         for number, times in enumerate(attempt.times, attempt.number):
             if program is not None and (result := program(state, packed, list(times), self.term.like)) is not None:
                 self.tally.add("evaluation", self.method.evaluations)
                 state, error = result
                 continue
             own = packed if self.noise is None else (*packed, self.noise(number))
-            state, error, columns = self.method.step(state, own, times, field, error=attempt.error, keep=keep)
+            state, error, columns = self.method.step(state, own, times, field, error=attempt.error, dense=dense)
         if attempt.outputs is None:
             return state, error, ()
-        outputs: list[Tensor] = []  # as if all were at the end of the step
+        outputs: list[Tensor] = []  # the state at the end of the step, once per output
         for row in state[: self.term.rows]:
             outputs.append(row.unsqueeze(0) if self.lanes is None or attempt.lanes is None else row[attempt.lanes])
         if self.t is not None and attempt.error:
@@ -271,8 +271,9 @@ class Problem:
         return state, error, tuple(outputs)
 
     def _with_slopes(self, outputs: list[Tensor], state: Rows, attempt: Attempt) -> list[Tensor]:
-        """Return the outputs h at the end of a step, with the gradient of their own times: h + h' (t - end), where t =
-        end.
+        """Return the outputs y at the end of a step with gradients with respect to their times.
+
+        The values do not change: y + y' (t - end), where the output time t equals the end of the step.
         """
         end, which = self.differentiable(attempt.begin) + attempt.size, self._on_device(attempt.outputs)
         if self.lanes is None:
@@ -285,16 +286,16 @@ class Problem:
         return [row + lag * slope for row, slope in zip(outputs, slopes, strict=False)]
 
     def _interpolated(self, ends: list[Tensor], columns: Tensor, blend: Tensor, attempt: Attempt) -> list[Tensor]:
-        """Return the outputs inside of a step, (outputs, ...), or one for each lane, (outputs, elements)."""
+        """Return the rows of the outputs inside a step, (outputs, ...), from dense output; ``ends`` are its end."""
         of_outputs = columns.unsqueeze(1) if self.lanes is None else columns[:, attempt.lanes]
         inside, is_end = combined(blend, of_outputs).unbind(1), attempt.theta == 1.0
         if not is_end.any():
             return list(inside)
         is_end = self._on_device(is_end).view(-1, *[1] * (inside[0].dim() - 1))
-        return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]  # there the step itself
+        return [torch.where(is_end, end, x) for end, x in zip(ends, inside, strict=True)]
 
     def slopes(self, state: Rows) -> Rows:
-        """Return the derivatives of the rows of a state that ends with the field's value."""
+        """Return the time derivatives of the rows of a state whose last entry is the field's value."""
         if not self.term.second_order:
             return state[1:]
         _, m, f = state
@@ -304,16 +305,16 @@ class Problem:
     # Norms
 
     def norms(self, rows: Rows) -> Array:
-        """Root mean square of each row: (rows,), or (rows, lanes)."""
+        """Return the root mean square of each row, (rows,) or (rows, lanes)."""
         x = torch.stack(rows).detach()
         x = x.unsqueeze(-1).flatten(1 if self.lanes is None else 2)
         wide = torch.float64 if self.lanes is not None else None
         return to_host(torch.linalg.vector_norm(x, dim=-1, dtype=wide) / math.sqrt(max(x.shape[-1], 1)))
 
     def ratio(self, before: Rows, after: Rows, error: Tensor) -> Array:
-        """Norm of (error / tolerance), the RMS over all elements: the one transfer to the host in a step."""
+        """Return the root mean square of (error / tolerance), () or (lanes,); the only host transfer of a step."""
         n, term = self.term.rows, self.term
-        if self.program is not None and error.dim() < after[0].dim():  # the norm was a part of the program
+        if self.program is not None and error.dim() < after[0].dim():  # the compiled step returns the norm
             ratio = to_host(error.detach())
             return np.where(np.isfinite(ratio), ratio, np.inf)
         with torch.no_grad():
@@ -334,22 +335,22 @@ class Problem:
 
     @property
     def resolution(self) -> float:
-        """Relative rounding of the time: that of the host, or of the dtype in which f receives it."""
+        """Relative rounding error of times, in the dtype of the state if f depends on time."""
         return torch.finfo(self.template.dtype if self.term.time_dependent else torch.float64).eps
 
     def check_nfe(self, t: Any, size: Any, steps: int) -> None:
-        """Before steps: raise if they would exceed ``max_nfe``."""
+        """Raise MaxNFEError if that many further steps would exceed ``max_nfe``."""
         nfe = self.tally.nfe
         spent = nfe.forward if _torch.backward_pass() == -1 else nfe.backward
         if spent + steps * self.method.evaluations > self.max_nfe:
             message = (
-                f"the solve needs more than max_nfe={self.max_nfe} evaluations. "
+                f"the solve needs more than max_nfe={self.max_nfe} function evaluations. "
                 "Fix: loosen rtol and atol, shorten the time span, or raise max_nfe"
             )
             raise self.failure(MaxNFEError, message, t, size)
 
     def start_not_finite(self, norm: Array) -> SolverError:
-        """Return the error for a first state that is not finite, given the norms of its rows."""
+        """Return the error for an initial state that is not finite, given the norms of its rows."""
         bad = ~np.isfinite(norm)
         lane = first_index(bad.any(0))
         message = FIELD_NOT_FINITE
@@ -359,24 +360,20 @@ class Problem:
         return self.failure(NonFiniteError, message, self.begin[lane], math.nan)
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
-        """Return an error with the time, the step size and the evaluations; a query outside of a signal is raised
-        instead.
-        """
+        """Return an error with the time, step size and NFE; raise instead if a signal was queried outside its times."""
         refuse_queries_outside()
         t, size = (float(np.ravel(_torch.to_numpy(x) if isinstance(x, Tensor) else x)[0]) for x in (t, size))
         return kind(f"{message} (method {self.settings.method!r})", t=t, step_size=abs(size), nfe=self.tally.nfe.total)
 
     def not_finite(self, attempt: Attempt, state: Rows, lane: tuple[int, ...] = ()) -> SolverError:
-        """Return the error for a step that is not finite. It takes the step once more to find the first such
-        evaluation.
-        """
+        """Return the error for a step that is not finite, after repeating it to find the first such evaluation."""
         found: list[Any] = []
         size = attempt.size.detach().numpy() if isinstance(attempt.size, Tensor) else np.asarray(attempt.size)
         begin = self.time(attempt.begin) if attempt.error else attempt.begin
         begin, size = float(np.asarray(begin)[lane]), float(size[lane])  # type: ignore[assignment]
         nodes = iter(self.method.nodes * len(attempt.times))
 
-        def watched(t: Tensor, x: Tensor) -> Tensor:
+        def checked(t: Tensor, x: Tensor) -> Tensor:
             f, node = self.term(t, x), next(nodes)
             if not found and bool(torch.isfinite(x[lane]).all()) and not bool(torch.isfinite(f[lane]).all()):
                 found.append(begin + node * size)
@@ -384,26 +381,26 @@ class Problem:
 
         with torch.no_grad():
             coefficients, _ = self.coefficients(attempt)
-            self.step(state, (coefficients, None), attempt, watched)
+            self.step(state, (coefficients, None), attempt, checked)
         if found:
             return self.failure(NonFiniteError, FIELD_NOT_FINITE, found[0], size)
         message = "the state or its error is not finite. Look for: a field that grows without bound"
         return self.failure(NonFiniteError, message, begin, size)
 
     def advice(self) -> str:
-        """Advice where steps are short because of the damping."""
-        if self.strongest <= max(1.0, STRONG / max(float(self.end.max()), 1e-300)):  # with less, the span is long
+        """Return a further fix for error messages if the damping limits the step size, else an empty string."""
+        if self.strongest <= max(1.0, STRONG / max(float(self.end.max()), 1e-300)):
             return ""
         return (
-            f"method='exponential', because the damping of {self.strongest:g} keeps the steps of "
-            f"{self.settings.method!r} short, or "
+            f"method='exponential', because the damping of {self.strongest:g} limits the steps of "
+            f"{self.settings.method!r}, or "
         )
 
 
 def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every: int = 1_000_000) -> Rows:
-    """Solve from a state of the method: return the rows at the output times, (T, elements) or (T, lanes, elements).
+    """Solve from a method's initial state and return its rows at all times, (T, elements) or (T, lanes, elements).
 
-    ``take`` takes the steps of an attempt, of which there are at most ``every`` on a grid.
+    ``take`` computes an attempt; its default is ``problem.take``. An attempt has at most ``every`` fixed steps.
     """
     take = problem.take if take is None else take
     adaptive: Any = AdaptiveSteps(problem, state) if problem.settings.steps is None else None
@@ -421,7 +418,7 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
             state = after
         elif accepted.any():
             if after[0].requires_grad and (adaptive.control.failures[~accepted] > 0).any():
-                attempt = adaptive.exclude(attempt, ~accepted)  # 0 times NaN is NaN in a graph
+                attempt = adaptive.exclude(attempt, ~accepted)  # else gradients 0 * NaN = NaN reach the parameters
                 after, _, outputs = take(state, attempt)
             moved = torch.from_numpy(accepted).to(problem.template.device)
             moved = moved.view(-1, *[1] * (state[0].dim() - 1))
@@ -432,16 +429,13 @@ def integrate(problem: Problem, state: Rows, take: Take | None = None, *, every:
 
 
 def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
-    """Return the steps of a grid, a number of equal ones between two output times, in segments of at most ``every``.
-
-    Sizes are arrays, or tensors where a graph is traced or gradients flow to the times.
-    """
+    """Yield the fixed steps of a solve, in attempts of at most ``every`` equal steps of the same output interval."""
     p, nodes, number, times = problem, problem.method.nodes, 0, problem.grid()  # (T,) or (T, lanes)
     every = 1 if open_records else every
     for interval, count in enumerate(p.counts()):
         for done in range(0, count, every):
             steps = min(every, count - done)
-            begin, end = times[interval], times[interval + 1]  # each segment has a graph of its own
+            begin, end = times[interval], times[interval + 1]  # here, so that each attempt has its own graph
             size = (end - begin) / count
             if p.max_nfe is not None:
                 p.check_nfe(begin + done * size, size, steps)
@@ -457,7 +451,7 @@ def fixed_steps(problem: Problem, every: int) -> Iterator[Attempt]:
 
 
 class Outputs:
-    """The rows at the output times, in the order in which they are made, and the place of each."""
+    """The rows at the output times, in the order of computation, and the index of each output among them."""
 
     def __init__(self, problem: Problem, state: Rows) -> None:
         self.problem, rows = problem, state[: problem.term.rows]
@@ -466,17 +460,17 @@ class Outputs:
         self.count, starts = 0, not problem.end_only
         if self.scattered:
             at_start = np.concatenate([np.zeros_like(problem.end)[:, None], problem.outputs], -1).T == 0
-            self.place = np.where(at_start, np.arange(problem.lanes or 0), 0)  # a lane may rest there
+            self.place = np.where(at_start, np.arange(problem.lanes or 0), 0)  # later times may equal the first
             starts |= bool(at_start[1:].any())
         if starts:
             for pieces, row in zip(self.pieces, rows, strict=True):
                 pieces.append(row if self.scattered else row.unsqueeze(0))
             self.count = problem.lanes or 0
         if self.scattered and starts and problem.t is not None:
-            self._rest(state, at_start)
+            self._add_at_start(state, at_start)
 
-    def _rest(self, state: Rows, at_start: Array) -> None:
-        """Give the outputs of lanes that rest where they start the gradient of their times: h + (t - t_0) h'."""
+    def _add_at_start(self, state: Rows, at_start: Array) -> None:
+        """Add the outputs whose time t equals the initial time t_0, as y + (t - t_0) y', for gradients of t."""
         outputs, lanes = np.nonzero(at_start[1:])
         if not len(lanes):
             return
@@ -508,7 +502,7 @@ class Outputs:
 
 
 def to_host(x: Tensor) -> Array:
-    """Return the values of a norm on the host; dimensions of torch.func's transforms count as more elements."""
+    """Return norms as a NumPy array, as root mean squares over the batch dimensions of torch.func transforms."""
     if _torch.is_transformed():
         return np.sqrt((_torch.to_numpy(x) ** 2).reshape(-1, *x.shape).mean(0))
     return x.double().cpu().numpy()

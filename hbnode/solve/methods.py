@@ -1,12 +1,12 @@
-r"""Methods: what a tableau makes of a step size and a damping, and one step with that.
+r"""One-step methods: the coefficients of a step, from a tableau, a step size H and a damping γ, and the step itself.
 
-A method works on *rows*, tensors of one shape: y for :math:`y' = f(t, y)`, and h, m for :math:`h'' + \gamma h' = f`.
-Its state is a tuple of rows; explicit methods carry the field's value at the end of a step, the first of the next
-(FSAL), as one more. A step is a pure function ``step(state, coefficients, times, field) -> StepResult``.
+The state of a method is a tuple of *rows*, tensors of one shape: y for :math:`y' = f(t, y)`, and h and m for
+:math:`h'' + \gamma h' = f`. Explicit methods append the value of f at the end of the step, which is the first stage
+of the next one (FSAL). A step is a pure function ``step(state, coefficients, times, field) -> StepResult``.
 
-All that depends on the step size H and on γ is in the coefficients. One formula makes them, in NumPy where both are
-numbers (with the derivative in γ by a complex step), and in torch where they are tensors: under torch.compile and
-torch.export, for a γ of each channel, for gradients of the times, and for derivatives of any order.
+H and γ enter through the coefficients only. The same formula computes them in NumPy or in torch. NumPy serves numbers;
+their derivative with respect to γ is a complex-step derivative. torch serves graphs of torch.compile and torch.export,
+γ per channel, gradients with respect to times, and higher derivatives.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hbnode._torch import may_look
 from hbnode.solve import tableaus
 from hbnode.solve.tableaus import ExponentialTableau, NystromTableau, RungeKuttaTableau
 
-Array = Any  # of NumPy or of torch
+Array = Any  # a NumPy array or a tensor
 Field = Callable[[Tensor, Tensor], Tensor]  # (t, row) -> row
 
-NEAR = 2.0  # |z| below which the φ functions come from their series,
-TERMS = 32  # of so many terms, a power of 2; the next is below 1e-25
+NEAR = 2.0  # |z| below which the φ functions are computed by their series
+TERMS = 32  # terms of the series, a power of 2; the next term is below 1e-25
 
 
 class StepResult(NamedTuple):
-    """The outcome of a step.
+    """The result of a step.
 
     Attributes:
-        state: after it.
-        error: of each row, (rows, ...); None without an estimate.
-        columns: what dense output is made of, (columns, ...); None unless kept.
+        state: the state after the step.
+        error: error estimate of each row, (rows, ...); None if not requested.
+        columns: rows and stage values for dense output, (columns, ...); None if not requested.
     """
 
     state: tuple[Tensor, ...]
@@ -47,14 +47,14 @@ class StepResult(NamedTuple):
 
 
 class Method:
-    """A one-step method.
+    """The base class of one-step methods.
 
     Attributes:
-        rows: of the state, 1 for y and 2 for h, m.
-        nodes: times of the evaluations in a step, as fractions of it.
-        error_order: order of the embedded solution; None for a method of fixed steps.
-        is_fsal: whether the state ends with the field's value.
-        dense_error_factor: by which factor the error of dense output may exceed the estimate of the step's error.
+        rows: number of rows of the state, 1 for y and 2 for h and m.
+        nodes: times of the function evaluations, as fractions of the step.
+        error_order: order of the embedded solution; None for methods that need fixed steps.
+        is_fsal: whether the state ends with the field's value (first same as last).
+        dense_error_factor: largest ratio of the error of dense output to the error estimate of the step.
     """
 
     rows: int
@@ -69,36 +69,37 @@ class Method:
 
     @functools.cached_property
     def widest_gap(self) -> float:
-        """Between two nodes of a step, as a fraction of it."""
+        """The largest gap between two nodes, or 0 and a node, as a fraction of the step."""
         return max(b - a for a, b in itertools.pairwise(sorted({0.0, *self.nodes})))
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Return the coefficients of a step in one array, (elements, ...) for γ and H that broadcast to (...)."""
+        """Return the coefficients of a step as an array (elements, ...), for γ and sizes that broadcast to (...)."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool) -> tuple[Tensor, ...]:
-        """Return the coefficients as :meth:`step` takes them, to broadcast with a row of so many dimensions."""
+        """Return the coefficients of :meth:`packed` as :meth:`step` needs them, for rows of ``dims`` dimensions."""
         raise NotImplementedError
 
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, keep: bool = False,
+        *, error: bool = False, dense: bool = False,
     ) -> StepResult:  # fmt: skip
-        """Take one step, from times of the evaluations in it; with an error estimate, and with columns, if asked."""
+        """Take one step with function evaluations at ``times``; estimate its error and return columns if requested."""
         raise NotImplementedError
 
     def undo(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field
     ) -> tuple[Tensor, ...]:
-        """Return the state before a step; an FSAL method gets the time at which the step began."""
+        """Reverse a step: return the state before it. ``times`` of an FSAL method hold the start of the step only."""
         raise NotImplementedError
 
 
 class Explicit(Method):
     r"""A method whose stages are linear in the rows of the state and in the values of the field.
 
-    With the columns :math:`K = [\text{rows}, F_1, \dots, F_s]`, stage i is :math:`x_i = \sum_k C_{ik} K_k`, and
-    :math:`F_i = f(t_i, x_i)`. The new state and its error are further such rows. The last stage is at the new state.
+    Let the columns K be the rows of the state (its last one is the field's value), followed by the values
+    :math:`F_i = f(t_i, x_i)` of the s stages. Stage i is :math:`x_i = \sum_k C_{ik} K_k`, and the last stage is the new
+    position or state. Further rows of C give the new m and the error estimate.
     """
 
     is_fsal = True
@@ -108,7 +109,10 @@ class Explicit(Method):
         self._order = {error: self._order_of_use(error) for error in (False, True)}
 
     def _order_of_use(self, error: bool) -> tuple[np.ndarray, Tensor, list[int]]:
-        """Return the places of C's elements in the order of use, and how many belong to each value of the field."""
+        """Return the flat indices of the elements of C in the order of use, and how many each column needs.
+
+        The first group are the columns of the state, and each later group is the column of one value of the field.
+        """
         n, s = self.rows, self.evaluations
         count, width = s + n - 1 + n * error, n + 1 + s
         first = [r * width + k for r in range(count) for k in range(n + 1)]
@@ -117,15 +121,15 @@ class Explicit(Method):
         return order, torch.from_numpy(order), [len(first), *map(len, later)]
 
     def places(self, error: bool) -> Tensor:
-        """Return where in C, flat, the elements of :meth:`packed` are."""
+        """Return the indices in the flattened C of the elements of :meth:`packed`."""
         return self._order[error][1]
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
-        """C for step sizes (...): (..., stages + other rows + errors, columns)."""
+        """Return the matrix C, (..., stages + other rows + error rows, columns), for step sizes (...)."""
         raise NotImplementedError
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """Return the rows of the state at fractions θ (k, ...) of steps (k, ...): (k, ..., rows, columns)."""
+        """Return the weights (k, ..., rows, columns) of dense output at fractions θ (k, ...) of steps (k, ...)."""
         raise NotImplementedError
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
@@ -142,17 +146,17 @@ class Explicit(Method):
 
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, keep: bool = False,
+        *, error: bool = False, dense: bool = False,
     ) -> StepResult:  # fmt: skip
         n, shape, (first, *later) = self.rows, state[0].shape, coefficients
-        uniform = first.dim() == 2  # one step size and one damping for all elements
+        uniform = first.dim() == 2  # all elements share one step size and one damping
         push: Any
         in_place = not torch.is_grad_enabled() and may_look()
         point = torch.stack(state)
         if uniform and point.is_cpu:
             rows = first @ point.view(n + 1, -1)
             push = torch.Tensor.addr_ if in_place else torch.addr
-        else:  # elsewhere a matrix product may be rounded to TF32, which is meant for networks
+        else:  # no matrix product, because a GPU may round it to TF32
             flat = point.view(n + 1, -1) if uniform else point
             rows = torch.outer(first[:, 0], flat[0]) if uniform else first[:, 0] * flat[0]
             push = torch.addr if uniform else torch.addcmul
@@ -166,18 +170,18 @@ class Explicit(Method):
             x = x.view(shape)
             f = field(t, x)
             rows = push(rows, column, f.reshape(-1) if uniform else f)
-            if keep:
+            if dense:
                 columns.append(f.unsqueeze(0))
         others, errors = rows.split_with_sizes((n - 1, n if error else 0))
         after = (x, *others.view(n - 1, *shape).unbind(0), f)
-        return StepResult(after, errors.view(n, *shape) if error else None, torch.cat(columns) if keep else None)
+        return StepResult(after, errors.view(n, *shape) if error else None, torch.cat(columns) if dense else None)
 
 
 class RungeKutta(Explicit):
     """An explicit Runge-Kutta pair for y' = f(t, y)."""
 
     rows = 1
-    dense_error_factor = 3.0  # measured over fields of many kinds
+    dense_error_factor = 3.0  # measured on many kinds of fields
 
     def __init__(self, tableau: RungeKuttaTableau) -> None:
         super().__init__(tableau.c[1:])
@@ -200,19 +204,21 @@ class RungeKutta(Explicit):
 
 
 class Nystrom(Explicit):
-    r"""A Runge-Kutta-Nystrom pair for :math:`h'' + \gamma h' = f(h, t)`, which takes the damping out exactly.
+    r"""A Runge-Kutta-Nystrom pair for :math:`h'' + \gamma h' = f(h, t)`, which integrates the damping exactly.
 
-    With :math:`u(s) = e^{\gamma s/2} h(t_n + s)`, local to the step from :math:`t_n`, the velocity disappears:
+    Within a step from :math:`t_n`, the substitution :math:`u(s) = e^{\gamma s/2} h(t_n + s)` removes the velocity:
 
     .. math::
         u'' = (\gamma^2/4) u + e^{\gamma s/2} f =: g, \quad u(0) = h_n, \quad u'(0) = m_n + (\gamma/2) h_n.
 
-    With z = γH, E = diag(e^{zc/2}) and the nilpotent A of the tableau the stages' forces are
+    Let H be the step size, c the nodes, A the nilpotent matrix of the tableau, z = γH and E = diag(e^{zc/2}). The
+    values of g at the stages are
 
-    .. math:: g = (I - z^2 A/4)^{-1} [(\gamma^2/4) ((1 + cz/2) h_n + c H m_n) + E f],
+    .. math:: g = (I - z^2 A/4)^{-1} [(\gamma^2/4) ((1 + cz/2) h_n + c H m_n) + E f].
 
-    and at a fraction θ of the step, with weights w of the position and v of the velocity,
-    u = h + θH (m + γh/2) + H² w·g, u' = m + γh/2 + H v·g, h(θ) = e^{-zθ/2} u, m(θ) = e^{-zθ/2} (u' - γu/2).
+    At a fraction θ of the step, let w be the weights of the position and v those of the velocity. Then
+    u = h_n + θH (m_n + γh_n/2) + H² w·g and u' = m_n + γh_n/2 + H v·g, from which
+    h(θ) = e^{-zθ/2} u and m(θ) = e^{-zθ/2} (u' - γu/2).
     """
 
     rows = 2
@@ -225,9 +231,9 @@ class Nystrom(Explicit):
         theta = np.array([*c[1:], 1, 1, 1])
         is_h = np.array([1.0] * (s - 1) + [0, 0, 0])
         is_m = np.array([0.0] * (s - 1) + [1, 0, 0])
-        w = np.vstack([a[1:], zero, tableau.error, zero])  # of the position, in rows of h
-        v = np.vstack([0 * a[1:], tableau.b_velocity, zero, tableau.error_velocity])  # of the velocity, in rows of m
-        w_of_m = np.vstack([0 * a[1:], a[-1], zero, tableau.error])  # of the position, in rows of m
+        w = np.vstack([a[1:], zero, tableau.error, zero])  # weights of the position in rows of h
+        v = np.vstack([0 * a[1:], tableau.b_velocity, zero, tableau.error_velocity])  # of the velocity in rows of m
+        w_of_m = np.vstack([0 * a[1:], a[-1], zero, tableau.error])  # of the position in rows of m
         powers = [np.eye(s)]
         while powers[-1].any():
             powers.append(powers[-1] @ a)
@@ -237,10 +243,11 @@ class Nystrom(Explicit):
         self.polynomials = self._polynomials(flat)
 
     def _polynomials(self, powers: np.ndarray) -> dict[bool, Any]:
-        r"""Return the coefficients of a step in the order of their use: :math:`Q(z) e^{rz}`, times 1, H, H² or γ.
+        r"""Return the constants of :meth:`packed`, with and without the error rows.
 
-        The forces H² g are polynomials in z of h, H m and E H² f, from the powers of A. With them the rows of h, and
-        those of H m, are such polynomials too. With the error or not.
+        Each element of C is :math:`Q(z) e^{rz}` times 1, H, H² or γ, with z = γH, a polynomial Q and a rate r. This
+        holds because H²g is a sum of h, H m and H²Ef times polynomials in z, from the powers of A (see the class). The
+        constants are the coefficients of Q, the distinct rates, the index of each element's rate, and its factor.
         """
         (theta, is_h, is_m, w, v, w_of_m), _ = self.rows_of_step
         (c, *_), _ = self.constants
@@ -259,7 +266,7 @@ class Nystrom(Explicit):
         q[2, :, 0] -= is_m * theta / 4
         q[0, :, 1] += is_h * theta + is_m
         q[1, :, 1] -= is_m * theta / 2
-        of_m = (is_m > 0) | (np.arange(len(theta)) == len(theta) - 1)  # the momentum and its error
+        of_m = (is_m > 0) | (np.arange(len(theta)) == len(theta) - 1)  # rows of m and of its error
         units = np.where(of_m[:, None], [-1, 0, *[1] * s], [0, 1, *[2] * s])
         q = np.where(units < 0, np.roll(q, -1, 0), q)  # z Q(z) / H is γ Q(z)
         rates = (np.concatenate([0 * c[:2], c]) - theta[:, None]) / 2
@@ -276,7 +283,7 @@ class Nystrom(Explicit):
         z = gamma * size
         powers: Any = [xp.ones_like(z)]
         for _ in range(q.shape[1] - 1):
-            powers.append(powers[-1] * z)  # products have all derivatives at 0
+            powers.append(powers[-1] * z)  # unlike pow, products have all derivatives at 0
         stack = np.array if xp is np else torch.stack
         powers, scales = stack(powers), stack([1 + 0 * z, size + 0 * z, size * size + 0 * z, gamma + 0 * z])
         values = (q @ powers.reshape(len(powers), math.prod(z.shape))).reshape(len(q), *z.shape)
@@ -290,7 +297,7 @@ class Nystrom(Explicit):
         *_, unit, inner = constants(self, xp, size)
         powers = xp.stack([theta ** (k + 1) / (k + 1) for k in range(len(inner))], -1)
         more = xp.stack([theta ** (k + 2) / ((k + 1) * (k + 2)) for k in range(len(inner))], -1)
-        v, w = powers @ inner, more @ inner  # the polynomials of the forces, integrated once and twice
+        v, w = powers @ inner, more @ inner  # the interpolation polynomials of g, integrated once and twice
         none, of_h, of_m = 0 * w, unit[0, :2], unit[1, :2]
         v, w_of_m, w = xp.stack([none, v], -2), xp.stack([none, w], -2), xp.stack([w, none], -2)
         theta = xp.stack([theta, theta], -1)
@@ -300,13 +307,13 @@ class Nystrom(Explicit):
         self, xp: Any, gamma: Array, size: Array, theta: Array, is_h: Array, is_m: Array, w: Array, v: Array,
         w_of_m: Array,
     ) -> Array:  # fmt: skip
-        """Rows of C at fractions θ, of the position or of the momentum, without their exponentials."""
-        *_, c, powers, unit, _ = constants(self, xp, size)
+        """Return rows of C without their exponentials, at fractions θ, of h (``is_h``), of m (``is_m``) or errors."""
+        c, powers, unit, _ = constants(self, xp, size)
         half = gamma * xp.ones_like(size) / 2
         z, half, size = (2 * half * size)[..., None], half[..., None, None], (size + 0 * half)[..., None, None]
         square, of_z = (z / 2) ** 2, [xp.ones_like(z)]
         for _ in range(len(powers) - 1):
-            of_z.append(of_z[-1] * square)  # products have all derivatives at 0
+            of_z.append(of_z[-1] * square)
         inverse = (xp.concatenate(of_z, -1) @ powers).reshape(*z.shape[:-1], len(c), len(c))
         by_h = inverse @ (1 + c * z / 2)[..., None] * half**2
         by_m = inverse @ c[:, None] * half**2 * size
@@ -317,19 +324,20 @@ class Nystrom(Explicit):
         return of_h[..., None] * unit[0] + of_m[..., None] * unit[1] + weights @ forces
 
     def _decayed(self, xp: Any, gamma: Array, size: Array, theta: Array, rows: Array) -> Array:
-        """Rows of C with their exponentials: that of the row's time, and E of the stages."""
+        """Return ``rows`` of C at fractions θ times the exponentials e^{-zθ/2} of the row and E of the stages."""
         c, *_ = constants(self, xp, size)
         at = xp.concatenate([0 * c[:2], c])
         return xp.exp((gamma * size)[..., None, None] / 2 * (at - theta[..., None])) * rows
 
 
 def _interpolant(tableau: NystromTableau, a: np.ndarray) -> np.ndarray:
-    r"""Polynomials :math:`\ell_i` with :math:`u''(\theta) \approx \sum_i \ell_i(\theta) g_i`: (powers, stages).
+    r"""Return polynomials :math:`\ell_i` with :math:`g(\theta) \approx \sum_i \ell_i(\theta) g_i`, (powers, stages).
 
-    They interpolate g at the nodes where b' is not 0; integrated from 0 to θ they give u' and u. RKN8 has two stages at
-    the end of the step, of which only the first has a weight. The second takes over as much of it as makes
-    :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` hold as well, the order condition that is missed by
-    most otherwise. What the conditions of order 7 then still miss is 1e-8.
+    They interpolate g = u'' of :class:`Nystrom` at the nodes where ``b_velocity`` is not 0. Integrated from 0 to θ once
+    and twice, they give u' and u, the latter with weights :math:`b_i(\theta)`. RKN8 has two stages at the end of the
+    step, and only the first has a weight. Its weight is divided between both such that the order condition
+    :math:`\sum_i b_i(\theta) \sum_j a_{ij} c_j^3 = \theta^7 / 840` holds, which otherwise has the largest residual. The
+    residuals of the other conditions of order 7 are at most 1e-8.
     """
     c = np.array(tableau.c, float)
     nodes = [i for i, weight in enumerate(tableau.b_velocity) if weight]
@@ -349,26 +357,26 @@ def _interpolant(tableau: NystromTableau, a: np.ndarray) -> np.ndarray:
 
 
 class Exponential(Explicit):
-    r"""An exponential pair for :math:`h'' + \gamma h' = f(h, t)`, which solve the damping exactly.
+    r"""An exponential pair for :math:`h'' + \gamma h' = f(h, t)`, which integrates the damping exactly.
 
-    If f along a step of size H is a polynomial Σ_k p_k θ^k in the fraction θ = τ / H, then
+    Let a step of size H start at (h_n, m_n). If f at the time τ in it is a polynomial Σ_k p_k θ^k in θ = τ / H, then
 
         h(τ) = h_n + τ φ_1(z) m_n + τ² Σ_k k! φ_{k+2}(z) θ^k p_k,
         m(τ) = φ_0(z) m_n + τ Σ_k k! φ_{k+1}(z) θ^k p_k,                            z = -γτ,
 
-    with φ_0(z) = e^z and φ_{k+1}(z) = (φ_k(z) - 1/k!) / z, whose value at 0 is 1/(k+1)!. Stage i takes the polynomial
-    P_i through the values at the nodes before it. Let h(c; P) be the position at the node c for the polynomial P. Then
+    with φ_0(z) = e^z and φ_{k+1}(z) = (φ_k(z) - 1/k!) / z, whose value at 0 is 1/(k+1)!. Stage i at the node c_i uses
+    the polynomial P_i through the earlier values of f. Let h(c; P) be the position at the node c for P. Then
 
         h_i = h(c_i; P_i) + Σ_{1<j<i} κ_ij (h(c_j; P_i) - h_j),
 
-    where the sum corrects what earlier stages have missed. The step takes the polynomial through all values.
+    where the sum with the weights κ corrects earlier stages. The step uses the polynomial through all values.
 
-    The κ are such that the defects d_i of the stages, times the weights w_i of the quadrature on [0, 1], cancel:
-    Σ w_i d_i = 0. The position h + m/γ, where the ball would come to rest, is integrated with these weights for any γ,
-    so the defects cancel for every γ, and for a γ of each channel.
+    The weights κ cancel the sum Σ w_i d_i of the defects d_i of the stages, with the quadrature weights w_i on [0, 1].
+    The quantity h + m/γ is integrated with the weights w_i for any γ. So the defects cancel for every γ, and for a γ
+    per channel.
 
-    Without damping such a method is a Nystrom method. Where the damping is strong it is a Runge-Kutta method for
-    :math:`h' = f/\gamma`, because τ² k! φ_{k+2}(z) tends to τ / ((k + 1) γ).
+    Without damping this is a Nystrom method. With strong damping it is a Runge-Kutta method for :math:`h' = f/\gamma`,
+    because τ² k! φ_{k+2}(z) tends to τ / ((k + 1) γ).
 
     References:
         Hochbruck and Ostermann, "Exponential integrators", Acta Numerica 19 (2010) 209-286.
@@ -378,8 +386,8 @@ class Exponential(Explicit):
 
     def __init__(self, tableau: ExponentialTableau) -> None:
         self.c = np.array(tableau.c, float)
-        ends = self.c[1:]  # where polynomials are integrated to
-        super().__init__((*ends, 1.0))  # the last evaluation is that at the new state
+        ends = self.c[1:]  # upper limits of the integrals of polynomials
+        super().__init__((*ends, 1.0))  # the last evaluation is at the new state
         self.error_order = tableau.error_order
         self.powers = len(self.c)
         rows: list[np.ndarray] = []
@@ -390,39 +398,38 @@ class Exponential(Explicit):
             rows.append(row)
         whole = self._interpolation(list(range(self.powers)))
         positions = np.stack([*rows, self._integral(self.powers, len(ends) - 1)])  # (rows, ends, powers, columns)
-        *others, _ = range(self.powers)
-        values = [*others, self.powers]  # those whose stages have no defect at the end of the step
-        kept = [i for i in values if i != tableau.left_out]
-        error = self._interpolation(values) - self._interpolation(kept)
+        values = [*range(self.powers - 1), self.powers]  # the value at the new state replaces that of the last stage
+        embedded = [i for i in values if i != tableau.left_out]
+        error = self._interpolation(values) - self._interpolation(embedded)
         self.constants = constant_arrays(ends, positions, whole, error, self._interpolant(whole))
 
     def _interpolation(self, values: list[int]) -> np.ndarray:
-        """Return the polynomial through some of the values of f, (powers, columns)."""
+        """Return the coefficients of the polynomial through the values of f with these indices, (powers, columns)."""
         polynomial = np.zeros((self.powers, self.powers + 1))
         nodes = np.append(self.c, self.c[-1])[values]
         polynomial[: len(values), values] = np.linalg.inv(nodes[:, None] ** np.arange(len(values)))
         return polynomial
 
     def _integral(self, count: int, end: int) -> np.ndarray:
-        """Return the polynomial through the first ``count`` values, integrated to one of the ends: (ends, powers,
-        columns).
+        """Return an array (ends, powers, columns) that is 0 except at ``end``.
+
+        The entry at ``end`` is the polynomial through the first ``count`` values of f.
         """
         row = np.zeros((len(self.c) - 1, self.powers, self.powers + 1))
         row[end] = self._interpolation(list(range(count)))
         return row
 
     def _interpolant(self, whole: np.ndarray) -> np.ndarray:
-        """Return the cubic with f at both ends of the step, and with the moments 0 and 1 of the method: (powers,
-        columns).
+        """Return the cubic that approximates f for dense output, (powers, columns).
 
-        The moments are Σ w_i F_i and Σ w_i c_i F_i, in which the defects of the stages cancel. The values at the inner
-        nodes would bring them in.
+        It takes the values of f at both ends of the step, and has the method's moments Σ w_i F_i and Σ w_i c_i F_i.
+        The defects of the stages cancel in these moments, but not in the values F_i at the inner nodes.
         """
         weights = (1 / np.arange(1, self.powers + 1)) @ whole
         first, second = np.eye(self.powers + 1)[[0, -1]]
-        moment = weights - (first + second) / 2  # without that of the straight line between the ends
+        moment = weights - (first + second) / 2  # minus the moment of the line between the ends
         other = weights * np.append(self.c, self.c[-1]) - first / 6 - second / 3
-        bump, skew = 36 * moment - 60 * other, 120 * other - 60 * moment  # of θ(1 - θ) and θ²(1 - θ)
+        bump, skew = 36 * moment - 60 * other, 120 * other - 60 * moment  # coefficients of θ(1 - θ) and θ²(1 - θ)
         return np.stack([first, second - first + bump, skew - bump, -skew])
 
     def matrix(self, xp: Any, gamma: Array, size: Array) -> Array:
@@ -438,14 +445,16 @@ class Exponential(Explicit):
         return xp.concatenate([state, forces], -1)
 
     def blend(self, xp: Any, gamma: Array, size: Array, theta: Array) -> Array:
-        """Return the rows of the state from the cubic interpolant of f."""
         *_, inner = constants(self, xp, size)
         gamma = gamma * xp.ones_like(size)
         weights = self._weights(xp, gamma, size + 0 * gamma, theta + 0 * gamma)
         return xp.stack([xp.concatenate([x[..., :2], x[..., 2:] @ inner], -1) for x in weights], -2)
 
     def _weights(self, xp: Any, gamma: Array, size: Array, at: Array) -> tuple[Array, Array]:
-        """Weights of h, m and of a polynomial, in h and in m at fractions of steps: (..., 2 + powers)."""
+        """Return the weights of h, m and the coefficients of the polynomial f in h and in m at fractions of the step.
+
+        ``at`` holds the fractions. Both results have the shape (..., 2 + powers).
+        """
         time = at * size
         phi = phi_functions(xp, -gamma * time, self.powers + 2)
         time = time + 0 * phi[0]
@@ -456,16 +465,16 @@ class Exponential(Explicit):
 
 
 def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
-    r"""Return the functions φ_0(z) to φ_{count - 1}(z), in float64 to about 14 digits.
+    r"""Return the functions φ_0(z), …, φ_{count - 1}(z) of :class:`Exponential`, to about 14 digits in float64.
 
-    Near 0, where their recursion would subtract equal numbers, they come from :math:`\sum_j z^j / (j + k)!`.
+    For :math:`|z| < 2`, where the recursion cancels, φ_k is the series :math:`\sum_j z^j / (j + k)!`.
     """
     is_near = abs(z) < NEAR
-    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, NEAR + 0.0 * z, z)  # finite, with finite derivatives
+    near, far = xp.where(is_near, z, 0.0 * z), xp.where(is_near, NEAR + 0.0 * z, z)  # keep unused values finite
     series: Any = [[1 / math.factorial(j + k) for k in range(count)] for j in range(TERMS)]
     series = np.array(series) if xp is np else torch.tensor(series, dtype=z.dtype, device=z.device)
     powers, factor = xp.ones_like(z)[..., None], near[..., None]
-    while powers.shape[-1] < TERMS:  # not by torch's power, which has no second derivative at 0
+    while powers.shape[-1] < TERMS:  # by products, because torch.pow has no second derivative at 0
         powers, factor = xp.concatenate([powers, powers * factor], -1), factor * factor
     of_near = powers @ series
     phi = [xp.exp(far)]
@@ -477,13 +486,13 @@ def phi_functions(xp: Any, z: Array, count: int) -> list[Array]:
 class Splitting(Method):
     r"""A reversible splitting of :math:`h' = \sigma(m),\; m' = -\gamma m + F(h, t)`, F = f or f - ξh.
 
-    A composition of drifts and kicks, each solved exactly, that begins and ends with a drift:
+    A step composes exact drifts and kicks over times τ, and begins and ends with a drift:
 
         drift (τ):  h ← h + τ σ(m);    kick (τ):  m ← e^{-γτ} m + (1 - e^{-γτ})/γ F(h, t).
 
-    Undoing a kick divides by e^{-γτ}: a rounding error grows by e^{γT} over the time T.
+    Reversing a kick divides by e^{-γτ}, so rounding errors grow by e^{γT} over a time T.
 
-    Drifts, of which there is one more, and kicks are fractions of the step.
+    ``drifts`` and ``kicks`` are the times τ as fractions of the step; there is one more drift.
     """
 
     rows = 2
@@ -494,17 +503,17 @@ class Splitting(Method):
         self.activation: Callable[[Tensor], Tensor] | None = None
 
     def with_activation(self, activation: Callable[[Tensor], Tensor]) -> Splitting:
-        """Return the same method for h' = σ(m)."""
+        """Return this method for h' = σ(m) with the activation σ."""
         other = object.__new__(Splitting)
         other.__dict__.update(self.__dict__, activation=activation)
         return other
 
     def packed(self, xp: Any, gamma: Array, size: Array, error: bool) -> Array:
-        """Lengths of the drifts, then decays and weights of the kicks."""
+        """Return the times of the drifts, then decays and weights of the kicks."""
         drifts, kicks = constants(self, xp, size)
         lengths = size[..., None] * kicks
         z = (gamma * xp.ones_like(size))[..., None] * lengths
-        small = abs(z) < 1e-4  # (1 - e^{-z})/z by its series, where the quotient would divide 0 by 0
+        small = abs(z) < 1e-4  # use the series of (1 - e^{-z})/z
         safe = xp.where(small, xp.ones_like(z), z)
         phi = xp.where(small, 1 - z / 2 + z * z / 6 - z**3 / 24, -xp.expm1(-safe) / safe)
         drifts = size[..., None] * drifts + 0 * z[..., :1]
@@ -517,7 +526,7 @@ class Splitting(Method):
 
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, keep: bool = False,
+        *, error: bool = False, dense: bool = False,
     ) -> StepResult:  # fmt: skip
         k, (h, m) = self.evaluations, state
         drifts, decays, weights = coefficients[: k + 1], coefficients[k + 1 : 2 * k + 1], coefficients[2 * k + 1 :]
@@ -541,10 +550,10 @@ class Splitting(Method):
         return h + length * (m if self.activation is None else self.activation(m))
 
 
-class ExplicitGrid(Method):
-    """One of torchdiffeq's explicit Runge-Kutta methods of fixed steps, for graphs of torch.compile and torch.export.
+class FixedStepRungeKutta(Method):
+    """An explicit Runge-Kutta method with fixed steps, for torchdiffeq's methods in compiled or exported graphs.
 
-    ``a`` are the rows of A after the first.
+    ``a`` holds the rows of the Runge-Kutta matrix after the first, and ``b`` the weights.
     """
 
     rows = 1
@@ -561,7 +570,7 @@ class ExplicitGrid(Method):
 
     def step(
         self, state: tuple[Tensor, ...], coefficients: tuple[Tensor, ...], times: Sequence[Tensor], field: Field,
-        *, error: bool = False, keep: bool = False,
+        *, error: bool = False, dense: bool = False,
     ) -> StepResult:  # fmt: skip
         (y,), (size,) = state, coefficients
         slopes: list[Tensor] = []
@@ -572,16 +581,16 @@ class ExplicitGrid(Method):
 
 
 def combined(weights: Tensor, columns: Tensor) -> Tensor:
-    """Return the rows of the state inside of steps, (outputs, rows, ...).
+    """Return the rows of the state inside steps, (outputs, rows, ...).
 
-    They combine columns (columns, outputs or 1, ...) by the weights (outputs, ..., rows, columns) of a blend.
+    They are sums of ``columns``, (columns, outputs or 1, ...), with the weights of :meth:`Explicit.blend`.
     """
     if columns.is_cpu:
         if columns.shape[1] == 1 and weights.dim() == 3:
             rows = weights.flatten(0, 1) @ columns.flatten(1)
             return rows.view(*weights.shape[:2], *columns.shape[2:])
         return torch.einsum("p...nc,cp...->pn...", weights, columns.expand(-1, len(weights), *columns.shape[2:]))
-    weights = weights.movedim((-1, -2), (0, 2))  # elsewhere a matrix product may be rounded to TF32
+    weights = weights.movedim((-1, -2), (0, 2))  # no matrix product, because a GPU may round it to TF32
     weights, columns = weights.reshape(*weights.shape, *[1] * (columns.dim() + 1 - weights.dim())), columns.unsqueeze(2)
     rows = weights[0] * columns[0]
     for weight, column in zip(weights[1:], columns[1:], strict=True):
@@ -590,10 +599,10 @@ def combined(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 class HostFormula(torch.autograd.Function):
-    """A formula (xp, γ, *args) of a number γ, with its derivative by a complex step, and that one's by torch.
+    """An autograd function that evaluates ``formula(xp, γ, *args)`` on the host, with NumPy or torch as xp.
 
-    A Function of its own, in place of :func:`~hbnode._torch.fast_form`: equal steps share its node, and a backward pass
-    that frees what is saved must leave γ.
+    γ is a number. The derivative in NumPy is a complex-step derivative; torch computes higher derivatives. Equal steps
+    share one node of the graph. Therefore γ is not a saved tensor, which the first backward pass would free.
     """
 
     @staticmethod
@@ -602,17 +611,17 @@ class HostFormula(torch.autograd.Function):
         like: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.formula, ctx.number, ctx.args, ctx.xp, ctx.slope = formula, number, args, xp, None
-        ctx.gamma = gamma  # not saved_tensors: equal steps share this node, and segments free what is saved
+        ctx.gamma = gamma
         return on_host(formula, number, args, xp, like)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gamma, again = ctx.gamma, torch.is_grad_enabled()
-        if again or ctx.xp is torch:
+        gamma, create_graph = ctx.gamma, torch.is_grad_enabled()
+        if create_graph or ctx.xp is torch:
             with torch.enable_grad():
-                number = gamma if again else torch.tensor(ctx.number, dtype=torch.float64, requires_grad=True)
+                number = gamma if create_graph else torch.tensor(ctx.number, dtype=torch.float64, requires_grad=True)
                 value = ctx.formula(torch, number.cpu().double(), *map(torch.as_tensor, ctx.args))
-                (found,) = torch.autograd.grad(value, number, gradient.to(value), create_graph=again)
+                (found,) = torch.autograd.grad(value, number, gradient.to(value), create_graph=create_graph)
             return found.to(gamma), None, None, None, None, None
         gradient = gradient.double()
         if ctx.slope is None:
@@ -622,7 +631,7 @@ class HostFormula(torch.autograd.Function):
 
 
 def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], xp: Any, like: Tensor) -> Tensor:
-    """Return a formula of a number γ, in NumPy or torch on the host, as a tensor like another."""
+    """Return ``formula(xp, number, *args)``, computed on the host, with the dtype and device of ``like``."""
     if xp is np:
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.ascontiguousarray(formula(np, np.asarray(number), *args))).to(like)
@@ -632,7 +641,7 @@ def on_host(formula: Callable[..., Any], number: float, args: tuple[Any, ...], x
 
 
 def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return the square matrix A of a tableau from its rows after the first."""
+    """Return the strictly lower triangular matrix A of a tableau, from its rows after the first."""
     a = np.zeros((len(rows) + 1, len(rows) + 1))
     for i, row in enumerate(rows):
         a[i + 1, : len(row)] = row
@@ -640,19 +649,19 @@ def strictly_lower(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def constant_arrays(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[Tensor, ...]]:
-    """Constants of a formula for NumPy and for torch, whatever the mode in which they are first made."""
+    """Return the arrays, and normal (not inference) tensors of the same values, even in inference mode."""
     with torch.inference_mode(False):
         return arrays, tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in arrays)
 
 
 def constants(method: Any, xp: Any, size: Array) -> tuple[Array, ...]:
-    """Return the constants of a method for a formula in NumPy, or in torch where the step sizes are."""
+    """Return the constants of a method for NumPy, or for torch on the device of ``size``."""
     of_numpy, of_torch = method.constants
     return of_numpy if xp is np else tuple([x.to(size.device) for x in of_torch])
 
 
-# A new method: its coefficients in tableaus.py, a class above, a line below, its name in settings.NativeMethod and its
-# order in registry.py.
+# To add a method: coefficients in tableaus.py, a class above, an entry below, its name in settings.NativeMethod, and
+# its order in registry.py.
 NYSTROM = {"nystrom4": Nystrom(tableaus.RKN4), "nystrom6": Nystrom(tableaus.RKN6), "nystrom8": Nystrom(tableaus.RKN8)}
 EXPONENTIAL = {"exponential": Exponential(tableaus.EXPONENTIAL)}
 SPLITTING = {
@@ -660,8 +669,8 @@ SPLITTING = {
     "blanes_moan4": Splitting(tableaus.BLANES_MOAN4_DRIFTS, tableaus.BLANES_MOAN4_KICKS),
 }
 RUNGE_KUTTA = {"tsit5": RungeKutta(tableaus.TSIT5)}
-SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # h and m are rows of their own
+SECOND_ORDER: dict[str, Method] = {**NYSTROM, **EXPONENTIAL, **SPLITTING}  # methods with the rows h and m
 METHODS: dict[str, Method] = {**SECOND_ORDER, **RUNGE_KUTTA}
 TORCHDIFFEQ_GRIDS: dict[str, Method] = {
-    name: ExplicitGrid(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
+    name: FixedStepRungeKutta(*coefficients) for name, coefficients in tableaus.TORCHDIFFEQ_GRIDS.items()
 }

@@ -1,4 +1,4 @@
-"""The lists of all methods that :func:`hbnode.odeint` and :func:`hbnode.sdeint` know."""
+"""The lists of all methods of :func:`hbnode.odeint` and :func:`hbnode.sdeint`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hbnode.solve.settings import FIXED, SCIPY, Gradient, Method, NativeMethod, 
 
 
 class MethodInfo(NamedTuple):
-    """One method.
+    """A row of :func:`hbnode.methods`, which describes one ODE solver.
 
     Attributes:
-        name: what ``method=`` takes.
-        order: of convergence; None where it varies.
-        evaluations: of the field in one step, after the first one; None where they vary.
-        steps: ``"adaptive"``, chosen by ``rtol`` and ``atol``, or ``"fixed"``, a grid.
-        field: the fields that it solves.
-        gradients: what ``gradient=`` may be.
-        needs: the options that it must be given, or that matter most.
-        library: whose solver it is.
+        name: the value of ``method=``.
+        order: order of convergence; None if it varies.
+        evaluations: function evaluations per step, after the first step; None if they vary.
+        steps: ``"adaptive"`` if ``rtol`` and ``atol`` choose the steps, ``"fixed"`` if they have a given size.
+        field: the fields that the method can solve.
+        gradients: the possible values of ``gradient=``.
+        needs: options that the method requires.
+        library: the library that implements the method.
     """
 
     name: Method
@@ -34,14 +34,14 @@ class MethodInfo(NamedTuple):
 
 
 class SDEMethodInfo(NamedTuple):
-    """One method of :func:`hbnode.sdeint`.
+    """A row of :func:`sde_methods`, which describes one SDE solver.
 
     Attributes:
-        name: what ``method=`` takes.
-        order: strong, of convergence to the path of the equation for the same noise.
-        evaluations: of f in one step, after the first one.
-        gradients: what ``gradient=`` may be.
-        library: whose solver it is.
+        name: the value of ``method=``.
+        order: strong order of convergence for additive noise.
+        evaluations: evaluations of f per step, after the first step.
+        gradients: the possible values of ``gradient=``.
+        library: the library that implements the method.
     """
 
     name: SDEMethodName
@@ -55,7 +55,7 @@ Info = TypeVar("Info", MethodInfo, SDEMethodInfo)
 
 
 class Methods(tuple[Info, ...]):
-    """Methods, printed as a table; ``pandas.DataFrame(hbnode.methods())`` makes a frame of them."""
+    """A tuple of methods that prints as a table; ``pandas.DataFrame`` accepts it."""
 
     __slots__ = ()
 
@@ -86,12 +86,12 @@ _OF_SDES: dict[SDEMethodName, tuple[float, int]] = {  # order and evaluations
 
 
 def sde_methods() -> Methods[SDEMethodInfo]:
-    """Return all methods of :func:`hbnode.sdeint`, with their strong order and evaluations a step.
+    """Return all methods of :func:`hbnode.sdeint`, with their strong order and evaluations per step.
 
-    The orders are those for additive noise, which that of :class:`hbnode.HeavyBallSDE` is.
+    The orders hold for additive noise, which is the noise of :class:`hbnode.HeavyBallSDE`.
 
     Returns:
-        A tuple of :class:`SDEMethodInfo`, which prints as a table and which ``pandas.DataFrame`` takes as it is.
+        A tuple of :class:`SDEMethodInfo` that prints as a table; ``pandas.DataFrame`` accepts it.
 
     Example:
         >>> import hbnode
@@ -106,12 +106,12 @@ def sde_methods() -> Methods[SDEMethodInfo]:
 
 
 def methods() -> Methods[MethodInfo]:
-    """Return all methods of :func:`hbnode.odeint`, with their order, evaluations a step and what they need.
+    """Return all methods of :func:`hbnode.odeint`, with their order, evaluations per step and required options.
 
-    Those of :func:`hbnode.sdeint` are :func:`sde_methods`.
+    :func:`sde_methods` returns the methods of :func:`hbnode.sdeint`.
 
     Returns:
-        A tuple of :class:`MethodInfo`, which prints as a table and which ``pandas.DataFrame`` takes as it is.
+        A tuple of :class:`MethodInfo` that prints as a table; ``pandas.DataFrame`` accepts it.
 
     Example:
         >>> import hbnode

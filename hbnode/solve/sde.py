@@ -1,7 +1,6 @@
-"""``hbnode.sdeint``: heavy-ball SDEs, by the loop and the gradients of ODEs on a grid, with noise in each step.
+"""Solvers for heavy-ball SDEs, :func:`hbnode.sdeint`: splitting methods with fixed steps and noise.
 
-From the equation to the solve: the free flight with noise, which is exact; the methods, made of flights and kicks; the
-noise of a step, from a seed or given; the problem, which hands each step its noise to the loop; :func:`sdeint`.
+They use the loop and the gradients of the ODE solvers.
 """
 
 from __future__ import annotations
@@ -36,44 +35,42 @@ from hbnode.solve.torchsde import TorchsdeMethod
 NativeSDEMethod = Literal["ubu", "baoab", "nystrom4"]
 SDEMethodName = Literal[NativeSDEMethod, TorchsdeMethod]
 
-UNDONE = 1e-4  # how far, of the state, rounding errors may grow between two outputs whose steps are to be undone
-ROUNDING = 1e-2  # of dt, by which a step may be longer for times that are rounded
+MOST_ROUNDING = 1e-4  # largest rounding error of a state reconstructed from the next output, relative to it
+ROUNDING = 1e-2  # relative to dt: a step may exceed dt by this much because of rounded times
 MOST_STEPS = 10_000_000
-BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K over a step of size 1
-LOW = 0xFFFFFFFF  # 32 bits
+BRIDGE = (1.0, 1 / 12, 1 / 720)  # variances of W, L and K of ShiftedNystrom over a step of size 1
+LOW = 0xFFFFFFFF  # mask of the low 32 bits
 NO_SDE = "sde must be a HeavyBallSDE, got {}. Fix: hbnode.HeavyBallSDE(func)."
 
 Rows = tuple[Tensor, ...]
-Noise = Callable[[int], Tensor]  # the standard normal variables of a step, (normals, ...), by its number
+Noise = Callable[[int], Tensor]  # maps the index of a step to its standard normal variables, (normals, ...)
 
 
-# The free flight
+# The linear part
 
 
-def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""Return the free flight with noise, :math:`dh = m\,dt,\; dm = -\gamma m\,dt + s\,dW` over a time :math:`\tau`,
-    exactly.
+def linear_part(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    r"""Return the coefficients a, b, p, q, r of the exact linear part of a step.
 
-    With a = (1 - e^{-γτ})/γ, b = e^{-γτ} and z = γτ,
+    They solve :math:`dh = m\,dt,\; dm = -\gamma m\,dt + s\,dW` with noise of scale s over a time :math:`\tau`. With
+    γ = ``damping``, τ = ``time`` (float64, broadcast) and a = (1 - e^{-γτ})/γ, b = e^{-γτ}, z = γτ,
 
-        h ← h + a m + s J,   m ← b m + s I,   I = ∫ e^{-γ(τ-t)} dW,   J = ∫ (1 - e^{-γ(τ-t)})/γ dW,
+        h ← h + a m + s J,   m ← b m + s I,   I = ∫ e^{-γ(τ-t)} dW,   J = ∫ (1 - e^{-γ(τ-t)})/γ dW.
 
-    where (I, J) is Gaussian. Two independent standard normal variables make it:
+    The pair (I, J) is Gaussian, and a function of two independent standard normal variables ξ₁ and ξ₂:
 
         I = p ξ₁,   J = q ξ₁ + r ξ₂,
         p² = Var I = a (1 + b)/2,   q = p Cov(I, J)/Var I = p a/(1 + b),   r² = Var(J | I) = (z - 2 tanh(z/2))/γ³.
 
-    The form for r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2).
-
-    It returns a, b, p, q and r; γ and τ are in float64 and broadcast.
+    r² follows from J = (W - I)/γ and Var(W | I) = τ - a²/Var I = τ - (2/γ) tanh(z/2), where W is the increment.
     """
     z = damping * time
     b = torch.exp(-z)
-    small = z < 1e-3  # where the quotient (1 - e^{-z})/z would lose its digits
+    small = z < 1e-3  # the quotient (1 - e^{-z})/z would lose digits
     safe = torch.where(small, 1.0, z)
     a = time * torch.where(small, 1 - z / 2 * (1 - z / 3 * (1 - z / 4 * (1 - z / 5))), -torch.expm1(-safe) / safe)
     p = (a * (1 + b) / 2).sqrt()
-    # r²/τ³ is 1/12 at 0; for small z by tanh x = x/(1 + x²/(3 + x²/(5 + ...))), in which nothing cancels
+    # r²/τ³ is 1/12 at z = 0; for small z, use the continued fraction tanh x = x/(1 + x²/(3 + x²/(5 + ...)))
     small = z < 2
     square = torch.where(small, z, 1.0).square() / 4
     safe = torch.where(small, 2.0, z)
@@ -84,17 +81,20 @@ def free_flight(damping: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     return a, b, p, p * a / (1 + b), (time**3 * rest).sqrt()
 
 
-def fly(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
-    """Return a flight h ← h + a m + j₁ ξ₁ + j₂ ξ₂, m ← b m + i ξ₁; without j₂ where it has one variable."""
-    a, b, i, *j = flight
+def linear_step(h: Tensor, m: Tensor, linear: Sequence[Tensor], noise: Tensor) -> Rows:
+    """Return the state after a linear step: h + a m + j₁ ξ₁ + j₂ ξ₂ and b m + i ξ₁.
+
+    ``linear`` holds a, b, i, j₁ and j₂, and ``noise`` ξ₁ and ξ₂. BAOAB omits j₂ and ξ₂.
+    """
+    a, b, i, *j = linear
     h = torch.addcmul(h, a, m)
     for weight, normal in zip(j, noise.unbind(0), strict=True):
         h = torch.addcmul(h, weight, normal)
     return h, torch.addcmul(b * m, i, noise[0])
 
 
-def fly_back(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> Rows:
-    a, b, i, *j = flight
+def reverse_linear_step(h: Tensor, m: Tensor, linear: Sequence[Tensor], noise: Tensor) -> Rows:
+    a, b, i, *j = linear
     m = torch.addcmul(m, i, noise[0], value=-1) / b
     for weight, normal in zip(j, noise.unbind(0), strict=True):
         h = torch.addcmul(h, weight, normal, value=-1)
@@ -105,14 +105,14 @@ def fly_back(h: Tensor, m: Tensor, flight: Sequence[Tensor], noise: Tensor) -> R
 
 
 class SDEMethod(Method):
-    r"""One step for :math:`dh = m\,dt,\; dm = (-\gamma m + f(h, t))\,dt + s\,dW`.
+    r"""The base class of methods for :math:`dh = m\,dt,\; dm = (-\gamma m + f(h, t))\,dt + s\,dW`.
 
-    All that depends on γ and η is in the coefficients of a step, which end with its standard normal variables. So the
-    gradient with respect to them is exact.
+    The damping γ and the temperature η enter through the coefficients of a step only, so their gradients are exact. The
+    last coefficient is the tensor of standard normal variables of the step.
 
     Attributes:
-        normals: standard normal variables in a step, for each element of h.
-        reach: the largest γH for which the law of a step is near that of the equation.
+        normals: number of standard normal variables per step, for each element of h.
+        reach: largest γ times step size for which the distribution of a step is accurate.
     """
 
     rows = 2
@@ -120,17 +120,21 @@ class SDEMethod(Method):
     reach = math.inf
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Return coefficients (coefficients, intervals, ...) for γ (...), s = √(2γη) (...) and H (intervals, ...)."""
+        """Return coefficients (coefficients, intervals, ...).
+
+        ``gamma`` and the noise scale s have the shape (...), and the step sizes (intervals, ...).
+        """
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, dims: int, *, error: bool = False) -> Rows:
         return packed.unbind(0)
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """Return the variables of steps of twice the size from those of their halves, (steps, normals, ...); of one
-        flight.
+        """Return the normal variables of steps of twice the size, from those of their halves, (steps, normals, ...).
+
+        This default is for methods with one linear part per step.
         """
-        (a, b, p, q, r), (_, _, whole_p, whole_q, whole_r) = free_flight(damping, size), free_flight(damping, 2 * size)
+        (a, b, p, q, r), (_, _, whole_p, whole_q, whole_r) = linear_part(damping, size), linear_part(damping, 2 * size)
         i1, i2 = p * first[:, 0], p * second[:, 0]
         xi1 = (b * i1 + i2) / whole_p
         if self.normals == 1:
@@ -140,7 +144,9 @@ class SDEMethod(Method):
 
 
 class UBU(SDEMethod):
-    r"""Half a flight with noise, a kick, half a flight: strong order 2 with one evaluation of f a step.
+    r"""A splitting of strong order 2 that evaluates f once per step.
+
+    A step is half a step of the linear part with noise, an update of m by f, and another half step of the linear part.
 
     References:
         Sanz-Serna and Zygalakis, Wasserstein distance estimates for the distributions of numerical approximations to
@@ -150,33 +156,32 @@ class UBU(SDEMethod):
     nodes, normals = (0.5,), 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Those of half a flight, a, b, i, j₁, j₂, and the time of the kick."""
-        a, b, p, q, r = free_flight(gamma, size / 2)
+        """Return a, b, i, j₁, j₂ of :func:`linear_step` for half a step, and the step size for the update of m."""
+        a, b, p, q, r = linear_part(gamma, size / 2)
         return torch.stack(torch.broadcast_tensors(a, b, scale * p, scale * q, scale * r, size))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """Return a step becomes half of one: its two halves are composed."""
-        compose = super().compose
+        compose = super().compose  # both linear parts of a step become the first or second one of the longer step
         return torch.cat([compose(x[:, :2], x[:, 2:], size / 2, damping) for x in (first, second)], 1)
 
     def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
-        (h, m), (*flight, kick, noise) = state, coefficients
-        h, m = fly(h, m, flight, noise[:2])
-        m = torch.addcmul(m, kick, field(times[0], h))
-        return StepResult(fly(h, m, flight, noise[2:]))
+        (h, m), (*linear, size, noise) = state, coefficients
+        h, m = linear_step(h, m, linear, noise[:2])
+        m = torch.addcmul(m, size, field(times[0], h))
+        return StepResult(linear_step(h, m, linear, noise[2:]))
 
     def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field) -> Rows:
-        (h, m), (*flight, kick, noise) = state, coefficients
-        h, m = fly_back(h, m, flight, noise[2:])
-        m = torch.addcmul(m, kick, field(times[0], h), value=-1)
-        return fly_back(h, m, flight, noise[:2])
+        (h, m), (*linear, size, noise) = state, coefficients
+        h, m = reverse_linear_step(h, m, linear, noise[2:])
+        m = torch.addcmul(m, size, field(times[0], h), value=-1)
+        return reverse_linear_step(h, m, linear, noise[:2])
 
 
 class BAOAB(SDEMethod):
-    r"""Half a kick, half a drift, damping with noise, half a drift, half a kick; one evaluation of f a step.
+    r"""A splitting of strong order 1 and weak order 2 that evaluates f once per step.
 
-    Its strong order is 1 and its weak order 2. Its stationary law is closer to that of the equation than those of the
-    other splittings.
+    A step is half a kick by f, half a drift, damping with noise, half a drift, and half a kick. Of the splittings, its
+    stationary distribution is closest to that of the equation.
 
     References:
         Leimkuhler and Matthews, Rational construction of stochastic numerical methods for molecular sampling, Applied
@@ -186,33 +191,33 @@ class BAOAB(SDEMethod):
     nodes, normals, is_fsal = (1.0,), 1, True
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Those of a flight, a, b, i, j₁, and the time of half a kick."""
-        _, b, p, _, _ = free_flight(gamma, size)
+        """Return a, b, i, j₁ of :func:`linear_step` for drift, damping and drift, and the time of half a kick."""
+        _, b, p, _, _ = linear_part(gamma, size)
         i = scale * p
         return torch.stack(torch.broadcast_tensors(size * (1 + b) / 2, b, i, size * i / 2, size / 2))
 
     def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
-        (h, m, f), (*flight, kick, noise) = state, coefficients
-        h, m = fly(h, torch.addcmul(m, kick, f), flight, noise)
+        (h, m, f), (*linear, kick, noise) = state, coefficients
+        h, m = linear_step(h, torch.addcmul(m, kick, f), linear, noise)
         f = field(times[0], h)
         return StepResult((h, torch.addcmul(m, kick, f), f))
 
     def undo(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field) -> Rows:
-        (h, m, f), (*flight, kick, noise) = state, coefficients
-        h, m = fly_back(h, torch.addcmul(m, kick, f, value=-1), flight, noise)
+        (h, m, f), (*linear, kick, noise) = state, coefficients
+        h, m = reverse_linear_step(h, torch.addcmul(m, kick, f, value=-1), linear, noise)
         f = field(times[0], h)
         return h, torch.addcmul(m, kick, f, value=-1), f
 
 
 class ShiftedNystrom(SDEMethod):
-    r"""The shifted ODE method over a step of ``"nystrom4"``: strong order 3 with three evaluations of f a step.
+    r"""The shifted ODE method with steps of ``"nystrom4"``, of strong order 3 with three evaluations of f per step.
 
-    With the increment W of the Brownian motion B over a step of size H and the two integrals
+    Over a step of size H, let W be the increment of the Brownian motion B, and L and K the integrals
 
-        L = (1/H) ∫ (B - tW/H) dt,   K = (1/H²) ∫ (B - tW/H)(H/2 - t) dt,
+        L = (1/H) ∫ (B - tW/H) dt,   K = (1/H²) ∫ (B - tW/H)(H/2 - t) dt.
 
-    independent of each other with the variances H, H/12 and H/720, a step is m ← m + s(L + 6K), then a step of
-    h'' + γh' = f(h, t) + s(W - 12K)/H, then m ← m - s(L - 6K).
+    W, L and K are independent with variances H, H/12 and H/720. With noise scale s and damping γ, a step is
+    m ← m + s(L + 6K), then a step of h'' + γh' = f(h, t) + s(W - 12K)/H, then m ← m - s(L - 6K).
 
     References:
         Foster, Lyons and Oberhauser, The shifted ODE method for underdamped Langevin MCMC, arXiv:2101.03446.
@@ -220,10 +225,10 @@ class ShiftedNystrom(SDEMethod):
 
     ode, is_fsal, normals = NYSTROM["nystrom4"], True, 3
     nodes = ode.nodes
-    reach = 2.0  # for a spring, the stationary variance of h is 0.2 % off at 1, 10 % at 2 and 83 % at 4
+    reach = 2.0  # for a spring, the error of the stationary variance of h is 0.2 % at 1, 10 % at 2 and 83 % at 4
 
     def coefficients(self, gamma: Tensor, scale: Tensor, size: Tensor) -> Tensor:
-        """Those of the step of the ODE, then the factors of W and K in the force, and of L and K in the momentum."""
+        """Return the coefficients of the ODE step, then the factors of W and K in the force, and of L and K in m."""
         gamma, scale, size = torch.broadcast_tensors(gamma, scale, size)
         of_w, of_l, of_k = (scale * (size * variance).sqrt() for variance in BRIDGE)
         noise = torch.stack([of_w / size, -12 * of_k / size, of_l, 6 * of_k])
@@ -233,22 +238,21 @@ class ShiftedNystrom(SDEMethod):
         return (*self.ode.unpack(packed[:-4], dims, error=False), *packed[-4:])
 
     def step(self, state: Rows, coefficients: Rows, times: Sequence[Tensor], field: Field, **_: Any) -> StepResult:
-        """One step; the value that it carries is that of f without the noise."""
         (h, m, f), (*of_ode, by_w, by_k, of_l, of_k, noise) = state, coefficients
         w, bridge, skew = noise.unbind(0)
-        push = by_w * w + by_k * skew
+        shift = by_w * w + by_k * skew
 
-        def pushed(t: Tensor, x: Tensor) -> Tensor:
-            nonlocal f
+        def shifted(t: Tensor, x: Tensor) -> Tensor:
+            nonlocal f  # the state after the step ends with the value without noise
             f = field(t, x)
-            return f + push
+            return f + shift
 
-        start = (h, m + of_l * bridge + of_k * skew, f + push)
-        h, m = self.ode.step(start, tuple(of_ode), times, pushed).state[:2]
+        start = (h, m + of_l * bridge + of_k * skew, f + shift)
+        h, m = self.ode.step(start, tuple(of_ode), times, shifted).state[:2]
         return StepResult((h, m - of_l * bridge + of_k * skew, f))
 
     def compose(self, first: Tensor, second: Tensor, size: Tensor, damping: Tensor) -> Tensor:
-        """W, L and K of the whole, through P = ∫ B dt and Q = ∫ t B dt; of no damping."""
+        """Return the normal variables of steps of twice the size, through p = ∫ B dt and q = ∫ t B dt of the halves."""
 
         def integrals(normals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             w, bridge, skew = (x * (size * v).sqrt() for x, v in zip(normals.unbind(1), BRIDGE, strict=True))
@@ -263,22 +267,20 @@ class ShiftedNystrom(SDEMethod):
 
 
 NATIVE: dict[str, SDEMethod] = {"ubu": UBU(), "baoab": BAOAB(), "nystrom4": ShiftedNystrom()}
-GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # of each method
+GRADIENTS: dict[str, tuple[Gradient, ...]] = {  # the possible gradients of each method
     **dict.fromkeys(("ubu", "baoab"), ("direct", "checkpoint", "reversible")),
     "nystrom4": ("direct", "checkpoint"),
     **dict.fromkeys(get_args(TorchsdeMethod), ("direct", "adjoint")),
 }
 
 
-# The grid and the noise
+# The steps and the noise
 
 
 def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
-    """Return the output times (T,), in float64 on the host, and the least number of equal steps in each interval
-    between them.
+    """Return the output times (T,), in float64 on the host, and the number of equal steps per interval, (T - 1,).
 
-    The steps are no longer than ``dt``. Times of float32 are rounded: an interval that is longer than some steps by
-    that alone has no step more.
+    It is the smallest number for which steps are no longer than ``dt``, up to the rounding of float32 times.
     """
     step = dt.item() if isinstance(dt, Tensor) and dt.numel() == 1 else dt
     if not isinstance(step, numbers.Real) or not 0 < float(step) < math.inf:
@@ -294,16 +296,16 @@ def time_grid(t: Times, dt: Any) -> tuple[Tensor, np.ndarray]:
     values = to_numpy(times)
     if len(values) > 1 and values[1] < values[0]:
         raise ValueError(
-            "t must increase, because an SDE has no solution backwards in time, but "
-            f"t[0]={values[0]:g} is followed by t[1]={values[1]:g}. Fix: sort the times; y0 is at the first."
+            "t must increase, because an SDE has no solution backward in time, but "
+            f"t[0]={values[0]:g} is followed by t[1]={values[1]:g}. Fix: sort the times; y0 is the state at the first."
         )
     dt, span = float(step), float(values[-1] - values[0])
     if span / dt > MOST_STEPS:
         raise ValueError(
-            f"dt={dt:g} makes {span / dt:.2g} steps of a span of {span:g}; expected at most {MOST_STEPS:,}. "
-            f"Fix: dt={2 * span / MOST_STEPS:.1g} or longer, or several solves, each from the end of the one before."
+            f"dt={dt:g} needs {span / dt:.2g} steps for a span of {span:g}; expected at most {MOST_STEPS:,}. "
+            f"Fix: dt={2 * span / MOST_STEPS:.1g} or longer, or several solves in sequence."
         )
-    is_single = (values == values.astype(np.float32)).all()  # what the user had
+    is_single = (values == values.astype(np.float32)).all()  # the user's times had float32 precision
     precision = np.finfo(np.float32 if is_single else np.float64).eps
     rounded = np.minimum(precision * np.maximum(abs(values[:-1]), abs(values[1:])), ROUNDING * dt)
     counts = np.maximum(np.ceil((np.diff(values) - rounded) / dt * (1 - 1e-9)), 1).astype(int)
@@ -315,9 +317,9 @@ def step_sizes(t: Tensor, counts: np.ndarray) -> Tensor:
 
 
 def step_seeds(seed: int | None, steps: int) -> np.ndarray:
-    """Return the seeds of steps: 63 bits, the low 32 of which differ between the steps of a solve.
+    """Return the seeds of all steps, of 63 bits each.
 
-    torch's generator of the CPU takes the low 32 bits alone: a permutation of the number of the step, given the seed.
+    torch's CPU generator uses the low 32 bits only. They are a permutation of the step index, so they never repeat.
     """
     seed = int(torch.randint(2**62, ())) if seed is None else as_seed(seed)
     low, high = scrambled(np.array([[seed & LOW], [seed >> 32 ^ 0x9E3779B9]], np.uint64))
@@ -326,7 +328,7 @@ def step_seeds(seed: int | None, steps: int) -> np.ndarray:
 
 
 def scrambled(x: np.ndarray) -> np.ndarray:
-    """Return a permutation of the whole numbers of 32 bits: xors with shifts, and products with odd numbers."""
+    """Apply a pseudo-random permutation of the 32-bit integers, made of xor-shifts and odd multipliers."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & LOW
     x = x ^ (x >> 13)
@@ -335,10 +337,10 @@ def scrambled(x: np.ndarray) -> np.ndarray:
 
 
 def step_normals(seeds: np.ndarray, shape: tuple[int, ...], like: Tensor, step: int) -> Tensor:
-    """Return the standard normal variables of a step, which its seed determines, so that nothing has to be kept."""
+    """Return the standard normal variables of a step from its seed, so that none need to be stored."""
     try:
         generator = torch.Generator(like.device)
-    except RuntimeError:  # a device that has none
+    except RuntimeError:  # the device has no generator
         generator = torch.Generator()
     generator.manual_seed(int(seeds[step]))
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
@@ -346,26 +348,26 @@ def step_normals(seeds: np.ndarray, shape: tuple[int, ...], like: Tensor, step: 
 
 @dataclass(frozen=True)
 class BrownianIncrements:
-    r"""The noise of a native solve, step by step, to be used again or composed to that of longer steps.
+    r"""The noise of all steps of a native SDE method, for solving several times with the same Brownian path.
 
-    ``hbnode.sdeint(..., noise=increments)`` solves with it. :meth:`coarser` composes the noise of each two steps, so
-    that solves with the steps H, 2H, 4H, ... see the same Brownian path. This is how one measures a strong error.
+    Pass it as ``hbnode.sdeint(..., noise=increments)``. :meth:`coarser` composes the noise of pairs of steps. Solves
+    with step sizes H, 2H, 4H, ... then use the same Brownian path, which is how strong errors are measured.
 
-    The increments are stored as standard normal variables, because the increments themselves depend on γ. For a path
-    with the increments I = ∫ e^{-γ(τ-t)} dW and J = ∫ (1 - e^{-γ(τ-t)})/γ dW over two times τ₁ and τ₂, the composition
-    is
+    The noise is stored as standard normal variables, because its increments I and J depend on the damping γ. For a
+    Brownian motion W and a step of length τ, I = ∫ e^{-γ(τ-t)} dW and J = ∫ (1 - e^{-γ(τ-t)})/γ dW. The increments of
+    two steps of lengths τ₁ and τ₂ compose to
 
     .. math:: I = e^{-\gamma\tau_2} I_1 + I_2, \quad J = J_1 + \tfrac{1 - e^{-\gamma\tau_2}}{\gamma} I_1 + J_2 .
 
-    Method ``"ubu"`` has I and J of both halves of a step, ``"baoab"`` has I of a step, and ``"nystrom4"`` has the
-    increment of the Brownian motion and two integrals of its bridge, which do not depend on γ.
+    ``"ubu"`` uses I and J of both halves of a step, and ``"baoab"`` uses I of a step. ``"nystrom4"`` uses the increment
+    of W and two integrals of its bridge, which do not depend on γ.
 
     Arguments:
-        method: the native method that it is for.
+        method: the native method that uses the noise.
         sizes: the size of each step, (steps,), in units of time.
         normals: independent standard normal variables, (steps, n, batch, ...), with n = 4 for ``"ubu"``, 1 for
             ``"baoab"`` and 3 for ``"nystrom4"``, followed by the shape of h.
-        damping: γ, with which ``"ubu"`` and ``"baoab"`` compose. An SDE with another γ sees another path then.
+        damping: the γ for composing the noise of ``"ubu"`` and ``"baoab"``. With another γ, the SDE's path changes.
 
     Example:
         >>> import torch, hbnode
@@ -391,15 +393,15 @@ class BrownianIncrements:
     def draw(
         cls, sde: HeavyBallSDE, h: Tensor, t: Times, *, dt: float, method: str = "ubu", seed: int | None = None
     ) -> BrownianIncrements:
-        """Draw the noise that ``hbnode.sdeint(sde, (h, m), t, method=method, dt=dt, seed=seed)`` draws.
+        """Draw the noise that ``hbnode.sdeint(sde, (h, m), t, method=method, dt=dt, seed=seed)`` would use.
 
         Arguments:
-            sde: the SDE, whose γ it is composed with.
+            sde: the SDE, whose γ is stored for :meth:`coarser`.
             h: the initial h, (batch, ...), for its shape, dtype and device.
             t: output times, as for :func:`hbnode.sdeint`.
-            dt: the longest step, in units of time.
-            method: the native method that it is for. Default: ``"ubu"``.
-            seed: a whole number; None draws one from torch's generator. Default: None.
+            dt: the largest step size, in units of time.
+            method: the native method that uses the noise. Default: ``"ubu"``.
+            seed: an integer; None draws one from torch's generator. Default: None.
 
         Returns:
             The increments.
@@ -417,23 +419,21 @@ class BrownianIncrements:
         return cls(method, sizes, torch.stack(normals) if normals else h.new_zeros(0, *shape), damping)
 
     def coarser(self) -> BrownianIncrements:
-        """Return the noise of steps of twice the size.
+        """Return the noise of steps of twice the size, composed from pairs of steps.
 
         Returns:
-            The increments of the composed steps, half as many.
+            The increments of half as many steps.
 
         Raises:
-            ValueError: the number of steps is odd, or two steps to be composed are of unlike size.
+            ValueError: the number of steps is odd, or the steps of a pair have different sizes.
         """
         sizes = self.sizes.detach().to("cpu", torch.float64)
         fix = "Fix: draw the noise with a dt that divides each interval into an even number of steps."
         if len(sizes) % 2:
-            raise ValueError(
-                f"the noise has {len(sizes)} steps, of which each two are composed; expected an even number. {fix}"
-            )
+            raise ValueError(f"the noise has {len(sizes)} steps; expected an even number, to compose pairs. {fix}")
         first, second = sizes[::2], sizes[1::2]
         if not torch.allclose(first, second, rtol=1e-6, atol=0.0):
-            raise ValueError(f"steps of unlike size cannot be composed: an output time is between them. {fix}")
+            raise ValueError(f"the steps of a pair have different sizes: an output time is between them. {fix}")
         size = first.to(self.normals.device).reshape(-1, *[1] * (self.normals.dim() - 2))
         damping = torch.as_tensor(self.damping, dtype=torch.float64, device=size.device)
         normals = NATIVE[self.method].compose(self.normals[::2], self.normals[1::2], size, damping)
@@ -444,9 +444,9 @@ class BrownianIncrements:
 
 
 class SDEProblem(Problem):
-    """A heavy-ball SDE with its method and the counts of steps in the intervals, each step with its noise.
+    """A heavy-ball SDE with a method, output times, the number of steps per interval, and the noise of each step.
 
-    Its ``gamma`` are the coefficients of all intervals, through which the gradients of γ and η go.
+    The attribute ``gamma`` holds the coefficients of all intervals in place of γ. Gradients of γ and η pass through it.
     """
 
     def __init__(self, term: ODETerm, method: str, t: Tensor, counts: np.ndarray, noise: Noise) -> None:
@@ -477,19 +477,18 @@ class SDEProblem(Problem):
         return self.method.unpack(self.gamma[:, interval], self.dims, error=False), None
 
     def failure(self, kind: type[SolverError], message: str, t: Any, size: Any) -> SolverError:
-        """Return an error that knows where the solve was, and a fix where there is none."""
         fix = "" if "Fix:" in message else ". Fix: a smaller dt"
         return super().failure(kind, message + fix, t, size)
 
     def check_growth(self) -> None:
-        """Refuse to undo a decay by e^{-γT} that takes all digits."""
+        """Raise ReversalError if reversing the decay e^{-γT} between outputs would lose the state's digits."""
         dtype, longest = self.template.dtype, np.diff(self.grid()).max(initial=0.0)
         eps, growth = torch.finfo(dtype).eps, self.strongest_decay * longest
-        if math.log(eps) + growth > math.log(UNDONE):
+        if math.log(eps) + growth > math.log(MOST_ROUNDING):
             message = (
-                f"undoing the damping of {self.strongest_decay:g} over {longest:g} between two output times grows "
-                f"rounding errors, {eps:.1g} in {dtype}, by e^{growth:.3g}; expected less than {UNDONE:g} of the "
-                "state. Fix: gradient='checkpoint', float64, or output times closer together"
+                f"reversing the damping of {self.strongest_decay:g} over {longest:g} between two output times grows "
+                f"rounding errors, {eps:.1g} in {dtype}, by e^{growth:.3g}; expected less than {MOST_ROUNDING:g} of "
+                "the state. Fix: gradient='checkpoint', float64, or output times closer together"
             )
             raise self.failure(ReversalError, message, self.begin, math.nan)
 
@@ -508,27 +507,29 @@ def sdeint(
 ) -> tuple[Tensor, Tensor]:
     r"""Solve a heavy-ball SDE, :math:`dh = m\,dt,\; dm = (-\gamma m + f(h, t))\,dt + \sqrt{2\gamma\eta}\,dW`.
 
-    The native methods solve the linear part with its noise exactly:
+    Here γ is the damping, η the temperature, W a Brownian motion, and f the network of ``sde``. The native methods
+    solve the linear part (f = 0) with its noise exactly:
 
-    - ``"ubu"``: half a flight, a kick by f, half a flight. Strong order 2, one evaluation of f a step.
-    - ``"baoab"``: strong order 1, weak order 2, one evaluation a step. Of the three it has the stationary law that is
-      closest to that of the equation.
-    - ``"nystrom4"``: the shifted ODE method with the steps of ``odeint``'s ``"nystrom4"``. Strong order 3, three
-      evaluations a step. It needs γ dt of at most 2.
+    - ``"ubu"``: half a step of the linear part, an update of m by f, half a step of the linear part. Strong order 2,
+      one evaluation of f per step.
+    - ``"baoab"``: strong order 1, weak order 2, one evaluation per step. Of the three methods, its stationary
+      distribution is closest to that of the equation.
+    - ``"nystrom4"``: the shifted ODE method with steps of ``odeint``'s ``"nystrom4"``. Strong order 3, three
+      evaluations per step. It needs γ dt <= 2.
 
-    Their steps end on the output times: each interval between two output times is divided into the least number of
-    equal steps that are no longer than ``dt``. torchsde's methods take steps of ``dt`` from the first time on and
-    interpolate the output linearly.
+    Their steps end on the output times. Each interval between output times has as few equal steps as possible, none
+    longer than ``dt``. torchsde's methods take steps of ``dt`` from the first time and interpolate the outputs
+    linearly.
 
-    The gradients of the native methods are exact for the numbers that were computed, with respect to the state, the
-    parameters of f, γ and η, at fixed standard normal variables. ``"direct"`` backpropagates through the steps.
-    ``"checkpoint"`` keeps the graph up to 64 MiB and takes later steps again. ``"reversible"`` keeps the output alone
-    and undoes the steps. Both draw the noise again from its seed. Undoing a step grows rounding errors by e^{γH}, so
-    ``"reversible"`` refuses an interval between output times in which they would exceed 1e-4: γ times the interval
-    may be at most 6.7 in float32 and 26 in float64.
+    The native methods compute the exact gradient of the discrete solution, for fixed normal variables, with respect to
+    the initial state, the parameters of f, γ and η. ``"direct"`` backpropagates through the steps. ``"checkpoint"``
+    stores the graph up to 64 MiB and recomputes later steps. ``"reversible"`` stores the outputs only and reconstructs
+    the states by reversing the steps. Both regenerate the noise from its seed. Reversing multiplies rounding errors by
+    e^{γT} over an interval T between output times. ``"reversible"`` raises if they would exceed 1e-4, so γT may be at
+    most 6.7 in float32 and 26 in float64.
 
-    The noise of a step depends on the seed, the number of the step, the shape and the dtype, and is the same on every
-    device of a kind.
+    The noise of a step depends on the seed, the step index, the shape and the dtype. It is the same on all devices of
+    one type.
 
     References:
         Sanz-Serna and Zygalakis (2021) for UBU; Leimkuhler and Matthews, doi:10.1093/amrx/abs010, for BAOAB; Foster,
@@ -536,26 +537,26 @@ def sdeint(
 
     Arguments:
         sde: the equation.
-        y0: initial ``(h, m)``, of one shape (batch, ...); ``sde.initial_state(x)`` makes it.
+        y0: initial ``(h, m)`` of equal shape (batch, ...), for instance ``sde.initial_state(x)``.
         t: output times, (T,), strictly increasing, in the units of time of γ. The first is the time of ``y0``.
         method: ``"ubu"``, ``"baoab"``, ``"nystrom4"``, or one of torchsde's, ``"euler"``, ``"milstein"``, ``"srk"``,
             ``"midpoint"``, ``"heun"``, ``"euler_heun"``, ``"log_ode"``, ``"reversible_heun"``. Default: ``"ubu"``.
-        dt: the longest step, in units of time. A step may be 1 % longer where the times are rounded.
+        dt: the largest step size, in units of time. Rounded times may make a step 1 % longer.
         gradient: ``"direct"``, ``"checkpoint"`` or ``"reversible"`` (not for ``"nystrom4"``), or an object of
             ``hbnode.solve.adjoints``, ``Checkpoint(keep_bytes=0)`` for instance; with torchsde's methods ``"direct"``
             or ``"adjoint"``, which is ``torchsde.sdeint_adjoint``. Default: ``"direct"``.
-        seed: a whole number that determines the noise; None draws one from torch's generator. Default: None.
-        noise: the noise itself, for a native method, in place of a seed. Default: None.
+        seed: an integer that determines the noise; None draws one from torch's generator. Default: None.
+        noise: the noise for a native method, instead of a seed. Default: None.
 
     Returns:
-        The trajectories ``(h, m)`` at the times, time first: (T, batch, ...) each.
+        The trajectories ``(h, m)`` at the times, time first, (T, batch, ...) each.
 
     Raises:
-        ValueError: an argument is out of its range, or f returns another shape.
+        ValueError: an argument is out of range, or f returns a wrong shape.
         TypeError: an argument has the wrong type or dtype.
         NonFiniteError: the state or f became infinite or NaN.
-        ReversalError: rounding errors grow too much to undo the steps of ``"reversible"``, or the errors of the steps
-            too much for torchsde's ``"adjoint"``.
+        ReversalError: rounding errors would grow too much when ``"reversible"`` reverses the steps, or step errors in
+            torchsde's ``"adjoint"``.
 
     Example:
         >>> import torch, hbnode
@@ -583,7 +584,7 @@ def sdeint(
         return torchsde.solve(term, state, times, float(dt), method, name, seed)
     if change_of_call(sde) is not None:
         raise ValueError(
-            f"method={method!r} evaluates func without a call of the SDE, which has hooks or a forward of its own. "
+            f"method={method!r} calls func but not the SDE, whose hooks or overridden forward would be skipped. "
             "Fix: put them into func, or method='srk'."
         )
     if noise is None:
@@ -606,7 +607,7 @@ def method_error(method: str, gradient: str) -> ValueError:
     if method not in methods:
         fix = f"method={nearest(method, methods) or 'ubu'!r}"
         if method in (*METHODS, *TORCHDIFFEQ):
-            fix = f"{fix}, or hbnode.odeint, which leaves the noise out"
+            fix = f"{fix}, or hbnode.odeint, which solves the ODE without noise"
         return ValueError(f"unknown method {method!r}; expected one of {methods}. Fix: {fix}.")
     gradients = GRADIENTS[method]
     fixes = {
@@ -618,7 +619,7 @@ def method_error(method: str, gradient: str) -> ValueError:
 
 
 def check_noise(noise: object, method: str, gradient: str, seed: int | None, sizes: Tensor, h: Tensor) -> None:
-    """Refuse what is no noise, what it does not go together with, and that of other steps or another state."""
+    """Raise if ``noise`` has the wrong type, conflicts with an argument, or is for other steps or another state."""
     if not isinstance(noise, BrownianIncrements):
         raise TypeError(
             f"noise must be BrownianIncrements, got {type(noise).__name__}. "
@@ -632,14 +633,14 @@ def check_noise(noise: object, method: str, gradient: str, seed: int | None, siz
     given, normals = noise.sizes.detach().to("cpu", torch.float64), noise.normals
     if given.shape != sizes.shape or not torch.allclose(given, sizes, rtol=1e-6, atol=0.0):
         raise ValueError(
-            f"the noise has {len(given)} steps, and t and dt make {len(sizes)} steps; expected the same steps. "
-            "Fix: dt=float(noise.sizes.max()) with the t that the noise was drawn for."
+            f"the noise has {len(given)} steps, but t and dt give {len(sizes)} steps; expected the same steps. "
+            "Fix: dt=float(noise.sizes.max()) with the t of BrownianIncrements.draw."
         )
     expected = (len(sizes), NATIVE[method].normals, *h.shape)
     if normals.shape != expected or normals.dtype != h.dtype or normals.device != h.device:
         raise ValueError(
             f"noise.normals has shape {tuple(normals.shape)}, {normals.dtype} on {normals.device}; "
-            f"expected {expected}, {h.dtype} on {h.device}. Fix: BrownianIncrements.draw with the h that is solved."
+            f"expected {expected}, {h.dtype} on {h.device}. Fix: BrownianIncrements.draw with h of this y0."
         )
     if gradient == "reversible" and normals.requires_grad:
         raise ValueError("noise.normals requires a gradient. Fix: gradient='direct', or detach it.")

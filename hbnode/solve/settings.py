@@ -1,4 +1,4 @@
-"""How to solve: the arguments of :func:`hbnode.odeint` and their checks."""
+"""The solver arguments of :func:`hbnode.odeint` and their checks."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ SCIPY = ("scipy_solver",)
 TORCHDIFFEQ = (*ADAPTIVE, *FIXED, *SCIPY)
 GRADIENTS, SAVES = get_args(Gradient), get_args(Save)
 
-ARGUMENTS = {  # what is an argument and no option, and how it is written
-    "max_num_steps": "max_steps=n, an argument and no option",
-    "steps": "steps=n, an argument and no option",
-    "dense": "save='interpolate' or save='exact', an argument and no option",
-    "land": "save='exact', an argument and no option",
-    "jump_t": "jump_times=[...], an argument and no option",
+ARGUMENTS = {  # names given as options, and the argument of odeint that replaces each
+    "max_num_steps": "max_steps=n, an argument of its own",
+    "steps": "steps=n, an argument of its own",
+    "dense": "save='interpolate' or save='exact', an argument of its own",
+    "land": "save='exact', an argument of its own",
+    "jump_t": "jump_times=[...], an argument of its own",
 }
 _NATIVE_OPTIONS = ("first_step", "max_step", "min_step", "max_nfe")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of :func:`hbnode.odeint` that say how to solve."""
+    """The solver arguments of :func:`hbnode.odeint`; ``common_steps`` is for :class:`hbnode.ODERNN`."""
 
-    method: Any = None  # a name; None for the best
+    method: Any = None  # a name; None chooses one for the field
     rtol: float = 1e-5
     atol: float = 1e-5
     gradient: Any = None
@@ -56,25 +56,25 @@ class Settings:
     jump_times: Any = ()
     max_steps: int = 10_000
     compile: bool = False
-    common_steps: bool = False  # samples with times of their own take the same fraction of their spans in a step
+    common_steps: bool = False  # samples with their own times take the same fraction of their spans in each step
     options: dict[str, Any] | None = None
     adjoint_options: dict[str, Any] | None = None
 
     @property
     def is_native(self) -> bool:
-        """Whether the method is one of our own."""
+        """Whether hbnode implements the method."""
         return self.method not in TORCHDIFFEQ
 
     def checked(self) -> Settings:
-        """Return the settings, refused where a value is out of its range or two of them do not go together."""
-        method, theirs = self.method, self.method in TORCHDIFFEQ
-        if method is not None and method not in METHODS and not theirs:
+        """Return the settings with normalized types; raise if a value is out of range or two values conflict."""
+        method, of_torchdiffeq = self.method, self.method in TORCHDIFFEQ
+        if method is not None and method not in METHODS and not of_torchdiffeq:
             methods = (*METHODS, *TORCHDIFFEQ)
             raise ValueError(
                 f"unknown method {method!r}; expected one of {methods}. Fix: {nearest_method(method, methods)}."
             )
-        gradients = ("direct", "adjoint") if theirs else GRADIENTS
-        is_object = not theirs and hasattr(self.gradient, "solve")
+        gradients = ("direct", "adjoint") if of_torchdiffeq else GRADIENTS
+        is_object = not of_torchdiffeq and hasattr(self.gradient, "solve")
         if self.gradient is not None and self.gradient not in gradients and not is_object:
             raise ValueError(
                 f"unknown gradient {self.gradient!r} for method={method!r}; expected one of {gradients}. "
@@ -91,7 +91,7 @@ class Settings:
                 raise ValueError(f"steps must be a positive integer, got {self.steps!r}. Fix: steps=8.")
         if not isinstance(self.per_sample, bool):
             raise ValueError(f"per_sample must be True or False, got {self.per_sample!r}. Fix: per_sample=True.")
-        if self.per_sample and theirs:
+        if self.per_sample and of_torchdiffeq:
             raise ValueError(
                 f"per_sample=True is not possible with method={self.method!r}, which has one step size for the whole "
                 "batch. Fix: per_sample=False, or a native method."
@@ -101,35 +101,35 @@ class Settings:
             raise ValueError(f"save must be one of {SAVES}, got {self.save!r}. Fix: {fix}.")
         if self.steps is not None and jumps:
             raise ValueError(
-                f"jump_times are for adaptive steps, got steps={self.steps}. Fix: leave steps out, or the jumps among "
-                "the output times."
+                f"jump_times are for adaptive steps, got steps={self.steps}. Fix: leave steps out, or put the jumps "
+                "among the output times."
             )
 
-        if theirs and self.compile:
+        if of_torchdiffeq and self.compile:
             raise ValueError(
                 f"compile=True is for native methods, got method={method!r}. "
                 "Fix: leave method out, or compile the network, torch.compile(func)."
             )
         max_steps = as_count(self.max_steps, "max_steps")
-        if not theirs:
+        if not of_torchdiffeq:
             self._check_native()
         steps = None if self.steps is None else operator.index(self.steps)
         return dataclasses.replace(self, steps=steps, max_steps=max_steps, jump_times=jumps)
 
     def _check_native(self) -> None:
-        """Check the options of a native method, and what its steps and gradient need."""
+        """Raise if a native method got invalid options, or steps and a gradient that it does not support."""
         method, gradient, options = self.method, self.gradient, self.options
         if method is None:
             method = "blanes_moan4" if gradient == "reversible" else "tsit5"
         if options is not None and not isinstance(options, dict):
-            fix = "steps=8 for a grid, else options={'max_nfe': 1000}"
+            fix = "steps=8 for fixed steps, else options={'max_nfe': 1000}"
             raise TypeError(f"options must be a dict, got {type(options).__name__}. Fix: {fix}.")
         known = ("max_nfe",) if method in SPLITTING else _NATIVE_OPTIONS
         unknown = [name for name in options or {} if name not in known]
         if unknown:
             raise ValueError(
-                f"options has {unknown}, which method={method!r} does not know; expected some of {known}. "
-                f"Fix: {_instead(unknown[0], method, known)}."
+                f"options has {unknown}, which method={method!r} does not support; expected some of {known}. "
+                f"Fix: {_replacement(unknown[0], method, known)}."
             )
         for name, value in (options or {}).items():
             if name == "max_nfe":
@@ -137,10 +137,10 @@ class Settings:
             elif not isinstance(value, numbers.Real) or not float(value) > 0:
                 raise ValueError(f"options[{name!r}] must be positive, got {value!r}. Fix: a length of time.")
         if method in SPLITTING and self.steps is None:
-            raise ValueError(f"method={method!r} has a fixed grid. Fix: steps=n, n steps in each output interval.")
+            raise ValueError(f"method={method!r} needs fixed steps. Fix: steps=n, n steps per output interval.")
         if gradient == "reversible" and method not in SPLITTING:
             raise ValueError(
-                f"gradient='reversible' needs a method that can be undone exactly, one of {tuple(SPLITTING)}, got "
+                f"gradient='reversible' needs a reversible method, one of {tuple(SPLITTING)}, got "
                 f"method={method!r}. Fix: gradient='checkpoint', or method='leapfrog' with steps=n."
             )
         if self.adjoint_options is not None:
@@ -151,7 +151,7 @@ class Settings:
 
 
 def checked_jumps(jump_times: Any) -> tuple[float, ...]:
-    """Return the times at which f jumps, in increasing order."""
+    """Return ``jump_times`` as sorted distinct floats; raise ValueError if they are not finite times (K,)."""
     if jump_times is None or (isinstance(jump_times, tuple) and not jump_times):
         return ()
     try:
@@ -164,18 +164,17 @@ def checked_jumps(jump_times: Any) -> tuple[float, ...]:
     return tuple(sorted(set(times.tolist())))
 
 
-_THEIRS = ("norm", "step_t", "dtype", "safety", "ifactor", "dfactor")  # options of torchdiffeq's methods
+_TORCHDIFFEQ_OPTIONS = ("norm", "step_t", "dtype", "safety", "ifactor", "dfactor")
 
 
-def _instead(option: str, method: str, known: Sequence[str]) -> str:
-    """Return what to write in place of an unknown option."""
+def _replacement(option: str, method: str, known: Sequence[str]) -> str:
     if option in ARGUMENTS:
         return ARGUMENTS[option]
     if option in ("step_size", "grid_constructor"):
-        return "steps=n, an argument: n steps in each output interval"
+        return "steps=n, an argument of its own: n steps per output interval"
     if option in _NATIVE_OPTIONS:
-        return f"leave it out, the steps of {method!r} are a grid"
-    if option in _THEIRS:
+        return f"leave it out, {method!r} takes fixed steps"
+    if option in _TORCHDIFFEQ_OPTIONS:
         return "method='dopri5', which has torchdiffeq's options"
     near = difflib.get_close_matches(option, known, 1)
     return f"options={{{near[0]!r}: ...}}" if near else "leave it out"

@@ -1,7 +1,6 @@
-"""Published coefficients of the native methods; the tests check them against the order conditions.
+"""Published coefficients of the native methods, which the tests check against the order conditions.
 
-dopri5, dopri8, bosh3 and the other adaptive methods of torchdiffeq have theirs in torchdiffeq. Its explicit methods of
-fixed steps are here too, because graphs of torch.compile and torch.export take them from hbnode.
+They include torchdiffeq's explicit methods with fixed steps, which hbnode implements for compiled and exported graphs.
 """
 
 from __future__ import annotations
@@ -14,20 +13,22 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True)
 class NystromTableau:
-    r"""A pair for :math:`u'' = g(u, s)` whose last stage is the first of the next step.
+    r"""An embedded Runge-Kutta-Nystrom pair for :math:`u'' = g(u, s)` whose last stage is the first of the next step.
+
+    With step size H and values :math:`g_i` of g at the stages :math:`u_i`, a step ends at u and u':
 
     .. math::
         u_i = u_0 + c_i H u'_0 + H^2 \sum_j a_{ij} g_j, \quad
-        u_1 = u_0 + H u'_0 + H^2 \sum_j b_j g_j, \quad u'_1 = u'_0 + H \sum_j b'_j g_j
+        u = u_0 + H u'_0 + H^2 \sum_j b_j g_j, \quad u' = u'_0 + H \sum_j b'_j g_j
 
     Attributes:
-        order: order of the solution that is carried on.
+        order: order of the method.
         error_order: order of the embedded solution.
-        c: nodes of the s stages, from 0 to 1.
-        a: rows of the stages after the first; the last is ``b`` without its last weight, which is 0.
-        b_velocity: b', s weights.
-        error: b minus the embedded b, s weights.
-        error_velocity: b' minus the embedded b', s weights.
+        c: nodes of the stages, from 0 to 1.
+        a: rows of the stages after the first; the last row is ``b`` without its last weight, 0.
+        b_velocity: the weights b'.
+        error: b minus the weights of the embedded solution.
+        error_velocity: b' minus those of the embedded solution.
     """
 
     order: int
@@ -40,22 +41,23 @@ class NystromTableau:
 
     @property
     def b(self) -> Row:
-        """Weights of the position."""
+        """Weights b of the position."""
         return (*self.a[-1], 0.0)
 
 
 @dataclass(frozen=True)
 class RungeKuttaTableau:
-    r"""A pair for :math:`y' = f(t, y)` whose last stage is the first of the next step.
+    r"""An embedded Runge-Kutta pair for :math:`y' = f(t, y)` whose last stage is the first of the next step.
 
     Attributes:
-        order: order of the solution that is carried on.
+        order: order of the method.
         error_order: order of the embedded solution.
-        c: nodes of the s stages, from 0 to 1.
-        a: rows of the stages after the first; the last holds the weights b, but for the last of them, which is 0.
-        error: b minus the embedded b, s weights.
-        dense: polynomials :math:`b_i(\theta) = \sum_k` ``dense[i][k]`` :math:`\theta^k`, with
-            :math:`y(\theta) = y_0 + \theta H \sum_i b_i(\theta) k_i`.
+        c: nodes of the stages, from 0 to 1.
+        a: rows of the stages after the first; the last row holds the weights b without the last one, 0.
+        error: b minus the weights of the embedded solution.
+        dense: coefficients of the dense output :math:`y(\theta) = y_0 + \theta H \sum_i b_i(\theta) k_i` at the
+            fraction θ of a step of size H, with stage values k_i and :math:`b_i(\theta) = \sum_k` ``dense[i][k]``
+            :math:`\theta^k`.
     """
 
     order: int
@@ -68,17 +70,15 @@ class RungeKuttaTableau:
 
 @dataclass(frozen=True)
 class ExponentialTableau:
-    r"""A pair for :math:`h'' + \gamma h' = f(h, t)` that solves the damping exactly, of four stages.
-
-    The value of f at the new state is the first of the next step.
+    r"""An embedded pair of the class :class:`~hbnode.solve.methods.Exponential`, for :math:`h'' + \gamma h' = f(h, t)`.
 
     Attributes:
-        order: order of the solution that is carried on, for steps below 1/γ.
-        stiff_order: its order where γ tends to infinity.
+        order: order of the method for step sizes below 1/γ.
+        stiff_order: order of the method as γ tends to infinity.
         error_order: order of the embedded solution.
         c: nodes of the stages, from 0 to 1.
-        corrections: κ of the stages after the first, a weight for each stage between the first and itself.
-        left_out: the value that the polynomial of the embedded solution does not take.
+        corrections: weights κ of each stage after the first, one per stage between the first and itself.
+        left_out: index of the value of f that the embedded solution does not use.
     """
 
     order: int
@@ -243,7 +243,7 @@ TSIT5 = RungeKuttaTableau(
 )
 
 # Blanes and Moan, Practical symplectic partitioned Runge-Kutta and Runge-Kutta-Nystrom methods, J. Comput. Appl. Math.
-# 142 (2002) 313-330: the method S6 of order 4, for any split in two; here the first operator drifts, the second kicks.
+# 142 (2002) 313-330: the method S6 of order 4, for any split in two; here into drifts and kicks.
 _A1, _A2, _A3 = 0.0792036964311957, 0.353172906049774, -0.0420650803577195
 _B1, _B2 = 0.209515106613362, -0.143851773179818
 BLANES_MOAN4_DRIFTS = (_A1, _A2, _A3, 1 - 2 * (_A1 + _A2 + _A3), _A3, _A2, _A1)
@@ -251,11 +251,11 @@ BLANES_MOAN4_KICKS = (_B1, _B2, 0.5 - _B1 - _B2, 0.5 - _B1 - _B2, _B2, _B1)
 STRANG_DRIFTS = (0.5, 0.5)
 STRANG_KICKS = (1.0,)
 
-# Our own, between two limits. Without damping it is the method of order 5 of Nystrom, Ueber die numerische Integration
-# von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925), in Hairer, Norsett and Wanner, Solving ODEs I, II.14.
-# Where the damping is strong it is the method of order 4 with the same nodes of Kutta, Beitrag zur naeherungsweisen
-# Integration totaler Differentialgleichungen, Z. Math. Phys. 46 (1901) 435-453. Both have the weights
-# w = (14, 125, 162, 35)/336 in m, and stages whose defects d cancel: w_2 (1 - c_2) d_2 + w_3 (1 - c_3) d_3 = 0 and
+# hbnode's own method, with two published limits. Without damping it is the method of order 5 of Nystrom, Ueber die
+# numerische Integration von Differentialgleichungen, Acta Soc. Sci. Fennicae 50 (1925), in Hairer, Norsett and Wanner,
+# Solving ODEs I, II.14. With strong damping it is the method of order 4 with the same nodes of Kutta, Beitrag zur
+# naeherungsweisen Integration totaler Differentialgleichungen, Z. Math. Phys. 46 (1901) 435-453. Both have the weights
+# w = (14, 125, 162, 35)/336 in m. The defects d of their stages cancel: w_2 (1 - c_2) d_2 + w_3 (1 - c_3) d_3 = 0 and
 # w_2 d_2 + w_3 d_3 + w_4 d_4 = 0.
 EXPONENTIAL = ExponentialTableau(
     order=5,
@@ -266,7 +266,7 @@ EXPONENTIAL = ExponentialTableau(
     left_out=1,
 )
 
-# Of torchdiffeq's explicit methods of fixed steps: the rows of A after the first, and b. Its "rk4" is the 3/8 rule.
+# torchdiffeq's explicit methods with fixed steps: rows of A after the first, and b. Its "rk4" is the 3/8 rule.
 TORCHDIFFEQ_GRIDS: dict[str, tuple[tuple[Row, ...], Row]] = {
     "euler": ((), (1.0,)),
     "midpoint": (((0.5,),), (0.0, 1.0)),

@@ -1,4 +1,4 @@
-"""torchsde's methods, with evaluations counted and failures named."""
+"""torchsde's methods for :func:`hbnode.sdeint`, with NFE counting and hbnode's errors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hbnode.solve.term import ODETerm, Snapshot, solving
 
 TorchsdeMethod = Literal["euler", "milstein", "srk", "midpoint", "heun", "euler_heun", "log_ode", "reversible_heun"]
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "log_ode", "reversible_heun")
-MOST_GROWTH = 10.0  # of γ dt e^{γT}, with which the gradient of torchsde's adjoint is of no use: about its own size off
-LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # what a method needs of the Brownian motion
+MOST_GROWTH = 10.0  # largest γ dt e^{γT}; beyond it the error of torchsde's adjoint gradient is about its own size
+LEVY_AREAS = {"srk": "space-time", "log_ode": "foster"}  # Lévy area approximations that methods need
 
 
 class _Flat(nn.Module):
-    """The SDE as torchsde calls it, on (batch, 2d) and in the time since the first."""
+    """The SDE in torchsde's form: the state is (batch, 2d), and the time starts at 0."""
 
     noise_type = "additive"
 
@@ -34,7 +34,7 @@ class _Flat(nn.Module):
         return self.term((t + self.start).to(y), y)
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
-        """Return the diffusion as a matrix (batch, 2d, d), of which the first half is 0."""
+        """Return the diffusion matrix (batch, 2d, d), whose upper half, for h, is 0."""
         scale = torch.diag_embed(self._scale(y))
         return torch.cat([torch.zeros_like(scale), scale], 1)
 
@@ -48,15 +48,15 @@ class _Flat(nn.Module):
 def solve(
     equation: ODETerm, y0: tuple[Tensor, Tensor], t: Tensor, dt: float, method: str, gradient: str, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the trajectories of h and m by one of torchsde's methods; the arguments are checked already."""
-    with torch.inference_mode(False):  # else its constants are made in there and spoil later gradients
-        import torchsde  # here, because it takes long to import
+    """Return the trajectories of h and m, (T, batch, ...), by one of torchsde's methods, from checked arguments."""
+    with torch.inference_mode(False):  # else torchsde's constants are inference tensors and break later gradients
+        import torchsde  # here, because the import is slow
 
     sde, tally, (h, m) = equation.field, equation.tally, y0
     equation.aligned(equation.inner.solver_temperature(), "temperature", "η")
-    if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # whose steps are undone
+    if gradient == "adjoint" and torch.is_grad_enabled() and method != "reversible_heun":  # it reverses its steps
         _check_growth(torch.as_tensor(equation.damping).detach(), t, dt)
-    if not h.numel():  # no solve, but a graph as of one
+    if not h.numel():  # nothing to solve, but the result needs a graph
         h = h + 0 * (equation(t[0].to(h), h) + equation.inner.noise_scale(m))
     if not h.numel() or len(t) == 1:
         return torch.stack([h] * len(t)), torch.stack([m] * len(t))
@@ -64,13 +64,13 @@ def solve(
     state = tuple([x.reshape(x.shape or (1,)) for x in y0])
     term = ODETerm(sde, state, tally, second_order=False, lanes=len(state[0]))
     flat, (row,) = _Flat(term, float(t[0]), method), term.flatten(state)
-    # t + dt must differ from t, which in float32 it does not far from 0
+    # t + dt must differ from t, which float32 cannot guarantee far from 0
     times = (t - t[0]).to(row.device, torch.promote_types(row.dtype, torch.float32))
     motion = torchsde.BrownianInterval(
         t0=times[0], t1=times[-1], size=(len(row), row.shape[1] // 2), dtype=row.dtype, device=row.device,
         entropy=(int(torch.randint(2**62, ())) if seed is None else as_seed(seed)) % 2**63,
         levy_area_approximation=LEVY_AREAS.get(method, "none"),
-        dt=dt,  # without it, a step can take twenty times as long
+        dt=dt,  # without dt, a step can take twenty times as long
     )  # fmt: skip
     integrate: Any = torchsde.sdeint_adjoint if gradient == "adjoint" else torchsde.sdeint
     with solving(Snapshot(sde), row.device.type):
@@ -85,13 +85,16 @@ def solve(
 
 
 def _check_growth(damping: Tensor, t: Tensor, dt: float) -> None:
-    """Refuse an adjoint that solves backwards what the damping has shrunk; errors of the steps grow by e^{γT}."""
+    """Raise ReversalError if the step errors, about γ dt, grow too much in the adjoint's backward solve.
+
+    They grow by e^{γT} over an interval T, because the forward solve shrinks m by that factor.
+    """
     strongest, longest = (float(x.max()) if x.numel() else 0.0 for x in (damping, t.diff()))
     if strongest * dt > 0 and math.log(strongest * dt) + strongest * longest > math.log(MOST_GROWTH):
         raise ReversalError(
-            f"torchsde's adjoint solves the state backwards, where the damping of {strongest:g} makes the errors of "
-            f"steps of {dt:g} grow by e^{strongest * longest:.3g} between two output times, and the gradient is of no "
-            "use. Fix: method='ubu' with gradient='checkpoint', which is exact, gradient='direct', or output times "
+            f"torchsde's adjoint solves the state backward, where the damping of {strongest:g} makes the errors of "
+            f"steps of {dt:g} grow by e^{strongest * longest:.3g} between two output times, and the gradient is "
+            "wrong. Fix: method='ubu' with gradient='checkpoint', which is exact, gradient='direct', or output times "
             "closer together",
             t=float(t[0]), step_size=dt, nfe=0,
         )  # fmt: skip

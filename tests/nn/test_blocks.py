@@ -420,7 +420,7 @@ ADJOINT, REVERSIBLE = DOPRI5 | {"gradient": "adjoint"}, LEAPFROG | {"gradient": 
         (DOPRI5 | {"jump_times": [0.5], "options": {"jump_t": ONE / 2}}, "jump_times alone", DOPRI5),
         ({"options": {"norm": max}}, "method='dopri5'", DOPRI5 | {"options": {"norm": lambda state: state[0].norm()}}),
         ({"options": {"min_steps": 0.1}}, "options={'min_step': ...}", {"options": {"min_step": 1e-3}}),
-        ({"options": 8}, "steps=8 for a grid, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),
+        ({"options": 8}, "steps=8 for fixed steps, else options={'max_nfe': 1000}", {"options": {"max_nfe": 1000}}),
         (LEAPFROG | {"options": {"max_step": 1.0}}, "leave it out", LEAPFROG),
         (DOPRI5 | {"steps": 9}, "method='rk4'", RK4 | {"steps": 9}),
         (RK4 | {"options": {"first_step": 0.1}}, "method='dopri5'", DOPRI5),

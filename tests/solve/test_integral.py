@@ -134,7 +134,7 @@ def divergence(t, state, derivative):
             (solver, energy, (2, 3), ValueError, r"Fix: block.method, block.gradient = 'tsit5', 'checkpoint'")
             for solver in ({"method": "nystrom8"}, {"gradient": "reversible", "steps": 8})
         ),
-        ({}, lambda t, state, dh: dh[0], (2, 3), ValueError, r"for each sample, \(2,\). Fix: g.flatten\(1\).sum\(1\)"),
+        ({}, lambda t, state, dh: dh[0], (2, 3), ValueError, r"per sample, \(2,\). Fix: g.flatten\(1\).sum\(1\)"),
         ({}, energy, (), ValueError, r"the shape \(batch, ...\), got .*Fix: x.unsqueeze\(0\)"),
         ({}, lambda t, h: h, (2, 3), TypeError, r"expected \(t, state, derivative\). Fix: lambda t, h, dh"),
         ({}, nn.Identity(), (2, 3), TypeError, r"expected \(t, state, derivative\). Fix: lambda t, h, dh"),

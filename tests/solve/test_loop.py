@@ -182,7 +182,7 @@ def test_limits(per_sample):
         hbnode.odeint(fast, state, [0.0, 10.0], max_steps=20, **settings)
     assert error.value.nfe == 1 + 3 * 20
     assert error.value.step_size > 0
-    with pytest.raises(hbnode.errors.MaxNFEError, match="max_nfe=50 evaluations") as error:
+    with pytest.raises(hbnode.errors.MaxNFEError, match="max_nfe=50 function evaluations") as error:
         hbnode.odeint(fast, state, [0.0, 10.0], options={"max_nfe": 50}, **settings)
     assert error.value.nfe <= 50
     with pytest.raises(hbnode.errors.StepSizeUnderflowError) as error:

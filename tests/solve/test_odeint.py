@@ -334,7 +334,7 @@ def closure_over_a_leaf():
         ({"jump_times": [0.5], "steps": 3}, ValueError, "jump_times are for adaptive steps, got steps=3"),
         ({"method": "scipy_solver", "y0": torch.ones(1, requires_grad=True)}, ValueError, "no direct gradient"),
         ({"method": "scipy_solver", "field": closure_over_a_leaf()}, ValueError, "no direct gradient"),
-        ({"method": "leapfrog", **SPRING}, ValueError, "has a fixed grid. Fix: steps=n"),
+        ({"method": "leapfrog", **SPRING}, ValueError, "needs fixed steps. Fix: steps=n"),
         ({"method": "nystrom4", "field": hbnode.NODE(nn.Tanh())}, ValueError, "an HBNODE, got NODE"),
         ({"gradient": "reversible", "method": "nystrom4"}, ValueError, "one of .'leapfrog', 'blanes_moan4'., got"),
         ({"compile": True, "method": "dopri5"}, ValueError, "compile=True is for native methods"),

@@ -112,5 +112,5 @@ def test_a_name_of_the_other_solver_is_pointed_to():
     state = field.initial_state(torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"Fix: hbnode.sdeint\(sde, y0, t, method='ubu', dt=...\)"):
         hbnode.odeint(field, state, [0.0, 1.0], method="ubu")
-    with pytest.raises(ValueError, match=r"Fix: method='nystrom4', or hbnode.odeint, which leaves the noise out"):
+    with pytest.raises(ValueError, match=r"or hbnode.odeint, which solves the ODE without noise"):
         hbnode.sdeint(field, state, [0.0, 1.0], method="nystrom8", dt=0.1)

@@ -14,7 +14,7 @@ from torch import nn
 import hbnode
 from benchmarks.gradients import Living
 from hbnode.solve.adjoints import Checkpoint
-from hbnode.solve.sde import free_flight, step_seeds
+from hbnode.solve.sde import linear_part, step_seeds
 from hbnode.solve.torchsde import STRATONOVICH
 from tests import reference_sde
 from tests.pretend_device import pretended_device
@@ -172,7 +172,7 @@ def test_given_noise(method):
     assert half.sizes.tolist() == [0.25] * 4
     assert half.normals.dtype == torch.float32
     for wrong, message in (
-        ({"noise": half}, r"the noise has 4 steps, and t and dt make 8.*Fix: dt="),
+        ({"noise": half}, r"the noise has 4 steps, but t and dt give 8.*Fix: dt="),
         ({"noise": draw(sde, state[0][:2], t, **options)}, r"noise.normals has shape .*Fix: BrownianIncrements.draw"),
         ({"noise": noise, "seed": 1}, "Fix: leave seed out"),
         ({"noise": noise, "method": "srk"}, "noise is for .*Fix: torchsde.sdeint"),
@@ -180,7 +180,7 @@ def test_given_noise(method):
     ):
         with pytest.raises(ValueError, match=message):
             hbnode.sdeint(sde, state, t, **options | wrong)
-    with pytest.raises(ValueError, match="steps of unlike size cannot be composed"):
+    with pytest.raises(ValueError, match="the steps of a pair have different sizes"):
         draw(sde, state[0], [0.0, 0.3, 1.0], dt=1.0, method=method).coarser()
     with pytest.raises(ValueError, match=r"the noise has 1 steps.*expected an even number"):
         half.coarser().coarser().coarser()
@@ -540,7 +540,7 @@ def test_growth_is_refused(dtype, most):
     sde, state = make_network_sde(dtype, damping=2.0, learn_damping=False), make_network_state(dtype)
     options = {"dt": 0.05, "gradient": "reversible"}
     hbnode.sdeint(sde, state, [0.0, most / 2 - 0.05], **options)
-    with pytest.raises(hbnode.errors.ReversalError, match=r"undoing the damping .*Fix: gradient='checkpoint'"):
+    with pytest.raises(hbnode.errors.ReversalError, match=r"reversing the damping .*Fix: gradient='checkpoint'"):
         hbnode.sdeint(sde, state, [0.0, most / 2 + 0.05], **options)
     gradients(sde, state, t=torch.linspace(0, 2 * most, 9), **options)  # starts anew from every output
 
@@ -643,7 +643,7 @@ def test_parameters_by_functional_call(gradient):
     assert found[0].abs().sum() > 0
 
 
-def exact_free_flight(gamma, t):
+def exact_linear_part(gamma, t):
     """a, b, p, q and r in many digits, from the integrals I and J of the noise over e^(-γ(t - s)) and over 1."""
     if not gamma:
         return t, 1, mpmath.sqrt(t), t**2 / 2 / mpmath.sqrt(t), mpmath.sqrt(t**3 / 12)
@@ -659,18 +659,18 @@ def exact_free_flight(gamma, t):
 
 
 @pytest.mark.parametrize("z", [0.0, 1e-12, 1e-6, 0.9e-3, 1.1e-3, 0.1, 1.9, 2.1, 30.0, 1e4])
-def test_the_free_flight_at_any_damping(z):
+def test_the_linear_part_at_any_damping(z):
     """And its slope."""
     gamma, tau = torch.tensor(z / 0.7, dtype=torch.float64, requires_grad=True), torch.tensor(0.7, dtype=torch.float64)
-    found = list(free_flight(gamma, tau))
+    found = list(linear_part(gamma, tau))
     with mpmath.workdps(80):
         at, t = mpmath.mpf(gamma.item()), mpmath.mpf(0.7)
-        expected = torch.tensor([float(x) for x in exact_free_flight(at, t)], dtype=torch.float64)
+        expected = torch.tensor([float(x) for x in exact_linear_part(at, t)], dtype=torch.float64)
         torch.testing.assert_close(torch.stack(found).detach(), expected, rtol=1e-13, atol=1e-300)
         for i, x in enumerate(found if z < 1e3 else ()):
             (slope,) = torch.autograd.grad(x, gamma, retain_graph=True)
             near = at or mpmath.mpf("1e-12")
-            derivative = mpmath.diff(lambda g, i=i: exact_free_flight(g, t)[i], near, h=near * mpmath.mpf("1e-20"))
+            derivative = mpmath.diff(lambda g, i=i: exact_linear_part(g, t)[i], near, h=near * mpmath.mpf("1e-20"))
             assert slope.item() == pytest.approx(float(derivative), rel=1e-8, abs=1e-11)
 
 
@@ -765,7 +765,7 @@ def test_weak_order_of_first_and_second_moments(method, order):
 
 @pytest.mark.parametrize("damping", [1e-9, 0.3, 4.0])
 @pytest.mark.parametrize("steps", [1, 7])
-def test_the_free_flight_has_its_exact_moments(damping, steps):
+def test_the_linear_part_has_its_exact_moments(damping, steps):
     free = hbnode.HeavyBallSDE(lambda h: 0 * h, damping=damping, temperature=0.7, learn_damping=False, max_damping=5.0)
     state, time = (0.4, -1.2), 1.5
     found = moments(free, "ubu", state, [0.0, 0.2, time], 1.3 / steps)

@@ -13,7 +13,7 @@ from torch import nn
 
 import hbnode
 from hbnode.solve import methods
-from hbnode.solve.control import PROBES
+from hbnode.solve.control import TRIALS
 from tests.models import AGAIN
 from tests.problems import Forced, damped_oscillator
 
@@ -283,7 +283,7 @@ def test_what_it_costs(method, per_sample):
     net = hbnode.nn.MLP(2, [8], 2, time_dependent=True)
     torch.nn.init.zeros_(net.layers[-1].weight)
     torch.nn.init.zeros_(net.layers[-1].bias)
-    assert evaluations(net, method=method, per_sample=per_sample) == one_step + len(PROBES)
+    assert evaluations(net, method=method, per_sample=per_sample) == one_step + len(TRIALS)
 
 
 @pytest.mark.parametrize("per_sample", CONTROLS)
