@@ -430,7 +430,7 @@ class Inputs(nn.Module):
 def _look_back(
     sequences: Sequences, observed: Tensor, state: ODERNNState | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the last observed value before each sample and its age, (batch, T, n), and the final ``last`` and ``last_t``.
+    """Return the value and age of the last observation before each sample, (batch, T, n), and ``last`` and ``last_t``.
 
     Before the first observation of a feature its value is 0, and its age is counted from the start of the series.
     """

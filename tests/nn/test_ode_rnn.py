@@ -556,7 +556,7 @@ def test_an_adjoint_without_gradients_of_times_says_so():
         ({"num_layers": 0}, ValueError, "num_layers must be an integer >= 1"),
         ({"static_size": -1}, ValueError, "static_size must be an integer >= 0"),
         ({"num_layers": 2, "field": hbnode.HBNODE(nn.Linear(4, 4))}, ValueError, "field is one module"),
-        ({"bidirectional": True, "cell": nn.GRUCell(2, 8)}, ValueError, "cell is one module, and there are 2 networks"),
+        ({"bidirectional": True, "cell": nn.GRUCell(2, 8)}, ValueError, "cell is one module, but there are 2 networks"),
         ({"options": {"step_size": 0}}, ValueError, "step_size must be a positive number"),
         ({"steps": 2, "options": {"step_size": 0.5}}, ValueError, "were both given. Fix: leave steps out"),
     ],
