@@ -170,7 +170,7 @@ class Network:
                 self.weights += layer.weight, layer.bias
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
-        """Return the output for x (batch, n); append linear layers' inputs and activations' outputs to ``residuals``."""
+        """Return the output for x (batch, n); add linear layers' inputs and activations' outputs to ``residuals``."""
         index = 2
         for activation in self.activations:
             if activation is None:
@@ -205,9 +205,14 @@ class Stage(NamedTuple):
 class Equation(NamedTuple):
     """The function F that the stages of a step evaluate, for a network f.
 
-    For Nyström and splitting methods it is the force f(h) - ξh; a method for first-order equations takes the derivative
-    of its state. That is f(h) for s = h, [v, f(h, v)] for s = [h, v], and [m, f(h) - ξh - γm] for s = [h, m], with
-    tanh m instead of m if bounded. If the field has no ξ or γ, its term is absent.
+    For Nyström and splitting methods F is the force f(h) - ξh. For methods for first-order equations F is the
+    derivative of their state s:
+
+    - f(h) for s = h,
+    - [v, f(h, v)] for s = [h, v],
+    - [m, f(h) - ξh - γm] for s = [h, m], with tanh m as the first part if ``is_bounded``.
+
+    The term of ξ or γ is absent if the field has no such parameter.
 
     Attributes:
         network: f.
@@ -298,7 +303,7 @@ class FusedCell(NamedTuple):
 def coefficient_matrix(method: Method, packed: Tensor, *, error: bool) -> Tensor:
     """Return the coefficients of a step as an array from packed ones (k, N) of N step sizes.
 
-    For an explicit method it is the matrix C of :meth:`FusedODERNN.take_step`, (rows, columns, N, 1). For a splitting
+    For an explicit method it is the matrix C of :meth:`FusedODERNN.attempt`, (rows, columns, N, 1). For a splitting
     method it is (k, N, 1): drift lengths, then momentum decays, then weights of the force.
     """
     packed = packed.unsqueeze(-1)
@@ -449,7 +454,7 @@ class FusedODERNN:
             y, attempts = self.adaptive(gap, y, p, steps, save)
         else:
             for step in known or self.fixed_steps[gap]:
-                after, _, step = self.take_step(step, self.coefficients(step, p), y, p)
+                after, _, step = self.attempt(step, self.coefficients(step, p), y, p)
                 y = step.end(y, after)
                 steps.append(step if save else step.without_residuals)
             attempts = len(steps)
@@ -492,7 +497,7 @@ class FusedODERNN:
                 step = FusedStep(taken)
             else:
                 step = FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
-            after, error, step = self.take_step(step, self.coefficients(step, p), y, p)
+            after, error, step = self.attempt(step, self.coefficients(step, p), y, p)
             ratio = self.ratio(step.y, after, error)
             if step.samples is not None:
                 own, ratio = ratio, 0.0 * h
@@ -528,9 +533,7 @@ class FusedODERNN:
         scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
         return rms(torch.div(error.transpose(0, 1), scale, out=scale))
 
-    def take_step(
-        self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters
-    ) -> tuple[Tensor, Tensor | None, FusedStep]:
+    def attempt(self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Any, FusedStep]:
         """Return the state after a step of the samples that take it, its error, and the step with what its VJP needs.
 
         For explicit methods, rows = C [h, m, F, F(row 1), F(row 2), ...]. The rows are the stages, of which the last is
@@ -597,7 +600,7 @@ class FusedODERNN:
         return g
 
     def step_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient at the method's state before a step, given g after the step, with or without F's columns."""
+        """Return the gradient at the method's state before a step, given g after it, with or without F's columns."""
         vjp = self.explicit_vjp if self.method.is_fsal else self.splitting_vjp
         if step.samples is None and step.accepted is None:
             return vjp(step, g, p, sums)
@@ -811,14 +814,9 @@ def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | 
     settings, field, kind, n, is_cpu = solver.settings, layer.field, type(layer.field), layer.hidden_size, s.is_cpu
     if kind not in FIELDS or not is_unmodified(field) or field.time_dependent:
         return None
-    if (
-        _torch.needs_reference()
-        or open_records
-        or torch.is_autocast_enabled(s.device.type)
-        or _torch.has_global_hooks()
-    ):
+    if _torch.needs_reference() or open_records or _torch.has_global_hooks():
         return None
-    if times.requires_grad and torch.is_grad_enabled():
+    if torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled()):
         return None
     name = settings.method  # None selects the same method as hbnode.solve
     if name is None:

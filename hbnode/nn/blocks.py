@@ -98,9 +98,7 @@ class ODEBlock(nn.Module):
             )
         self.augment = as_count(augment, "augment", least=0)
         if augment and initial_state is not None:
-            raise ValueError(
-                "augment and initial_state were both given. Fix: leave augment out; append zeros in initial_state."
-            )
+            raise ValueError("augment and initial_state were both given. Fix: append the zeros in initial_state.")
         self.field = cast(Field, field)  # or another module with its methods
         self.t_span = checked_span(t_span)
         self.method = method
@@ -145,9 +143,7 @@ class ODEBlock(nn.Module):
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
         """Return h at the end of ``t_span``, or h at the times ``t``; the class describes the shapes."""
         readout = self.field.readout
-        if (
-            t is None and getattr(readout, "__func__", None) is Field.readout
-        ):  # also takes one state without a time dimension
+        if t is None and getattr(readout, "__func__", None) is Field.readout:  # takes a single state, too
             return readout(self._solve(self.field, self.start(x), None, end=True))
         h = readout(self.trajectory(x, t))
         return h[-1] if t is None else h
@@ -185,7 +181,7 @@ class ODEBlock(nn.Module):
 
         q is solved as a further equation, q' = g with q = 0 at the start. The solver is ``"tsit5"`` or one of
         torchdiffeq's methods, because Nyström and splitting methods solve h'' + γh' = f only. A step is accepted if the
-        error norms of the state and of q are both at most 1, so the integral never loosens the tolerance of h.
+        error norms of the state and of q are both at most 1. The integral therefore never loosens the tolerance of h.
         Gradients flow to h, q and all parameters of f and g in every gradient mode except ``"reversible"``.
         ``block.nfe`` counts evaluations of the field, without the calls of a network inside g. ``compile=True`` has no
         effect here.
@@ -194,7 +190,7 @@ class ODEBlock(nn.Module):
             x: input (batch, d, ...), the state at the start.
             integrand: g, called ``(t, state, derivative)``, returns (batch,). The state is h or (h, m), and the
                 derivative has the same structure. t is a scalar. With ``per_sample=True`` or times per sample its shape
-                is (batch, 1, ...), or (1, 1, ...) at a time that all samples share, and broadcasts with h;
+                is (batch, 1, ...), or (1, 1, ...) at a time that all samples share. It then broadcasts with h, and
                 ``t.reshape(-1)`` always broadcasts with (batch,). The forward pass calls g without an autograd graph;
                 use ``torch.func`` for derivatives inside g.
             t: times (T,), or (batch, T) with times per sample. Default: None, the end of ``t_span``.
@@ -350,7 +346,7 @@ class HeavyBallODEBlock(ODEBlock):
         if constants and not generalized:
             raise ValueError(
                 f"{', '.join(constants)} belongs to the equation of generalized=True, h' = σ(m), m' = -γm + f - ξh. "
-                " Fix: generalized=True, or leave it out."
+                "Fix: generalized=True, or leave it out."
             )
         field = (GHBNODE if generalized else HBNODE)(
             func, damping=damping, learn_damping=learn_damping, max_damping=max_damping,

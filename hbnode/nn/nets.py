@@ -175,8 +175,8 @@ class Standardize(nn.Module):
             The module itself.
 
         Raises:
-            ValueError: if the shape of x, the mask or the lengths is wrong, a value to use is infinite, or the dtype of
-                the buffers cannot represent a mean or standard deviation.
+            ValueError: if x, the mask or the lengths have a wrong shape, or a value to use is infinite. Also if the
+                dtype of the buffers cannot represent a mean or standard deviation.
         """
         self._check(x)
         counts = ~torch.isnan(x)
@@ -191,9 +191,7 @@ class Standardize(nn.Module):
         values = torch.where(counts, x.double().flatten(0, -2), 0.0)
         if not bool(torch.isfinite(values).all()):
             feature = int((~torch.isfinite(values)).nonzero()[0, 1])
-            raise ValueError(
-                f"x is infinite in feature {feature}. Fix: x.masked_fill(x.isinf(), torch.nan), a missing value."
-            )
+            raise ValueError(f"x is infinite in feature {feature}. Fix: set it to NaN, a missing value.")
         total = counts.sum(0).clamp(min=1)
         mean = values.sum(0) / total
         spread = torch.where(counts, values - mean, 0.0).square().sum(0) / total
@@ -278,15 +276,12 @@ def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
     parameters = as_count(parameters, "parameters")
     if count(1) > parameters:
         raise ValueError(
-            f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. "
-            f"Fix: parameters={count(1)} or more."
+            f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. Fix: a larger target."
         )
     low, high = 1, 2
     while count(high) < parameters:
         if high > parameters:
-            raise ValueError(
-                "the number of parameters does not increase with the size. Fix: a make(size) that uses the size."
-            )
+            raise ValueError("the number of parameters does not increase with the size. Fix: use the size in make.")
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

@@ -455,8 +455,7 @@ class ODERNNLayer(nn.Module):
         self.augment = getattr(self.field, "augment", 0)
         if self.augment > hidden_size:
             raise ValueError(
-                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. "
-                f"Fix: hidden_size={2 * self.augment}."
+                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: a larger hidden_size."
             )
         like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
@@ -531,10 +530,7 @@ class ODERNNLayer(nn.Module):
         new = self.cell(x, s.clone())  # the cell may modify its argument in place
         if not isinstance(new, Tensor) or new.shape != s.shape:
             got = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
-            raise ValueError(
-                f"the cell returned {got}; expected the shape of the state, {tuple(s.shape)}. "
-                f"Fix: cell(x, s) must return a tensor like s, with state_size={self.state_size} features."
-            )
+            raise ValueError(f"the cell returned {got}, not a tensor like s, {tuple(s.shape)}. Fix: return a new s.")
         new = new.to(s.dtype)  # autocast may have returned a smaller dtype
         return s + new if self.residual else new
 
@@ -610,9 +606,7 @@ class IntervalSolver:
             end = self._solve(TimeRescaledField(self.field, t, moving), moving, [0.0, 1.0], nfe)
         except SolverError as error:
             first, last = t[0].tolist()
-            message = (
-                f"{error.message}; t and step size are those of the first sample, in its gap from {first:g} to {last:g}"
-            )
+            message = f"{error.message}; t is a time of the first sample, in its gap from {first:g} to {last:g}"
             time, size = first + (last - first) * error.t, (last - first) * error.step_size
             raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
         return end if index is None else s.to(end.dtype).index_copy(0, index, end)
@@ -714,7 +708,5 @@ def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:
             + ("Fix: ODERNN(..., static_size=)." if size == 0 else "Fix: one row of features per series.")
         )
     if not bool(torch.isfinite(static).all()):
-        raise ValueError(
-            "static is not finite. Fix: standardise, then static.nan_to_num(), which replaces NaN by the mean."
-        )
+        raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
     return static.to(x)

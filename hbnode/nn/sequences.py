@@ -231,9 +231,7 @@ class Sequences:
             [torch.isfinite(t).all(), rising.all(), torch.isfinite(self.x.detach()).all()]
         ).tolist()
         if not finite:
-            raise ValueError(
-                "t is not finite at a sample before the padding. Fix: a finite time for every sample, observed or not."
-            )
+            raise ValueError("t is not finite before the padding. Fix: a time for every sample, observed or not.")
         if not increasing:
             row, i = (int(index) for index in (~rising).nonzero()[0])
             raise ValueError(
@@ -351,7 +349,7 @@ def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
         lengths = lengths.cpu()
         if not bool(((lengths >= 1) & (lengths <= total)).all()):
             raise ValueError(
-                f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: leave out empty series."
+                f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty series."
             )
         longest = int(lengths.max())
     valid = torch.arange(total, device=lengths.device) < lengths.unsqueeze(1)
@@ -392,9 +390,7 @@ class Inputs(nn.Module):
             raise ValueError(f"missing must be one of {KINDS}, got {missing!r}. Fix: {near!r}.")
         self.input_size, self.missing, self.static_size = input_size, missing, static_size
         self.mask_features, self.elapsed_features = bool(mask_features), bool(elapsed_features)
-        self.size = (
-            input_size * (1 + self.mask_features + self.elapsed_features) + static_size
-        )  # features of the cell's input
+        self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # of the cell's input
         self.looks_back = missing != "zero" or self.elapsed_features
         self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
 
@@ -469,9 +465,7 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
     if lengths is not None:
         lengths = torch.as_tensor(lengths).cpu()
         if lengths.shape != t.shape[:1]:
-            raise ValueError(
-                f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one length per row of t."
-            )
+            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one per row of t.")
         counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
     if not bool(torch.isfinite(t[counts]).all()):
         raise ValueError("t is not finite at observed samples. Fix: lengths=, or a mask that is False there.")
