@@ -1,13 +1,14 @@
-"""A fused ODE-RNN: one autograd function with its own VJP; ``python -m benchmarks.irregular``: 2.7 × the reference.
+"""A fused ODE-RNN: one autograd function with its own VJP, 2.7 times as fast as the reference implementation.
 
-It supports torch.nn's cells and fields around a network of known layers. The reference is the loop of
-:class:`hbnode.nn.ode_rnn.ODERNNLayer`. Four things make it faster. It records no autograd graph. The gradient of a
-weight is one matrix product for many uses. Coefficients of many steps are computed at once. A gap that is one step for
-all samples, as most gaps are, skips the step size controller.
+``python -m benchmarks.irregular`` measures it, in the rows "hbnode". The reference is the loop of
+:class:`hbnode.nn.ode_rnn.ODERNNLayer`. Supported are torch.nn's cells, and fields around a network of known layers.
+Four things make it faster. It records no autograd graph. The gradient of a weight is one matrix product for many uses.
+Coefficients of many steps are computed at once. A gap that is one step for all samples, as most gaps are, skips the
+step size controller.
 
 It takes the same steps as :mod:`hbnode.solve` in a loop of its own. The general loop also supports output times,
-jumps and time-dependent fields, and records a graph per gap with a common step. With it a training step took 1.3 times
-as long for long gaps or large weights, and 2.7 times with a common step.
+jumps and time-dependent fields, and records a graph per gap with a common step. With the general loop a training step
+took 1.3 times as long for long gaps or large weights, and 2.7 times with a common step.
 """
 
 from __future__ import annotations
@@ -142,7 +143,6 @@ class GradAccumulator:
         self.found[key] = self.found[key].add_(gradient) if key in self.found else gradient
 
     def add_use(self, layer: int, x: Tensor, gradient: Tensor) -> None:
-        """Record one use of a linear layer: its input and the gradient at its output."""
         uses = self.uses[layer]
         uses.append((x, gradient))
         if len(uses) * len(x) >= MANY:
@@ -205,14 +205,9 @@ class Stage(NamedTuple):
 class Equation(NamedTuple):
     """The function F that the stages of a step evaluate, for a network f.
 
-    For Nyström and splitting methods F is the force f(h) - ξh. For methods for first-order equations F is the
-    derivative of their state s:
-
-    - f(h) for s = h,
-    - [v, f(h, v)] for s = [h, v],
-    - [m, f(h) - ξh - γm] for s = [h, m], with tanh m as the first part if ``is_bounded``.
-
-    The term of ξ or γ is absent if the field has no such parameter.
+    For Nyström and splitting methods F is the force f(h) - ξh. Other methods need the derivative of their state s,
+    which is f(h) for s = h and [v, f(h, v)] for s = [h, v]. For s = [h, m] it is [m, f(h) - ξh - γm], with tanh m as
+    the first part if ``is_bounded``. The term of ξ or γ is absent if the field has no such parameter.
 
     Attributes:
         network: f.
@@ -264,7 +259,6 @@ class FusedCell(NamedTuple):
     is_gru: bool
 
     def __call__(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the new state and the residuals."""
         own = linear(s, weights[0], weights[1])
         if not self.is_gru:
             new = torch.tanh(own + gates)
@@ -402,7 +396,6 @@ class FusedODERNN:
         return table, [list(itertools.islice(steps, k)) for k in most]
 
     def __call__(self, gap: int, s: Tensor) -> Tensor:
-        """Return the state at the end of a gap, given the state s at its beginning."""
         try:
             return self.run(s, range(gap, gap + 1))[0][:, 0]
         except FallbackError:
@@ -639,7 +632,6 @@ class FusedODERNN:
         return torch.cat(at_columns[: n + 1].unbind(0), 1)
 
     def splitting_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Apply the VJP of a splitting step, from its last drift and kick to its first."""
         k, c, at_kicks, momenta = self.evaluations, step.c, [], [step.y[:, self.row :]]
         forces = [stage.value for stage in step.stages]
         drifts, decays, weights = c[: k + 1], c[k + 1 : 2 * k + 1], c[2 * k + 1 :]
@@ -676,7 +668,7 @@ class FusedODERNN:
 
 
 def rms(x: Tensor) -> Array:
-    """Return the root mean square of each sample, as a NumPy array."""
+    """Return the root mean square of each row of x (batch, ...), as a NumPy array."""
     x = x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1).double().numpy() / math.sqrt(x.shape[1])
 
@@ -693,7 +685,6 @@ def least_fraction(size: Array, length: Array) -> Array:
 
 
 def total(a: Any, b: Any) -> Any:
-    """Return the sum of two gradients, either of which may be None."""
     return b if a is None else a if b is None else a + b
 
 

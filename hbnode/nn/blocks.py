@@ -234,7 +234,6 @@ class ODEBlock(nn.Module):
     def _solve(
         self, field: nn.Module, state: State, t: Times | None, settings: Settings | None = None, *, end: bool = False
     ) -> State:
-        """Solve at the times ``t``, or return only the final state if ``end``, and count function evaluations."""
         nfe = NFE()
         if not is_exporting():  # an exported graph cannot set attributes
             self._nfe = nfe

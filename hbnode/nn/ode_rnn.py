@@ -81,7 +81,7 @@ class ODERNN(KeepsConstants):
         input_size: number of input features.
         hidden_size: size n of h, including the zeros that an ANODE appends.
         field: ``"node"``, ``"anode"`` (the last half of h starts from zero), ``"sonode"``, ``"hbnode"`` or
-            ``"ghbnode"``, each with a tanh network that has one hidden layer of n units. Alternatively a field, or a
+            ``"ghbnode"``. Each has a tanh network with one hidden layer of n units. Alternatively a field, or a
             function n -> field. Default: ``"hbnode"``.
         cell: ``"gru"`` or ``"rnn"`` for torch.nn's cell; a module ``cell(x, s)`` that maps (batch, inputs) and
             (batch, state_size) to (batch, state_size); or a function (inputs, state_size) -> such a module. s is h, or
@@ -114,8 +114,9 @@ class ODERNN(KeepsConstants):
             ``per_sample=False``. Default: ``None``.
         rtol: relative tolerance. Default: ``1e-5``.
         atol: absolute tolerance. Default: ``1e-5``.
-        gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps one gap at a time, or
-            about :math:`\sqrt T` gaps at a time if f is a network of known layers. Default: ``None``, ``"direct"``.
+        gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps one gap at a time. If f is
+            a network of known layers, it recomputes about :math:`\sqrt T` gaps at a time. Default: ``None``,
+            ``"direct"``.
         steps: number of equal steps in each gap. Default: ``None``, adaptive steps.
         per_sample: whether each sample has its own step sizes. If ``False``, all samples of the batch step over the
             same fraction of their gaps. Series that have ended are then left out of the batch, so f must not close over
@@ -123,7 +124,7 @@ class ODERNN(KeepsConstants):
         max_steps: number of steps in a gap after which the solve raises an error. Default: ``10000``.
         options: further options of the method. ``{"step_size": h}`` takes equal steps no longer than h, as many as the
             gap needs. Lengths of time are in units of ``time_unit``, or fractions of a gap for torchdiffeq's methods.
-            Limits such as ``max_nfe`` hold per gap. Default: ``None``.
+            Limits such as ``max_nfe`` apply to each gap. Default: ``None``.
         adjoint_options: options of the adjoint solve. Default: ``None``.
         compile: compile the steps of native methods. It has no effect on the CPU if f is a network of known layers,
             because a fused implementation without autograd then solves the gaps. Default: ``False``.
@@ -308,7 +309,6 @@ class ODERNN(KeepsConstants):
     def _read(
         self, x: Tensor, t: Any, state: ODERNNState | None, mask: Any, lengths: Lengths | None, static: Tensor | None
     ) -> Filtered:
-        """Run all layers over a batch and return the states of the last layer."""
         series = Sequences(self.input_size, x, t, mask, lengths)
         seq.check_dtype(series.x, map(attrgetter("dtype"), self.parameters()))
         if static is not None or self.static_size:
@@ -383,7 +383,6 @@ class ODERNN(KeepsConstants):
     def _concat_directions(
         self, i: int, output: LayerOutput, x: Tensor, series: Sequences, static: Tensor | None, solver: Solver
     ) -> LayerOutput:
-        """Return a layer's output concatenated with that of its second network, which reads the reversed series."""
         order, reversed_series = series.backwards()
         layer = cast(ODERNNLayer, self.reverse[i])
         s = layer.begin(series.at_samples(x) if i else series.window, static)
@@ -455,7 +454,7 @@ class ODERNNLayer(nn.Module):
         self.augment = getattr(self.field, "augment", 0)
         if self.augment > hidden_size:
             raise ValueError(
-                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: a larger hidden_size."
+                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: increase it."
             )
         like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
@@ -569,7 +568,6 @@ class IntervalSolver:
         self.nfe = [NFE() for _ in self.is_zero]
 
     def __call__(self, gap: int, s: Tensor) -> Tensor:
-        """Return the state at the end of a gap, given the state s at its beginning."""
         if self.is_zero[gap]:
             return s
         t, nfe = self.t[:, gap : gap + 2], self.nfe[gap]

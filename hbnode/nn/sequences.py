@@ -103,7 +103,7 @@ def state_of(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip
-    """Return the state with s (..., sum of ``sizes``) split into h and m, copied to contiguous memory."""
+    """Return the state whose contiguous h and m are the parts of s (..., S) of these sizes."""
     h, *m = s.split(sizes, -1)
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
@@ -211,7 +211,6 @@ class Sequences:
 
     @property
     def padded_t(self) -> Tensor:
-        """Return the times, padded to ``total`` time steps with the last time."""
         missing = self.total - self.t.shape[1]
         return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
 
@@ -259,7 +258,6 @@ def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
 
 
 def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
-    """Return y (batch, T, n) packed in the same order as x."""
     return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=x.sorted_indices is None)
 
 
@@ -426,7 +424,7 @@ class Inputs(nn.Module):
 def _look_back(
     sequences: Sequences, observed: Tensor, state: ODERNNState | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the value and age of the last observation before each sample, (batch, T, n), and ``last`` and ``last_t``.
+    """Return the last observed value before each sample and its age, (batch, T, n), and the final ``last``, ``last_t``.
 
     Before the first observation of a feature its value is 0, and its age is counted from the start of the series.
     """
