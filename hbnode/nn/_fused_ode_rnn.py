@@ -335,7 +335,7 @@ class FusedStep(NamedTuple):
         return FusedStep(*self[:4])
 
     def end(self, y: Tensor, after: Tensor) -> Tensor:
-        """Return the state of all samples after the step, given that of the samples that took it."""
+        """Return y (batch, width) with ``after`` in the rows of the samples that accepted the step."""
         if self.accepted is not None:
             after = torch.where(self.accepted, after, self.y)
         return after if self.samples is None else y.index_copy(0, self.samples, after)
@@ -583,7 +583,7 @@ class FusedODERNN:
     # Backward pass
 
     def vjp(self, gap: Gap, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient at the beginning of a gap, given the gradient g at its end."""
+        """Return the gradient at the state at the beginning of a gap, given the gradient g at its end."""
         for step in reversed(gap.steps):
             g = self.step_vjp(step, g, p, sums)
         if gap.start is None:

@@ -226,7 +226,7 @@ class Standardize(nn.Module):
         return (x - self.mean) / self.std
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Return x in original units, undoing :meth:`forward`."""
+        """Return x in the original units, as the inverse of :meth:`forward`."""
         self._check(x)
         return x * self.std + self.mean
 

@@ -103,13 +103,13 @@ def state_of(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip
-    """Return the state whose contiguous h and m are the parts of s (..., S) of these sizes."""
+    """Return an ODERNNState with h and m split from s (..., S)."""
     h, *m = s.split(sizes, -1)
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
 def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, ...] | None], fix: str) -> None:
-    """Raise an error if ``state`` is not a ``kind`` whose attributes have these shapes; None stands for absent."""
+    """Raise an error if ``state`` is not a ``kind`` whose attributes have these shapes, None if absent."""
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
     for name, shape in shapes.items():
