@@ -1,13 +1,14 @@
-"""An ODE-RNN as one function with its own VJP: ``python -m benchmarks.irregular``, rows "hbnode", 2.7 × the reference.
+"""A fused ODE-RNN: one autograd function with its own VJP, 2.7 times as fast as the reference implementation.
 
-It takes fields around a network of known layers, and torch.nn's cells; the reference is the loop of
-:class:`hbnode.nn.ode_rnn.ODERNNLayer`. What is faster: no graph is recorded; the gradient of a weight is one product
-for many uses of it; the coefficients of many steps are computed at once; and a gap that is one step for all samples, as
-most are, needs none of the controller's arithmetic.
+``python -m benchmarks.irregular`` measures it, in the rows "hbnode". The reference is the loop of
+:class:`hbnode.nn.ode_rnn.ODERNNLayer`. Supported are torch.nn's cells, and fields around a network of known layers.
+Four things make it faster. It records no autograd graph. The gradient of a weight is one matrix product for many uses.
+Coefficients of many steps are computed at once. A gap that is one step for all samples, as most gaps are, skips the
+step size controller.
 
-It has a loop of its own, which takes the steps of :mod:`hbnode.solve` and no others. With the common loop, which knows
-outputs, jumps and fields that depend on time, a training step took 1.3 times as long if gaps are long or the weights
-large, and 2.7 times with a common step, because every gap then recorded a graph.
+It takes the same steps as :mod:`hbnode.solve` in a loop of its own. The general loop also supports output times,
+jumps and time-dependent fields, and records a graph per gap with a common step. With the general loop a training step
+took 1.3 times as long for long gaps or large weights, and 2.7 times with a common step.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ from hbnode.solve.methods import METHODS, NYSTROM, SECOND_ORDER, Explicit, Metho
 from hbnode.solve.settings import Settings
 
 Array = np.ndarray
-Weights = Sequence[Any]  # weight and bias of each linear layer: the cell's hidden one, then those of f
+Weights = Sequence[Any]  # weight and bias of each linear layer: the cell's hidden layer, then those of f
 
-MANY = 1024  # rows of a batch, of so many or more uses a gradient is summed in one product
-TOGETHER = 4096  # sizes of steps whose coefficients, or their gradients, are computed at once
-FEW_SIZES = 256  # for which NumPy is faster than torch
-FEW = 0.75  # of the samples still on their way, from which the others are left out
-ROUNDING = 1e-9  # relative; a gap of three steps, except for its rounding, takes three
+MANY = 1024  # rows, over all collected uses of a layer, from which its gradient is summed in one product
+TOGETHER = 4096  # step sizes whose coefficients, or their gradients, are computed at once
+FEW_SIZES = 256  # step sizes up to which NumPy is faster than torch
+FEW = 0.75  # fraction of samples still moving, at and below which the others are left out of a step
+ROUNDING = 1e-9  # relative tolerance, so that rounding adds no step to a gap of whole steps
 aten = torch.ops.aten
 
 
 class FallbackError(Exception):
-    """A gap for the reference: it is not finite, or takes very many steps."""
+    """The error that hands a gap to the reference, because the solve is not finite or takes very many steps."""
 
 
 class Solver(NamedTuple):
-    """The settings of a solve, and the longest step of a grid if there is one."""
+    """The settings of a solve, and the longest step if ``options={"step_size": h}`` was given."""
 
     settings: Settings
     step_size: float | None = None
 
 
 def steps_needed(t: Tensor, step_size: float) -> Tensor:
-    """Return how many equal steps no longer than a size each gap between times (batch, T) takes, (batch, T - 1)."""
+    """Return the number of equal steps no longer than ``step_size`` in each gap of times (batch, T), (batch, T - 1)."""
     return (t.detach().diff() / step_size * (1 - ROUNDING)).ceil().clamp(min=1)
 
 
-# The modules that are known
+# Supported modules
 
 ACTIVATIONS: dict[type, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    nn.Tanh: (torch.tanh, aten.tanh_backward.default),  # the VJPs are given the output
+    nn.Tanh: (torch.tanh, aten.tanh_backward.default),  # the VJPs take the output, not the input
     nn.Sigmoid: (torch.sigmoid, aten.sigmoid_backward.default),
     nn.ReLU: (torch.relu, lambda g, y: aten.threshold_backward.default(g, y, 0)),
     nn.ELU: (nn.functional.elu, lambda g, y: aten.elu_backward.default(g, 1.0, 1.0, 1.0, True, y)),
@@ -75,7 +76,7 @@ _CALLS = {"forward", "evaluate", "force", "friction"}
 
 
 def is_unmodified(module: Any) -> bool:
-    """Return whether a call of a module does what its class, which is known, says, and nothing else."""
+    """Return whether a call of a module runs only the known forward of its class, without hooks or overrides."""
     kind: Any = type(module)
     if kind not in _FORWARD or kind.forward is not _FORWARD[kind] or module._compiled_call_impl is not None:
         return False
@@ -85,14 +86,14 @@ def is_unmodified(module: Any) -> bool:
 
 
 def layers_of(net: Any) -> list[nn.Module] | None:
-    """Return the layers of a network, those of networks inside in their places; None if one is not known."""
+    """Return the layers of a network, nested networks flattened; None if a layer is not known."""
     if not is_unmodified(net) or (isinstance(net, MLP) and net.time_dependent):
         return None
     if isinstance(net, MLP):
         return layers_of(net.layers)
     if not isinstance(net, nn.Sequential):
         is_known = type(net) in ACTIVATIONS or isinstance(net, nn.Linear)
-        return [net] if is_known and getattr(net, "alpha", 1.0) == 1.0 else None  # that of ELU
+        return [net] if is_known and getattr(net, "alpha", 1.0) == 1.0 else None  # alpha of an ELU
     layers: list[nn.Module] = []
     for child in net:
         found = layers_of(child)
@@ -109,12 +110,12 @@ class Parameters(NamedTuple):
     """The tensors that a run depends on.
 
     Attributes:
-        s: the state at its beginning, (batch, S): h, or h and m side by side.
-        gates: what the inputs add to the cell's gates, (T, batch, gates); None without a cell.
-        damping: γ of the method, in float64.
-        xi: ξ of the equation; None if it has none.
-        friction: γ of the equation; None if it has none.
-        weights: of the linear layers, those of the cell None without one.
+        s: initial state, (batch, S): h, or h and m concatenated.
+        gates: contribution of the inputs to the cell's gates, (T, batch, gates); None without a cell.
+        damping: γ in the coefficients of the method, float64.
+        xi: ξ in the equation; None if it has none.
+        friction: γ in the equation; None if it has none.
+        weights: weights and biases of the linear layers, first the cell's hidden layer, which is None without a cell.
     """
 
     s: Tensor
@@ -126,15 +127,15 @@ class Parameters(NamedTuple):
 
 
 class GradAccumulator:
-    """The gradients that a backward pass adds up: of the weights, of ξ and γ in the equation, of γ in the method.
+    """The gradients that a backward pass sums: of the weights, of ξ and γ in the equation, and of γ in the method.
 
-    Autograd sums the gradient of a weight at every use. Here the inputs of a layer and the gradients at its outputs are
-    collected, and the weight's gradient is one product for many uses.
+    Autograd adds to the gradient of a weight at every use. This class collects the inputs of a layer and the gradients
+    at its outputs, and computes the weight's gradient as one product for many uses.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.found: dict[Any, Tensor] = {}  # of numbers by name, of weights by their index
+        self.found: dict[Any, Tensor] = {}  # scalars by name, weights by index
         self.uses: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self.steps: list[tuple[Array, Sequence[Tensor], Sequence[Tensor]]] = []
 
@@ -142,7 +143,6 @@ class GradAccumulator:
         self.found[key] = self.found[key].add_(gradient) if key in self.found else gradient
 
     def add_use(self, layer: int, x: Tensor, gradient: Tensor) -> None:
-        """Add a use of a linear layer: its input and the gradient at its output."""
         uses = self.uses[layer]
         uses.append((x, gradient))
         if len(uses) * len(x) >= MANY:
@@ -157,7 +157,7 @@ class GradAccumulator:
 
 
 class Network:
-    """Linear layers with activations between them; the first is number 1 of those with weights, after the cell's."""
+    """A network of linear layers and activations; the linear layers count from 1, because the cell's is layer 0."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.linear: list[nn.Linear] = []
@@ -170,7 +170,7 @@ class Network:
                 self.weights += layer.weight, layer.bias
 
     def __call__(self, x: Tensor, weights: Weights, residuals: list[Tensor]) -> Tensor:
-        """Return the output for (batch, n). Inputs of linear layers and outputs of activations are residuals."""
+        """Return the output for x (batch, n); add linear layers' inputs and activations' outputs to ``residuals``."""
         index = 2
         for activation in self.activations:
             if activation is None:
@@ -203,9 +203,17 @@ class Stage(NamedTuple):
 
 
 class Equation(NamedTuple):
-    r"""What the stages of a step evaluate: the force F(h) = f(h) - ξh of a method for h and m, or the derivative of s.
+    """The function F that the stages of a step evaluate, for a network f.
 
-    That of s = [h, m] is [m, F(h) - γm], or [tanh m, F(h) - γm], or for s = [h, v] it is [v, f(h, v)].
+    For Nyström and splitting methods F is the force f(h) - ξh. Other methods need the derivative of their state s,
+    which is f(h) for s = h and [v, f(h, v)] for s = [h, v]. For s = [h, m] it is [m, f(h) - ξh - γm], with tanh m as
+    the first part if ``is_bounded``. The term of ξ or γ is absent if the field has no such parameter.
+
+    Attributes:
+        network: f.
+        is_pair: whether x is [h, m].
+        takes_both: whether f takes both parts of x.
+        is_bounded: whether h' is tanh m.
     """
 
     network: Network
@@ -245,13 +253,12 @@ class Equation(NamedTuple):
 
 
 class FusedCell(NamedTuple):
-    """torch.nn.GRUCell or a tanh RNNCell; what its input adds to the gates is computed for all samples at once."""
+    """A torch.nn.GRUCell or tanh RNNCell whose input contribution to the gates is computed for all samples at once."""
 
     module: Any
     is_gru: bool
 
     def __call__(self, gates: Tensor, s: Tensor, weights: Weights) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the new state and the residuals."""
         own = linear(s, weights[0], weights[1])
         if not self.is_gru:
             new = torch.tanh(own + gates)
@@ -267,7 +274,7 @@ class FusedCell(NamedTuple):
     def vjp(
         self, gradient: Tensor, residuals: tuple[Tensor, ...], weights: Weights, sums: GradAccumulator, at_gates: Tensor
     ) -> Tensor:
-        """Return the gradient at s; the gradient at the gates is written into ``at_gates``."""
+        """Return the gradient at s, and write the gradient at the gates into ``at_gates``."""
         if not self.is_gru:
             s, new = residuals
             at_own = at_gates.copy_(aten.tanh_backward.default(gradient, new))
@@ -288,9 +295,10 @@ class FusedCell(NamedTuple):
 
 
 def coefficient_matrix(method: Method, packed: Tensor, *, error: bool) -> Tensor:
-    """Return the coefficients of a step from packed ones (k, N): C by its rows, (rows, columns, N, 1).
+    """Return the coefficients of a step as an array from packed ones (k, N) of N step sizes.
 
-    Those of a splitting method are the lengths of its drifts, decays and weights, (k, N, 1).
+    For an explicit method it is the matrix C of :meth:`FusedODERNN.attempt`, (rows, columns, N, 1). For a splitting
+    method it is (k, N, 1): drift lengths, then momentum decays, then weights of the force.
     """
     packed = packed.unsqueeze(-1)
     if not isinstance(method, Explicit):
@@ -302,20 +310,20 @@ def coefficient_matrix(method: Method, packed: Tensor, *, error: bool) -> Tensor
 
 
 class FusedStep(NamedTuple):
-    """A step, and what its VJP needs.
+    """A step and the values that its VJP needs.
 
     Attributes:
-        sizes: of each sample's step, (samples,).
-        place: its row in the table of sizes that are known in advance, if it is one of them.
-        samples: which take it, all others have arrived; None for all.
-        accepted: which of them moved, (samples, 1); None for all.
-        y: the state of the method before it, (samples, width).
-        c: its coefficients.
-        stages: its evaluations.
+        sizes: step size of each sample, (samples,).
+        table_row: row of the table of precomputed step sizes that holds ``sizes``; None if it is not in the table.
+        samples: indices of the samples that take the step, if others have reached the end of the gap; None for all.
+        accepted: which of these samples accept it, (samples, 1); None for all.
+        y: the method's state before the step, (samples, width).
+        c: the coefficients.
+        stages: the evaluations.
     """
 
     sizes: Array
-    place: int | None = None
+    table_row: int | None = None
     samples: Tensor | None = None
     accepted: Tensor | None = None
     y: Any = None
@@ -327,27 +335,28 @@ class FusedStep(NamedTuple):
         return FusedStep(*self[:4])
 
     def end(self, y: Tensor, after: Tensor) -> Tensor:
-        """Return the state of all samples after the step from the state of those that took it."""
+        """Return y (batch, width) with ``after`` in the rows of the samples that accepted the step."""
         if self.accepted is not None:
             after = torch.where(self.accepted, after, self.y)
         return after if self.samples is None else y.index_copy(0, self.samples, after)
 
 
 class Gap(NamedTuple):
-    """The solution of a gap: the evaluation at its start, if the method has one, and the steps that were accepted."""
+    """The solution of a gap: the evaluation at its start, if the method has one, and the accepted steps."""
 
     start: Stage | None = None
     steps: Sequence[FusedStep] = ()
 
 
 class FusedODERNN:
-    """A solver of the gaps between times (batch, T), with an update by the cell after each, that records no graph.
+    """A solver of the gaps between times (batch, T), each followed by an update by the cell, without an autograd graph.
 
-    The state y of a method is (batch, width): its rows h and m, or s, and the value F that is carried, side by side.
+    The state y of a method is (batch, width). It concatenates the rows h and m, or s, and for an FSAL method the last
+    value of F.
 
     Attributes:
-        cell: what updates the states; None if it is not known.
-        nfe: the evaluations of each gap.
+        cell: the cell that updates the states; None if its class is not known.
+        nfe: function evaluations of each gap.
     """
 
     def __init__(
@@ -356,13 +365,13 @@ class FusedODERNN:
     ) -> None:  # fmt: skip
         self.layer, self.equation, self.cell, self.solver = layer, equation, cell, solver
         self.settings, self.method, self.times = solver.settings, METHODS[name], times
-        self.q, self.by_error = self.method.error_order or 0, self.settings.steps is None
+        self.q, self.is_adaptive = self.method.error_order or 0, self.settings.steps is None
         self.evaluations, self.size, self.row = len(self.method.nodes), s.shape[1], s.shape[1] // self.method.rows
         t = times.detach().to("cpu", torch.float64).numpy()
         self.lengths: Array = np.ascontiguousarray(np.diff(t).T)
         self.is_zero = (self.lengths == 0).all(1)
         self.nfe = list(map(NFE, [0] * len(self.lengths)))
-        self.sizes, self.grid = (self.lengths, []) if self.by_error else self.make_grid()
+        self.sizes, self.fixed_steps = (self.lengths, []) if self.is_adaptive else self.make_fixed_steps()
         self.damping = torch.as_tensor(damping if name in SECOND_ORDER else 0.0, dtype=torch.float64, device=s.device)
         has_friction = equation.is_pair and not equation.takes_both
         self.friction = torch.as_tensor(damping, dtype=s.dtype) if has_friction else None
@@ -371,10 +380,10 @@ class FusedODERNN:
         self.number = float(self.gamma)
         self.longest = LONGEST_DECAY / abs(self.number) if name in NYSTROM and self.number else math.inf
         self.shortest = 4 * np.finfo(float).eps * abs(t).max(initial=0.0)
-        self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # coefficients of neighbours in the table of sizes
+        self.group: tuple[int, Sequence[Tensor]] = (-1, ())  # number and coefficients of the last group of table rows
 
-    def make_grid(self) -> tuple[Array, list[list[FusedStep]]]:
-        """Return the table of the sizes of equal steps, and the steps of each gap."""
+    def make_fixed_steps(self) -> tuple[Array, list[list[FusedStep]]]:
+        """Return the table of equal step sizes, (steps, batch), and the steps of each gap."""
         count = np.full(self.lengths.shape, self.settings.steps)
         if self.solver.step_size is not None:
             count = steps_needed(self.times.detach().cpu().double(), self.solver.step_size).T.numpy().astype(int)
@@ -387,20 +396,19 @@ class FusedODERNN:
         return table, [list(itertools.islice(steps, k)) for k in most]
 
     def __call__(self, gap: int, s: Tensor) -> Tensor:
-        """Return the state at the end of a gap from that at its beginning."""
         try:
             return self.run(s, range(gap, gap + 1))[0][:, 0]
         except FallbackError:
             return self.layer.gaps(self.times[:, gap : gap + 2], self.solver)(0, s)
 
     def run(self, s: Tensor, gaps: range, x: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the states at the ends of gaps, and after an update there, (batch, T, S).
+        """Return the states at the ends of gaps before and after the cell's update, both (batch, T, S).
 
-        A gap is -1 where there is none before the first sample. Without inputs x of the cell, (batch, T, inputs), there
-        are no updates; the mask (batch, T) says which samples make one.
+        A gap of -1 means no gap before the first sample. Without inputs x (batch, T, inputs) for the cell there are no
+        updates. The mask (batch, T) selects the samples that update the state.
 
         Raises:
-            FallbackError: if the reference should solve them.
+            FallbackError: if the reference must solve the gaps.
         """
         _torch.keep_freed_memory(s.device)
         cell, masks, gates, of_cell = None, None, None, (None, None)
@@ -413,21 +421,21 @@ class FusedODERNN:
         inputs = [s, gates, self.damping, self.xi, self.friction, *of_cell, *self.equation.network.weights]
         for i, z in enumerate(inputs):
             if z is not None and z.is_leaf:
-                inputs[i] = z.view_as(z)  # a parameter whose p.data is replaced takes its saved self with it
+                inputs[i] = z.view_as(z)  # replacing p.data of a saved leaf would also replace its saved value
         run = Run(self, cell, gaps, masks, self.settings.gradient == "direct" and torch.is_grad_enabled())
         for gap in gaps:
             if gap >= 0:
-                self.nfe[gap].keeps_graph = run.keeps
+                self.nfe[gap].keeps_graph = run.saves_residuals
         before, after = _FusedGaps.apply(run, *inputs)
         after = before if after is None else after
-        if not self.by_error and not bool(torch.isfinite(after.detach()).all()):
+        if not self.is_adaptive and not bool(torch.isfinite(after.detach()).all()):
             raise FallbackError
         return before.transpose(0, 1).contiguous(), after.transpose(0, 1).contiguous()
 
-    # Forwards
+    # Forward pass
 
-    def solve(self, gap: int, s: Tensor, p: Parameters, known: Sequence[FusedStep], keep: bool) -> tuple[Tensor, Gap]:
-        """Return the state at the end of a gap and its steps: known ones, those of a grid, or chosen by the error."""
+    def solve(self, gap: int, s: Tensor, p: Parameters, known: Sequence[FusedStep], save: bool) -> tuple[Tensor, Gap]:
+        """Return the state at the end of a gap and its steps: recorded ones, fixed ones, or chosen by error control."""
         if self.is_zero[gap]:
             return s, Gap()
         start, y, tally = None, s, Tally(self.layer.field, self.nfe[gap])
@@ -435,24 +443,24 @@ class FusedODERNN:
             start = self.equation(s[:, : self.row], p)
             y = torch.cat((s, start.value), 1)
         steps: list[FusedStep] = []
-        if self.by_error and not known:
-            y, attempts = self.adaptive(gap, y, p, steps, keep)
+        if self.is_adaptive and not known:
+            y, attempts = self.adaptive(gap, y, p, steps, save)
         else:
-            for step in known or self.grid[gap]:
-                after, _, step = self.take(step, self.coefficients(step, p), y, p)
+            for step in known or self.fixed_steps[gap]:
+                after, _, step = self.attempt(step, self.coefficients(step, p), y, p)
                 y = step.end(y, after)
-                steps.append(step if keep else step.without_residuals)
+                steps.append(step if save else step.without_residuals)
             attempts = len(steps)
         tally.add("evaluation", self.method.is_fsal + attempts * self.evaluations)
         if not known:
             tally.add("accepted", len(steps))
             tally.add("rejected", attempts - len(steps))
-        return y[:, : self.size], Gap(start if keep else None, steps)
+        return y[:, : self.size], Gap(start if save else None, steps)
 
-    def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep], keep: bool) -> tuple[Tensor, int]:
-        """Return the state at the end of a gap and the number of attempts; the accepted ones are added to ``steps``.
+    def adaptive(self, gap: int, y: Tensor, p: Parameters, steps: list[FusedStep], save: bool) -> tuple[Tensor, int]:
+        """Append the accepted steps of a gap to ``steps``; return the state at its end and the number of attempts.
 
-        The rules are those of :class:`hbnode.solve.control.AdaptiveSteps` for a field that does not depend on time.
+        Step sizes follow :class:`hbnode.solve.control.AdaptiveSteps` for a field that does not depend on time.
         """
         length, most, common = self.lengths[gap], self.settings.max_steps, not self.settings.per_sample
         parts = y.chunk(self.method.rows + 1, 1)
@@ -474,7 +482,7 @@ class FusedODERNN:
         control = None
         for attempt in range(1, most + 1):
             number = np.maximum(np.ceil((length - now) / size - 0.05), 1.0)
-            taken = np.where(number == left - 1.0, taken, (length - now) / number)  # equal steps stay as they are
+            taken = np.where(number == left - 1.0, taken, (length - now) / number)  # keep the size of equal steps
             left, moves = number, taken > 0
             if attempt == 1 and (number == 1.0).all():
                 step = FusedStep(length, gap)
@@ -482,29 +490,29 @@ class FusedODERNN:
                 step = FusedStep(taken)
             else:
                 step = FusedStep(taken[moves], samples=torch.from_numpy(np.flatnonzero(moves)))
-            after, error, step = self.take(step, self.coefficients(step, p), y, p)
+            after, error, step = self.attempt(step, self.coefficients(step, p), y, p)
             ratio = self.ratio(step.y, after, error)
             if step.samples is not None:
                 own, ratio = ratio, 0.0 * h
                 ratio[moves] = own
             if common:
                 ratio = in_common(ratio, length)
-            accepted = ratio <= 1.0  # not those that are not finite
-            if accepted.all() and step.place is not None:
-                steps.append(step if keep else step.without_residuals)
+            accepted = ratio <= 1.0  # False if not finite
+            if accepted.all() and step.table_row is not None:
+                steps.append(step if save else step.without_residuals)
                 return after, attempt
             if not accepted.all():
                 mask = torch.from_numpy(accepted).unsqueeze(1)
                 step = step._replace(accepted=mask if step.samples is None else mask[step.samples])
             if (accepted & moves).any():
                 y = step.end(y, after)
-                steps.append(step if keep else step.without_residuals)
+                steps.append(step if save else step.without_residuals)
             now = np.where(accepted, np.where(number == 1.0, length, now + taken), now)
             if (now == length).all():
                 return y, attempt
             control = control or PIController(self.q, h)
             new = taken * control.factor(ratio, accepted)
-            is_cut = accepted & (taken < 0.5 * size)  # by the end, which says little of the steps after it
+            is_cut = accepted & (taken < 0.5 * size)  # shortened to end at the gap's end, so it limits no later step
             new = np.where(is_cut, np.maximum(new, size), new)
             size = np.where(moves, np.minimum(new, longest), size)
             is_stuck = ~accepted & ((size < self.shortest) | (control.failures >= NON_FINITE_ATTEMPTS))
@@ -513,16 +521,16 @@ class FusedODERNN:
         raise FallbackError
 
     def ratio(self, y: Tensor, after: Tensor, error: Any) -> Array:
-        """Return the norm of (error / tolerance) of each sample."""
+        """Return the root mean square of error / tolerance for each sample."""
         scale = torch.maximum(y[:, : self.size].abs(), after[:, : self.size].abs())
         scale = scale.mul_(self.settings.rtol).add_(self.settings.atol).view(len(y), -1, self.row)
         return rms(torch.div(error.transpose(0, 1), scale, out=scale))
 
-    def take(self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Tensor | None, FusedStep]:
-        """Return the state of those that take a step after it, its error, and the step with what its VJP needs.
+    def attempt(self, step: FusedStep, c: Tensor, y: Tensor, p: Parameters) -> tuple[Tensor, Any, FusedStep]:
+        """Return the state after a step of the samples that take it, its error, and the step with what its VJP needs.
 
-        Rows = C [h, m, F, F(row 1), F(row 2), ...]: the stages, the last of which is the new h; the new m; the errors.
-        A splitting method takes a drift, and kicks each with a drift after it.
+        For explicit methods, rows = C [h, m, F, F(row 1), F(row 2), ...]. The rows are the stages, of which the last is
+        the new h, then the new m, then the errors. A splitting method takes a drift, then kick–drift pairs.
         """
         n, count, stages = self.method.rows, self.evaluations, []
         y = y if step.samples is None else y[step.samples]
@@ -551,41 +559,41 @@ class FusedODERNN:
         return torch.tanh(m) if self.equation.is_bounded else m
 
     def coefficients(self, step: FusedStep, p: Parameters) -> Tensor:
-        """Return those of a step; of steps in the table of sizes they are computed for many at once."""
-        if torch.is_grad_enabled():  # differentiable in γ
-            packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.by_error)
-            return coefficient_matrix(self.method, packed, error=self.by_error).to(p.s)
-        sizes, place, lanes = step.sizes, step.place, self.sizes.shape[1]
-        if place is not None:
+        """Return the coefficients of a step; those of steps in the table are computed for many steps at once."""
+        if torch.is_grad_enabled():  # differentiable with respect to γ
+            packed = self.method.packed(torch, p.damping.cpu(), torch.from_numpy(step.sizes), error=self.is_adaptive)
+            return coefficient_matrix(self.method, packed, error=self.is_adaptive).to(p.s)
+        sizes, index, lanes = step.sizes, step.table_row, self.sizes.shape[1]
+        if index is not None:
             together = max(1, TOGETHER // lanes)
-            group, place = divmod(place, together)
+            group, index = divmod(index, together)
             if self.group[0] == group:
-                return self.group[1][place]
+                return self.group[1][index]
             sizes = self.sizes[group * together : (group + 1) * together].ravel()
         if len(sizes) > FEW_SIZES:
-            packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.by_error)
+            packed = self.method.packed(torch, self.gamma, torch.from_numpy(sizes), error=self.is_adaptive)
         else:
-            packed = torch.from_numpy(self.method.packed(np, self.number, sizes, error=self.by_error))
-        c = coefficient_matrix(self.method, packed.to(p.s), error=self.by_error)
-        if place is None:
+            packed = torch.from_numpy(self.method.packed(np, self.number, sizes, error=self.is_adaptive))
+        c = coefficient_matrix(self.method, packed.to(p.s), error=self.is_adaptive)
+        if index is None:
             return c
         self.group = group, c.split(lanes, -2)
-        return self.group[1][place]
+        return self.group[1][index]
 
-    # Backwards
+    # Backward pass
 
     def vjp(self, gap: Gap, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient at the beginning of a gap from that at its end."""
+        """Return the gradient at the state at the beginning of a gap, given the gradient g at its end."""
         for step in reversed(gap.steps):
             g = self.step_vjp(step, g, p, sums)
         if gap.start is None:
             return g
         g, at_f = g[:, : self.size], self.equation.vjp(gap.start, g[:, self.size :], p, sums)
-        g[:, : self.row].add_(at_f)  # in place: the VJP of the first step has made it
+        g[:, : self.row].add_(at_f)  # in place, because the first step's VJP created g
         return g
 
     def step_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """Return the gradient at the state of the method before a step from that after it, which may lack that at F."""
+        """Return the gradient at the method's state before a step, given g after it, with or without F's columns."""
         vjp = self.explicit_vjp if self.method.is_fsal else self.splitting_vjp
         if step.samples is None and step.accepted is None:
             return vjp(step, g, p, sums)
@@ -594,12 +602,16 @@ class FusedODERNN:
         own = g if step.samples is None else g[step.samples]
         if step.accepted is None:
             own = vjp(step, own, p, sums)
-        else:  # the others stay
+        else:  # samples that rejected the step did not move
             own = torch.where(step.accepted, 0.0, own) + vjp(step, torch.where(step.accepted, own, 0.0), p, sums)
         return own if step.samples is None else g.index_copy(0, step.samples, own)
 
     def explicit_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """From the last row of C to the first: a row's gradient goes to its columns, and a column's to the row."""
+        """Apply the VJP of the product with C from its last row to its first.
+
+        The gradient of a row adds to those of its columns; the gradient of a column passes through F to the stage's
+        row.
+        """
         n, count, by_row, at_rows = self.method.rows, self.evaluations, step.c.unbind(0), []
         parts: Sequence[Any] = g.chunk(g.shape[1] // self.row, 1)
         at_x, at_f = parts[0], parts[n] if len(parts) > n else None
@@ -620,7 +632,6 @@ class FusedODERNN:
         return torch.cat(at_columns[: n + 1].unbind(0), 1)
 
     def splitting_vjp(self, step: FusedStep, g: Tensor, p: Parameters, sums: GradAccumulator) -> Tensor:
-        """From the last drift and kick to the first."""
         k, c, at_kicks, momenta = self.evaluations, step.c, [], [step.y[:, self.row :]]
         forces = [stage.value for stage in step.stages]
         drifts, decays, weights = c[: k + 1], c[k + 1 : 2 * k + 1], c[2 * k + 1 :]
@@ -640,7 +651,7 @@ class FusedODERNN:
         return aten.tanh_backward.default(at_h, torch.tanh(m)) if self.equation.is_bounded else at_h
 
     def add_damping(self, sums: GradAccumulator) -> None:
-        """Add up the gradient of γ in the method, from those of the rows of its steps and their columns."""
+        """Add the gradient of γ in the method, from the gradients of the rows and the columns of its steps."""
         sizes, at_rows, columns = zip(*sums.steps, strict=True)
         sums.steps = []
         g = torch.stack(list(map(torch.cat, zip(*at_rows, strict=True))))
@@ -650,84 +661,83 @@ class FusedODERNN:
             packed = self.method.packed(torch, gamma, torch.from_numpy(np.concatenate(sizes)), error=False)
             if isinstance(self.method, Explicit):
                 products = torch.einsum("rnw,cnw->rcn", g, k).flatten(0, 1)[self.method.places(False).to(g.device)]
-            else:  # decays and weights of the kicks
+            else:  # momentum decays and force weights
                 packed, products = packed[len(g) + 1 :], (g.repeat(2, 1, 1) * k).sum(-1)
             (found,) = torch.autograd.grad(packed, gamma, products.to(packed))
         sums.add("damping", found.to(g.device))
 
 
 def rms(x: Tensor) -> Array:
-    """Return the root mean square of each sample, on the host."""
+    """Return the root mean square of each row of x (batch, ...), as a NumPy array."""
     x = x.flatten(1)
     return torch.linalg.vector_norm(x, dim=1).double().numpy() / math.sqrt(x.shape[1])
 
 
 def in_common(x: Array, length: Array) -> Array:
-    """Return the root mean square over the samples that move, for all."""
+    """Return, for every sample, the root mean square of x over samples with a gap of nonzero length."""
     return np.full_like(x, np.sqrt((x[length > 0] ** 2).mean()))
 
 
 def least_fraction(size: Array, length: Array) -> Array:
-    """Return sizes that are the same fraction of all lengths that are not 0, at most as long as these."""
+    """Return step sizes that are one fraction of all nonzero lengths, the smallest that ``size`` allows."""
     moves = length > 0
     return np.where(moves, length * (size[moves] / length[moves]).min(), size)
 
 
 def total(a: Any, b: Any) -> Any:
-    """Return the sum of gradients of which one or both may be None."""
     return b if a is None else a if b is None else a + b
 
 
-# The whole as one function
+# All gaps as one autograd function
 
 
 @dataclass
 class Run:
-    """Gaps one after the other, and an update after each if there is a cell.
+    """A sequence of gaps, each followed by an update if there is a cell.
 
     Attributes:
-        fused: solves them.
-        cell: what updates the states.
-        gaps: their numbers; -1 where there is none before the first sample.
-        masks: which samples update the state, for each a (batch, 1); None for all.
-        keeps: whether the forward pass stores all residuals. Else the backward pass takes the steps again.
-        records: of each sample the gap before it and the residuals of the cell; freed after the backward pass.
-        segment: of how many samples the backward pass holds the residuals: all of T, or about its root.
+        fused: solver of the gaps.
+        cell: cell that updates the states; None for no updates.
+        gaps: gap numbers; -1 if there is no gap before the first sample.
+        masks: which samples update the state, (batch, 1) for each time step; None for all.
+        saves_residuals: whether the forward pass saves all residuals; otherwise the backward pass recomputes them.
+        records: for each time step the gap before it and the residuals of the cell; freed after the backward pass.
+        segment: number of time steps whose residuals are in memory at once: all T, or about the square root of T.
     """
 
     fused: FusedODERNN
     cell: FusedCell | None
     gaps: range
     masks: Sequence[Tensor] | None
-    keeps: bool
+    saves_residuals: bool
     records: Sequence[tuple[Gap, tuple[Tensor, ...]]] = ()
     segment: int = 1
 
-    @np.errstate(all="ignore")  # what is not finite is no accepted step
-    def forward(self, s: Tensor, p: Parameters, samples: range, *, keep: bool) -> tuple[Any, ...]:
-        """Return for each sample the state before it, that after, and its record; by the steps recorded before."""
+    @np.errstate(all="ignore")  # steps that are not finite are rejected
+    def forward(self, s: Tensor, p: Parameters, samples: range, *, save: bool) -> tuple[Any, ...]:
+        """Return the states before and after each time step and its record, with step sizes from earlier records."""
         found: list[tuple[Any, ...]] = []
         residuals: tuple[Tensor, ...] = ()
         for i in samples:
             gap = self.records[i][0] if self.records else Gap()
             if self.gaps[i] >= 0:
-                s, gap = self.fused.solve(self.gaps[i], s, p, gap.steps, keep)
+                s, gap = self.fused.solve(self.gaps[i], s, p, gap.steps, save)
             before = s
             if self.cell is not None and p.gates is not None:
                 new, residuals = self.cell(p.gates[i], s, p.weights)
                 new = s + new if self.fused.layer.residual else new
                 s = new if self.masks is None else torch.where(self.masks[i], new, s)
-            found.append((before, s, (gap, residuals if keep else ())))
+            found.append((before, s, (gap, residuals if save else ())))
         return tuple(zip(*found, strict=True))
 
     def backward(self, p: Parameters, starts: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
-        """Return the gradients of the parameters, from the last sample to the first."""
+        """Return the gradients of the parameters, from the last time step to the first."""
         fused, sums, g, count = self.fused, GradAccumulator(p.weights), torch.zeros_like(p.s), len(self.gaps)
         at_gates = None if p.gates is None else torch.empty_like(p.gates)
         segments = list(zip(range(0, count, self.segment), (p.s, *starts), strict=True))
         for first, start in reversed(segments):
             samples = range(first, min(first + self.segment, count))
-            records = self.records if self.keeps else self.forward(start, p, samples, keep=True)[2]
+            records = self.records if self.saves_residuals else self.forward(start, p, samples, save=True)[2]
             for i, (gap, residuals) in zip(reversed(samples), reversed(records), strict=True):
                 if self.cell is not None and at_gates is not None:
                     g = g if grads[1] is None else g + grads[1][i]
@@ -749,24 +759,25 @@ class Run:
 
 
 def reference(run: Run, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the states before and after each sample, (T, batch, S), by the steps of the run, for autograd."""
+    """Return the states before and after each update, (T, batch, S), by autograd operations on the recorded steps."""
     p = Parameters._make((*inputs[:5], inputs[5:]))
-    before, after, _ = run.forward(p.s, p, range(len(run.gaps)), keep=False)
+    before, after, _ = run.forward(p.s, p, range(len(run.gaps)), save=False)
     return torch.stack(before), None if run.cell is None else torch.stack(after)
 
 
 class _FusedGaps(torch.autograd.Function):
-    """The same with its own VJP; not by :func:`hbnode._torch.fast_form`, whose frames would be three more in each call.
+    """The same function as :func:`reference`, with its own VJP.
 
-    The states at the starts of segments are residuals.
+    It saves the states at the starts of segments for backward. It does not use :func:`hbnode._torch.fast_form`, which
+    would add three Python frames to each call.
     """
 
     @staticmethod
     def forward(ctx: Any, run: Run, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         p, count = Parameters._make((*inputs[:5], inputs[5:])), len(run.gaps)
-        run.keeps = run.keeps and any(ctx.needs_input_grad)
-        run.segment = count if run.keeps else math.isqrt(max(count - 1, 0)) + 1
-        before, after, run.records = run.forward(p.s, p, range(count), keep=run.keeps)
+        run.saves_residuals = run.saves_residuals and any(ctx.needs_input_grad)
+        run.segment = count if run.saves_residuals else math.isqrt(max(count - 1, 0)) + 1
+        before, after, run.records = run.forward(p.s, p, range(count), save=run.saves_residuals)
         ctx.set_materialize_grads(False)
         ctx.run, ctx.count = run, len(inputs)
         ctx.save_for_backward(*inputs, *after[run.segment - 1 : -1 : run.segment])
@@ -780,37 +791,32 @@ class _FusedGaps(torch.autograd.Function):
             if torch.is_grad_enabled() or _torch.is_batched(grads[0] if grads[1] is None else grads[1]):
                 return None, *_torch.reference_vjp(reference, run, inputs, grads, ctx.needs_input_grad[1:])
             found = run.backward(Parameters._make((*inputs[:5], inputs[5:])), starts, grads)
-        if not _torch.keeps_graph():  # or torch cannot say: another pass would take the steps again
-            run.records, run.keeps = (), False
+        if not _torch.keeps_graph():  # False in old torch, too: a second backward pass then recomputes
+            run.records, run.saves_residuals = (), False
         return None, *found
 
 
 def fuse(layer: Any, s: Tensor, times: Tensor, solver: Solver) -> FusedODERNN | None:
-    """Return the fused form of the layer; None if the reference is to be taken.
+    """Return the fused implementation of a layer, or None if the reference must be used.
 
-    It is if the network is not known, the method is not native or has options, or something watches or changes what is
-    computed: transforms, hooks, autocast, records of steps, gradients of times.
+    The reference is needed for unknown networks, methods that are not native, and methods with options. It is also
+    needed under transforms, hooks, autocast and step records, and for gradients of times.
     """
     settings, field, kind, n, is_cpu = solver.settings, layer.field, type(layer.field), layer.hidden_size, s.is_cpu
     if kind not in FIELDS or not is_unmodified(field) or field.time_dependent:
         return None
-    if (
-        _torch.needs_reference()
-        or open_records
-        or torch.is_autocast_enabled(s.device.type)
-        or _torch.has_global_hooks()
-    ):
+    if _torch.needs_reference() or open_records or _torch.has_global_hooks():
         return None
-    if times.requires_grad and torch.is_grad_enabled():
+    if torch.is_autocast_enabled(s.device.type) or (times.requires_grad and torch.is_grad_enabled()):
         return None
-    name = settings.method  # None for the best, the same as in hbnode.solve
+    name = settings.method  # None selects the same method as hbnode.solve
     if name is None:
         name = "tsit5" if kind is not HBNODE else "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
     if name not in METHODS or settings.options or settings.gradient not in ("direct", "checkpoint"):
         return None
     if settings.compile and not is_cpu:
         return None
-    if settings.steps is None:  # the host chooses them, by what the dtype carries
+    if settings.steps is None:  # chosen on the host, with a tolerance that the dtype can represent
         is_possible = is_cpu and settings.rtol >= torch.finfo(s.dtype).eps
     else:
         needed = torch.ones(1) if solver.step_size is None else steps_needed(times.double(), solver.step_size)

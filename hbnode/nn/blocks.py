@@ -1,4 +1,4 @@
-"""Blocks: a field, its solver and a time span as one layer of a network."""
+"""ODE blocks: layers that combine a field, its solver and an integration interval."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hbnode.solve.odeint import checked_span, resolve, solve
 from hbnode.solve.settings import Gradient, Method, Save, Settings, checked_jumps
 
 _SETTINGS = {field.name: field.name for field in dataclasses.fields(Settings) if field.name != "common_steps"}
-_SETTINGS["compile"] = "compile_steps"  # nn.Module has a method of the shorter name
+_SETTINGS["compile"] = "compile_steps"  # nn.Module has a method ``compile``
 
 
 class ODEBlock(nn.Module):
-    r"""A layer that maps x to h(T), the solution of an ODE that starts from x.
+    """A layer that maps x to h(T), the solution at time T of an ODE with the initial value x.
 
     Arguments:
-        field: the right-hand side: one of hbnode's fields, or a module called ``(t, state)`` with the methods
-            ``initial_state`` and ``readout``.
+        field: the right-hand side of the ODE: one of hbnode's fields, or a module called ``(t, state)`` with the
+            methods ``initial_state`` and ``readout``.
         t_span: start and end of the integration, ``(t0, T)``. The end may lie before the start. Default: (0.0, 1.0).
         method: solver, as in :func:`hbnode.odeint`; :func:`hbnode.methods` lists them. Default: None, the best native
             method for the field and the tolerance.
@@ -37,30 +37,30 @@ class ODEBlock(nn.Module):
         atol: absolute tolerance of adaptive methods, in the units of the state. Default: 1e-5.
         gradient: ``"checkpoint"``, ``"direct"``, ``"reversible"`` or ``"adjoint"``, as in :func:`hbnode.odeint`.
             Default: None, ``"checkpoint"`` for native methods and ``"direct"`` for torchdiffeq's.
-        steps: a fixed grid: the number of equal steps in each output interval, from start to end for ``block(x)``.
-            Default: None, steps are adaptive.
-        per_sample: whether each sample has steps of its own (native methods). Default: False, one step size for the
-            whole batch.
-        save: ``"interpolate"``: adaptive steps pass output times, which are interpolated within the tolerance.
-            ``"exact"``: a step ends on each. Default: ``"interpolate"``.
+        steps: number of equal steps between two output times, or from start to end for ``block(x)``. Default: None,
+            adaptive steps.
+        per_sample: whether each sample has its own step sizes (native methods only). Default: False, one step size for
+            the whole batch.
+        save: ``"interpolate"``: adaptive steps ignore output times, and outputs are interpolated within the tolerance.
+            ``"exact"``: a step ends at each output time. Default: ``"interpolate"``.
         jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
-        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
+        max_steps: number of steps after which a solve raises an error. Default: 10000.
         options: further options of the method, such as ``{"max_step": 0.1}``. Default: None.
         adjoint_options: options of the backward solve of ``gradient="adjoint"`` with one of torchdiffeq's methods.
             Default: None, which is ``{"norm": "seminorm"}``.
         compile: compile the steps of a native method with torch.compile. Default: False.
         augment: number of zeros appended to x along dimension 1 before the solve (features, or channels of an image).
             Default: 0.
-        initial_state: module or callable x -> state that replaces the zeros and the field's own ``initial_state``.
+        initial_state: module or callable x -> state, used instead of ``augment`` and the field's own ``initial_state``.
             Default: None.
 
     Shape:
         - ``block(x)``: x (batch, d, ...) -> (batch, d + augment, ...), h at the end of ``t_span``.
         - ``block(x, t)``: x is the state at ``t[0]``, t (T,) -> (T, batch, d + augment, ...). Native methods also take
-          t (batch, T), times for each sample.
+          t (batch, T), with times per sample.
 
     Raises:
-        TypeError: if ``field`` is no field.
+        TypeError: if ``field`` is not a field.
         ValueError: if an argument is out of its range.
 
     Example:
@@ -98,7 +98,7 @@ class ODEBlock(nn.Module):
             )
         self.augment = as_count(augment, "augment", least=0)
         if augment and initial_state is not None:
-            raise ValueError("augment and initial_state were both given. Fix: let initial_state do the augmenting.")
+            raise ValueError("augment and initial_state were both given. Fix: append the zeros in initial_state.")
         self.field = cast(Field, field)  # or another module with its methods
         self.t_span = checked_span(t_span)
         self.method = method
@@ -116,20 +116,20 @@ class ODEBlock(nn.Module):
         self.initial_state = initial_state
         self._nfe = NFE()
         self._settings: Settings | None = None
-        self.settings()  # raises for a wrong argument now rather than at the first call
+        self.settings()  # raises for a wrong argument here, not in the first call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "jump_times":
             value = checked_jumps(value)
         super().__setattr__(name, value)
         if name in _SETTINGS.values():
-            self._settings = None  # they are checked together, in the next call
+            self._settings = None  # checked together in the next call
 
     @property
     def nfe(self) -> NFE:
-        """Evaluations of the last call; the backward pass fills in its part.
+        """Return the function evaluations of the last call; the backward pass adds its own part.
 
-        ``block.nfe = 0`` starts a new count, in which the backward pass of the last call counts as well.
+        Setting ``block.nfe = 0`` starts a new count that also includes the backward pass of the last call.
         """
         return self._nfe
 
@@ -141,9 +141,9 @@ class ODEBlock(nn.Module):
         self._nfe = self._nfe.successor
 
     def forward(self, x: Tensor, t: Times | None = None) -> Tensor:
-        """Return h(T), or the trajectory of h at the times ``t``."""
+        """Return h at the end of ``t_span``, or h at the times ``t``; the class describes the shapes."""
         readout = self.field.readout
-        if t is None and getattr(readout, "__func__", None) is Field.readout:  # which takes a state as well
+        if t is None and getattr(readout, "__func__", None) is Field.readout:  # takes a single state, too
             return readout(self._solve(self.field, self.start(x), None, end=True))
         h = readout(self.trajectory(x, t))
         return h[-1] if t is None else h
@@ -152,18 +152,18 @@ class ODEBlock(nn.Module):
         __call__ = forward
 
     def trajectory(self, x: Tensor, t: Times | None = None) -> State:
-        r"""Return the whole state at the times ``t``, time first; ``block(x, t)`` gives only h.
+        """Return the whole state at the times ``t``, time first, where ``block(x, t)`` returns only h.
 
-        Counts evaluations and gives gradients as ``block(x, t)`` does.
+        Function evaluations are counted and gradients computed as for ``block(x, t)``.
 
         Arguments:
             x: input (batch, d, ...), the state at ``t[0]``.
-            t: times (T,), or (batch, T) for each sample. Default: None, the two ends of ``t_span``.
+            t: times (T,), or (batch, T) with times per sample. Default: None, the two ends of ``t_span``.
 
         Returns:
-            What :func:`hbnode.odeint` returns for the field: the pair (h, m) of an HBNODE or GHBNODE and (h, v) of a
-            SONODE, each (T, batch, d + augment, ...), and the tensor h of a NODE or ANODE, whose state has no other
-            part. With ``initial_state``: the structure of what it returns.
+            The same as :func:`hbnode.odeint` for the field. HBNODE and GHBNODE give the pair (h, m) and SONODE (h, v),
+            each tensor (T, batch, d + augment, ...). NODE and ANODE give the tensor h. With ``initial_state``, the
+            result has the structure that ``initial_state`` returns.
 
         Example:
             >>> import torch, hbnode
@@ -175,35 +175,36 @@ class ODEBlock(nn.Module):
         return self._solve(self.field, self.start(x), t)
 
     def with_integral(self, x: Tensor, integrand: Integrand, t: Times | None = None) -> tuple[Tensor, Tensor]:
-        r"""Return the output of the block and the integral of g along its path.
+        r"""Return the output of the block and the integral q of a function g along its trajectory y.
 
         .. math:: q(t) = \int_{t_0}^{t} g(s, y(s), y'(s))\, ds
 
-        q is solved as one more equation, q' = g with q = 0 at the start, by ``"tsit5"`` or one of torchdiffeq's methods
-        (Nyström and splitting methods solve h'' + γh' = f only). A step is accepted when the error norm of the state
-        and the error norm of q are both at most 1, so the integral does not loosen the steps of h. Gradients flow to h,
-        q and all parameters in f and g in every gradient mode except ``"reversible"``. ``block.nfe`` counts evaluations
-        of the field, not calls of a network inside g. ``compile=True`` has no effect here.
+        q is solved as a further equation, q' = g with q = 0 at the start. The solver is ``"tsit5"`` or one of
+        torchdiffeq's methods, because Nyström and splitting methods solve h'' + γh' = f only. A step is accepted if the
+        error norms of the state and of q are both at most 1. The integral therefore never loosens the tolerance of h.
+        Gradients flow to h, q and all parameters of f and g in every gradient mode except ``"reversible"``.
+        ``block.nfe`` counts evaluations of the field, without the calls of a network inside g. ``compile=True`` has no
+        effect here.
 
         Arguments:
             x: input (batch, d, ...), the state at the start.
-            integrand: g, called ``(t, state, derivative)`` with the state, h or (h, m), and its derivative, both as the
-                field has them. It returns (batch,). t is a scalar. With ``per_sample=True`` or times of each
-                sample its shape is (batch, 1, ...), or (1, 1, ...) at a time that all share, and broadcasts with h;
-                ``t.reshape(-1)`` always broadcasts with (batch,). g runs without a graph of autograd in the forward
-                pass; use ``torch.func`` for derivatives in it.
-            t: times (T,), or (batch, T) for each sample. Default: None, the end of ``t_span``.
+            integrand: g, called ``(t, state, derivative)``, returns (batch,). The state is h or (h, m), and the
+                derivative has the same structure. t is a scalar. With ``per_sample=True`` or times per sample its shape
+                is (batch, 1, ...), or (1, 1, ...) at a time that all samples share. It then broadcasts with h, and
+                ``t.reshape(-1)`` always broadcasts with (batch,). The forward pass calls g without an autograd graph;
+                use ``torch.func`` for derivatives inside g.
+            t: times (T,), or (batch, T) with times per sample. Default: None, the end of ``t_span``.
 
         Returns:
-            h (batch, d + augment, ...) as ``block(x)`` and q (batch,), or as ``block(x, t)`` h (T, batch, ...) and
-            q (T, batch), which is 0 at ``t[0]``.
+            h (batch, d + augment, ...) as from ``block(x)`` and q (batch,). With ``t``, h (T, batch, ...) as from
+            ``block(x, t)`` and q (T, batch), which is 0 at ``t[0]``.
 
         Raises:
             ValueError: if the block's method or gradient mode cannot solve the integral, or g returns another shape.
 
         Example:
-            The kinetic energy of a path, a penalty for straight ones (Finlay et al., arXiv:2002.02798), and the change
-            of a log-density, :math:`d \log p / dt = -\mathrm{tr}(\partial f / \partial h)` (Chen et al.,
+            The kinetic energy of a path is a penalty that favours straight paths (Finlay et al., arXiv:2002.02798). The
+            change of a log-density is :math:`d \log p / dt = -\mathrm{tr}(\partial f / \partial h)` (Chen et al.,
             arXiv:1806.07366):
 
             >>> import torch, hbnode
@@ -224,7 +225,7 @@ class ODEBlock(nn.Module):
         return (h[-1], q[-1]) if t is None else (h, q)
 
     def start(self, x: Tensor) -> State:
-        """Return the initial state of a solve from an input x (batch, d, ...): augmented, with its momentum."""
+        """Return the initial state for an input x (batch, d, ...), with appended zeros and initial momentum."""
         with _traced_shapes():
             if self.initial_state is not None:
                 return self.initial_state(x)
@@ -233,19 +234,18 @@ class ODEBlock(nn.Module):
     def _solve(
         self, field: nn.Module, state: State, t: Times | None, settings: Settings | None = None, *, end: bool = False
     ) -> State:
-        """Solve at the times, or return only the final state, and count the evaluations."""
         nfe = NFE()
-        if not is_exporting():  # a graph without Python has no attributes
+        if not is_exporting():  # an exported graph cannot set attributes
             self._nfe = nfe
         if settings is None:
             settings = self._settings or self.settings()
-            if self.options is None and self.adjoint_options is None:  # dicts may change in place
+            if self.options is None and self.adjoint_options is None:  # dicts may be modified in place
                 self._settings = settings
         with _traced_shapes():
             return solve(field, state, self.t_span if t is None else t, settings, nfe, end=end)
 
     def settings(self) -> Settings:
-        """Return how the block solves, checked, from its attributes, which may be changed at any time."""
+        """Return the checked solver settings from the current values of the block's attributes."""
         return Settings(**{name: getattr(self, attribute) for name, attribute in _SETTINGS.items()}).checked()
 
     def extra_repr(self) -> str:
@@ -262,43 +262,44 @@ def _traced_shapes() -> AbstractContextManager[None]:
 
 
 class HeavyBallODEBlock(ODEBlock):
-    r"""ODE layer for the heavy-ball equation: :math:`h'' + \gamma h' = f(h, t)` from h = x, returning h(T).
+    r"""An ODE layer for the heavy-ball equation :math:`h'' + \gamma h' = f(h, t)` that maps h(t0) = x to h(T).
 
     With ``generalized=True`` the equation is that of :class:`hbnode.GHBNODE`,
     :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
 
     Arguments:
-        func: f, a module or callable taking ``(h)`` or ``(t, h)`` and returning the shape of h.
-        generalized: use :class:`hbnode.GHBNODE` in place of :class:`hbnode.HBNODE`. Default: False.
+        func: f, a module or callable with the arguments ``(h)`` or ``(t, h)`` that returns the shape of h.
+        generalized: use :class:`hbnode.GHBNODE` instead of :class:`hbnode.HBNODE`. Default: False.
         augment: number of zeros appended to x along dimension 1 (features, or channels of an image). Default: 0.
-        initial_momentum: module or callable h -> m(t0) of the shape of h, augmentation included. Default: None, the
-            ball starts at rest.
-        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, (d,) for one γ a feature.
-            Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
+        initial_momentum: module or callable h -> m(t0) of the shape of h, including appended zeros. Default: None, zero
+            initial momentum.
+        damping: initial γ, in units of 1/time: a number, or a tensor that broadcasts with h, such as (d,) for one γ per
+            feature. Default: None, ``max_damping * sigmoid(-3)``, about 0.047.
         learn_damping: whether γ is a parameter. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
         xi: initial ξ of a generalized block, in units of 1/time. Default: None, ln 2.
         learn_xi: whether ξ of a generalized block is a parameter. Default: None, True.
         activation: σ of a generalized block, elementwise. Default: None, tanh.
-        time_dependent: whether ``func`` takes the time. Default: None, which looks at the arguments of ``func``.
+        time_dependent: whether ``func`` takes the time. Default: None, inferred from the signature of ``func``.
         t_span: start and end of the integration, ``(t0, T)``. Default: (0.0, 1.0).
-        method: solver, as for :class:`ODEBlock`; so are the following arguments. Default: None, the best native one.
+        method: solver, as for :class:`ODEBlock`; so are the arguments that follow. Default: None, the best native one.
         rtol: relative tolerance. Default: 1e-5.
         atol: absolute tolerance. Default: 1e-5.
         gradient: how gradients are computed. Default: None, ``"checkpoint"`` for native methods.
-        steps: a fixed grid: the number of equal steps in each output interval. Default: None, steps are adaptive.
-        per_sample: whether each sample has steps of its own. Default: False.
-        save: ``"interpolate"``, or ``"exact"``: a step ends on each output time. Default: ``"interpolate"``.
+        steps: number of equal steps between two output times. Default: None, adaptive steps.
+        per_sample: whether each sample has its own step sizes. Default: False.
+        save: ``"interpolate"``, or ``"exact"``: a step ends at each output time. Default: ``"interpolate"``.
         jump_times: times (K,) at which f or its derivative jumps; adaptive steps end on them. Default: None.
-        max_steps: number of steps after which a solve is given up with an error. Default: 10000.
+        max_steps: number of steps after which a solve raises an error. Default: 10000.
         options: further options of the method. Default: None.
         adjoint_options: options of the backward solve of ``gradient="adjoint"``, torchdiffeq's methods. Default: None.
         compile: compile the steps of a native method with torch.compile. Default: False.
-        initial_state: module or callable x -> (h, m) that replaces ``augment`` and ``initial_momentum``. Default: None.
+        initial_state: module or callable x -> (h, m), used instead of ``augment`` and ``initial_momentum``.
+            Default: None.
 
     Raises:
-        TypeError: if it cannot be told how to call ``func``.
-        ValueError: if an argument is out of its range, or belongs to a generalized block.
+        TypeError: if the signature of ``func`` does not show whether it takes the time.
+        ValueError: if an argument is out of its range, or is one of a generalized block only.
 
     Example:
         >>> import torch, hbnode
@@ -343,7 +344,7 @@ class HeavyBallODEBlock(ODEBlock):
         constants = {name: value for name, value in constants.items() if value is not None}
         if constants and not generalized:
             raise ValueError(
-                f"{', '.join(constants)} belongs to h' = σ(m), m' = -γm + f - ξh, which is generalized=True. "
+                f"{', '.join(constants)} belongs to the equation of generalized=True, h' = σ(m), m' = -γm + f - ξh. "
                 "Fix: generalized=True, or leave it out."
             )
         field = (GHBNODE if generalized else HBNODE)(

@@ -1,4 +1,4 @@
-"""Small networks to put inside a field, and what goes before or around a model."""
+"""Small networks for use inside a field, feature standardisation, and a search for models of equal parameter count."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class MLP(nn.Module):
-    """Fully connected network over the last dimension.
+    """A fully connected network over the last dimension.
 
-    Called with the parts that a field hands over, ``(h)`` or ``(h, v)``, which it concatenates; with the time in front
-    if ``time_dependent``, which it appends as a last feature.
+    It is called with the arguments that a field passes to f, ``(h)`` or ``(h, v)``, and concatenates them. With
+    ``time_dependent=True`` the first argument is the time, which is appended as the last feature.
 
     Arguments:
-        in_features: size of its inputs together, the time not counted.
+        in_features: total size of the inputs, without the time.
         hidden: sizes of the hidden layers.
         out_features: size of the output.
         activation: class of the modules between the layers. Default: ``torch.nn.modules.activation.ELU``.
         time_dependent: whether it is called with the time. Default: False.
 
     Raises:
-        TypeError: if ``hidden`` is a number, or ``activation`` a module or a function of tensors.
+        TypeError: if ``hidden`` is a number, or ``activation`` is a module or a function of tensors.
 
     Shape:
         - ``mlp(h)``: (..., in_features) -> (..., out_features); ``mlp(t, h, v)`` likewise.
@@ -66,7 +66,7 @@ class MLP(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """The three-layer convolutional f of the papers' image models: 1x1, 3x3 and 1x1, with ReLU between.
+    """The three-layer convolutional f of the papers' image models: 1x1, 3x3 and 1x1, with ReLU in between.
 
     If ``time_dependent``, the time is appended as a constant channel before each convolution.
 
@@ -74,11 +74,11 @@ class ConvNet(nn.Module):
         Dupont et al., Augmented Neural ODEs, arXiv:1904.01681, appendix; used by Xia et al., arXiv:2110.04840.
 
     Arguments:
-        in_channels: channels of its inputs together, the time not counted.
-        hidden: channels of the two hidden layers.
-        out_channels: channels of the output.
+        in_channels: total number of channels of the inputs, without the time.
+        hidden: number of channels of the two hidden layers.
+        out_channels: number of channels of the output.
         activation: class of the modules between the layers. Default: ``torch.nn.modules.activation.ReLU``.
-        time_dependent: whether it is called with the time in front. Default: True.
+        time_dependent: whether the first argument is the time. Default: True.
 
     Shape:
         - ``net(t, h)``: scalar and (batch, in_channels, height, width) -> (batch, out_channels, height, width);
@@ -122,7 +122,7 @@ class ConvNet(nn.Module):
 def _make_activation(activation: Callable[[], nn.Module]) -> nn.Module:
     try:
         module = activation()
-    except TypeError:  # a module or a function is called without the tensor that it wants
+    except TypeError:  # a module or function of tensors needs an argument
         module = None
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -133,10 +133,10 @@ def _make_activation(activation: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Standardize(nn.Module):
-    r"""Features with mean 0 and standard deviation 1 over the training data: :math:`(x - \mu) / \sigma`.
+    r"""A layer that scales features to mean 0 and standard deviation 1 over training data: :math:`(x - \mu) / \sigma`.
 
     :math:`\mu` and :math:`\sigma` are buffers: they are saved with the model and move with it. NaN is a missing value;
-    it does not count, and stays NaN. A feature that is constant, or was never observed, is only shifted.
+    it is ignored by :meth:`fit` and stays NaN. A feature that is constant or never observed is only shifted.
 
     Arguments:
         num_features: size of the last dimension.
@@ -163,20 +163,20 @@ class Standardize(nn.Module):
 
     @torch.no_grad()
     def fit(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | Sequence[int] | None = None) -> Self:
-        """Set mean and standard deviation, that of the population, from training data.
+        """Set the mean and the population standard deviation from training data.
 
         Arguments:
             x: data (..., num_features).
-            mask: which values count, (...) or (..., num_features) of bool, or of 0 and 1; NaN never does.
+            mask: which values to use, (...) or (..., num_features) of bool, or of 0 and 1. NaN is never used.
                 Default: ``None``.
-            lengths: of series x (batch, T, num_features), the length of each, (batch,). Default: ``None``.
+            lengths: lengths (batch,) of the series in x (batch, T, num_features). Default: ``None``.
 
         Returns:
             The module itself.
 
         Raises:
-            ValueError: if x, the mask or the lengths have another shape, x holds infinite values that count, or a mean
-                or a standard deviation is none that the buffers' dtype holds.
+            ValueError: if x, the mask or the lengths have a wrong shape, or a value to use is infinite. Also if the
+                dtype of the buffers cannot represent a mean or standard deviation.
         """
         self._check(x)
         counts = ~torch.isnan(x)
@@ -184,14 +184,14 @@ class Standardize(nn.Module):
             counts = counts & self._as_mask(mask, x)
         if lengths is not None:
             if x.dim() != 3:
-                raise ValueError(f"lengths are of series x (batch, T, features), got x {tuple(x.shape)}. Fix: mask=.")
+                raise ValueError(f"lengths need x of shape (batch, T, features), got x {tuple(x.shape)}. Fix: mask=.")
             ends = torch.as_tensor(lengths, device=x.device)
             counts = counts & (torch.arange(x.shape[1], device=x.device) < ends.unsqueeze(1)).unsqueeze(-1)
         counts = counts.flatten(0, -2)
         values = torch.where(counts, x.double().flatten(0, -2), 0.0)
         if not bool(torch.isfinite(values).all()):
             feature = int((~torch.isfinite(values)).nonzero()[0, 1])
-            raise ValueError(f"x is infinite in feature {feature}. Fix: make it NaN, which is a missing value.")
+            raise ValueError(f"x is infinite in feature {feature}. Fix: set it to NaN, a missing value.")
         total = counts.sum(0).clamp(min=1)
         mean = values.sum(0) / total
         spread = torch.where(counts, values - mean, 0.0).square().sum(0) / total
@@ -202,31 +202,31 @@ class Standardize(nn.Module):
         mask = torch.as_tensor(mask, device=x.device).bool()
         if mask.shape not in (x.shape, x.shape[:-1]):
             raise ValueError(
-                f"mask must be {tuple(x.shape[:-1])} or {tuple(x.shape)}, as x is, got {tuple(mask.shape)}. "
+                f"mask must be {tuple(x.shape[:-1])} or {tuple(x.shape)}, the shape of x, got {tuple(mask.shape)}. "
                 "Fix: mask.expand(x.shape)."
             )
         return mask if mask.shape == x.shape else mask.unsqueeze(-1)
 
     def _store(self, mean: Tensor, std: Tensor) -> None:
-        """Fill the buffers; refuse numbers that their dtype does not hold."""
+        """Fill the buffers; raise ValueError if their dtype cannot represent the values."""
         rounded = mean.to(self.mean.dtype).double(), std.to(self.std.dtype).double()
         held = ((rounded[0] - mean).abs() <= 0.1 * std) & (rounded[1] > 0) & torch.isfinite(rounded[1])
         if not bool(held.all()):
             feature = int((~held).nonzero()[0, 0])
             raise ValueError(
-                f"feature {feature} has mean {float(mean[feature]):g} and standard deviation {float(std[feature]):g}, "
-                f"which {self.mean.dtype} does not hold. Fix: Standardize({self.num_features}).double(), or new units."
+                f"feature {feature} has mean {float(mean[feature]):g} and standard deviation {float(std[feature]):g}; "
+                f"{self.mean.dtype} cannot represent them. Fix: Standardize({self.num_features}).double()."
             )
         self.mean.copy_(mean)
         self.std.copy_(std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardise x."""
+        """Return the standardised x."""
         self._check(x)
         return (x - self.mean) / self.std
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Return what standardises to x."""
+        """Return x in the original units, as the inverse of :meth:`forward`."""
         self._check(x)
         return x * self.std + self.mean
 
@@ -243,23 +243,23 @@ class Standardize(nn.Module):
 
 
 def _varies(values: Tensor, counts: Tensor) -> Tensor:
-    """Return whether a column has different values among those that count."""
+    """Return whether each column of ``values`` has at least two different values where ``counts`` is True."""
     most, least = (nn.functional.pad(torch.where(counts, values, end), (0, 0, 0, 1), value=end) for end in (-inf, inf))
     return most.amax(0) > least.amin(0)
 
 
 def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
-    """Return the model whose number of trained parameters is nearest to a number, of those that ``make`` gives by size.
+    """Return the model from ``make`` whose number of trainable parameters is closest to ``parameters``.
 
-    Models of one hidden size differ in parameters: the state of an HBNODE is (h, m), so that the GRU cell of an ODE-RNN
-    is twice as wide as with a NODE. Compare models of equal parameters.
+    Compare models at equal parameter counts: at equal hidden size their counts differ. The state of an HBNODE is (h,
+    m), for example, so the GRU cell of its ODE-RNN is twice as wide as with a NODE.
 
     Arguments:
-        make: size -> model, whose parameters increase with the size.
-        parameters: how many it shall have.
+        make: function size -> model, whose number of parameters increases with the size.
+        parameters: target number of parameters.
 
     Raises:
-        ValueError: if the smallest model has more already.
+        ValueError: if the smallest model already has more parameters.
 
     Example:
         >>> import hbnode
@@ -270,13 +270,13 @@ def match_parameters(make: Callable[[int], Module], parameters: int) -> Module:
     """
 
     def count(size: int) -> int:
-        with torch.device("meta"):  # no memory, and no random numbers drawn
+        with torch.device("meta"):  # allocates no memory and draws no random numbers
             return sum(p.numel() for p in make(size).parameters() if p.requires_grad)
 
     parameters = as_count(parameters, "parameters")
     if count(1) > parameters:
         raise ValueError(
-            f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. Fix: a larger number."
+            f"the model of size 1 has {count(1)} parameters, more than parameters={parameters}. Fix: a larger target."
         )
     low, high = 1, 2
     while count(high) < parameters:

@@ -1,4 +1,4 @@
-"""ODE-RNN hybrids: a recurrent network whose state follows an ODE between the samples of an irregular series."""
+"""ODE-RNN hybrids: recurrent networks for irregular series whose state follows an ODE between observations."""
 
 from __future__ import annotations
 
@@ -55,87 +55,91 @@ def _net(inputs: int, n: int) -> nn.Module:
 
 
 class ODERNN(KeepsConstants):
-    r"""A recurrent network for irregular series, whose state follows an ODE between the samples.
+    r"""A recurrent network for irregular series whose hidden state follows an ODE between observations.
 
-    From one time to the next the state s, h or the pair (h, m), solves the field's equation; there the cell updates it
-    with the sample:
+    The state s is h for a first-order field and the pair (h, m) for a second-order one. Between two times
+    :math:`t_{i-1}` and :math:`t_i` it solves the field's equation. At each :math:`t_i` the cell updates it with
+    :math:`x_i`:
 
     .. math:: s(t_i^-) = s(t_{i-1}) + \int_{t_{i-1}}^{t_i} \mathrm{field}(t, s)\,dt, \qquad
         s(t_i) = \mathrm{cell}(x_i, s(t_i^-)), \quad\text{or}\quad s(t_i^-) + \mathrm{cell}(x_i, s(t_i^-)).
 
-    The cell is the same for all fields except for the size of s, so models differ in their field only. Every sample has
-    gaps of its own. With ``per_sample=True`` it also has its own step sizes: results then do not depend on padding or
-    on other samples of the batch, except for the rounding of the networks themselves.
+    The cell is the same for all fields except for the size of s, so models differ in their field only. Each series of
+    the batch has its own times. With ``per_sample=True`` it also has its own step sizes. Results then do not depend on
+    padding or on other samples of the batch, except for rounding inside the networks.
 
-    A fresh network acts over about one unit of time. Set the unit with :meth:`fit_time_unit` before training: gaps that
-    are long in it cost many evaluations, and train worse.
+    A new network changes its state over about one unit of time. Set the unit with :meth:`fit_time_unit` before
+    training: gaps of many units need many function evaluations and train worse.
 
     References:
-        Rubanova, Chen and Duvenaud, Latent ODEs for Irregularly-Sampled Time Series, arXiv:1907.03907; with momentum:
+        Rubanova, Chen and Duvenaud, Latent ODEs for Irregularly-Sampled Time Series, arXiv:1907.03907. With momentum:
         Xia et al., arXiv:2110.04840, and sections 3.4.3 and 3.4.4 of Wang et al., How Does Momentum Benefit Deep
         Neural Networks Architecture Design? (2022). Missing values: Che et al., Recurrent Neural Networks for
         Multivariate Time Series with Missing Values, arXiv:1606.01865.
 
     Arguments:
-        input_size: features of a sample.
-        hidden_size: size n of h, the zeros of an ANODE included.
-        field: ``"node"``, ``"anode"`` (the last half of h starts from zero), ``"sonode"``, ``"hbnode"``, ``"ghbnode"``,
-            each around a tanh network with one hidden layer of n units; or a field; or a function n -> field.
-            Default: ``"hbnode"``.
-        cell: ``"gru"`` or ``"rnn"``, torch.nn's; a module ``cell(x, s)``, (batch, inputs) and (batch, state_size) ->
-            (batch, state_size); or a function (inputs, state_size) -> such a module, with as many inputs as
-            ``rnn.inputs.size``. s is h, or h and m side by side. The gradient at its output, which a forward hook can
-            ask for, is the adjoint state after the sample, with or without ``residual``. Default: ``"gru"``.
-        residual: whether the cell's output is added to the state in place of replacing it. Default: ``False``.
-        initial_state: the state at the first time, before the first sample: ``"learned"``, ``"zeros"``, or a module
-            (batch, T, input_size) -> (batch, state_size) that sees all of a first call's samples, those that are
-            missing and padding as zeros. It may return h alone, without the zeros of an ANODE: the field makes the
-            rest, as it does of a learned h if it has an ``initial_momentum`` or ``initial_velocity``. Layers above the
-            first learn theirs, if it is a module. Default: ``"learned"``.
-        time_unit: length of time, a number or a duration, that is one unit to the field: f is told t / time_unit, and
-            the derivatives are with respect to that. It is in the ``state_dict``, and may be set later.
+        input_size: number of input features.
+        hidden_size: size n of h, including the zeros that an ANODE appends.
+        field: ``"node"``, ``"anode"`` (the last half of h starts from zero), ``"sonode"``, ``"hbnode"`` or
+            ``"ghbnode"``. Each has a tanh network with one hidden layer of n units. Alternatively a field, or a
+            function n -> field. Default: ``"hbnode"``.
+        cell: ``"gru"`` or ``"rnn"`` for torch.nn's cell; a module ``cell(x, s)`` that maps (batch, inputs) and
+            (batch, state_size) to (batch, state_size); or a function (inputs, state_size) -> such a module. s is h, or
+            h and m concatenated; inputs is ``rnn.inputs.size``. The gradient at the cell's output is the adjoint state
+            just after the observation, with or without ``residual``; a forward hook can read it. Default: ``"gru"``.
+        residual: whether the cell's output is added to the state instead of replacing it. Default: ``False``.
+        initial_state: the state at the first time, before the first observation: ``"learned"``, ``"zeros"``, or an
+            encoder module (batch, T, input_size) -> (batch, state_size). The encoder gets all observations of the first
+            call, with zeros for missing values and padding. It may return h only, without an ANODE's zeros; the field
+            then supplies the rest of the state. Likewise only h is learned if the field has an ``initial_momentum`` or
+            ``initial_velocity``. With an encoder, layers above the first use ``"learned"``. Default: ``"learned"``.
+        time_unit: length of one unit of the field's time, a number or a duration. f is called with t / time_unit, and
+            derivatives are with respect to t / time_unit. It is saved in the ``state_dict`` and may be set later.
             Default: ``1.0``.
-        missing: what the cell is fed for a missing value: ``"zero"``; ``"hold"``, the last one observed; ``"decay"``,
-            that one decaying to 0, the mean of standardised features, at a rate learned for each feature. 0 before the
-            first one. Default: ``"zero"``.
-        mask_features: whether the cell is fed the mask too. Default: ``False``.
-        elapsed_features: whether it is fed the time since each feature was observed before, in units of
-            ``time_unit``, too. Default: ``False``.
-        static_size: number of features that do not change; a linear map of them is added to a learned initial state,
-            and the cell of the first layer is fed them. Default: ``0``.
-        num_layers: layers; each reads the h of the one below after each sample. Default: ``1``.
+        missing: replacement for a missing value in the cell's input. ``"zero"``; ``"hold"``: the last observed value;
+            ``"decay"``: the last observed value, decaying to 0 (the mean of standardised features) at a learned rate
+            per feature. Before the first observation of a feature all three are 0. Default: ``"zero"``.
+        mask_features: whether the mask is part of the cell's input. Default: ``False``.
+        elapsed_features: whether the cell's input includes the time since each feature was last observed, in units of
+            ``time_unit``. Default: ``False``.
+        static_size: number of time-independent features. A linear map of them is added to a learned initial state, and
+            the cell of the first layer takes them as input. Default: ``0``.
+        num_layers: number of layers; the input of each is the h of the layer below after each observation.
+            Default: ``1``.
         dropout: probability of dropping an output between layers. Default: ``0.0``.
-        bidirectional: whether a second network reads each series from its end to its beginning, its time counted from
-            the end. The output is both h, (batch, T, 2 hidden_size). For classification: it sees the future.
-            Default: ``False``.
-        method: solver, as in :func:`hbnode.odeint`; so are the following arguments. torchdiffeq's methods need
+        bidirectional: whether a second network reads each series from its end, with its time counted from the end. The
+            output concatenates both h, (batch, T, 2 hidden_size). It is not causal: use it for classification, not for
+            forecasting. Default: ``False``.
+        method: solver, as in :func:`hbnode.odeint`; so are the arguments that follow. torchdiffeq's methods need
             ``per_sample=False``. Default: ``None``.
         rtol: relative tolerance. Default: ``1e-5``.
         atol: absolute tolerance. Default: ``1e-5``.
-        gradient: gradient mode. None is ``"direct"``. With ``"checkpoint"`` the backward pass takes the steps again, a
-            gap at a time, or about the root of T gaps where f is a network of known layers. Default: ``None``.
-        steps: a fixed grid: the number of equal steps in each gap. Default: ``None``, steps are adaptive.
-        per_sample: whether each sample has steps of its own. ``False`` takes a common step in units of each sample's
-            gap. Series that have ended take no part in it, so that f must not close over tensors with a row for each of
-            the batch. Default: ``True``.
-        max_steps: steps after which the solve of a gap is given up. Default: ``10000``.
-        options: further options of the method; ``{"step_size": h}`` is equal steps no longer than h, as many as the gap
-            needs. Lengths of time are in units of ``time_unit``. Limits such as ``max_nfe`` hold for each gap. Lengths
-            of time among the options of torchdiffeq's methods are fractions of a gap. Default: ``None``.
-        adjoint_options: options of the adjoint's solve. Default: ``None``.
-        compile: compile the steps of native methods. Has no effect on the CPU where f is a network of known layers,
-            whose gaps are solved without autograd. Default: ``False``.
+        gradient: gradient mode. With ``"checkpoint"`` the backward pass recomputes the steps one gap at a time. If f is
+            a network of known layers, it recomputes about :math:`\sqrt T` gaps at a time. Default: ``None``,
+            ``"direct"``.
+        steps: number of equal steps in each gap. Default: ``None``, adaptive steps.
+        per_sample: whether each sample has its own step sizes. If ``False``, all samples of the batch step over the
+            same fraction of their gaps. Series that have ended are then left out of the batch, so f must not close over
+            tensors with one row per sample. Default: ``True``.
+        max_steps: number of steps in a gap after which the solve raises an error. Default: ``10000``.
+        options: further options of the method. ``{"step_size": h}`` takes equal steps no longer than h, as many as the
+            gap needs. Lengths of time are in units of ``time_unit``, or fractions of a gap for torchdiffeq's methods.
+            Limits such as ``max_nfe`` apply to each gap. Default: ``None``.
+        adjoint_options: options of the adjoint solve. Default: ``None``.
+        compile: compile the steps of native methods. It has no effect on the CPU if f is a network of known layers,
+            because a fused implementation without autograd then solves the gaps. Default: ``False``.
 
     Attributes:
-        counts: evaluations of the last call, for each gap one count for each of its solves.
-        nfe: evaluations of the last call, all gaps together.
-        nfe_per_gap: those of each gap, a list, of all layers together; their backward parts are filled in by the
-            backward pass.
+        counts: function evaluations of the last call, one list per gap with one count per layer and direction.
+        nfe: function evaluations of the last call, summed over gaps and layers.
+        nfe_per_gap: function evaluations of the last call, a list with one sum over layers per gap. The backward pass
+            adds its own part.
 
     Shape:
-        - x: (batch, T, input_size), or a PackedSequence; t: (batch, T) or (T,), large times in float64, or dates, which
-          are seconds since 1970. An f(t, h) is told the time in the dtype of the state: count from a near origin.
-        - output: (batch, T, hidden_size), h after each sample; 0 on padding.
+        - x: (batch, T, input_size), or a PackedSequence.
+        - t: (batch, T) or (T,). Give large times in float64, or as dates, which are converted to seconds since 1970.
+          f(t, h) gets t in the dtype of the state, so choose an origin near the data.
+        - output: (batch, T, hidden_size), h after each observation; 0 on padding.
 
     Raises:
         ValueError, TypeError: if an argument is out of its range, or times do not increase.
@@ -213,7 +217,7 @@ class ODERNN(KeepsConstants):
         self.has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module itself lacks from its first layer."""
+        """Return the first layer's attribute if the module has none of that name."""
         own = self.__dict__.get("_modules", {})
         if name in OF_FIRST_LAYER and "layers" in own:
             return getattr(own["layers"][0], name)
@@ -227,7 +231,7 @@ class ODERNN(KeepsConstants):
 
     @property
     def time_unit(self) -> float:
-        """Length of time that is one unit to the field."""
+        """Return the length of one unit of the field's time."""
         return self._time_unit
 
     @time_unit.setter
@@ -240,23 +244,23 @@ class ODERNN(KeepsConstants):
 
     @property
     def nfe_per_gap(self) -> list[NFE]:
-        """Evaluations of each gap of the last call."""
+        """Return the function evaluations of each gap in the last call, summed over layers and directions."""
         return [sum(gap, NFE()) for gap in self.counts]
 
     @property
     def nfe(self) -> NFE:
-        """Evaluations of the last call, all gaps together."""
+        """Return the function evaluations of the last call, summed over gaps, layers and directions."""
         return sum(self.nfe_per_gap, NFE())
 
     def fit_time_unit(self, t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Self:
-        """Set ``time_unit`` to ten times the median gap of training data, so that a gap is a tenth of a unit.
+        """Set ``time_unit`` to ten times the median gap of training data, so that a typical gap is a tenth of a unit.
 
-        Models that are fitted to t and to 1000 t give the same answers.
+        Models fitted to t and to 1000 t then give the same outputs.
 
         Arguments:
             t: times (batch, T) or (T,), as for :meth:`forward`.
-            mask: what was observed, (batch, T) or (batch, T, features); gaps are between samples of which anything was.
-                Default: ``None``.
+            mask: what was observed, (batch, T) or (batch, T, features). Gaps run between samples with an observed
+                feature. Default: ``None``.
             lengths: length of each series, (batch,). Default: ``None``.
 
         Returns:
@@ -269,19 +273,19 @@ class ODERNN(KeepsConstants):
         self, x: Series, t: ArrayLike | PackedSequence, state: ODERNNState | None = None,
         mask: Tensor | PackedSequence | None = None, lengths: Lengths | None = None, static: Tensor | None = None,
     ) -> tuple[Series, ODERNNState]:  # fmt: skip
-        """Return h after each sample, and the state at the end.
+        """Return h after each observation, and the state at the end of each series.
 
         Arguments:
             x: samples (batch, T, input_size), or packed.
-            t: times (batch, T), or (T,) for all, also as an array or a list; strictly increasing. Dates of numpy,
-                pandas or polars are seconds since 1970.
-            state: from an earlier call, to continue from; its time must not lie after the first of ``t``.
+            t: strictly increasing times, (batch, T), or (T,) if all series share them; also as an array or a list.
+                Dates of numpy, pandas or polars are converted to seconds since 1970.
+            state: state of an earlier call, to continue from. ``t`` must start at or after the state's time.
                 Default: ``None``.
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. The others may be NaN, and
-                ``missing`` says what replaces them. A sample with no observed feature does not update the state. If x
+            mask: which values are observed, bool (batch, T) or (batch, T, input_size). The other values may be NaN and
+                are replaced as ``missing`` specifies. A sample with no observed feature does not update the state. If x
                 is packed, t and mask may be too. Default: ``None``.
-            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``.
-            static: features that do not change, (batch, static_size). Default: ``None``.
+            lengths: length of each sequence, (batch,); the samples after it are padding. Default: ``None``.
+            static: time-independent features, (batch, static_size). Default: ``None``.
         """
         lengths, padded, t, mask = seq.unpack(x, lengths, t, mask)
         _, after, end = self._read(padded, t, state, mask, lengths, static)
@@ -294,9 +298,9 @@ class ODERNN(KeepsConstants):
         self, x: Tensor, t: ArrayLike, state: ODERNNState | None = None, mask: Tensor | None = None,
         lengths: Lengths | None = None, static: Tensor | None = None,
     ) -> Filtered:  # fmt: skip
-        """Return the states before and after each sample, for the same arguments as :meth:`forward`.
+        """Return the states before and after each observation, for the same arguments as :meth:`forward`.
 
-        The state before a sample is a forecast that has not seen it: train on it to predict one sample ahead.
+        The state before an observation is a forecast from earlier data only. Train on it to predict one sample ahead.
         """
         seq.refuse_both_directions(self, "does not filter")
         return self._read(x, t, state, mask, lengths, static)
@@ -305,7 +309,6 @@ class ODERNN(KeepsConstants):
     def _read(
         self, x: Tensor, t: Any, state: ODERNNState | None, mask: Any, lengths: Lengths | None, static: Tensor | None
     ) -> Filtered:
-        """Run all layers over a batch, from a state."""
         series = Sequences(self.input_size, x, t, mask, lengths)
         seq.check_dtype(series.x, map(attrgetter("dtype"), self.parameters()))
         if static is not None or self.static_size:
@@ -320,18 +323,18 @@ class ODERNN(KeepsConstants):
             if len(states) != self.num_layers:
                 raise ValueError(
                     f"the state has {len(states)} layers, the module {self.num_layers}. Fix: the state that forward "
-                    "returned, which has the layers below; those before and after each sample do not."
+                    "returned; the states before and after each sample hold only the last layer."
                 )
         x, last, last_t = self.inputs(series, static, states[0] if states else None, self._time_unit)
         window, ends, self.counts = series.x if self.encoder is None else series.window, [], []
         for i, layer in enumerate(cast(list[ODERNNLayer], self.layers)):
-            known = None if i else static
-            s = states[i].joined if states else layer.begin(window, known)
+            own_static = None if i else static
+            s = states[i].joined if states else layer.begin(window, own_static)
             with seq.in_user_units(self._time_unit):
-                output = layer(x, times, series.seen, s, start, solver)
+                output = layer(x, times, series.any_observed, s, start, solver)
                 self._count(output.nfe)
                 if self.bidirectional:
-                    output = self._concat_directions(i, output, x, series, known, solver)
+                    output = self._concat_directions(i, output, x, series, own_static, solver)
             ends.append(output.end)
             if i + 1 < self.num_layers:
                 x = nn.functional.dropout(output.after[..., : self.sizes[0]], self.dropout, self.training)
@@ -349,11 +352,12 @@ class ODERNN(KeepsConstants):
 
     @_torch.untraced
     def forecast(self, state: ODERNNState, dt: ArrayLike) -> tuple[Tensor, ODERNNState]:
-        """Return h at times after that of a state, without samples there.
+        """Return h at later times than that of a state, without further observations.
 
         Arguments:
-            state: of :meth:`forward` or :meth:`filter`; h, m and t may have further dimensions in front, (..., n).
-            dt: how much later, (K,) or (..., K), increasing and not negative; numbers or durations.
+            state: state returned by :meth:`forward` or :meth:`filter`. Its h (..., hidden_size), m and t (...) may have
+                any number of leading dimensions.
+            dt: times after that of the state, (K,) or (..., K), not negative and not decreasing; numbers or durations.
 
         Returns:
             h (..., K, hidden_size), and the state at the last of the times.
@@ -379,17 +383,16 @@ class ODERNN(KeepsConstants):
     def _concat_directions(
         self, i: int, output: LayerOutput, x: Tensor, series: Sequences, static: Tensor | None, solver: Solver
     ) -> LayerOutput:
-        """Return a layer's output beside that of its second network, which reads the reversed series."""
         order, reversed_series = series.backwards()
         layer = cast(ODERNNLayer, self.reverse[i])
         s = layer.begin(series.at_samples(x) if i else series.window, static)
-        t, mask = self._in_units(reversed_series.t), reversed_series.seen
+        t, mask = self._in_units(reversed_series.t), reversed_series.any_observed
         back = layer(seq.reorder(x, order), t, mask, s, None, solver)
         self._count(back.nfe)
         before, after = seq.reorder(back.before, order), seq.reorder(back.after, order)
 
-        def concat(ahead: Tensor, back: Tensor) -> Tensor:  # h beside h, and m beside m
-            return torch.cat([s.unflatten(-1, (-1, self.hidden_size)) for s in (ahead, back)], -1).flatten(-2)
+        def concat(forward: Tensor, backward: Tensor) -> Tensor:  # h with h, and m with m
+            return torch.cat([s.unflatten(-1, (-1, self.hidden_size)) for s in (forward, backward)], -1).flatten(-2)
 
         ends = concat(output.end, back.end)
         return LayerOutput(concat(output.before, before), concat(output.after, after), ends, output.nfe)
@@ -423,11 +426,11 @@ class ODERNN(KeepsConstants):
         return f"{text}, gradient={settings.gradient!r}, per_sample={settings.per_sample}"
 
 
-# A layer, and the solver between its samples
+# One layer, and the solver of its gaps
 
 
 class LayerOutput(NamedTuple):
-    """States before and after each sample, (batch, T, S), the last of these, and the evaluations of each gap."""
+    """The output of a layer: states before and after each sample, (batch, T, S), the final state and NFE per gap."""
 
     before: Tensor
     after: Tensor
@@ -436,9 +439,9 @@ class LayerOutput(NamedTuple):
 
 
 class ODERNNLayer(nn.Module):
-    """One direction of one layer: a state that follows an ODE from sample to sample, where a cell changes it.
+    """One direction of one layer: an ODE between observations and a cell that updates the state at each.
 
-    A state s is (batch, S), h or h and m side by side, as the cell has them. Times are in units of time.
+    A state s is (batch, S) with h, or h and m concatenated, as the cell takes it. Times are in units of ``time_unit``.
     """
 
     def __init__(
@@ -451,7 +454,7 @@ class ODERNNLayer(nn.Module):
         self.augment = getattr(self.field, "augment", 0)
         if self.augment > hidden_size:
             raise ValueError(
-                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: a larger one."
+                f"the field appends {self.augment} zeros, more than hidden_size={hidden_size}. Fix: increase it."
             )
         like = next((p for p in self.field.parameters() if p.is_floating_point()), torch.zeros(()))
         with torch.no_grad():
@@ -465,7 +468,7 @@ class ODERNNLayer(nn.Module):
         if initial_state == "learned":
             makes = [getattr(self.field, name, None) for name in ("initial_momentum", "initial_velocity")]
             size = hidden_size if any(net is not None for net in makes) else self.state_size - self.augment
-            self.start = nn.Parameter(torch.zeros(size))  # of h alone, if the field makes m out of it
+            self.start = nn.Parameter(torch.zeros(size))  # only h, if the field computes m from h
             if static_size:
                 self.static_start = nn.Linear(static_size, size, bias=False)
         elif initial_state != "zeros" and self.encoder is None:
@@ -474,7 +477,7 @@ class ODERNNLayer(nn.Module):
             )
 
     def begin(self, window: Tensor, static: Tensor | None) -> Tensor:
-        """Return the state from which a series starts, given its samples (batch, T, ...)."""
+        """Return the initial state (batch, S) of a series from its samples (batch, T, features)."""
         batch, size = window.shape[0], self.hidden_size - self.augment
         if self.encoder is not None:
             s = self.encoder(window)
@@ -488,20 +491,20 @@ class ODERNNLayer(nn.Module):
             raise ValueError(
                 f"initial_state returned shape {tuple(s.shape)}; expected (batch, size) = ({batch}, {size}) for h"
                 + (f", or ({batch}, {self.state_size}) for h and m side by side." if self.second_order else ".")
-                + " Fix: the size of its last layer."
+                + f" Fix: {size} outputs in its last layer."
             )
         return s if s.shape[1] == self.state_size else torch.cat(parts(self.field.initial_state(s)), 1)
 
     def gaps(self, times: Tensor, solver: Solver) -> IntervalSolver:
-        """Return what solves the gaps between times (batch, T) in the reference form."""
+        """Return a solver for the gaps between times (batch, T) that records an autograd graph."""
         return IntervalSolver(self.field, times, solver, second_order=self.second_order)
 
     def forward(
         self, x: Tensor, t: Tensor, mask: Tensor | None, s: Tensor, start: Tensor | None, solver: Solver
     ) -> LayerOutput:
-        """Return the states before and after each sample, from a state s at ``start`` or at the first of the times.
+        """Return the states before and after each sample, from a state s at ``start``, or at the first time.
 
-        The inputs of the cell are x (batch, T, input_size), and the mask (batch, T) says which update the state.
+        The cell's inputs are x (batch, T, input_size). The mask (batch, T) marks the samples that update the state.
         """
         times = t if start is None else torch.cat([start.unsqueeze(1), t], 1)
         first = times.shape[1] - t.shape[1] - 1  # the gap before the first sample; -1 if there is none
@@ -523,15 +526,15 @@ class ODERNNLayer(nn.Module):
         return LayerOutput(torch.stack(before, 1), torch.stack(after, 1), s, solve.nfe)
 
     def update(self, x: Tensor, s: Tensor) -> Tensor:
-        new = self.cell(x, s.clone())  # the cell may change what it is given
+        new = self.cell(x, s.clone())  # the cell may modify its argument in place
         if not isinstance(new, Tensor) or new.shape != s.shape:
             got = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
-            raise ValueError(f"the cell returned {got}; expected the shape of the state, {tuple(s.shape)}.")
-        new = new.to(s.dtype)  # autocast may have made it smaller
+            raise ValueError(f"the cell returned {got}, not a tensor like s, {tuple(s.shape)}. Fix: return a new s.")
+        new = new.to(s.dtype)  # autocast may have returned a smaller dtype
         return s + new if self.residual else new
 
     def flow(self, s: Tensor, times: Tensor, solver: Solver) -> LayerOutput:
-        """Return the states at each of the times (batch, K) except the first, without samples."""
+        """Return the states at each of the times (batch, K) except the first, without observations."""
         solve = fuse(self, s, times, solver) or self.gaps(times, solver)
         path = []
         for gap in range(times.shape[1] - 1):
@@ -542,9 +545,9 @@ class ODERNNLayer(nn.Module):
 
 
 class IntervalSolver:
-    """Solver of a field from each of the times (batch, T) to the next; a sample rests while its times repeat.
+    """A solver of a field over each gap between times (batch, T); a state does not change over a gap of length 0.
 
-    A state of a field of second order is h and m side by side.
+    States are (batch, S), with h and m concatenated for second-order fields.
     """
 
     def __init__(self, field: Field, t: Tensor, solver: Solver, *, second_order: bool) -> None:
@@ -552,38 +555,37 @@ class IntervalSolver:
         settings, self.step_size = resolve(solver.settings, field), solver.step_size
         if settings.gradient == "adjoint" and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "gradient='adjoint' gives no gradient with respect to times of each sample's own, and these require "
-                "one. Fix: gradient='direct', or t.detach()."
+                "gradient='adjoint' gives no gradient with respect to times per sample, got t that requires grad. "
+                "Fix: gradient='direct', or t.detach()."
             )
         if settings.is_native:
             gradient = Checkpoint(keep_bytes=0) if settings.gradient == "checkpoint" else settings.gradient
             settings = dataclasses.replace(settings, gradient=gradient, common_steps=not settings.per_sample)
         self.settings, self.t = settings, t.to("cpu", torch.float64)
         self.moves = self.t.detach().diff() != 0
-        # a gap of length 0 may have a gradient
+        # a gap of length 0 is solved if its times need gradients
         self.is_zero = _torch.numbers(~self.moves.any(0) & (not t.requires_grad))
         self.nfe = [NFE() for _ in self.is_zero]
 
     def __call__(self, gap: int, s: Tensor) -> Tensor:
-        """Return the state at the end of a gap from that at its beginning."""
         if self.is_zero[gap]:
             return s
         t, nfe = self.t[:, gap : gap + 2], self.nfe[gap]
         if not self.settings.is_native:
             return self._solve_in_fractions(s, t, self.moves[:, gap], nfe)
-        return self._solve(self.field, s, t if self.step_size is None else self._grid(t, self.step_size), nfe)
+        return self._solve(self.field, s, t if self.step_size is None else self._step_times(t, self.step_size), nfe)
 
     def _solve(self, field: nn.Module, s: Tensor, t: Any, nfe: NFE) -> Tensor:
         state: State = tuple(s.chunk(2, 1)) if self.second_order else s
         return torch.cat(parts(solve(field, state, t, self.settings, nfe, end=True)), 1)
 
-    def _grid(self, t: Tensor, step_size: float) -> Tensor:
-        """Return the times (batch, K) of steps no longer than a size; samples that need fewer rest in the last."""
+    def _step_times(self, t: Tensor, step_size: float) -> Tensor:
+        """Return the ends (batch, K + 1) of K steps no longer than ``step_size``; a row with fewer repeats its last."""
         needed = steps_needed(t, step_size)
         most = float(needed.max())
         if not most <= self.settings.max_steps:
             raise MaxStepsError(
-                f"step_size={step_size:g} makes {most:.0f} steps of a gap, more than "
+                f"step_size={step_size:g} takes {most:.0f} steps in a gap, more than "
                 f"max_steps={self.settings.max_steps}. Fix: a longer step_size, or divide t by a typical gap",
                 t=float(t[0, 0]), step_size=step_size, nfe=0,
             )  # fmt: skip
@@ -591,7 +593,7 @@ class IntervalSolver:
         return torch.where(fraction < 1, torch.lerp(t[:, :1], t[:, 1:], fraction), t[:, 1:])
 
     def _solve_in_fractions(self, s: Tensor, t: Tensor, moves: Tensor, nfe: NFE) -> Tensor:
-        """Solve by one of torchdiffeq's methods, from 0 to 1 of each gap; the error is that of samples that move."""
+        """Solve with torchdiffeq over [0, 1], the fraction of each gap, leaving out samples whose gap has length 0."""
         index, moving = None, s
         if not (t.requires_grad or bool(moves.all())):
             index = moves.nonzero()[:, 0]
@@ -602,14 +604,14 @@ class IntervalSolver:
             end = self._solve(TimeRescaledField(self.field, t, moving), moving, [0.0, 1.0], nfe)
         except SolverError as error:
             first, last = t[0].tolist()
-            message = f"{error.message}; the time is that of the first sample, in its gap from {first:g} to {last:g}"
+            message = f"{error.message}; t is a time of the first sample, in its gap from {first:g} to {last:g}"
             time, size = first + (last - first) * error.t, (last - first) * error.step_size
             raise type(error)(message, t=time, step_size=size, nfe=error.nfe) from error
         return end if index is None else s.to(end.dtype).index_copy(0, index, end)
 
 
 class TimeRescaledField(nn.Module):
-    """A field over gaps of unlike lengths, in each of which c goes from 0 to 1: dy/dc = (t1 - t0) dy/dt."""
+    """A field rescaled so that gaps of different lengths share one time c in [0, 1]: dy/dc = (t1 - t0) dy/dt."""
 
     def __init__(self, field: Field, t: Tensor, like: Tensor) -> None:
         super().__init__()
@@ -620,7 +622,7 @@ class TimeRescaledField(nn.Module):
         return own_parameters(self.field)
 
     def _in_time(self, c: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the start and length of a step in c, for each sample in its own time, (batch,)."""
+        """Return start and length of a step in the time of each sample, each (batch,), for a step given in c."""
         return (self.begin + c * self.length).flatten(), (length * self.length).flatten()
 
     def forward(self, c: Tensor, state: State) -> State:
@@ -631,7 +633,7 @@ class TimeRescaledField(nn.Module):
 
 
 def _checked_solver(settings: Settings, field: Field) -> Solver:
-    """Return how to solve; refuse what does not go with times of each sample's own."""
+    """Return the checked solver settings; raise ValueError if they do not support different times per sample."""
     options, step_size = dict(settings.options or {}), None
     if "step_size" in options and settings.is_native:
         step_size = options.pop("step_size")
@@ -643,7 +645,7 @@ def _checked_solver(settings: Settings, field: Field) -> Solver:
     settings = settings.checked()
     if settings.is_native and resolve(settings, field).gradient == "adjoint":
         raise ValueError(
-            "gradient='adjoint' of native methods does not know times of each sample's own. Fix: leave gradient "
+            "gradient='adjoint' with a native method does not support different times per sample. Fix: leave gradient "
             "out, or method='dopri5' with per_sample=False."
         )
     return Solver(settings, step_size)
@@ -658,10 +660,10 @@ def _make_field(field: FieldArgument, n: int) -> Field:
     made = field if isinstance(field, nn.Module) else field(n) if callable(field) else None
     if not (isinstance(made, nn.Module) and hasattr(made, "initial_state") and hasattr(made, "readout")):
         raise TypeError(
-            f"field must be a name, a field, or a function hidden_size -> field, got {type(field).__name__} that gave "
-            f"{type(made).__name__}. Fix: field=lambda n: hbnode.HBNODE(net(n))."
+            f"field must be a name, a field, or a function hidden_size -> field, got {type(field).__name__} that "
+            f"gave {type(made).__name__}. Fix: field=lambda n: hbnode.HBNODE(net(n))."
         )
-    return cast(Field, made)  # or what has its methods
+    return cast(Field, made)  # or another module with its methods
 
 
 def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
@@ -677,7 +679,7 @@ def _make_cell(cell: CellArgument, input_size: int, size: int) -> nn.Module:
 
 
 def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: object, initial_state: object) -> None:
-    """Refuse modules that several networks would share."""
+    """Raise ValueError if several layers or directions would share one module."""
     fixes = (
         ("field", field, "field=lambda n: hbnode.HBNODE(net(n))"),
         ("cell", cell, "cell=lambda inputs, size: Cell(inputs, size)"),
@@ -685,12 +687,12 @@ def _check_layers(num_layers: int, bidirectional: bool, field: object, cell: obj
     for name, given, fix in fixes:
         if isinstance(given, nn.Module) and (num_layers > 1 or bidirectional):
             raise ValueError(
-                f"{name} is one module, and there are {num_layers * (1 + bidirectional)} networks; expected a function "
-                f"that makes one for each. Fix: {fix}."
+                f"{name} is one module, but there are {num_layers * (1 + bidirectional)} networks; expected a function "
+                f"that makes one per network. Fix: {fix}."
             )
     if bidirectional and isinstance(initial_state, nn.Module):
         raise ValueError(
-            "initial_state is one module, and there are two directions; expected 'learned' or 'zeros'. Fix: 'learned'."
+            "initial_state is one module, but bidirectional=True has two networks. Fix: initial_state='learned'."
         )
 
 
@@ -701,8 +703,8 @@ def _checked_static(static: Tensor | None, size: int, x: Tensor) -> Tensor:
     if static is None or shape != (len(x), size):
         raise ValueError(
             f"static must be (batch, static_size) = ({len(x)}, {size}), got {shape}. "
-            + ("Fix: ODERNN(..., static_size=)." if size == 0 else "Fix: a row of features for each series.")
+            + ("Fix: ODERNN(..., static_size=)." if size == 0 else "Fix: one row of features per series.")
         )
     if not bool(torch.isfinite(static).all()):
-        raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(): missing ones are the mean.")
+        raise ValueError("static is not finite. Fix: standardise, then static.nan_to_num(), so that NaN is the mean.")
     return static.to(x)

@@ -780,7 +780,7 @@ class OscillatorStack(nn.Module):
         if t_next is not None and self.head != "next":
             raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
         h = self.encoder(sequences.window)
-        mask, states = sequences.seen, []
+        mask, states = sequences.any_observed, []
         mask = None if mask is None else functional.pad(mask, (0, h.shape[1] - mask.shape[1]))
         for i, block in enumerate(self.blocks):
             held = None if state is None or state.held is None else state.held[i]

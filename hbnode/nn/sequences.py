@@ -1,4 +1,4 @@
-"""Irregular series as a recurrent layer takes them: padding, masks, lengths and times, checked; and its states."""
+"""Checked batches of irregular series for recurrent layers, the inputs built from them, and the state of an ODE-RNN."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Missing = Literal["zero", "hold", "decay"]
 Lengths = Tensor | Sequence[int]
 Series = TypeVar("Series", Tensor, PackedSequence)
 KINDS: tuple[str, ...] = get_args(Missing)
-GAPS_PER_UNIT = 10  # a fresh network acts over about one unit: a gap of a tenth of it takes one step of any method
-MANY = 50  # evaluations in a gap
-TIGHT = 1e-6  # a tolerance from which on many are what was asked for
-TOO_LONG = 2.0  # times the gap that a fitted unit would make of the median
+GAPS_PER_UNIT = 10  # median gaps in a fitted time_unit: any method takes such a gap in one step at initialisation
+MANY = 50  # NFE per gap above which warn_if_too_short warns
+TIGHT = 1e-6  # rtol at and below which many evaluations are expected
+TOO_LONG = 2.0  # fitted unit over current unit, from which on the current one is too short
 
 
 # States
@@ -38,18 +38,18 @@ TOO_LONG = 2.0  # times the gap that a fitted unit would make of the median
 
 @record
 class ODERNNState(Record):
-    """The state of an :class:`ODERNN`, from which a series continues.
+    """The state of an :class:`ODERNN`, from which a later call continues a series.
 
-    It has no axis of layers, unlike the h of torch.nn.GRU: where that takes ``h[-1]``, take ``state.h``.
+    It has no dimension for layers: use ``state.h`` instead of the ``h[-1]`` of torch.nn.GRU.
 
     Attributes:
-        h: hidden state of the last layer, (batch, hidden_size); (batch, 2 hidden_size) of a bidirectional module, the
-            ends of its two directions side by side.
-        m: its momentum or velocity, of the same shape; None for first-order fields.
-        t: the time that it belongs to, (batch,).
-        last: the last value observed of each feature, (batch, input_size); None where the module does not use it.
-        last_t: when that was, (batch, input_size); where nothing was observed, when the series began.
-        below: the state of the layer below; None for the first layer.
+        h: hidden state of the last layer, (batch, hidden_size). For a bidirectional module it concatenates the final
+            states of the two directions, (batch, 2 hidden_size).
+        m: momentum or velocity, of the shape of h; None for first-order fields.
+        t: time of the state, (batch,).
+        last: last observed value of each feature, (batch, input_size); None if the module does not use it.
+        last_t: time of the value in ``last``, (batch, input_size); the start of the series if nothing was observed.
+        below: state of the layer below; None for the first layer.
     """
 
     h: Tensor
@@ -59,20 +59,20 @@ class ODERNNState(Record):
     last_t: Tensor | None = None
     below: ODERNNState | None = None
 
-    def __getitem__(self, index: object) -> NoReturn:  # which iteration calls too
+    def __getitem__(self, index: object) -> NoReturn:  # also called by iteration
         raise TypeError(
-            "an ODERNNState is read by name: it has no axis of layers, and carries a time. Fix: state.h, "
-            "(batch, hidden_size), for the h[-1] of torch.nn.GRU; state.m and state.t for the rest."
+            "the parts of an ODERNNState are read by name. Fix: state.h, (batch, hidden_size), instead of the h[-1] "
+            "of torch.nn.GRU; state.m and state.t for momentum and time."
         )
 
     @property
     def joined(self) -> Tensor:
-        """Return h, or h and m side by side, as a cell has them."""
+        """Return h, or h and m concatenated, as a cell takes them."""
         return self.h if self.m is None else torch.cat([self.h, self.m], -1)
 
     @property
     def layers(self) -> list[ODERNNState]:
-        """Return the states of the layers, from the first."""
+        """Return the states of all layers, the first layer first."""
         return [self] if self.below is None else [*self.below.layers, self]
 
     @staticmethod
@@ -83,13 +83,12 @@ class ODERNNState(Record):
 
 @record
 class Filtered(Record):
-    """The output of :meth:`ODERNN.filter`; it unpacks into its three attributes.
+    """The output of :meth:`ODERNN.filter`, which unpacks into its three attributes.
 
     Attributes:
-        before: the states of the last layer just before each sample, with h and m (batch, T, hidden_size) and
-            t (batch, T).
-        after: the states just after.
-        state: the state at the end of each sequence.
+        before: states of the last layer just before each sample, with h and m (batch, T, hidden_size) and t (batch, T).
+        after: states just after each sample, of the same shapes.
+        state: the state at the end of each series.
     """
 
     before: ODERNNState
@@ -104,13 +103,13 @@ def state_of(
     s: Tensor, t: Tensor, sizes: list[int], last: Tensor | None = None, last_t: Tensor | None = None,
     below: ODERNNState | None = None,
 ) -> ODERNNState:  # fmt: skip
-    """Return the state of s (..., h and m side by side) of so many features each, with storage of its own."""
+    """Return an ODERNNState with h and m split from s (..., S)."""
     h, *m = s.split(sizes, -1)
     return ODERNNState(h.contiguous(), m[0].contiguous() if m else None, t, last, last_t, below)
 
 
 def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, ...] | None], fix: str) -> None:
-    """Refuse what is no state of a kind with entries of these shapes, None for those that it must not have."""
+    """Raise an error if ``state`` is not a ``kind`` whose attributes have these shapes, None if absent."""
     if not isinstance(state, kind):
         raise TypeError(f"state must be an {kind.__name__}, got {type(state).__name__}. Fix: {fix}.")
     for name, shape in shapes.items():
@@ -124,11 +123,11 @@ def check_state(state: object, kind: type[Record], shapes: dict[str, tuple[int, 
 
 
 def check_start(start: Tensor, t: Tensor) -> None:
-    """Refuse to continue at times (batch, T) from one that lies after the first of them, (batch,)."""
+    """Raise ValueError if times t (batch, T) begin before the state's time ``start`` (batch,)."""
     if may_look() and bool((t[:, 0].detach() < start.detach().to(t)).any()):
         raise ValueError(
-            "the state's time lies after the first of t; expected the series to go on from it. "
-            "Fix: times of the whole series, not of its part."
+            "the state's time lies after the first of t; expected t[:, 0] >= state.t. "
+            "Fix: times on one clock for the whole series, not restarted in each part."
         )
 
 
@@ -139,11 +138,13 @@ class Sequences:
     """A checked batch of series.
 
     Attributes:
-        x: samples (batch, T, input_size), zero where nothing was observed; T is the greatest length.
-        t: times (batch, T), on padding that of the last sample.
-        raw_t: times (batch, T), on padding as given.
-        observed: which values were observed, (batch, T, 1) or (batch, T, input_size); None for all.
-        seen: of which samples something was observed, (batch, T); None for all.
+        x: samples (batch, T, input_size), 0 for missing values; T is the greatest length.
+        t: times (batch, T); padding has the time of the last sample.
+        raw_t: times (batch, total) as given, padding included.
+        observed: which values are observed, (batch, T, 1) or (batch, T, input_size); None for all.
+        any_observed: which samples have an observed value, (batch, T); None for all.
+        valid: which samples are not padding, (batch, T); None for all.
+        total: the number of time steps as given, of which T are used.
     """
 
     def __init__(self, input_size: int, x: Tensor, t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> None:
@@ -171,58 +172,57 @@ class Sequences:
         if lengths is not None:
             valid, longest = _checked_lengths(lengths, x)
             x, t, self.valid = x[:, :longest], t[:, :longest], valid[:, :longest]
-            is_there = self.valid.unsqueeze(-1)
-            self.observed = is_there if self.observed is None else self.observed[:, :longest] & is_there
+            valid_values = self.valid.unsqueeze(-1)
+            self.observed = valid_values if self.observed is None else self.observed[:, :longest] & valid_values
             t = torch.where(self.valid, t, t.gather(1, self.valid.sum(1, keepdim=True) - 1))
         self.t = t
         self.x = x if self.observed is None else torch.where(self.observed, x, 0.0)
-        self.seen = None if self.observed is None else self.observed.any(-1)
+        self.any_observed = None if self.observed is None else self.observed.any(-1)
         if may_look():
             self._check_values()
 
     @property
     def window(self) -> Tensor:
-        """Return the samples at their given length, zero on padding."""
+        """Return the samples zero-padded to the number of time steps as given."""
         return pad(self.x, (0, 0, 0, self.total - self.x.shape[1]))
 
     def at_samples(self, x: Tensor) -> Tensor:
-        """Return values (batch, T, n) padded to the given length, zero where nothing was observed."""
-        x = x if self.seen is None else torch.where(self.seen.unsqueeze(-1), x, 0.0)
+        """Return values (batch, T, n) padded to ``total`` time steps, 0 for samples with no observed value."""
+        x = x if self.any_observed is None else torch.where(self.any_observed.unsqueeze(-1), x, 0.0)
         return pad(x, (0, 0, 0, self.total - x.shape[1]))
 
     def backwards(self) -> tuple[Tensor, Sequences]:
-        """Return the order (batch, T) that reverses every series within its own length, and the reversed series.
+        """Return indices (batch, T) that reverse every series within its own length, and the reversed batch.
 
-        Its times run from the end. Padding stays where it is, at the time of the sample before it.
+        Its times are measured from the end of each series. Padding stays at the end, at the time of the last sample.
         """
-        places = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
-        order = places.flip(1)
+        positions = torch.arange(self.t.shape[1], device=self.t.device).expand(self.t.shape)
+        order = positions.flip(1)
         if self.valid is not None:
-            order = torch.where(self.valid, self.valid.sum(1, keepdim=True) - 1 - places, places)
-        since = self.t[:, -1:] - self.t.gather(1, order)  # on padding the last of t is that of the last sample
+            order = torch.where(self.valid, self.valid.sum(1, keepdim=True) - 1 - positions, positions)
+        since = self.t[:, -1:] - self.t.gather(1, order)  # padding of t repeats the last time
         if self.valid is not None:
             since = torch.where(self.valid, since, self.t[:, -1:] - self.t[:, :1])
         back = copy.copy(self)
         back.x, back.t, back.raw_t = reorder(self.x, order), since, since
-        if self.observed is not None and self.seen is not None:
-            back.observed, back.seen = reorder(self.observed, order), self.seen.gather(1, order)
+        if self.observed is not None and self.any_observed is not None:
+            back.observed, back.any_observed = reorder(self.observed, order), self.any_observed.gather(1, order)
         return order, back
 
     @property
     def padded_t(self) -> Tensor:
-        """Return the times, padded to the given length."""
         missing = self.total - self.t.shape[1]
         return torch.cat([self.t, self.t[:, -1:].expand(-1, missing)], 1) if missing else self.t
 
     def padded(self, states: Tensor) -> Tensor:
-        """Return states (..., batch, T, n) with zeros on padding, at the given length."""
+        """Return states (..., batch, T, n) padded to ``total`` time steps, 0 on padding."""
         if self.valid is None:
             return states
         states = torch.where(self.valid.unsqueeze(-1), states, 0.0)
         return pad(states, (0, 0, 0, self.total - states.shape[-2]))
 
     def _check_values(self) -> None:
-        """Check times and samples, with one synchronisation."""
+        """Raise ValueError for invalid times or samples, with one device synchronisation."""
         t = self.t.detach()
         rising = t.diff() > 0
         rising = rising if self.valid is None else rising | ~self.valid[:, 1:]
@@ -230,25 +230,25 @@ class Sequences:
             [torch.isfinite(t).all(), rising.all(), torch.isfinite(self.x.detach()).all()]
         ).tolist()
         if not finite:
-            raise ValueError("t is not finite before the padding. Fix: every sample needs a time, observed or not.")
+            raise ValueError("t is not finite before the padding. Fix: a time for every sample, observed or not.")
         if not increasing:
             row, i = (int(index) for index in (~rising).nonzero()[0])
             raise ValueError(
                 f"t must increase strictly, but in sequence {row} t[{i}]={float(t[row, i]):.9g} is followed by "
-                f"{float(t[row, i + 1]):.9g}. Fix: sort the samples and merge those of one time, pass lengths= if the "
-                f"rest is padding, or give large times in float64 (these are {self.t.dtype})."
+                f"{float(t[row, i + 1]):.9g}. Fix: sort the samples and merge those of equal time, pass lengths= for "
+                f"padding, or give large times in float64 (these are {self.t.dtype})."
             )
         if not observed:
             raise ValueError("x is not finite where it is observed. Fix: mask=torch.isfinite(x) if values are missing.")
 
 
 def reorder(z: Tensor, order: Tensor) -> Tensor:
-    """Return the samples (batch, T, n) in another order, (batch, T)."""
+    """Return samples z (batch, T, n) gathered along time by indices ``order`` (batch, T)."""
     return z.gather(1, order.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
 
 
 def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
-    """Return the lengths, and x and what goes with it, padded if x is packed."""
+    """Return the lengths, x and the other tensors, padded if x is a PackedSequence."""
     if not isinstance(x, PackedSequence):
         return [lengths, x, *others]
     if lengths is not None:
@@ -258,12 +258,11 @@ def unpack(x: Any, lengths: Lengths | None, *others: Any) -> list[Any]:
 
 
 def pack_as(x: PackedSequence, y: Tensor, lengths: Any) -> PackedSequence:
-    """Return y (batch, T, n) packed as x is."""
     return pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=x.sorted_indices is None)
 
 
 def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
-    """Refuse samples of a dtype that no parameter has, except under autocast."""
+    """Raise TypeError if x has the dtype of no parameter and autocast is off."""
     kinds = list(dict.fromkeys(dtypes))
     if kinds and x.dtype not in kinds and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
@@ -274,7 +273,7 @@ def check_dtype(x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
 
 def checked_dropout(dropout: float, num_layers: int) -> float:
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: the share of outputs to be dropped.")
+        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}. Fix: 0.1, for instance.")
     if dropout and num_layers == 1:
         raise ValueError("dropout needs num_layers >= 2, got 1. Fix: num_layers=2, or nn.Dropout.")
     return float(dropout)
@@ -283,12 +282,12 @@ def checked_dropout(dropout: float, num_layers: int) -> float:
 def refuse_both_directions(module: nn.Module, what: str) -> None:
     if module.bidirectional:
         raise ValueError(
-            f"a bidirectional {type(module).__name__} layer {what}: it reads whole series. Fix: bidirectional=False."
+            f"a bidirectional {type(module).__name__} layer {what}: it needs whole series. Fix: bidirectional=False."
         )
 
 
 def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
-    """Return times after that of a state, (*batch, K)."""
+    """Return times after that of a state as a tensor (*batch, K), given the state's batch shape."""
     times = torch.tensor(dt) if isinstance(dt, numbers.Real) else as_times(dt, "dt")
     if times.dim() == 0 or times.shape[-1] == 0 or (times.dim() > 1 and times.shape[:-1] != shape):
         raise ValueError(
@@ -296,7 +295,7 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
         )
     if may_look() and not bool((times[..., :1] >= 0).all() & (times.diff() >= 0).all() & times.isfinite().all()):
         raise ValueError(
-            "dt must be finite, increase and not be negative: it is time after that of the state. Fix: sort it."
+            "dt must be finite, >= 0 and not decrease: it is the time since that of the state. Fix: sort it."
         )
     return times.expand(*shape, -1)
 
@@ -304,7 +303,7 @@ def checked_dt(dt: ArrayLike, shape: torch.Size) -> Tensor:
 def _tensor(value: object, name: str, conversion: Callable[[object, str], Tensor]) -> Tensor:
     if isinstance(value, PackedSequence):
         raise ValueError(
-            f"{name} is a PackedSequence and x is not; expected both of one kind. "
+            f"{name} is a PackedSequence and x is not; expected both packed or both padded. "
             f"Fix: pad_packed_sequence({name}, batch_first=True)[0], with lengths=."
         )
     return value if isinstance(value, Tensor) else conversion(value, name)
@@ -316,7 +315,7 @@ def _checked_times(t: ArrayLike, x: Tensor) -> Tensor:
     if t.shape not in (shape, shape[1:]):
         raise ValueError(
             f"t must be (batch, T) = {tuple(shape)} or (T,) = {tuple(shape[1:])}, got {tuple(t.shape)}. "
-            "Fix: a time for each sample; t.squeeze(-1) if there is one already."
+            "Fix: one time per sample; t.squeeze(-1) for t of shape (batch, T, 1)."
         )
     t = t if t.is_floating_point() else t.to(torch.float64)
     return t.to(x.device).expand(shape)
@@ -328,26 +327,28 @@ def _checked_mask(mask: Tensor, x: Tensor) -> Tensor:
     if mask.dtype != torch.bool or mask.shape not in (x.shape, x.shape[:2]):
         raise ValueError(
             f"mask must be bool of shape {tuple(x.shape[:2])} or {tuple(x.shape)}, True where observed, got "
-            f"{mask.dtype} of shape {tuple(mask.shape)}. Fix: mask=torch.isfinite(x), or mask.bool() of zeros and ones."
+            f"{mask.dtype} of shape {tuple(mask.shape)}. Fix: mask=torch.isfinite(x), or mask.bool() of 0 and 1."
         )
     mask = mask.to(x.device)
     return mask if mask.dim() == 3 else mask.unsqueeze(-1)
 
 
 def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
-    """Return which samples are not padding, and the greatest length; T where values cannot be looked at."""
+    """Return which samples are not padding, (batch, T), and the greatest length, or T while a graph is traced."""
     lengths = torch.as_tensor(lengths)
     batch, total = x.shape[:2]
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(
             f"lengths must be {batch} whole numbers, got {lengths.dtype} of shape {tuple(lengths.shape)}. "
-            "Fix: one length for each sequence of the batch."
+            "Fix: one length per sequence of the batch."
         )
     longest = total
     if may_look():
         lengths = lengths.cpu()
         if not bool(((lengths >= 1) & (lengths <= total)).all()):
-            raise ValueError(f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty ones.")
+            raise ValueError(
+                f"lengths must lie between 1 and T={total}, got {lengths.tolist()}. Fix: drop empty series."
+            )
         longest = int(lengths.max())
     valid = torch.arange(total, device=lengths.device) < lengths.unsqueeze(1)
     return valid.to(x.device), longest
@@ -355,23 +356,24 @@ def _checked_lengths(lengths: Lengths, x: Tensor) -> tuple[Tensor, int]:
 
 def _shape_fix(x: Tensor, input_size: int) -> str:
     if x.dim() == 2:
-        return "x.unsqueeze(0) for a single series" if x.shape[1] == input_size else "x.unsqueeze(-1) for numbers"
+        return "x.unsqueeze(0) for a single series" if x.shape[1] == input_size else "x.unsqueeze(-1) for one feature"
     if x.dim() == 3 and 0 not in x.shape[:2]:
         return f"input_size={x.shape[-1]}"
     return "leave out series without samples"
 
 
 class Inputs(nn.Module):
-    r"""The inputs of a cell: samples without holes, and by choice the mask, elapsed times and static features.
+    r"""A module that builds a cell's input from samples, masks, elapsed times and static features.
 
     Arguments:
-        input_size: features of a sample.
-        missing: what a missing value is: 0; the last one observed; or that one times :math:`e^{-\lambda\delta}`, with
-            the time δ since then in units of time and a rate :math:`\lambda = \mathrm{softplus}(\omega)` for each
-            feature, ω at first 0.
-        mask_features: whether the mask is fed too.
-        elapsed_features: whether δ is fed too.
-        static_size: static features.
+        input_size: number of features of a sample.
+        missing: replacement of a missing value. ``"zero"`` gives 0 and ``"hold"`` the last observed value. ``"decay"``
+            multiplies that value by :math:`e^{-\lambda\delta}`, where δ is the time since it was observed, in units of
+            ``time_unit``. Each feature has a rate :math:`\lambda = \mathrm{softplus}(\omega)`, with parameter ω
+            initially 0.
+        mask_features: whether the input includes the mask.
+        elapsed_features: whether the input includes δ.
+        static_size: number of static features.
     """
 
     def __init__(
@@ -386,14 +388,14 @@ class Inputs(nn.Module):
             raise ValueError(f"missing must be one of {KINDS}, got {missing!r}. Fix: {near!r}.")
         self.input_size, self.missing, self.static_size = input_size, missing, static_size
         self.mask_features, self.elapsed_features = bool(mask_features), bool(elapsed_features)
-        self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # that the cell is fed
+        self.size = input_size * (1 + self.mask_features + self.elapsed_features) + static_size  # of the cell's input
         self.looks_back = missing != "zero" or self.elapsed_features
         self.rate = nn.Parameter(torch.zeros(input_size)) if missing == "decay" else None
 
     def forward(
         self, sequences: Sequences, static: Tensor | None, state: ODERNNState | None, time_unit: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the inputs, (batch, T, size); then ``last`` and ``last_t`` of the state after the series."""
+        """Return the cell's inputs (batch, T, size), and ``last`` and ``last_t`` of the state after the series."""
         x, observed = sequences.x, sequences.observed
         if observed is None:
             observed = x.new_ones((), dtype=torch.bool)
@@ -422,9 +424,9 @@ class Inputs(nn.Module):
 def _look_back(
     sequences: Sequences, observed: Tensor, state: ODERNNState | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the last value before each sample, the time since (batch, T, n); the last of all, and its time (batch, n).
+    """Return the last observed value before each sample and its age, (batch, T, n), and the final ``last``, ``last_t``.
 
-    Before a feature was first observed its value is 0, and the time runs from the beginning of the series.
+    Before the first observation of a feature its value is 0, and its age is counted from the start of the series.
     """
     x, t = sequences.x, sequences.t.to(torch.float64)
     shape = (x.shape[0], x.shape[2])
@@ -432,8 +434,8 @@ def _look_back(
     if last is None or last_t is None:
         begin = t[:, 0] if state is None else state.t.to(t)
         last, last_t = x.new_zeros(shape), begin.unsqueeze(1).expand(shape)
-    places = torch.arange(x.shape[1], device=x.device).view(1, -1, 1)
-    latest = torch.where(observed, places, -1).cummax(1).values + 1  # 0: before the first sample
+    positions = torch.arange(x.shape[1], device=x.device).view(1, -1, 1)
+    latest = torch.where(observed, positions, -1).cummax(1).values + 1  # 0: before the first sample
     values = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
     times = torch.cat([last_t.to(t).unsqueeze(1), t.unsqueeze(-1).expand(x.shape)], 1)
     before = pad(latest[:, :-1], (0, 0, 1, 0))
@@ -443,7 +445,7 @@ def _look_back(
 
 
 def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return times (batch, T), of which samples something was observed, and the gaps from each of these to the next."""
+    """Return times (batch, T), which samples have an observed value, (batch, T), and the gaps (K,) between these."""
     t = as_times(t, "t").detach().to("cpu", torch.float64)
     if t.dim() == 1:
         t = t.expand(next((len(z) for z in (mask, lengths) if z is not None), 1), -1)
@@ -454,30 +456,30 @@ def observed_gaps(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) ->
         mask = as_tensor(mask, "mask").detach().cpu().bool()
         if mask.shape[:2] != t.shape or mask.dim() > 3:
             raise ValueError(
-                f"mask must be {tuple(t.shape)}, or with a dimension of features behind, got {tuple(mask.shape)}. "
-                "Fix: a mark for each sample, or for each value."
+                f"mask must be {tuple(t.shape)} or {(*t.shape, 'features')}, got {tuple(mask.shape)}. "
+                "Fix: one bool per sample, or per value."
             )
         counts = mask if mask.dim() == 2 else mask.any(-1)
     if lengths is not None:
         lengths = torch.as_tensor(lengths).cpu()
         if lengths.shape != t.shape[:1]:
-            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one for each row.")
+            raise ValueError(f"lengths must be {len(t)} numbers, got {tuple(lengths.shape)}. Fix: one per row of t.")
         counts = counts & (torch.arange(t.shape[1]) < lengths.unsqueeze(1))
     if not bool(torch.isfinite(t[counts]).all()):
-        raise ValueError("t is not finite where samples are observed. Fix: lengths=, or a mask that leaves them out.")
+        raise ValueError("t is not finite at observed samples. Fix: lengths=, or a mask that is False there.")
     rows = counts.nonzero()[:, 0]
     return t, counts, t[counts].diff()[rows.diff() == 0]
 
 
 def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> float:
-    """Return ten times the median gap between samples of which something was observed, padding ignored."""
+    """Return ten times the median gap between samples with an observed value, without padding."""
     _, _, gaps = observed_gaps(t, mask, lengths)
     if len(gaps) == 0:
-        raise ValueError("t has no two samples in any series, so no gap. Fix: ODERNN(..., time_unit=), a typical gap.")
+        raise ValueError("t has no two samples in any series, so no gap. Fix: ODERNN(..., time_unit=ten typical gaps).")
     if not bool((gaps > 0).all()):
         raise ValueError(
-            "t must increase along each series where something was observed, and some times do not. Fix: lengths=, if "
-            "the rest is padding; else sort the samples and merge those of one time, as hbnode.data.from_long does."
+            "t must increase strictly over the observed samples of each series. Fix: lengths=, if the rest is padding; "
+            "else sort the samples and merge those of equal time, as hbnode.data.from_long does."
         )
     return GAPS_PER_UNIT * float(gaps.median())
 
@@ -485,20 +487,21 @@ def fitted_unit(t: ArrayLike, mask: Tensor | None, lengths: Lengths | None) -> f
 def warn_if_too_short(
     time_unit: float, times: Tensor, counts: Sequence[Sequence[NFE]], networks: int, rtol: float
 ) -> bool:
-    """Warn if most gaps take many evaluations, because the unit of time is too short; return whether it did.
+    """Warn if the median gap takes many function evaluations because ``time_unit`` is too short; return True if so.
 
-    The times are in that unit, the counts are of each gap and of several networks. A tight tolerance asks for many.
+    ``times`` are in units of ``time_unit``. ``counts`` holds the NFE of each gap, one per network. A tight ``rtol``
+    needs many evaluations with any unit, so it suppresses the warning.
     """
     spent = sorted(sum(map(attrgetter("forward"), gap)) / networks for gap in counts)
     if not spent or spent[len(spent) // 2] <= MANY or rtol <= TIGHT:
         return False
     gaps = times.detach().diff()
-    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # one wait for the device, in a call that was slow
+    unit = GAPS_PER_UNIT * float(gaps[gaps > 0].median())  # synchronises with the device once, after a slow call
     if not unit > TOO_LONG:
         return False
     warnings.warn(
-        f"the gaps between samples take {spent[len(spent) // 2]:.0f} evaluations each: they are long in the unit of "
-        f"time that the network acts over, time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
+        f"the median gap between samples takes {spent[len(spent) // 2]:.0f} function evaluations: gaps are too long "
+        f"for time_unit={time_unit:g}. Fix: before training, rnn.fit_time_unit(t) with "
         f"the times of the training data, or ODERNN(..., time_unit={unit * time_unit:.3g}).",
         stacklevel=2,
     )
@@ -507,7 +510,7 @@ def warn_if_too_short(
 
 @contextmanager
 def in_user_units(time_unit: float) -> Iterator[None]:
-    """Report failures of solves in the user's times, and suggest another unit of time after too many steps."""
+    """Rescale times in a SolverError to the user's units; after too many steps suggest another ``time_unit``."""
     try:
         yield
     except SolverError as error:

@@ -445,7 +445,7 @@ def test_ranges_of_gaps():
     ranges = hbnode.nn.oscillator_ranges(torch.arange(100) / 50)
     layer = hbnode.nn.Oscillators(1, 2, **ranges)
     assert layer.frequency_range == ranges["frequency"] == pytest.approx((50 / 99, 12.5))
-    for times, message in (([1.0], "no two observed samples"), ([0.0, 1.0, math.nan], "t is not finite where")):
+    for times, message in (([1.0], "no two observed samples"), ([0.0, 1.0, math.nan], "t is not finite at")):
         with pytest.raises(ValueError, match=message):
             hbnode.nn.oscillator_ranges(times)
 
@@ -487,7 +487,7 @@ def test_wrong_input():
         (cell, (x[:, 0], state, math.inf), ValueError, "must be finite"),
         (layer.forecast, (state, torch.zeros(3, 2)), ValueError, "dt must be"),
         (layer.forecast, (state, []), ValueError, "dt must be"),
-        *((layer.forecast, (state, dt), ValueError, "be finite, inc") for dt in ([-1.0], [math.nan], [1.0, 0.5])),
+        *((layer.forecast, (state, dt), ValueError, "be finite, >= 0") for dt in ([-1.0], [math.nan], [1.0, 0.5])),
     ):
         with pytest.raises(kind, match=message):
             call(*arguments)

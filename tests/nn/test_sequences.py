@@ -196,7 +196,7 @@ def test_times_and_masks_as_arrays_and_lists():
     [
         ({"x": torch.zeros(3, 6, 3)}, ValueError, "input_size=2.*Fix: input_size=3"),
         ({"x": torch.zeros(6, 2)}, ValueError, r"Fix: x.unsqueeze\(0\) for a single series"),
-        ({"x": torch.zeros(6, 3)}, ValueError, r"Fix: x.unsqueeze\(-1\) for numbers"),
+        ({"x": torch.zeros(6, 3)}, ValueError, r"Fix: x.unsqueeze\(-1\) for one feature"),
         ({"x": torch.zeros(3, 0, 2)}, ValueError, "at least one sample.*Fix: leave out series without samples"),
         ({"x": torch.zeros(3, 6, 2, dtype=torch.long)}, TypeError, "floating point"),
         ({"x": torch.zeros(3, 6, 2).double()}, TypeError, r"Fix: x.to\(torch.float32\), or .to\(torch.float64\)"),
