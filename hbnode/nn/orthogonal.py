@@ -38,7 +38,7 @@ class Trivialization(nn.Module):
             return self.base @ torch.matrix_exp(below - below.mT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return B (n, n) in the dtype of X, which is x (n, n)."""
+        """Return the orthogonal matrix B (n, n) for X = x (n, n), in the dtype of x."""
         return self._product(x).to(x.dtype)
 
     @torch.no_grad()

@@ -278,7 +278,7 @@ class SequenceBatch:
         return z if order is None else z.index_select(axis, order)
 
     def unsort(self, z: Tensor, axis: int) -> Tensor:
-        """Return the inverse of :meth:`sort`."""
+        """Reorder z along its batch axis to the order of the input; the inverse of :meth:`sort`."""
         order = self.packed.unsorted_indices if self.packed else None
         z = z if order is None else z.index_select(axis, order)
         return z.squeeze(axis) if self.is_single else z
@@ -493,7 +493,7 @@ def _check_dtype(x: Tensor, dtype: torch.dtype, fix: str = "") -> None:
 
 
 class RecurrentCell(RecurrentBase):
-    """The base class of the cells."""
+    """The base class of the cells, which compute one time step per call."""
 
     def __init__(
         self,
@@ -846,7 +846,7 @@ class MomentumRNN(RecurrentLayer):
 class MomentumRNNCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumRNN`.
 
-    With g_t = W x_t + b_ih and the filtered input d_t of the rule: h_t = tanh(U h_{t-1} + b_hh + d_t).
+    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
 
     Arguments:
         input_size: number of features of x.
@@ -969,7 +969,7 @@ class MomentumLSTM(RecurrentLayer):
 class MomentumLSTMCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumLSTM`, as in appendix F of its paper.
 
-    With g_t = W x_t + b_ih and the filtered input d_t of the rule::
+    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t::
 
         (i, f, c~, o) = U h_{t-1} + b_hh + d_t
         c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)
@@ -1071,7 +1071,7 @@ class MomentumGRU(RecurrentLayer):
 class MomentumGRUCell(RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumGRU`.
 
-    With g_t = W x_t + b_ih and the filtered input d_t of the rule::
+    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t::
 
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
         n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
@@ -1169,7 +1169,7 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
 class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
     """A cell that computes one time step of :class:`hbnode.nn.MomentumDTRIV`.
 
-    With g_t = W x_t and the filtered input d_t of the rule: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
+    With the weight W, g_t = W x_t, and its filtered value d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
 
     Arguments:
         input_size: number of features of x.
