@@ -1,4 +1,4 @@
-"""Layers: blocks, ODE-RNNs, recurrent layers, attention and memory with momentum, oscillators, small networks."""
+"""The layers: ODE blocks, ODE-RNNs, recurrent layers, attention and memory with momentum, oscillators, networks."""
 
 from hbnode.nn import functional, rules
 from hbnode.nn.attention import HeavyBallMemory, MomentumAttention, SoftmaxAttention

@@ -1,4 +1,4 @@
-"""Attention, memory and oscillators as functions."""
+"""The functional forms of attention, memory and oscillators."""
 
 from hbnode.nn.heavy_ball_memory import HeavyBallMemoryState, heavy_ball_memory
 from hbnode.nn.momentum_attention import MomentumAttentionState, momentum_attention

@@ -21,8 +21,8 @@ class Gaussian(Record):
     """Independent normal distributions of values.
 
     Attributes:
-        mean: their means.
-        std: their standard deviations, of the same shape; those of observations contain the observation noise.
+        mean: means of the values.
+        std: standard deviations in the shape of the means; for observations they include the observation noise.
     """
 
     mean: Tensor
@@ -35,9 +35,9 @@ class OscillatorBelief(Record):
 
     Attributes:
         v: means of the velocities, (batch, num_oscillators), in float64.
-        x: means of the displacements, of the same shape.
+        x: means of the displacements, (batch, num_oscillators).
         t: the time, (batch,).
-        covariance: the covariance of (v, √κ x), (batch, 2 num_oscillators, 2 num_oscillators).
+        covariance: the covariance of (v, √κ x) with the stiffness κ, (batch, 2 num_oscillators, 2 num_oscillators).
     """
 
     v: Tensor
@@ -51,9 +51,9 @@ class OscillatorFiltered(Record):
     """The result of :meth:`Oscillators.filter`, which unpacks into its four attributes.
 
     Attributes:
-        before: the distribution of each sample given those before it, (batch, T, input_size) each.
-        after: the distribution of another observation at the same time, given the sample too.
-        log_likelihood: log density of each sample given those before it, (batch, T); 0 if nothing is observed.
+        before: the distribution of each sample given the earlier samples, (batch, T, input_size).
+        after: the distribution of a second observation at the same time, given this sample and the earlier ones.
+        log_likelihood: log density of each sample given the earlier samples, (batch, T); 0 if nothing is observed.
         state: the distribution of the states after the last sample.
     """
 
@@ -67,9 +67,13 @@ class OscillatorFiltered(Record):
 
 
 class KalmanFilter:
-    """The filter of states (v, √κ x), whose stationary covariance is σ² for both of an oscillator.
+    """The Kalman filter of P oscillators with states (v, √κ x) of stationary covariance σ² I and n observed features.
 
-    γ and κ are (2, P), in the dtype of the filter, C is (n, 2 P), log σ is (P,) and log r is (n,).
+    Arguments:
+        rates: the damping γ and the stiffness κ (2, P), in the dtype of the filter.
+        c: the matrix C (n, 2 P) that maps states to observations.
+        log_spread: log σ (P,).
+        log_observation_noise: logarithm of the standard deviation of the observation noise (n,).
     """
 
     def __init__(self, rates: Tensor, c: Tensor, log_spread: Tensor, log_observation_noise: Tensor) -> None:
@@ -82,20 +86,20 @@ class KalmanFilter:
             self._check_digits()
 
     def _check_digits(self) -> None:
-        """Refuse observation noise that is lost in the rounding of what is observed."""
+        """Raise FloatingPointError if the observation noise is below the rounding error of the observations."""
         signal = (self.c.square() * self.stationary).sum(-1)
         ratio = float((signal / self.noise).detach().amax().sqrt())
         most = torch.finfo(self.dtype).eps ** -0.5
         if ratio > most:
             least = math.log(float(signal.detach().amax().sqrt()) / most) + 1
             raise FloatingPointError(
-                f"the standard deviation of what is observed is {ratio:.3g} times that of the noise of observation; "
-                f"expected at most {most:.3g}, beyond which {self.dtype} keeps no digit of it. Fix: "
+                f"the standard deviation of the observed signal is {ratio:.3g} times that of the observation noise; "
+                f"expected at most {most:.3g}, because {self.dtype} rounds smaller noise to zero. Fix: "
                 f"layer.log_observation_noise.data.clamp_(min={least:.1f}) after each step of training."
             )
 
     def filter(self, sequences: Sequences, state: OscillatorBelief | None) -> OscillatorFiltered:
-        """Predict and update at one sample after another; from the stationary distribution if there is no state."""
+        """Filter the sequences from a state, or from the stationary distribution if the state is None."""
         t = sequences.t
         if state is None:
             mean = self.c.new_zeros(len(t), len(self.stationary))
@@ -118,7 +122,7 @@ class KalmanFilter:
         return OscillatorFiltered(Gaussian(*padded[:2]), Gaussian(*padded[2:]), log_densities, after)
 
     def forecast(self, state: OscillatorBelief, dt: Tensor) -> tuple[Gaussian, OscillatorBelief]:
-        """Return observations after times dt (batch, K), and the distribution of the states at the last of them."""
+        """Return the distributions of observations at times dt (batch, K) after the state, and the last state."""
         ends = [self._predict(*self._unpack(state), gap) for gap in dt.to(self.dtype).unbind(1)]
         bands = zip(*(self._observation(*end) for end in ends), strict=True)
         time = state.t + dt[:, -1].to(state.t.dtype)
@@ -132,7 +136,10 @@ class KalmanFilter:
         return OscillatorBelief(v, x / self.root, t, covariance)
 
     def _predict(self, mean: Tensor, covariance: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Φ m and Φ (P - σ²) Φᵀ + σ², which is Φ P Φᵀ + Q, over gaps (batch,)."""
+        """Return the mean Φ m and the covariance Φ (P - σ² I) Φᵀ + σ² I after gaps (batch,).
+
+        Here m and P are the given mean and covariance, and Φ is the transition matrix over the gap.
+        """
         step = oscillator_step(self.gamma, self.kappa, gap.unsqueeze(-1))
         a, b, c, d = (z.unsqueeze(-1) for z in (step.vv, step.vx / self.root, step.xv * self.root, step.xx))
 
@@ -145,12 +152,12 @@ class KalmanFilter:
         return transition(mean.unsqueeze(-1)).squeeze(-1), covariance
 
     def _observation(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and the standard deviation of an observation."""
+        """Return the mean and the standard deviation of an observation, (batch, n), from those of the state."""
         variance = ((self.c @ covariance) * self.c).sum(-1).clamp(min=0.0) + self.noise
         return mean @ self.c.T, variance.sqrt()
 
     def _update(self, mean: Tensor, covariance: Tensor, sample: Tensor, observed: Tensor) -> tuple[Tensor, ...]:
-        """Return mean and covariance given a sample, and its log density; C has no row for what is not observed."""
+        """Return the mean and covariance of the state given a sample's observed features, and their log density."""
         c = self.c * observed.unsqueeze(-1)
         innovation = torch.where(observed, sample.to(self.dtype) - mean @ self.c.T, 0.0)
         cross = c @ covariance  # (batch, n, 2 P)

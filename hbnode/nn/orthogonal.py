@@ -1,4 +1,4 @@
-"""Recurrent weights that are orthogonal by construction: a matrix exponential, whose base an optimizer's steps move."""
+"""The orthogonal recurrent weights of DTRIV, parametrized by a matrix exponential with a movable base."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ ANGLES = {"cayley": (0.0, math.pi / 2), "henaff": (-math.pi, math.pi)}  # by the
 
 
 class Trivialization(nn.Module):
-    """Parametrizes an orthogonal matrix B = base exp(A) by X, of which A = tril(X) - tril(X)^T is the skew part.
+    """A parametrization B = base exp(A) of an orthogonal matrix B by a matrix X, with A = tril(X) - tril(X)^T.
 
-    Names and values are those of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and each loads the other's
-    state_dict. This one computes in float32 at least, and its base stays in float32 when the module is cast to half
-    precision: there the exponential has no gradient at 0, and a rounded base is not orthogonal.
+    Names and values are those of torch's ``orthogonal(..., orthogonal_map="matrix_exp")``, and the state_dicts are
+    interchangeable. B is computed in float32 or float64, and the base stays so when the module is cast to half
+    precision. In half precision the exponential has no gradient at 0, and a rounded base is not orthogonal.
 
     Arguments:
-        weight: the first B (n, n).
+        weight: the initial B (n, n).
     """
 
     base: Tensor
@@ -38,12 +38,12 @@ class Trivialization(nn.Module):
             return self.base @ torch.matrix_exp(below - below.mT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return B of X, in the dtype of X."""
+        """Return the orthogonal matrix B (n, n) for X = x (n, n), in the dtype of x."""
         return self._product(x).to(x.dtype)
 
     @torch.no_grad()
     def right_inverse(self, b: Tensor) -> Tensor:
-        """Make an orthogonal matrix the base; of any other matrix, Q of its QR decomposition."""
+        """Set the base to b, or to Q of its QR decomposition if b is not orthogonal; return X = 0."""
         wide = b.to(self.base.dtype)
         if not b.is_meta:
             n = len(b)
@@ -56,7 +56,7 @@ class Trivialization(nn.Module):
 
     @torch.no_grad()
     def rebase(self, x: Tensor) -> None:
-        """Make B the base and X zero, in place: optimizers and DistributedDataParallel hold these tensors."""
+        """Set the base to B and X to zero, in place, because optimizers and DistributedDataParallel hold X."""
         self.right_inverse(self._product(x))
         x.zero_()
 
@@ -81,15 +81,14 @@ def orthogonal_by_angles(like: Tensor, init: str) -> Tensor:
     """
     if init not in ANGLES:
         raise ValueError(f"init must be one of {tuple(ANGLES)}, got {init!r}. Fix: 'cayley'.")
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    angles = torch.empty(len(like) // 2, dtype=dtype, device=like.device).uniform_(*ANGLES[init])
+    angles = torch.empty(len(like) // 2, dtype=_wide(like), device=like.device).uniform_(*ANGLES[init])
     blocks = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=-1).view(-1, 2, 2)
     rest = [angles.new_ones(1, 1)] * (len(like) % 2)
     return torch.block_diag(*blocks, *rest)
 
 
 class OrthogonalWeights(nn.Module):
-    """What the layer and the cell share: orthogonal weights ``weight_hh*``, each with its base, and pickling."""
+    """The base class of the layers and cells whose weights ``weight_hh*`` are orthogonal, with their pickling."""
 
     names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias")
     init: str
@@ -105,24 +104,24 @@ class OrthogonalWeights(nn.Module):
             register_parametrization(self, name, Trivialization(weight), unsafe=True)
 
     def _trivializations(self) -> Iterator[tuple[Trivialization, Tensor]]:
-        """Return the parametrization of each orthogonal weight, and the parameter behind it."""
+        """Yield the parametrization of each orthogonal weight and the parameter X that it maps to the weight."""
         for made in getattr(self, "parametrizations", {}).values():
             if isinstance(made[0], Trivialization):
                 yield made[0], made.original
 
     def orthogonal_parameters(self) -> Iterator[Tensor]:
-        """Return the parameters behind the orthogonal weights."""
+        """Yield the parameters X of the orthogonal weights; see :class:`Trivialization`."""
         for _, original in self._trivializations():
             yield original
 
     def rebase(self) -> None:
-        """Make the present weights the bases, so that B = base exp(0); the function of the layer does not change."""
+        """Set the base of each orthogonal weight B to B, so that B = base exp(0). The layer's output is unchanged."""
         for trivialization, original in self._trivializations():
             trivialization.rebase(original)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw W as He et al. for relu, the biases from U(-0.01, 0.01), and B as ``init`` says."""
+        """Reset the parameters: W_ih by He's initialization for relu, biases from U(-0.01, 0.01), B by ``init``."""
         for name in (*self._parameters, *getattr(self, "parametrizations", {})):
             value = getattr(self, name)
             if name.startswith("weight_ih"):
@@ -140,7 +139,7 @@ class OrthogonalWeights(nn.Module):
             original.zero_()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Pickle as any module. Torch refuses it to parametrized modules, whose class cannot be imported."""
+        """Return what pickle needs to rebuild the module; torch refuses to pickle parametrized modules."""
         state = {name: value for name, value in self.__dict__.items() if name != "_compiled_call_impl"}
         return _empty, (type_before_parametrizations(self),), state
 
@@ -155,15 +154,17 @@ def _empty(kind: type[nn.Module]) -> nn.Module:
 
 
 def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int) -> RemovableHandle:
-    """Move the bases of all orthogonal weights in a module after every so many steps of an optimizer.
+    """Rebase all orthogonal weights in a module after every ``steps`` steps of an optimizer.
+
+    Rebasing sets the base of each weight B = base exp(A) to B.
 
     Arguments:
-        optimizer: the optimizer of their parameters. It keeps its moments and applies them in the new basis.
-        module: holds the layers.
-        steps: number of steps between two moves, the K of DTRIV. Without this function K is infinite.
+        optimizer: the optimizer of their parameters. Its moments are unchanged by rebasing.
+        module: the module that contains the orthogonal layers.
+        steps: number of optimizer steps per rebasing, the K of DTRIV. Without this function K is infinite.
 
     Returns:
-        A handle; its ``remove()`` stops the moves.
+        A handle whose ``remove()`` ends the rebasing.
 
     Raises:
         ValueError: there is no orthogonal layer in the module, or steps is not a positive whole number.
@@ -182,12 +183,12 @@ def rebase_every(optimizer: torch.optim.Optimizer, module: nn.Module, steps: int
 
 
 def parameter_groups(module: nn.Module, lr: float, orthogonal_lr: float) -> list[dict[str, object]]:
-    """Make two groups for an optimizer: the parameters behind orthogonal weights get a separate learning rate.
+    """Return two parameter groups for an optimizer, the second with the parameters of the orthogonal weights.
 
     Arguments:
-        module: holds the layers.
+        module: the module that contains the orthogonal layers.
         lr: learning rate of all other parameters.
-        orthogonal_lr: learning rate of the parameters behind orthogonal weights.
+        orthogonal_lr: learning rate of the parameters of the orthogonal weights.
 
     Raises:
         ValueError: there is no orthogonal layer in the module.

@@ -1,9 +1,9 @@
-"""Recurrent layers with momentum, and their cells for one step: RNN, LSTM, GRU and orthogonal RNN, with any rule.
+"""The recurrent layers with momentum, and their cells for one time step: RNN, LSTM, GRU and orthogonal RNN.
 
-A rule of :mod:`hbnode.nn.rules` filters the inputs g_t = W x_t + b of a cell. It does not depend on h. If the rule is
-linear, v_t = mu_t v_{t-1} + s g_t, and v_0 = 0, then v_t is W applied to filtered x, and torch's layer runs over these.
-Momentum carried over from an earlier chunk, v_0, decays with mu_1 ... mu_t. Until it falls below float precision, and
-with rules that are not linear, the cell runs over d_t = rule(g_1, ..., g_t).
+A rule of :mod:`hbnode.nn.rules` filters the inputs g_t = W x_t + b of a cell, independently of the hidden state. A
+linear rule computes v_t = mu_t v_{t-1} + s g_t. From v_0 = 0, v_t is W applied to filtered x, and torch's layer runs
+over the filtered x. A v_0 from an earlier chunk decays with mu_1 ... mu_t. Until v_0 falls below float precision, and
+with nonlinear rules, a loop runs the cell over d_t = rule(g_1, ..., g_t).
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ SMALL_PRODUCT = 2**21  # up to so many multiplications per sample, torch's layer
 CHUNK = 2**19  # numbers of d that are computed, and stored, at once
 
 
-# What reads h, as a method of the state and as a function of torch
+# Methods of tensors, and functions of torch, that a state without c applies to h
 READS = {
     *("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "tolist", "numpy"),
     *("squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim"),
@@ -71,23 +71,23 @@ READS = {
 
 @record
 class RecurrentState(Record):
-    """All that is needed to continue a sequence exactly; entries that a layer does not need are None.
+    """The state from which a layer or cell continues a sequence; entries that it does not use are None.
 
-    In the state of a layer the first axis is that of layers and directions, as in torch.nn; a cell's state has no such
-    axis. ``n`` is the width of the filtered input: gates * hidden_size.
+    The first axis of a layer's state is layers * directions, as in torch.nn. A cell's state has no such axis. ``n`` is
+    the number of features of the filtered input: gates * hidden_size.
 
     An LSTM's state unpacks into h and c, ``output, (h, c) = lstm(x)``, and ``state[0]`` and ``state[1]`` are these.
-    Any other state is read as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2], state[-1]],
-    -1)``. Operations that make a new hidden state from h alone, such as ``state * mask``, raise an error, because they
-    would lose the momentum: use :meth:`map` or ``dataclasses.replace(state, h=...)``.
+    Any other state can be used as h: ``state[-1]``, ``state.shape``, ``head(state)``, ``torch.cat([state[-2],
+    state[-1]], -1)``. Operations that would change only h and drop the momentum, such as ``state * mask``, raise an
+    error. Use :meth:`map` or ``dataclasses.replace(state, h=...)`` instead.
 
     Attributes:
         h: hidden state (..., batch, hidden_size).
         c: cell state of an LSTM (..., batch, hidden_size).
-        v: momentum (..., batch, n), of all rules but RMSProp.
-        m: running mean of squares of Adam and RMSProp (..., batch, n).
-        g: the last W x + b, of adaptive momentum (..., batch, n).
-        t: samples so far (batch,), int64, of NAG and scheduled restart.
+        v: momentum (..., batch, n), used by all rules except RMSProp.
+        m: running mean of squares (..., batch, n), used by Adam and RMSProp.
+        g: the last input W x + b (..., batch, n), used by adaptive momentum.
+        t: number of time steps so far (batch,), int64, used by NAG and scheduled restart.
 
     Example:
         >>> import hbnode
@@ -110,14 +110,12 @@ class RecurrentState(Record):
         if hasattr(self.h, "__next__"):  # torch.nn.parallel.gather gives an iterator of what it unpacked
             raise TypeError(
                 f"h must be a tensor, got {type(self.h).__name__}; torch.nn.DataParallel cannot join states. "
-                "Fix: return the output alone from the module, or DistributedDataParallel."
+                "Fix: return only the output from the module, or use DistributedDataParallel."
             )
 
     @staticmethod
     def _dtype(name: str, old: torch.dtype, new: torch.dtype) -> torch.dtype:
         return old if name == "t" else memory_dtype(new) if name in "vmg" else new
-
-    # As torch.nn's: the pair (h, c) of an LSTM, or h
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.h if self.c is None else (self.h, self.c))
@@ -149,7 +147,7 @@ class RecurrentState(Record):
     def __torch_function__(
         cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return a function of torch that reads, of h in place of the state."""
+        """Call a function of torch with h in place of each state; see READS for the functions."""
 
         def read(value: Any) -> Any:
             if isinstance(value, RecurrentState):
@@ -174,21 +172,21 @@ class RecurrentState(Record):
     def _refusal(self, what: str, instead: str) -> str:
         carried = " and ".join(name for name in self.as_dict() if name != "h")
         return (
-            f"{what}: a RecurrentState carries {carried or 'nothing'} beside h. Fix: state.{instead} for the hidden "
-            "state alone, or state.map(function) for all that it carries."
+            f"{what}: a RecurrentState holds h and {carried or 'nothing else'}. Fix: state.{instead} for only the "
+            "hidden state, or state.map(function) for all entries."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBatch:
-    """A checked batch.
+    """A batch of sequences whose inputs were checked.
 
     Attributes:
         x: inputs (T, batch, input_size), zero on padding.
         packed: the input, if it was packed.
         is_single: whether the input was one sequence without a batch axis.
         batch_first: whether the batch axis of the input came first.
-        valid: which samples are not padding (T, batch), of a packed batch.
+        valid: mask of the time steps that are not padding (T, batch), for packed inputs.
     """
 
     x: Tensor
@@ -199,7 +197,7 @@ class SequenceBatch:
 
     @classmethod
     def read(cls, x: Tensor | PackedSequence, input_size: int, batch_first: bool) -> "SequenceBatch":
-        """Check the inputs of a layer."""
+        """Make a batch from the inputs of a layer; raise TypeError or ValueError if they are not valid."""
         packed = x if isinstance(x, PackedSequence) else None
         values = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -225,7 +223,7 @@ class SequenceBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of samples of each sequence, (batch,)."""
+        """The number of time steps of each sequence, (batch,)."""
         if self.valid is None:
             return torch.full(self.x.shape[1:2], self.x.shape[0], device=self.x.device)
         return self.valid.sum(0)
@@ -240,7 +238,7 @@ class SequenceBatch:
         return h.new_zeros(*self.valid.shape, h.shape[-1]).index_put((self.valid,), h), *last
 
     def reverse(self, y: Tensor) -> Tensor:
-        """Each sequence backwards, (T, batch, n); padding stays at the end."""
+        """Reverse each sequence of y (T, batch, n) in time; padding stays at the end."""
         if self.valid is None:
             return y.flip(0)
         steps = torch.arange(len(y), device=y.device).unsqueeze(1)
@@ -248,14 +246,14 @@ class SequenceBatch:
         return y.gather(0, at.unsqueeze(-1).expand_as(y))
 
     def last(self, y: Tensor) -> Tensor:
-        """Return the last sample of each sequence, (T, batch, n) -> (batch, n)."""
+        """Return the last time step of each sequence, (T, batch, n) -> (batch, n)."""
         if self.valid is None:
             return y[-1]
         at = (self.lengths - 1).view(1, -1, 1)
         return y.gather(0, at.expand(1, -1, y.shape[-1])).squeeze(0)
 
     def segments(self) -> Iterator[tuple[slice, int]]:
-        """Intervals of time in which no sequence ends, and the number of sequences in each."""
+        """Yield the time intervals in which no sequence ends, and the number of sequences in each."""
         if self.packed is None:
             yield slice(0, len(self.x)), self.x.shape[1]
             return
@@ -266,7 +264,7 @@ class SequenceBatch:
                 start = stop
 
     def output(self, y: Tensor) -> Any:
-        """Return the output (T, batch, n) in the form of the input."""
+        """Return y (T, batch, n) in the layout of the input: packed, batch first or one sequence."""
         if self.packed:
             return self.packed._replace(data=y[self.valid])
         if self.is_single:
@@ -274,13 +272,13 @@ class SequenceBatch:
         return y.transpose(0, 1) if self.batch_first else y
 
     def sort(self, z: Tensor, axis: int) -> Tensor:
-        """Bring a state into the order of this batch."""
+        """Reorder z along its batch axis to the order of this batch, which packing may have sorted by length."""
         z = z.unsqueeze(axis) if self.is_single else z
         order = self.packed.sorted_indices if self.packed else None
         return z if order is None else z.index_select(axis, order)
 
     def unsort(self, z: Tensor, axis: int) -> Tensor:
-        """Return the inverse of :meth:`sort`."""
+        """Reorder z along its batch axis to the order of the input; the inverse of :meth:`sort`."""
         order = self.packed.unsorted_indices if self.packed else None
         z = z if order is None else z.index_select(axis, order)
         return z.squeeze(axis) if self.is_single else z
@@ -342,7 +340,7 @@ def _elman(nonlinearity: str) -> Cell:
 
 
 class Weights(NamedTuple):
-    """The parameters W_ih, W_hh, b_ih, and b_hh or the bias of the activation, of one layer in one direction."""
+    """The parameters of one layer in one direction: W_ih, W_hh, b_ih, and b_hh or the bias of the activation."""
 
     w: Tensor
     u: Tensor
@@ -351,7 +349,7 @@ class Weights(NamedTuple):
 
 
 class RecurrentBase(nn.Module):
-    """Base of layers and cells: their parameters, and the checks of their states."""
+    """The base class of layers and cells, with their parameters and the checks of their states."""
 
     cell: Cell
     names: ClassVar[tuple[str, ...]] = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # as in Weights
@@ -376,10 +374,10 @@ class RecurrentBase(nn.Module):
 
         @override
         def __getattr__(self, name: str) -> Tensor:
-            """Parameters: weight_ih and the like."""
+            """Return a parameter, such as ``weight_ih``."""
 
     def _places(self) -> list[tuple[str, int]]:
-        """Return what ends the names of the parameters, and the width of the inputs, of each layer and direction."""
+        """Return the suffix of the parameters' names and the input size, for each layer and direction."""
         return [("", self.input_size)]
 
     def _shapes(self, input_size: int) -> dict[str, tuple[int, ...]]:
@@ -389,9 +387,9 @@ class RecurrentBase(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights of appendices A and F: W_ih orthogonal, W_hh with ones on its diagonal, biases 0.
+        """Reset the parameters: W_ih is random orthogonal, W_hh has ones on its diagonal, and biases are 0.
 
-        The forget gate's part of each bias of an LSTM is ``forget_bias``.
+        In an LSTM both biases of the forget gate are ``forget_bias``. Source: appendices A and F of Nguyen et al.
         """
         n = self.hidden_size
         for name in (name + suffix for suffix, width in self._places() for name in self._shapes(width)):
@@ -414,7 +412,7 @@ class RecurrentBase(nn.Module):
         return Weights(getattr(self, w + suffix), getattr(self, u + suffix), *biases)
 
     def _check_weight_norm(self) -> None:
-        """Refuse the NaN that weight_norm makes of rows of zeros; initially W_hh has such rows."""
+        """Raise ValueError if weight_norm made a weight NaN, which it does if rows are zero, as in the initial W_hh."""
         for name, made in getattr(self, "parametrizations", {}).items():
             if type(made[0]).__name__ != "_WeightNorm" or not may_look():
                 continue
@@ -428,12 +426,13 @@ class RecurrentBase(nn.Module):
     def _read_state(
         self, state: InitialState, hx: InitialState, places: tuple[int, ...], batch: tuple[int, ...], like: Tensor
     ) -> RecurrentState:
-        """Check a state and complete it: h and c are there, and the rule's memory is None at the start of a sequence.
+        """Return a checked state with zeros for a missing h or c; the rule's memory is None at a sequence's start.
 
-        The places are (layers * directions,), the batch is (batch,) or (), and zeros have the dtype and device of x.
+        The places are (layers * directions,), or () in a cell. The batch is (batch,), or () without a batch axis.
+        The zeros have the dtype and device of ``like``.
         """
         if state is not None and hx is not None:
-            raise TypeError("state and hx are two names of one argument, and both were given. Fix: state alone.")
+            raise TypeError("state and hx are two names of one argument, and both were given. Fix: pass only state.")
         state = hx if state is None else state
         shape = (*places, *batch, self.hidden_size)
         if state is None:
@@ -466,7 +465,6 @@ class RecurrentBase(nn.Module):
         return state
 
     def extra_repr(self) -> str:
-        """Sizes, rule, and what differs from the defaults."""
         names = {"has_bias": "bias", "is_compiled": "compile"}
         values = {name: getattr(self, name, usual) for name, usual in self.DEFAULTS.items()}
         others = [f"{names.get(k, k)}={value!r}" for k, value in values.items() if value != self.DEFAULTS[k]]
@@ -474,7 +472,7 @@ class RecurrentBase(nn.Module):
 
 
 def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:
-    """Make a state from h, or from h and c, as torch.nn's layers take them."""
+    """Make a state from h, or from the pair (h, c) of an LSTM; raise TypeError for anything else."""
     if isinstance(state, Tensor):
         return RecurrentState(state)
     parts = tuple(state) if isinstance(state, (tuple, list)) else ()
@@ -482,9 +480,9 @@ def _from_tensors(state: object, has_cell_state: bool) -> RecurrentState:
         return RecurrentState(*parts)
     pair = ", a pair (h, c)" if has_cell_state else ""
     got = ", ".join(type(z).__name__ for z in parts)
-    fix = "pass on the state that the call before returned, state.detach() where its history is to end."
+    fix = "pass the state that the previous call returned, or state.detach() to cut its graph."
     if any(isinstance(z, RecurrentState) for z in parts):
-        fix = "output, state = cell(x, state), also of a cell, where torch.nn's returns the state alone."
+        fix = "output, state = cell(x, state); torch.nn's cells return only the state."
     got = f"{type(state).__name__} of ({got})" if parts else type(state).__name__
     raise TypeError(f"state must be a RecurrentState, h{pair} or None, got a {got}. Fix: {fix}")
 
@@ -495,7 +493,7 @@ def _check_dtype(x: Tensor, dtype: torch.dtype, fix: str = "") -> None:
 
 
 class RecurrentCell(RecurrentBase):
-    """Base of the cells."""
+    """The base class of the cells, which compute one time step per call."""
 
     def __init__(
         self,
@@ -515,13 +513,13 @@ class RecurrentCell(RecurrentBase):
     def forward(
         self, x: Tensor, state: InitialState = None, *, hx: InitialState = None
     ) -> tuple[Tensor, RecurrentState]:
-        """Take a step.
+        """Compute one time step.
 
         Arguments:
             x: (batch, input_size) or (input_size,).
-            state: the state after the step before; or h, or (h, c) of an LSTM, at the start of a sequence; None is
-                zeros. Default: ``None``.
-            hx: the same under torch.nn's name. Default: ``None``.
+            state: the state after the previous time step, or the initial h, or (h, c) of an LSTM. None means zeros.
+                Default: ``None``.
+            hx: another name of ``state``, as in torch.nn. Default: ``None``.
 
         Returns:
             h (batch, hidden_size) or (hidden_size,), and the state.
@@ -561,7 +559,7 @@ class RecurrentCell(RecurrentBase):
 
 
 class RecurrentLayer(RecurrentBase):
-    """Base of the layers: runs a cell over sequences, in one or several layers; see :class:`MomentumLSTM`."""
+    """The base class of the layers, which run cells over sequences; see :class:`MomentumLSTM` for the arguments."""
 
     def __init__(
         self,
@@ -602,12 +600,12 @@ class RecurrentLayer(RecurrentBase):
         Arguments:
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
                 or a PackedSequence.
-            state: the state that an earlier call returned; or h, or (h, c) of an LSTM, at the start of a sequence; None
-                is zeros. Default: ``None``.
-            hx: the same under torch.nn's name. Default: ``None``.
+            state: the state that an earlier call returned, or the initial h, or (h, c) of an LSTM. None means zeros.
+                Default: ``None``.
+            hx: another name of ``state``, as in torch.nn. Default: ``None``.
 
         Returns:
-            h at every sample, in the form of x and directions * hidden_size wide, and the state after the last.
+            h at every time step, in the layout of x with directions * hidden_size features, and the final state.
 
         Raises:
             TypeError: x is not floating point.
@@ -652,12 +650,12 @@ class RecurrentLayer(RecurrentBase):
         t: int | Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Entries]:
-        """Run one layer in one direction, over x (T, batch, input_size) from a state after t samples.
+        """Run one layer in one direction over x (T, batch, input_size), from the state after t time steps.
 
-        Under autocast torch's layer runs in half precision; all else keeps the dtype of the parameters.
+        Under autocast only torch's layer runs in half precision.
 
         Returns:
-            h (T, batch, hidden_size), and the state after the last sample of each sequence.
+            h (T, batch, hidden_size), and the state after the last time step of each sequence.
         """
         if autocast:
             x = x.to(weights.w.dtype)
@@ -684,7 +682,10 @@ class RecurrentLayer(RecurrentBase):
     def _run_from(
         self, state: Entries, t: int | Tensor | None, x: Tensor, weights: Weights, autocast: bool
     ) -> tuple[Tensor, Entries]:
-        """Run over sequences of one length from any state: over d, and over filtered x once v_0 has decayed."""
+        """Run over sequences of equal length from any state.
+
+        Until v_0 = ``state[2]`` has decayed, the cell runs over filtered W x + b, then torch's layer over filtered x.
+        """
         h, c, v, m, g = state
         memory, outputs, steps = Memory(v, m, g, t), [], len(x)
         if isinstance(self.rule, LinearRule) and not isinstance(t, Tensor):
@@ -704,14 +705,14 @@ class RecurrentLayer(RecurrentBase):
         return torch.cat(outputs), (h, c, *memory[:3])
 
     def _filter_inputs(self, x: Tensor, weights: Weights, t: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Filter x from v_0 = 0 by a linear rule; return it with the W that turns it into v."""
+        """Return x filtered by a linear rule from v_0 = 0, and the weight that maps the filtered x to v."""
         w, b = weights.w, weights.b
         if b is not None:  # b is the weight of an input that is 1 before it is filtered
             x, w = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1), torch.cat([w, b.unsqueeze(1)], dim=1)
         return self.rule(x, Memory(t=t))[0], w
 
     def _filter(self, x: Tensor, weights: Weights, memory: Memory) -> tuple[Tensor, Memory]:
-        """Compute d of the next samples, and store only x for the backward pass."""
+        """Compute the filtered W x + b of the next time steps, saving only x for backward if it is large."""
 
         def filtered(x: Tensor, w: Tensor, b: Tensor | None, memory: Memory) -> tuple[Tensor, Memory]:
             return self.rule(linear(x, w, b), memory)
@@ -731,9 +732,9 @@ class RecurrentLayer(RecurrentBase):
         c: Tensor | None,
         autocast: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the cell over d = w x, or without w over d = x: in torch's layer, or in a loop.
+        """Run the cell over d = w x, or over d = x if w is None, by torch's layer or by a time loop.
 
-        It returns h (T, batch, hidden_size), and the last h and c.
+        Return h (T, batch, hidden_size), and the last h and c.
         """
         name, u, bias = self.cell.torch_layer, weights.u, weights.bias
         if w is None and name is not None:
@@ -753,14 +754,14 @@ class RecurrentLayer(RecurrentBase):
         return out, last[0].squeeze(0), None if c is None else last[1].squeeze(0)
 
     def flatten_parameters(self) -> None:
-        """Do nothing: torch.nn's layers lay out their weights for cuDNN here; these layers do so at each call."""
+        """Do nothing, for compatibility with torch.nn's layers; here every call lays out the weights for cuDNN."""
 
     def to_torch(self) -> "TorchLayers":
         """Return a copy for inference and deployment: layers of torch.nn, each with a filter before it.
 
-        It is called as ``output, state = copy(x)`` for sequences from their start, with torch.nn's state. If the rule
-        is linear, the filter runs over the inputs. With other rules it runs over W x + b, and W of torch's layer is
-        the identity. Dropout is left out.
+        Call the copy as ``output, state = copy(x)``. It takes no initial state and returns the state of torch.nn. If
+        the rule is linear, the filter runs over the inputs. Otherwise it runs over W x + b, and the input weight of
+        torch's layer is the identity. The copy has no dropout.
 
         Raises:
             ValueError: torch.nn has no layer of this cell.
@@ -772,17 +773,14 @@ class RecurrentLayer(RecurrentBase):
 
 
 def _map(function: Callable[..., Tensor], *states: Entries) -> Entries:
-    """Apply a function to each entry that there is, of one state or of several."""
-    found: list[Tensor | None] = []
-    for entries in zip(*states, strict=True):
-        found.append(None if entries[0] is None else function(*entries))
-    return tuple(found)
+    """Apply a function to the corresponding entries of the states, except those that are None."""
+    return tuple(None if each[0] is None else function(*each) for each in zip(*states, strict=True))
 
 
 class MomentumRNN(RecurrentLayer):
-    """An Elman network that filters its input.
+    """An Elman network whose inputs are filtered by momentum or another rule.
 
-    With g_t = W x_t + b_ih::
+    With weights W and U, and g_t = W x_t + b_ih of the input x_t at time step t::
 
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         h_t = tanh(U h_{t-1} + b_hh + d_t)
@@ -794,26 +792,26 @@ class MomentumRNN(RecurrentLayer):
         input_size: number of features of x.
         hidden_size: number of features of h.
         num_layers: number of stacked layers. Default: ``1``.
-        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
-        nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
-        rule: the filter, as for :class:`MomentumLSTM`. Default: ``"momentum"``.
-        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
+        nonlinearity: "tanh" or "relu". Default: ``"tanh"``.
+        rule: the filter; see :class:`MomentumLSTM`. Default: ``"momentum"``.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        compile: whether to compile the time loop with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h and what the rule remembers, each (layers * directions, batch, hidden_size).
+        state: h and the memory of the rule, each (layers * directions, batch, hidden_size).
 
     Raises:
-        TypeError: the rule is not a rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
 
     Example:
         >>> output, state = MomentumRNN(3, 5, nonlinearity="relu", rule="nag")(torch.ones(7, 2, 3))
@@ -846,28 +844,28 @@ class MomentumRNN(RecurrentLayer):
 
 
 class MomentumRNNCell(RecurrentCell):
-    """One step of :class:`hbnode.nn.MomentumRNN`, whose state it takes and returns.
+    """A cell that computes one time step of :class:`hbnode.nn.MomentumRNN`.
 
-    With g_t = W x_t + b_ih and the rule's next output d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
+    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t: h_t = tanh(U h_{t-1} + b_hh + d_t).
 
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        nonlinearity: "tanh", or "relu" in its place. Default: ``"tanh"``.
-        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        nonlinearity: "tanh" or "relu". Default: ``"tanh"``.
+        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h and what the rule remembers, each (batch, hidden_size).
+        state: h and the memory of the rule, each (batch, hidden_size).
 
     Raises:
-        TypeError: the rule is not a rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule, or bias is not a bool.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
     """
 
     def __init__(
@@ -889,17 +887,17 @@ class MomentumRNNCell(RecurrentCell):
 
 
 class MomentumLSTM(RecurrentLayer):
-    """An LSTM that filters its input: MomentumLSTM, and by its rule NAG-LSTM, SRLSTM, AdamLSTM, RMSPropLSTM.
+    """An LSTM whose inputs are filtered by momentum or another rule (NAG-LSTM, SRLSTM, AdamLSTM, RMSPropLSTM).
 
-    With g_t = W x_t + b_ih::
+    With weights W and U, and g_t = W x_t + b_ih of the input x_t at time step t::
 
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         (i, f, c~, o) = U h_{t-1} + b_hh + d_t
         c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)
         h_t = sigmoid(o) tanh(c_t)
 
-    If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over these. With other rules,
-    and while the momentum of an earlier chunk decays, the cell runs over d_t.
+    If the rule is linear, d_t is W applied to filtered inputs, and torch's own layer runs over the filtered inputs.
+    With other rules, and while the momentum of an earlier chunk decays, a time loop runs the cell over d_t.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     equations 9, 14, 15.
@@ -908,30 +906,30 @@ class MomentumLSTM(RecurrentLayer):
         input_size: number of features of x.
         hidden_size: number of features of h.
         num_layers: number of stacked layers. Default: ``1``.
-        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
         rule: the filter: "momentum", "nag" (Nesterov's accelerated gradient), "restart" (NAG with scheduled restart),
-            "adam", "rmsprop" or "adaptive" (momentum that the inputs set), with its usual numbers; or an object of
-            :mod:`hbnode.nn.rules`, which has numbers of its own: ``rule=Adam(beta=0.99)``.
-            ``Momentum(0.0, 1.0)`` makes a torch.nn.LSTM; each loads the other's weights. Default: ``"momentum"``.
-        momentum: μ of a rule given by name, in [0, 1]; "momentum" and "adam" have it. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive; all have it. Default: ``None``, 0.6.
-        compile: whether to compile the scan over time with torch.compile; the first call then takes half a minute.
+            "adam", "rmsprop" or "adaptive" (input-dependent momentum) with default coefficients; or an object of
+            :mod:`hbnode.nn.rules` with its own coefficients: ``rule=Adam(beta=0.99)``. ``Momentum(0.0, 1.0)`` gives a
+            torch.nn.LSTM with an interchangeable state_dict. Default: ``"momentum"``.
+        momentum: the coefficient μ of "momentum" or "adam" given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive, for all rules. Default: ``None`` (0.6).
+        compile: whether to compile the time loop with torch.compile; the first call then takes half a minute.
             Default: ``False``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h and c (layers * directions, batch, hidden_size), what the rule remembers 4 times as wide.
+        state: h and c (layers * directions, batch, hidden_size); the memory of the rule is 4 times as wide.
 
     Raises:
-        TypeError: the rule is not a rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
 
     Example:
         >>> layer = MomentumLSTM(3, 5, momentum=0.9, batch_first=True)
@@ -969,9 +967,9 @@ class MomentumLSTM(RecurrentLayer):
 
 
 class MomentumLSTMCell(RecurrentCell):
-    """One step of :class:`hbnode.nn.MomentumLSTM`, whose state it takes and returns, as in appendix F of the paper.
+    """A cell that computes one time step of :class:`hbnode.nn.MomentumLSTM`, as in appendix F of its paper.
 
-    With g_t = W x_t + b_ih and the rule's next output d_t::
+    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t::
 
         (i, f, c~, o) = U h_{t-1} + b_hh + d_t
         c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(c~)
@@ -980,21 +978,21 @@ class MomentumLSTMCell(RecurrentCell):
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         forget_bias: initial bias of the forget gate in b_ih and in b_hh. Default: ``1.0``.
-        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h and c (batch, hidden_size), what the rule remembers 4 times as wide.
+        state: h and c (batch, hidden_size); the memory of the rule is 4 times as wide.
 
     Raises:
-        TypeError: the rule is not a rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule, or bias is not a bool.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
 
     Example:
         >>> cell, state = MomentumLSTMCell(3, 5, momentum=0.9), None
@@ -1025,9 +1023,9 @@ class MomentumLSTMCell(RecurrentCell):
 
 
 class MomentumGRU(RecurrentLayer):
-    """A GRU that filters its input; the gates are those of torch.nn.GRU.
+    """A GRU with the gates of torch.nn.GRU whose inputs are filtered by momentum or another rule.
 
-    With g_t = W x_t + b_ih::
+    With weights W and U, and g_t = W x_t + b_ih of the input x_t at time step t::
 
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
@@ -1041,25 +1039,25 @@ class MomentumGRU(RecurrentLayer):
         input_size: number of features of x.
         hidden_size: number of features of h.
         num_layers: number of stacked layers. Default: ``1``.
-        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
-        rule: the filter, as for :class:`MomentumLSTM`. Default: ``"momentum"``.
-        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
+        rule: the filter; see :class:`MomentumLSTM`. Default: ``"momentum"``.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        compile: whether to compile the time loop with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h (layers * directions, batch, hidden_size), what the rule remembers 3 times as wide.
+        state: h (layers * directions, batch, hidden_size); the memory of the rule is 3 times as wide.
 
     Raises:
-        TypeError: the rule is not a rule, or bias, batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule, or bias, batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
 
     Example:
         >>> output, state = MomentumGRU(3, 5, rule="rmsprop")(torch.ones(7, 2, 3))
@@ -1071,9 +1069,9 @@ class MomentumGRU(RecurrentLayer):
 
 
 class MomentumGRUCell(RecurrentCell):
-    """One step of :class:`hbnode.nn.MomentumGRU`, whose state it takes and returns.
+    """A cell that computes one time step of :class:`hbnode.nn.MomentumGRU`.
 
-    With g_t = W x_t + b_ih and the rule's next output d_t::
+    With weights W and U, g_t = W x_t + b_ih, and its filtered value d_t::
 
         r = sigmoid(U_r h_{t-1} + b_hr + d_r),  z = sigmoid(U_z h_{t-1} + b_hz + d_z)
         n = tanh(r (U_n h_{t-1} + b_hn) + d_n)
@@ -1082,36 +1080,36 @@ class MomentumGRUCell(RecurrentCell):
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        bias: whether to have b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
-        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        bias: whether to add biases b_ih, which is filtered, and b_hh, which is not. Default: ``True``.
+        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h (batch, hidden_size), what the rule remembers 3 times as wide.
+        state: h (batch, hidden_size); the memory of the rule is 3 times as wide.
 
     Raises:
-        TypeError: the rule is not a rule, or bias is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule, or bias is not a bool.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
     """
 
     cell = GRU
 
 
 class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
-    """A recurrent layer with an orthogonal weight B that filters its input.
+    """A recurrent layer with an orthogonal weight B whose inputs are filtered by momentum or another rule.
 
-    With g_t = W x_t::
+    With weights W and B, and g_t = W x_t of the input x_t at time step t::
 
         d_t = rule(g_1, ..., g_t),  by default v_t = μ v_{t-1} + s g_t
         h_t = modrelu(B h_{t-1} + d_t),  modrelu(z) = sign(z) relu(|z| + b)
 
-    B = base exp(A) with A skew-symmetric is a parametrization, as torch's own ``orthogonal`` ("dynamic
-    trivialization"); :meth:`rebase` moves the base to B, see :func:`hbnode.nn.recurrent.rebase_every`. The bias b of
-    modReLU is the only one. The scan over time takes one product with B a sample.
+    B = base exp(A) with A skew-symmetric is a parametrization ("dynamic trivialization"), as torch's ``orthogonal``.
+    :meth:`rebase` sets the base to B; see :func:`hbnode.nn.recurrent.rebase_every`. The only bias is b of modReLU. The
+    time loop computes one product with B per time step.
 
     References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
     section 4; Lezcano-Casado, Trivializations for Gradient-Based Optimization on Manifolds (arXiv:1909.09501).
@@ -1122,24 +1120,24 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
         num_layers: number of stacked layers. Default: ``1``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
         init: initial B, which rotates planes by random angles: "cayley" draws them from U(0, π/2) (Helfrich et al.,
             arXiv:1707.09520), "henaff" from U(-π, π) (Henaff et al., arXiv:1602.06662). Default: ``"cayley"``.
-        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
-        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
+        compile: whether to compile the time loop with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
         output: (T, batch, directions * hidden_size).
-        state: h and what the rule remembers, each (layers * directions, batch, hidden_size).
+        state: h and the memory of the rule, each (layers * directions, batch, hidden_size).
 
     Raises:
-        TypeError: the rule is not a rule, or batch_first or bidirectional is not a bool.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule, or batch_first or bidirectional is not a bool.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
     """
 
     cell = DTRIV_CELL
@@ -1169,27 +1167,27 @@ class MomentumDTRIV(OrthogonalWeights, RecurrentLayer):
 
 
 class MomentumDTRIVCell(OrthogonalWeights, RecurrentCell):
-    """One step of :class:`hbnode.nn.MomentumDTRIV`, whose state it takes and returns.
+    """A cell that computes one time step of :class:`hbnode.nn.MomentumDTRIV`.
 
-    With g_t = W x_t and the rule's next output d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
+    With the weight W, g_t = W x_t, and its filtered value d_t: h_t = modrelu(B h_{t-1} + d_t) with an orthogonal B.
 
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
-        momentum: μ of a rule given by name, in [0, 1]. Default: ``None``, 0.6.
-        step_size: s of a rule given by name, positive. Default: ``None``, 0.6.
+        momentum: the coefficient μ of a rule given by name, in [0, 1]. Default: ``None`` (0.6).
+        step_size: the coefficient s of a rule given by name, positive. Default: ``None`` (0.6).
         init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
-        rule: the filter, as for :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        rule: the filter; see :class:`hbnode.nn.MomentumLSTM`. Default: ``"momentum"``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (batch, input_size) or (input_size,).
-        state: h and what the rule remembers, each (batch, hidden_size).
+        state: h and the memory of the rule, each (batch, hidden_size).
 
     Raises:
-        TypeError: the rule is not a rule.
-        ValueError: a size, number or name is not valid, or the rule does not take the number.
+        TypeError: rule is neither a name nor a Rule.
+        ValueError: a size, number or name is not valid, or the rule has no such coefficient.
     """
 
     bias: Tensor
@@ -1229,11 +1227,11 @@ class DTRIV(MomentumDTRIV):
         num_layers: number of stacked layers. Default: ``1``.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
         dropout: probability of dropping an output between layers in training. Default: ``0.0``.
-        bidirectional: whether a second cell runs backwards in time. Default: ``False``.
+        bidirectional: whether to add a second cell that runs backwards in time. Default: ``False``.
         init: initial B, "cayley" or "henaff", see :class:`MomentumDTRIV`. Default: ``"cayley"``.
-        compile: whether to compile the scan over time with torch.compile. Default: ``False``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        compile: whether to compile the time loop with torch.compile. Default: ``False``.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
@@ -1271,14 +1269,16 @@ class DTRIV(MomentumDTRIV):
 
 
 class DTRIVCell(MomentumDTRIVCell):
-    """One step of :class:`hbnode.nn.DTRIV`: h_t = modrelu(B h_{t-1} + W x_t) with an orthogonal B.
+    """A cell that computes one time step of :class:`hbnode.nn.DTRIV`, with an orthogonal weight B.
+
+    With the weight W and the input x_t at time step t: h_t = modrelu(B h_{t-1} + W x_t).
 
     Arguments:
         input_size: number of features of x.
         hidden_size: number of features of h.
         init: initial B, "cayley" or "henaff", see :class:`hbnode.nn.MomentumDTRIV`. Default: ``"cayley"``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (batch, input_size) or (input_size,).
@@ -1301,16 +1301,16 @@ class DTRIVCell(MomentumDTRIVCell):
 
 
 class TanhRNN(nn.Module):
-    """A tanh network with a learned start.
+    """A tanh RNN with a learned initial input b_init.
 
-    With x_i the inputs::
+    With the input x_i at time step i, weights W_hx and W_hh, and the bias b::
 
         t_1 = W_hx x_1 + b + b_init
         t_i = W_hx x_i + b + W_hh h_{i-1},  i > 1
         h_i = tanh(t_i)
 
-    It is called as :class:`torch.nn.RNN` is. :class:`~hbnode.optim.HessianFree` has fast products for it, as for any
-    ``torch.nn.RNN``. The outputs are the states; a ``torch.nn.Linear`` reads them where it is wanted.
+    Call it like :class:`torch.nn.RNN`. :class:`~hbnode.optim.HessianFree` has fast curvature products for both. The
+    outputs are the hidden states h_i; add a ``torch.nn.Linear`` for a readout.
 
     References: Martens and Sutskever, Learning Recurrent Neural Networks with Hessian-Free Optimization (ICML 2011),
     supplement, Algorithm 1 and section 2.
@@ -1319,11 +1319,10 @@ class TanhRNN(nn.Module):
         input_size: number of features of x.
         hidden_size: number of features of h.
         batch_first: whether x and the output are (batch, T, features). Default: ``False``.
-        connections: how many initial weights are not zero: of each unit in W_hh, of each input in W_hx. Default:
-            ``15``.
+        connections: number of nonzero initial weights per unit in W_hh, and per input in W_hx. Default: ``15``.
         input_std: standard deviation of the initial weights of W_hx that are not zero. Default: ``1.0``.
-        device: device of the parameters. Default: ``None``, torch's.
-        dtype: dtype of the parameters. Default: ``None``, torch's.
+        device: device of the parameters. Default: ``None`` (torch's default).
+        dtype: dtype of the parameters. Default: ``None`` (torch's default).
 
     Shape:
         x: (T, batch, input_size), or (T, input_size), or a PackedSequence.
@@ -1374,8 +1373,8 @@ class TanhRNN(nn.Module):
     def reset_parameters(self) -> None:
         """Draw sparse weights by :func:`sparse_`, and the biases from the distribution of the weights of W_hh.
 
-        Each unit has ``connections`` weights in W_hh, and each input has as many in W_hx: so few units see the inputs
-        that the others keep what they hold.
+        Each unit has ``connections`` nonzero weights in W_hh, and each input as many in W_hx. Few units receive inputs,
+        so that the others can store information.
         """
         sparse_(self.weight_ih.T, self.connections, self.input_std)
         sparse_(self.weight_hh, self.connections)
@@ -1388,7 +1387,7 @@ class TanhRNN(nn.Module):
         Arguments:
             x: (T, batch, input_size), with ``batch_first`` (batch, T, input_size), or one sequence (T, input_size),
                 or a PackedSequence.
-            h0: the last h of an earlier call; None is the start of a sequence, where b_init stands for W_hh h_0.
+            h0: the last h of an earlier call. None starts a sequence, with b_init in place of W_hh h_0.
                 Default: ``None``.
 
         Returns:
@@ -1425,13 +1424,13 @@ class TanhRNN(nn.Module):
         __call__ = forward
 
     def extra_repr(self) -> str:
-        """Sizes, and whether the batch comes first."""
+
         return f"{self.input_size}, {self.hidden_size}" + (", batch_first=True" if self.batch_first else "")
 
 
 @torch.no_grad()
 def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> Tensor:
-    """Draw a sparse weight in place: each unit, a row, has a number of weights from N(0, std^2) and zeros otherwise.
+    """Fill a weight in place with zeros and ``connections`` entries per row from N(0, std^2).
 
     References: Martens, Deep learning via Hessian-free optimization (ICML 2010), section 5; variances as in section 2
     of the supplement to Martens and Sutskever (ICML 2011): 1 / connections for W_hh and for the readout, 1 for W_hx.
@@ -1462,7 +1461,10 @@ def sparse_(weight: Tensor, connections: int = 15, std: float | None = None) -> 
 
 
 class InputFilter(nn.Module):
-    """A rule over time from v_0 = 0, applied to W x + b, or without W to x, and with b alone to x and an input of 1."""
+    """A module that filters W x + b over time from the rule's zero memory.
+
+    Without ``weight`` it filters x. With only ``bias`` it filters x with an additional input of 1.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
@@ -1474,7 +1476,7 @@ class InputFilter(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, batch, input_size) -> (T, batch, width of the input of torch's layer)."""
+        """Return the filtered inputs of torch's layer, (T, batch, n), from x (T, batch, input_size)."""
         if self.weight is not None:
             x = linear(x, self.weight, self.bias)
         elif self.bias is not None:
@@ -1483,7 +1485,7 @@ class InputFilter(nn.Module):
 
 
 class TorchLayers(nn.Module):
-    """Layers of torch.nn, each with a filter before it, for sequences from their start.
+    """A stack of layers of torch.nn with a filter before each, which takes no initial state.
 
     Attributes:
         filters: an :class:`InputFilter` for each layer and direction.

@@ -1,9 +1,8 @@
-"""Rules that filter the input of a recurrent cell: heavy-ball momentum, NAG, scheduled restart, Adam, RMSProp, adaptive
-momentum.
+"""The rules that filter the inputs of a recurrent cell, such as momentum and Adam.
 
-A rule turns the sequence g_t = W x_t + b into the filtered input d_t, which replaces g_t in the cell: h_t =
-cell(h_{t-1}, d_t). It does not depend on h, so d of a whole sequence is computed before the cell takes its first step.
-A layer takes a rule as an object, ``rule=Adam(beta=0.99)``, or by its name, ``rule="adam"``. The equations of the cells
+A recurrent cell computes h_t = cell(h_{t-1}, g_t) from the inputs g_t = W x_t + b at time step t. A rule replaces each
+g_t with d_t, a function of g_1, ..., g_t. A rule does not depend on h, so a layer computes d of a whole sequence before
+its first cell step. A layer takes a rule as an object, ``rule=Adam(beta=0.99)``, or by name, ``rule="adam"``. The cells
 are in :mod:`hbnode.nn.recurrent`.
 
 References: Nguyen et al., MomentumRNN: Integrating Momentum into Recurrent Neural Networks (arXiv:2006.06919),
@@ -28,13 +27,14 @@ __all__ = ["Momentum", "NAG", "ScheduledRestart", "Adam", "RMSProp", "AdaptiveMo
 
 
 class Memory(NamedTuple):
-    """What a rule carries from sample to sample; entries that a rule does not need are None.
+    """The memory of a rule between time steps, in which the entries that the rule does not use are None.
 
     Attributes:
-        v: momentum (batch, n), where n is the width of g; RMSProp has none.
-        m: running mean of g squared (batch, n), of Adam and RMSProp.
-        g: the last g (batch, n), of adaptive momentum.
-        t: samples so far, of NAG and scheduled restart: a number, or (batch,) if it differs between sequences.
+        v: momentum (batch, n), used by all rules except RMSProp; n is the number of features of g.
+        m: running mean of g squared (batch, n), used by Adam and RMSProp.
+        g: the last g (batch, n), used by adaptive momentum.
+        t: number of time steps so far, used by NAG and scheduled restart: one number, or (batch,) if it differs
+            between sequences.
     """
 
     v: Tensor | None = None
@@ -44,58 +44,64 @@ class Memory(NamedTuple):
 
 
 class Rule:
-    """Base of the rules: a frozen dataclass of coefficients, with the filter that turns g into d.
+    """The base class of the rules: a frozen dataclass of coefficients with a filter that computes d from g.
 
-    A rule of your own overrides :meth:`filter`, and ``memory``, which names the attributes of Memory that it carries.
+    A subclass overrides :meth:`filter` and ``memory``, the names of the attributes of Memory that the rule uses.
     """
 
-    memory: ClassVar[tuple[str, ...]] = ("v",)  # the attributes of Memory that it carries
+    memory: ClassVar[tuple[str, ...]] = ("v",)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __post_init__(self) -> None:
-        """Check every coefficient."""
         for field in dataclasses.fields(self):
-            if field.name not in _VALID:  # of a rule of the user's own
+            if field.name not in _VALID:  # a coefficient of a user-defined rule
                 continue
             value, (is_valid, expected) = getattr(self, field.name), _VALID[field.name]
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
-                raise ValueError(
-                    f"{field.name} must be {expected}, got {value!r}. Fix: {field.name}={field.default!r} to begin."
-                )
+                wrong = f"{field.name} must be {expected}, got {value!r}"
+                raise ValueError(f"{wrong}. Fix: {field.name}={field.default!r}.")
 
     def __call__(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """Call :meth:`filter` in float32 at least: in half precision a long memory stalls, and eps rounds to zero."""
+        """Return d in the dtype of g and the new memory, computed by :meth:`filter` in float32 or float64.
+
+        In half precision small updates of the memory and eps would round to zero.
+        """
         d, memory = self.filter(g.to(memory_dtype(g.dtype)), memory)
         return d.to(g.dtype), memory
 
     def start(self, like: Tensor) -> Memory:
-        """Return the memory before the first sample, for d like ``like``, (batch, n)."""
+        """Return the memory before the first time step, for inputs of the shape and dtype of ``like`` (batch, n)."""
         zero = torch.zeros_like(like, dtype=memory_dtype(like.dtype))
         return Memory(**{name: zero for name in self.memory if name != "t"}, t=0 if "t" in self.memory else None)
 
     def filter(self, g: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """Filter the next samples.
+        """Filter the inputs of the next T time steps.
 
         Arguments:
-            g: W x + b of the next samples (T, batch, n).
-            memory: the memory before them.
+            g: the inputs W x + b (T, batch, n).
+            memory: the memory before the first of these time steps.
 
         Returns:
-            d (T, batch, n), and the memory after the samples.
+            The filtered inputs d (T, batch, n), and the memory after the last time step.
         """
         raise NotImplementedError
 
 
 class LinearRule(Rule):
-    """A rule d_t = v_t = mu_t v_{t-1} + s g_t, where mu_t depends on t alone and s is the ``step_size``.
+    """A rule d_t = v_t = mu_t v_{t-1} + s g_t, where mu_t depends only on t and s is the ``step_size``.
 
-    A rule of your own overrides :meth:`coefficients`, and has ``memory = ("v", "t")`` if mu_t depends on t.
+    A subclass overrides :meth:`coefficients`, and sets ``memory = ("v", "t")`` if mu_t depends on t.
     """
 
     step_size: float
 
     def coefficients(self, t: int | Tensor | None, steps: int) -> Tensor:
-        """Return mu of the next samples in float64, (steps,), or (steps, batch) if t is (batch,)."""
+        """Return mu of the next time steps in float64, (steps,), or (steps, batch) if t is (batch,).
+
+        Arguments:
+            t: number of time steps before these, one number or (batch,); None if ``memory`` has no "t".
+            steps: number of time steps.
+        """
         raise NotImplementedError
 
     @override
@@ -106,9 +112,10 @@ class LinearRule(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Momentum(LinearRule):
-    """Heavy-ball momentum (equation 9): v_t = mu v_{t-1} + s g_t, and d_t = v_t.
+    """The rule of heavy-ball momentum: v_t = mu v_{t-1} + s g_t, and d_t = v_t.
 
-    ``Momentum(0.0, 1.0)`` is the cell without momentum, ``Momentum(0.0, s)`` that with its input scaled by s.
+    ``Momentum(0.0, 1.0)`` leaves the inputs unchanged, and ``Momentum(0.0, s)`` scales them by s.
+    Source: equation 9 of Nguyen et al.
 
     Arguments:
         momentum: mu, in [0, 1]. Default: 0.6.
@@ -125,7 +132,9 @@ class Momentum(LinearRule):
 
 @dataclasses.dataclass(frozen=True)
 class NAG(LinearRule):
-    """Nesterov's accelerated gradient (section 2.4): as momentum, with mu_t = (t - 1)/(t + 2), t = 1, 2, ...
+    """The rule of Nesterov's accelerated gradient: v_t = mu_t v_{t-1} + s g_t, d_t = v_t, mu_t = (t - 1)/(t + 2).
+
+    The first time step is t = 1. Source: section 2.4 of Nguyen et al.
 
     Arguments:
         step_size: s, positive. Default: 0.6.
@@ -143,10 +152,12 @@ class NAG(LinearRule):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledRestart(LinearRule):
-    """NAG that restarts every F samples (section 2.4): mu_t = (t mod F)/(t mod F + 3), t = 1, 2, ...
+    """The rule of NAG restarted every F time steps: :class:`NAG` with mu_t = (t mod F)/(t mod F + 3).
+
+    The first time step is t = 1. Source: section 2.4 of Nguyen et al.
 
     Arguments:
-        restart: F, positive. Default: 40.
+        restart: F, a positive number of time steps. Default: 40.
         step_size: s, positive. Default: 0.6.
     """
 
@@ -163,15 +174,16 @@ class ScheduledRestart(LinearRule):
 
 @dataclasses.dataclass(frozen=True)
 class Adam(Rule):
-    """Adam (equation 15): momentum over the root of a running mean of squares, without bias correction.
+    """The rule of Adam without bias correction: momentum v_t divided by the root of a running mean of squares m_t.
 
-    v_t = mu v_{t-1} + s g_t, m_t = beta m_{t-1} + (1 - beta) g_t^2, d_t = v_t / sqrt(m_t + eps)
+    v_t = mu v_{t-1} + s g_t, m_t = beta m_{t-1} + (1 - beta) g_t^2, d_t = v_t / sqrt(m_t + eps).
+    Source: equation 15 of Nguyen et al.
 
     Arguments:
         momentum: mu, in [0, 1]. Default: 0.6.
         step_size: s, positive. Default: 0.6.
-        beta: in [0, 1). Default: 0.9.
-        eps: positive; at g = 0 the slope of d is s / sqrt(eps), with the 1e-16 of the authors' code 1e8 s.
+        beta: decay of the running mean, in [0, 1). Default: 0.9.
+        eps: positive. The slope of d at g = 0 is s / sqrt(eps). It is 1e8 s for the 1e-16 of the authors' code.
             Default: 1e-08.
     """
 
@@ -191,11 +203,11 @@ class Adam(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class RMSProp(Rule):
-    """RMSProp: :class:`Adam` without momentum, d_t = s g_t / sqrt(m_t + eps).
+    """The rule of RMSProp: d_t = s g_t / sqrt(m_t + eps) with m_t = beta m_{t-1} + (1 - beta) g_t^2.
 
     Arguments:
         step_size: s, positive. Default: 0.6.
-        beta: in [0, 1). Default: 0.9.
+        beta: decay of the running mean m_t, in [0, 1). Default: 0.9.
         eps: positive, see :class:`Adam`. Default: 1e-08.
     """
 
@@ -213,14 +225,15 @@ class RMSProp(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveMomentum(Rule):
-    """Momentum that adapts to the inputs (equation 77 and remark 8 of Wang et al.), separately for each sequence.
+    """The rule of adaptive momentum: a coefficient mu_t that depends on the inputs, separately for each sequence.
 
-    v_t = mu_t v_{t-1} + s g_t, mu_t = (1 - sqrt(norm(g_t - g_{t-1}) / norm(g_{t-1})))^2, cut to [0, 1 - delta], and
-    d_t = v_t. The norms are over all of g_t. mu_t is 0 where g_{t-1} is 0, and at the first sample.
+    v_t = mu_t v_{t-1} + s g_t, d_t = v_t, and mu_t = (1 - sqrt(norm(g_t - g_{t-1}) / norm(g_{t-1})))^2, clipped to
+    [0, 1 - delta]. Each norm is over all features. mu_t is 0 at the first time step and if g_{t-1} is 0.
+    Source: equation 77 and remark 8 of Wang et al.
 
     Arguments:
         step_size: s, positive. Default: 0.6.
-        delta: of the upper bound, in (0, 1). Default: 0.001.
+        delta: distance of the upper bound of mu_t from 1, in (0, 1). Default: 0.001.
     """
 
     step_size: float = 0.6
@@ -236,13 +249,13 @@ class AdaptiveMomentum(Rule):
         return v, Memory(v[-1], g=g[-1])
 
     def _momentum(self, g: Tensor, before: Tensor) -> Tensor:
-        """Mu (T, batch)."""
+        """Return mu (T, batch) from the inputs and those one time step before, both (T, batch, n)."""
         size = before.square().sum(-1)
-        is_silent = size == 0
-        ratio = (g - before).square().sum(-1) / torch.where(is_silent, 1.0, size)
-        ratio = ratio.clamp(min=(self.delta / 2) ** 4)  # below, mu is cut anyway, and the root's slope is infinite at 0
+        is_zero = size == 0
+        ratio = (g - before).square().sum(-1) / torch.where(is_zero, 1.0, size)
+        ratio = ratio.clamp(min=(self.delta / 2) ** 4)  # the slope of the root is infinite at 0, where mu is clipped
         mu = (1 - ratio.sqrt().sqrt()).square().clamp(max=1 - self.delta)
-        return torch.where(is_silent, 0.0, mu)
+        return torch.where(is_zero, 0.0, mu)
 
 
 RuleName: TypeAlias = Literal["momentum", "nag", "restart", "adam", "rmsprop", "adaptive"]
@@ -252,19 +265,13 @@ _KINDS: dict[str, type[Rule]] = dict(
 
 
 def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: float | None = None) -> Rule:
-    """Return the rule of a layer or cell, from its arguments.
-
-    Arguments:
-        rule: its name, or the rule itself.
-        momentum: μ of a rule given by name; None is the rule's default.
-        step_size: s, likewise.
-    """
+    """Return the rule that the arguments of a layer or cell specify; see :class:`hbnode.nn.MomentumLSTM`."""
     numbers = {"momentum": momentum, "step_size": step_size}
     given = {name: value for name, value in numbers.items() if value is not None}
     if isinstance(rule, Rule):
         for name, value in given.items():
             fix = f"{type(rule).__name__}(..., {name}={value!r})" if hasattr(rule, name) else f"leave out {name}"
-            raise ValueError(f"{name} must be an argument of the rule, got {value!r} beside {rule}. Fix: {fix}.")
+            raise ValueError(f"{name} must be an argument of the rule, got {name}={value!r} and {rule}. Fix: {fix}.")
         return rule
     if not isinstance(rule, str):
         got = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
@@ -279,8 +286,7 @@ def make_rule(rule: RuleName | Rule, momentum: float | None = None, step_size: f
     for name, value in given.items():
         if name not in taken:
             raise ValueError(
-                f"rule={rule!r} must come without {name}, as {kind.__name__} takes {', '.join(taken)}; got {value!r}. "
-                f"Fix: leave out {name}."
+                f"rule={rule!r} takes no {name} (only {', '.join(taken)}), got {name}={value!r}. Fix: leave out {name}."
             )
     return kind(**given)
 
@@ -297,11 +303,11 @@ _VALID = {
 
 
 def memory_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a rule computes and keeps its memory, for inputs of a dtype."""
+    """Return the dtype of a rule's computations and memory for inputs of ``dtype``: float32 or float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _sample_numbers(t: int | Tensor | None, steps: int) -> Tensor:
-    """Return the numbers of the next samples, the first of all is 1, in float64."""
+    """Return the numbers t + 1, ..., t + steps of the next time steps in float64, (steps,) or (steps, batch)."""
     following = torch.arange(1, steps + 1, dtype=torch.float64)
     return following.to(t.device).unsqueeze(1) + t if isinstance(t, Tensor) else following + (t or 0)

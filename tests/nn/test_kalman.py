@@ -101,7 +101,7 @@ def test_noise_that_is_lost_in_rounding_is_named():
     x = torch.randn(1, 5, 2)
     with torch.no_grad():
         layer.log_observation_noise.fill_(-25.0)
-    with pytest.raises(FloatingPointError, match="times that of the noise of observation") as raised:
+    with pytest.raises(FloatingPointError, match="times that of the observation noise") as raised:
         layer.filter(x)
     least = float(str(raised.value).split("clamp_(min=")[1].split(")")[0])
     layer.log_observation_noise.data.clamp_(min=least)  # as the message says

@@ -330,7 +330,7 @@ def test_states_refused():
     cell, _ = make_pair("lstm", "momentum", suffix="Cell")
     with pytest.raises(TypeError, match=r"\(Tensor, RecurrentState\). Fix: output, state = cell"):
         cell(x[1], cell(x[0]))  # as of torch.nn.LSTMCell
-    with pytest.raises(TypeError, match="Fix: return the output alone"):
+    with pytest.raises(TypeError, match="Fix: return only the output"):
         nn.parallel.gather([state, state], "cpu")
 
 
@@ -385,7 +385,7 @@ def test_what_would_leave_the_momentum_behind_is_refused(cell):
         lambda: state.__setitem__(0, 0.0),
         lambda: state.data,
     ):
-        with pytest.raises((TypeError, AttributeError), match=r"RecurrentState carries .*v beside h\. Fix: state\.h"):
+        with pytest.raises((TypeError, AttributeError), match=r"RecurrentState holds h and .*v\. Fix: state\.h"):
             use()
 
 

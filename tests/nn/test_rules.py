@@ -117,9 +117,13 @@ def test_a_rule_by_name_and_as_an_object():
         ({"rule": "?"}, ValueError, r"Fix: rule='momentum'"),
         ({"rule": rules.Adam}, TypeError, r"got the class Adam\. Fix: rule=Adam\(\)"),
         ({"rule": 0.9}, TypeError, r"got float\. Fix: rule="),
-        ({"rule": "nag", "momentum": 0.9}, ValueError, r"without momentum.*got 0\.9"),
-        ({"rule": rules.Adam(), "step_size": 0.6}, ValueError, r"got 0\.6 beside Adam\(.*Fix: Adam\(\.\.\., step_size"),
-        ({"rule": rules.NAG(), "momentum": 0.6}, ValueError, r"beside NAG\(.*Fix: leave out momentum"),
+        ({"rule": "nag", "momentum": 0.9}, ValueError, r"takes no momentum.*got momentum=0\.9"),
+        (
+            {"rule": rules.Adam(), "step_size": 0.6},
+            ValueError,
+            r"got step_size=0\.6 and Adam\(.*Fix: Adam\(\.\.\., step_size",
+        ),
+        ({"rule": rules.NAG(), "momentum": 0.6}, ValueError, r"and NAG\(.*Fix: leave out momentum"),
     ],
 )
 def test_rules_refused(options, error, message):
