@@ -80,7 +80,7 @@ class Series(Record):
         return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Series:
-        """Return a subset of the series, padded to the length of its longest.
+        """Return some of the series, padded to the length of the longest one that is selected.
 
         Arguments:
             index: integer indices (n,), a slice, or a bool mask (batch,).
@@ -284,7 +284,7 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
 def _merge(
     numbers: NDArray[Any], points: NDArray[Any], feature: NDArray[Any], features: int, rule: Duplicates
 ) -> NDArray[Any]:
-    """Merge values (rows, columns) of the same time point and feature; return the values (time points, features).
+    """Merge values (rows, columns) of the same series, time and feature to values (time points, features).
 
     ``points`` has the index of the time point of each row, and ``feature`` the index of the feature of each value.
     """

@@ -38,7 +38,7 @@ queries = _Queries()
 class Signal(nn.Module):
     r"""A sampled input u(t), interpolated in time, for use in the ``func`` of a field.
 
-    ``"linear"`` interpolates linearly. ``"cubic"`` interpolates by cubic Hermite polynomials whose slopes are
+    ``kind="linear"`` interpolates linearly. ``kind="cubic"`` uses cubic Hermite polynomials whose slopes are
     second-order finite differences. It is continuously differentiable, and exact for quadratics.
 
     The signal is differentiable with respect to the query times and the samples u, but not the sample times t.
@@ -49,7 +49,7 @@ class Signal(nn.Module):
     neighbouring times could become equal.
 
     On a GPU a query does not synchronise with the device. Inside a solve a query outside [t[0], t[-1]] therefore gives
-    NaN, and the solver raises the ValueError. In a graph of torch.compile or torch.export such a query gives NaN.
+    NaN, and the solver then raises ValueError. In a graph of torch.compile or torch.export such a query gives NaN.
 
     Arguments:
         t: sample times (T,), strictly increasing, floating point.
@@ -134,10 +134,7 @@ class Signal(nn.Module):
         return self._between(left, width, _align(s, self.u)).reshape(shape)
 
     def _between(self, left: Tensor, width: Tensor, s: Tensor) -> Tensor:
-        """Interpolate at fractions ``s`` in [0, 1] of the intervals that begin at the sample indices ``left``.
-
-        ``width`` is the length of each interval. All have the shape (n,).
-        """
+        """Interpolate at fractions ``s`` of the intervals that begin at samples ``left`` and have lengths ``width``."""
         u0, u1 = self.u[left], self.u[left + 1]
         if self.kind == "linear":
             return u0 + s * (u1 - u0)

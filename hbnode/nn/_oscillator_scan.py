@@ -165,7 +165,7 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
         kind: "exact"; "imex", a step with implicit damping and explicit stiffness; or "rotation", the exact step in the
             coordinates of :func:`_normal_coordinates`.
         is_held: whether the input is held over the time.
-        rates: γ and κ of the oscillators, (2, P); for "rotation" the decay rates a and angular frequencies ω.
+        rates: γ and κ of P oscillators, (2, P); for "rotation" the decay rates a and angular frequencies ω.
         dt: times, which broadcast with one row (P,) of ``rates``.
     """
     first, second = rates
@@ -321,7 +321,7 @@ def _transposed(matrix: Entries) -> Entries:
 
 
 class _Segment(NamedTuple):
-    """The samples from ``start`` to ``start + steps * chunks``, which are ``chunks`` chunks of ``steps`` samples."""
+    """A part of the series that begins at the sample ``start`` and has ``chunks`` chunks of ``steps`` samples."""
 
     start: int
     steps: int
@@ -374,10 +374,10 @@ class _Oscillators:
         self.dc = tuple(torch.zeros_like(part) for part in self.c)
 
     def transitions(self, segment: _Segment, with_vjp: bool = False) -> tuple[Entries, Entries]:
-        """Return the entries of transitions, (steps, 1 or batch, chunks * P), and those over each chunk.
+        """Return the entries of :func:`transition` for each step, and of the product of all transitions of a chunk.
 
-        The first are all entries of :func:`transition`, one per step. The second are the entries vv, vx, xv, xx of the
-        product of the transitions of a chunk, (1 or batch, chunks, P). ``with_vjp`` prepares :meth:`add_rates`.
+        The entries of steps have the shape (steps, 1 or batch, chunks * size), and the four entries of products have
+        the shape (1 or batch, chunks, size). ``with_vjp`` prepares :meth:`add_rates`.
         """
         dtype, gaps = self.dtype, self.inputs.gaps
         if gaps is None:
@@ -409,7 +409,7 @@ class _Oscillators:
         return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
 
     def inputs_of(self, u: Tensor, entries: Entries) -> Pair:
-        """Return the increments of v and x by the samples, given u = W s, both (steps, batch, chunks * P)."""
+        """Return the increments of v and x by the samples, given the products ``u`` of w and the samples."""
         if self.is_held:
             return u * entries[4], u * entries[5]
         return u, u.new_zeros(1, 1, u.shape[2]).expand(len(u), 1, -1)
@@ -417,8 +417,8 @@ class _Oscillators:
     def add_rates(self, entries: Entries, states: Pair, u: Tensor, grads: Pair, wants_gaps: bool) -> Tensor | None:
         """Add the gradient of the rates over a segment to ``drates``, and return the gradient of its gaps, if wanted.
 
-        ``states`` are v and x before the first step and after each, (steps + 1, batch, chunks * P). ``grads`` are the
-        gradients with respect to the states after each step. ``u`` is the product of W and the samples.
+        ``states`` are v and x before the first step and after each, (steps + 1, batch, chunks * size). ``grads`` are
+        the gradients with respect to the states after each step. ``u`` is the product of w and the samples.
         """
         v, x = states
         gv, gx = grads
@@ -460,7 +460,7 @@ def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
 
 
 def _chunk_products(matrices: Tensor) -> Tensor:
-    """Multiply n matrices 2 × 2, the last one leftmost: their entries (4, n, ...) to those of the product (4, ...)."""
+    """Return the entries (4, ...) of the product of n 2 × 2 matrices, (4, n, ...), with the last matrix leftmost."""
     while matrices.shape[1] > 1:
         even = matrices.shape[1] // 2 * 2
         first, second, rest = matrices[:, :even:2], matrices[:, 1:even:2], matrices[:, even:]
@@ -491,7 +491,7 @@ def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pai
 def _starts(
     rows: Sequence[Entries], inputs: Sequence[Pair], start: Sequence[Tensor], carries: Entries, order: int = 1
 ) -> Sequence[Tensor]:
-    """Return the states (batch, chunks * P) at the starts of all chunks, given that of the first chunk, (batch, P).
+    """Return the states of P oscillators at the starts of all chunks, (batch, chunks * P), given the first, (batch, P).
 
     ``rows`` are the entries of the transitions of all steps of a chunk except the first, and ``carries`` those of their
     product over each chunk, (1 or batch, chunks, P). ``inputs`` are the increments of all steps. With ``order=-1`` the
@@ -552,7 +552,7 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
 
 
 def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
-    """Compute v and x before the first step of a segment and after each step, (steps + 1, batch, chunks * P)."""
+    """Compute v and x before the first step of a segment and after each step, (steps + 1, *start.shape)."""
     v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)
     v[0], x[0] = start
     _recur(matrices, b, _pairs((v, x)))

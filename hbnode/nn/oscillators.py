@@ -80,7 +80,7 @@ class OscillatorState(Record):
 
 
 class _OscillatorModule(nn.Module):
-    """The base of :class:`Oscillators` and :class:`OscillatorCell`: P oscillators, their input and output maps."""
+    """The base of :class:`Oscillators` and :class:`OscillatorCell`, with the parameters that both have."""
 
     log_damping: nn.Parameter
     log_stiffness: nn.Parameter
@@ -167,17 +167,17 @@ class _OscillatorModule(nn.Module):
         return torch.promote_types(self.weight_in.dtype, torch.float32)
 
     def _rates(self) -> Tensor:
-        """Return the dampings and stiffnesses, (2, P), in float64 if the device supports it."""
+        """Return the dampings and stiffnesses, (2, num_oscillators), in float64 if the device supports it."""
         logs = torch.stack([self.log_damping, self.log_stiffness])
         return logs.to(accumulation_dtype(self._dtype, logs.device)).exp()
 
     def _readout(self) -> Tensor:
-        """Return the output map for the state (v, x). ``weight_out`` is that for (v, √κ x), with the stiffness κ."""
+        """Return the output map for the state (v, x). ``weight_out`` is the map for (v, √stiffness · x)."""
         root = (self.log_stiffness.to(self._dtype) / 2).exp()
         return self.weight_out.to(self._dtype) * torch.cat([torch.ones_like(root), root])
 
     def _advance(self, state: OscillatorState, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """Return v and x at the times ``dt``, (batch, 1), after a state."""
+        """Return the velocities and displacements a time ``dt``, (batch, 1), after that of ``state``."""
         rates, dtype = self._rates(), self._dtype
         entries = transition(self.discretization, self._is_held, rates, dt.to(rates))
         vv, vx, xv, xx, *f = (entry.to(dtype) for entry in entries)
@@ -235,8 +235,8 @@ class Oscillators(_OscillatorModule):
     r"""A layer of damped oscillators that are driven by the samples of a series at regular or irregular times.
 
     Each of P oscillators follows q'' + γ q' + κ q = u(t) exactly over any gap between samples. Its state is h = (v, q)
-    with the velocity v = q', and Φ(Δ) of :func:`hbnode.nn.functional.oscillator_step` is the transition over a time Δ.
-    A sample x_i at the time t_i gives the output y_i:
+    with the velocity v = q'; ``state.x`` is q. The transition over a time Δ is Φ(Δ) of
+    :func:`hbnode.nn.functional.oscillator_step`. A sample x_i at the time t_i gives the output y_i:
 
     .. math:: h(t_i^-) = \Phi(t_i - t_{i-1})\,h(t_{i-1}), \qquad v(t_i) = v(t_i^-) + B x_i, \qquad
         y_i = C\,[v; \sqrt\kappa\,q](t_i) + D x_i.
@@ -340,7 +340,10 @@ class Oscillators(_OscillatorModule):
 
     @property
     def process_noise(self) -> Tensor | None:
-        """The diffusion s of each velocity, (num_oscillators,), its standard deviation times √(2 damping), or None."""
+        """The diffusion coefficient of each velocity, (num_oscillators,). None without noise.
+
+        It is √(2 damping) times the stationary standard deviation of the velocity.
+        """
         return None if self.log_spread is None else self.log_spread.exp() * (2 * self.damping).sqrt()
 
     @property
@@ -364,7 +367,7 @@ class Oscillators(_OscillatorModule):
                 one unit of time between samples. Default: ``None``
             state: the state of an earlier call, to continue its series. Its time must not be later than the first
                 time in ``t``. None is a zero state at the first time. Default: ``None``
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. The others may be NaN. A
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. A
                 missing value gives no impulse; with ``input="hold"`` the last observed value is held. Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
@@ -433,14 +436,14 @@ class Oscillators(_OscillatorModule):
         """Return the outputs at times after that of a state, without further samples.
 
         Arguments:
-            state: the state of a call of this layer. With a state of :meth:`filter` the forecast is the distribution of
+            state: the state of a call of this layer. With a state of :meth:`filter` the outputs are distributions of
                 observations.
             dt: times since that of the state, (K,) or (batch, K), increasing and >= 0. With ``discretization="imex"``
-                each is reached from the one before it in one step.
+                each time is reached from the previous time in one step.
 
         Returns:
             The outputs (batch, K, hidden_size), in the dtype of the state, or a :class:`Gaussian` of that shape, and
-            the state at the last time. A held input remains held; with ``input="impulse"`` the term D x_i is 0.
+            the state at the last time. A held input remains held. With ``input="impulse"`` there is no input.
         """
         seq.refuse_both_directions(self, "makes no forecast")
         batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
@@ -488,7 +491,7 @@ class Oscillators(_OscillatorModule):
                 Default: ``None``
             state: the state of an earlier call, to continue its series. None is the stationary distribution.
                 Default: ``None``
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool; the others may be NaN.
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
                 Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
@@ -516,7 +519,7 @@ class Oscillators(_OscillatorModule):
 
 
 def _times(x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBelief | None) -> ArrayLike:
-    """Return the given times, or 0, 1, 2, ... if ``t`` is None, counted from one after the time of a state."""
+    """Return ``t``, or if it is None the times 0, 1, 2, ...; with a state they begin one unit after its time."""
     if t is not None:
         return t
     length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
@@ -550,17 +553,17 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) 
 
 
 def _fill_forward(x: Tensor, observed: Tensor) -> Tensor:
-    """Replace missing values of ``x``, (batch, 1 + T, n), by the last observed ones; ``x[:, 0]`` counts as observed."""
+    """Replace missing values of ``x``, (batch, 1 + T, features), by the last observed ones; ``x[:, 0]`` is observed."""
     steps = torch.arange(1, x.shape[1], device=x.device).view(1, -1, 1)
     last = torch.where(observed, steps, 0).cummax(1).values
     return x.gather(1, functional.pad(last, (0, 0, 1, 0)).expand(-1, -1, x.shape[2]))
 
 
 class OscillatorCell(_OscillatorModule):
-    """A cell that updates the oscillators of :class:`Oscillators` by one sample, as :class:`torch.nn.GRUCell` does.
+    """A cell that processes one sample with the oscillators of :class:`Oscillators`, like :class:`torch.nn.GRUCell`.
 
-    A cell can load the ``state_dict`` of a layer and continue its state, with equal outputs. A cell cannot load a layer
-    with noise, which has more parameters; use its :meth:`~Oscillators.filter`, which also takes single samples.
+    A cell can load the ``state_dict`` of a layer and continue the layer's state, with equal outputs. It cannot load a
+    layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter` for single samples instead.
 
     Arguments:
         input_size: features of a sample.
@@ -673,13 +676,14 @@ class OscillatorBlock(nn.Module):
 
 
 class OscillatorStack(nn.Module):
-    r"""A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
+    """A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
 
-    The encoder maps samples to h. Each block is h ← h + dropout(GLU(W gelu(oscillators(norm(h))))) with a linear map W.
-    Times, masks and lengths are as in :class:`Oscillators`. A sample without observed values is masked in every layer.
+    The encoder maps samples to features h. With a linear map W, each block is
+    h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`. A sample
+    without observed values is masked in every layer.
 
     References:
-        Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943, whose block this is.
+        Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (source of the block).
 
     Arguments:
         input_size: features of a sample.
@@ -765,7 +769,7 @@ class OscillatorStack(nn.Module):
                 Default: ``None``
             state: the state of an earlier call, to continue its series. ``head="classification"`` averages over the
                 samples of this call only. Default: ``None``
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. The others may be NaN. A
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. A
                 missing value is encoded as 0 if another value of the sample is observed. Default: ``None``
             lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
             t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
@@ -833,7 +837,7 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
 def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Ranges:
     """Return ranges of initial frequencies and decay rates for a set of times: ``Oscillators(..., **ranges)``.
 
-    The lowest frequency and the lowest decay rate are 1 / span, where span is the duration of the longest series. With
+    The lowest frequency and the lowest decay rate are 1 / span, where span is the duration of the longest series. For
     the median gap, the highest frequency is 1 / (4 gap), half of the Nyquist frequency. The highest decay rate is
     1 / (10 gap).
 
