@@ -50,8 +50,8 @@ class OscillatorStep(NamedTuple):
 def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> OscillatorStep:
     r"""Return the exact transition of damped oscillators over a time without input.
 
-    The oscillator x'' + γ x' + κ x = 0 has the state (v, x) with v = x'. After a time Δ the state is Φ(Δ)(v, x), where
-    a = γ/2, z = (κ - a²)Δ², c = cos √z and s = sin √z / √z:
+    The oscillator x'' + γ x' + κ x = 0 has the state (v, x) with v = x'. After a time Δ the state is Φ(Δ)(v, x). With
+    a = γ/2, z = (κ - a²)Δ², c = cos √z and s = sin √z / √z,
 
     .. math:: \Phi(\Delta) = e^{-a\Delta}
         \begin{pmatrix} c - a\Delta s & -\kappa\Delta s \\ \Delta s & c + a\Delta s \end{pmatrix}.
@@ -275,7 +275,7 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
 def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Entries, Entries, Tensor]:
     r"""Return the rates a and ω of underdamped oscillators, their map T to normal coordinates, T⁻¹, and their mask.
 
-    With a = γ/2, ω = √(κ - a²) and λ = -a + iω, a free oscillator follows z' = λz for z = p + iq. The normal
+    Let a = γ/2, ω = √(κ - a²) and λ = -a + iω. A free oscillator then follows z' = λz for z = p + iq. The normal
     coordinates (p, q) = T (v, x) are the first pair for impulses, and the second pair for held inputs:
 
     .. math:: p = v + a x, \quad q = \omega x, \qquad \text{or}\qquad p = -a v - \kappa x, \quad q = \omega v.
@@ -376,8 +376,8 @@ class _Oscillators:
     def transitions(self, segment: _Segment, with_vjp: bool = False) -> tuple[Entries, Entries]:
         """Return the entries of :func:`transition` for each step, and of the product of all transitions of a chunk.
 
-        The entries of steps have the shape (steps, 1 or batch, chunks * size), and the four entries of products have
-        the shape (1 or batch, chunks, size). ``with_vjp`` prepares :meth:`add_rates`.
+        The entries of steps have the shape (steps, 1 or batch, chunks * size). The four entries of products have the
+        shape (1 or batch, chunks, size). ``with_vjp`` prepares :meth:`add_rates`.
         """
         dtype, gaps = self.dtype, self.inputs.gaps
         if gaps is None:
@@ -493,9 +493,9 @@ def _starts(
 ) -> Sequence[Tensor]:
     """Return the states of P oscillators at the starts of all chunks, (batch, chunks * P), given the first, (batch, P).
 
-    ``rows`` are the entries of the transitions of all steps of a chunk except the first, and ``carries`` those of their
-    product over each chunk, (1 or batch, chunks, P). ``inputs`` are the increments of all steps. With ``order=-1`` the
-    chunks run from the last to the first.
+    ``rows`` are the entries of the transitions of all steps of a chunk except the first. ``carries`` are the entries of
+    the product over each chunk, (1 or batch, chunks, P). ``inputs`` are the increments of all steps. With ``order=-1``
+    the chunks run from the last to the first.
     """
     if carries[0].shape[1] == 1:
         return start

@@ -188,7 +188,6 @@ class _OscillatorModule(nn.Module):
         return v + f[0] * u, x + f[1] * u
 
     def _check_finite(self, v: Tensor, x: Tensor, y: Tensor) -> None:
-        """Raise FloatingPointError with the cause if a state or its output is NaN or infinite."""
         if not may_look() or bool(torch.cat([v.detach(), x.detach(), y.detach().to(v)], -1).isfinite().all()):
             return
         self._check_parameters()
@@ -202,7 +201,6 @@ class _OscillatorModule(nn.Module):
         )
 
     def _check_parameters(self) -> None:
-        """Raise FloatingPointError with the name of a parameter that is not finite."""
         for name, parameter in self.named_parameters(recurse=False):
             limit = math.log(torch.finfo(torch.float32).max) if name.startswith("log_") else math.inf
             values = parameter.detach()
@@ -471,7 +469,13 @@ class Oscillators(_OscillatorModule):
     ) -> Tensor:
         """Return the log density of the observed values of each series, (batch,), in float64; needs ``noise=True``.
 
-        The arguments are those of :meth:`filter`. Each series starts from the stationary distribution.
+        Arguments:
+            x: samples (batch, T, input_size).
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
+                Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
         return self.filter(x, t, None, mask, lengths).log_likelihood.sum(1)
 
@@ -679,8 +683,8 @@ class OscillatorStack(nn.Module):
     """A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
 
     The encoder maps samples to features h. With a linear map W, each block is
-    h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`. A sample
-    without observed values is masked in every layer.
+    h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`.
+    A sample without observed values is masked in every layer.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (source of the block).
@@ -810,7 +814,6 @@ class OscillatorStack(nn.Module):
 
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
-    """Return the time from each sample to the next, (batch, T)."""
     t = sequences.t
     gaps = t.diff()
     if t_next is not None:
