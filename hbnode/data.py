@@ -91,7 +91,7 @@ class Series(Record):
         if rows.dim() != 1 or rows.dtype == torch.bool or (rows.is_floating_point() and len(rows)):
             raise ValueError(
                 f"index must be integers (n,), a slice, or a bool mask ({len(self)},), got {rows.dtype} of shape "
-                f"{tuple(rows.shape)}. Fix: [3] for one series."
+                f"{tuple(rows.shape)}. Fix: series.select([3]) for one series."
             )
         rows = rows.long()
         lengths = self.lengths[rows.to(self.lengths.device)]
@@ -171,7 +171,7 @@ def from_long(
     if variable is not None and len(columns) != 1:
         raise ValueError(f"with variable=, values must be one column, got {columns}. Fix: values='value'.")
     if features is not None and variable is None:
-        raise ValueError("features is for tables with variable=. Fix: values=, which has an order already.")
+        raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     ids, codes = _codes(_column(table, id), id)
     times = _times(_column(table, time), time, unit)
     names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
@@ -206,7 +206,7 @@ def _column(table: Any, name: str) -> Any:
     if name not in known:
         is_index = name in getattr(getattr(table, "index", None), "names", ())
         fix = "table.reset_index()" if is_index else nearest(name, tuple(map(str, known))) or repr(known[:1])
-        raise KeyError(f"the table has no column {name!r}, but {known}. Fix: {fix}.")
+        raise KeyError(f"the table has no column {name!r}; its columns are {known}. Fix: {fix}.")
     return table[name]
 
 
@@ -223,7 +223,7 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
     """Return the unique entries in the order of their first rows, and for each row the index of its entry."""
     array = _array(column, name)
     if len(array) == 0:
-        raise ValueError("the table has no rows. Fix: at least one.")
+        raise ValueError("the table has no rows; expected at least one. Fix: check how its rows were selected.")
     known: dict[Any, int] = {}
     entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
     if any(entry is None or str(entry) in ("<NA>", "NaT") or entry != entry for entry in entries):
@@ -239,7 +239,7 @@ def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tup
     index = {feature: i for i, feature in enumerate(names)}
     of_rows = np.array([index.get(feature, -1) for feature in found])[codes]
     if (of_rows < 0).all():
-        raise ValueError(f"column {name!r} has none of the features {names}, but {found}. Fix: features=None.")
+        raise ValueError(f"column {name!r} has none of the features {names}; it has {found}. Fix: features=None.")
     return names, of_rows
 
 

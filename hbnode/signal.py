@@ -171,6 +171,6 @@ def _align(x: Tensor, u: Tensor) -> Tensor:
 
 
 def refuse_queries_outside() -> None:
-    """Raise ValueError if a signal was evaluated outside its sample times, as the cause of a solve that failed."""
+    """Raise ValueError if a signal was evaluated outside its sample times; solvers call this when a solve fails."""
     for signal, t in list(queries.unchecked):
         signal.refuse_outside(t)

@@ -141,7 +141,7 @@ def good():
         ({"t": [0.0, 0.0, 0.0], "a": [1.0, 2.0, 3.0]}, {"duplicates": "error"}, ValueError, "1 values of a feature"),
         ({}, {"duplicates": "median"}, ValueError, "duplicates must be one of"),
         ({}, {"values": ["a", "s"], "variable": "id"}, ValueError, "values must be one column"),
-        ({}, {"features": ["a"]}, ValueError, "features is for tables with variable="),
+        ({}, {"features": ["a"]}, ValueError, "features= needs variable="),
         ({"id": [], "t": [], "a": []}, {}, ValueError, "the table has no rows"),
         ({"id": [(1, 2)] * 3}, {}, ValueError, r"'id' must have one entry per row, got shape \(3, 2\)"),
         ({"t": ["2020-01-01"] * 3}, {}, TypeError, "'t' must hold numbers or dates, got text. Fix: pandas.to_datetime"),
@@ -239,5 +239,5 @@ def test_features_that_are_not_wanted_leave_no_samples():
     batch = data.collate(alone)
     assert batch.lengths.tolist() == [0, 1, 2]
     assert batch.t.tolist() == [[0.0, 0.0], [5.0, 5.0], [0.0, 2.0]]
-    with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\], but \['hr', 'x'\]"):
+    with pytest.raises(ValueError, match=r"'what' has none of the features \['bp'\]; it has \['hr', 'x'\]"):
         data.from_long(table, **options, features=["bp"])

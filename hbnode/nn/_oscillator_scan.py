@@ -165,7 +165,7 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
         kind: "exact"; "imex", a step with implicit damping and explicit stiffness; or "rotation", the exact step in the
             coordinates of :func:`_normal_coordinates`.
         is_held: whether the input is held over the time.
-        rates: γ and κ of P oscillators, (2, P); for "rotation" the decay rates a and angular frequencies ω.
+        rates: dampings and stiffnesses of P oscillators, (2, P); for "rotation" the decay rates a and angular frequencies ω.
         dt: times, which broadcast with one row (P,) of ``rates``.
     """
     first, second = rates
@@ -203,7 +203,7 @@ class ScanInput(NamedTuple):
         w: input map W, (P, input_size).
         c: output map C, (output_size, 2 P).
         d: skip connection D, (output_size, input_size); None for zeros.
-        rates: γ and κ, (2, P). If ``gaps`` is None, these are the entries returned by :func:`transition`, (4 or 6, P).
+        rates: dampings and stiffnesses, (2, P); if ``gaps`` is None, the entries of :func:`transition`, (4 or 6, P).
         gaps: time before each sample, (batch or 1, T); None if all transitions are equal.
         ends: index of the last sample of each sequence (batch,); None for T - 1.
         is_underdamped: mask (P,) of the oscillators with states in normal coordinates, whose ``rates`` are the decay
@@ -275,8 +275,8 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
 def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Entries, Entries, Tensor]:
     r"""Return the rates a and ω of underdamped oscillators, their map T to normal coordinates, T⁻¹, and their mask.
 
-    Let a = γ/2, ω = √(κ - a²) and λ = -a + iω. A free oscillator then follows z' = λz for z = p + iq. The normal
-    coordinates (p, q) = T (v, x) are the first pair for impulses, and the second pair for held inputs:
+    For x'' + γ x' + κ x = 0 with v = x', let a = γ/2, ω = √(κ - a²) and λ = -a + iω. Then z = p + iq follows z' = λz.
+    The normal coordinates (p, q) = T (v, x) are the first pair for impulses, and the second pair for held inputs:
 
     .. math:: p = v + a x, \quad q = \omega x, \qquad \text{or}\qquad p = -a v - \kappa x, \quad q = \omega v.
 
