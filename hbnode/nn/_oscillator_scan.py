@@ -165,7 +165,7 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
         kind: "exact"; "imex", a step with implicit damping and explicit stiffness; or "rotation", the exact step in the
             coordinates of :func:`_normal_coordinates`.
         is_held: whether the input is held over the time.
-        rates: dampings and stiffnesses of P oscillators, (2, P); for "rotation" the decay rates a and angular frequencies ω.
+        rates: dampings and stiffnesses of P oscillators, (2, P); for "rotation" decay rates and angular frequencies.
         dt: times, which broadcast with one row (P,) of ``rates``.
     """
     first, second = rates
