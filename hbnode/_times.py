@@ -1,4 +1,4 @@
-"""Times as users have them: numbers, dates, durations."""
+"""Conversion of numbers, dates and durations to tensors of times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hbnode._checks import as_tensor
 
 
 def as_times(value: object, name: str) -> Tensor:
-    """Return a tensor of times: dates as seconds since 1970 (UTC), durations as seconds, both in float64; else numbers.
+    """Convert numbers, dates or durations to a tensor of times.
 
-    Dates and durations are those of numpy, pandas, polars and the standard library; a date without a time zone is taken
-    as UTC.
+    Dates become seconds since 1970 (UTC) and durations become seconds, in float64. They may be of numpy, pandas, polars
+    or the standard library. A date without a time zone is in UTC. ``name`` is that of the argument, for error messages.
     """
     if isinstance(value, Tensor):
         return value
@@ -25,7 +25,7 @@ def as_times(value: object, name: str) -> Tensor:
 
 
 def as_seconds(value: object) -> Tensor | None:
-    """Return the seconds of dates and durations, as :func:`as_times` does; None for anything else."""
+    """Convert dates and durations to seconds like :func:`as_times`, or return None for any other value."""
     array: Any = value
     if hasattr(array, "to_numpy"):
         has_zone = getattr(getattr(array, "dtype", None), "tz", None) is not None
@@ -42,10 +42,10 @@ def as_seconds(value: object) -> Tensor | None:
 
 
 def as_duration(value: object, name: str) -> float:
-    """Return a positive length of time: a number as it is, a duration in seconds."""
+    """Convert a positive number or a duration to a float; a duration becomes its seconds."""
     is_duration = _kind(value) == "m" or isinstance(value, datetime.timedelta)
     try:
-        length = float(as_times([value], name)[0]) if is_duration else float(value)  # type: ignore[arg-type] # is caught
+        length = float(as_times([value], name)[0]) if is_duration else float(value)  # type: ignore[arg-type]  # caught below
     except (TypeError, ValueError):
         length = -1.0
     if not 0 < length < float("inf"):
@@ -58,7 +58,7 @@ def _kind(value: Any) -> str:
 
 
 def _seconds(value: Any) -> Any:
-    """Return the seconds of a date, a duration, an array of numpy, or nested lists of them; of NaT they are NaN."""
+    """Convert a date, a duration, a NumPy array of these, or nested lists of these, to seconds; NaT becomes NaN."""
     if isinstance(value, (list, tuple)):
         return [_seconds(part) for part in value]
     if isinstance(value, datetime.timedelta):

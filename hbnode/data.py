@@ -1,4 +1,4 @@
-"""Irregular series: tables in long form to padded series, and series to batches for torch's DataLoader."""
+"""Irregular series: conversion of tables in long form to padded series, and batches for PyTorch's DataLoader."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["BucketedBatches", "Dataset", "Series", "bucketed_batches", "collate"
 
 Duplicates = Literal["mean", "first", "last", "error"]
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "D": 86400.0, "W": 604800.0}
-POOL = 50  # batches whose series are sorted by length together
+POOL = 50  # batches per pool; the series of a pool are sorted by length
 
 
 class SeriesInputs(TypedDict):
-    """What :meth:`Series.inputs` returns."""
+    """The keyword arguments of an :class:`hbnode.ODERNN`, as returned by :meth:`Series.inputs`."""
 
     x: Tensor
     t: Tensor
@@ -42,16 +42,16 @@ class SeriesInputs(TypedDict):
 class Series(Record):
     """A batch of irregular series, padded to the length of the longest.
 
-    ``rnn(**series.inputs())`` hands it to an :class:`hbnode.ODERNN`. It moves with :meth:`to`;
-    ``dataclasses.replace(series, x=scale(series.x))`` changes a part of it.
+    Use ``rnn(**series.inputs())`` with an :class:`hbnode.ODERNN`, :meth:`to` to change the device or dtype, and
+    ``dataclasses.replace(series, x=scale(series.x))`` to replace an attribute.
 
     Attributes:
-        x: values (batch, T, features); NaN where missing, and on padding.
-        t: times (batch, T) in float64; on padding that of the last sample.
-        mask: which values were observed, (batch, T, features).
-        lengths: samples of each series, (batch,).
-        static: features that do not change, (batch, static features); NaN where missing. None if there are none.
-        ids: what identifies each series.
+        x: values (batch, T, features); NaN if missing, and on padding.
+        t: times (batch, T) in float64; on padding the time of the last sample.
+        mask: which values were observed, (batch, T, features), bool.
+        lengths: number of samples of each series, (batch,).
+        static: features that are constant in time, (batch, static features); NaN if missing. None if there are none.
+        ids: identifiers of the series.
         features: names of the features.
         static_features: names of the static features.
     """
@@ -76,32 +76,30 @@ class Series(Record):
         return f"Series({batch} series, up to {length} samples, {count} features{names}{static})"
 
     def inputs(self) -> SeriesInputs:
-        """Return the arguments of an :class:`hbnode.ODERNN`: x, t, mask, lengths and static, which may be None."""
+        """Return the arguments of an :class:`hbnode.ODERNN` as a dict: x, t, mask, lengths and static (or None)."""
         return {"x": self.x, "t": self.t, "mask": self.mask, "lengths": self.lengths, "static": self.static}
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Series:
-        """Return some of the series, padded no more than they need.
+        """Return some of the series, padded to the length of the longest one that is selected.
 
         Arguments:
-            index: their places, or a mask (batch,) of bool.
+            index: integer indices (n,), a slice, or a bool mask (batch,).
         """
-        if isinstance(index, slice):
-            index = range(len(self))[index]
-        places = torch.as_tensor(list(index) if isinstance(index, range) else index)
-        if places.dtype == torch.bool and places.shape == (len(self),):
-            places = places.nonzero()[:, 0]
-        if places.dim() != 1 or places.dtype == torch.bool or (places.is_floating_point() and len(places)):
+        rows = torch.as_tensor(range(len(self))[index] if isinstance(index, slice) else index)
+        if rows.dtype == torch.bool and rows.shape == (len(self),):
+            rows = rows.nonzero()[:, 0]
+        if rows.dim() != 1 or rows.dtype == torch.bool or (rows.is_floating_point() and len(rows)):
             raise ValueError(
-                f"index must be places (n,), or a mask ({len(self)},) of bool, got {places.dtype} of shape "
-                f"{tuple(places.shape)}. Fix: [3] for one series."
+                f"index must be integers (n,), a slice, or a bool mask ({len(self)},), got {rows.dtype} of shape "
+                f"{tuple(rows.shape)}. Fix: series.select([3]) for one series."
             )
-        places = places.long()
-        lengths = self.lengths[places.to(self.lengths.device)]
+        rows = rows.long()
+        lengths = self.lengths[rows.to(self.lengths.device)]
         total = int(lengths.max()) if len(lengths) else 0
-        places = places.to(self.x.device)
-        x, t, mask = (part[places, :total] for part in (self.x, self.t, self.mask))
-        static = None if self.static is None else self.static[places]
-        ids = [self.ids[i] for i in places.tolist()] if self.ids else ()
+        rows = rows.to(self.x.device)
+        x, t, mask = (part[rows, :total] for part in (self.x, self.t, self.mask))
+        static = None if self.static is None else self.static[rows]
+        ids = [self.ids[i] for i in rows.tolist()] if self.ids else ()
         return Series(x, t, mask, lengths, static, ids, self.features, self.static_features)
 
     @staticmethod
@@ -126,36 +124,35 @@ def from_long(
     unit: str | datetime.timedelta | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Series:
-    """Return the padded series of a table in long form.
+    """Convert a table in long form to padded series.
 
-    The table is a DataFrame of pandas or polars, or a dictionary of columns. It has a row for each sample, with a
-    column for each feature; or, with ``variable``, a row for each measurement, which names its feature. Rows may come
-    in any order. Series are in the order in which the table first names them; their samples are sorted by time.
+    The table has one row per sample and one column per feature. With ``variable`` it has one row per measurement, which
+    names its feature. Rows may be in any order. The series are in the order of their first rows, and the samples of a
+    series are sorted by time.
 
     Arguments:
-        table: the table.
+        table: a DataFrame of pandas or polars, or a dictionary of columns.
         id: column that identifies the series.
         time: column of times: numbers, or dates.
         values: columns of the features; with ``variable``, the one column of the measured values. Missing values are
             NaN or null.
-        static: columns of features that do not change within a series, or are missing.
-            Default: ``None``.
-        variable: column that names the feature of each row's measurement. Default: ``None``.
-        features: with ``variable``, the features and their order; rows of others are left out, and a series without
-            any other row has the length 0. Give those of the training data, ``features=train.features``. None takes
-            all, sorted by name. Default: ``None``.
-        duplicates: what becomes of values that a series has of one feature at one time: their ``"mean"``, the
-            ``"first"`` or ``"last"`` of the table, or an ``"error"``. Default: ``"mean"``.
-        unit: of dates, the length of time that is 1 in t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration;
-            t is counted since 1970. None is a second. Default: ``None``.
-        dtype: of the values. Default: ``torch.float32``.
+        static: columns of features that are constant within each series; values may be missing. Default: ``None``.
+        variable: column with the name of the measured feature in each row. Default: ``None``.
+        features: with ``variable``, the features and their order. Rows of other features are dropped, and a series with
+            only such rows has the length 0. For validation and test data use ``features=train.features``. None takes
+            all features, sorted by name. Default: ``None``.
+        duplicates: how several values of one feature at one time in one series are merged: ``"mean"``, ``"first"`` or
+            ``"last"`` in the order of the table; ``"error"`` raises ValueError. Default: ``"mean"``.
+        unit: for dates, the unit of t: ``"s"``, ``"min"``, ``"h"``, ``"D"``, ``"W"``, or a duration. t = 0 is the
+            beginning of 1970 (UTC). None is a second. Default: ``None``.
+        dtype: dtype of the values. Default: ``torch.float32``.
 
     Returns:
-        The series, with x, t, mask, lengths, static and ids.
+        A :class:`Series`.
 
     Raises:
-        KeyError: if there is no such column.
-        ValueError, TypeError: if a column does not hold what it should; the message names it.
+        KeyError: if the table has no such column.
+        ValueError, TypeError: if a column has missing or wrong entries; the message names it.
 
     Example:
         >>> import hbnode
@@ -174,10 +171,10 @@ def from_long(
     if variable is not None and len(columns) != 1:
         raise ValueError(f"with variable=, values must be one column, got {columns}. Fix: values='value'.")
     if features is not None and variable is None:
-        raise ValueError("features is for tables with variable=. Fix: values=, which has an order already.")
+        raise ValueError("features= needs variable=, got None. Fix: features=None; values= sets the order of features.")
     ids, codes = _codes(_column(table, id), id)
     times = _times(_column(table, time), time, unit)
-    names, feature = columns, np.arange(len(columns))[None]  # the feature of each value: one for each column, or row
+    names, feature = columns, np.arange(len(columns))[None]  # feature indices that broadcast to (rows, columns)
     if variable is not None:
         names, of_rows = _features(_column(table, variable), variable, features)
         feature = of_rows[:, None]
@@ -188,7 +185,7 @@ def from_long(
     feature = np.broadcast_to(feature, numbers.shape)[order]
     order, feature = order[feature[:, 0] >= 0], feature[feature[:, 0] >= 0]
     codes, times, numbers = codes[order], times[order], numbers[order]
-    is_new = np.ones(len(codes), dtype=bool)  # the first row of a time point
+    is_new = np.ones(len(codes), dtype=bool)  # whether a row is the first at its time
     is_new[1:] = (np.diff(codes) != 0) | (np.diff(times) != 0)
     merged = _merge(numbers, is_new.cumsum() - 1, feature, len(names), duplicates)
     codes, times = codes[is_new], times[is_new]
@@ -209,7 +206,7 @@ def _column(table: Any, name: str) -> Any:
     if name not in known:
         is_index = name in getattr(getattr(table, "index", None), "names", ())
         fix = "table.reset_index()" if is_index else nearest(name, tuple(map(str, known))) or repr(known[:1])
-        raise KeyError(f"the table has no column {name!r}, but {known}. Fix: {fix}.")
+        raise KeyError(f"the table has no column {name!r}; its columns are {known}. Fix: {fix}.")
     return table[name]
 
 
@@ -217,17 +214,16 @@ def _array(column: Any, name: str) -> NDArray[Any]:
     array: NDArray[Any] = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
     if array.ndim != 1:
         raise ValueError(
-            f"column {name!r} must be one entry a row, got shape {array.shape}. Fix: a column for each, with a name of "
-            "its own."
+            f"column {name!r} must have one entry per row, got shape {array.shape}. Fix: split it into several columns."
         )
     return array
 
 
 def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
-    """Return the different entries in the order of their first rows, and the index of the entry of each row."""
+    """Return the unique entries in the order of their first rows, and for each row the index of its entry."""
     array = _array(column, name)
     if len(array) == 0:
-        raise ValueError("the table has no rows. Fix: at least one.")
+        raise ValueError("the table has no rows; expected at least one. Fix: check how its rows were selected.")
     known: dict[Any, int] = {}
     entries = [entry.item() if hasattr(entry, "item") else entry for entry in array.tolist()]
     if any(entry is None or str(entry) in ("<NA>", "NaT") or entry != entry for entry in entries):
@@ -237,20 +233,20 @@ def _codes(column: Any, name: str) -> tuple[list[Any], NDArray[Any]]:
 
 
 def _features(column: Any, name: str, wanted: str | Sequence[str] | None) -> tuple[list[str], NDArray[Any]]:
-    """Return the names of the features, and the index of the feature of each row; -1 for one that is not wanted."""
+    """Return the names of the features, and for each row the index of its feature, or -1 if it is not in ``wanted``."""
     found, codes = _codes(column, name)
     names = sorted(found) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
-    places = {feature: i for i, feature in enumerate(names)}
-    of_rows = np.array([places.get(feature, -1) for feature in found])[codes]
+    index = {feature: i for i, feature in enumerate(names)}
+    of_rows = np.array([index.get(feature, -1) for feature in found])[codes]
     if (of_rows < 0).all():
-        raise ValueError(f"column {name!r} has none of the features {names}, but {found}. Fix: features=None.")
+        raise ValueError(f"column {name!r} has none of the features {names}; it has {found}. Fix: features=None.")
     return names, of_rows
 
 
 def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDArray[Any]:
     seconds = as_seconds(column)
     if seconds is None and unit is not None:
-        raise ValueError(f"unit={unit!r} is for dates, and column {name!r} holds numbers. Fix: leave it out.")
+        raise ValueError(f"unit={unit!r} is for dates, and column {name!r} holds numbers. Fix: unit=None.")
     if isinstance(unit, str) and unit not in UNITS:
         raise ValueError(f"unit must be one of {tuple(UNITS)} or a duration, got {unit!r}. Fix: 'h'.")
     length = 1.0 if unit is None else UNITS[unit] if isinstance(unit, str) else as_duration(unit, "unit")
@@ -267,7 +263,7 @@ def _times(column: Any, name: str, unit: str | datetime.timedelta | None) -> NDA
 
 
 def _numbers(column: Any, name: str) -> NDArray[Any]:
-    """Return a column as float64, missing values as NaN."""
+    """Convert a column to float64, with NaN for missing values."""
     array = _array(column, name)
     if array.dtype.kind == "O" and hasattr(column, "to_numpy"):
         array = np.array([np.nan if str(entry) == "<NA>" else entry for entry in array.tolist()], dtype=object)
@@ -277,25 +273,28 @@ def _numbers(column: Any, name: str) -> NDArray[Any]:
         numbers: NDArray[Any] = array.astype(np.float64)
     except (TypeError, ValueError):
         raise TypeError(
-            f"column {name!r} must hold numbers, got {array.dtype}. Fix: codes or pandas.get_dummies for categories; "
-            "of dates the time since another."
+            f"column {name!r} must hold numbers, got {array.dtype}. Fix: codes or pandas.get_dummies for categories, "
+            "differences from another date for dates."
         ) from None
     if np.isinf(numbers).any():
-        raise ValueError(f"column {name!r} holds infinite values. Fix: make them NaN, which is missing.")
+        raise ValueError(f"column {name!r} holds infinite values. Fix: replace them by NaN, a missing value.")
     return numbers
 
 
 def _merge(
-    numbers: NDArray[Any], points: NDArray[Any], places: NDArray[Any], features: int, rule: Duplicates
+    numbers: NDArray[Any], points: NDArray[Any], feature: NDArray[Any], features: int, rule: Duplicates
 ) -> NDArray[Any]:
-    """Return the values (time points, features) of values (rows, columns), each with its time point and feature."""
+    """Merge values (rows, columns) of the same series, time and feature to values (time points, features).
+
+    ``points`` has the index of the time point of each row, and ``feature`` the index of the feature of each value.
+    """
     observed = ~np.isnan(numbers)
-    index, found = (points[:, None] * features + places)[observed], numbers[observed]
+    index, found = (points[:, None] * features + feature)[observed], numbers[observed]
     size = (int(points[-1]) + 1) * features
     count = np.bincount(index, minlength=size)
     if rule == "error" and (count > 1).any():
         raise ValueError(
-            f"{int((count > 1).sum())} values of a feature have more than one row of one series and time. "
+            f"{int((count > 1).sum())} values of a feature have more than one row for one series and time. "
             "Fix: duplicates='mean', 'first' or 'last'."
         )
     merged: NDArray[Any] = np.full(size, np.nan)
@@ -303,12 +302,12 @@ def _merge(
         np.divide(np.bincount(index, found, minlength=size), count, out=merged, where=count > 0)
     else:
         step = -1 if rule == "first" else 1
-        merged[index[::step]] = found[::step]  # of equal places the last one stays
+        merged[index[::step]] = found[::step]  # NumPy keeps the last value of equal indices
     return merged.reshape(-1, features)
 
 
 def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: str) -> NDArray[Any]:
-    """Return the value of each series; NaN if all are missing."""
+    """Return the constant value of each series, (batch,); NaN if all its rows are missing."""
     least, most = (np.full(len(ids), np.nan) for _ in range(2))
     np.fmin.at(least, codes, numbers)
     np.fmax.at(most, codes, numbers)
@@ -316,7 +315,7 @@ def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: 
     if changes.any():
         one = ids[int(changes.nonzero()[0][0])]
         raise ValueError(
-            f"static column {name!r} changes within series {one!r}. Fix: make it one of values=, or take its first."
+            f"static column {name!r} changes within series {one!r}. Fix: move it to values=, or keep its first value."
         )
     return least
 
@@ -325,14 +324,14 @@ def _constant(numbers: NDArray[Any], codes: NDArray[Any], ids: list[Any], name: 
 
 
 class Dataset(TorchDataset[Any]):
-    """The series of a batch one by one, for a DataLoader with ``collate_fn=hbnode.data.collate``.
+    """A dataset of single series with optional targets, for a DataLoader with ``collate_fn=hbnode.data.collate``.
 
     Arguments:
-        series: the series.
-        targets: what is to be predicted of each, (batch, ...), a tensor or an array. Default: ``None``.
+        series: the series of all items.
+        targets: target of each series, (batch, ...), a tensor or an array. Default: ``None``.
 
     Raises:
-        ValueError: if there is not one target for each series.
+        ValueError: if the numbers of targets and series differ.
 
     Example:
         >>> import torch, hbnode
@@ -354,16 +353,16 @@ class Dataset(TorchDataset[Any]):
         if targets is not None and len(targets) != len(series):
             raise ValueError(
                 f"targets must be one for each of {len(series)} series, got {len(targets)}. "
-                "Fix: labels in the order of series.ids, labels.loc[series.ids] of a pandas Series."
+                "Fix: labels in the order of series.ids, for a pandas Series labels.loc[series.ids]."
             )
         self.series = series
-        self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # by place
+        self.targets = as_tensor(targets, "targets") if hasattr(targets, "to_numpy") else targets  # not by label
 
     def __len__(self) -> int:
         return len(self.series)
 
     def __getitem__(self, index: int) -> Series | tuple[Series, Tensor]:
-        """Return a series by itself, without padding, and its target if there are any."""
+        """Return one series, without padding and with a batch size of 1, and its target if the dataset has targets."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} series")
         one = self.series.select([index % len(self)])
@@ -371,13 +370,13 @@ class Dataset(TorchDataset[Any]):
 
 
 def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | tuple[Series, Tensor]:
-    """Return one padded batch of the items of a :class:`Dataset`, for a DataLoader's ``collate_fn``.
+    """Join items of a :class:`Dataset` into one padded batch; use as ``collate_fn`` of a DataLoader.
 
     Arguments:
         items: series, or pairs of a series and a target.
     """
     if not items:
-        raise ValueError("there are no items. Fix: a batch of at least one.")
+        raise ValueError("there are no items. Fix: a batch of at least one item.")
     series = [item if isinstance(item, Series) else item[0] for item in items]
     targets = [item[1] for item in items if not isinstance(item, Series)]
     total = max(one.x.shape[1] for one in series)
@@ -396,7 +395,7 @@ def collate(items: Sequence[Series] | Sequence[tuple[Series, Any]]) -> Series | 
 
 
 class BucketedBatches(Sampler[list[int]]):
-    """Batches of series of like length: see :func:`bucketed_batches`."""
+    """A batch sampler of series of similar length, as returned by :func:`bucketed_batches`."""
 
     def __init__(
         self, lengths: Sequence[int], batch_size: int, shuffle: bool, drop_last: bool, generator: torch.Generator | None
@@ -409,14 +408,13 @@ class BucketedBatches(Sampler[list[int]]):
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """New batches each time, if shuffled."""
         count, size = len(self.lengths), self.batch_size
         if not self.shuffle:
             order = sorted(range(count), key=self.lengths.__getitem__)
             yield from [order[i : i + size] for i in range(0, count, size)][: len(self)]
             return
         order = torch.randperm(count, generator=self.generator).tolist()
-        order = order[: len(self) * size]  # with drop_last, other series are left out each time
+        order = order[: len(self) * size]  # with drop_last, a random remainder is dropped
         pools = [order[i : i + POOL * size] for i in range(0, len(order), POOL * size)]
         batches = []
         for pool in pools:
@@ -434,24 +432,24 @@ def bucketed_batches(
     drop_last: bool = False,
     generator: torch.Generator | None = None,
 ) -> BucketedBatches:
-    """Return batches of series of similar length, with little padding: the ``batch_sampler`` of a DataLoader.
+    """Return batches of series of similar length, which need little padding; use as ``batch_sampler`` of a DataLoader.
 
-    Shuffled, each pass has other batches: 50 batches of series at a time are drawn at random, put in order of length,
-    and cut; the batches then come in random order.
+    With ``shuffle`` every epoch has new batches. The series are drawn at random in pools of 50 batches. Each pool is
+    sorted by length and cut into batches, and all batches are returned in random order.
 
     Arguments:
         lengths: length of each series, (batch,).
-        batch_size: series of a batch.
-        shuffle: whether batches are drawn anew in each pass; else they are in order of length. Default: ``True``.
-        drop_last: whether a batch that is not full is left out. Default: ``False``.
-        generator: of the random numbers; None is torch's own. Default: ``None``.
+        batch_size: number of series per batch.
+        shuffle: whether batches are drawn anew in each epoch; else they are sorted by length. Default: ``True``.
+        drop_last: whether an incomplete batch is dropped. Default: ``False``.
+        generator: generator of the random numbers; None is that of torch. Default: ``None``.
 
     Returns:
-        An iterable over lists of places.
+        An iterable over batches, each a list of indices of series.
     """
     counts = torch.as_tensor(lengths)
     if counts.dim() != 1 or counts.is_floating_point():
         raise ValueError(
-            f"lengths must be whole numbers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: .long()."
+            f"lengths must be integers (batch,), got {counts.dtype} {tuple(counts.shape)}. Fix: lengths.long()."
         )
     return BucketedBatches(counts.tolist(), as_count(batch_size, "batch_size"), shuffle, drop_last, generator)

@@ -1,4 +1,4 @@
-"""Exogenous inputs: a sampled signal as a function of time."""
+"""Exogenous inputs of a differential equation: sampled signals as functions of time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from hbnode._torch import is_tracing
 
 
 class _Queries(threading.local):
-    """What the solves that run in this thread ask signals for.
+    """A record of the evaluations of signals by the solves of this thread.
 
-    Inside of a solve a query outside of a signal gives NaN, which the solver does not accept; it is checked later.
+    Inside a solve on a GPU, a signal returns NaN outside its samples, to avoid a synchronisation. If the solve fails,
+    :func:`refuse_queries_outside` checks the recorded times.
 
     Attributes:
-        solves: how many solves run, one inside of the other.
-        signals: the signals that were asked, while somebody wants to know.
-        unchecked: signals and times that were asked, to be looked at if a solve fails.
+        solves: number of running solves, which may be nested.
+        signals: signals that were evaluated since a solver set this to a list; None if no solver records them.
+        unchecked: signals and query times that have not been checked.
     """
 
     def __init__(self) -> None:
@@ -35,35 +36,35 @@ queries = _Queries()
 
 
 class Signal(nn.Module):
-    r"""A sampled input u(t), for use inside ``func``.
+    r"""A sampled input u(t), interpolated in time, for use in the ``func`` of a field.
 
-    ``"linear"`` joins the samples by straight lines. ``"cubic"`` joins them by cubic Hermite polynomials whose slopes
-    are second-order finite differences: once continuously differentiable, and exact for quadratics.
+    ``kind="linear"`` interpolates linearly. ``kind="cubic"`` uses cubic Hermite polynomials whose slopes are
+    second-order finite differences. It is continuously differentiable, and exact for quadratics.
 
-    Differentiable with respect to the query times and the samples u (not the sample times).
+    The signal is differentiable with respect to the query times and the samples u, but not the sample times t.
 
-    Adaptive native methods know the sample times inside a solve: their steps end on them, or pass only a few.
+    Adaptive native methods end their steps on the sample times, or step over a few of them at most.
 
-    The samples take a dtype that the module is moved to. The sample times do not take a narrower one, which would
-    round them together.
+    ``signal.to(dtype)`` converts the samples. It does not convert the sample times to a narrower dtype, in which
+    neighbouring times could become equal.
 
-    On a GPU a query does not wait for the device: inside a solve a query outside of the samples gives NaN, and the
-    solver, which does not accept NaN, raises the error. In a graph of torch.compile or torch.export it gives NaN too.
+    On a GPU a query does not synchronise with the device. Inside a solve a query outside [t[0], t[-1]] therefore gives
+    NaN, and the solver then raises ValueError. In a graph of torch.compile or torch.export such a query gives NaN.
 
     Arguments:
         t: sample times (T,), strictly increasing, floating point.
-        u: samples (T, ...), floating point; the trailing shape is that of u(t), a batch for instance.
+        u: samples (T, ...), floating point; the trailing shape is that of u(t), for example a batch.
         kind: ``"linear"`` or ``"cubic"``. Default: ``"linear"``.
-        outside: what a query outside of [t[0], t[-1]] does: ``"raise"``, or ``"hold"`` the nearest sample. The
-            adaptive methods of torchdiffeq look a little past the last output time, and their adjoint before the
-            first: let the signal reach further than the solve at both ends, solve with ``save="exact"``, or
-            hold it. Default: ``"raise"``.
+        outside: result of a query outside [t[0], t[-1]]: ``"raise"`` an error, or ``"hold"`` the nearest sample.
+            Adaptive methods of torchdiffeq evaluate ``func`` slightly after the last output time, and their adjoint
+            before the first. Extend the signal at both ends, solve with ``save="exact"``, or use ``"hold"``.
+            Default: ``"raise"``.
 
     Shape:
-        - ``signal(t)``: t of any shape -> that shape, followed by the trailing shape of u.
+        - ``signal(t)``: t of any shape -> the shape of t, followed by the trailing shape of u.
 
     Raises:
-        ValueError: times not increasing, too few samples, or a query outside.
+        ValueError: if times do not increase, there are too few samples, or a query is outside [t[0], t[-1]].
 
     Example:
         >>> import torch, hbnode
@@ -79,13 +80,13 @@ class Signal(nn.Module):
         super().__init__()
         needed = {"linear": 2, "cubic": 3}
         if kind not in needed:
-            raise ValueError(f"unknown kind {kind!r} of signal; expected 'linear' or 'cubic'. Fix: kind='linear'.")
+            raise ValueError(f"unknown kind {kind!r}; expected 'linear' or 'cubic'. Fix: kind='linear'.")
         if outside not in ("raise", "hold"):
             raise ValueError(f"unknown outside={outside!r}; expected 'raise' or 'hold'. Fix: outside='raise'.")
         check_input(t, "t")
         check_input(u, "u")
         if not (t.is_floating_point() and u.is_floating_point()):
-            raise TypeError(f"a signal is floating point; got t {t.dtype} and u {u.dtype}. Fix: t.float(), u.float().")
+            raise TypeError(f"t and u must be floating point, got {t.dtype} and {u.dtype}. Fix: t.float(), u.float().")
         if t.dim() != 1 or len(t) < needed[kind] or u.dim() == 0 or len(u) != len(t):
             raise ValueError(
                 f"a {kind} signal needs t of shape (T,) and u of shape (T, ...) with T >= {needed[kind]}; got "
@@ -93,10 +94,10 @@ class Signal(nn.Module):
             )
         on_host = t.detach().cpu()
         if not bool((on_host.diff() > 0).all()):
-            raise ValueError("the sample times must be strictly increasing. Fix: sort them and drop repeated ones.")
+            raise ValueError("the sample times must be strictly increasing. Fix: sort them and drop repeated times.")
         self.kind = kind
         self.outside = outside
-        self.knots = tuple(on_host.tolist())  # where steps are chosen
+        self.knots = tuple(on_host.tolist())  # on the host, where step sizes are chosen
         self.time_dtype = t.dtype
         self.register_buffer("t", t.detach(), persistent=False)
         self.register_buffer("u", u, persistent=False)
@@ -115,13 +116,13 @@ class Signal(nn.Module):
             queries.signals.append(self)
         if self.outside == "hold":
             first, last = self.t[0], self.t[-1]
-            t = torch.where(t < first, first, torch.where(t > last, last, t))  # of slope 1 at the ends too
+            t = torch.where(t < first, first, torch.where(t > last, last, t))  # unlike clamp, with derivative 1 at ends
         elif not traced and (t.is_cpu or not queries.solves):
             self.refuse_outside(t)
         elif not traced:
             queries.unchecked.append((self, t.detach()))
         shape = t.shape + self.u.shape[1:]
-        t = t.reshape(-1)  # an index of no dimension would be read by the host
+        t = t.reshape(-1)  # indexing with a 0-dimensional tensor would synchronise
         left = (torch.searchsorted(self.t, t.detach().to(self.t.dtype).contiguous(), right=True) - 1).clamp(
             0, len(self.t) - 2
         )
@@ -133,7 +134,7 @@ class Signal(nn.Module):
         return self._between(left, width, _align(s, self.u)).reshape(shape)
 
     def _between(self, left: Tensor, width: Tensor, s: Tensor) -> Tensor:
-        """Return the signal at the fractions ``s`` of the intervals that begin with the samples ``left``."""
+        """Interpolate at fractions ``s`` of the intervals that begin at samples ``left`` and have lengths ``width``."""
         u0, u1 = self.u[left], self.u[left + 1]
         if self.kind == "linear":
             return u0 + s * (u1 - u0)
@@ -144,21 +145,20 @@ class Signal(nn.Module):
         return u0 + s * (d0 + s * (3 * (u1 - u0) - 2 * d0 - d1 + s * (2 * (u0 - u1) + d0 + d1)))
 
     def _is_outside(self, t: Tensor) -> Tensor:
-        """Return whether times lie outside of the samples, by more than the rounding of either."""
+        """Return whether each time lies outside [t[0], t[-1]] by more than rounding error."""
         dtypes = (t.dtype if t.is_floating_point() else self.t.dtype, self.t.dtype)
         slack = max(torch.finfo(dtype).eps for dtype in dtypes) * max(abs(self.knots[0]), abs(self.knots[-1]))
         return (t < self.t[0] - slack) | (t > self.t[-1] + slack)
 
     def refuse_outside(self, t: Tensor) -> None:
-        """Raise if one of the times lies outside of the samples."""
+        """Raise ValueError if one of the times lies outside the sample times [t[0], t[-1]]."""
         if not bool(self._is_outside(t).any()):
             return
         worst = t.detach().reshape(-1)[(t.detach().reshape(-1) - self.t.mean()).abs().argmax()]
         raise ValueError(
-            f"the signal was asked for t={float(worst):g}, outside of its samples "
-            f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: give it samples that reach further, or "
-            "Signal(..., outside='hold'). (Adaptive methods of torchdiffeq look past the ends of a solve, "
-            "but for save='exact'.)"
+            f"the signal was evaluated at t={float(worst):g}, outside its sample times "
+            f"[{float(self.t[0]):g}, {float(self.t[-1]):g}]. Fix: add samples, or Signal(..., outside='hold'). "
+            "(Adaptive methods of torchdiffeq evaluate f beyond the ends of a solve, except with save='exact'.)"
         )
 
     def extra_repr(self) -> str:
@@ -166,11 +166,11 @@ class Signal(nn.Module):
 
 
 def _align(x: Tensor, u: Tensor) -> Tensor:
-    """``x`` of the shape of the query, with a dimension of 1 for each trailing one of ``u``."""
+    """Append to ``x`` a dimension of size 1 for each trailing dimension of ``u``, and convert it to the dtype of u."""
     return x.reshape(x.shape + (1,) * (u.dim() - 1)).to(u.dtype)
 
 
 def refuse_queries_outside() -> None:
-    """Where a solve has failed: raise if it was a signal that was asked for a time outside of its samples."""
+    """Raise ValueError if a signal was evaluated outside its sample times; solvers call this when a solve fails."""
     for signal, t in list(queries.unchecked):
         signal.refuse_outside(t)

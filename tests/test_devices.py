@@ -241,10 +241,10 @@ def test_a_signal_waits_for_nothing(device, monkeypatch, name, kind):
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "adjoint"])
 def test_a_signal_is_not_extrapolated_in_silence(device, name):
     x = device.move(torch.randn(3, 4))
-    with pytest.raises(ValueError, match=r"the signal was asked for t=1\..*outside of its samples \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"the signal was evaluated at t=1\..*outside its sample times \[0, 1\]"):
         driven(device, ahead=0.3, **METHODS[name])(x)
     signal = hbnode.Signal(device.move(torch.tensor([0.0, 1.0])), device.move(torch.tensor([3.0, 5.0])))
-    with pytest.raises(ValueError, match=r"asked for t=1\.5"):  # outside of a solve at once
+    with pytest.raises(ValueError, match=r"evaluated at t=1\.5"):  # outside of a solve at once
         signal(device.move(torch.tensor([0.5, 1.5])))
 
 

@@ -60,7 +60,7 @@ def test_a_solve_within_a_solve_does_not_hide_a_query_outside():
 def test_queries_outside_are_refused_or_held():
     """Held ends have the slope of what is inside."""
     t, u = torch.arange(4.0), torch.tensor([0.0, 2.0, 2.0, 5.0])
-    with pytest.raises(ValueError, match=r"asked for t=3.5, outside of its samples \[0, 3\].*Fix: give it samples"):
+    with pytest.raises(ValueError, match=r"evaluated at t=3.5, outside its sample times \[0, 3\].*Fix: add samples"):
         hbnode.Signal(t, u)(torch.tensor([0.5, 3.5]))
     query = torch.tensor([-1.0, 0.0, 0.5, 3.0, 4.0], requires_grad=True)
     value = hbnode.Signal(t, u, outside="hold")(query)
@@ -98,7 +98,7 @@ TIMES, ZEROS = torch.tensor([0.0, 1.0]), torch.zeros(2)
         ((TIMES, ZEROS, "cubic"), {}, ValueError, "with T >= 3"),
         ((ZEROS, ZEROS), {}, ValueError, "strictly increasing"),
         ((TIMES, ZEROS), {"outside": "wrap"}, ValueError, "unknown outside='wrap'"),
-        ((TIMES, torch.tensor([0, 10])), {}, TypeError, r"u torch.int64. Fix: t.float\(\), u.float\(\)"),
+        ((TIMES, torch.tensor([0, 10])), {}, TypeError, r"and torch.int64. Fix: t.float\(\), u.float\(\)"),
         (([0.0, 1.0], ZEROS), {}, TypeError, r"t must be a tensor, got list. Fix: torch.tensor\(x"),
     ],
 )
@@ -121,7 +121,7 @@ def test_the_exact_end_in_another_dtype_is_inside(end, kind, dtype):
     for per_sample in (False, True):
         hbnode.odeint(field, (state, state), [0.0, end], per_sample=per_sample, steps=2)
     for t in (end * (1 + 1e-5), -1e-5 * end):
-        with pytest.raises(ValueError, match="outside of its samples"):
+        with pytest.raises(ValueError, match="outside its sample times"):
             signal(torch.tensor(t, dtype=dtype))
 
 

@@ -1,10 +1,12 @@
-r"""The step and the scan of damped oscillators x'' + γ x' + κ x = u: closed form, reference, and chunked fast form.
+r"""The closed-form step of damped oscillators x'' + γ x' + κ x = u, and the scan of a series through them.
 
-A scan computes y_t = C h_t + D x_t for states h = (v, x), which follow h_t = M_t h_{t-1} + f_t W x_t. M_t is the
-transition over the gap before sample t; an impulse has f = (1, 0).
+A scan maps samples s_t to outputs y_t = C h_t + D s_t. The state h = (v, x) of each oscillator, with v = x', follows
+h_t = M_t h_{t-1} + f_t W s_t. The 2 × 2 matrix M_t is the transition over the gap before sample t. The vector f_t is
+(1, 0) for an impulse, and :func:`held_response` for an input that is held over the gap.
 
-The fast form (benchmarks/oscillators.py, "oscillators, own") works in normal coordinates. Its transition is then a
-rotation and a decay, which is 3.7 times as fast as a general 2 × 2 transition.
+The module has a reference implementation, one sample after another, and a fused one with its own VJP. The fused one
+works in normal coordinates, where a transition is a rotation and a decay. In benchmarks/oscillators.py (row
+"oscillators, own") this is 3.7 times as fast as a general 2 × 2 transition.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ Pair = tuple[Tensor, Tensor]
 Entries = tuple[Tensor, ...]  # vv, vx, xv, xx of M; for a held input also fv, fx of f
 Options = tuple[str, bool]  # the kind of transition, and whether the input is held
 
-_TERMS = 10  # of the series if |z| <= 1: the next is below 1e-19
-_HELD_TERMS = 26  # of the series of the held input, if γΔ <= 1.5: likewise
-_WIDTH = 28_672  # numbers that an operation works on: a step's operands then stay in the second-level cache
-_STEPS = 32  # samples of a chunk
-_SHORTEST = 8  # samples of the shortest chunk
-_SEGMENT = 1_048_576  # numbers in a segment of v
+_TERMS = 10  # terms of the series of c and s for |z| <= 1; the next term is below 1e-19
+_HELD_TERMS = 26  # terms of the series of the held response for γΔ <= 1.5; the next term is below 1e-19
+_WIDTH = 28_672  # elements per operation; the operands of a step then fit into the second-level cache
+_STEPS = 32  # samples per chunk
+_SHORTEST = 8  # samples in the shortest chunk
+_SEGMENT = 1_048_576  # elements of v in a segment
 
 
 # The closed form of a step
 
 
 class OscillatorStep(NamedTuple):
-    """The four entries of Φ, for the state (v, x): v' = vv v + vx x, x' = xv v + xx x."""
+    """The entries of the 2 × 2 transition Φ, which maps (v, x) to (vv v + vx x, xv v + xx x)."""
 
     vv: Tensor
     vx: Tensor
@@ -46,24 +48,24 @@ class OscillatorStep(NamedTuple):
 
 
 def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> OscillatorStep:
-    r"""Return the exact step of damped oscillators over a time without input.
+    r"""Return the exact transition of damped oscillators over a time without input.
 
-    The oscillator x'' + γ x' + κ x = 0 has the state (v, x) with v = x'. After a time Δ the state is Φ(Δ)(v, x), with
-    a = γ/2, z = (κ - a²)Δ², c = cos √z and s = sin √z / √z:
+    The oscillator x'' + γ x' + κ x = 0 has the state (v, x) with v = x'. After a time Δ the state is Φ(Δ)(v, x). With
+    a = γ/2, z = (κ - a²)Δ², c = cos √z and s = sin √z / √z,
 
     .. math:: \Phi(\Delta) = e^{-a\Delta}
         \begin{pmatrix} c - a\Delta s & -\kappa\Delta s \\ \Delta s & c + a\Delta s \end{pmatrix}.
 
-    The formula holds for underdamped, critical and overdamped oscillators, for γ = 0 and for κ = 0, and is smooth
-    between them. The function is differentiable any number of times with respect to every argument.
+    The formula holds for underdamped, critical and overdamped oscillators, for γ = 0 and for κ = 0, with smooth
+    transitions. The function is differentiable any number of times with respect to every argument.
 
     Arguments:
         damping: γ, in 1 / time; broadcast with the other arguments.
         stiffness: κ, in 1 / time².
-        dt: Δ, the time, not negative.
+        dt: Δ, a time >= 0.
 
     Returns:
-        The entries ``vv``, ``vx``, ``xv``, ``xx`` of Φ, a named tuple.
+        A named tuple of the entries ``vv``, ``vx``, ``xv`` and ``xx`` of Φ, each of the broadcast shape.
 
     Example:
         >>> import hbnode
@@ -75,9 +77,9 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
     a = gamma / 2
     z, drag = (kappa - a.square()) * dt.square(), a * dt
     is_over, is_near = z < -1.0, z.abs() <= 1.0
-    small = torch.where(is_near, z, 0.0)  # near critical damping c and s are summed as series
+    small = torch.where(is_near, z, 0.0)  # near critical damping c and s are computed by their series
     root = torch.where(is_near, 1.0, z.abs()).sqrt()
-    # e^{-aΔ} goes into the exponentials of overdamped oscillators; -a + √(a² - κ) is without cancellation
+    # For overdamped oscillators the exponentials include e^{-aΔ}, and -a + √(a² - κ) is computed without cancellation
     slow = torch.where(is_over, -(kappa * dt.square()) / (drag + root), -drag).exp()
     fast = torch.where(is_over, -drag - root, -drag).exp()
     phase = torch.where(is_over, 0.0, root)
@@ -90,18 +92,20 @@ def oscillator_step(damping: Number, stiffness: Number, dt: Number) -> Oscillato
 
 
 def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
-    r"""Return what an input of 1, held for a time Δ, adds to v and x: :math:`F_v` and :math:`F_x`.
+    r"""Return the responses :math:`F_v` and :math:`F_x` of v and x to an input of 1 that is held for a time Δ.
 
-    With Φ of :func:`oscillator_step`, :math:`F_v = \Phi_{xv}` and :math:`F_x = (1 - \Phi_{xx})/\kappa`. The second
-    loses its digits for small κ. There it is the series :math:`F_x = \Delta^2 \sum_{n \ge 2} c_n`, c₁ = 0, c₂ = 1/2,
-    :math:`c_{n+2} = -((n+1)\gamma\Delta c_{n+1} + \kappa\Delta^2 c_n)/((n+1)(n+2))`, or, overdamped,
-    :math:`\Delta(\varphi_1(\lambda_+\Delta) - \varphi_1(\lambda_-\Delta))/(\lambda_+ - \lambda_-)` with
+    The oscillator x'' + γ x' + κ x = 1 starts at v = x = 0, with v = x'. With the transition Φ of
+    :func:`oscillator_step`, :math:`F_v = \Phi_{xv}` and :math:`F_x = (1 - \Phi_{xx})/\kappa`. For small κ the second
+    formula loses its digits. It is then replaced by the series :math:`F_x = \Delta^2 \sum_{n \ge 2} c_n` with c₁ = 0,
+    c₂ = 1/2 and :math:`c_{n+2} = -((n+1)\gamma\Delta c_{n+1} + \kappa\Delta^2 c_n)/((n+1)(n+2))`. For overdamped
+    oscillators with the rates :math:`\lambda_\pm = -\gamma/2 \pm \sqrt{\gamma^2/4 - \kappa}` it is replaced by
+    :math:`\Delta(\varphi_1(\lambda_+\Delta) - \varphi_1(\lambda_-\Delta))/(\lambda_+ - \lambda_-)`, where
     :math:`\varphi_1(y) = (e^y - 1)/y`.
 
     Arguments:
         damping: γ, in 1 / time; broadcast with the other arguments.
         stiffness: κ, in 1 / time².
-        dt: Δ, the time, not negative.
+        dt: Δ, a time >= 0.
     """
     gamma, kappa, gap = torch.broadcast_tensors(*_as_tensors(damping, stiffness, dt))
     step = oscillator_step(gamma, kappa, gap)
@@ -128,17 +132,14 @@ def held_response(damping: Number, stiffness: Number, dt: Number) -> Pair:
 
 
 def _as_tensors(*values: Number) -> tuple[Tensor, ...]:
-    """Return numbers as tensors of the dtype and on the device of the tensors among them; float64 if there are none."""
+    """Convert numbers to the promoted dtype and the device of the tensors among them, or to float64 without tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    shaped = [each for each in tensors if each.dim()]
-    like = (shaped or tensors)[0] if tensors else None
-    dtype = torch.float64
+    dtype, device = torch.float64, None
     if tensors:
-        dtype = tensors[0].dtype
+        dtype, device = tensors[0].dtype, ([each for each in tensors if each.dim()] or tensors)[0].device
         for each in tensors[1:]:
             dtype = torch.promote_types(dtype, each.dtype)
         dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    device = None if like is None else like.device
     return tuple(
         value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device=device)
         for value in values
@@ -153,19 +154,19 @@ def _polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float64 if the device has it."""
+    """Return float64, or ``dtype`` on devices without float64."""
     return dtype if device.type == "mps" else torch.float64
 
 
 def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
-    """Return the entries vv, vx, xv, xx of M over times dt, and fv, fx of f for a held input.
+    """Return the entries vv, vx, xv, xx of the transition M over a time, and for a held input its responses fv and fx.
 
     Arguments:
-        kind: "exact"; "imex", which takes damping implicitly and stiffness explicitly; or "rotation", the exact step in
-            the coordinates of :func:`_normal_coordinates`.
+        kind: "exact"; "imex", a step with implicit damping and explicit stiffness; or "rotation", the exact step in the
+            coordinates of :func:`_normal_coordinates`.
         is_held: whether the input is held over the time.
-        rates: γ and κ; for "rotation" a and ω.
-        dt: times, which broadcast with a rate (P,).
+        rates: dampings and stiffnesses of P oscillators, (2, P); for "rotation" decay rates and angular frequencies.
+        dt: times, which broadcast with one row (P,) of ``rates``.
     """
     first, second = rates
     if kind == "rotation":
@@ -176,7 +177,7 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
         lost, half = (dt * -first).expm1(), dt * (second / 2)
         fall, sine = lost + 1, half.sin()
         s = half.cos().mul_(sine).mul_(fall).mul_(2)
-        fallen = sine.square().mul_(fall).mul_(2)  # e^{-aΔ} (1 - cos ωΔ)
+        fallen = sine.square().mul_(fall).mul_(2)  # e^{-aΔ} (1 - cos ωΔ), without cancellation
         c = fall - fallen
         return c, -s, s, c, lost - fallen, s
     if kind == "imex":
@@ -193,20 +194,20 @@ def transition(kind: str, is_held: bool, rates: Tensor, dt: Tensor) -> Entries:
 
 
 class ScanInput(NamedTuple):
-    """The tensors of a scan.
+    """The tensors of a scan of P oscillators with states (v, x).
 
     Attributes:
         x: samples (batch, T, input_size).
         v0: v before the first transition, (batch, P), in the dtype of the scan.
-        x0: x likewise.
-        w: W, (P, input_size).
-        c: C, (output_size, 2 P).
-        d: D, (output_size, input_size); None for zeros.
-        rates: γ and κ, (2, P); without gaps the entries of M, and of f for a held input, (4 or 6, P).
-        gaps: time before each sample, (batch or 1, T); None if all transitions are the same.
+        x0: x before the first transition, (batch, P).
+        w: input map W, (P, input_size).
+        c: output map C, (output_size, 2 P).
+        d: skip connection D, (output_size, input_size); None for zeros.
+        rates: dampings and stiffnesses, (2, P); if ``gaps`` is None, the entries of :func:`transition`, (4 or 6, P).
+        gaps: time before each sample, (batch or 1, T); None if all transitions are equal.
         ends: index of the last sample of each sequence (batch,); None for T - 1.
-        is_underdamped: which oscillators have states in normal coordinates, and a and ω for γ and κ, (P,); None for
-            none.
+        is_underdamped: mask (P,) of the oscillators with states in normal coordinates, whose ``rates`` are the decay
+            rate a and the angular frequency ω. None if there are none.
     """
 
     x: Tensor
@@ -222,7 +223,7 @@ class ScanInput(NamedTuple):
 
 
 def scan_reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs (batch, T, output_size), and v and x after the last sample, one sample after another."""
+    """Compute the outputs (batch, T, output_size), and v and x after the last sample, in a loop over the samples."""
     inputs, (kind, is_held) = ScanInput(*tensors), options
     v, x, dtype = inputs.v0, inputs.x0, inputs.v0.dtype
     samples = inputs.x.to(dtype)
@@ -255,7 +256,7 @@ def _output_dtype(inputs: ScanInput) -> torch.dtype:
 
 
 def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`scan_reference` returns, by the fast form if it can be used.
+    """Compute the outputs of :func:`scan_reference`, by the fused implementation if it is applicable.
 
     Underdamped oscillators are scanned in normal coordinates, in which a transition is a rotation and a decay.
     """
@@ -272,17 +273,22 @@ def scan(kind: str, is_held: bool, inputs: ScanInput) -> tuple[Tensor, Tensor, T
 
 
 def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tuple[Tensor, Entries, Entries, Tensor]:
-    r"""Return a and ω, the rows of T and T⁻¹, (P,) each, and which oscillators they are for: the others keep (v, x).
+    r"""Return the rates a and ω of underdamped oscillators, their map T to normal coordinates, T⁻¹, and their mask.
 
-    With a = γ/2, ω = √(κ - a²) and λ = -a + iω, a free oscillator is z' = λz for z = p + iq, where (p, q) = T (v, x):
+    For x'' + γ x' + κ x = 0 with v = x', let a = γ/2, ω = √(κ - a²) and λ = -a + iω. Then z = p + iq follows z' = λz.
+    The normal coordinates (p, q) = T (v, x) are the first pair for impulses, and the second pair for held inputs:
 
-    .. math:: p = v + a x, \quad q = \omega x, \qquad \text{or}\qquad p = -a v - \kappa x, \quad q = \omega v,
+    .. math:: p = v + a x, \quad q = \omega x, \qquad \text{or}\qquad p = -a v - \kappa x, \quad q = \omega v.
 
-    the second being λ times the first. An impulse on v is one on p in the first; in the second an input u, held over
-    the gap Δ, adds (e^{λΔ} - 1) u. Errors are those of rounding relative to the energy, v² + κx².
+    In the first, an impulse on v is an impulse on p. In the second, an input u that is held over the gap Δ adds
+    (e^{λΔ} - 1) u. Rounding errors are small relative to the energy v² + κx².
+
+    Returns:
+        The rates, (2, P): a and ω, or γ and κ if not underdamped. Then the four entries of T, those of T⁻¹, (P,) each,
+        the identity if not underdamped, and the mask (P,).
     """
     gamma, kappa = rates
-    is_underdamped = gamma.square() < 3.0 * kappa  # so far from critical damping that ω has its digits
+    is_underdamped = gamma.square() < 3.0 * kappa  # far enough from critical damping for an accurate ω
     a, kappa = gamma / 2, torch.where(is_underdamped, kappa, 1.0)
     omega = torch.where(is_underdamped, kappa - a.square(), 1.0).sqrt()
     one, zero, slope = torch.ones_like(a), torch.zeros_like(a), a / omega
@@ -297,7 +303,7 @@ def _normal_coordinates(is_held: bool, rates: Tensor, dtype: torch.dtype) -> tup
 
 
 def _product(matrix: Entries, one: Tensor, other: Tensor) -> Pair:
-    """Return the products of matrices of rows (P,) and vectors (n, P)."""
+    """Multiply P matrices, given by their four entries (P,), with n vectors each, given by their components (n, P)."""
     a, b, c, d = matrix
     return a * one + b * other, c * one + d * other
 
@@ -307,31 +313,31 @@ def _transposed(matrix: Entries) -> Entries:
     return a, c, b, d
 
 
-# The fast form works on a segment of samples at a time, so that what is in between stays in the cache and is never
-# stored. A segment has ``steps`` samples in each of ``chunks`` chunks, and operations work on rows (batch, chunks * P).
-# First every chunk is run from zero, side by side, then the states between chunks one after another, then every chunk
-# from the state before it. Stored for the backward pass are the inputs and the states between chunks; all else is
-# computed again, segment by segment.
+# The fused implementation processes one segment of samples at a time, so that intermediate values stay in the cache. A
+# segment has ``chunks`` chunks of ``steps`` samples each, and operations work on tensors (batch, chunks * P). The scan
+# of a segment has three passes: all chunks in parallel from zero states, then the states between chunks one after
+# another, then all chunks in parallel from these states. The inputs and the states between chunks are saved for
+# backward; everything else is recomputed, segment by segment.
 
 
 class _Segment(NamedTuple):
-    """Samples ``start`` to ``start + steps * chunks``."""
+    """A part of the series that begins at the sample ``start`` and has ``chunks`` chunks of ``steps`` samples."""
 
     start: int
     steps: int
     chunks: int
 
     def view(self, z: Tensor) -> Tensor:
-        """Return the part of (batch, T, ...) as a view (steps, batch, chunks, ...)."""
+        """Return the segment of a tensor (batch, T, ...) as a view (steps, batch, chunks, ...)."""
         part = z[:, self.start : self.start + self.steps * self.chunks].unflatten(1, (self.chunks, self.steps))
         return part.movedim(2, 0)
 
     def rows(self, z: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the part of (batch, T, n) as (steps * batch * chunks, n)."""
+        """Return the segment of a tensor (batch, T, n) as a matrix (steps * batch * chunks, n)."""
         return self.view(z).to(dtype).reshape(-1, z.shape[-1])
 
     def end_indices(self, ends: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return which sequences end in the segment, and where in (steps, batch, chunks)."""
+        """Return the mask (batch, 1) of sequences that end in the segment, and the index of their ends in ``view``."""
         at, size = ends - self.start, self.steps * self.chunks
         is_here, at = (at >= 0) & (at < size), at.clamp(0, size - 1)
         return is_here.unsqueeze(1), (at % self.steps, torch.arange(len(at), device=at.device), at // self.steps)
@@ -343,7 +349,7 @@ def _segments(inputs: ScanInput) -> list[_Segment]:
     if inputs.x.device.type == "cpu":
         chunks = max(1, _WIDTH // row)
         steps = min(_STEPS, root) if chunks > 1 else min(length, _SEGMENT // row)
-    else:  # operations are costly to start, and memory is near
+    else:  # on a GPU launching a kernel is expensive and memory is fast
         chunks, steps = length, root
     steps = max(_SHORTEST, steps)
     found, start = [], 0
@@ -354,12 +360,12 @@ def _segments(inputs: ScanInput) -> list[_Segment]:
 
 
 class _Oscillators:
-    """The oscillators of a scan that have transitions of one kind, and their gradients, summed over segments."""
+    """The oscillators of a scan with one kind of transition, and their gradients, summed over the segments."""
 
     def __init__(self, kind: str, is_held: bool, inputs: ScanInput, index: Any) -> None:
         self.kind, self.is_held, self.index, self.inputs = kind, is_held, index, inputs
         self.dtype = inputs.v0.dtype
-        # The entries of strong damping, and their gradients, are small differences
+        # With strong damping the entries and their gradients are small differences, which need the wider dtype
         self.wide = inputs.rates.dtype if kind == "exact" and inputs.gaps is not None else self.dtype
         self.rates, self.w = inputs.rates[:, index], inputs.w[index]
         self.c = tuple(part[:, index] for part in inputs.c.chunk(2, 1))
@@ -368,9 +374,10 @@ class _Oscillators:
         self.dc = tuple(torch.zeros_like(part) for part in self.c)
 
     def transitions(self, segment: _Segment, with_vjp: bool = False) -> tuple[Entries, Entries]:
-        """Return the entries of M and f, (steps, 1 or batch, chunks * P), and of the product of M over each chunk.
+        """Return the entries of :func:`transition` for each step, and of the product of all transitions of a chunk.
 
-        ``with_vjp`` prepares :meth:`add_rates`.
+        The entries of steps have the shape (steps, 1 or batch, chunks * size). The four entries of products have the
+        shape (1 or batch, chunks, size). ``with_vjp`` prepares :meth:`add_rates`.
         """
         dtype, gaps = self.dtype, self.inputs.gaps
         if gaps is None:
@@ -389,7 +396,7 @@ class _Oscillators:
             carries = (c, -s, s, c)
         else:
             compute = functools.partial(transition, self.kind, self.is_held)
-            if with_vjp:  # autograd is off inside operations of torch.library
+            if with_vjp:  # autograd is disabled in custom operators of torch.library
                 found: Any = torch.func.vjp(compute, self.rates.to(self.wide), self.gaps)
                 entries, self.vjp = found
             else:
@@ -402,21 +409,21 @@ class _Oscillators:
         return tuple(entry.to(dtype).flatten(2) for entry in entries), carries
 
     def inputs_of(self, u: Tensor, entries: Entries) -> Pair:
-        """Return f u, what the samples add to v and x."""
+        """Return the increments of v and x by the samples, given the products ``u`` of w and the samples."""
         if self.is_held:
             return u * entries[4], u * entries[5]
         return u, u.new_zeros(1, 1, u.shape[2]).expand(len(u), 1, -1)
 
     def add_rates(self, entries: Entries, states: Pair, u: Tensor, grads: Pair, wants_gaps: bool) -> Tensor | None:
-        """Add the gradient of the rates over a segment, and return that of its gaps, if wanted.
+        """Add the gradient of the rates over a segment to ``drates``, and return the gradient of its gaps, if wanted.
 
-        The states are v and x before the first transition and after each, the gradients those after each, (steps,
-        batch, chunks * P), and u is W x.
+        ``states`` are v and x before the first step and after each, (steps + 1, batch, chunks * size). ``grads`` are
+        the gradients with respect to the states after each step. ``u`` is the product of w and the samples.
         """
         v, x = states
         gv, gx = grads
         shape = (*u.shape[:2], -1, self.size)
-        if self.kind == "rotation":  # of z = e^{λΔ} z₀ with the gradient g: Δ Re(ḡz) for -a, Δ Im(ḡz) for ω
+        if self.kind == "rotation":  # z = e^{λΔ} z₀ with gradient g: Δ Re(ḡz) with respect to -a, Δ Im(ḡz) to ω
             p, q = (v[1:] + u if self.is_held else v[1:] - u), x[1:]
             along, across = (gv * p).addcmul_(gx, q), (gx * p).addcmul_(gv, q, value=-1)
             weights = self.gaps.expand(*shape[:2], *self.gaps.shape[2:]).reshape(1, -1)
@@ -439,7 +446,7 @@ class _Oscillators:
 
 
 def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
-    """Return the oscillators of each kind."""
+    """Return the oscillators grouped by the kind of their transitions."""
     if inputs.is_underdamped is None:
         return [_Oscillators(*options, inputs, slice(None))]
     masks = {"rotation": inputs.is_underdamped, options[0]: ~inputs.is_underdamped}
@@ -453,7 +460,7 @@ def _oscillators(options: Options, inputs: ScanInput) -> list[_Oscillators]:
 
 
 def _chunk_products(matrices: Tensor) -> Tensor:
-    """Return the entries (4, ...) of M_n ... M_1, from those of M_1, ..., M_n, (4, n, ...)."""
+    """Return the entries (4, ...) of the product of n 2 × 2 matrices, (4, n, ...), with the last matrix leftmost."""
     while matrices.shape[1] > 1:
         even = matrices.shape[1] // 2 * 2
         first, second, rest = matrices[:, :even:2], matrices[:, 1:even:2], matrices[:, even:]
@@ -472,7 +479,10 @@ def _pairs(states: Sequence[Tensor]) -> list[Pair]:
 
 
 def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pair]) -> None:
-    """Write h_i = M_i h_{i-1} + b_i to all states but the first; an input may be the state that it goes to."""
+    """Overwrite the states h_1, h_2, ... by h_i = M_i h_{i-1} + b_i, with M_i from ``rows`` and b_i from ``inputs``.
+
+    The memory of b_i may be that of h_i.
+    """
     for (vv, vx, xv, xx), (bv, bx), (v, x), (v1, x1) in zip(rows, inputs, states, states[1:], strict=False):
         torch.addcmul(bv, vv, v, out=v1).addcmul_(vx, x)
         torch.addcmul(bx, xv, v, out=x1).addcmul_(xx, x)
@@ -481,10 +491,11 @@ def _recur(rows: Sequence[Entries], inputs: Sequence[Pair], states: Sequence[Pai
 def _starts(
     rows: Sequence[Entries], inputs: Sequence[Pair], start: Sequence[Tensor], carries: Entries, order: int = 1
 ) -> Sequence[Tensor]:
-    """Return the states (batch, chunks * P) that chunks start with, from that of the first, (batch, P).
+    """Return the states of P oscillators at the starts of all chunks, (batch, chunks * P), given the first, (batch, P).
 
-    M is given for the steps of a chunk but the first, and over each chunk, (1 or batch, chunks, P); b for all steps. In
-    order -1 the last chunk comes first.
+    ``rows`` are the entries of the transitions of all steps of a chunk except the first. ``carries`` are the entries of
+    the product over each chunk, (1 or batch, chunks, P). ``inputs`` are the increments of all steps. With ``order=-1``
+    the chunks run from the last to the first.
     """
     if carries[0].shape[1] == 1:
         return start
@@ -503,7 +514,10 @@ def _starts(
 
 
 def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Tensor]]:
-    """Scan in segments of chunks, 43 times as fast as the loop: row "oscillators, own" of benchmarks/oscillators.py."""
+    """Compute the scan in segments of chunks, and return its outputs and the states at the starts of chunks.
+
+    It is 43 times as fast as :func:`scan_reference`: row "oscillators, own" of benchmarks/oscillators.py.
+    """
     inputs = ScanInput(*tensors)
     x, d, dtype = inputs.x, inputs.d, inputs.v0.dtype
     _torch.keep_freed_memory(x.device)
@@ -538,7 +552,7 @@ def _forward(options: Options, keep: bool, *tensors: Any) -> tuple[Any, tuple[Te
 
 
 def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor]) -> Pair:
-    """Return v and x before the first of a segment's steps and after each."""
+    """Compute v and x before the first step of a segment and after each step, (steps + 1, *start.shape)."""
     v, x = (z.new_empty(len(matrices) + 1, len(z), b[0][0].shape[1]) for z in start)
     v[0], x[0] = start
     _recur(matrices, b, _pairs((v, x)))
@@ -548,9 +562,13 @@ def _path(matrices: Sequence[Entries], b: Sequence[Pair], start: Sequence[Tensor
 def _vjp(
     options: Options, tensors: Sequence[Any], residuals: Sequence[Tensor], grads: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs, from the last segment to the first."""
+    """Compute the VJP of the scan, from the last segment to the first.
+
+    ``residuals`` holds the states at the starts of chunks, and ``grads`` the gradients of the outputs, which may be
+    None. The result has a gradient for each field of :class:`ScanInput` that is ``needed``, and None for the others.
+    """
     inputs, (starts,) = ScanInput(*tensors), residuals
-    wants: Any = ScanInput(*needed)  # type: ignore[arg-type]  # which, not what
+    wants: Any = ScanInput(*needed)  # type: ignore[arg-type]  # a bool per field
     x, d, dtype, batch = inputs.x, inputs.d, inputs.v0.dtype, len(inputs.v0)
     dy = x.new_zeros(1, 1, 1).expand(*x.shape[:2], len(inputs.c)) if grads[0] is None else grads[0]
     dend = torch.stack([torch.zeros_like(inputs.v0) if grad is None else grad for grad in grads[1:]])
@@ -570,7 +588,7 @@ def _vjp(
             u = (rows @ group.w.T).view(segment.steps, batch, -1)
             start = starts[:, :, chunk : chunk + segment.chunks, group.index].flatten(2).unbind()
             path = _path(matrices, _pairs(group.inputs_of(u, entries)), start)
-            # The gradient of the state before the first step, and of those after each: the transposed recurrence
+            # Gradients of the states before the first step and after each, by the transposed recurrence
             dpath = path[0].new_zeros(2, segment.steps + 1, batch, u.shape[2])
             for i, z in enumerate(path):
                 group.dc[i].addmm_(dout.T, z[1:].view(-1, group.size))
@@ -615,8 +633,8 @@ def _vjp(
 fast_scan = _torch.fast_form(scan_reference, _vjp)(_forward)
 
 
-# For torch.compile each pass is an operation that it does not look into: without it the loop is unrolled, which is 3.7
-# times slower over 256 samples, and compiles for minutes.
+# For torch.compile the forward and the backward pass are custom operators, which it does not trace. Traced, the loop
+# would be unrolled, which is 3.7 times slower over 256 samples and takes minutes to compile.
 
 _TENSORS = (
     "Tensor x, Tensor v0, Tensor x0, Tensor w, Tensor c, Tensor? d, Tensor rates, Tensor? gaps, Tensor? ends, "

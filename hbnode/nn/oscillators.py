@@ -1,4 +1,4 @@
-"""Layers of damped oscillators with exact transitions over irregular gaps: the layer, a cell, a deep model."""
+"""Damped oscillators with exact transitions over irregular gaps: a layer, a cell and a deep model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DECAY = (0.001, 0.1)
 
 
 class Ranges(TypedDict):
-    """Ranges of initial values, as keyword arguments of a layer."""
+    """The ranges of initial frequencies and decay rates, as keyword arguments of :class:`Oscillators`."""
 
     frequency: Range
     decay: Range
@@ -59,13 +59,13 @@ class Ranges(TypedDict):
 
 @record
 class OscillatorState(Record):
-    """The state of :class:`Oscillators`, from which a series goes on.
+    """The state of :class:`Oscillators`, from which a later call continues the series.
 
     Attributes:
-        v: velocities, (batch, num_oscillators), after the last sample was seen.
-        x: displacements, of the same shape.
-        t: the time of the last sample, (batch,).
-        held: the last observed sample (batch, input_size), which ``input="hold"`` holds; else None.
+        v: velocities, (batch, num_oscillators), after the last sample.
+        x: displacements, (batch, num_oscillators).
+        t: time of the last sample, (batch,).
+        held: the last observed sample, (batch, input_size), with ``input="hold"``; else None.
     """
 
     v: Tensor
@@ -80,7 +80,7 @@ class OscillatorState(Record):
 
 
 class _OscillatorModule(nn.Module):
-    """The parameters of P oscillators with their input and output maps, which the layer and the cell share."""
+    """The base of :class:`Oscillators` and :class:`OscillatorCell`, with the parameters that both have."""
 
     log_damping: nn.Parameter
     log_stiffness: nn.Parameter
@@ -123,13 +123,16 @@ class _OscillatorModule(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw frequencies and decays log-uniformly, and maps by which white samples make states of variance 1."""
+        """Draw new frequencies and decay rates log-uniformly, and normally distributed weights.
+
+        The weights are scaled so that white noise, sampled four times per shortest period, gives states of variance 1.
+        """
         with torch.no_grad():
             low, high = (math.log(bound) for bound in self.decay_range)
             rate = torch.empty_like(self.log_damping, dtype=torch.float32).uniform_(low, high).exp()
             low, high = (math.log(2 * math.pi * bound) for bound in self.frequency_range)
             omega = torch.empty_like(rate).uniform_(low, high).exp()
-            rate = torch.minimum(rate, 1.5 * omega)  # every oscillator swings
+            rate = torch.minimum(rate, 1.5 * omega)  # every oscillator is underdamped
             self.log_damping.copy_((2 * rate).log())
             self.log_stiffness.copy_((omega.square() + rate.square()).log())
             gap = 0.25 / self.frequency_range[1]
@@ -141,17 +144,17 @@ class _OscillatorModule(nn.Module):
 
     @property
     def damping(self) -> Tensor:
-        """The current γ of each oscillator, (num_oscillators,), in 1 / time."""
+        """The damping coefficient γ of each oscillator, (num_oscillators,), in 1 / time."""
         return self.log_damping.exp()
 
     @property
     def stiffness(self) -> Tensor:
-        """The current κ of each oscillator, (num_oscillators,), in 1 / time²."""
+        """The stiffness κ of each oscillator, (num_oscillators,), in 1 / time²."""
         return self.log_stiffness.exp()
 
     @property
     def frequency(self) -> Tensor:
-        """The current undamped frequency √κ / 2π of each oscillator, (num_oscillators,), in cycles per time."""
+        """The undamped frequency √κ / 2π of each oscillator with stiffness κ, (num_oscillators,), in cycles / time."""
         return (self.log_stiffness / 2).exp() / (2 * math.pi)
 
     @property
@@ -160,21 +163,21 @@ class _OscillatorModule(nn.Module):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of states: float64 of parameters in float64, else float32."""
+        """The dtype of states: float64 if the parameters are float64, else float32."""
         return torch.promote_types(self.weight_in.dtype, torch.float32)
 
     def _rates(self) -> Tensor:
-        """Return γ and κ, (2, P), in float64 if the device has it."""
+        """Return the dampings and stiffnesses, (2, num_oscillators), in float64 if the device supports it."""
         logs = torch.stack([self.log_damping, self.log_stiffness])
         return logs.to(accumulation_dtype(self._dtype, logs.device)).exp()
 
     def _readout(self) -> Tensor:
-        """Return C for the state (v, x): the part of ``weight_out`` for x is for √κ x, a velocity as v is."""
+        """Return the output map for the state (v, x). ``weight_out`` is the map for (v, √stiffness · x)."""
         root = (self.log_stiffness.to(self._dtype) / 2).exp()
         return self.weight_out.to(self._dtype) * torch.cat([torch.ones_like(root), root])
 
     def _advance(self, state: OscillatorState, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """Return v and x a time (batch, 1) after a state."""
+        """Return the velocities and displacements a time ``dt``, (batch, 1), after that of ``state``."""
         rates, dtype = self._rates(), self._dtype
         entries = transition(self.discretization, self._is_held, rates, dt.to(rates))
         vv, vx, xv, xx, *f = (entry.to(dtype) for entry in entries)
@@ -185,7 +188,6 @@ class _OscillatorModule(nn.Module):
         return v + f[0] * u, x + f[1] * u
 
     def _check_finite(self, v: Tensor, x: Tensor, y: Tensor) -> None:
-        """Name what made a state, or the outputs there, NaN or infinite."""
         if not may_look() or bool(torch.cat([v.detach(), x.detach(), y.detach().to(v)], -1).isfinite().all()):
             return
         self._check_parameters()
@@ -199,25 +201,24 @@ class _OscillatorModule(nn.Module):
         )
 
     def _check_parameters(self) -> None:
-        """Name one that is not finite."""
         for name, parameter in self.named_parameters(recurse=False):
             limit = math.log(torch.finfo(torch.float32).max) if name.startswith("log_") else math.inf
             values = parameter.detach()
             if not bool((values.isfinite() & (values < limit)).all()):
                 raise FloatingPointError(
-                    f"{name} is NaN, infinite or beyond float32, and the oscillators' state or output with it. Fix: "
-                    "load the parameters of an earlier step, clip gradients, take a lower learning rate."
+                    f"{name} is NaN, infinite or beyond float32, so the oscillators' state or output is not finite. "
+                    "Fix: load parameters of an earlier step, and clip gradients or lower the learning rate."
                 )
 
     def _check_state(self, state: object, batch: int, kind: type[Record]) -> None:
-        """Refuse what the module cannot continue for such a batch."""
+        """Raise an error unless ``state`` is of the class ``kind`` and fits the module and the batch size."""
         size, is_belief = self.num_oscillators, kind is OscillatorBelief
         shapes: dict[str, tuple[int, ...] | None] = {"v": (batch, size), "x": (batch, size), "t": (batch,)}
         if is_belief:
             shapes["covariance"] = (batch, 2 * size, 2 * size)
         elif self._is_held:
             shapes["held"] = (batch, self.input_size)
-        fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or one that it returned"
+        fix = "the state that filter returned" if is_belief else "OscillatorState(v, x, t), or the state of a call"
         seq.check_state(state, kind, shapes, fix)
 
     @override
@@ -229,26 +230,27 @@ class _OscillatorModule(nn.Module):
 
 
 class Oscillators(_OscillatorModule):
-    r"""A layer of damped oscillators that samples of a series drive, at regular or irregular times.
+    r"""A layer of damped oscillators that are driven by the samples of a series at regular or irregular times.
 
-    Each of P oscillators follows x'' + γ x' + κ x = u(t), exactly, over any gap between samples. With the state (v, x),
-    v = x', and the transition Φ(Δ) of :func:`hbnode.nn.functional.oscillator_step`,
+    Each of P oscillators follows q'' + γ q' + κ q = u(t) exactly over any gap between samples. Its state is h = (v, q)
+    with the velocity v = q'; ``state.x`` is q. The transition over a time Δ is Φ(Δ) of
+    :func:`hbnode.nn.functional.oscillator_step`. A sample x_i at the time t_i gives the output y_i:
 
     .. math:: h(t_i^-) = \Phi(t_i - t_{i-1})\,h(t_{i-1}), \qquad v(t_i) = v(t_i^-) + B x_i, \qquad
-        y_i = C\,[v; \sqrt\kappa\,x](t_i) + D x_i.
+        y_i = C\,[v; \sqrt\kappa\,q](t_i) + D x_i.
 
-    That is ``input="impulse"``: a sample kicks the velocities, and the output at a time has seen the sample there.
-    With ``input="hold"`` a sample is a force B x_i until the next sample, and y_i sees it through D alone. The layer is
-    linear in its input. A scan runs over all samples at once, in time and memory linear in their number; times that are
-    equally spaced, and ``t=None``, cost less.
+    Here B, C and D are ``weight_in``, ``weight_out`` and ``weight_skip``. These equations are for ``input="impulse"``,
+    with which a sample changes the velocities at once. With ``input="hold"`` a sample is the constant force u = B x_i
+    until the next sample, and y_i depends on x_i only through D. The layer is linear in its input. A scan computes all
+    outputs in time and memory linear in T. Equally spaced times and ``t=None`` take less time.
 
-    With ``noise=True`` the layer is also a probabilistic model: dv = (-γv - κx) dt + s dW, from its stationary
-    distribution, whose v and √κ x have the variance σ² = s²/(2γ), and samples are C [v; √κ x] + ε with independent ε ~
-    N(0, r²). Its Kalman filter is exact for any gaps, because the noise over a gap has the covariance P - ΦPΦᵀ with the
-    stationary P. Observations couple the oscillators, so that the filter keeps a covariance of 2P x 2P for each
-    series and takes one step after another: time in proportion to T (2P)² input_size. B and D have no part in it.
+    γ > 0 and κ > 0 are learned for each oscillator as logarithms, so that the layer is always stable.
 
-    γ > 0 and κ > 0 are learned for each oscillator as their logarithms, so that every layer is stable.
+    With ``noise=True`` the layer is also a probabilistic model, dv = (-γv - κq) dt + s dW with a Wiener process W. It
+    starts from the stationary distribution, in which v and √κ q have the variance σ² = s²/(2γ). Samples are observed
+    as C [v; √κ q] + ε with independent ε ~ N(0, r²). B and D are not used. Its Kalman filter is exact for any gaps: the
+    noise over a gap has the covariance S - ΦSΦᵀ, where S is the stationary covariance. Observations correlate the
+    oscillators. The filter therefore has a covariance 2P x 2P per series, and its time grows as T (2P)² input_size.
 
     References:
         Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (LinOSS); Boyer, Rusch and Rus, Learning to
@@ -258,28 +260,29 @@ class Oscillators(_OscillatorModule):
         input_size: features of a sample.
         hidden_size: features of the output, in each direction.
         num_oscillators: P. None is ``hidden_size``. Default: ``None``
-        discretization: ``"exact"``, or ``"imex"``, D-LinOSS's step: implicit damping, explicit stiffness. Its
-            error is of the order of the gap, and gaps longer than about 2/√κ make it unstable. Default: ``"exact"``
+        discretization: ``"exact"``, or ``"imex"``, the step of D-LinOSS with implicit damping and explicit stiffness.
+            Its error is proportional to the gap, and it is unstable for gaps longer than about 2/√κ.
+            Default: ``"exact"``
         input: ``"impulse"`` or ``"hold"``. Default: ``"impulse"``
-        bidirectional: whether a second layer with parameters of its own reads the series backwards in time; its outputs
-            stand beside those of the first. Such a layer reads whole series: it takes no state and makes no forecast.
-            Default: ``False``
-        noise: whether :meth:`log_likelihood` and :meth:`filter` read samples as outputs of noisy oscillators;
-            hidden_size must then be input_size. Default: ``False``
-        frequency: range of initial frequencies, in cycles per unit of ``t``, drawn log-uniformly.
-            :func:`hbnode.nn.oscillator_ranges` reads it off the times. Default: ``(0.001, 0.25)``
-        decay: range of initial decay rates a = γ/2, in 1 / unit of ``t``, likewise, up to 1.5 ω; a free oscillation
-            decays as e^{-at}. Default: ``(0.001, 0.1)``
+        bidirectional: whether a second layer with its own parameters processes the series backwards in time. Its
+            outputs are concatenated to those of the first. Such a layer needs whole series: it takes no state and makes
+            no forecast. Default: ``False``
+        noise: whether the layer is a probabilistic model, for :meth:`log_likelihood` and :meth:`filter`.
+            ``hidden_size`` must then be ``input_size``. Default: ``False``
+        frequency: range of the initial damped frequencies ω/2π, in cycles per unit of ``t``, drawn log-uniformly.
+            :func:`hbnode.nn.oscillator_ranges` computes one from times. Default: ``(0.001, 0.25)``
+        decay: range of the initial decay rates a = γ/2, in 1 / unit of ``t``, drawn log-uniformly and limited to 1.5 ω.
+            A free oscillation decays as e^{-at}. Default: ``(0.001, 0.1)``
         device: device of the parameters. Default: ``None``
-        dtype: dtype of the parameters. States are float64 in a layer in float64, else float32. Default: ``None``
+        dtype: dtype of the parameters. States are float64 if it is float64, else float32. Default: ``None``
 
     Shape:
         - x: (batch, T, input_size), or a PackedSequence; t: (batch, T) or (T,), in any units, or None for 0, 1, 2, ....
-        - y: (batch, T, hidden_size), twice that if bidirectional; 0 on padding; in the dtype of x.
+        - y: (batch, T, hidden_size), or (batch, T, 2 hidden_size) if bidirectional; 0 on padding; in the dtype of x.
 
     Raises:
         ValueError, TypeError: if an argument is out of its range, or times do not increase.
-        FloatingPointError: if the state becomes NaN or infinite; the message says by which parameter.
+        FloatingPointError: if the state becomes NaN or infinite; the message gives the cause.
 
     Example:
         >>> import torch, hbnode
@@ -315,13 +318,13 @@ class Oscillators(_OscillatorModule):
         self.noise = bool(noise)
         if self.noise and self.hidden_size != self.input_size:
             raise ValueError(
-                f"noise=True reads samples as outputs with noise, so that hidden_size={self.hidden_size} must be "
-                f"input_size={self.input_size}. Fix: hidden_size={self.input_size}, and num_oscillators= for the rest."
+                f"noise=True needs hidden_size = input_size, got {self.hidden_size} and {self.input_size}. "
+                f"Fix: hidden_size={self.input_size}, num_oscillators={self.num_oscillators}."
             )
         if self.noise and self.discretization != "exact":
-            raise ValueError("noise=True has exact steps alone. Fix: discretization='exact'.")
+            raise ValueError("noise=True needs exact steps, got discretization='imex'. Fix: discretization='exact'.")
         if self.noise and bidirectional:
-            raise ValueError("noise=True filters forwards in time alone. Fix: bidirectional=False.")
+            raise ValueError("noise=True needs a causal layer, got bidirectional=True. Fix: bidirectional=False.")
         spread = torch.zeros(self.num_oscillators, device=device, dtype=dtype)
         observation_noise = torch.full((self.input_size,), math.log(0.3), device=device, dtype=dtype)
         self.register_parameter("log_spread", nn.Parameter(spread) if noise else None)
@@ -335,12 +338,15 @@ class Oscillators(_OscillatorModule):
 
     @property
     def process_noise(self) -> Tensor | None:
-        """The current s of each oscillator, σ √(2γ): its velocity diffuses by s² per time. None without noise."""
+        """The diffusion coefficient of each velocity, (num_oscillators,). None without noise.
+
+        It is √(2 damping) times the stationary standard deviation of the velocity.
+        """
         return None if self.log_spread is None else self.log_spread.exp() * (2 * self.damping).sqrt()
 
     @property
     def observation_noise(self) -> Tensor | None:
-        """The current standard deviation of the noise of each feature, (input_size,). None without noise."""
+        """The standard deviation of the observation noise of each feature, (input_size,). None without noise."""
         return None if self.log_observation_noise is None else self.log_observation_noise.exp()
 
     def forward(
@@ -354,23 +360,23 @@ class Oscillators(_OscillatorModule):
         """Return the outputs, and the state after the last sample.
 
         Arguments:
-            x: samples (batch, T, input_size), or packed.
-            t: times (batch, T), or (T,) for all, also as an array or a list; strictly increasing. None is a unit of
-                time from each sample to the next. Default: ``None``
-            state: the state to continue, of an earlier call; its time must not lie after the first of ``t``. None is
-                rest, at the first of the times. Default: ``None``
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. The others may be NaN. They
-                add nothing to an impulse; a held input keeps the last that was observed. Default: ``None``
-            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+            x: samples (batch, T, input_size), or a PackedSequence.
+            t: times (batch, T), or (T,) for the whole batch, also as an array or a list; strictly increasing. None is
+                one unit of time between samples. Default: ``None``
+            state: the state of an earlier call, to continue its series. Its time must not be later than the first
+                time in ``t``. None is a zero state at the first time. Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. A
+                missing value gives no impulse; with ``input="hold"`` the last observed value is held. Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
         lengths, series, times, observed = seq.unpack(x, lengths, t, mask)
         if isinstance(times, OscillatorState):
-            raise TypeError("t is an OscillatorState; times come before it. Fix: layer(x, None, state).")
+            raise TypeError("t must be times, got an OscillatorState. Fix: layer(x, None, state).")
         if state is not None:
             seq.refuse_both_directions(self, "takes no state")
             self._check_state(state, series.shape[0] if isinstance(series, Tensor) else 0, OscillatorState)
         sequences = Sequences(self.input_size, series, _times(series, times, state), observed, lengths)
-        if series.dtype.itemsize != 2:  # samples in half precision are not too coarse for float32
+        if series.dtype.itemsize != 2:  # half-precision samples may go into a float32 layer
             seq.check_dtype(series, [self.weight_in.dtype])
         is_shared = state is None and (times is None or as_times(times, "t").dim() == 1)
         with no_autocast(series):
@@ -388,9 +394,9 @@ class Oscillators(_OscillatorModule):
     def _scan(
         self, sequences: Sequences, state: OscillatorState | None, gaps: float | Tensor
     ) -> tuple[Tensor, OscillatorState]:
-        """Return the outputs, with anything on padding, and the state at the end of each sequence.
+        """Return the outputs, with arbitrary values on padding, and the state at the end of each sequence.
 
-        ``gaps`` are the times before each sample, (batch or 1, T), or the one gap of all.
+        ``gaps`` are the times before each sample, (batch or 1, T), or one number if all gaps are equal.
         """
         x, dtype = sequences.x, self._dtype
         zeros = torch.zeros(x.shape[0], self.num_oscillators, dtype=dtype, device=x.device)
@@ -425,16 +431,17 @@ class Oscillators(_OscillatorModule):
     def forecast(
         self, state: OscillatorState | OscillatorBelief, dt: ArrayLike
     ) -> tuple[Tensor | Gaussian, OscillatorState | OscillatorBelief]:
-        """Return the outputs at times after that of a state, with no sample in between.
+        """Return the outputs at times after that of a state, without further samples.
 
         Arguments:
-            state: of a call of this layer; or of :meth:`filter`, for means and standard deviations of observations.
-            dt: how much later, (K,) or (batch, K), increasing and not negative. With ``discretization="imex"`` the
-                layer takes a step from each to the next.
+            state: the state of a call of this layer. With a state of :meth:`filter` the outputs are distributions of
+                observations.
+            dt: times since that of the state, (K,) or (batch, K), increasing and >= 0. With ``discretization="imex"``
+                each time is reached from the previous time in one step.
 
         Returns:
-            y (batch, K, hidden_size), in the dtype of the states, and the state at the last of the times. A held input
-            stays; there is no sample for D of an impulse to see.
+            The outputs (batch, K, hidden_size), in the dtype of the state, or a :class:`Gaussian` of that shape, and
+            the state at the last time. A held input remains held. With ``input="impulse"`` there is no input.
         """
         seq.refuse_both_directions(self, "makes no forecast")
         batch = len(state.t) if isinstance(state, (OscillatorState, OscillatorBelief)) else 0
@@ -460,14 +467,15 @@ class Oscillators(_OscillatorModule):
     def log_likelihood(
         self, x: Tensor, t: ArrayLike | None = None, mask: Tensor | None = None, lengths: Lengths | None = None
     ) -> Tensor:
-        """Return the log density of the observed values of each series, (batch,), in float64; with ``noise=True``.
+        """Return the log density of the observed values of each series, (batch,), in float64; needs ``noise=True``.
 
         Arguments:
             x: samples (batch, T, input_size).
-            t: times (batch, T), or (T,) for all; None is a unit of time from each sample to the next. Default: ``None``
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool; the others may be NaN.
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
                 Default: ``None``
-            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
         return self.filter(x, t, None, mask, lengths).log_likelihood.sum(1)
 
@@ -479,15 +487,17 @@ class Oscillators(_OscillatorModule):
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
     ) -> OscillatorFiltered:
-        """Return the distributions of samples and states, by the exact Kalman filter, in float64; with ``noise=True``.
+        """Compute the distributions of samples and states by a Kalman filter, in float64; needs ``noise=True``.
 
         Arguments:
             x: samples (batch, T, input_size).
-            t: times (batch, T), or (T,) for all; None is a unit of time from each sample to the next. Default: ``None``
-            state: the state to continue, of an earlier call. None is the stationary distribution. Default: ``None``
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool; the others may be NaN.
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
                 Default: ``None``
-            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+            state: the state of an earlier call, to continue its series. None is the stationary distribution.
+                Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size); the others may be NaN.
+                Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
         """
         kalman = self._kalman_filter()
         sequences = Sequences(self.input_size, x, _times(x, t, state), mask, lengths)
@@ -513,7 +523,7 @@ class Oscillators(_OscillatorModule):
 
 
 def _times(x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBelief | None) -> ArrayLike:
-    """Return the times that were given, or those of samples that are counted, after that of the state."""
+    """Return ``t``, or if it is None the times 0, 1, 2, ...; with a state they begin one unit after its time."""
     if t is not None:
         return t
     length, device = (x.shape[1], x.device) if isinstance(x, Tensor) and x.dim() == 3 else (0, None)
@@ -522,15 +532,15 @@ def _times(x: object, t: ArrayLike | None, state: OscillatorState | OscillatorBe
 
 
 def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) -> float | Tensor:
-    """Return the time before each sample, (batch or 1, T), from that of the state on; or the one gap of all.
+    """Return the time before each sample, (batch or 1, T), or one number if all gaps are equal up to rounding.
 
-    There is one if each time is where it puts it, but for rounding.
+    The first gap is the time since that of the state.
     """
-    is_shared = is_shared and (sequences.valid is None or may_look())  # else padding, which may have any time, is there
+    is_shared = is_shared and (sequences.valid is None or may_look())  # else t may include arbitrary times of padding
     t = sequences.raw_t[:1] if is_shared else sequences.t
     gaps = t.diff()
     if state is None:
-        first = gaps[:, :1].detach() if gaps.shape[1] else torch.ones_like(t)  # from rest, any gap will do
+        first = gaps[:, :1].detach() if gaps.shape[1] else torch.ones_like(t)  # a zero state stays zero over any gap
     else:
         seq.check_start(state.t, t)
         first = t[:, :1] - state.t.to(t.dtype).unsqueeze(1)
@@ -547,18 +557,17 @@ def _gaps(sequences: Sequences, state: OscillatorState | None, is_shared: bool) 
 
 
 def _fill_forward(x: Tensor, observed: Tensor) -> Tensor:
-    """Return the last observed values of (batch, 1 + T, n), of which the first are observed."""
+    """Replace missing values of ``x``, (batch, 1 + T, features), by the last observed ones; ``x[:, 0]`` is observed."""
     steps = torch.arange(1, x.shape[1], device=x.device).view(1, -1, 1)
     last = torch.where(observed, steps, 0).cummax(1).values
     return x.gather(1, functional.pad(last, (0, 0, 1, 0)).expand(-1, -1, x.shape[2]))
 
 
 class OscillatorCell(_OscillatorModule):
-    """The oscillators of :class:`Oscillators` for one sample at a time, as :class:`torch.nn.GRUCell` is for its layer.
+    """A cell that processes one sample with the oscillators of :class:`Oscillators`, like :class:`torch.nn.GRUCell`.
 
-    The parameters have the names of the layer's, so that a cell loads the ``state_dict`` of a layer, and continues its
-    state with the same numbers. A layer with noise has more parameters, which a cell does not load; its ``filter``
-    takes single samples, too.
+    A cell can load the ``state_dict`` of a layer and continue the layer's state, with equal outputs. It cannot load a
+    layer with noise, which has more parameters. Use the layer's :meth:`~Oscillators.filter` for single samples instead.
 
     Arguments:
         input_size: features of a sample.
@@ -588,8 +597,8 @@ class OscillatorCell(_OscillatorModule):
 
         Arguments:
             x: samples (batch, input_size).
-            state: of the last call, or of a layer; None for rest at time 0. Default: ``None``
-            dt: time since that state, a number or (batch,), not negative; without a state it has no effect.
+            state: the state of the last call, or of a layer. None is a zero state at time 0. Default: ``None``
+            dt: time since that of the state, a number or (batch,), >= 0; without a state it has no effect.
                 Default: ``1.0``
         """
         check_input(x, "x")
@@ -600,13 +609,13 @@ class OscillatorCell(_OscillatorModule):
             )
         if may_look() and not bool(torch.isfinite(x).all()):
             raise ValueError(
-                "x must be finite, got NaN or inf, which would stay in the state. Fix: leave the sample out, and let "
-                "dt of the next one be the time since the last."
+                "x must be finite, got NaN or inf, which would remain in the state. Fix: skip the sample, and add its "
+                "dt to that of the next sample."
             )
         batch, dtype = len(x), self._dtype
         gap = torch.as_tensor(dt, dtype=torch.float64, device=x.device)
         if gap.dim() and gap.shape != (batch,):
-            raise ValueError(f"dt must be a number or ({batch},), got {tuple(gap.shape)}. Fix: one time each.")
+            raise ValueError(f"dt must be a number or ({batch},), got {tuple(gap.shape)}. Fix: dt.reshape({batch}).")
         with no_autocast(x):
             if state is None:
                 v = q = torch.zeros(batch, self.num_oscillators, dtype=dtype, device=x.device)
@@ -614,9 +623,7 @@ class OscillatorCell(_OscillatorModule):
             else:
                 self._check_state(state, batch, OscillatorState)
                 if may_look() and not bool(((gap >= 0) & gap.isfinite()).all()):
-                    raise ValueError(
-                        "dt must be finite and not negative: it is the time since the state. Fix: t - state.t."
-                    )
+                    raise ValueError("dt, the time since state.t, must be finite and not negative. Fix: t - state.t.")
                 v, q = self._advance(state, gap.expand(batch).unsqueeze(1))
                 time = state.t + gap.to(state.t.dtype)
             samples = x.to(dtype)
@@ -637,9 +644,9 @@ class OscillatorStackState(Record):
 
     Attributes:
         v: velocities, (num_layers, batch, num_oscillators).
-        x: displacements, of the same shape.
-        t: the time of the last sample, (batch,).
-        held: what each layer holds, (num_layers, batch, hidden_size), with ``input="hold"``; else None.
+        x: displacements, (num_layers, batch, num_oscillators).
+        t: time of the last sample, (batch,).
+        held: the held input of each layer, (num_layers, batch, hidden_size), with ``input="hold"``; else None.
     """
 
     v: Tensor
@@ -649,7 +656,7 @@ class OscillatorStackState(Record):
 
 
 class OscillatorBlock(nn.Module):
-    """h + dropout(GLU(W gelu(oscillators(norm(h))))), the block of LinOSS."""
+    """A residual block of LinOSS, h + dropout(GLU(W gelu(oscillators(norm(h))))) with a linear map W."""
 
     def __init__(self, hidden_size: int, layer: Oscillators, dropout: float, norm: bool) -> None:
         super().__init__()
@@ -673,13 +680,14 @@ class OscillatorBlock(nn.Module):
 
 
 class OscillatorStack(nn.Module):
-    r"""A deep model of series: blocks of :class:`Oscillators` with gates between them, and a head.
+    """A deep sequence model of gated residual blocks of :class:`Oscillators`, with a linear encoder and a linear head.
 
-    A linear map takes samples to h, each block is h ← h + dropout(GLU(W gelu(oscillators(norm(h))))), and the head is
-    linear. Times, masks and lengths are those of :class:`Oscillators`; unobserved samples are no input to any layer.
+    The encoder maps samples to features h. With a linear map W, each block is
+    h ← h + dropout(GLU(W gelu(oscillators(norm(h))))). Times, masks and lengths are as in :class:`Oscillators`.
+    A sample without observed values is masked in every layer.
 
     References:
-        Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943, whose block this is.
+        Rusch and Rus, Oscillatory State-Space Models, arXiv:2410.03943 (source of the block).
 
     Arguments:
         input_size: features of a sample.
@@ -687,15 +695,15 @@ class OscillatorStack(nn.Module):
         num_layers: number of blocks. Default: ``2``
         output_size: features of the output. None is ``hidden_size``. Default: ``None``
         head: ``"regression"``: an output at every sample. ``"classification"``: one output for each series, from the
-            mean of h over its observed samples. ``"next"``: at every sample a prediction of the next one; the head sees
-            the logarithm of 1 + the gap to it beside h. Default: ``"regression"``
+            mean of h over its observed samples. ``"next"``: a prediction of the next sample at every sample, from h and
+            log(1 + gap to the next sample). Default: ``"regression"``
         num_oscillators: oscillators of each layer. None is ``hidden_size``. Default: ``None``
         dropout: probability that a feature of a block's output is dropped in training. Default: ``0.0``
-        norm: whether a block has the layer norm. It scales every sample of h to variance 1; without it the blocks see
-            amplitudes as they are, which a model of a physical system needs. Default: ``True``
+        norm: whether blocks have a LayerNorm. It normalises h at every sample, which removes amplitudes. A model of a
+            physical system needs amplitudes, hence ``norm=False``. Default: ``True``
         discretization: ``"exact"`` or ``"imex"``, as in the layer. Default: ``"exact"``
         input: ``"impulse"`` or ``"hold"``, as in the layer. Default: ``"impulse"``
-        bidirectional: whether every layer reads the series in both directions; not with ``head="next"``.
+        bidirectional: whether every layer processes the series in both directions; not with ``head="next"``.
             Default: ``False``
         frequency: range of initial frequencies, in cycles per unit of time. Default: ``(0.001, 0.25)``
         decay: range of initial decay rates, in 1 / unit of time. Default: ``(0.001, 0.1)``
@@ -761,21 +769,22 @@ class OscillatorStack(nn.Module):
 
         Arguments:
             x: samples (batch, T, input_size).
-            t: times (batch, T), or (T,) for all; None is a unit of time from each sample to the next. Default: ``None``
-            state: the state to continue, of an earlier call. A classification is of the samples of this call.
+            t: times (batch, T), or (T,) for the whole batch; None is one unit of time between samples.
                 Default: ``None``
-            mask: which values are observed, (batch, T) or (batch, T, input_size) of bool. Others may be NaN, and are
-                encoded as zeros where the sample has others that are observed. Default: ``None``
-            lengths: length of each sequence, (batch,); what follows is padding. Default: ``None``
+            state: the state of an earlier call, to continue its series. ``head="classification"`` averages over the
+                samples of this call only. Default: ``None``
+            mask: which values are observed, bool, (batch, T) or (batch, T, input_size). The others may be NaN. A
+                missing value is encoded as 0 if another value of the sample is observed. Default: ``None``
+            lengths: length of each sequence, (batch,); later samples are padding. Default: ``None``
             t_next: for ``head="next"``, the time of the sample after the last, (batch,) or a number. None repeats the
-                last gap, or is one unit of time after a single sample. Default: ``None``
+                last gap; after a single sample it is one unit of time. Default: ``None``
         """
         sequences = Sequences(self.input_size, x, _times(x, t, None), mask, lengths)
         if state is not None and not (isinstance(state, OscillatorStackState) and len(state.v) == len(self.blocks)):
             got = f"{len(state.v)} layers" if isinstance(state, OscillatorStackState) else type(state).__name__
             raise ValueError(
                 f"state must be an OscillatorStackState of {len(self.blocks)} layers, got {got}. "
-                "Fix: what this stack returned beside its outputs, y, state = stack(x)."
+                "Fix: the state that this stack returned, y, state = stack(x)."
             )
         if t_next is not None and self.head != "next":
             raise ValueError(f"t_next is for head='next', got it with head={self.head!r}. Fix: leave it out.")
@@ -805,7 +814,6 @@ class OscillatorStack(nn.Module):
 
 
 def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor:
-    """Return the time from each sample to the next, (batch, T)."""
     t = sequences.t
     gaps = t.diff()
     if t_next is not None:
@@ -813,8 +821,8 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
         last = times.unsqueeze(1) - t[:, -1:]
         if may_look() and not bool((last >= 0).all()):
             raise ValueError(
-                "t_next must not lie before the last time of a series, nor be NaN. Fix: the time of the sample to "
-                "predict, in the unit of t."
+                "t_next must not lie before the last time of a series or be NaN. Fix: t_next=t[:, -1] + dt, the time "
+                "of the sample to predict, in the unit of t."
             )
     elif gaps.shape[1]:
         ends = torch.full_like(t[:, :1], t.shape[1], dtype=torch.int64)
@@ -830,22 +838,23 @@ def _gaps_to_next(sequences: Sequences, t_next: Tensor | float | None) -> Tensor
 
 
 def oscillator_ranges(t: ArrayLike, mask: Tensor | None = None, lengths: Lengths | None = None) -> Ranges:
-    """Return ranges of initial frequencies and decays for these times: ``Oscillators(..., **oscillator_ranges(t))``.
+    """Return ranges of initial frequencies and decay rates for a set of times: ``Oscillators(..., **ranges)``.
 
-    The lowest frequency and decay rate are 1 / span, of the longest series. The highest frequency is
-    1 / (4 gap) for the median gap, half that of Nyquist, and the highest decay rate 1 / (10 gap).
+    The lowest frequency and the lowest decay rate are 1 / span, where span is the duration of the longest series. For
+    the median gap, the highest frequency is 1 / (4 gap), half of the Nyquist frequency. The highest decay rate is
+    1 / (10 gap).
 
     Arguments:
         t: times (batch, T) or (T,), increasing.
-        mask: which samples are observed, (batch, T) or (batch, T, features), as for :class:`Oscillators`; gaps are
-            counted from one observed sample to the next. Default: ``None``
-        lengths: lengths of the series; what follows is padding. Default: ``None``
+        mask: which values are observed, (batch, T) or (batch, T, features), as for :class:`Oscillators`. Gaps are
+            between samples with an observed value. Default: ``None``
+        lengths: lengths of the series, (batch,); later samples are padding. Default: ``None``
 
     Returns:
-        A dict with ``frequency`` and ``decay``, each (low, high), in the units of 1 / ``t``.
+        A dict with ``frequency`` and ``decay``, each (low, high), in 1 / unit of ``t``.
 
     Raises:
-        ValueError: if there are not two observed samples at different times in any of the series.
+        ValueError: if no series has two observed samples at different times.
 
     Example:
         >>> import hbnode

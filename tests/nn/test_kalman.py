@@ -116,8 +116,8 @@ def test_noise_that_is_lost_in_rounding_is_named():
     ("use", "kind", "message"),
     [
         (lambda layer, x: hbnode.nn.Oscillators(2, 2).filter(x), ValueError, "has no noise"),
-        (lambda layer, x: hbnode.nn.Oscillators(2, 3, noise=True), ValueError, "hidden_size=3 must be input_size=2"),
-        (lambda layer, x: make(discretization="imex"), ValueError, "exact steps alone"),
+        (lambda layer, x: hbnode.nn.Oscillators(2, 3, noise=True), ValueError, "hidden_size = input_size, got 3"),
+        (lambda layer, x: make(discretization="imex"), ValueError, "needs exact steps"),
         (lambda layer, x: layer.filter(x, None, layer(x)[1]), TypeError, "must be an OscillatorBelief"),
         (lambda layer, x: layer.filter(x, [-0.5], layer.filter(x).state), ValueError, "the state's time lies after"),
         (lambda layer, x: layer.filter(x[:1], [5.0], layer.filter(x).state), ValueError, "v must have shape"),

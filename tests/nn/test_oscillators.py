@@ -459,7 +459,7 @@ def test_ranges_of_gaps():
         ({"input": "zoh"}, "input must be 'impulse' or 'hold'"),
         ({"frequency": (0.0, 1.0)}, r"frequency must be \(low, high\)"),
         ({"decay": 3}, r"decay must be \(low, high\)"),
-        ({"noise": True, "bidirectional": True}, "forwards in time alone"),
+        ({"noise": True, "bidirectional": True}, "needs a causal layer"),
     ],
 )
 def test_wrong_options(options, message):

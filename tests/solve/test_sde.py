@@ -286,7 +286,7 @@ def test_signals_and_their_ends():
     sde = hbnode.HeavyBallSDE(lambda t, h: signal(t) - h)
     for method in ("ubu", "srk"):
         hbnode.sdeint(sde, make_state(), [0.0, 1.0], dt=0.1, method=method)
-        with pytest.raises(ValueError, match=r"the signal was asked for t=1\."):
+        with pytest.raises(ValueError, match=r"the signal was evaluated at t=1\."):
             hbnode.sdeint(sde, make_state(), [0.0, 2.0], dt=0.1, method=method)
 
 
