@@ -27,7 +27,7 @@ from hbnode.solve.control import LONGEST_DECAY, Attempt
 from hbnode.solve.loop import STRONG, Problem, Rows, integrate
 from hbnode.solve.methods import EXPONENTIAL, METHODS, NYSTROM, SECOND_ORDER, SPLITTING, TORCHDIFFEQ_GRIDS
 from hbnode.solve.settings import FIXED, TORCHDIFFEQ, Gradient, Method, Save, Settings, TorchdiffeqMethod
-from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrapped
+from hbnode.solve.term import ODETerm, Snapshot, change_of_call, is_heavy_ball, solving, unwrap_compiled
 
 logger = logging.getLogger("hbnode")
 LONGEST_GRID = 64  # function evaluations in one compiled program
@@ -258,7 +258,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
     elif gradient == "reversible":
         method = "blanes_moan4"
         check_field(method, field)
-    elif not isinstance(inner := unwrapped(field), HBNODE) or change_of_call(field) is not None:
+    elif not isinstance(inner := unwrap_compiled(field), HBNODE) or change_of_call(field) is not None:
         method = "tsit5"
     else:
         method = "nystrom4" if settings.rtol >= 1e-3 else "nystrom8"
@@ -274,7 +274,7 @@ def resolve(settings: Settings, field: Callable[..., Any], t: Tensor | None = No
 
 def constant_damping(field: Callable[..., Any]) -> float:
     """Return the largest damping γ of an HBNODE or GHBNODE if γ is constant; return 0 for all other fields."""
-    inner = unwrapped(field)
+    inner = unwrap_compiled(field)
     if not isinstance(inner, (HBNODE, GHBNODE)) or inner.omega is not None:
         return 0.0
     damping = inner.solver_damping()
@@ -289,7 +289,7 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
     if method in SPLITTING:
         kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
         fix = "Fix: method='tsit5' with gradient='checkpoint'."
-    if not isinstance(unwrapped(field), kinds):
+    if not isinstance(unwrap_compiled(field), kinds):
         raise ValueError(f"method={method!r} {what}, got {type(field).__name__}. {fix}")
     change = change_of_call(field)
     if change is not None:

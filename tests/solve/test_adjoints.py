@@ -139,7 +139,7 @@ def test_transforms_and_second_derivatives_are_refused_by_name(gradient):
     x = make_input().requires_grad_()
     with pytest.raises(ValueError, match=r"under the transforms of torch.func.*Fix: gradient='direct'"):
         torch.func.vmap(lambda row: block(row[None]).sum())(x)
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="nor in forward mode"):
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="or in forward mode"):
         block(forward_ad.make_dual(x, x))
     if gradient in ("reversible", "adjoint"):
         with pytest.raises(RuntimeError, match=f"gradient='{gradient}' gives first derivatives only"):

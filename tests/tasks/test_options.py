@@ -65,7 +65,7 @@ point_cloud --method foo | unknown method 'foo'
 point_cloud --method rk4 | --method rk4 is not one of --solver native
 point_cloud --method tsit5 --solver torchdiffeq | Fix: --solver native
 point_cloud --method rk4 --solver torchdiffeq | say how fine with --steps
-point_cloud --tol 1e-12 | far below what torch.float32 carries
+point_cloud --tol 1e-12 | far below the machine epsilon
 recall --kind twice | argument --kind: invalid choice: 'twice' (choose from once, again, noisy, all)
 recall --rates 1e-3,nan | --rates must be positive, got 1e-3,nan
 recall --rates 1e-3,x | --rates must be numbers with commas between, got '1e-3,x'
