@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 from hbnode import _torch
 from hbnode._checks import ArrayLike, as_count, check_input, nearest
 from hbnode._times import as_duration
-from hbnode._torch import KeepsConstants
+from hbnode._torch import ModuleWithConstants
 from hbnode._tree import State, apply, parts
 from hbnode.errors import MaxStepsError, SolverError
 from hbnode.fields import ANODE, GHBNODE, HBNODE, NODE, SONODE, Field
@@ -54,7 +54,7 @@ def _net(inputs: int, n: int) -> nn.Module:
     return MLP(inputs, [n], n, activation=nn.Tanh)
 
 
-class ODERNN(KeepsConstants):
+class ODERNN(ModuleWithConstants):
     r"""A recurrent network for irregular series, whose state follows an ODE between the samples.
 
     From one time to the next the state s, h or the pair (h, m), solves the field's equation; there the cell updates it

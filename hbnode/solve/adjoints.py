@@ -120,7 +120,9 @@ class _Recomputation:
         self.end: Rows | None = None
 
     def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
-        times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # copies, because f may change them
+        times: Any = [
+            [t.clone() for t in of_step] for of_step in self.attempt.times
+        ]  # copies, because f may change them
         result = self.problem.step(state, coefficients, replace(self.attempt, times=times))
         if self.end is None:
             self.end = tuple([x.detach() for x in result[0]])
@@ -223,7 +225,9 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
 
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
-def _rows_without_graph(solve: _Solve, needs_grad: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
+def _rows_without_graph(
+    solve: _Solve, needs_grad: bool, gamma: Tensor, t: Tensor, *tensors: Tensor
+) -> tuple[Rows, Rows]:
     rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
     slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # autograd reports changes in place
     return rows, (*(row.clone() for row in rows), *slots)  # the user may change the outputs in place
@@ -330,7 +334,9 @@ class _Reversal:
         self.records.append((time, x, value))
         return value.detach()
 
-    def reverse(self, attempt: Attempt, begin: Tensor, state: Rows, adjoint: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
+    def reverse(
+        self, attempt: Attempt, begin: Tensor, state: Rows, adjoint: Rows, h: Tensor | None
+    ) -> tuple[Rows, Rows]:
         """Return the state before a step, and the gradient with respect to this state.
 
         An FSAL method, which reuses the last value of a step in the next step, evaluates the field at the start of the

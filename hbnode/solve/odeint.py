@@ -390,9 +390,7 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
     if is_heavy_ball(field, HBNODE):
         advice = "method='exponential', which solves the damping exactly"
     else:
-        advice = (
-            f"max_steps={math.ceil(damping * span / 3)}, method='leapfrog' with steps=n, which solves the damping exactly"
-        )
+        advice = f"max_steps={math.ceil(damping * span / 3)}, method='leapfrog' with steps=n, which solves the damping exactly"
     raise problem.failure(
         MaxStepsError,
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "
@@ -532,7 +530,9 @@ def checked_times(t: Times, device: torch.device, *, rows: bool) -> Tensor:
         if Tensor in map(type, given) or nn.Parameter in map(type, given):  # the times may need gradients
             times = [torch.as_tensor(time, dtype=torch.float64, device=device) for time in given]
             if any(time.numel() != 1 for time in times):
-                raise ValueError("t is a sequence with tensors that are not scalars. Fix: t=torch.cat(t) or t=torch.stack(t).")
+                raise ValueError(
+                    "t is a sequence with tensors that are not scalars. Fix: t=torch.cat(t) or t=torch.stack(t)."
+                )
             t = torch.stack([time.reshape(()) for time in times])
         else:
             try:
