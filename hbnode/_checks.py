@@ -102,7 +102,7 @@ _TIMES = {"t", "time"}
 
 
 def takes_time(func: Callable[..., Any], parts: int, second: str = "v") -> bool:
-    """Return whether ``func`` takes the time as its first argument, besides as many tensors as ``parts``.
+    """Return whether ``func`` takes the time as its first argument, before ``parts`` tensors.
 
     Raise TypeError if this is unclear. ``second`` is the name of the second tensor in the error message.
     """

@@ -375,7 +375,7 @@ def keep_freed_memory(device: torch.device) -> None:
 class ModuleWithConstants(nn.Module):
     """A module with constants in its ``state_dict``, which are Python floats or float64 tensors.
 
-    Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant holds
+    Constants are not buffers, because ``.half()`` or ``.float()`` would round buffers. The attribute of a constant is
     a float or a tensor on the CPU. A tensor also has a float64 copy on the module's device. Loading a ``state_dict`` of
     version 1, which has no constants, issues a warning and leaves the constants unchanged.
     """

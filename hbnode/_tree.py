@@ -1,4 +1,4 @@
-"""States of solvers, which are tensors or tuples, and of recurrent modules, which are named tuples of tensors."""
+"""States of solvers, which are tensors or tuples, and of recurrent modules, which are dataclasses of tensors."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class NODE(Field):
 
     Arguments:
         func: f as a module or callable taking ``(h)`` or ``(t, h)``, returning the shape of h.
-        time_dependent: whether ``func`` takes the time; None infers it from ``func``, see :class:`Field`. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Example:
         >>> import math, torch, hbnode
@@ -145,7 +145,7 @@ class ANODE(Field):
     Arguments:
         func: f, taking ``(h)`` or ``(t, h)`` with h already augmented.
         augment: number of zeros (features, or channels of an image) appended along dimension 1.
-        time_dependent: whether ``func`` takes the time; None infers it from ``func``, see :class:`Field`. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
     """
 
     def __init__(self, func: Callable[..., Tensor], augment: int, *, time_dependent: bool | None = None) -> None:
@@ -173,7 +173,7 @@ class SONODE(Field):
     Arguments:
         func: f, taking ``(h, v)`` or ``(t, h, v)``, returning the shape of h.
         initial_velocity: module or callable x -> v(t0) of the shape of x; None gives zeros. Default: None.
-        time_dependent: whether ``func`` takes the time; None infers it from ``func``, see :class:`Field`. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
     """
 
     def __init__(
@@ -268,8 +268,8 @@ class HBNODE(_Damped):
     r"""A heavy-ball neural ODE, :math:`h'' + \gamma h' = f(h, t)`.
 
     It is solved as :math:`h' = m,\; m' = -\gamma m + f(h, t)`. A learned damping is
-    :math:`\gamma = \epsilon \cdot \mathrm{sigmoid}(\omega)` with the parameter :math:`\omega`, by default -3 at first, and
-    :math:`\epsilon` = ``max_damping``.
+    :math:`\gamma = \epsilon \cdot \mathrm{sigmoid}(\omega)` with :math:`\epsilon` = ``max_damping`` and the
+    parameter :math:`\omega`, which by default starts at -3.
 
     References:
         Xia et al., Heavy Ball Neural Ordinary Differential Equations (NeurIPS 2021), arXiv:2110.04840; equations
@@ -283,7 +283,7 @@ class HBNODE(_Damped):
             module, and is part of the ``state_dict``. Default: True.
         max_damping: upper bound of a learned γ. Default: 1.0.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
-        time_dependent: whether ``func`` takes the time; None infers it from ``func``, see :class:`Field`. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Raises:
         ValueError: if the damping is out of its range.
@@ -321,8 +321,8 @@ class GHBNODE(_Damped):
     r"""A generalized heavy-ball neural ODE, :math:`h' = \sigma(m),\; m' = -\gamma m + f(h, t) - \xi h`.
 
     With a bounded activation :math:`\sigma`, the term :math:`-\xi h` prevents the blow-up that an HBNODE can have. A
-    learned skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with the parameter :math:`\chi`, by default 0 at first,
-    so that :math:`\xi = \ln 2`.
+    learned skip weight is :math:`\xi = \mathrm{softplus}(\chi)` with the parameter :math:`\chi`. By default it starts
+    at 0, so that :math:`\xi = \ln 2`.
 
     References:
         Xia et al., arXiv:2110.04840; equation (48) of Wang et al. (2022).
@@ -336,7 +336,7 @@ class GHBNODE(_Damped):
         learn_xi: whether ξ is learned. A constant ξ is a Python float and part of the ``state_dict``. Default: True.
         activation: σ, elementwise. Default: ``torch.tanh``.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
-        time_dependent: whether ``func`` takes the time; None infers it from ``func``, see :class:`Field`. Default: None.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
 
     Raises:
         ValueError: if the damping or ξ is out of its range.
@@ -418,9 +418,9 @@ class HeavyBallSDE(HBNODE):
         learn_temperature: whether η is learned. A constant η is part of the ``state_dict``. Default: False.
         max_damping: upper bound of a learned γ. Default: ``1.0``.
         initial_momentum: module or callable x -> m(t0) of the shape of x; None gives zeros. Default: None.
-        time_dependent: whether ``func`` takes the time; None infers it from ``func``, see :class:`Field`. Default: None.
-        sde_type: ``"ito"`` or ``"stratonovich"``, which decides which of torchsde's methods accept the SDE. Both are the
-            same equation, because the noise does not depend on the state. Default: ``"ito"``.
+        time_dependent: whether ``func`` takes the time. None infers it as in :class:`Field`. Default: None.
+        sde_type: ``"ito"`` or ``"stratonovich"``, which decides which of torchsde's methods accept the SDE. The
+            equation is the same, because the noise does not depend on the state. Default: ``"ito"``.
 
     Raises:
         ValueError: if the damping or the temperature is out of its range.

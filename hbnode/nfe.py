@@ -18,13 +18,13 @@ from hbnode._torch import backward_pass
 class NFE:
     """The numbers of function evaluations (NFE) and of solver steps.
 
-    Counts can be added: ``nfe + nfe`` or ``sum([...])``. ``int(nfe)``, ``float(nfe)`` and ``f"{nfe:d}"`` give the total.
+    Counts can be added: ``nfe + nfe`` or ``sum([...])``. ``int(nfe)``, ``float(nfe)`` and ``f"{nfe:d}"`` are the total.
     ``print(nfe)`` adds "graph kept" if the backward pass needs no evaluations because the autograd graph is stored.
 
     Attributes:
         forward: evaluations in the forward pass.
         backward: evaluations in the backward pass, by the adjoint ODE or for recomputed steps. With
-            ``gradient="direct"`` it is 0, because backpropagation through the solver evaluates no functions.
+            ``gradient="direct"`` it is 0, because backpropagation through the solver does not evaluate the field.
         steps: accepted steps of the forward pass.
         rejected: rejected steps of the forward pass.
         backward_steps: accepted steps of the backward pass.
@@ -124,7 +124,7 @@ class Tally:
         return self.started_with
 
     def add(self, event: str, count: int = 1) -> None:
-        """Add to the count of ``"evaluation"``, ``"accepted"`` or ``"rejected"`` events of the forward or backward pass."""
+        """Count an ``"evaluation"``, or an ``"accepted"`` or ``"rejected"`` step, in the current pass."""
         is_forward = torch.compiler.is_compiling() or backward_pass() == -1
         name = (_FORWARD if is_forward else _BACKWARD)[event]
         own = self.nfe
@@ -213,7 +213,7 @@ def _collect(
 
 
 def identity(field: Callable[..., Any]) -> int:
-    """Return an id for counting a field.
+    """Return the id by which the evaluations of a field are counted.
 
     Bound methods of one object share the id of the object, because each access creates a new method. A wrapper names
     its field in ``counted_as``.

@@ -271,7 +271,7 @@ def _leaves(
 
 @dataclass(frozen=True)
 class Reversible:
-    """The mode ``gradient="reversible"``: only outputs are stored, and steps are reversed to reconstruct other states."""
+    """The mode ``gradient="reversible"``: only outputs are stored, and reversed steps reconstruct other states."""
 
     name = "reversible"
 
@@ -410,8 +410,8 @@ class Adjoint:
 
     For a loss L and a first-order equation y' = F(t, y) with parameters θ, the adjoint is a = ∂L/∂y. It obeys
     a' = -a ∂F/∂y, and dL/dθ = ∫ a ∂F/∂θ dt. For an HBNODE this is the heavy-ball adjoint of arXiv:2110.04840. The
-    backward solve restarts from each output. Over an interval of length T, it amplifies errors by e^{γT} for a damping
-    γ.
+    backward solve restarts from each output. Over an interval of length T, it amplifies errors by e^{γT}, where γ is
+    the damping.
     """
 
     name = "adjoint"

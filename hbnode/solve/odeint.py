@@ -285,7 +285,7 @@ def check_field(method: str, field: Callable[..., Any]) -> None:
     """Raise ValueError if ``method``, which needs an HBNODE or a GHBNODE, cannot solve ``field``."""
     kinds: tuple[type, ...] = (HBNODE,)
     what = "solves h'' + γh' = f(h, t), an HBNODE"
-    fix = "Fix: method='tsit5', or method=None for the best there is."
+    fix = "Fix: method='tsit5', or method=None for the default."
     if method in SPLITTING:
         kinds, what = (HBNODE, GHBNODE), "splits the equation of an HBNODE or GHBNODE"
         fix = "Fix: method='tsit5' with gradient='checkpoint'."
@@ -390,7 +390,8 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
     if is_heavy_ball(field, HBNODE):
         advice = "method='exponential', which solves the damping exactly"
     else:
-        advice = f"max_steps={math.ceil(damping * span / 3)}, method='leapfrog' with steps=n, which solves the damping exactly"
+        most = math.ceil(damping * span / 3)
+        advice = f"max_steps={most}, method='leapfrog' with steps=n, which solves the damping exactly"
     raise problem.failure(
         MaxStepsError,
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "

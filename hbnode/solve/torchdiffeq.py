@@ -209,7 +209,7 @@ class CountedField:
             callback(t0, y0 if in_adjoint else self.term.unflatten((y0,)), dt)  # type: ignore[arg-type] # a row
 
     def _begin_step(self, t0: Tensor, y0: State, dt: Tensor, what: str) -> None:
-        """Raise an error if the state is not finite, the step is too small to advance the time, or steps exceed the limit."""
+        """Raise an error if the state is not finite, the step is too small, or there are too many steps."""
         numbers = [x.double().reshape(()) for x in (dt, all_finite(y0), (t0 + dt == t0) | (t0 - dt == t0))]
         self.step_size, finite, stuck = torch.stack(numbers).tolist()  # with one synchronisation
         is_adaptive = self.method in ADAPTIVE
