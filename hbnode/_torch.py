@@ -51,10 +51,7 @@ def checking_shapes() -> Iterator[None]:
 
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Exclude a function from graphs, like :func:`torch.compiler.disable`, which is slow to import.
-
-    The import takes place when torch.compile first traces the function.
-    """
+    """Exclude a function from graphs, as torch.compiler.disable does, without its slow import in eager mode."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -68,10 +65,7 @@ def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def double_backward_enabled() -> bool:
-    """Return whether code runs inside :func:`double_backward`.
-
-    Scans, solves and attention then use operations of autograd, because their own VJPs cannot be differentiated.
-    """
+    """Return whether code runs inside :func:`double_backward`, so that fused forms must not be used."""
     return _DOUBLE_BACKWARD.get()
 
 
@@ -163,10 +157,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def numbers(x: Tensor) -> list[Any]:
-    """Return the values of a tensor (n,) as Python numbers.
-
-    Unlike ``tolist``, it works under torch.func transforms in all versions of torch.
-    """
+    """Return the values of a tensor (n,) as Python numbers, also if ``tolist`` fails under torch.func."""
     return [value.item() for value in x.unbind()]
 
 
@@ -214,9 +205,8 @@ def fast_form(reference: Callable[..., Any], vjp: Callable[..., Any]) -> Callabl
         def call(options: Any, *tensors: Tensor | None) -> Any:
             if needs_reference():
                 return reference(options, *tensors)
-            if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-                return _FastForm.apply(form, options, *tensors)
-            return forward(options, False, *tensors)[0]
+            needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+            return _FastForm.apply(form, options, *tensors) if needs_grad else forward(options, False, *tensors)[0]
 
         return call
 
@@ -403,10 +393,7 @@ class ModuleWithConstants(nn.Module):
         return getattr(self, attribute) if on_device is None else on_device
 
     def host_constant(self, attribute: str, value: float | Tensor) -> float | Tensor:
-        """Return the constant on the CPU if ``value`` is its unchanged copy on the device, else ``value``.
-
-        Reading a tensor on the CPU does not wait for a GPU.
-        """
+        """Return the constant on the CPU if ``value`` is its unchanged copy on the device, else ``value``."""
         return getattr(self, attribute) if value is self.__dict__.get(attribute + "_copy") else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleWithConstants:

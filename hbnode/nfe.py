@@ -213,9 +213,5 @@ def _collect(
 
 
 def identity(field: Callable[..., Any]) -> int:
-    """Return the id by which the evaluations of a field are counted.
-
-    Bound methods of one object share the id of the object, because each access creates a new method. A wrapper names
-    its field in ``counted_as``.
-    """
+    """Return the id for counting a field, which is that of a bound method's object or of ``field.counted_as``."""
     return id(getattr(field, "__self__", getattr(field, "counted_as", field)))

@@ -120,9 +120,7 @@ class _Recomputation:
         self.end: Rows | None = None
 
     def __call__(self, state: Rows, coefficients: Any) -> tuple[Rows, Any, Rows]:
-        times: Any = [
-            [t.clone() for t in of_step] for of_step in self.attempt.times
-        ]  # copies, because f may change them
+        times: Any = [[t.clone() for t in of_step] for of_step in self.attempt.times]  # f may change them
         result = self.problem.step(state, coefficients, replace(self.attempt, times=times))
         if self.end is None:
             self.end = tuple([x.detach() for x in result[0]])
@@ -185,10 +183,7 @@ class _Solve:
 
 
 def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-    """Solve without an autograd graph, and let ``gradient`` compute the gradients in the backward pass.
-
-    There are gradients for the damping, the times, the initial rows and the leaves of the field.
-    """
+    """Solve without a graph; the backward pass gives gradients of damping, times, initial rows and field leaves."""
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
     rows = problem.term.flatten(y0)
@@ -225,9 +220,7 @@ def _vjp_of_solve(solve: _Solve, tensors: Rows, residuals: Rows, gradients: Any,
 
 
 @fast_form(reference=_refuse_higher, vjp=_vjp_of_solve)
-def _rows_without_graph(
-    solve: _Solve, needs_grad: bool, gamma: Tensor, t: Tensor, *tensors: Tensor
-) -> tuple[Rows, Rows]:
+def _rows_without_graph(solve: _Solve, _: bool, gamma: Tensor, t: Tensor, *tensors: Tensor) -> tuple[Rows, Rows]:
     rows = integrate(solve.problem, (*tensors[: solve.problem.term.rows], *solve.carried))
     slots = [x for _, _, x in solve.snapshot.slots if not x.is_inference()]  # autograd reports changes in place
     return rows, (*(row.clone() for row in rows), *slots)  # the user may change the outputs in place
@@ -281,10 +274,7 @@ class Reversible:
     def backward(
         self, solve: _Solve, start: Rows, trajectory: Rows, gradients: Rows, gamma: Tensor, t: Tensor
     ) -> tuple[Any, ...]:
-        """Reverse the steps from the last to the first, restarting from each output.
-
-        Each momentum update takes one function evaluation.
-        """
+        """Reverse all steps, restarting from each output, with one function evaluation per momentum update."""
         problem, leaves, place = solve.problem, solve.leaves, len(gradients[0])
         n, is_fsal = problem.term.rows, problem.method.is_fsal
         sums = _GradientSums([gamma, t, *leaves])
@@ -334,13 +324,10 @@ class _Reversal:
         self.records.append((time, x, value))
         return value.detach()
 
-    def reverse(
-        self, attempt: Attempt, begin: Tensor, state: Rows, adjoint: Rows, h: Tensor | None
-    ) -> tuple[Rows, Rows]:
-        """Return the state before a step, and the gradient with respect to this state.
+    def reverse(self, attempt: Attempt, t: Tensor, state: Rows, adjoint: Rows, h: Tensor | None) -> tuple[Rows, Rows]:
+        """Return the state before a step from the time ``t``, and the gradient with respect to it.
 
-        An FSAL method, which reuses the last value of a step in the next step, evaluates the field at the start of the
-        step. ``h`` is the position at the start if it is stored, else None.
+        ``h`` is the position at ``t`` if it is stored, else None.
         """
         problem, is_fsal = self.problem, self.problem.method.is_fsal
 
@@ -355,7 +342,7 @@ class _Reversal:
         if problem.noise is not None:  # the reversed and the recomputed step need equal noise
             coefficients = (*coefficients, problem.noise(attempt.number))
         with torch.no_grad():
-            before = problem.method.undo(state, coefficients, [begin] if is_fsal else attempt.times[0], at)
+            before = problem.method.undo(state, coefficients, [t] if is_fsal else attempt.times[0], at)
         start = tuple([x.detach().requires_grad_() for x in before])
         after = problem.method.step(start, coefficients, attempt.times[0], recompute).state
         problem.tally.add("accepted")

@@ -180,10 +180,7 @@ def solve(
     field: Callable[..., State], y0: State, t: Times, settings: Settings, nfe: NFE, *, end: bool = False,
     event_fn: Callable[..., Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    """Solve an ODE as :func:`odeint` does, with checked settings, and add the function evaluations to ``nfe``.
-
-    With ``end``, return only the last state.
-    """
+    """Solve an ODE as :func:`odeint` does and add the counts to ``nfe``; with ``end``, return only the last state."""
     if not is_tracing():
         return _solve(field, y0, t, settings, nfe, end, event_fn)
     is_dynamo = torch.compiler.is_dynamo_compiling()
@@ -390,8 +387,7 @@ def check_damping(problem: Problem, field: Callable[..., Any]) -> None:
     if is_heavy_ball(field, HBNODE):
         advice = "method='exponential', which solves the damping exactly"
     else:
-        most = math.ceil(damping * span / 3)
-        advice = f"max_steps={most}, method='leapfrog' with steps=n, which solves the damping exactly"
+        advice = f"max_steps={math.ceil(damping * span / 3)}, method='leapfrog' with steps=n (exact damping)"
     raise problem.failure(
         MaxStepsError,
         f"the damping of {damping:g} over a time of {span:g} takes about {needed:.0f} steps, and "

@@ -119,7 +119,7 @@ class ODETerm:
         self.time_dependent: bool = getattr(self.inner, "time_dependent", True)
 
     def aligned(self, value: Tensor | float, name: str, symbol: str) -> Tensor | float:
-        """Return a constant of the equation, such as γ; a tensor with dimensions gets as many dimensions as h."""
+        """Return a constant of the equation, such as γ; reshape a tensor to as many dimensions as the state h."""
         if not isinstance(value, Tensor) or not value.dim():
             return value
         shape = self.template.shape

@@ -100,9 +100,7 @@ def solve(
         counted.check_solution(rows, t)
     # the caller may change the outputs in place, and the backward pass of the adjoint needs them
     rows = rows.clone() if is_adjoint else rows
-    return time.detach(), term.unflatten(
-        (rows,), (len(rows),)
-    )  # torchdiffeq.odeint_event adds the gradient of the time
+    return time.detach(), term.unflatten((rows,), (len(rows),))  # odeint_event adds the gradient of the time
 
 
 def norm(term: ODETerm, own: Callable[[Any], Tensor] | None, row: Tensor) -> Tensor:
@@ -156,15 +154,10 @@ class CountedField:
         return value
 
     def _evaluate(self, t: Tensor, y: Tensor) -> Tensor:
-        return self.term(
-            t, y.clone() if y.is_leaf and y.requires_grad else y
-        )  # autograd forbids changes of a leaf in place
+        return self.term(t, y.clone() if y.is_leaf and y.requires_grad else y)  # f may change it in place
 
     def _evaluate_in_backward(self, t: Tensor, y: Tensor) -> Tensor:
-        """Evaluate the field in the backward pass with the parameters and modes of the forward pass.
-
-        Raise ValueError if the value depends on a leaf whose gradient the adjoint does not compute.
-        """
+        """Evaluate the field with its parameters of the forward pass; raise ValueError if it uses unknown leaves."""
         with self.snapshot, torch.autocast(y.device.type, enabled=False, cache_enabled=False):
             if not torch.is_grad_enabled():  # for the gradient of an output time
                 return self._evaluate(t, y)
