@@ -150,7 +150,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """Return the result of :func:`plain` as a float64 array."""
+    """Return the values of a tensor as a float64 array on the CPU, without the wrappers of torch.func."""
     x = plain(x)
     with torch._C._DisableFuncTorch():
         return x.double().cpu().numpy()

@@ -118,7 +118,7 @@ class Tally:
 
     @property
     def nfe(self) -> NFE:
-        """The counts to which the solve currently adds, which a reset of its block replaces."""
+        """The counts to which the solve adds; if its block was reset during the solve, these are the new counts."""
         while self.started_with.successor is not None:
             self.started_with = self.started_with.successor
         return self.started_with

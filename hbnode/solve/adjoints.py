@@ -183,7 +183,7 @@ class _Solve:
 
 
 def _solve_without_graph(gradient: Any, problem: Problem, y0: Any, snapshot: Snapshot) -> Rows:
-    """Solve without a graph; the backward pass gives gradients of damping, times, initial rows and field leaves."""
+    """Solve without a graph; ``gradient`` then computes the VJP for damping, times, initial rows and the field."""
     if not torch.is_grad_enabled():
         return Direct().solve(problem, y0, snapshot)
     rows = problem.term.flatten(y0)
